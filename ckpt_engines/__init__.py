@@ -1,0 +1,91 @@
+"""Checkpoint engines: the contract, the registry that finds engines by name, and the built-in ones.
+
+    >>> from weightlane.ckpt_engines import CheckpointEngineRegistry
+    >>> registry = CheckpointEngineRegistry()
+    >>> "shm" in registry.names()
+    True
+    >>> engine = registry.create("shm", {})
+    >>> engine.capabilities.same_host_only
+    True
+"""
+
+from .contract import (
+    API_VERSION,
+    Address,
+    Bucket,
+    Capabilities,
+    CheckpointEngine,
+    Delivery,
+    EngineConfig,
+    Mailbox,
+    Topology,
+    WeightReceiver,
+    WeightSender,
+)
+from .deadline import Deadline
+from .errors import (
+    AddressInUseError,
+    ClosedError,
+    CommitError,
+    ConfigError,
+    CorruptBucketError,
+    DeadlineExceededError,
+    DuplicateEngineError,
+    EngineContractError,
+    EngineImportError,
+    EngineUnavailableError,
+    ManifestError,
+    PeerLostError,
+    ProtocolError,
+    RegistryError,
+    StagingMemoryError,
+    StorageError,
+    SyncAbortedError,
+    TransportError,
+    UnknownEngineError,
+    WeightlaneError,
+    WorkerDiedError,
+    as_weightlane_error,
+    error_from_wire,
+)
+from .registry import CheckpointEngineRegistry, EngineListing
+
+__all__ = [
+    "API_VERSION",
+    "Address",
+    "AddressInUseError",
+    "Bucket",
+    "Capabilities",
+    "CheckpointEngine",
+    "CheckpointEngineRegistry",
+    "ClosedError",
+    "CommitError",
+    "ConfigError",
+    "CorruptBucketError",
+    "Deadline",
+    "DeadlineExceededError",
+    "Delivery",
+    "DuplicateEngineError",
+    "EngineConfig",
+    "EngineContractError",
+    "EngineImportError",
+    "EngineListing",
+    "EngineUnavailableError",
+    "Mailbox",
+    "ManifestError",
+    "PeerLostError",
+    "ProtocolError",
+    "RegistryError",
+    "StagingMemoryError",
+    "StorageError",
+    "SyncAbortedError",
+    "Topology",
+    "TransportError",
+    "UnknownEngineError",
+    "WeightReceiver",
+    "WeightSender",
+    "WeightlaneError",
+    "WorkerDiedError",
+    "as_weightlane_error",
+    "error_from_wire",
+]

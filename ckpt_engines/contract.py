@@ -1,0 +1,191 @@
+"""The engine contract: what a checkpoint engine is, and what the framework promises it.
+
+A checkpoint engine moves opaque byte buckets from one sender to some receivers. It knows nothing of tensors, versions of a
+model, codecs or RL; it starts no threads, keeps no queue and retries nothing, because the framework does all of that once
+for every engine. It consists of a class (`CheckpointEngine`) and two halves (`WeightSender`, `WeightReceiver`), each of them
+complete.
+
+The life of a connection, tagged by the side that runs each step:
+
+    1. [sender, receiver]  ``address()``                       plain data, exchanged by the framework
+    2. [sender, receiver]  ``connect(topology, ...)``           all sides at the same time, under one deadline
+    3. [sender]            ``send(bucket, receivers, ...)``     } once per bucket, in the same order on both sides;
+       [receiver]          ``receive(bucket, sender, ...)``     } the receiver knows each bucket's size beforehand
+    4. [sender, receiver]  ``close()``                          any time, from any thread, more than once
+
+After any error the framework closes both halves and starts again at step 1 with new ones and a new session name: an engine
+never has to resume a broken connection.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, ClassVar, Protocol
+
+import torch
+from pydantic import BaseModel, ConfigDict
+
+from .deadline import Deadline
+
+API_VERSION = 1
+"""Version of this contract. An engine declares the one it was written for; the registry refuses any other."""
+
+Address = Mapping[str, Any]
+"""Where a half can be reached: JSON-representable, engine-specific, never pickled."""
+
+
+class Delivery(StrEnum):
+    """How one bucket reaches several receivers."""
+
+    BROADCAST = "broadcast"
+    """One send reaches every receiver of the topology."""
+    POINT_TO_POINT = "point-to-point"
+    """A send may name any subset of the receivers."""
+    STORE = "store"
+    """A send writes to a place from which receivers read when they like."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an engine can do, as data. The framework asks these and never an engine's name."""
+
+    devices: frozenset[str]
+    """torch device types whose memory a bucket may live in, e.g. ``{"cpu"}``."""
+    delivery: frozenset[Delivery]
+    """Every way of delivery the engine supports; at least one."""
+    persistent: bool = False
+    """Buckets outlive the sender process."""
+    elastic: bool = False
+    """Receivers may join or leave without a new connection of the others."""
+    same_host_only: bool = False
+    """Both halves must run on one host."""
+    zero_copy: bool = False
+    """Buffers from `WeightSender.allocate` are sent without another copy on the sender's side."""
+
+
+class EngineConfig(BaseModel):
+    """Base of an engine's typed options; the framework builds it from the user's ``checkpoint_engine.options``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Who takes part in one connection."""
+
+    session: str
+    """Fresh for every connection attempt, ``[a-z0-9-]+``: safe as part of a key or a file name."""
+    senders: Mapping[str, Address]
+    """Address by name, in sending order."""
+    receivers: Mapping[str, Address]
+    """Address by name; the order is the same on every side and may serve as rank order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One contiguous run of bytes to send, or to fill.
+
+    `data` is a contiguous one-dimensional uint8 tensor of exactly the bucket's size on one of the engine's devices.
+    """
+
+    version: int
+    """Weight version the bucket belongs to; with `index` it names the bucket within a session."""
+    index: int
+    """Position in the version, from 0."""
+    data: torch.Tensor
+
+
+class Mailbox(Protocol):
+    """A small key-value store shared by all halves of a session, for handshakes. Supplied by the framework."""
+
+    def put(self, key: str, value: Any) -> None:
+        """Publish JSON-representable `value` under `key`."""
+
+    def get(self, key: str, deadline: Deadline) -> Any:
+        """Wait for `key` and return its value; `DeadlineExceededError` when it does not appear in time."""
+
+
+class WeightSender(ABC):
+    """The sending half of an engine.
+
+    `connect`, `send` and `allocate` are called from one thread, `close` from any.
+    """
+
+    @abstractmethod
+    def address(self) -> Address:
+        """Where receivers find this sender. Must be ready to be contacted when this returns."""
+
+    @abstractmethod
+    def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:
+        """Connect to every receiver of `topology`. Raises `PeerLostError` or `DeadlineExceededError`."""
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """A uint8 buffer of `nbytes` from which `send` is cheapest. Valid until `close`; called after `connect`."""
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    @abstractmethod
+    def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
+        """Send `bucket` to `receivers` and return once its memory may be overwritten.
+
+        `receivers` is every receiver of the topology unless the engine declares `Delivery.POINT_TO_POINT`.
+        Raises `PeerLostError`, `DeadlineExceededError`, `StorageError` or `ClosedError`.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free every resource and make a blocked call of another thread fail soon. Never raises, never blocks for long."""
+
+
+class WeightReceiver(ABC):
+    """The receiving half of an engine. Threads as for `WeightSender`."""
+
+    @abstractmethod
+    def address(self) -> Address:
+        """Where the sender finds this receiver. Must be ready to be contacted when this returns."""
+
+    @abstractmethod
+    def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:
+        """Connect to the senders of `topology`. Raises `PeerLostError` or `DeadlineExceededError`."""
+
+    @abstractmethod
+    def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
+        """Fill ``bucket.data`` with the next bucket from `sender`.
+
+        Raises `ProtocolError` when what arrives is not the bucket asked for, `PeerLostError`, `DeadlineExceededError`,
+        `StorageError` or `ClosedError`. After an error the contents of ``bucket.data`` are undefined.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """As `WeightSender.close`."""
+
+
+class CheckpointEngine(ABC):
+    """A named transport: static facts, typed options, and a maker of the two halves.
+
+    Subclasses set `api_version`, `capabilities` and `config_type`, and are registered under the entry-point group
+    ``weightlane.ckpt_engines``. Importing the module must be cheap and must not need the engine's hardware.
+    """
+
+    api_version: ClassVar[int]
+    capabilities: ClassVar[Capabilities]
+    config_type: ClassVar[type[EngineConfig]] = EngineConfig
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+
+    @classmethod
+    def unavailable_reason(cls) -> str | None:
+        """Why the engine cannot run on this machine (``"no CUDA device"``), or None when it can."""
+        return None
+
+    @abstractmethod
+    def make_sender(self, name: str) -> WeightSender:
+        """A new sending half for the participant called `name`."""
+
+    @abstractmethod
+    def make_receiver(self, name: str) -> WeightReceiver:
+        """A new receiving half for the participant called `name`."""

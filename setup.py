@@ -1,0 +1,19 @@
+"""Maps each top-level folder to a sub-package of the ``weightlane`` namespace.
+
+The folders have short, generic names (``trainer``, ``sync``); they must never be importable as such. Only this mapping makes
+them ``weightlane.trainer`` and so on, in wheels and in editable installs alike.
+"""
+
+from setuptools import setup
+from setuptools.discovery import PackageFinder
+
+FOLDERS = ("ckpt_engines", "sync", "trainer", "rollout", "plugins", "cli")
+
+package_dir = {f"weightlane.{folder}": folder for folder in FOLDERS}
+packages = sorted(
+    f"weightlane.{folder}" + (f".{sub}" if sub else "")
+    for folder in FOLDERS
+    for sub in ("", *PackageFinder.find(folder, exclude=["packages", "packages.*"]))
+)
+
+setup(packages=packages, package_dir=package_dir, package_data={package: ["py.typed"] for package in packages})

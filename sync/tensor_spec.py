@@ -1,0 +1,80 @@
+"""What a tensor is called, how large it is, and which part of it a trainer rank holds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weightlane.ckpt_engines import ProtocolError
+
+_DTYPES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64, torch.float32, torch.float16, torch.bfloat16,
+        torch.float8_e4m3fn, torch.float8_e5m2,
+        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+    )
+}  # fmt: skip
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.bfloat16`` -> ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """``"bfloat16"`` -> ``torch.bfloat16``; `ProtocolError` for a name that is not a known tensor dtype."""
+    try:
+        return _DTYPES[name]
+    except KeyError:
+        raise ProtocolError(f"unknown tensor dtype {name!r}.", part="manifest", hint=f"Known: {', '.join(_DTYPES)}.") from None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One checkpoint tensor: its Hugging Face name, its full shape, and its dtype on the wire."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; 1 for a scalar, 0 for an empty tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size on the wire in bytes."""
+        return self.numel * self.dtype.itemsize
+
+    def to_plain(self) -> list[Any]:
+        """As JSON: ``[name, [sizes], dtype]``."""
+        return [self.name, list(self.shape), dtype_name(self.dtype)]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalShard:
+    """The part of one checkpoint tensor that a trainer rank holds.
+
+    The shard is the run of `numel` elements that starts at element `start` of the row-major flattened full tensor, which is
+    what FSDP2's ``Shard(0)`` gives, uneven or empty rows included. `data` is the live local tensor in the trainer's dtype;
+    it is read between ``publish`` and the fence and may change its values, but not its storage, afterwards.
+    """
+
+    spec: TensorSpec
+    start: int
+    data: torch.Tensor
+
+    @property
+    def numel(self) -> int:
+        """Number of elements this rank holds."""
+        return self.data.numel()
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the shard on the wire in bytes."""
+        return self.numel * self.spec.dtype.itemsize
