@@ -29,6 +29,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from .deadline import Deadline
+from .errors import ProtocolError
 
 API_VERSION = 1
 """Version of this contract. An engine declares the one it was written for; the registry refuses any other."""
@@ -96,6 +97,19 @@ class Bucket:
     index: int
     """Position in the version, from 0."""
     data: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if self.data.dtype != torch.uint8 or self.data.dim() != 1 or not self.data.is_contiguous():
+            raise ProtocolError(
+                f"bucket {self.index} is {self.data.dtype} of shape {tuple(self.data.shape)},"
+                " not contiguous one-dimensional uint8.",
+                part="bucket",
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes; may be 0."""
+        return self.data.numel()
 
 
 class Mailbox(Protocol):

@@ -123,6 +123,10 @@ class CommitError(WeightlaneError, RuntimeError):
     """A staged version could not be put into service."""
 
 
+class SupersededError(WeightlaneError, RuntimeError):
+    """A version was given up before it was sent, because a newer one was published."""
+
+
 class WorkerDiedError(WeightlaneError, RuntimeError):
     """A trainer rank or a rollout replica is gone."""
 

@@ -1,0 +1,64 @@
+"""Carrying weight versions from trainer ranks to rollout ranks, over any checkpoint engine.
+
+A complete hop inside one process (normally the three parts live in three):
+
+    >>> import asyncio, torch
+    >>> from weightlane.ckpt_engines import CheckpointEngineRegistry
+    >>> from weightlane.sync import *
+    >>> weight = torch.arange(6.0).reshape(2, 3)
+    >>> spec = TensorSpec("w", (2, 3), torch.float32)
+    >>> rendezvous = Rendezvous.host()
+    >>> expectation = Expectation({"w": ExpectedTensor((2, 3), frozenset({torch.float32}))})
+    >>> subscriber = Subscriber("rollout-0/0", rendezvous.address, "shm", {}, expectation)
+    >>> publisher = Publisher(
+    ...     "trainer-0", rendezvous.address, rank=0, world=1, specs=[spec], shards=[LocalShard(spec, 0, weight)],
+    ...     engine=CheckpointEngineRegistry().create("shm"), bucket_bytes=1 << 20)
+    >>> class Replica:
+    ...     name = "rollout-0"
+    ...     def subscriber_names(self): return ["rollout-0/0"]
+    ...     async def commit(self, version):
+    ...         self.weights = {name: tensor.clone() for name, tensor in subscriber.take(version).items()}
+    ...         subscriber.release(version)
+    ...         return CommitReport(version, blocked_s=0.0)
+    >>> replica = Replica()
+    >>> coordinator = Coordinator(rendezvous, ["trainer-0"], [replica], SyncConfig())
+    >>> publisher.publish(1)
+    >>> waited_s = publisher.fence()
+    >>> report = asyncio.run(coordinator.sync(1))
+    >>> report.version, torch.equal(replica.weights["w"], weight)
+    (1, True)
+    >>> coordinator.close(); publisher.close(); subscriber.close()
+"""
+
+from .config import CheckpointEngineConfig, SyncConfig
+from .coordinator import Coordinator, Replica
+from .coverage import Expectation, ExpectedTensor, check_coverage
+from .manifest import Manifest
+from .publisher import Publisher
+from .rendezvous import Rendezvous, RendezvousAddress
+from .report import CommitOutcome, CommitReport, ReplicaReport, SyncReport
+from .subscriber import Subscriber
+from .tensor_spec import LocalShard, TensorSpec, dtype_name, dtype_of
+
+__all__ = [
+    "CheckpointEngineConfig",
+    "CommitOutcome",
+    "CommitReport",
+    "Coordinator",
+    "Expectation",
+    "ExpectedTensor",
+    "LocalShard",
+    "Manifest",
+    "Publisher",
+    "Rendezvous",
+    "RendezvousAddress",
+    "Replica",
+    "ReplicaReport",
+    "Subscriber",
+    "SyncConfig",
+    "SyncReport",
+    "TensorSpec",
+    "check_coverage",
+    "dtype_name",
+    "dtype_of",
+]

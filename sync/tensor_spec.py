@@ -30,7 +30,9 @@ def dtype_of(name: str) -> torch.dtype:
     try:
         return _DTYPES[name]
     except KeyError:
-        raise ProtocolError(f"unknown tensor dtype {name!r}.", part="manifest", hint=f"Known: {', '.join(_DTYPES)}.") from None
+        raise ProtocolError(
+            f"unknown tensor dtype {name!r}.", part="manifest", hint=f"Known: {', '.join(_DTYPES)}."
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,219 @@
+"""torch.distributed process groups and stores beside the default ones: nothing here touches torch's global state.
+
+A trainer and a vLLM worker each have a default process group of their own already, so weightlane's groups are made from
+the bare backend classes over a store of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, Literal, Protocol, cast
+
+import torch
+import torch.distributed as dist
+
+from ._channel import listen_tcp
+from .deadline import Deadline
+from .errors import DeadlineExceededError, EngineUnavailableError, PeerLostError, TransportError
+
+BackendName = Literal["gloo", "nccl", "hccl"]
+
+
+class Group(Protocol):
+    """What the backend classes of torch.distributed have in common, as far as weightlane uses it."""
+
+    def rank(self) -> int:
+        """Rank of this process in the group."""
+
+    def size(self) -> int:
+        """Number of processes in the group."""
+
+    def broadcast(self, tensors: list[torch.Tensor], options: dist.BroadcastOptions) -> dist.Work:
+        """Start a broadcast."""
+
+    def send(self, tensors: list[torch.Tensor], destination: int, tag: int, /) -> dist.Work:
+        """Start to send to one rank."""
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int, /) -> dist.Work:
+        """Start to receive from one rank."""
+
+    def abort(self) -> None:
+        """Break off pending operations; without effect in gloo, see `abandon_gloo`."""
+
+
+_PART = "process group"
+_NEVER = timedelta(days=1)
+_environment_lock = threading.Lock()
+
+
+def host_store(host: str, port: int = 0) -> tuple[dist.TCPStore, int]:
+    """A TCPStore served by this process on `host` only, and its port; port 0 takes a free one.
+
+    ``TCPStore`` itself would listen on every interface, so it is given a socket that is bound already. Raises
+    `AddressInUseError` or `ConfigError`.
+    """
+    listener = listen_tcp(host, port)
+    port = listener.getsockname()[1]
+    try:
+        store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.fileno())
+    except BaseException:
+        listener.close()
+        raise
+    listener.detach()  # the store owns the descriptor from here on
+    return store, port
+
+
+def join_store(host: str, port: int, deadline: Deadline, peer: str = "") -> dist.TCPStore:
+    """A client of the store at `host`:`port`, which must be listening already.
+
+    The deadline's remaining time becomes the store's timeout. Raises `PeerLostError` when nobody listens there, or
+    `DeadlineExceededError`.
+    """
+    try:  # the store itself would go on trying, and log every attempt
+        socket.create_connection((host, port), timeout=max(0.001, deadline.remaining_s)).close()
+    except TimeoutError:
+        raise deadline.error(f"a connection to {host}:{port}", part="store", peer=peer) from None
+    except OSError as error:
+        raise PeerLostError(
+            f"cannot connect to {host}:{port}: {error}.", part="store", peer=peer, hint="Check that its owner is alive."
+        ) from error
+    with translated("store", deadline, f"the store at {host}:{port}", peer):
+        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=deadline.timedelta())
+
+
+def open_process_group(
+    backend: BackendName,
+    store: dist.Store,
+    rank: int,
+    world: int,
+    deadline: Deadline,
+    *,
+    host: str = "127.0.0.1",
+    device: torch.device | None = None,
+) -> Group:
+    """Open a group of `world` processes that meet in `store`; every one of them calls this at the same time.
+
+    Args:
+        backend: Which torch.distributed backend.
+        store: A store of its own for this group, e.g. a ``PrefixStore``.
+        rank: This process's rank, from 0.
+        world: Number of processes, at least 2.
+        deadline: Bounds the meeting. Operations bring their own.
+        host: Address of this machine on which gloo listens.
+        device: Device the group works on; needed by nccl and hccl, which connect eagerly.
+
+    Raises:
+        DeadlineExceededError: Somebody did not come.
+        PeerLostError: Somebody came and died.
+        EngineUnavailableError: This torch lacks the backend.
+    """
+    with translated(_PART, deadline, f"all {world} members of the group"):
+        if backend == "gloo":
+            options = cast("Any", dist.ProcessGroupGloo)._Options()  # the only way to choose the address
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+            options._timeout = deadline.timedelta()
+            options._threads = 1
+            return cast("Group", dist.ProcessGroupGloo(store, rank, world, options))
+        if device is None:
+            raise TransportError(f"{backend} needs a device.", part=_PART)
+        return _open_nccl(store, rank, world, device) if backend == "nccl" else _open_hccl(store, rank, world)
+
+
+def _open_nccl(store: dist.Store, rank: int, world: int, device: torch.device) -> Group:
+    if not dist.is_nccl_available():
+        raise EngineUnavailableError("this torch was built without NCCL.", part=_PART)
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.blocking = 0  # or a member that dies while NCCL connects could not be aborted
+    # NCCL's own watchdog kills the whole process on a timeout or an error. Deadlines are kept by the engine, which
+    # aborts the communicator and raises, so the watchdog is given neither. The variable is read by the constructor
+    # only.
+    options._timeout = _NEVER
+    with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
+        group = dist.ProcessGroupNCCL(store, rank, world, options)
+    group._set_sequence_number_for_group()  # what torch does for every group it makes
+    group.eager_connect_single_device(device)
+    return cast("Group", group)
+
+
+def _open_hccl(store: dist.Store, rank: int, world: int) -> Group:
+    try:
+        c10d: Any = importlib.import_module("torch_npu._C._distributed_c10d")
+    except ImportError as error:
+        raise EngineUnavailableError(f"torch_npu cannot be imported: {error}.", part=_PART) from error
+    options = c10d.ProcessGroupHCCL.Options()
+    options._timeout = _NEVER  # as for NCCL
+    group: Group = c10d.ProcessGroupHCCL(store, rank, world, options)
+    return group
+
+
+def start_broadcast(group: Group, data: torch.Tensor, root: int, deadline: Deadline) -> dist.Work:
+    """Start to broadcast contiguous uint8 `data` from rank `root`; gloo gives up by itself at the deadline."""
+    options = dist.BroadcastOptions()
+    options.rootRank = root
+    options.rootTensor = 0
+    options.timeout = deadline.timedelta()
+    return group.broadcast([data], options)
+
+
+def abandon_gloo(group: Group) -> None:
+    """Make every operation that is pending in a gloo group fail now.
+
+    gloo has no abort, and its destructor waits for pending operations. But a receive that times out closes all
+    connections of its group, so one is made to.
+    """
+    neighbour = (group.rank() + 1) % group.size()
+    with contextlib.suppress(RuntimeError):
+        group.recv([torch.empty(1, dtype=torch.uint8)], neighbour, 2**31 - 1).wait(timedelta(milliseconds=1))
+
+
+@contextlib.contextmanager
+def translated(part: str, deadline: Deadline, waiting_for: str, peer: str = "") -> Iterator[None]:
+    """Turn the RuntimeErrors of torch.distributed into weightlane's errors."""
+    try:
+        yield
+    except (EngineUnavailableError, TransportError, DeadlineExceededError):
+        raise
+    except RuntimeError as error:
+        raise translate(error, part, deadline, waiting_for, peer) from error
+
+
+def translate(
+    error: RuntimeError, part: str, deadline: Deadline, waiting_for: str, peer: str = ""
+) -> DeadlineExceededError | TransportError:
+    """What a RuntimeError of torch.distributed means; it tells the cases apart only by its text."""
+    text = str(error)
+    lowered = text.lower()
+    if any(sign in lowered for sign in ("timed out", "timeout after", "wait timeout", "socket timeout")):
+        return deadline.error(waiting_for, part=part, peer=peer)
+    reason = text.splitlines()[0].rpartition("] ")[2]
+    if isinstance(error, dist.DistNetworkError) or any(
+        sign in lowered
+        for sign in ("closed by peer", "reset by peer", "connection refused", "broken pipe", "remote process")
+    ):
+        return PeerLostError(
+            f"the connection was lost: {reason}",
+            part=part,
+            peer=peer,
+            hint="Look at the peers' own logs for the reason.",
+        )
+    return TransportError(f"torch.distributed failed: {reason}", part=part, peer=peer)
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    with _environment_lock:
+        before = os.environ.get(name)
+        os.environ[name] = value
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before

@@ -1,0 +1,47 @@
+"""What a user can set about the hop from trainer to rollout."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class CheckpointEngineConfig(BaseModel):
+    """Which transport carries the weights."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    backend: str = Field("shm", description="Name of the checkpoint engine; `weightlane engines` lists them.")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Options of that engine, validated by the engine's own config type."
+    )
+
+
+class SyncConfig(BaseModel):
+    """How a version travels, whatever the transport."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    bucket_mib: float = Field(
+        16.0, gt=0, le=4096, description="Payload of one bucket in MiB; two are in flight per sending trainer rank."
+    )
+    deadline_s: float = Field(
+        60.0, gt=0, description="Seconds after which a sync that is not committed is aborted on every side."
+    )
+    connect_timeout_s: float = Field(
+        120.0, gt=0, description="Seconds all participants have to join and to connect their transports."
+    )
+    wire_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Dtype in which floating tensors travel; auto is the rollout's dtype."
+    )
+    host: str = Field(
+        "127.0.0.1",
+        description="Address on which the run's rendezvous store listens; loopback unless the run spans machines.",
+    )
+    port: int = Field(0, ge=0, le=65535, description="Port of the rendezvous store; 0 takes a free one.")
+
+    @property
+    def bucket_bytes(self) -> int:
+        """`bucket_mib` in bytes, rounded up to the stream's alignment."""
+        return -(-int(self.bucket_mib * (1 << 20)) // 64) * 64

@@ -1,0 +1,85 @@
+"""Does a manifest describe exactly what a receiver expects? Asked before the first byte moves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from weightlane.ckpt_engines import ManifestError
+
+from .manifest import Manifest
+from .tensor_spec import TensorSpec, dtype_name
+
+_SHOWN = 6
+_FUSED = ("qkv_proj", "gate_up_proj", "query_key_value", "linear_qkv", "linear_fc1")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedTensor:
+    """Shape and acceptable wire dtypes of one checkpoint tensor."""
+
+    shape: tuple[int, ...]
+    dtypes: frozenset[torch.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """The checkpoint tensors a receiver's model is made of."""
+
+    tensors: Mapping[str, ExpectedTensor]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """Alias -> the expected tensor it shares memory with; an alias may be sent or left out."""
+
+
+def check_coverage(manifest: Manifest, expectation: Expectation, *, part: str) -> None:
+    """Raise one `ManifestError` that lists every kind of disagreement, or return.
+
+    Reported: missing, unexpected, fused, padded, mis-shaped and mis-typed tensors.
+    """
+    sent = {spec.name: spec for spec in manifest.specs}
+    problems: list[str] = []
+
+    missing = [name for name in expectation.tensors if name not in sent and name not in expectation.tied]
+    unexpected = [name for name in sent if name not in expectation.tensors and name not in expectation.tied]
+    if missing:
+        problems.append(f"missing {_some(missing)}")
+    if unexpected:
+        fused = [name for name in unexpected if any(word in name for word in _FUSED)]
+        note = " (these look fused; send Hugging Face's unfused tensors)" if fused else ""
+        problems.append(f"unexpected {_some(unexpected)}{note}")
+    for name, spec in sent.items():
+        expected = expectation.tensors.get(expectation.tied.get(name, name))
+        if expected is not None:
+            problems.extend(_mismatch(spec, expected))
+    if problems:
+        shown = "; ".join(problems[:_SHOWN]) + (
+            f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        )
+        raise ManifestError(
+            f"version {manifest.version} does not fit this model: {shown}.",
+            part=part,
+            hint="Trainer and rollout must load the same model directory, and sync.wire_dtype must be the rollout's dtype.",
+        )
+
+
+def _mismatch(spec: TensorSpec, expected: ExpectedTensor) -> list[str]:
+    problems = []
+    if spec.shape != expected.shape:
+        padded = (
+            len(spec.shape) == len(expected.shape) > 0
+            and spec.shape[0] > expected.shape[0]
+            and spec.shape[1:] == expected.shape[1:]
+        )
+        note = " (padded rows? strip them before sending)" if padded else ""
+        problems.append(f"{spec.name} has shape {list(spec.shape)}, expected {list(expected.shape)}{note}")
+    if spec.dtype not in expected.dtypes:
+        wanted = " or ".join(sorted(map(dtype_name, expected.dtypes)))
+        problems.append(f"{spec.name} is {dtype_name(spec.dtype)}, expected {wanted}")
+    return problems
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"

@@ -1,0 +1,131 @@
+"""The manifest: what one weight version consists of, known to every receiver before the first byte.
+
+The tensors of a version form one *stream*: each tensor's row-major bytes at an aligned offset, in the order of the manifest.
+A bucket is a fixed-size window on that stream. Large tensors therefore span buckets, small ones share them, and empty and
+scalar tensors need no rule of their own. Offsets follow from names, shapes and dtypes, so they are not transmitted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
+
+from weightlane.ckpt_engines import ProtocolError
+
+from .tensor_spec import TensorSpec, dtype_of
+
+ALIGNMENT_BYTES = 64
+"""Every tensor starts at a multiple of this in the stream: enough for any dtype view and for vector loads."""
+
+CODEC_DENSE = "dense"
+_PART = "manifest"
+
+
+class _ManifestOnWire(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    version: Annotated[int, Field(ge=0)]
+    codec: Literal["dense"]
+    base_version: None
+    bucket_bytes: Annotated[int, Field(gt=0)]
+    # JSON has lists only, which strict mode would not take for tuples.
+    tensors: list[Annotated[tuple[str, list[Annotated[int, Field(ge=0)]], str], Strict(strict=False)]]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEntry:
+    """A tensor and the place of its bytes in the stream."""
+
+    spec: TensorSpec
+    offset: int
+    """First byte in the stream."""
+
+    @property
+    def end(self) -> int:
+        """One past the last byte in the stream."""
+        return self.offset + self.spec.nbytes
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Names, shapes, dtypes, codec and bucket size of one version."""
+
+    version: int
+    specs: tuple[TensorSpec, ...]
+    bucket_bytes: int
+    """Payload bytes of every bucket but the last, a multiple of `ALIGNMENT_BYTES`."""
+    codec: str = CODEC_DENSE
+    base_version: int | None = None
+    """The version a delta applies to; None for the dense codec."""
+
+    def __post_init__(self) -> None:
+        if self.bucket_bytes <= 0 or self.bucket_bytes % ALIGNMENT_BYTES:
+            raise ProtocolError(
+                f"bucket_bytes is {self.bucket_bytes}.",
+                part=_PART,
+                hint=f"Use a positive multiple of {ALIGNMENT_BYTES}.",
+            )
+        names = [spec.name for spec in self.specs]
+        if len(set(names)) != len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise ProtocolError(f"tensors listed twice: {', '.join(twice[:5])}.", part=_PART)
+
+    @cached_property
+    def entries(self) -> tuple[StreamEntry, ...]:
+        """Every tensor with its place in the stream."""
+        entries, offset = [], 0
+        for spec in self.specs:
+            entries.append(StreamEntry(spec, offset))
+            offset += -(-spec.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return tuple(entries)
+
+    @cached_property
+    def total_bytes(self) -> int:
+        """Length of the stream, alignment gaps included."""
+        return max((entry.end for entry in self.entries), default=0)
+
+    @property
+    def bucket_count(self) -> int:
+        """How many buckets carry the stream; 0 when no tensor has a byte."""
+        return -(-self.total_bytes // self.bucket_bytes)
+
+    def window(self, index: int) -> tuple[int, int]:
+        """First byte and one past the last byte of bucket `index` in the stream."""
+        start = index * self.bucket_bytes
+        return start, min(start + self.bucket_bytes, self.total_bytes)
+
+    @cached_property
+    def layout_digest(self) -> str:
+        """Names, shapes, dtypes and bucket size in 16 hexadecimal digits: equal for two versions that pack alike."""
+        plain = [self.bucket_bytes, self.codec, [spec.to_plain() for spec in self.specs]]
+        return hashlib.sha256(json.dumps(plain).encode()).hexdigest()[:16]
+
+    def to_plain(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "version": self.version,
+            "codec": self.codec,
+            "base_version": self.base_version,
+            "bucket_bytes": self.bucket_bytes,
+            "tensors": [spec.to_plain() for spec in self.specs],
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Any) -> Manifest:
+        """Parse what a peer sent; `ProtocolError` for anything that is not a manifest."""
+        try:
+            wire = _ManifestOnWire.model_validate(plain)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise ProtocolError(f"not a valid manifest: {where}: {first['msg']}.", part=_PART) from None
+        specs: Sequence[TensorSpec] = [
+            TensorSpec(name, tuple(shape), dtype_of(dtype)) for name, shape, dtype in wire.tensors
+        ]
+        return cls(wire.version, tuple(specs), wire.bucket_bytes, wire.codec, wire.base_version)

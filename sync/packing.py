@@ -1,0 +1,143 @@
+"""From local shards to buckets: where each byte of a rank's snapshot belongs in the stream.
+
+Every trainer rank copies its own shards, and nothing else, into one flat *snapshot* in the wire dtype. A bucket is then
+filled from the snapshots of all ranks: no rank ever holds a full large tensor.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weightlane.ckpt_engines import ManifestError, ProtocolError
+
+from .manifest import ALIGNMENT_BYTES, Manifest
+from .tensor_spec import LocalShard
+
+_PART = "bucket packing"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A contiguous piece of the stream and where it lies in its owner's snapshot (all in bytes)."""
+
+    stream: int
+    snapshot: int
+    nbytes: int
+
+
+class RunTable:
+    """The runs of one rank, in stream order."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.runs = sorted(runs, key=lambda run: run.stream)
+        self._starts = [run.stream for run in self.runs]
+
+    @classmethod
+    def of_shards(cls, shards: Sequence[LocalShard], manifest: Manifest) -> RunTable:
+        """The runs of `shards`, whose snapshot places follow `snapshot_offsets`."""
+        offsets = {entry.spec.name: entry.offset for entry in manifest.entries}
+        return cls(
+            [
+                Run(offsets[shard.spec.name] + shard.start * shard.spec.dtype.itemsize, place, shard.nbytes)
+                for shard, place in zip(shards, snapshot_offsets(shards), strict=True)
+                if shard.nbytes
+            ]
+        )
+
+    def within(self, start: int, stop: int) -> Iterator[Run]:
+        """The parts of this rank's runs that lie in the stream window [`start`, `stop`)."""
+        first = max(0, bisect_right(self._starts, start) - 1)
+        for run in self.runs[first:]:
+            if run.stream >= stop:
+                return
+            low, high = max(run.stream, start), min(run.stream + run.nbytes, stop)
+            if low < high:
+                yield Run(low, run.snapshot + low - run.stream, high - low)
+
+    def bytes_within(self, start: int, stop: int) -> int:
+        """How many bytes of the window this rank holds."""
+        return sum(run.nbytes for run in self.within(start, stop))
+
+    def to_plain(self) -> list[list[int]]:
+        """As JSON."""
+        return [[run.stream, run.snapshot, run.nbytes] for run in self.runs]
+
+    @classmethod
+    def from_plain(cls, plain: Any) -> RunTable:
+        """Parse another rank's table; `ProtocolError` for anything else."""
+        try:
+            runs = [Run(int(stream), int(snapshot), int(nbytes)) for stream, snapshot, nbytes in plain]
+        except (TypeError, ValueError) as error:
+            raise ProtocolError(f"not a table of runs: {error}.", part=_PART) from None
+        if any(min(run.stream, run.snapshot, run.nbytes) < 0 for run in runs):
+            raise ProtocolError("a table of runs has a negative number.", part=_PART)
+        return cls(runs)
+
+
+def snapshot_offsets(shards: Sequence[LocalShard]) -> list[int]:
+    """First byte of each shard in the rank's snapshot, aligned."""
+    offsets, place = [], 0
+    for shard in shards:
+        offsets.append(place)
+        place += -(-shard.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return offsets
+
+
+def snapshot_bytes(shards: Sequence[LocalShard]) -> int:
+    """Size of the rank's snapshot buffer."""
+    return sum(-(-shard.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for shard in shards)
+
+
+def check_complete(manifest: Manifest, tables: Mapping[str, RunTable]) -> None:
+    """Prove that the ranks together hold every byte of every tensor exactly once, or raise `ManifestError`."""
+    held = sorted((run.stream, run.stream + run.nbytes, rank) for rank, table in tables.items() for run in table.runs)
+    position = 0
+    for entry in manifest.entries:
+        covered = entry.offset
+        while position < len(held) and held[position][0] < entry.end:
+            start, stop, rank = held[position]
+            if start != covered:
+                kind = "held twice" if start < covered else "held by no rank"
+                raise ManifestError(
+                    f"byte {min(start, covered) - entry.offset} of {entry.spec.name} is {kind} (next holder: {rank}).",
+                    part=_PART,
+                    hint="The training engine's local_shards() must cover every tensor exactly once over all ranks.",
+                )
+            covered = stop
+            position += 1
+        if covered != entry.end:
+            raise ManifestError(
+                f"{entry.spec.name} is held only up to byte {covered - entry.offset} of {entry.spec.nbytes}.",
+                part=_PART,
+                hint="The training engine's local_shards() must cover every tensor exactly once over all ranks.",
+            )
+
+
+def copy_runs(snapshot: torch.Tensor, table: RunTable, start: int, stop: int, payload: torch.Tensor) -> None:
+    """Copy what this rank holds of the window into its places in `payload` (uint8, window-sized)."""
+    for run in table.within(start, stop):
+        payload[run.stream - start : run.stream - start + run.nbytes].copy_(
+            snapshot[run.snapshot : run.snapshot + run.nbytes]
+        )
+
+
+def gather_runs(snapshot: torch.Tensor, table: RunTable, start: int, stop: int, packed: torch.Tensor) -> torch.Tensor:
+    """Pack what this rank holds of the window back to back into `packed` and return the filled part."""
+    used = 0
+    for run in table.within(start, stop):
+        packed[used : used + run.nbytes].copy_(snapshot[run.snapshot : run.snapshot + run.nbytes])
+        used += run.nbytes
+    return packed[:used]
+
+
+def scatter_runs(packed: torch.Tensor, table: RunTable, start: int, stop: int, payload: torch.Tensor) -> None:
+    """Undo `gather_runs` on the rank that fills the bucket."""
+    used = 0
+    for run in table.within(start, stop):
+        payload[run.stream - start : run.stream - start + run.nbytes].copy_(packed[used : used + run.nbytes])
+        used += run.nbytes

@@ -1,0 +1,209 @@
+"""What publishers and subscribers have in common: an inbox thread and the life of one connection."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from weightlane.ckpt_engines import (
+    ClosedError,
+    Deadline,
+    ProtocolError,
+    SyncAbortedError,
+    Topology,
+    WeightlaneError,
+    as_weightlane_error,
+    error_from_wire,
+)
+
+from .messages import Abort, Committed, Connect, Connected, Failed, Hello, Message, Reset, Stop
+from .rendezvous import COORDINATOR, Inbox, Rendezvous, RendezvousAddress
+
+_log = logging.getLogger(__name__)
+_JOIN_THREAD_S = 5.0
+
+
+class Participant(ABC):
+    """A named member of a run that follows the coordinator's messages on its own control thread.
+
+    Subclasses implement `_open_half` (a fresh transport half), `_connect_half` and `_handle` (every message that is not
+    about connecting). All of these run on the control thread.
+    """
+
+    def __init__(self, name: str, rendezvous: RendezvousAddress | Mapping[str, Any]) -> None:
+        self.name = name
+        self.rendezvous = Rendezvous.join(rendezvous)
+        self.session = ""
+        self.ready_session = ""
+        """The session whose transport is up; empty while there is none."""
+        self._outcomes = OutcomeBoard()
+        self._closed = threading.Event()
+        self._inbox: Inbox = self.rendezvous.inbox(name)
+        self._control = threading.Thread(target=self._follow, name=f"weightlane-control-{name}", daemon=True)
+
+    def start(self) -> None:
+        """Start the control thread and say hello."""
+        self._control.start()
+        self.rendezvous.post(COORDINATOR, Hello(name=self.name, session="", address={}))
+
+    def close(self) -> None:
+        """Close the transport and end the threads. Idempotent, never raises."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._close_half()
+        self._outcomes.fail_all(ClosedError("this participant was closed.", part=self.name))
+        try:
+            self.rendezvous.post(self.name, Stop())
+        except WeightlaneError:
+            _log.debug("%s: the store was gone before close", self.name)
+        if self._control.is_alive() and threading.current_thread() is not self._control:
+            self._control.join(_JOIN_THREAD_S)
+
+    def _disconnect(self) -> None:
+        self.ready_session = ""
+        self._close_half()
+        self._outcomes.notify()
+
+    @abstractmethod
+    def _open_half(self) -> dict[str, Any]:
+        """Make a fresh transport half and return its address (empty when this participant has none)."""
+
+    @abstractmethod
+    def _connect_half(self, message: Connect, topology: Topology, deadline: Deadline) -> None:
+        """Connect the half made by `_open_half`."""
+
+    @abstractmethod
+    def _close_half(self) -> None:
+        """Close the transport half, if any; unblocks whoever uses it. Never raises."""
+
+    @abstractmethod
+    def _handle(self, message: Message) -> None:
+        """React to a message of the current session."""
+
+    def _tell(self, message: Message) -> None:
+        self.rendezvous.post(COORDINATOR, message)
+
+    def _give_up(self, version: int, session: str, error: BaseException) -> None:
+        """Record why `version` failed here and tell the coordinator, who aborts it for everybody with the same reason."""
+        ours = as_weightlane_error(error, self.name)
+        if isinstance(ours, ClosedError):
+            return  # somebody else's failure closed the transport under us, and they have told
+        if version >= 0:
+            self._outcomes.fail(
+                version, ours if isinstance(ours, SyncAbortedError) else SyncAbortedError.because(version, ours)
+            )
+        try:
+            self._tell(Failed(name=self.name, session=session, version=version, error=ours.to_wire()))
+        except WeightlaneError:
+            _log.warning("%s: could not report a failure, the store is gone: %s", self.name, ours)
+
+    def _follow(self) -> None:
+        while not self._closed.is_set():
+            try:
+                message = self._inbox.get()
+            except ProtocolError as error:
+                self._give_up(-1, self.session, error)
+                continue
+            except WeightlaneError as error:
+                if not self._closed.is_set():
+                    self._close_half()
+                    self._outcomes.fail_all(error)
+                return
+            if isinstance(message, Stop):
+                return
+            try:
+                self._dispatch(message)
+            except Exception as error:  # noqa: BLE001 - whatever happened, the coordinator must learn it
+                self._give_up(getattr(message, "version", -1), self.session, error)
+
+    def _dispatch(self, message: Message) -> None:
+        if isinstance(message, Reset):
+            self._disconnect()
+            self.session = message.session
+            self._tell(Hello(name=self.name, session=self.session, address=self._open_half()))
+        elif getattr(message, "session", None) != self.session:
+            return  # a leftover of an earlier connection
+        elif isinstance(message, Connect):
+            topology = Topology(self.session, message.senders, message.receivers)
+            self._connect_half(message, topology, Deadline.after(message.deadline_s))
+            self._tell(Connected(name=self.name, session=self.session))
+            self.ready_session = self.session
+            self._outcomes.notify()
+        elif isinstance(message, Abort):
+            # The reason first: threads that the closing wakes up look for it.
+            self._outcomes.fail(
+                message.version, SyncAbortedError.because(message.version, error_from_wire(message.error))
+            )
+            self._disconnect()
+        elif isinstance(message, Committed):
+            self._outcomes.succeed(message.version)
+        else:
+            self._handle(message)
+
+
+class OutcomeBoard:
+    """How versions ended, for threads that wait for it. Remembers the newest outcome only."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._committed = -1
+        self._failed: dict[int, WeightlaneError] = {}
+        self._closed: WeightlaneError | None = None
+
+    def begin(self, version: int) -> None:
+        """Forget an earlier failure of `version`: it is tried again."""
+        with self._changed:
+            self._failed.pop(version, None)
+
+    def succeed(self, version: int) -> None:
+        """`version` serves."""
+        with self._changed:
+            self._committed = max(self._committed, version)
+            self._failed = {old: error for old, error in self._failed.items() if old > version}
+            self._changed.notify_all()
+
+    def fail(self, version: int, error: WeightlaneError) -> None:
+        """`version` was given up."""
+        with self._changed:
+            self._failed.setdefault(version, error)
+            self._changed.notify_all()
+
+    def fail_all(self, error: WeightlaneError) -> None:
+        """Nothing will ever change again."""
+        with self._changed:
+            self._closed = self._closed or error
+            self._changed.notify_all()
+
+    def failure(self, version: int) -> WeightlaneError | None:
+        """Why `version` failed, or why nothing can succeed any more; None while it is well."""
+        with self._changed:
+            return self._failed.get(version) or self._closed
+
+    def wait(self, version: int, deadline: Deadline, part: str) -> None:
+        """Return when `version` (or a later one) serves; raise why it does not."""
+        self.wait_until(
+            lambda: self._committed >= version, version, deadline, f"version {version} to be committed", part
+        )
+
+    def wait_until(
+        self, done: Callable[[], bool], version: int, deadline: Deadline, waiting_for: str, part: str
+    ) -> None:
+        """Return when `done()`; raise the failure of `version`, or `DeadlineExceededError`."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: done() or version in self._failed or self._closed is not None, deadline.remaining_s
+            )
+            if done():
+                return
+            if failure := self._failed.get(version) or self._closed:
+                raise failure
+        raise deadline.error(waiting_for, part=part)
+
+    def notify(self) -> None:
+        """Let waiters look again."""
+        with self._changed:
+            self._changed.notify_all()

@@ -1,0 +1,81 @@
+"""Fixtures for every folder: child processes that never outlive a test, free ports, and a check for leftovers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+class Children:
+    """Starts Python programs and reaps them, with everything they started, at the end."""
+
+    def __init__(self) -> None:
+        self._started: list[subprocess.Popen[str]] = []
+
+    def start(self, arguments: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+        """Start ``python <arguments>`` in a process group of its own, single-threaded in torch."""
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **options.pop("env", {})}
+        child = subprocess.Popen([sys.executable, *arguments], env=env, text=True, start_new_session=True, **options)
+        self._started.append(child)
+        return child
+
+    def run(self, arguments: Sequence[str], timeout_s: float = 60.0, **options: Any) -> tuple[int, str, str]:
+        """Run a program to its end; its exit status, standard output and standard error."""
+        child = self.start(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+        output, errors = child.communicate(timeout=timeout_s)
+        return child.returncode, output, errors
+
+    def reap(self) -> None:
+        """Kill whatever still runs."""
+        for child in self._started:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+        for child in self._started:
+            child.wait(timeout=10)
+            for stream in (child.stdin, child.stdout, child.stderr):
+                if stream is not None:
+                    with contextlib.suppress(OSError):
+                        stream.close()
+        self._started.clear()
+
+
+@pytest.fixture
+def children() -> Iterator[Children]:
+    """Child processes of one test."""
+    started = Children()
+    yield started
+    started.reap()
+
+
+@pytest.fixture(scope="session")
+def session_children() -> Iterator[Children]:
+    """Child processes shared by many tests."""
+    started = Children()
+    yield started
+    started.reap()
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A TCP port on loopback that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def no_shared_memory_left() -> Iterator[None]:
+    """Fails the test when it leaves one of weightlane's names in /dev/shm."""
+    before = set(Path("/dev/shm").glob("weightlane-*"))
+    yield
+    left = sorted(str(path) for path in set(Path("/dev/shm").glob("weightlane-*")) - before)
+    assert not left, f"left in shared memory: {left}"

@@ -1,0 +1,150 @@
+"""A whole hop in child processes: trainer ranks and rollout ranks around a coordinator in the test's own process.
+
+Run as a program it is one participant: ``python hop.py ROLE '{"json": "arguments"}'``. It obeys commands on standard input,
+one JSON list per line, and answers each with one JSON line on standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+
+from weightlane.ckpt_engines import CheckpointEngineRegistry, WeightlaneError
+from weightlane.sync import Expectation, ExpectedTensor, LocalShard, Publisher, Subscriber, TensorSpec
+from weightlane.sync.checksum import checksum
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "embed": (37, 24),
+    "layer.q": (24, 24),
+    "layer.bias": (24,),
+    "layer.empty": (0, 24),
+    "scale": (),
+    "head": (41, 24),
+}
+
+
+def weights(version: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The tensors of a version, the same in every process."""
+    generator = torch.Generator().manual_seed(version)
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+
+
+def digest(tensors: dict[str, torch.Tensor]) -> dict[str, list[int]]:
+    """A checksum per tensor."""
+    return {
+        name: list(checksum(tensor.detach().reshape(-1).clone().view(torch.uint8))) for name, tensor in tensors.items()
+    }
+
+
+class Trainer:
+    """A trainer rank whose parameters are row shards of `weights(version)`."""
+
+    def __init__(
+        self,
+        name: str,
+        rendezvous: dict[str, Any],
+        backend: str,
+        options: dict[str, Any],
+        rank: int,
+        world: int,
+        **more: Any,
+    ) -> None:
+        self._rank, self._world = rank, world
+        wire = getattr(torch, more.pop("wire_dtype", "float32"))
+        shards = []
+        for tensor_name, full in weights(0, torch.float32).items():
+            start, stop = self._cut(full)
+            shards.append(
+                LocalShard(
+                    TensorSpec(tensor_name, tuple(full.shape), wire), start, full.reshape(-1)[start:stop].clone()
+                )
+            )
+        self._shards = shards
+        self._publisher = Publisher(
+            name,
+            rendezvous,
+            rank=rank,
+            world=world,
+            specs=[shard.spec for shard in shards],
+            shards=shards,
+            engine=CheckpointEngineRegistry().create(backend, options),
+            bucket_bytes=more.pop("bucket_bytes", 1024),
+            deadline_s=more.pop("deadline_s", 20.0),
+        )
+
+    def _cut(self, full: torch.Tensor) -> tuple[int, int]:
+        if not full.shape:
+            return (0, 1) if self._rank == 0 else (1, 1)
+        rows, row = full.shape[0], full[0].numel() if full.shape[0] else 0
+        chunk = -(-rows // self._world)
+        return min(rows, self._rank * chunk) * row, min(rows, (self._rank + 1) * chunk) * row
+
+    def step(self, version: int) -> float:
+        """Pass the fence, then change the parameters."""
+        waited = self._publisher.fence()
+        for shard, full in zip(self._shards, weights(version, torch.float32).values(), strict=True):
+            shard.data.copy_(full.reshape(-1)[shard.start : shard.start + shard.numel])
+        return waited
+
+    def publish(self, version: int) -> None:
+        """Publish what the parameters are now."""
+        self._publisher.publish(version)
+
+    def wait(self, version: int, timeout_s: float) -> None:
+        """Wait until it is committed."""
+        self._publisher.wait(version, timeout_s)
+
+    def close(self) -> None:
+        self._publisher.close()
+
+
+class Rollout:
+    """A rollout rank whose live weights are a dict."""
+
+    def __init__(
+        self, name: str, rendezvous: dict[str, Any], backend: str, options: dict[str, Any], **more: Any
+    ) -> None:
+        self.live = weights(0, torch.float32)
+        wire = getattr(torch, more.get("wire_dtype", "float32"))
+        shapes = dict(SHAPES, **{key: tuple(value) for key, value in more.get("shapes", {}).items()})
+        expectation = Expectation({key: ExpectedTensor(shape, frozenset({wire})) for key, shape in shapes.items()})
+        limit = more.get("staging_limit_bytes", 0)
+        self._subscriber = Subscriber(name, rendezvous, backend, options, expectation, staging_limit_bytes=limit)
+
+    def commit(self, version: int) -> dict[str, list[int]]:
+        """Load the staged version; answers with a digest of the live weights."""
+        self.live = {name: tensor.clone() for name, tensor in self._subscriber.take(version).items()}
+        self._subscriber.release(version)
+        return digest(self.live)
+
+    def live_digest(self) -> dict[str, list[int]]:
+        return digest(self.live)
+
+    def wait(self, version: int, timeout_s: float) -> None:
+        self._subscriber.wait(version, timeout_s)
+
+    def close(self) -> None:
+        self._subscriber.close()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    role = {"trainer": Trainer, "rollout": Rollout}[sys.argv[1]](**json.loads(sys.argv[2]))
+    print(json.dumps({"value": "ready"}), flush=True)
+    for line in sys.stdin:
+        method, *arguments = json.loads(line)
+        try:
+            answer: dict[str, Any] = {"value": getattr(role, method)(*arguments)}
+        except WeightlaneError as error:
+            reason = getattr(error, "reason", None)
+            answer = {"error": error.to_wire(), "reason": reason.to_wire() if reason else None}
+        print(json.dumps(answer), flush=True)
+        if method == "close":
+            return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,314 @@
+"""Versions get from trainer processes to rollout processes bit for bit, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from weightlane.ckpt_engines import (
+    AddressInUseError,
+    DeadlineExceededError,
+    ManifestError,
+    PeerLostError,
+    StagingMemoryError,
+    SyncAbortedError,
+    WeightlaneError,
+    WorkerDiedError,
+    error_from_wire,
+)
+from weightlane.sync import CommitReport, Coordinator, Rendezvous, SyncConfig
+
+sys.path.insert(0, str(Path(__file__).parent))
+import hop
+
+PROGRAM = str(Path(__file__).with_name("hop.py"))
+REPLY_S = 60.0
+
+
+class Participant:
+    """A child process of `hop`, called like an object."""
+
+    def __init__(self, child: subprocess.Popen[str]) -> None:
+        self.child = child
+        self.pid = child.pid
+
+    def answer(self) -> Any:
+        assert self.child.stdout is not None
+        line = self.child.stdout.readline()
+        assert line, f"participant {self.pid} ended with {self.child.poll()}"
+        reply = json.loads(line)
+        if "error" in reply:
+            error = error_from_wire(reply["error"])
+            error.args = (reply,)
+            raise error
+        return reply["value"]
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        self.tell(method, *arguments)
+        return self.answer()
+
+    def tell(self, method: str, *arguments: Any) -> None:
+        assert self.child.stdin is not None
+        self.child.stdin.write(json.dumps([method, *arguments]) + "\n")
+        self.child.stdin.flush()
+
+
+class Replica:
+    """One replica of `ranks` rollout processes."""
+
+    def __init__(self, name: str, ranks: dict[str, Participant]) -> None:
+        self.name = name
+        self.ranks = ranks
+        self.digests: list[dict[str, list[int]]] = []
+
+    def subscriber_names(self) -> list[str]:
+        return list(self.ranks)
+
+    async def commit(self, version: int) -> CommitReport:
+        self.digests = [await asyncio.to_thread(rank.call, "commit", version) for rank in self.ranks.values()]
+        return CommitReport(version, blocked_s=0.001)
+
+
+class Run:
+    """A coordinator and its participants."""
+
+    def __init__(self, children: Any, backend: str, options: dict[str, Any]) -> None:
+        self._children = children
+        self._plain = {"backend": backend, "options": options}
+        self.rendezvous = Rendezvous.host()
+        self.trainers: list[Participant] = []
+        self.replicas: list[Replica] = []
+        self.coordinator: Coordinator
+
+    def _start(self, role: str, **arguments: Any) -> Participant:
+        arguments |= self._plain | {"rendezvous": self.rendezvous.address.to_plain()}
+        child = self._children.start(
+            [PROGRAM, role, json.dumps(arguments)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        return Participant(child)
+
+    def begin(
+        self,
+        trainers: int = 1,
+        replicas: int = 1,
+        ranks: int = 1,
+        *,
+        deadline_s: float = 20.0,
+        trainer: dict[str, Any] | None = None,
+        rollout: dict[str, Any] | None = None,
+    ) -> None:
+        for rank in range(trainers):
+            more = {"deadline_s": deadline_s} | (trainer or {})
+            self.trainers.append(self._start("trainer", name=f"trainer-{rank}", rank=rank, world=trainers, **more))
+        for number in range(replicas):
+            names = [f"rollout-{number}/{rank}" for rank in range(ranks)]
+            self.replicas.append(
+                Replica(
+                    f"rollout-{number}", {name: self._start("rollout", name=name, **(rollout or {})) for name in names}
+                )
+            )
+        for participant in self.participants():
+            assert participant.answer() == "ready"
+        publishers = [f"trainer-{rank}" for rank in range(trainers)]
+        config = SyncConfig(deadline_s=deadline_s, connect_timeout_s=20.0)
+        self.coordinator = Coordinator(self.rendezvous, publishers, self.replicas, config)
+
+    def participants(self) -> list[Participant]:
+        return [*self.trainers, *(rank for replica in self.replicas for rank in replica.ranks.values())]
+
+    def publish(self, version: int) -> None:
+        for trainer in self.trainers:
+            trainer.call("publish", version)
+
+    def step(self, version: int) -> None:
+        for trainer in self.trainers:
+            trainer.call("step", version)
+
+    def sync(self, version: int) -> Any:
+        return asyncio.run(self.coordinator.sync(version))
+
+    def live(self) -> list[dict[str, list[int]]]:
+        return [rank.call("live_digest") for replica in self.replicas for rank in replica.ranks.values()]
+
+
+@pytest.fixture
+def make_run(children: Any, tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    options: dict[str, dict[str, Any]] = {
+        "filesystem": {"path": str(tmp_path / "store")},
+        "shm": {"socket_dir": str(tmp_path)},
+    }
+    made: list[Run] = []
+
+    def make(backend: str = "shm", **arguments: Any) -> Run:
+        run = Run(children, backend, options.get(backend, {}))
+        made.append(run)
+        run.begin(**arguments)
+        return run
+
+    yield make
+    for run in made:
+        if hasattr(run, "coordinator"):
+            run.coordinator.close()
+
+
+def expected(version: int, dtype: torch.dtype = torch.float32) -> dict[str, list[int]]:
+    return hop.digest(hop.weights(version, dtype))
+
+
+every_engine = pytest.mark.parametrize("backend", ["gloo", "shm", "filesystem"])
+
+
+@every_engine
+@pytest.mark.parametrize(
+    ("trainers", "replicas", "ranks", "wire"), [(1, 1, 1, "float32"), (2, 1, 2, "bfloat16"), (3, 2, 1, "float32")]
+)
+def test_every_rank_gets_exactly_what_was_published(
+    make_run: Callable[..., Run], backend: str, trainers: int, replicas: int, ranks: int, wire: str, tmp_path: Path
+) -> None:
+    run = make_run(
+        backend,
+        trainers=trainers,
+        replicas=replicas,
+        ranks=ranks,
+        trainer={"wire_dtype": wire},
+        rollout={"wire_dtype": wire},
+    )
+    for version in (1, 2, 5):
+        run.step(version)
+        run.publish(version)
+        # The next optimizer step waits for the snapshot only, and must not leak into the version on its way.
+        run.step(version + 100)
+        report = run.sync(version)
+        assert report.version == version
+        assert {name: part.outcome for name, part in report.replicas.items()} == {
+            replica.name: "committed" for replica in run.replicas
+        }
+        for digest in run.live():
+            assert digest == expected(version, getattr(torch, wire))
+        for participant in run.participants():
+            participant.call("wait", version, 5.0)
+    for participant in run.participants():
+        participant.call("close")
+    assert not list(tmp_path.rglob("*.bin")), "buckets left behind"
+    assert not list(tmp_path.rglob("*.sock")), "sockets left behind"
+
+
+def assert_same_reason_everywhere(
+    run: Run, version: int, reason: type[WeightlaneError], alive: list[Participant]
+) -> None:
+    """Every participant raises `SyncAbortedError` caused by the same kind of error."""
+    for participant in alive:
+        with pytest.raises(SyncAbortedError) as caught:
+            participant.call("wait", version, 10.0)
+        assert caught.value.args[0]["reason"]["type"] == reason.__name__
+
+
+def test_a_refused_manifest_aborts_on_every_side_and_the_old_version_serves_on(make_run: Callable[..., Run]) -> None:
+    run = make_run(trainers=2, rollout={"shapes": {"head": [40, 24]}})
+    run.publish(1)
+    with pytest.raises(SyncAbortedError, match=r"head has shape \[41, 24\], expected \[40, 24\]") as caught:
+        run.sync(1)
+    assert isinstance(caught.value.reason, ManifestError)
+    assert_same_reason_everywhere(run, 1, ManifestError, run.participants())
+    assert run.live() == [expected(0)]
+
+
+def test_too_little_memory_for_staging_is_refused_in_words(make_run: Callable[..., Run]) -> None:
+    run = make_run(rollout={"staging_limit_bytes": 4096})
+    run.publish(1)
+    with pytest.raises(SyncAbortedError, match="needs 0.0 MiB") as caught:
+        run.sync(1)
+    assert isinstance(caught.value.reason, StagingMemoryError)
+
+
+def test_after_an_abort_the_next_version_goes_through_on_a_new_connection(make_run: Callable[..., Run]) -> None:
+    run = make_run(trainers=2, deadline_s=3.0)
+    run.publish(1)
+    run.sync(1)
+    # Version 2 is offered by one rank only: it cannot become complete.
+    run.step(2)
+    run.trainers[0].call("publish", 2)
+    with pytest.raises(SyncAbortedError):
+        run.sync(2)
+    run.trainers[1].call("publish", 2)
+    run.step(3)
+    run.publish(3)
+    assert run.sync(3).version == 3
+    assert run.live() == [expected(3)]
+
+
+@every_engine
+def test_a_rollout_killed_mid_run_ends_the_sync_within_the_deadline(make_run: Callable[..., Run], backend: str) -> None:
+    run = make_run(backend, replicas=2, deadline_s=4.0)
+    run.publish(1)
+    run.sync(1)
+    victim = next(iter(run.replicas[1].ranks.values()))
+    os.kill(victim.pid, signal.SIGKILL)
+    victim.child.wait(10)
+    run.publish(2)
+    started = time.monotonic()
+    with pytest.raises(SyncAbortedError) as caught:
+        run.sync(2)
+    assert time.monotonic() - started < 6.0
+    assert isinstance(caught.value.reason, (DeadlineExceededError, PeerLostError))
+    survivor = next(iter(run.replicas[0].ranks.values()))
+    assert survivor.call("live_digest") == expected(0)  # version 1 republished the initial weights
+
+
+@every_engine
+def test_a_trainer_that_stops_answering_is_named_at_the_deadline(make_run: Callable[..., Run], backend: str) -> None:
+    run = make_run(backend, trainers=2, deadline_s=3.0)
+    run.publish(1)
+    run.sync(1)
+    os.kill(run.trainers[1].pid, signal.SIGSTOP)
+    try:
+        run.trainers[0].call("publish", 2)
+        started = time.monotonic()
+        with pytest.raises(SyncAbortedError) as caught:
+            run.sync(2)
+        assert time.monotonic() - started < 6.0
+        assert "trainer-1" in str(caught.value)
+    finally:
+        os.kill(run.trainers[1].pid, signal.SIGCONT)
+    assert run.live() == [expected(0)]
+
+
+def test_news_of_a_death_aborts_a_sync_at_once(make_run: Callable[..., Run]) -> None:
+    run = make_run(deadline_s=30.0)
+
+    async def sync_and_hear() -> None:
+        await run.coordinator.connect()
+        task = asyncio.create_task(run.coordinator.sync(1))  # nobody publishes version 1
+        await asyncio.sleep(0.3)
+        run.coordinator.participant_lost(WorkerDiedError("trainer rank 0 died.", part="watch"))
+        await task
+
+    started = time.monotonic()
+    with pytest.raises(SyncAbortedError, match="trainer rank 0 died"):
+        asyncio.run(sync_and_hear())
+    assert time.monotonic() - started < 10.0
+
+
+def test_a_participant_that_never_joins_is_named(free_port: int) -> None:
+    rendezvous = Rendezvous.host("127.0.0.1", free_port)
+    coordinator = Coordinator(rendezvous, ["trainer-0"], [], SyncConfig(connect_timeout_s=0.5))
+    with pytest.raises(DeadlineExceededError, match="trainer-0 to join"):
+        asyncio.run(coordinator.connect())
+    coordinator.close()
+
+
+def test_a_taken_port_is_a_typed_error() -> None:
+    first = Rendezvous.host()
+    with pytest.raises(AddressInUseError, match=str(first.address.port)):
+        Rendezvous.host("127.0.0.1", first.address.port)

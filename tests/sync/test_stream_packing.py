@@ -1,0 +1,207 @@
+"""The stream: every byte of every tensor gets to its place, whatever the shapes, dtypes, shards and bucket size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weightlane.ckpt_engines import CorruptBucketError, ManifestError, ProtocolError
+from weightlane.sync import LocalShard, Manifest, TensorSpec
+from weightlane.sync.checksum import checksum
+from weightlane.sync.manifest import ALIGNMENT_BYTES
+from weightlane.sync.packing import RunTable, check_complete, copy_runs, gather_runs, scatter_runs, snapshot_offsets
+from weightlane.sync.snapshot import Snapshot
+from weightlane.sync.trailer import TRAILER_BYTES, seal, verify
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn]
+CPU = torch.device("cpu")
+
+shapes = st.lists(st.integers(0, 7), min_size=0, max_size=3).map(tuple)
+tensors = st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), min_size=0, max_size=6)
+
+
+def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """A tensor of random bit patterns: NaN payloads, denormals and negative zeros included."""
+    generator = torch.Generator().manual_seed(seed)
+    numel = TensorSpec("", shape, dtype).numel
+    high = 2 if dtype is torch.bool else 256
+    data = torch.randint(0, high, (numel * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    return data.view(dtype).view(shape)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def row_shards(spec: TensorSpec, data: torch.Tensor, world: int) -> list[LocalShard]:
+    """Split along dimension 0 as FSDP2 does: ceil-sized chunks, the last ones short or empty."""
+    flat = data.reshape(-1)
+    if not spec.shape:
+        return [LocalShard(spec, 0, flat if rank == 0 else flat[:0]) for rank in range(world)]
+    rows, row = spec.shape[0], spec.numel // max(1, spec.shape[0])
+    chunk = -(-rows // world)
+    cuts = [min(rows, rank * chunk) * row for rank in range(world + 1)]
+    return [LocalShard(spec, cuts[rank], flat[cuts[rank] : cuts[rank + 1]]) for rank in range(world)]
+
+
+@settings(deadline=None, max_examples=80)
+@given(tensors, st.integers(1, 3), st.sampled_from([64, 128, 192, 4096]))
+def test_sharded_tensors_arrive_bit_for_bit_through_buckets_of_any_size(
+    drawn: list[tuple[tuple[int, ...], torch.dtype]], world: int, bucket_bytes: int
+) -> None:
+    specs = [TensorSpec(f"t{i}", shape, dtype) for i, (shape, dtype) in enumerate(drawn)]
+    sources = {spec.name: random_bits(spec.shape, spec.dtype, i) for i, spec in enumerate(specs)}
+    manifest = Manifest.from_plain(Manifest(7, tuple(specs), bucket_bytes).to_plain())
+    by_rank = [[row_shards(spec, sources[spec.name], world)[rank] for spec in specs] for rank in range(world)]
+    tables = {str(rank): RunTable.of_shards(by_rank[rank], manifest) for rank in range(world)}
+    check_complete(manifest, tables)
+    snapshots = [Snapshot(shards, CPU) for shards in by_rank]
+    for snapshot in snapshots:
+        snapshot.take(snapshot.mark())
+
+    staging = torch.full((manifest.total_bytes + TRAILER_BYTES,), 255, dtype=torch.uint8)
+    for index in range(manifest.bucket_count):
+        start, stop = manifest.window(index)
+        framed = torch.zeros(stop - start + TRAILER_BYTES, dtype=torch.uint8)
+        copy_runs(snapshots[0].data, tables["0"], start, stop, framed[:-TRAILER_BYTES])
+        for rank in range(1, world):
+            table = RunTable.from_plain(tables[str(rank)].to_plain())
+            room = torch.empty(table.bytes_within(start, stop), dtype=torch.uint8)
+            packed = gather_runs(snapshots[rank].data, table, start, stop, room)
+            assert packed.numel() == room.numel()
+            scatter_runs(packed, table, start, stop, framed[:-TRAILER_BYTES])
+        seal(framed, 7, index)
+        staging[start : stop + TRAILER_BYTES].copy_(
+            framed
+        )  # what a receiver does: the trailer is overwritten by the next
+        verify(staging[start : stop + TRAILER_BYTES], 7, index, peer="sender")
+
+    for entry in manifest.entries:
+        assert entry.offset % ALIGNMENT_BYTES == 0
+        received = staging[entry.offset : entry.end].view(entry.spec.dtype).view(entry.spec.shape)
+        assert bits(received) == bits(sources[entry.spec.name])
+
+
+def test_a_snapshot_casts_to_the_wire_dtype_exactly_as_torch_does() -> None:
+    source = random_bits((65, 3), torch.float32, 1)
+    spec = TensorSpec("w", (65, 3), torch.bfloat16)
+    snapshot = Snapshot([LocalShard(spec, 0, source)], CPU)
+    snapshot.take(None)
+    assert bits(snapshot.data[: spec.nbytes].view(torch.bfloat16)) == bits(source.bfloat16())
+
+
+@given(st.integers(0, 70_000), st.data())
+@settings(deadline=None, max_examples=40)
+def test_the_checksum_sees_a_changed_byte_anywhere_and_swapped_words(size: int, data: st.DataObject) -> None:
+    payload = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+    before = checksum(payload)
+    assert checksum(payload.clone()) == before
+    if size:
+        changed = payload.clone()
+        changed[data.draw(st.integers(0, size - 1))] ^= 1 << data.draw(st.integers(0, 7))
+        assert checksum(changed) != before
+    if size >= 16:
+        words = size // 8
+        i, j = data.draw(st.integers(0, words - 1)), data.draw(st.integers(0, words - 1))
+        swapped = payload.clone()
+        view = swapped[: words * 8].view(torch.int64)
+        view[[i, j]] = view[[j, i]]
+        assert (checksum(swapped) == before) == bool(torch.equal(swapped, payload))
+
+
+def test_the_checksum_tells_lengths_apart_even_of_zeros() -> None:
+    assert checksum(torch.zeros(8, dtype=torch.uint8)) != checksum(torch.zeros(16, dtype=torch.uint8))
+
+
+def sealed(version: int = 3, index: int = 1) -> torch.Tensor:
+    framed = torch.arange(256, dtype=torch.int64).view(torch.uint8)[: 1024 + TRAILER_BYTES].clone()
+    seal(framed, version, index)
+    return framed
+
+
+@pytest.mark.parametrize(
+    ("position", "says"),
+    [(5, "changed bytes"), (-TRAILER_BYTES, "no valid trailer"), (-TRAILER_BYTES + 9, "got bucket")],
+)
+def test_a_damaged_bucket_is_refused_with_what_is_wrong(position: int, says: str) -> None:
+    framed = sealed()
+    framed[position] ^= 0x10
+    with pytest.raises(CorruptBucketError, match=says) as caught:
+        verify(framed, 3, 1, peer="trainer-0")
+    assert caught.value.peer == "trainer-0"
+
+
+@pytest.mark.parametrize(("version", "index"), [(4, 1), (3, 2)])
+def test_a_bucket_of_another_version_or_place_is_refused(version: int, index: int) -> None:
+    with pytest.raises(CorruptBucketError, match="got bucket 1 of version 3"):
+        verify(sealed(), version, index, peer="trainer-0")
+
+
+def manifest_of(*specs: TensorSpec) -> Manifest:
+    return Manifest(1, specs, 64)
+
+
+def test_ranks_that_leave_a_gap_or_hold_something_twice_are_refused() -> None:
+    spec = TensorSpec("w", (4, 4), torch.float32)
+    data = torch.zeros(16)
+    manifest = manifest_of(spec)
+
+    def tables(*cuts: tuple[int, int]) -> dict[str, RunTable]:
+        return {
+            str(rank): RunTable.of_shards([LocalShard(spec, start, data[start:stop])], manifest)
+            for rank, (start, stop) in enumerate(cuts)
+        }
+
+    check_complete(manifest, tables((0, 8), (8, 16)))
+    for cuts, says in [
+        (((0, 8), (9, 16)), "held by no rank"),
+        (((0, 9), (8, 16)), "held twice"),
+        (((0, 8), (8, 15)), "only up to byte 60 of 64"),
+        (((1, 16),), "held by no rank"),
+    ]:
+        with pytest.raises(ManifestError, match=says):
+            check_complete(manifest, tables(*cuts))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"version": -1}, "version"),
+        ({"version": "1"}, "version"),
+        ({"codec": "zip"}, "codec"),
+        ({"bucket_bytes": 0}, "bucket_bytes"),
+        ({"bucket_bytes": 65}, "multiple of 64"),
+        ({"tensors": [["w", [-1], "float32"]]}, "tensors"),
+        ({"tensors": [["w", [1], "float31"]]}, "unknown tensor dtype"),
+        ({"tensors": [["w", [1], "float32"], ["w", [2], "float32"]]}, "listed twice"),
+        ({"tensors": {"w": 1}}, "tensors"),
+        ({"extra": 1}, "extra"),
+    ],
+)
+def test_what_is_not_a_manifest_is_refused_in_words(change: dict[str, object], says: str) -> None:
+    plain = manifest_of(TensorSpec("w", (4,), torch.float32)).to_plain() | change
+    with pytest.raises(ProtocolError, match=says):
+        Manifest.from_plain(plain)
+
+
+@given(
+    st.recursive(
+        st.none() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
+    )
+)
+@settings(deadline=None)
+def test_any_json_is_a_manifest_or_a_protocol_error(plain: object) -> None:
+    with pytest.raises(ProtocolError):
+        Manifest.from_plain(plain)
+
+
+def test_snapshot_places_are_aligned_and_disjoint() -> None:
+    specs = [
+        TensorSpec("a", (3,), torch.int8),
+        TensorSpec("b", (), torch.float32),
+        TensorSpec("c", (0, 4), torch.float32),
+    ]
+    shards = [LocalShard(spec, 0, random_bits(spec.shape, spec.dtype, 0)) for spec in specs]
+    assert snapshot_offsets(shards) == [0, 64, 128]
