@@ -1,0 +1,57 @@
+"""Rollout: vLLM replicas that generate without a break and take over new weights between two decode steps.
+
+Importing this package needs neither vLLM nor Ray; starting a replica does.
+
+    >>> from weightlane.rollout import RolloutConfig
+    >>> RolloutConfig(replicas=2).kv_on_commit
+    'recompute'
+
+A replica's life, in a coroutine, with Ray initialized::
+
+    [replica] = await start_replicas(RolloutConfig(), "path/to/model")
+    await replica.connect({"host": "127.0.0.1", "port": 29500}, "shm")
+    completion = await replica.generate("r0", [1, 2, 3], 16)
+    report = await replica.commit(1)  # a version that the coordinator reported staged
+    await replica.close()
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .config import RolloutConfig
+    from .ray_actor import RolloutReplica, start_replicas
+    from .records import CommitReport, Completion, RolloutStats
+    from .worker import RolloutWorker
+
+_HOME = {
+    "CommitReport": "records",
+    "Completion": "records",
+    "RolloutConfig": "config",
+    "RolloutReplica": "ray_actor",
+    "RolloutStats": "records",
+    "RolloutWorker": "worker",
+    "start_replicas": "ray_actor",
+}
+
+__all__ = [
+    "CommitReport",
+    "Completion",
+    "RolloutConfig",
+    "RolloutReplica",
+    "RolloutStats",
+    "RolloutWorker",
+    "start_replicas",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,63 @@
+"""What a user may set about rollout replicas."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class RolloutConfig(BaseModel):
+    """Options of every rollout replica of a run; each replica is one vLLM engine in one Ray actor."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    replicas: int = Field(1, ge=1, description="Number of rollout replicas, each a whole copy of the model.")
+    tensor_parallel: int = Field(1, ge=1, description="Rollout ranks (worker processes) that share one replica.")
+    dtype: Literal["float32", "bfloat16", "auto"] = Field(
+        "auto", description="Data type the replica computes in; auto takes the checkpoint's."
+    )
+    max_model_len: int = Field(1024, ge=2, description="Longest prompt plus completion, in tokens.")
+    max_num_seqs: int = Field(64, ge=1, description="Most requests decoded in one step.")
+    gpu_memory_utilization: float = Field(
+        0.9, gt=0.0, le=1.0, description="Share of a device's memory vLLM may use, staging excluded."
+    )
+    kv_cache_memory_bytes: int | None = Field(
+        None,
+        ge=1 << 20,
+        description="Size of the KV cache per rank in bytes; none lets vLLM profile the device (needed on CPU: 256 MiB there).",
+    )
+    enforce_eager: bool | None = Field(
+        None, description="Run without graph capture and compilation; none means yes on CPU and no elsewhere."
+    )
+    kv_on_commit: Literal["recompute", "keep"] = Field(
+        "recompute",
+        description=(
+            "What a commit does to key/value caches. recompute: all are dropped and requests in flight prefill their prompt"
+            " and the tokens they have again under the new weights, so that later tokens are exactly the new model's. keep:"
+            " requests in flight go on with the caches of the old weights (cheaper, later tokens follow a mixture), while"
+            " requests begun after the commit never see them."
+        ),
+    )
+    threads_per_rank: int = Field(1, ge=1, description="CPU threads each rollout rank computes with.")
+    cpus_per_rank: float = Field(1.0, ge=0.0, description="CPUs Ray reserves for each rollout rank.")
+    gpus_per_rank: float = Field(
+        0.0, ge=0.0, description="GPUs Ray reserves for each rollout rank; 1 on a GPU machine."
+    )
+    staging_limit_bytes: int = Field(
+        8 << 30, ge=1, description="Most memory a rollout rank may use to stage a version, in bytes."
+    )
+    concurrency: int = Field(64, ge=1, description="Requests the loop keeps in flight per replica.")
+    start_timeout_s: float = Field(300.0, gt=0.0, description="Most seconds a replica may take to load and start.")
+    connect_timeout_s: float = Field(60.0, gt=0.0, description="Most seconds connecting to the publisher may take.")
+    request_timeout_s: float = Field(
+        600.0, gt=0.0, description="Most seconds one request may take from first to last token."
+    )
+    commit_timeout_s: float = Field(
+        60.0,
+        gt=0.0,
+        description="Most seconds a commit may take; a replica that needs longer is not served from again.",
+    )
+    extra_engine_args: dict[str, Any] = Field(
+        default_factory=dict, description="Further vLLM AsyncEngineArgs by name; they win over what weightlane sets."
+    )

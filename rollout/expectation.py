@@ -1,0 +1,136 @@
+"""What a replica expects a version to consist of: the tensors of the checkpoint it was started from.
+
+Only headers are read. Sources: the safetensors format (https://huggingface.co/docs/safetensors), and Hugging Face's
+``model.safetensors.index.json`` for sharded checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from weightlane.ckpt_engines import ConfigError
+from weightlane.sync import Expectation, ExpectedTensor
+
+_PART = "model directory"
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_LM_HEAD = "lm_head.weight"
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+"""How causal language models of Hugging Face end the name of their input embedding."""
+_NOT_WEIGHTS = ("rotary_pos_emb.inv_freq", "rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+"""Buffers that old checkpoints carry; vLLM computes them itself and a trainer does not send them."""
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+def expectation_of(model: str | os.PathLike[str], *, dtype: torch.dtype, tied_embeddings: bool) -> Expectation:
+    """The tensors that a checkpoint in Hugging Face format is made of.
+
+    Args:
+        model: Checkpoint directory, or the name of a Hugging Face model whose files are already on this machine.
+        dtype: Data type the model computes in. A floating-point tensor may arrive in it or in the type it has on disk.
+        tied_embeddings: Whether the output embedding is the input embedding; it may then be left out of a version.
+
+    Raises:
+        ConfigError: The directory or one of its files is missing, broken, or names no tensors.
+    """
+    directory = _directory(model)
+    tensors = {
+        name: ExpectedTensor(shape, frozenset({on_disk, dtype} if on_disk.is_floating_point else {on_disk}))
+        for file in _files(directory)
+        for name, shape, on_disk in _header(file)
+        if not name.endswith(_NOT_WEIGHTS)
+    }
+    if not tensors:
+        raise ConfigError(f"{directory} holds no weights.", part=_PART, hint="Export the model again.")
+    tied: dict[str, str] = {}
+    if tied_embeddings:
+        embedding = _input_embedding(tensors, directory)
+        tied[_LM_HEAD] = embedding
+        tensors.setdefault(_LM_HEAD, tensors[embedding])
+    return Expectation(tensors=tensors, tied=tied)
+
+
+def _directory(model: str | os.PathLike[str]) -> Path:
+    path = Path(model)
+    if path.is_dir():
+        return path
+    if path.is_absolute() or not isinstance(model, str):
+        raise ConfigError(
+            f"{path} is not a directory.", part=_PART, hint="Name the directory of a Hugging Face checkpoint."
+        )
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - comes with vLLM; a directory needs none of it
+
+    try:
+        return Path(snapshot_download(model, local_files_only=True))
+    except (OSError, ValueError) as cause:
+        raise ConfigError(
+            f"{model!r} is neither a directory nor a model that was downloaded before.",
+            part=_PART,
+            hint="Name the directory of a Hugging Face checkpoint.",
+        ) from cause
+
+
+def _files(directory: Path) -> list[Path]:
+    index = directory / _INDEX
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as cause:
+            raise ConfigError(
+                f"{index} is not a safetensors index.", part=_PART, hint="Export the model again."
+            ) from cause
+        # Only plain names: an index must not lead out of its directory.
+        files = [directory / Path(str(name)).name for name in names]
+    else:
+        files = [directory / _SINGLE]
+    for file in files:
+        if not file.is_file():
+            raise ConfigError(
+                f"{file} does not exist.",
+                part=_PART,
+                hint="weightlane needs safetensors files; export the model again.",
+            )
+    return files
+
+
+def _header(file: Path) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+    from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - comes with the extra `vllm`
+
+    try:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a mapping
+                view = opened.get_slice(name)
+                yield name, tuple(view.get_shape()), _DTYPES[view.get_dtype()]
+    except KeyError as cause:
+        raise ConfigError(f"{file} holds a tensor of type {cause}, which is not supported.", part=_PART) from cause
+    except (SafetensorError, OSError) as cause:
+        raise ConfigError(f"{file} is broken: {cause}.", part=_PART, hint="Export or download it again.") from cause
+
+
+def _input_embedding(tensors: dict[str, ExpectedTensor], directory: Path) -> str:
+    found = [name for name in tensors if name.endswith(_EMBEDDINGS)]
+    if len(found) != 1:
+        raise ConfigError(
+            f"{directory} has tied embeddings, but the input embedding is not unique: {', '.join(found) or 'none found'}.",
+            part=_PART,
+            hint="Set tie_word_embeddings to false and export both embeddings.",
+        )
+    return found[0]

@@ -1,0 +1,60 @@
+"""What a rollout replica answers with: plain, picklable data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The generated part of one request."""
+
+    request_id: str
+    token_ids: list[int]
+    """Generated tokens, the stop token included."""
+    logprobs: list[float]
+    """Log-probability of each token under the distribution it was drawn from (temperature applied), natural logarithm."""
+    versions: list[int]
+    """The weight version that produced each token."""
+    finish_reason: str
+    """``"stop"`` (a stop token) or ``"length"``."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommitReport:
+    """What one commit cost this replica."""
+
+    version: int
+    blocked_s: float
+    """Seconds in which the replica decoded nothing: from the request to pause until it was resumed."""
+    load_s: float
+    """Seconds of it in which the weights were replaced."""
+    in_flight: int
+    """Requests that were generating when the commit began."""
+    max_token_gap_s: float
+    """Longest wait for the next token among them that spans the commit, recomputing caches included, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutStats:
+    """Running totals of one replica since it started."""
+
+    version: int
+    """The version that serves, or served last."""
+    serving: bool
+    """Whether requests are accepted; False after a commit that failed half-way, until the next one."""
+    requests: int
+    """Completions returned."""
+    tokens: int
+    """Tokens generated, also those of requests that did not end well."""
+    in_flight: int
+    """Requests generating now."""
+    commits: int
+    busy_s: float
+    """Seconds in which at least one request was in flight."""
+    blocked_s: float
+    """Sum of `CommitReport.blocked_s`."""
+    max_token_gap_s: float
+    """Longest wait for a next token that spans a commit, over all commits."""
+    commit_gaps_s: dict[int, float] = field(default_factory=dict)
+    """The same for each committed version."""

@@ -1,0 +1,89 @@
+"""Measures, on the receiving side, how long requests in flight wait for their next token while a commit takes place."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+
+class TokenClock:
+    """Arrival times of all requests of one replica. Lives on one event loop; times are `time.monotonic` seconds."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.gaps_s: dict[int, float] = {}
+        """Longest gap spanning the commit of each version."""
+        self._last: dict[str, float | None] = {}
+        self._watched: dict[int, set[str]] = {}
+        self._resumed: set[int] = set()
+        self._settled = asyncio.Event()
+        self._busy_since = 0.0
+        self._busy_s = 0.0
+
+    @property
+    def in_flight(self) -> int:
+        """Requests begun and not ended."""
+        return len(self._last)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which at least one request was in flight."""
+        return self._busy_s + (time.monotonic() - self._busy_since if self._last else 0.0)
+
+    def begin(self, request_id: str) -> None:
+        """A request was accepted; it counts towards gaps from its first token on."""
+        if not self._last:
+            self._busy_since = time.monotonic()
+        self._last[request_id] = None
+
+    def arrived(self, request_id: str, tokens: int) -> None:
+        """`tokens` more tokens of a request arrived together."""
+        now, last = time.monotonic(), self._last.get(request_id)
+        self.tokens += tokens
+        self._last[request_id] = now
+        if last is not None:
+            self._settle(request_id, now - last)
+
+    def end(self, request_id: str) -> None:
+        """A request ended, well or not."""
+        self._last.pop(request_id, None)
+        for watched in self._watched.values():
+            watched.discard(request_id)
+        self._settled.set()
+        if not self._last:
+            self._busy_s += time.monotonic() - self._busy_since
+
+    def commit_begins(self, version: int) -> int:
+        """Watch every request that has tokens from now on; returns their number."""
+        self.gaps_s[version] = 0.0
+        self._resumed.discard(version)
+        self._watched[version] = {request_id for request_id, last in self._last.items() if last is not None}
+        return len(self._watched[version])
+
+    async def commit_ends(self, version: int, timeout_s: float) -> float:
+        """The longest gap from before the commit of `version` to the first token after it, over the requests watched.
+
+        Call it when generation was resumed. Requests that do not go on within `timeout_s` seconds count with their gap so
+        far, and are watched further: `gaps_s` gets the final figure.
+        """
+        self._resumed.add(version)
+        end = time.monotonic() + timeout_s
+        while watched := self._watched[version]:
+            self._settled.clear()
+            try:
+                await asyncio.wait_for(self._settled.wait(), max(0.0, end - time.monotonic()))
+            except TimeoutError:
+                now = time.monotonic()
+                waits = [now - last for request_id in watched if (last := self._last.get(request_id)) is not None]
+                self.gaps_s[version] = max(self.gaps_s[version], *waits)
+                break
+        return self.gaps_s[version]
+
+    def _settle(self, request_id: str, gap_s: float) -> None:
+        # Tokens of the last step before the pause still arrive after a commit has begun: watch until one after its end.
+        for version, watched in self._watched.items():
+            if request_id in watched:
+                self.gaps_s[version] = max(self.gaps_s[version], gap_s)
+                if version in self._resumed:
+                    watched.discard(request_id)
+                    self._settled.set()

@@ -1,0 +1,26 @@
+"""The entry point ``vllm.general_plugins``: what makes any vLLM, stock server included, a possible rollout replica.
+
+vLLM calls `register` in every one of its processes, before the model is built, and more than once in some.
+"""
+
+from __future__ import annotations
+
+from .cpu_layers import BACKEND, keep_linear_parameters_live
+from .watchdog import watch_parent
+
+
+def register() -> None:
+    """Register the weight-transfer engine ``weightlane`` by name; its module is imported when a config asks for it."""
+    watch_parent()
+
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # noqa: PLC0415 - vLLM is here
+    from vllm.platforms import current_platform  # noqa: PLC0415
+
+    try:
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "weightlane.rollout.vllm_engine", "WeightlaneTransferEngine"
+        )
+    except ValueError:  # Registered by an earlier call in this process.
+        return
+    if current_platform.is_cpu():
+        keep_linear_parameters_live()

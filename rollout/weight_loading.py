@@ -1,0 +1,95 @@
+"""Puts a complete set of checkpoint tensors into a live vLLM model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from weightlane.ckpt_engines import CommitError, ConfigError
+
+_PART = "rollout model"
+
+
+def refuse_unsupported(model: torch.nn.Module, vllm_config: Any, device: torch.device) -> None:
+    """Raise `ConfigError` for a model whose weights could not be replaced correctly.
+
+    Wrong weights would otherwise go unnoticed: they have the right shapes and generate fluent garbage.
+    """
+    parallel, model_config = vllm_config.parallel_config, vllm_config.model_config
+    if parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1:
+        raise ConfigError(
+            "pipeline and data parallel replicas are not supported.",
+            part=_PART,
+            hint="Use tensor_parallel and replicas.",
+        )
+    if model_config.quantization is not None:
+        raise ConfigError(
+            f"the replica quantizes its weights ({model_config.quantization}), versions are sent unquantized.",
+            part=_PART,
+            hint="Start it from an unquantized checkpoint.",
+        )
+    if device.type == "cpu":
+        from vllm.model_executor.layers.fused_moe import RoutedExperts  # noqa: PLC0415 - only in a vLLM worker
+
+        packed = [name for name, layer in model.named_modules() if isinstance(layer, RoutedExperts)]
+        if packed:
+            raise ConfigError(
+                f"mixture-of-experts layers ({packed[0]} and {len(packed) - 1} more) are permuted in place by vLLM on CPU"
+                " and would not be permuted again after a commit.",
+                part=_PART,
+                hint="Use a dense model on CPU, or a GPU.",
+            )
+
+
+def load_version(model: torch.nn.Module, model_config: Any, tensors: Mapping[str, torch.Tensor], *, part: str) -> None:
+    """Replace every weight of `model` by `tensors` (Hugging Face names, full shapes), in place.
+
+    vLLM's own loaders map, fuse, slice and convert; its layerwise reload runs whatever a layer needs after loading and copies
+    the result into the storage that is there, so that captured graphs and views stay valid. When this returns nothing refers
+    to `tensors` any more. Runs inside vLLM's current config, between two steps.
+
+    Raises:
+        CommitError: The model is now partly old and partly new: it must not serve until a version was loaded completely.
+    """
+    from vllm.model_executor.model_loader.reload import (  # noqa: PLC0415 - only in a vLLM worker
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
+
+    # Before the reload: it separates tied parameters for its duration.
+    names = {name for name, _ in model.named_parameters()}
+    with torch.no_grad(), _quiet_reload():
+        try:
+            initialize_layerwise_reload(model)
+            loaded = model.load_weights(iter(tensors.items()))  # type: ignore[operator]
+        except Exception as cause:
+            raise _half_loaded(f"{type(cause).__name__}: {cause}", part) from cause
+        finally:
+            # Also after a failure: it leaves layers without storage, and the next step, or the next commit, would die of it.
+            finalize_layerwise_reload(model, model_config)
+    if loaded is not None and (missing := sorted(names - loaded)):
+        raise _half_loaded(f"{len(missing)} parameters were not replaced, among them {', '.join(missing[:3])}", part)
+
+
+@contextmanager
+def _quiet_reload() -> Iterator[None]:
+    """Without vLLM's warning, at every commit, about layers such as rotary embeddings that have nothing to load."""
+    logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _half_loaded(reason: str, part: str) -> CommitError:
+    return CommitError(
+        f"loading stopped half-way, the weights are a mixture: {reason}.",
+        part=part,
+        hint="The replica must not serve until a complete version has been committed.",
+    )

@@ -1,0 +1,351 @@
+"""`RolloutWorker`: one vLLM engine that generates without a break and takes over new weights between two decode steps."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from weightlane.ckpt_engines import (
+    ClosedError,
+    CommitError,
+    ConfigError,
+    DeadlineExceededError,
+    WeightlaneError,
+    WorkerDiedError,
+    as_weightlane_error,
+)
+
+from .commit import CommitFailure, commit_version
+from .config import RolloutConfig
+from .environment import engine_arguments, prepare_environment
+from .records import CommitReport, Completion, RolloutStats
+from .token_clock import TokenClock
+from .wire import failure_from_text
+
+_CLOSE_TIMEOUT_S = 10.0
+
+
+class RolloutWorker:
+    """Owns one replica's engine. All methods run on one event loop.
+
+    Args:
+        name: The replica's name; its ranks are ``<name>/<rank>``.
+        config: How to run it.
+        model_dir: Hugging Face checkpoint directory that the replica starts from.
+        initial_version: Weight version of that checkpoint.
+    """
+
+    def __init__(
+        self, name: str, config: RolloutConfig, model_dir: str | os.PathLike[str], initial_version: int = 0
+    ) -> None:
+        self.name = name
+        self.config = config
+        self.version = initial_version
+        self.clock = TokenClock()
+        self._model_dir = Path(model_dir)
+        self._engine: Any = None
+        self._control = asyncio.Lock()
+        self._broken: WeightlaneError | None = None
+        self._in_flight: dict[str, str] = {}
+        self._serial = itertools.count()
+        self._requests = 0
+        self._commits = 0
+        self._blocked_s = 0.0
+
+    def subscriber_names(self) -> list[str]:
+        """Under which names its ranks subscribe."""
+        return [f"{self.name}/{rank}" for rank in range(self.config.tensor_parallel)]
+
+    async def start(self) -> None:
+        """Load the model and start serving.
+
+        Raises:
+            ConfigError: vLLM refuses the model or an argument.
+            WorkerDiedError: The engine's processes ended while starting.
+            DeadlineExceededError: It took longer than `RolloutConfig.start_timeout_s`.
+        """
+        if not self._model_dir.is_dir():
+            raise ConfigError(f"model directory {self._model_dir} does not exist.", part=self.name)
+        try:
+            async with asyncio.timeout(self.config.start_timeout_s):
+                await asyncio.to_thread(self._build_engine)
+                await self._engine.update_weight_version(str(self.version))
+        except WeightlaneError:
+            raise
+        except TimeoutError as cause:
+            raise DeadlineExceededError(
+                f"the engine did not start within {self.config.start_timeout_s:.0f} s.",
+                part=self.name,
+                hint="Raise rollout.start_timeout_s.",
+            ) from cause
+        except (ValueError, TypeError, OSError) as cause:
+            raise ConfigError(f"vLLM cannot start from {self._model_dir}: {cause}.", part=self.name) from cause
+        except Exception as cause:
+            raise WorkerDiedError(
+                f"the engine ended while starting: {cause}.", part=self.name, hint="The replica's log has the cause."
+            ) from cause
+
+    async def connect(
+        self, rendezvous: Mapping[str, Any], backend: str, options: Mapping[str, Any] | None = None
+    ) -> None:
+        """Subscribe every rank to the publisher at `rendezvous`, leaving the one it was subscribed to before.
+
+        Raises:
+            WeightlaneError: The first rank's typed error; no rank is subscribed then.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest  # noqa: PLC0415 - slow to import
+
+        info = {
+            "rendezvous": dict(rendezvous),
+            "replica": self.name,
+            "backend": backend,
+            "options": dict(options or {}),
+            "staging_limit_bytes": self.config.staging_limit_bytes,
+        }
+        async with self._control:
+            engine = self._running()
+            try:
+                async with asyncio.timeout(self.config.connect_timeout_s):
+                    await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+            except TimeoutError as cause:
+                raise DeadlineExceededError(
+                    f"not connected within {self.config.connect_timeout_s:.0f} s.", part=self.name
+                ) from cause
+            except Exception as cause:
+                raise self.typed(cause) from cause
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        stop_ids: Sequence[int] = (),
+        seed: int | None = None,
+        greedy: bool = False,
+    ) -> Completion:
+        """Generate a completion; versions may be committed while it runs.
+
+        Args:
+            request_id: For logs and the answer; need not be unique.
+            prompt_ids: Token ids of the prompt, at least one.
+            max_new_tokens: Most tokens to generate.
+            temperature: Sampling temperature, above 0; log-probabilities are of the distribution at that temperature.
+            stop_ids: Token ids that end the completion. Nothing else does, not even the model's own end-of-sequence token.
+            seed: Makes the sampling repeatable for fixed weights.
+            greedy: Take the most probable token; log-probabilities are then those at temperature 1.
+
+        Raises:
+            CommitError: A commit failed half-way, before or during the request: the replica must not serve.
+            WorkerDiedError: The engine is gone.
+            DeadlineExceededError: It took longer than `RolloutConfig.request_timeout_s`.
+            ConfigError: vLLM refuses the request, for example because the prompt is too long.
+        """
+        engine = self._running()
+        self._refuse_if_broken()
+        key = f"{request_id}#{next(self._serial)}"
+        self._in_flight[key] = request_id
+        self.clock.begin(key)
+        try:
+            params = _sampling_params(
+                temperature=0.0 if greedy else temperature,
+                max_tokens=max_new_tokens,
+                stop_token_ids=list(stop_ids),
+                seed=seed,
+            )
+            async with asyncio.timeout(self.config.request_timeout_s):
+                completion = await self._stream(engine, key, self._prompt(prompt_ids), params)
+        except WeightlaneError:
+            raise  # Some of ours are TimeoutErrors too.
+        except TimeoutError as cause:
+            raise DeadlineExceededError(
+                f"request {request_id} took longer than {self.config.request_timeout_s:.0f} s.", part=self.name
+            ) from cause
+        except Exception as cause:
+            raise self.typed(cause) from cause
+        finally:
+            self._in_flight.pop(key, None)
+            self.clock.end(key)
+        self._requests += 1
+        return completion
+
+    async def generate_group(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        count: int,
+        max_new_tokens: int,
+        temperature: float,
+        stop_token_ids: Sequence[int],
+        greedy: bool = False,
+    ) -> list[Completion]:
+        """`count` completions of one prompt, generated at the same time. Raises what `generate` raises."""
+        async with asyncio.TaskGroup() as generating:
+            tasks = [
+                generating.create_task(
+                    self.generate(
+                        f"group-{next(self._serial)}",
+                        prompt_ids,
+                        max_new_tokens,
+                        temperature=temperature,
+                        stop_ids=stop_token_ids,
+                        greedy=greedy,
+                    )
+                )
+                for _ in range(count)
+            ]
+        return [task.result() for task in tasks]
+
+    async def commit(self, version: int) -> CommitReport:
+        """Put `version`, which every rank has staged, into service between two decode steps.
+
+        Requests in flight stay; `RolloutConfig.kv_on_commit` says what becomes of their caches.
+
+        Raises:
+            WeightlaneError: Why it failed. If every rank's weights are untouched the old version goes on serving. If not
+                (always a `CommitError`) requests in flight end with that error and new ones are refused with it until a
+                version has been committed; `stats().serving` tells which.
+        """
+        async with self._control:
+            engine = self._running()
+            try:
+                report = await commit_version(self, engine, version, sound=self._broken is None)
+            except CommitFailure as failure:
+                if not failure.serving:
+                    await self._stop_serving(failure.error)
+                raise failure.error from failure.__cause__
+            except asyncio.CancelledError:
+                await self._stop_serving(CommitError(f"the commit of version {version} was cancelled.", part=self.name))
+                raise
+            self._broken = None
+            self.version = version
+            self._commits += 1
+            self._blocked_s += report.blocked_s
+            return report
+
+    def stats(self) -> RolloutStats:
+        """Running totals."""
+        return RolloutStats(
+            version=self.version,
+            serving=self._engine is not None and self._broken is None,
+            requests=self._requests,
+            tokens=self.clock.tokens,
+            in_flight=self.clock.in_flight,
+            commits=self._commits,
+            busy_s=self.clock.busy_s,
+            blocked_s=self._blocked_s,
+            max_token_gap_s=max(self.clock.gaps_s.values(), default=0.0),
+            commit_gaps_s=dict(self.clock.gaps_s),
+        )
+
+    async def close(self) -> None:
+        """End the engine and its processes. Requests in flight end with an error. Idempotent."""
+        engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        with suppress(
+            Exception
+        ):  # A dead or hung engine cannot leave its publisher; shutdown below ends its processes.
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await engine.abort(list(self._in_flight))
+                await engine.shutdown_weight_transfer_engine()
+        if engine.output_handler is not None:
+            engine.output_handler.cancel()  # It would take the processes' end for a crash, and log it as one.
+        await asyncio.to_thread(engine.shutdown, timeout=_CLOSE_TIMEOUT_S)
+        del engine
+        await asyncio.sleep(0)  # Lets the engine's cancelled tasks end and drop it.
+        gc.collect()  # The engine is part of reference cycles; left to the interpreter's end its finalizer fails noisily.
+
+    def typed(self, cause: BaseException) -> WeightlaneError:
+        """What vLLM raised, as one of our errors."""
+        from vllm.exceptions import VLLMClientError  # noqa: PLC0415 - slow to import
+        from vllm.v1.engine.exceptions import EngineDeadError  # noqa: PLC0415
+
+        if isinstance(cause, WeightlaneError):
+            return cause
+        if isinstance(cause, (VLLMClientError, ValueError)):
+            return ConfigError(f"vLLM refused the request: {cause}.", part=self.name)
+        if isinstance(cause, EngineDeadError) or (self._engine is not None and self._engine.errored):
+            return WorkerDiedError(
+                "the engine's processes are gone.", part=self.name, peer=self.name, hint="Its log has the cause."
+            )
+        return failure_from_text(f"{type(cause).__name__}: {cause}", part=self.name).error
+
+    def _build_engine(self) -> None:
+        on_cpu = prepare_environment(self.config)
+        from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - after the environment
+        from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
+
+        arguments = engine_arguments(self.config, self._model_dir, on_cpu=on_cpu)
+        # Not returned: something in vLLM keeps this thread's frames, and with them the result, from being freed.
+        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+    def _running(self) -> Any:
+        if self._engine is None:
+            raise ClosedError("the replica is not running.", part=self.name)
+        return self._engine
+
+    def _refuse_if_broken(self) -> None:
+        if self._broken is not None:
+            raise type(self._broken)(
+                self._broken.message,
+                part=self.name,
+                peer=self._broken.peer,
+                hint="It serves again after the next commit.",
+            )
+
+    async def _stop_serving(self, error: WeightlaneError) -> None:
+        self._broken = error
+        with suppress(Exception):  # An engine too broken to abort requests ends them by dying.
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await self._engine.abort(list(self._in_flight))
+
+    def _prompt(self, prompt_ids: Sequence[int]) -> dict[str, Any]:
+        prompt: dict[str, Any] = {"prompt_token_ids": list(prompt_ids)}
+        if self.config.kv_on_commit == "keep":
+            # The prefix cache cannot be emptied while requests use it. Salted with the version a request began under, a
+            # block is found only by requests that began under the same one.
+            prompt["cache_salt"] = f"weightlane-{self.version}"
+        return prompt
+
+    async def _stream(self, engine: Any, key: str, prompt: dict[str, Any], params: Any) -> Completion:
+        token_ids: list[int] = []
+        logprobs: list[float] = []
+        last: Any = None
+        async for output in engine.generate(prompt, params, request_id=key):
+            (last,) = output.outputs
+            if last.token_ids:
+                self.clock.arrived(key, len(last.token_ids))
+                token_ids += last.token_ids
+                logprobs += [ranked[token].logprob for token, ranked in zip(last.token_ids, last.logprobs, strict=True)]
+        if last is None or last.finish_reason not in ("stop", "length"):
+            self._refuse_if_broken()
+            reason = "nothing" if last is None else last.finish_reason
+            raise ClosedError(f"request {self._in_flight[key]} ended early ({reason}).", part=self.name)
+        versions = [int(span.version) for span in last.weight_versions or () for _ in range(span.start, span.end)]
+        if not len(token_ids) == len(logprobs) == len(versions):
+            raise as_weightlane_error(
+                AssertionError(f"{len(token_ids)} tokens, {len(logprobs)} logprobs, {len(versions)} versions"),
+                self.name,
+            )
+        return Completion(self._in_flight[key], token_ids, logprobs, versions, last.finish_reason)
+
+
+def _sampling_params(**wanted: Any) -> Any:
+    from vllm import SamplingParams  # noqa: PLC0415 - slow to import
+    from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
+
+    return SamplingParams(
+        **wanted,
+        ignore_eos=True,
+        logprobs=0,  # of the sampled token alone
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )

@@ -1,0 +1,48 @@
+"""What tests need inside a vLLM worker and its own interface does not offer: raw parameters, and failures on purpose."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+class ProbeExtension:
+    """Mixed into vLLM's worker by ``worker_extension_cls``; methods are called with ``collective_rpc``."""
+
+    def probe_parameters(self) -> dict[str, list[object]]:
+        """Every live parameter of this rank as dtype, shape and raw bytes."""
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        return {
+            name: [str(tensor.dtype), list(tensor.shape), tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()]
+            for name, tensor in model.named_parameters()
+        }
+
+    def probe_process(self) -> int:
+        """This rank's process id."""
+        return os.getpid()
+
+    def probe_fail_loading(self, rank: int, after: int) -> None:
+        """From now on, let the loader of one rank fail once it has put `after` tensors into the model; 0 ends that."""
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        model.__dict__.pop("load_weights", None)
+        if after and self.rank == rank:  # type: ignore[attr-defined]
+            load = model.load_weights
+
+            def failing(weights: Iterator[tuple[str, torch.Tensor]]) -> object:
+                def cut() -> Iterator[tuple[str, torch.Tensor]]:
+                    yield from itertools.islice(weights, after)
+                    raise MemoryError("out of memory, on purpose")
+
+                return load(cut())
+
+            model.load_weights = failing
+
+    def probe_poison_staging(self) -> int:
+        """Overwrite whatever staging memory this rank's subscriber has; returns its size in bytes."""
+        staging: torch.Tensor = self.weight_transfer_engine._subscriber._staging  # type: ignore[attr-defined]
+        staging.fill_(0xA5)
+        return staging.numel()

@@ -1,0 +1,61 @@
+"""A trainer's end of a sync, in the test's own process: real publisher, coordinator and rendezvous, no training."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_models import load_tensors
+
+from weightlane.ckpt_engines import CheckpointEngineRegistry
+from weightlane.sync import Coordinator, LocalShard, Publisher, Rendezvous, Replica, SyncConfig, SyncReport, TensorSpec
+
+
+class OneRankTrainer:
+    """Holds live tensors, as a trainer does, and publishes whatever is copied into them."""
+
+    def __init__(self, model: Path, backend: str = "shm", options: dict[str, Any] | None = None) -> None:
+        self.live = {name: tensor.clone() for name, tensor in load_tensors(model).items()}
+        self.backend = backend
+        self.version = 0
+        self._rendezvous = Rendezvous.host()
+        specs = [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self.live.items()]
+        self._publisher = Publisher(
+            "trainer-0",
+            self._rendezvous.address,
+            rank=0,
+            world=1,
+            specs=specs,
+            shards=[LocalShard(spec, 0, self.live[spec.name]) for spec in specs],
+            engine=CheckpointEngineRegistry().create(backend, options),
+            bucket_bytes=1 << 16,
+        )
+        self._coordinator: Coordinator | None = None
+
+    @property
+    def address(self) -> dict[str, Any]:
+        return self._rendezvous.address.to_plain()
+
+    async def connect(self, replicas: Sequence[Replica]) -> None:
+        self._coordinator = Coordinator(self._rendezvous, ["trainer-0"], replicas, SyncConfig(deadline_s=30.0))
+        await self._coordinator.connect()
+
+    async def sync(self, model: Path) -> SyncReport:
+        """Take over the weights of `model` and carry them to the replicas as the next version."""
+        assert self._coordinator is not None
+        with torch.no_grad():
+            for name, tensor in load_tensors(model).items():
+                self.live[name].copy_(tensor)
+        self.version += 1
+        self._publisher.publish(self.version)
+        syncing = asyncio.create_task(self._coordinator.sync(self.version))
+        await asyncio.to_thread(self._publisher.fence)
+        return await syncing
+
+    def close(self) -> None:
+        if self._coordinator is not None:
+            self._coordinator.close()
+        self._publisher.close()

@@ -1,0 +1,88 @@
+"""What a replica expects of a version follows from its checkpoint, and a broken checkpoint is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny_models import load_tensors, make_qwen3
+
+from weightlane.ckpt_engines import ConfigError
+from weightlane.rollout.expectation import expectation_of
+from weightlane.sync import ExpectedTensor
+
+
+def test_it_holds_every_tensor_with_the_dtypes_of_disk_and_model(tmp_path: Path) -> None:
+    model = make_qwen3(tmp_path, seed=0, dtype=torch.bfloat16)
+    expectation = expectation_of(model, dtype=torch.float32, tied_embeddings=False)
+    both = frozenset({torch.bfloat16, torch.float32})
+    assert expectation.tensors == {
+        name: ExpectedTensor(tuple(tensor.shape), both) for name, tensor in load_tensors(model).items()
+    }
+    assert not expectation.tied
+
+
+def test_a_tied_output_embedding_is_an_alias_whether_it_is_on_disk_or_not(tmp_path: Path) -> None:
+    model = make_qwen3(tmp_path, seed=0, tied=True)
+    assert "lm_head.weight" not in load_tensors(model)
+    expectation = expectation_of(str(model), dtype=torch.float32, tied_embeddings=True)
+    assert expectation.tied == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert expectation.tensors["lm_head.weight"] == expectation.tensors["model.embed_tokens.weight"]
+
+
+def test_sharded_checkpoints_and_integer_tensors_are_read_and_computed_buffers_left_out(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(2, 3), "l.rotary_emb.inv_freq": torch.zeros(4)}, tmp_path / "one.safetensors")
+    save_file({"b": torch.zeros((), dtype=torch.int32)}, tmp_path / "two.safetensors")
+    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors", "l.rotary_emb.inv_freq": "one.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    expectation = expectation_of(tmp_path, dtype=torch.bfloat16, tied_embeddings=False)
+    assert expectation.tensors == {
+        "a": ExpectedTensor((2, 3), frozenset({torch.float32, torch.bfloat16})),
+        "b": ExpectedTensor((), frozenset({torch.int32})),
+    }
+
+
+def test_an_index_cannot_lead_out_of_its_directory(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(1)}, tmp_path / "outside.safetensors")
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    (inside / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../outside.safetensors"}}')
+    with pytest.raises(ConfigError, match=r"inside/outside\.safetensors does not exist"):
+        expectation_of(inside, dtype=torch.float32, tied_embeddings=False)
+
+
+@pytest.mark.parametrize(
+    ("files", "complaint"),
+    [
+        ({}, r"model\.safetensors does not exist"),
+        ({"model.safetensors": "not a header"}, "is broken"),
+        ({"model.safetensors.index.json": "{"}, "is not a safetensors index"),
+        ({"model.safetensors.index.json": "[]"}, "is not a safetensors index"),
+        ({"model.safetensors.index.json": '{"weight_map": {"a": "b.safetensors"}}'}, r"b\.safetensors does not exist"),
+        ({"model.safetensors.index.json": '{"weight_map": {}}'}, "holds no weights"),
+    ],
+)
+def test_a_broken_checkpoint_is_a_config_error_that_names_the_file(
+    tmp_path: Path, files: dict[str, str], complaint: str
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=complaint):
+        expectation_of(tmp_path, dtype=torch.float32, tied_embeddings=False)
+
+
+def test_a_truncated_file_a_missing_directory_and_an_unknown_embedding_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a directory"):
+        expectation_of(tmp_path / "nowhere", dtype=torch.float32, tied_embeddings=False)
+    with pytest.raises(ConfigError, match="neither a directory nor"):
+        expectation_of("no-such-owner/no-such-model", dtype=torch.float32, tied_embeddings=False)
+    save_file({"a": torch.zeros(64)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match="input embedding is not unique: none found"):
+        expectation_of(tmp_path, dtype=torch.float32, tied_embeddings=True)
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[:-8])
+    with pytest.raises(ConfigError, match="is broken"):
+        expectation_of(tmp_path, dtype=torch.float32, tied_embeddings=False)

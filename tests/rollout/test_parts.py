@@ -1,0 +1,156 @@
+"""The parts of a rollout worker that need no vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch.distributed as dist
+from owned_processes import own_a_child
+from pydantic import ValidationError
+
+from weightlane.ckpt_engines import CommitError, SyncAbortedError, WeightlaneError
+from weightlane.rollout import RolloutConfig
+from weightlane.rollout.agreement import RankGroup
+from weightlane.rollout.token_clock import TokenClock
+from weightlane.rollout.watchdog import WATCH_ENV, watch_parent
+from weightlane.rollout.wire import RemoteFailure, RemoteFailureError, failure_from_text
+
+
+def test_importing_rollout_and_its_worker_needs_neither_vllm_nor_ray() -> None:
+    code = (
+        "import sys, weightlane.rollout as r; r.RolloutWorker, r.RolloutReplica, r.start_replicas\n"
+        "import weightlane.rollout.vllm_plugin\n"
+        "sys.exit(', '.join({'vllm', 'ray', 'transformers'} & set(sys.modules)) or None)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_the_facade_offers_what_it_lists_and_nothing_else() -> None:
+    import weightlane.rollout as rollout
+
+    for name in rollout.__all__:
+        assert getattr(rollout, name).__name__ == name
+    assert dir(rollout) == sorted(rollout.__all__)
+    with pytest.raises(AttributeError, match="nothing_such"):
+        rollout.nothing_such
+
+
+def test_every_config_field_says_what_it_means_and_unknown_ones_are_refused() -> None:
+    assert all(field.description for field in RolloutConfig.model_fields.values())
+    with pytest.raises(ValidationError, match="kv_on_comit"):
+        RolloutConfig.model_validate({"kv_on_comit": "keep"})
+
+
+@pytest.mark.parametrize("intact", [True, False])
+def test_a_typed_error_survives_being_quoted_in_another_errors_text(intact: bool) -> None:
+    error = SyncAbortedError('the "old" one {serves}', part="x", peer="y", hint="z", version=3)
+    quoted = f"Call failed: Worker failed with error '{RemoteFailureError(RemoteFailure(error, intact))}', see above"
+    failure = failure_from_text(quoted, part="replica")
+    assert type(failure.error) is SyncAbortedError
+    assert str(failure.error) == str(error)
+    assert failure.intact is intact
+
+
+@pytest.mark.parametrize("text", ["plain", "cut weightlane-error:{", "weightlane-error:[1]", "weightlane-error:{}"])
+def test_text_without_a_whole_typed_error_is_quoted_and_promises_nothing(text: str) -> None:
+    failure = failure_from_text(text, part="replica")
+    assert text in str(failure.error)
+    assert not failure.intact
+
+
+def test_all_ranks_learn_the_first_ranks_error_and_only_the_last_one_raises() -> None:
+    store, world = dist.HashStore(), 3
+    errors = {1: CommitError("one", part="rank 1"), 2: WeightlaneError("two, and a longer text", part="rank 2")}
+    learned: dict[int, tuple[str, bool, WeightlaneError | None]] = {}
+
+    def run(rank: int) -> None:
+        group = dist.ProcessGroupGloo(store, rank, world)
+        ranks = RankGroup(group)
+        first = ranks.first_error(errors.get(rank))
+        learned[rank] = (repr(first), ranks.raises, ranks.first_error(None))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    assert learned == {rank: ("CommitError('one')", rank == 2, None) for rank in range(world)}
+
+
+def test_a_lone_rank_reports_its_own_error() -> None:
+    error = CommitError("mine")
+    assert RankGroup(None).first_error(error) is error
+    assert RankGroup(None).raises
+
+
+def test_a_gap_spans_the_commit_and_not_the_step_that_was_still_under_way() -> None:
+    async def life() -> tuple[int, float, float]:
+        clock = TokenClock()
+        for request in ("a", "b", "waiting"):
+            clock.begin(request)
+        clock.arrived("a", 1)
+        clock.arrived("b", 1)
+        watched = clock.commit_begins(7)
+        clock.arrived("a", 1)  # the step that was under way
+        await asyncio.sleep(0.1)
+        resumed = asyncio.create_task(clock.commit_ends(7, 5.0))
+        await asyncio.sleep(0)
+        clock.arrived("a", 1)
+        assert not resumed.done()
+        clock.end("b")
+        gap = await resumed
+        await asyncio.sleep(0.2)
+        clock.arrived("a", 1)
+        return watched, gap, clock.gaps_s[7]
+
+    watched, gap, final = asyncio.run(life())
+    assert watched == 2
+    assert 0.1 <= gap < 0.2
+    assert final == gap
+
+
+def test_a_request_that_does_not_go_on_counts_with_its_gap_so_far_and_later_with_the_whole_one() -> None:
+    async def life() -> tuple[float, float]:
+        clock = TokenClock()
+        clock.begin("a")
+        clock.arrived("a", 1)
+        clock.commit_begins(1)
+        so_far = await clock.commit_ends(1, 0.05)
+        await asyncio.sleep(0.1)
+        clock.arrived("a", 1)
+        return so_far, clock.gaps_s[1]
+
+    so_far, final = asyncio.run(life())
+    assert 0.05 <= so_far < 0.1
+    assert 0.15 <= final < 0.5
+
+
+def test_an_engine_process_ends_when_the_process_that_started_it_is_killed() -> None:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    owner = context.Process(target=own_a_child, args=(theirs,))
+    owner.start()
+    theirs.close()
+    try:
+        assert ours.poll(60.0)
+        pid = ours.recv()
+    finally:
+        assert owner.pid is not None
+        os.kill(owner.pid, signal.SIGKILL)
+        owner.join(10.0)
+    # Its end of the pipe closes with the process, however it ends and whoever reaps it.
+    assert ours.poll(10.0), f"process {pid} outlived its parent"
+    with pytest.raises(EOFError):
+        ours.recv()
+
+
+def test_without_an_owner_nothing_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(WATCH_ENV, raising=False)
+    assert not watch_parent()

@@ -1,0 +1,128 @@
+"""A replica in a Ray actor: the same promises from another process, and nothing left behind when that process is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from publishing import OneRankTrainer
+from tiny_models import greedy_tokens, is_greedy, make_llama
+
+from weightlane.ckpt_engines import ConfigError, WorkerDiedError
+from weightlane.rollout import Completion, RolloutConfig, RolloutReplica, start_replicas
+
+pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    ray = pytest.importorskip("ray")
+    # Ray's sockets have paths of limited length, so its files cannot lie in pytest's folder.
+    short = Path(tempfile.mkdtemp(prefix="wl-ray-", dir="/tmp"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, _temp_dir=str(short))
+        yield
+        ray.shutdown()
+    shutil.rmtree(short, ignore_errors=True)
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+def gone_within(processes: list[psutil.Process], seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        alive = [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+        if not alive:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_a_replica_in_ray_takes_versions_in_flight_and_its_killed_actor_leaves_no_process(
+    local_ray: None, tmp_path: Path
+) -> None:
+    models = [make_llama(tmp_path / f"model{seed}", seed=seed) for seed in range(2)]
+    config = RolloutConfig(
+        tensor_parallel=2, dtype="float32", max_model_len=512, kv_cache_memory_bytes=64 << 20, cpus_per_rank=0.5
+    )
+
+    async def life() -> None:
+        [replica] = await start_replicas(config, models[0])
+        try:
+            assert replica.ranks == 2
+            assert replica.subscriber_names() == ["rollout-0/0", "rollout-0/1"]
+            trainer = OneRankTrainer(models[0])
+            await replica.connect(trainer.address, trainer.backend)
+            await trainer.connect([replica])
+            flying = asyncio.create_task(replica.generate("flying", [1, 2, 3], 400, greedy=True))
+            while (await replica.stats()).tokens < 20:
+                await asyncio.sleep(0.01)
+            report = await trainer.sync(models[1])
+            assert report.replicas["rollout-0"].outcome == "committed"
+            check_switch(await flying, models)
+            fresh = await replica.generate("fresh", [1, 2, 3], 16, greedy=True)
+            assert fresh.token_ids == greedy_tokens(models[1], [1, 2, 3], 16)
+            stats = await replica.stats()
+            assert (stats.version, stats.commits, stats.requests, stats.tokens) == (1, 1, 2, 416)
+            trainer.close()
+            await kill_it(replica)
+        finally:
+            await replica.close()
+
+    asyncio.run(asyncio.wait_for(life(), 120.0))
+
+
+def check_switch(completion: Completion, models: list[Path]) -> None:
+    boundary = completion.versions.index(1)
+    before, after = completion.token_ids[:boundary], completion.token_ids[boundary:]
+    assert completion.versions == [0] * boundary + [1] * len(after)
+    assert is_greedy(models[0], [1, 2, 3], before)
+    assert is_greedy(models[1], [1, 2, 3, *before], after)
+
+
+async def kill_it(replica: RolloutReplica) -> None:
+    assert replica.pid is not None
+    children = descendants(replica.pid)
+    assert len(children) >= 3, "an engine core and two ranks"
+    flying = asyncio.create_task(replica.generate("flying", [1, 2, 3], 400))
+    await asyncio.sleep(0.1)
+    os.kill(replica.pid, signal.SIGKILL)
+    with pytest.raises(WorkerDiedError, match=rf"rollout-0 \(process {replica.pid}\) died"):
+        await flying
+    assert await asyncio.to_thread(gone_within, children, 15.0)
+
+
+def test_a_model_that_cannot_be_loaded_is_a_config_error_and_leaves_no_actor(local_ray: None, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+
+    async def start() -> None:
+        with pytest.raises(ConfigError, match="cannot start from"):
+            await start_replicas(RolloutConfig(cpus_per_rank=0.5), tmp_path)
+        with pytest.raises(ConfigError, match="does not exist"):
+            await start_replicas(RolloutConfig(cpus_per_rank=0.5), tmp_path / "nowhere")
+
+    before = {process.pid for process in descendants(os.getpid())}
+    asyncio.run(asyncio.wait_for(start(), 120.0))
+    engines = [process for process in descendants(os.getpid()) if process.pid not in before and is_actor(process)]
+    assert gone_within(engines, 15.0)
+
+
+def is_actor(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        title = " ".join(process.cmdline())
+        return "ReplicaActor" in title or "VLLM" in title
+    return False

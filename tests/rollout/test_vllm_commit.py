@@ -1,0 +1,269 @@
+"""What a commit promises, on real vLLM: exact weights, exact tokens, exact version stamps, and a sound end of every failure."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from publishing import OneRankTrainer
+from tiny_models import greedy_tokens, is_greedy, load_tensors, make_qwen3, sampled_logprobs, vllm_parameters
+
+from weightlane.ckpt_engines import CommitError, ConfigError, WeightlaneError, WorkerDiedError
+from weightlane.rollout import CommitReport, Completion, RolloutConfig, RolloutWorker
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+T = TypeVar("T")
+
+
+class RecordingWorker(RolloutWorker):
+    """Keeps the last commit's report, of which the coordinator passes on a part."""
+
+    report: CommitReport
+
+    async def commit(self, version: int) -> CommitReport:
+        self.report = await super().commit(version)
+        return self.report
+
+
+@dataclass
+class Setup:
+    """A running worker, a trainer that publishes to it, and three models of the same shape."""
+
+    runner: asyncio.Runner
+    worker: RecordingWorker
+    models: list[Path]
+    world: int
+    trainer: OneRankTrainer = field(init=False)
+
+    def run(self, call: Coroutine[Any, Any, T], timeout_s: float = 60.0) -> T:
+        return self.runner.run(asyncio.wait_for(call, timeout_s))
+
+    def connect(self) -> None:
+        self.trainer = OneRankTrainer(self.models[0])
+        self.run(self.worker.connect(self.trainer.address, self.trainer.backend))
+        self.run(self.trainer.connect([self.worker]))
+        self.trainer.version = self.worker.version
+
+    def probe(self, method: str, *args: object) -> list[Any]:
+        answers: list[Any] = self.run(self.worker._engine.collective_rpc(method, args=args))
+        return answers
+
+    def serve(self, model: int, kv_on_commit: str = "recompute") -> int:
+        """Make the worker serve the weights of a model; returns their version."""
+        self.worker.config = self.worker.config.model_copy(update={"kv_on_commit": kv_on_commit})
+        self.run(self.trainer.sync(self.models[model]))
+        return self.trainer.version
+
+    def greedy(self, prompt: list[int], count: int = 16) -> Completion:
+        return self.run(self.worker.generate("r", prompt, count, greedy=True))
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["tp1-untied", "tp2-tied"])
+def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
+    """The worker starts from model 0. The vocabulary needs padding rows."""
+    base = tmp_path_factory.mktemp("models")
+    world = request.param
+    models = [make_qwen3(base / f"model{seed}", seed=seed, tied=world == 2, vocab=300) for seed in range(3)]
+    config = RolloutConfig(
+        tensor_parallel=world,
+        dtype="float32",
+        max_model_len=1024,
+        kv_cache_memory_bytes=64 << 20,
+        extra_engine_args={"worker_extension_cls": "probe_extension.ProbeExtension"},
+    )
+    environment = dict(os.environ)
+    with asyncio.Runner() as runner:
+        made = Setup(runner, RecordingWorker("rollout-0", config, models[0]), models, world)
+        try:
+            runner.run(made.worker.start())
+            made.connect()
+            yield made
+            made.trainer.close()
+        finally:
+            runner.run(made.worker.close())
+            os.environ.clear()
+            os.environ.update(environment)
+
+
+def test_parameters_equal_an_independent_mapping_bit_for_bit_even_after_staging_memory_was_overwritten(
+    setup: Setup,
+) -> None:
+    for model in (1, 2, 1):
+        setup.serve(model)
+        tensors = load_tensors(setup.models[model])
+        sent = sum(tensor.nbytes for tensor in tensors.values())
+        assert min(setup.probe("probe_poison_staging")) >= sent
+        for rank, live in enumerate(setup.probe("probe_parameters")):
+            wanted = vllm_parameters(tensors, rank=rank, world=setup.world)
+            assert live.keys() == wanted.keys()
+            for name, tensor in wanted.items():
+                raw = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+                assert live[name] == [str(tensor.dtype), list(tensor.shape), raw], f"{name} on rank {rank}"
+
+
+def test_greedy_tokens_equal_those_of_transformers_on_the_committed_weights_and_carry_its_version(setup: Setup) -> None:
+    for model in (2, 0, 1):
+        version = setup.serve(model)
+        completion = setup.greedy([5, 6, 7])
+        assert completion.token_ids == greedy_tokens(setup.models[model], [5, 6, 7], 16)
+        assert completion.versions == [version] * 16
+        assert completion.finish_reason == "length"
+
+
+def test_requests_in_flight_switch_models_exactly_where_their_version_stamps_say(setup: Setup) -> None:
+    old = setup.serve(1)
+
+    async def sync_meanwhile() -> list[Completion]:
+        prompts = [[10 + index, 20, 30] for index in range(4)]
+        tasks = [asyncio.create_task(setup.worker.generate("r", prompt, 400, greedy=True)) for prompt in prompts]
+        tokens = setup.worker.clock.tokens
+        while setup.worker.clock.tokens < tokens + 100:
+            await asyncio.sleep(0.002)
+        await setup.trainer.sync(setup.models[2])
+        report = setup.worker.report
+        assert report.in_flight == 4
+        assert report.load_s < report.blocked_s < 1.0
+        assert report.load_s < report.max_token_gap_s < 1.0
+        return await asyncio.gather(*tasks)
+
+    for index, completion in enumerate(setup.run(sync_meanwhile())):
+        prompt, boundary = [10 + index, 20, 30], completion.versions.index(old + 1)
+        assert 0 < boundary < 400
+        assert completion.versions == [old] * boundary + [old + 1] * (400 - boundary)
+        before, after = completion.token_ids[:boundary], completion.token_ids[boundary:]
+        assert is_greedy(setup.models[1], prompt, before)
+        assert is_greedy(setup.models[2], [*prompt, *before], after)
+        assert not is_greedy(setup.models[1], [*prompt, *before], after)
+
+
+def test_the_prefix_cache_never_serves_blocks_of_older_weights(setup: Setup) -> None:
+    prompt = [(7 * position) % 290 for position in range(400)]
+    for model in (1, 2, 1):
+        setup.serve(model)
+        wanted = greedy_tokens(setup.models[model], prompt, 16)
+        for _ in range(2):
+            assert setup.greedy(prompt).token_ids == wanted
+
+
+def test_keep_spares_caches_in_flight_but_gives_new_requests_none_of_them(setup: Setup) -> None:
+    prompt = [(11 * position) % 290 for position in range(400)]
+    old = setup.serve(1, "keep")
+
+    async def sync_meanwhile() -> tuple[Completion, Completion]:
+        long = asyncio.create_task(setup.worker.generate("long", prompt, 200, greedy=True))
+        tokens = setup.worker.clock.tokens
+        while setup.worker.clock.tokens < tokens + 40:
+            await asyncio.sleep(0.002)
+        await setup.trainer.sync(setup.models[2])
+        new = await setup.worker.generate("new", prompt, 16, greedy=True)
+        return await long, new
+
+    long, new = setup.run(sync_meanwhile())
+    assert new.token_ids == greedy_tokens(setup.models[2], prompt, 16)
+    assert set(new.versions) == {old + 1}
+    boundary = long.versions.index(old + 1)
+    # The old caches still have their say: this is neither the new model's continuation nor the old one's.
+    after = long.token_ids[boundary:]
+    assert is_greedy(setup.models[1], prompt, long.token_ids[:boundary])
+    assert not is_greedy(setup.models[2], [*prompt, *long.token_ids[:boundary]], after)
+
+
+def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(setup: Setup) -> None:
+    setup.serve(1)
+    for temperature in (1.0, 0.6):
+        completion = setup.run(setup.worker.generate("r", [3, 1, 4], 32, temperature=temperature, seed=7))
+        wanted = sampled_logprobs(setup.models[1], [3, 1, 4], completion.token_ids, temperature=temperature)
+        assert completion.logprobs == pytest.approx(wanted, abs=1e-4)
+
+
+def test_only_the_given_stop_tokens_end_a_completion(setup: Setup) -> None:
+    setup.serve(1)
+    free = setup.greedy([9, 9], 32)
+    stop = free.token_ids[5]
+    first = free.token_ids.index(stop)
+    stopped = setup.run(setup.worker.generate("r", [9, 9], 32, greedy=True, stop_ids=[stop]))
+    assert stopped.token_ids == free.token_ids[: first + 1]
+    assert stopped.finish_reason == "stop"
+
+
+def test_a_version_that_is_not_staged_leaves_the_old_one_serving(setup: Setup) -> None:
+    version = setup.serve(1)
+    with pytest.raises(CommitError, match="not staged"):
+        setup.run(setup.worker.commit(777))
+    assert setup.worker.stats().serving
+    completion = setup.greedy([5, 6])
+    assert completion.token_ids == greedy_tokens(setup.models[1], [5, 6], 16)
+    assert set(completion.versions) == {version}
+
+
+def test_bad_fields_are_refused_by_name_and_change_nothing(setup: Setup) -> None:
+    setup.serve(2)
+    with pytest.raises(ConfigError, match="version"):
+        setup.run(setup.worker.commit(-1))
+    with pytest.raises(ConfigError, match="2000"):
+        setup.greedy([1] * 2000)
+    with pytest.raises(ConfigError, match="temperature"):
+        setup.run(setup.worker.generate("r", [1], 4, temperature=-1.0))
+    with pytest.raises(ConfigError, match="backend"):
+        setup.run(setup.worker.connect({}, ""))
+    assert setup.greedy([5, 6]).token_ids == greedy_tokens(setup.models[2], [5, 6], 16)
+    # A refused connect leaves no subscriber, so nothing can be committed until the next one.
+    with pytest.raises(WeightlaneError, match="before this rank was connected"):
+        setup.run(setup.worker.commit(1))
+    setup.trainer.close()
+    setup.connect()
+    setup.serve(1)
+    assert setup.greedy([5, 6]).token_ids == greedy_tokens(setup.models[1], [5, 6], 16)
+
+
+def test_a_load_that_fails_half_way_in_any_rank_stops_the_replica_until_a_whole_version_commits(setup: Setup) -> None:
+    for rank in range(setup.world):
+        setup.serve(1)
+        setup.probe("probe_fail_loading", rank, 9)
+
+        async def fail_meanwhile(rank: int = rank) -> None:
+            flying = asyncio.create_task(setup.worker.generate("r", [1, 2], 900))
+            await asyncio.sleep(0.1)
+            with pytest.raises(CommitError, match=f"rollout rank {rank}.*mixture.*on purpose"):
+                await setup.trainer.sync(setup.models[2])
+            with pytest.raises(CommitError, match="mixture"):
+                await flying
+
+        setup.run(fail_meanwhile())
+        assert not setup.worker.stats().serving
+        with pytest.raises(CommitError, match="serves again after the next commit"):
+            setup.greedy([1, 2])
+        with pytest.raises(CommitError, match="earlier commit failed half-way|not staged"):
+            setup.run(setup.worker.commit(777))
+        assert not setup.worker.stats().serving
+        setup.probe("probe_fail_loading", rank, 0)
+        setup.serve(2)
+        assert setup.worker.stats().serving
+        assert setup.greedy([1, 2]).token_ids == greedy_tokens(setup.models[2], [1, 2], 16)
+
+
+def test_a_killed_rank_ends_requests_and_commits_with_an_error_that_names_the_replica(setup: Setup) -> None:
+    """The last test of this engine: nothing of it is left."""
+    *_, pid = setup.probe("probe_process")
+
+    async def kill_meanwhile() -> None:
+        flying = asyncio.create_task(setup.worker.generate("r", [1, 2], 900))
+        await asyncio.sleep(0.1)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(WorkerDiedError, match="rollout-0"):
+            await flying
+
+    setup.run(kill_meanwhile())
+    with pytest.raises(WorkerDiedError, match="rollout-0"):
+        setup.run(setup.worker.commit(778))
+    with pytest.raises(WorkerDiedError, match="rollout-0"):
+        setup.greedy([1, 2])
+    assert not setup.worker.stats().serving

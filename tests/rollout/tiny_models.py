@@ -1,0 +1,160 @@
+"""Tiny random checkpoints in Hugging Face format, and transformers' own greedy decoding on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+VOCAB = 320
+HIDDEN = 64
+LAYERS = 2
+HEADS = 4
+KV_HEADS = 2
+HEAD_DIM = 32
+INTERMEDIATE = 128
+
+
+def make_qwen3(path: Path, *, seed: int, tied: bool = False, dtype: torch.dtype = torch.float32, vocab: int = VOCAB) -> Path:
+    """A tiny Qwen3 whose weights depend on `seed` only."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(head_dim=HEAD_DIM, **_sizes(tied, vocab))
+    return _save(Qwen3ForCausalLM, config, path, seed, dtype)
+
+
+def make_llama(path: Path, *, seed: int, tied: bool = False, dtype: torch.dtype = torch.float32, vocab: int = VOCAB) -> Path:
+    """A tiny Llama whose weights depend on `seed` only."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(head_dim=HEAD_DIM, **_sizes(tied, vocab))
+    return _save(LlamaForCausalLM, config, path, seed, dtype)
+
+
+def make_qwen3_moe(path: Path, *, seed: int, dtype: torch.dtype = torch.float32, vocab: int = VOCAB) -> Path:
+    """A tiny Qwen3 mixture of four experts per layer whose weights depend on `seed` only."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        head_dim=HEAD_DIM,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=INTERMEDIATE // 2,
+        decoder_sparse_step=1,
+        **_sizes(False, vocab),
+    )
+    return _save(Qwen3MoeForCausalLM, config, path, seed, dtype)
+
+
+def load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint that is in one file, by its name on disk."""
+    from safetensors.torch import load_file
+
+    tensors: dict[str, torch.Tensor] = load_file(path / "model.safetensors")
+    return tensors
+
+
+@torch.no_grad()
+def greedy_tokens(path: Path, prompt: Sequence[int], count: int) -> list[int]:
+    """The `count` tokens that transformers decodes greedily in float32, one full forward pass per token."""
+    return _greedy(_model(path), prompt, count)
+
+
+@torch.no_grad()
+def is_greedy(path: Path, prompt: Sequence[int], tokens: Sequence[int]) -> bool:
+    """Whether `tokens` are what `greedy_tokens` gives: each the most probable after those before it, in one forward pass."""
+    logits = _model(path)(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+    return logits.argmax(-1).tolist() == list(tokens)
+
+
+@torch.no_grad()
+def sampled_logprobs(
+    path: Path, prompt: Sequence[int], tokens: Sequence[int], *, temperature: float = 1.0
+) -> list[float]:
+    """Log-probability of each of `tokens` after `prompt` and its predecessors, at `temperature`, by transformers."""
+    logits = _model(path)(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].float()
+    logprobs = (logits / temperature).log_softmax(-1)
+    return [logprobs[position, token].item() for position, token in enumerate(tokens)]
+
+
+def vllm_parameters(tensors: Mapping[str, torch.Tensor], *, rank: int = 0, world: int = 1) -> dict[str, torch.Tensor]:
+    """What rank `rank` of `world` of vLLM's Qwen3 or Llama must hold, written down independently of vLLM's loaders.
+
+    Queries, keys and values, and gate and up, are fused by rows; heads, intermediate units and the vocabulary are divided
+    between ranks by rows, the two output projections by columns; norms are whole everywhere. The vocabulary is padded with
+    zero rows to a multiple of 64 first.
+    """
+    rows = {name: _part(tensor, 0, rank, world) for name, tensor in tensors.items()}
+    wanted: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        head, _, leaf = name.removesuffix(".weight").rpartition(".")
+        if leaf in ("k_proj", "v_proj", "up_proj"):
+            continue
+        if leaf == "q_proj":
+            parts = [rows[f"{head}.{which}_proj.weight"] for which in "qkv"]
+            wanted[f"{head}.qkv_proj.weight"] = torch.cat(parts)
+        elif leaf == "gate_proj":
+            wanted[f"{head}.gate_up_proj.weight"] = torch.cat([rows[name], rows[f"{head}.up_proj.weight"]])
+        elif leaf in ("o_proj", "down_proj"):
+            wanted[name] = _part(tensor, 1, rank, world)
+        elif leaf in ("embed_tokens", "lm_head"):
+            padding = -tensor.shape[0] % 64
+            wanted[name] = _part(torch.nn.functional.pad(tensor, (0, 0, 0, padding)), 0, rank, world)
+        else:
+            wanted[name] = tensor
+    return wanted
+
+
+def _part(tensor: torch.Tensor, dim: int, rank: int, world: int) -> torch.Tensor:
+    if tensor.shape[dim] % world:
+        return tensor
+    return tensor.chunk(world, dim)[rank].contiguous()
+
+
+def _sizes(tied: bool, vocab: int) -> dict[str, object]:
+    return {
+        "vocab_size": vocab,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": tied,
+        "eos_token_id": vocab - 2,
+        "pad_token_id": vocab - 1,
+        "bos_token_id": None,
+        # Large enough that greedy decoding does not sit in ties and differs between seeds at once.
+        "initializer_range": 0.2,
+    }
+
+
+def _save(model_class: type, config: object, path: Path, seed: int, dtype: torch.dtype) -> Path:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = model_class(config)
+        # Norms start as ones, so a norm that is never replaced would go unnoticed.
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model.to(dtype).save_pretrained(path)
+    return path
+
+
+_loaded: dict[Path, torch.nn.Module] = {}
+
+
+def _model(path: Path) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    if path not in _loaded:
+        _loaded[path] = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    return _loaded[path]
+
+
+def _greedy(model: torch.nn.Module, prompt: Sequence[int], count: int) -> list[int]:
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
