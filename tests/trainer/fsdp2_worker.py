@@ -1,0 +1,160 @@
+"""One trainer rank of the FSDP2 tests: reads commands from stdin, one JSON object per line, and answers each with one.
+
+    python fsdp2_worker.py RANK WORLD PORT TIMEOUT_S
+
+A command is ``{"do": name, ...arguments}``; the answer ``{"ok": value}``, or ``{"error": type, "message": text}``. Tensors
+travel in files. The real engine runs here: nothing is replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weightlane.ckpt_engines import WeightlaneError
+from weightlane.trainer.batch import Sample, TrainBatch
+from weightlane.trainer.config import AlgorithmConfig, TrainerConfig
+from weightlane.trainer.fsdp2 import Fsdp2Engine
+from weightlane.trainer.losses import LossFn, grpo_loss, sft_loss
+
+
+def make_batch(step: int, rows: int, vocab: int) -> TrainBatch:
+    """The batch of `step`: samples of different lengths, the same in every process."""
+    rng = random.Random(step)
+    samples = []
+    for _ in range(rows):
+        prompt = tuple(rng.randrange(vocab) for _ in range(rng.randint(1, 6)))
+        completion = tuple(rng.randrange(vocab) for _ in range(rng.randint(1, 7)))
+        logprobs = tuple(-rng.uniform(3.0, 5.0) for _ in completion)
+        samples.append(Sample(prompt, completion, logprobs, rng.gauss(0.0, 1.0)))
+    return TrainBatch(tuple(samples), temperature=0.9)
+
+
+def make_loss(name: str) -> LossFn:
+    return sft_loss() if name == "sft" else grpo_loss(AlgorithmConfig())
+
+
+class Worker:
+    """The commands."""
+
+    def __init__(self, rank: int, world: int, port: int, timeout_s: float) -> None:
+        self._rank, self._world, self._port, self._timeout_s = rank, world, port, timeout_s
+        self._engine: Fsdp2Engine | None = None
+
+    def _open(self) -> Fsdp2Engine:
+        assert self._engine is not None
+        return self._engine
+
+    def setup(self, model: str, trainer: dict[str, Any] | None = None) -> int:
+        config = TrainerConfig(device="cpu", collective_timeout_s=self._timeout_s, **(trainer or {}))
+        fresh = Fsdp2Engine(config, self._rank, self._world, ("127.0.0.1", self._port))
+        # The first engine owns the process group and stays alive; later ones share the group.
+        fresh.setup(Path(model), seed=0)
+        self._engine = fresh
+        self._keep = [*getattr(self, "_keep", []), fresh]
+        return fresh.step
+
+    def train(self, first: int, count: int, rows: int = 6, vocab: int = 61, loss: str = "grpo") -> list[dict[str, float]]:
+        reports = []
+        for step in range(first, first + count):
+            metrics = self._open().forward_backward(make_batch(step, rows, vocab), make_loss(loss))
+            norm = self._open().optim_step(lambda: None)
+            reports.append({**metrics, "norm": norm})
+        return reports
+
+    def shards(self, file: str, wire_dtype: str = "float32") -> list[int]:
+        """Save this rank's shards to `file`; returns the storage addresses behind them."""
+        shards = self._open().local_shards(getattr(torch, wire_dtype))
+        plain = [(s.spec.name, s.spec.shape, str(s.spec.dtype), s.start, s.data.clone(), s.data.is_contiguous()) for s in shards]
+        torch.save(plain, f"{file}.{self._rank}")
+        return [shard.data.untyped_storage().data_ptr() for shard in shards]
+
+    def save(self, directory: str) -> int:
+        self._open().save(Path(directory))
+        return self._open().step
+
+    def load(self, directory: str) -> int:
+        self._open().load(Path(directory))
+        return self._open().step
+
+    def draw(self) -> list[float]:
+        """Advance the random state."""
+        return torch.rand(3).tolist()
+
+    def export(self, directory: str, dtype: str = "float32") -> None:
+        self._open().export_hf(Path(directory), getattr(torch, dtype))
+
+    def fence(self, fail: bool) -> dict[str, Any]:
+        """One step whose fence compares the live parameters with those before the gradients were computed."""
+        engine = self._open()
+        shards = engine.local_shards(torch.float32)
+        before = [shard.data.clone() for shard in shards]
+
+        def unchanged() -> bool:
+            return all(torch.equal(shard.data, old) for shard, old in zip(shards, before, strict=True))
+
+        seen: list[bool] = []
+
+        def before_step() -> None:
+            seen.append(unchanged())
+            if fail:
+                raise WeightlaneError("the fence failed.", part="test")
+
+        engine.forward_backward(make_batch(0, 6, 61), make_loss("grpo"))
+        error = ""
+        try:
+            engine.optim_step(before_step)
+        except WeightlaneError as cause:
+            error = cause.message
+        return {"unchanged_at_fence": seen, "changed_after": not unchanged(), "error": error, "step": engine.step}
+
+    def overflow(self) -> dict[str, Any]:
+        """One step with an advantage whose gradient overflows."""
+        engine = self._open()
+        before = [shard.data.clone() for shard in engine.local_shards(torch.float32)]
+        batch = TrainBatch(tuple(Sample((1,), (2, 3), (-4.0, -4.0), 3e38) for _ in range(4)))
+        engine.forward_backward(batch, make_loss("grpo"))
+        called: list[bool] = []
+        try:
+            engine.optim_step(lambda: called.append(True))
+            error = ""
+        except WeightlaneError as cause:
+            error = cause.message
+        after = [shard.data for shard in engine.local_shards(torch.float32)]
+        return {
+            "error": error,
+            "fence_called": bool(called),
+            "unchanged": all(torch.equal(a, b) for a, b in zip(after, before, strict=True)),
+        }
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def close(self) -> None:
+        for engine in reversed(getattr(self, "_keep", [])):
+            engine.close()
+            engine.close()
+
+
+def main() -> None:
+    rank, world, port = map(int, sys.argv[1:4])
+    torch.set_num_threads(1)
+    worker = Worker(rank, world, port, float(sys.argv[4]))
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            answer = {"ok": getattr(worker, command.pop("do"))(**command)}
+        except Exception as error:  # noqa: BLE001 - the test judges it
+            answer = {"error": type(error).__name__, "message": str(error)}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

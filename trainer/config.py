@@ -1,0 +1,127 @@
+"""Configuration of the training side: engine, algorithm, data and reward.
+
+Every field carries the description that ``weightlane config`` prints beside its value.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class TrainerConfig(BaseModel):
+    """How the policy is trained: engine, ranks, precision and optimizer."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    engine: str = Field(
+        default="fsdp2", description="Training engine, by entry-point name in group weightlane.training_engines."
+    )
+    ranks: int = Field(default=1, ge=1, description="Number of trainer ranks (processes) the model is sharded over.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto",
+        description="Device of the trainer ranks; auto takes CUDA where there is a device, else the CPU.",
+    )
+    compute_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="Dtype of forward and backward; master weights, gradients and AdamW stay float32.",
+    )
+    learning_rate: float = Field(default=1e-6, gt=0, description="AdamW learning rate after the warm-up.")
+    lr_warmup_steps: int = Field(
+        default=0, ge=0, description="Optimizer steps over which the learning rate rises linearly from 0."
+    )
+    betas: tuple[float, float] = Field(
+        default=(0.9, 0.999), description="AdamW's decay rates of the two moment averages."
+    )
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled weight decay.")
+    max_grad_norm: float = Field(default=1.0, gt=0, description="Gradients are scaled down to this global L2 norm.")
+    micro_batch_tokens: int = Field(
+        default=16384,
+        ge=1,
+        description="Most tokens, padding included, in one forward pass of a rank; bounds activation memory.",
+    )
+    activation_checkpointing: bool = Field(
+        default=False,
+        description="Recompute each decoder layer in backward: less activation memory for about a third more time.",
+    )
+    reshard_after_forward: bool = Field(
+        default=True,
+        description="Free gathered parameters between forward and backward; false trades memory for one gather less.",
+    )
+    cpus_per_rank: float = Field(default=1.0, ge=0, description="CPUs Ray reserves for a trainer rank.")
+    gpus_per_rank: float = Field(default=0.0, ge=0, description="GPUs Ray reserves for a trainer rank.")
+    threads_per_rank: int = Field(default=1, ge=1, description="torch intra-op threads of a trainer rank on the CPU.")
+    call_timeout_s: float = Field(
+        1800.0, gt=0, description="Most seconds one call to the trainer ranks (loading, a step, saving) may take."
+    )
+    collective_timeout_s: float = Field(
+        default=120.0,
+        gt=0,
+        description="Seconds until a collective between trainer ranks fails; must cover rank 0 writing a checkpoint.",
+    )
+
+    @model_validator(mode="after")
+    def _betas_are_decay_rates(self) -> Self:
+        if not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ValueError("betas must lie in [0, 1)")
+        return self
+
+
+class AlgorithmConfig(BaseModel):
+    """The policy-gradient objective and how completions are sampled for it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: Literal["grpo"] = Field(default="grpo", description="Objective: group relative policy optimization.")
+    group_size: int = Field(
+        default=8, ge=2, description="Completions sampled per prompt; their rewards are compared to each other."
+    )
+    prompts_per_step: int = Field(default=32, ge=1, description="Prompts (groups) in one optimizer step.")
+    clip_low: float = Field(default=0.2, gt=0, lt=1, description="The clipped ratio is at least 1 - clip_low.")
+    clip_high: float = Field(
+        default=0.28, gt=0, description="The clipped ratio is at most 1 + clip_high (DAPO's clip-higher)."
+    )
+    ratio_cap: float = Field(
+        default=2.0,
+        gt=1,
+        description="Truncation of the importance weight: the unclipped ratio counts as at most this, which bounds the"
+        " gradient of tokens with negative advantage that the rollout found unlikely. At least 1 + clip_high.",
+    )
+    normalize_std: bool = Field(
+        default=True,
+        description="Divide a group's centred rewards by their standard deviation; false is Dr. GRPO's variant.",
+    )
+    temperature: float = Field(
+        default=1.0, gt=0, description="Sampling temperature; the trainer scales its logits the same way."
+    )
+    max_new_tokens: int = Field(default=256, ge=1, description="Longest completion, in tokens.")
+
+    @model_validator(mode="after")
+    def _cap_lies_above_the_clip(self) -> Self:
+        if self.ratio_cap < 1.0 + self.clip_high:
+            raise ValueError(f"ratio_cap ({self.ratio_cap}) must be at least 1 + clip_high ({1.0 + self.clip_high})")
+        return self
+
+
+class DataConfig(BaseModel):
+    """Task files: JSON Lines, one object per line."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    train: Path = Field(description="JSONL file of training tasks.")
+    heldout: Path = Field(description="JSONL file of held-out tasks; shares no prompt with the training tasks.")
+    prompt_key: str = Field(default="prompt", min_length=1, description="Key of the prompt (a string) in each line.")
+    answer_key: str = Field(default="answer", min_length=1, description="Key of the reference answer in each line.")
+
+
+class RewardConfig(BaseModel):
+    """The function that judges a completion."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    function: str = Field(
+        description="'module:function', called as function(completion: str, task: Mapping) -> float; the module is"
+        " looked for beside the configuration file, then in the working directory, then among installed packages."
+    )

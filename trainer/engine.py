@@ -1,0 +1,124 @@
+"""The training engine contract: what the loop needs of whatever trains the model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from weightlane.sync.tensor_spec import LocalShard
+
+from .batch import TrainBatch
+from .config import TrainerConfig
+from .losses import LossFn
+
+
+class TrainingEngine(ABC):
+    """One rank's share of a model in training.
+
+    Each trainer rank is a process with one engine. The life of an engine, tagged by the ranks that run each step; a step
+    tagged [all] is collective: every rank calls it, in the same order, or the others fail after
+    ``TrainerConfig.collective_timeout_s``:
+
+        1. [all]   ``Engine(config, rank, world, rendezvous)``   cheap, talks to nobody
+        2. [all]   ``setup(model_dir, seed)``                     joins the other ranks, loads the weights
+        3. [all]   ``load(directory)``                            optional: go on from a saved state
+        4. [all]   ``forward_backward(batch, loss)``              } once or more, then
+           [all]   ``optim_step(before_step)``                    } once: one training step
+        5. [any]   ``local_shards(wire_dtype)``                   whenever no `optim_step` runs; never talks to a peer
+        6. [all]   ``save(directory)``, ``export_hf(directory)``  between training steps
+        7. [each]  ``close()``                                    any number of times
+
+    An engine is used from one thread. The tensors behind `local_shards` may be read from others: their values change in
+    `optim_step` and `load` only, and their storage never does.
+
+    Errors: `ConfigError` for a model or setting that cannot work, `PeerLostError` or `DeadlineExceededError` when another
+    rank is gone or late, `AddressInUseError` for a rendezvous port that is taken, `StorageError` when a file cannot be
+    read or written. Every rank of a failed collective raises; the engine is then only good for `close`.
+    """
+
+    def __init__(self, config: TrainerConfig, rank: int, world: int, rendezvous: tuple[str, int]) -> None:
+        """Remember the arguments.
+
+        Args:
+            config: the run's trainer section.
+            rank: this process, 0 to `world` - 1.
+            world: number of trainer ranks.
+            rendezvous: host and port where rank 0 serves the ranks' store; not used when torch.distributed is initialised.
+        """
+        self.config = config
+        self.rank = rank
+        self.world = world
+        self.rendezvous = rendezvous
+
+    @property
+    @abstractmethod
+    def step(self) -> int:
+        """Optimizer steps taken since the weights were first loaded; survives `save` and `load`."""
+
+    @abstractmethod
+    def setup(self, model_dir: Path, seed: int) -> None:
+        """Join the other ranks and load the Hugging Face model in `model_dir` as float32 master weights.
+
+        Args:
+            model_dir: a directory that `check_model_dir` accepts, readable on every rank.
+            seed: seeds this process's random generators, the same on every rank.
+        """
+
+    @abstractmethod
+    def forward_backward(self, batch: TrainBatch, loss: LossFn) -> dict[str, float]:
+        """Add the gradient of the token-mean `loss` over the whole `batch` to the gradients.
+
+        Every rank passes the same batch and works on its own share of it, in micro batches.
+
+        Returns:
+            ``loss`` and each metric of the loss function, as means over the loss tokens of all ranks; and ``tokens``, their
+            number. The same on every rank.
+        """
+
+    @abstractmethod
+    def optim_step(self, before_step: Callable[[], None]) -> float:
+        """Clip the gradients, call `before_step`, change the parameters, clear the gradients.
+
+        `before_step` is the publication fence: it returns once nobody reads the parameters any more, and is called directly
+        before they change. When it raises, or when the gradient norm is not finite (`WeightlaneError`, on every rank and
+        before the fence), no parameter has changed.
+
+        Returns:
+            The global L2 norm of the gradients before clipping.
+        """
+
+    @abstractmethod
+    def local_shards(self, wire_dtype: torch.dtype) -> list[LocalShard]:
+        """The checkpoint tensors, or runs of them, that this rank publishes. Not collective; moves no data.
+
+        Over all ranks the runs cover every element of every checkpoint tensor exactly once. Names are the ones a Hugging Face
+        checkpoint uses on disk, tied tensors are listed once, and the order is the same on every rank.
+
+        Args:
+            wire_dtype: dtype of floating-point tensors on the wire; others keep theirs. `data` is the float32 master weight.
+        """
+
+    @abstractmethod
+    def save(self, directory: Path) -> None:
+        """Write the full training state: weights, optimizer, step and random state. `directory` must not exist.
+
+        It appears complete or, after any failure, not at all. Any number of ranks can `load` it.
+        """
+
+    @abstractmethod
+    def load(self, directory: Path) -> None:
+        """Go on from what `save` wrote. With the same number of ranks, training continues bit for bit."""
+
+    @abstractmethod
+    def export_hf(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
+        """Write a Hugging Face model directory, tokenizer included, with weights in `dtype`. `directory` must not exist.
+
+        It appears complete or, after any failure, not at all.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the process group this engine made and free the model. Never raises."""

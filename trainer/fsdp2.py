@@ -1,0 +1,265 @@
+"""The built-in training engine: PyTorch FSDP2 over any Hugging Face causal language model."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed._composable.checkpoint_activation import checkpoint
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from weightlane.ckpt_engines import ConfigError, WeightlaneError
+from weightlane.sync.tensor_spec import LocalShard, TensorSpec, dtype_of
+
+from .batch import MicroBatch, TrainBatch
+from .config import TrainerConfig
+from .engine import TrainingEngine
+from .fsdp2_state import export_model, init_optimizer_state, load_state, save_state
+from .hf_model import check_model_dir
+from .hf_names import CheckpointRun, checkpoint_runs
+from .losses import LossFn, token_logprobs
+from .process_group import join_ranks, leave_ranks, require_open, typed_collective_errors
+
+
+class Fsdp2Engine(TrainingEngine):
+    """Shards every decoder layer, and the rest of the model, over all ranks with ``fully_shard``.
+
+    Master weights, gradients and AdamW's moments are float32 ``DTensor``s split along dimension 0; forward and backward run
+    in ``TrainerConfig.compute_dtype``. The model is in evaluation mode, since a dropout that the rollout does not have would
+    only add noise to the importance weights.
+    """
+
+    def __init__(self, config: TrainerConfig, rank: int, world: int, rendezvous: tuple[str, int]) -> None:
+        super().__init__(config, rank, world, rendezvous)
+        self._part = f"trainer rank {rank}"
+        self._device = _device(config, rank)
+        self._model: torch.nn.Module | None = None
+        self._owns_group = False
+        self._step = 0
+
+    @property
+    def step(self) -> int:
+        """As `TrainingEngine.step`."""
+        return self._step
+
+    def setup(self, model_dir: Path, seed: int) -> None:
+        """As `TrainingEngine.setup`."""
+        check_model_dir(model_dir)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        else:
+            torch.set_num_threads(self.config.threads_per_rank)
+        random.seed(seed)
+        torch.manual_seed(seed)
+        self._model_dir = model_dir
+        self._owns_group = join_ranks(
+            self.rank, self.world, self.rendezvous, self._device, self.config.collective_timeout_s
+        )
+        model = _load_model(model_dir)
+        self._runs = checkpoint_runs(model, _checkpoint_tensors(model))
+        takes = inspect.signature(model.forward).parameters
+        self._keeps_logits = "logits_to_keep" in takes
+        with self._collective("the trainer ranks to shard the model"):
+            self._shard(model)
+        self._model = model
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._optimizer = torch.optim.AdamW(
+            self._parameters,
+            lr=self.config.learning_rate,
+            betas=self.config.betas,
+            weight_decay=self.config.weight_decay,
+            fused=True,
+        )
+        init_optimizer_state(self._optimizer)
+
+    def forward_backward(self, batch: TrainBatch, loss: LossFn) -> dict[str, float]:
+        """As `TrainingEngine.forward_backward`."""
+        model = self._open_model()
+        tokens = batch.loss_tokens
+        sums: dict[str, torch.Tensor] = {}
+        with self._collective("the gradients of the other ranks"):
+            for cpu_micro in batch.micro_batches(self.rank, self.world, self.config.micro_batch_tokens):
+                micro = cpu_micro.to(self._device)
+                output = loss(self._logprobs(model, micro, batch.temperature), micro)
+                # FSDP averages gradients over the ranks; the token mean wants their sum.
+                torch.autograd.backward(output.loss_sum * (self.world / tokens))
+                for name, value in {"loss": output.loss_sum.detach(), **output.metric_sums}.items():
+                    sums[name] = sums[name] + value if name in sums else value
+            totals = torch.stack([value.double() for value in sums.values()])
+            dist.all_reduce(totals)
+        return {**dict(zip(sums, (totals / tokens).tolist(), strict=True)), "tokens": float(tokens)}
+
+    def optim_step(self, before_step: Callable[[], None]) -> float:
+        """As `TrainingEngine.optim_step`."""
+        self._open_model()
+        with self._collective("the gradient norm of the other ranks"):
+            norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.config.max_grad_norm)
+            norm_value = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        if not math.isfinite(norm_value):
+            self._optimizer.zero_grad()
+            raise WeightlaneError(
+                f"the gradient norm is {norm_value} at step {self._step}; no parameter was changed.",
+                part=self._part,
+                hint="Lower trainer.learning_rate, or look for broken log-probabilities or rewards in the batch.",
+            )
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.config.learning_rate * min(1.0, (self._step + 1) / max(1, self.config.lr_warmup_steps))
+        before_step()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._step += 1
+        return norm_value
+
+    def local_shards(self, wire_dtype: torch.dtype) -> list[LocalShard]:
+        """As `TrainingEngine.local_shards`."""
+        tensors = _checkpoint_tensors(self._open_model())
+        local = {name: self._local_run(name, tensor) for name, tensor in tensors.items()}
+        shards = []
+        for run in self._runs:
+            source = tensors[run.source]
+            dtype = wire_dtype if source.is_floating_point() else source.dtype
+            if self.rank == 0 or isinstance(source, DTensor):
+                shards.append(_overlap(run, TensorSpec(run.name, run.shape, dtype), *local[run.source]))
+        return shards
+
+    def save(self, directory: Path) -> None:
+        """As `TrainingEngine.save`."""
+        tensors = _checkpoint_tensors(self._open_model())
+        with self._collective("the trainer ranks to save"):
+            save_state(directory, tensors, self._named_optimizer_state(), self._step, self.rank, self._device)
+
+    def load(self, directory: Path) -> None:
+        """As `TrainingEngine.load`."""
+        tensors = _checkpoint_tensors(self._open_model())
+        with self._collective("the trainer ranks to load"):
+            self._step = load_state(directory, tensors, self._named_optimizer_state(), self.rank, self._device)
+
+    def export_hf(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
+        """As `TrainingEngine.export_hf`."""
+        tensors = _checkpoint_tensors(self._open_model())
+        with self._collective("the trainer ranks to export the model"):
+            export_model(directory, self._model_dir, tensors, dtype, self.rank, self._device)
+
+    def close(self) -> None:
+        """As `TrainingEngine.close`."""
+        self._model = None
+        self._parameters = []
+        self._optimizer = None  # type: ignore[assignment]  # nothing uses it once the model is gone
+        if self._owns_group:
+            self._owns_group = False
+            leave_ranks()
+
+    def _open_model(self) -> torch.nn.Module:
+        require_open(self._model is not None, self._part)
+        assert self._model is not None
+        return self._model
+
+    def _collective(self, waiting_for: str) -> AbstractContextManager[None]:
+        return typed_collective_errors(waiting_for, self._part, self.config.collective_timeout_s)
+
+    def _shard(self, model: torch.nn.Module) -> None:
+        """Wrap decoder layers and root in place; parameters become DTensors."""
+        mesh: DeviceMesh = init_device_mesh(self._device.type, (self.world,), mesh_dim_names=("fsdp",))
+        policy = MixedPrecisionPolicy(param_dtype=dtype_of(self.config.compute_dtype), reduce_dtype=torch.float32)
+        for layer in _decoder_layers(model):
+            if self.config.activation_checkpointing:
+                checkpoint(layer)
+            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=self.config.reshard_after_forward)
+        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=self.config.reshard_after_forward)
+
+    def _logprobs(self, model: torch.nn.Module, micro: MicroBatch, temperature: float) -> torch.Tensor:
+        """float32 [B, A]: log-probability of each target."""
+        wanted = micro.input_ids.shape[1] - micro.first_target + 1
+        extra: dict[str, Any] = {"logits_to_keep": wanted} if self._keeps_logits else {}
+        output = model(input_ids=micro.input_ids, attention_mask=micro.attention_mask, use_cache=False, **extra)
+        # The logits of a position predict the next one, so the last position's predict nothing.
+        return token_logprobs(output.logits[:, -wanted:-1], micro.targets, temperature)
+
+    def _local_run(self, name: str, tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
+        """First element and flat live data of the part of `tensor` that this rank holds."""
+        if not isinstance(tensor, DTensor):
+            return 0, tensor.detach().view(-1)
+        if len(tensor.placements) != 1 or tensor.placements[0] != Shard(0):
+            raise ConfigError(
+                f"parameter {name} is placed as {tensor.placements}; only Shard(0) on a one-dimensional mesh is a flat run.",
+                part=self._part,
+            )
+        _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        row = math.prod(tensor.shape[1:])
+        return min(offsets[0] * row, tensor.numel()), tensor.to_local().detach().view(-1)
+
+    def _named_optimizer_state(self) -> dict[str, dict[str, torch.Tensor]]:
+        model = self._open_model()
+        return {
+            name: self._optimizer.state[parameter]
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
+
+
+def _overlap(run: CheckpointRun, spec: TensorSpec, start: int, data: torch.Tensor) -> LocalShard:
+    """The part of `run` within the local elements ``start .. start + len(data)`` of its source; empty when there is none."""
+    low = min(max(run.offset, start), run.offset + spec.numel)
+    high = max(min(run.offset + spec.numel, start + data.numel()), low)
+    if low == high:
+        return LocalShard(spec, 0, data[:0])
+    return LocalShard(spec, low - run.offset, data[low - start : high - start])
+
+
+def _checkpoint_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by in-memory name; tied ones once, under the first name."""
+    saved = model.state_dict(keep_vars=True).keys()
+    named = dict(model.named_parameters())
+    return {**named, **{name: buffer for name, buffer in model.named_buffers() if name in saved}}
+
+
+def _decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The blocks transformers says must not be split, or else the members of the longest module list."""
+    kept_whole = set(getattr(model, "_no_split_modules", None) or ())
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module)]
+    layers = [layer for blocks in lists for layer in blocks if type(layer).__name__ in kept_whole]
+    return layers or max((list(blocks) for blocks in lists), key=len, default=[])
+
+
+def _load_model(model_dir: Path) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - optional, and slow to import
+    from transformers.utils import logging as transformers_logging  # noqa: PLC0415 - as above
+
+    transformers_logging.disable_progress_bar()
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=torch.float32, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, RuntimeError, ValueError) as cause:
+        raise ConfigError(
+            f"the model in {model_dir} cannot be loaded: {cause}", part="model", hint="Check or fetch it again."
+        ) from cause
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if names := sorted(str(item) for item in report.get(kind) or ()):
+            raise ConfigError(
+                f"the weights in {model_dir} do not fit their config.json: {kind.replace('_', ' ')} {', '.join(names[:5])}"
+                f"{' and more' if len(names) > 5 else ''}.",  # noqa: PLR2004 - enough names to recognise the pattern
+                part="model",
+                hint="Fetch the model again, or repair its config.json.",
+            )
+    loaded: torch.nn.Module = model.eval()
+    return loaded
+
+
+def _device(config: TrainerConfig, rank: int) -> torch.device:
+    available = torch.cuda.is_available()
+    if config.device == "cuda" and not available:
+        raise ConfigError("trainer.device is cuda, but torch sees no CUDA device.", part="trainer")
+    if config.device == "cpu" or not available:
+        return torch.device("cpu")
+    return torch.device("cuda", rank % torch.cuda.device_count())

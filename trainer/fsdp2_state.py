@@ -1,0 +1,177 @@
+"""Saving, loading and exporting what an `Fsdp2Engine` holds. Every function here is collective over the trainer ranks."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+
+from weightlane.ckpt_engines import ConfigError, StorageError
+
+from .process_group import on_rank_zero
+
+_PART = "trainer checkpoint"
+_COPIED_SUFFIXES = frozenset({".json", ".jinja", ".model", ".tiktoken", ".txt"})
+
+
+def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give every parameter AdamW's zero state now, so that it can be saved or loaded before the first step."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+            }
+
+
+def save_state(  # noqa: PLR0917 - called with what the engine holds, once
+    directory: Path,
+    tensors: Mapping[str, torch.Tensor],
+    optimizer: Mapping[str, Mapping[str, torch.Tensor]],
+    step: int,
+    rank: int,
+    device: torch.device,
+) -> None:
+    """Write everything under a temporary name beside `directory`, then rename it."""
+    partial = directory.with_name(f".{directory.name}.partial")
+
+    def prepare() -> None:
+        _require_absent(directory)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+
+    _on_rank_zero(prepare, rank, device, directory)
+    state = _state(tensors, optimizer, rank)
+    state["step"] = torch.tensor(step)
+    try:
+        save(state, checkpoint_id=partial)
+    except (CheckpointException, OSError) as cause:
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise _storage_error("written", directory, cause) from cause
+    _on_rank_zero(lambda: _rename(partial, directory), rank, device, directory)
+
+
+def load_state(
+    directory: Path,
+    tensors: Mapping[str, torch.Tensor],
+    optimizer: Mapping[str, Mapping[str, torch.Tensor]],
+    rank: int,
+    device: torch.device,
+) -> int:
+    """Fill `tensors` and `optimizer` in place from `directory` and return the step; restore this rank's random state."""
+    if not (directory / ".metadata").is_file():
+        raise ConfigError(f"{directory} holds no saved training state.", part=_PART, hint="Check the path.")
+    state = _state(tensors, optimizer, rank)
+    state["step"] = torch.tensor(0)
+    try:
+        known = FileSystemReader(directory).read_metadata().state_dict_metadata
+        # Saved with fewer ranks, there is no random state for this one: it keeps the seed's.
+        state["random"] = {key: value for key, value in state["random"].items() if f"random.{key}" in known}
+        load(state, checkpoint_id=directory)
+    except (CheckpointException, OSError) as cause:
+        raise _storage_error("read", directory, cause) from cause
+    except (ValueError, RuntimeError) as cause:
+        raise ConfigError(
+            f"the training state in {directory} does not fit this model: {cause}",
+            part=_PART,
+            hint="Check model and path.",
+        ) from cause
+    if cpu_state := state["random"].get(f"cpu_{rank}"):
+        torch.set_rng_state(cpu_state)
+    if device.type == "cuda" and f"cuda_{rank}" in state["random"]:
+        torch.cuda.set_rng_state(state["random"][f"cuda_{rank}"])
+    return int(state["step"])
+
+
+def export_model(  # noqa: PLR0917 - as above
+    directory: Path,
+    model_dir: Path,
+    tensors: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    rank: int,
+    device: torch.device,
+) -> None:
+    """Gather `tensors` on rank 0 and write them, with config and tokenizer of `model_dir`, as a Hugging Face directory."""
+    full: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if rank == 0:
+                full[name] = whole.detach().to("cpu", dtype if whole.is_floating_point() else whole.dtype, copy=True)
+    _on_rank_zero(lambda: _write_hf(directory, model_dir, full, dtype), rank, device, directory)
+
+
+def _state(
+    tensors: Mapping[str, torch.Tensor], optimizer: Mapping[str, Mapping[str, torch.Tensor]], rank: int
+) -> dict[str, Any]:
+    random_state = {f"cpu_{rank}": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        random_state[f"cuda_{rank}"] = torch.cuda.get_rng_state()
+    return {
+        "model": {name: tensor.detach() for name, tensor in tensors.items()},
+        "optimizer": {f"{name}/{key}": value for name, state in optimizer.items() for key, value in state.items()},
+        "random": random_state,
+    }
+
+
+def _write_hf(directory: Path, model_dir: Path, full: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - optional, and slow to import
+
+    _require_absent(directory)
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        for path in model_dir.iterdir():
+            if path.is_file() and path.suffix in _COPIED_SUFFIXES and not path.name.endswith(".index.json"):
+                shutil.copyfile(path, partial / path.name)
+        config = copy.deepcopy(AutoConfig.from_pretrained(model_dir, local_files_only=True))
+        config.dtype = dtype
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        skeleton.save_pretrained(partial, state_dict=full)
+        if (model_dir / "generation_config.json").is_file():
+            shutil.copyfile(model_dir / "generation_config.json", partial / "generation_config.json")
+        partial.rename(directory)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _on_rank_zero(action: Callable[[], None], rank: int, device: torch.device, directory: Path) -> None:
+    def guarded() -> None:
+        try:
+            action()
+        except OSError as cause:
+            if isinstance(cause, StorageError):
+                raise
+            raise _storage_error("written", directory, cause) from cause
+
+    on_rank_zero(guarded, rank, device, _PART)
+
+
+def _require_absent(directory: Path) -> None:
+    if directory.exists():
+        raise StorageError(f"{directory} already exists.", part=_PART, hint="Remove it or choose another name.")
+
+
+def _rename(partial: Path, directory: Path) -> None:
+    partial.rename(directory)
+
+
+def _storage_error(verb: str, directory: Path, cause: BaseException) -> StorageError:
+    detail: BaseException = cause
+    if isinstance(cause, CheckpointException) and cause.failures:
+        detail = next(iter(cause.failures.values()))[0]
+    return StorageError(f"{directory} could not be {verb}: {detail}.", part=_PART, hint="Check space and permissions.")

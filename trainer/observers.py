@@ -1,0 +1,92 @@
+"""Observers that write a run's files: ``metrics.jsonl`` and ``curves.png``."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from weightlane.ckpt_engines import StorageError
+from weightlane.plugins import hookimpl
+
+
+class MetricsFile:
+    """Appends every event of a run to a JSON Lines file, as it happens."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def _write(self, event: str, facts: Mapping[str, Any], **more: Any) -> None:
+        line = json.dumps({"event": event, "time": round(time.time(), 3), **more, **facts})
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            raise StorageError(f"cannot write {self._path}: {error.strerror}.", part="metrics") from error
+
+    @hookimpl
+    def training_step(self, step: int, facts: Mapping[str, Any]) -> None:
+        """One line per optimizer step."""
+        self._write("training_step", facts, step=step)
+
+    @hookimpl
+    def version_committed(self, version: int, facts: Mapping[str, Any]) -> None:
+        """One line per committed version."""
+        self._write("version_committed", facts, version=version)
+
+    @hookimpl
+    def version_aborted(self, version: int, facts: Mapping[str, Any]) -> None:
+        """One line per aborted version."""
+        self._write("version_aborted", facts, version=version)
+
+    @hookimpl
+    def evaluated(self, step: int, facts: Mapping[str, Any]) -> None:
+        """One line per evaluation."""
+        self._write("evaluated", facts, step=step)
+
+    @hookimpl
+    def run_ended(self, facts: Mapping[str, Any]) -> None:
+        """The last line."""
+        self._write("run_ended", facts)
+
+
+def draw_curves(metrics: Path, picture: Path) -> None:
+    """Draw reward, staleness and sync times of a run's metrics file."""
+    import matplotlib as mpl  # noqa: PLC0415 - optional, and slow to import
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt  # noqa: PLC0415
+
+    events = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    steps = [event for event in events if event["event"] == "training_step"]
+    commits = [event for event in events if event["event"] == "version_committed"]
+    evaluations = [event for event in events if event["event"] == "evaluated"]
+
+    figure, (reward, lag, times) = plt.subplots(3, 1, figsize=(8, 8), sharex=True, layout="constrained")
+    at = [event["step"] for event in steps]
+    reward.plot(at, [event["reward"] for event in steps], label="reward of the batch (sampled)")
+    reward.plot(
+        [event["step"] for event in evaluations],
+        [event["accuracy"] for event in evaluations],
+        "o--",
+        label="held-out accuracy (greedy)",
+    )
+    reward.set_ylabel("mean reward")
+    reward.set_ylim(-0.02, 1.02)
+    reward.legend(loc="lower right")
+    lag.plot(at, [event["staleness_mean"] for event in steps], label="mean")
+    lag.plot(at, [event["staleness_max"] for event in steps], label="max")
+    lag.set_ylabel("staleness (versions)")
+    lag.legend(loc="upper right")
+    versions = [event["version"] for event in commits]
+    times.plot(versions, [1e3 * event["latency_s"] for event in commits], label="sync latency")
+    times.plot(versions, [1e3 * event["rollout_blocked_s"] for event in commits], label="rollout blocked")
+    times.plot(at, [1e3 * event["fence_s"] for event in steps], label="trainer blocked (fence)")
+    times.set_yscale("symlog", linthresh=1.0)
+    times.set_ylabel("milliseconds")
+    times.set_xlabel("optimizer step = weight version")
+    times.legend(loc="upper right")
+    figure.savefig(picture, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,149 @@
+"""Joining the trainer ranks, and torch.distributed's failures as typed errors."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from weightlane.ckpt_engines import (
+    ClosedError,
+    Deadline,
+    DeadlineExceededError,
+    PeerLostError,
+    TransportError,
+    WeightlaneError,
+    as_weightlane_error,
+    error_from_wire,
+)
+from weightlane.ckpt_engines.process_group import host_store, join_store, translate
+
+_RETRY_S = 0.05
+
+
+def join_ranks(rank: int, world: int, rendezvous: tuple[str, int], device: torch.device, timeout_s: float) -> bool:
+    """Initialise torch.distributed's default group unless somebody already has.
+
+    Args:
+        rank: this process.
+        world: number of ranks.
+        rendezvous: host and port of the store that rank 0 serves, bound to that host only.
+        device: where collectives work: gloo for the CPU, and NCCL beside it for CUDA.
+        timeout_s: seconds for joining, and for every later collective.
+
+    Returns:
+        Whether the group was made here, and so is the caller's to destroy.
+
+    Raises `AddressInUseError` when the port is taken, `DeadlineExceededError` or `PeerLostError` when ranks do not turn up.
+    """
+    part = f"trainer rank {rank}"
+    if dist.is_initialized():
+        if (dist.get_rank(), dist.get_world_size()) != (rank, world):
+            raise TransportError(
+                f"torch.distributed is initialised as rank {dist.get_rank()} of {dist.get_world_size()}, not {rank} of"
+                f" {world}.",
+                part=part,
+            )
+        return False
+    host, port = rendezvous
+    if _is_loopback(host):
+        # Without this gloo advertises the address of the machine's host name, which need not be reachable.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_interface())
+    deadline = Deadline.after(timeout_s)
+    with typed_collective_errors("the trainer ranks to join", part, timeout_s):
+        store = host_store(host, port)[0] if rank == 0 else _await_store(host, port, deadline)
+        store.set_timeout(deadline.timedelta())
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    return True
+
+
+@contextmanager
+def typed_collective_errors(waiting_for: str, part: str, timeout_s: float) -> Iterator[None]:
+    """Turn what torch.distributed raises into `DeadlineExceededError`, `PeerLostError` or `TransportError`.
+
+    Other errors pass unchanged, those of the model's own computation among them.
+    """
+    try:
+        yield
+    except RuntimeError as cause:
+        text = str(cause).lower()
+        if isinstance(cause, WeightlaneError) or not (
+            isinstance(cause, dist.DistError) or "gloo" in text or "nccl" in text
+        ):
+            raise
+        error = translate(cause, part, Deadline.after(timeout_s), waiting_for, peer="another trainer rank")
+        if isinstance(error, DeadlineExceededError):
+            raise DeadlineExceededError(
+                f"no answer within {timeout_s:g} s while waiting for {waiting_for}.",
+                part=part,
+                peer=error.peer,
+                hint="Check that the other trainer ranks are alive, or raise trainer.collective_timeout_s.",
+            ) from cause
+        raise error from cause
+
+
+def on_rank_zero(action: Callable[[], None], rank: int, device: torch.device, part: str) -> None:
+    """Run `action` on rank 0 while the others wait; where it fails, every rank raises its error. Collective."""
+    wire = b""
+    failure: WeightlaneError | None = None
+    if rank == 0:
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - it must reach the other ranks, which wait for it
+            failure = as_weightlane_error(error, part)
+            wire = json.dumps(failure.to_wire()).encode()
+    size = torch.tensor([len(wire)], device=device)
+    dist.broadcast(size, 0)
+    if not size.item():
+        return
+    message = torch.tensor(list(wire), dtype=torch.uint8, device=device) if rank == 0 else None
+    if message is None:
+        message = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
+    dist.broadcast(message, 0)
+    raise failure or error_from_wire(json.loads(bytes(message.cpu().tolist())))
+
+
+def leave_ranks() -> None:
+    """Destroy the default group. Never raises: a peer that is already gone makes torch complain."""
+    try:
+        dist.destroy_process_group()
+    except (RuntimeError, ValueError, AssertionError):
+        return
+
+
+def require_open(is_open: bool, part: str) -> None:
+    """Raise `ClosedError` unless the engine was set up and not closed."""
+    if not is_open:
+        raise ClosedError("the training engine is not set up, or was closed.", part=part, hint="Call setup first.")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _loopback_interface() -> str:
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+
+
+def _await_store(host: str, port: int, deadline: Deadline) -> dist.Store:
+    """Join the store of rank 0, which may not be there yet."""
+    while True:
+        try:
+            return join_store(host, port, deadline, peer="trainer rank 0")
+        except PeerLostError:
+            if deadline.remaining_s <= _RETRY_S:
+                raise
+            time.sleep(_RETRY_S)

@@ -1,0 +1,129 @@
+"""`TrainerRank`: one trainer process: its training engine and its publisher."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from weightlane.ckpt_engines import CheckpointEngineRegistry, ProtocolError
+from weightlane.sync import CheckpointEngineConfig, Publisher, SyncConfig, TensorSpec, dtype_of
+
+from .batch import TrainBatch
+from .config import AlgorithmConfig, TrainerConfig
+from .engine import TrainingEngine
+from .losses import LossFn, grpo_loss
+from .protocols import StepReport
+from .registry import training_engine_class
+
+
+def publisher_name(rank: int) -> str:
+    """Under which name a trainer rank publishes."""
+    return f"trainer-{rank}"
+
+
+class TrainerRank:
+    """Everything one trainer process does. Called from one thread; knows no Ray.
+
+    Args:
+        config: The run's trainer section.
+        algorithm: The objective.
+        rank: This process, from 0.
+        world: Number of trainer ranks.
+    """
+
+    def __init__(self, config: TrainerConfig, algorithm: AlgorithmConfig, rank: int, world: int) -> None:
+        self._config = config
+        self._rank, self._world = rank, world
+        self._loss: LossFn = grpo_loss(algorithm)
+        self._engine: TrainingEngine | None = None
+        self._publisher: Publisher | None = None
+
+    def free_address(self, host: str) -> tuple[str, int]:
+        """A port on `host` that is free now, for the ranks' own process group."""
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return host, int(probe.getsockname()[1])
+
+    def setup(self, rendezvous: tuple[str, int], model_dir: Path, seed: int, state: Path | None = None) -> int:
+        """Load the model, and the training state in `state` if there is one. Collective. Returns the steps taken."""
+        engine_class = training_engine_class(self._config.engine)
+        self._engine = engine_class(self._config, self._rank, self._world, rendezvous)
+        self._engine.setup(model_dir, seed)
+        if state is not None:
+            self._engine.load(state)
+        return self._engine.step
+
+    def specs(self, wire_dtype: str) -> list[list[Any]]:
+        """The checkpoint tensors this rank holds something of, as plain data."""
+        return [shard.spec.to_plain() for shard in self._open().local_shards(dtype_of(wire_dtype))]
+
+    def connect(
+        self,
+        rendezvous: Mapping[str, Any],
+        transport: CheckpointEngineConfig,
+        sync: SyncConfig,
+        wire_dtype: str,
+        specs: Sequence[Sequence[Any]],
+    ) -> None:
+        """Make this rank's publisher, which joins the run's rendezvous. `specs` is every tensor of the checkpoint."""
+        self._publisher = Publisher(
+            publisher_name(self._rank),
+            rendezvous,
+            rank=self._rank,
+            world=self._world,
+            specs=[TensorSpec(name, tuple(shape), dtype_of(dtype)) for name, shape, dtype in specs],
+            shards=self._open().local_shards(dtype_of(wire_dtype)),
+            engine=CheckpointEngineRegistry().create(transport.backend, transport.options),
+            bucket_bytes=sync.bucket_bytes,
+            deadline_s=sync.deadline_s,
+        )
+
+    def publish(self, version: int) -> float:
+        """Publish the parameters as `version`; returns the seconds this call took."""
+        started = time.perf_counter()
+        if self._publisher is None:
+            raise ProtocolError("publish was called before connect.", part=publisher_name(self._rank))
+        self._publisher.publish(version)
+        return time.perf_counter() - started
+
+    def train_step(self, batch: TrainBatch) -> StepReport:
+        """Forward, backward, fence, optimizer step. Collective."""
+        started = time.perf_counter()
+        engine, fence_s = self._open(), 0.0
+
+        def fence() -> None:
+            nonlocal fence_s
+            if self._publisher is not None:
+                fence_s = self._publisher.fence()
+
+        metrics = engine.forward_backward(batch, self._loss)
+        grad_norm = engine.optim_step(fence)
+        return StepReport(engine.step, metrics, grad_norm, fence_s, time.perf_counter() - started)
+
+    def save(self, directory: Path) -> None:
+        """Save the full training state. Collective."""
+        self._open().save(directory)
+
+    def export_hf(self, directory: Path) -> None:
+        """Write a Hugging Face model directory. Collective."""
+        self._open().export_hf(directory)
+
+    def pid(self) -> int:
+        """This process."""
+        return os.getpid()
+
+    def close(self) -> None:
+        """Leave the run. Never raises."""
+        if self._publisher is not None:
+            self._publisher.close()
+        if self._engine is not None:
+            self._engine.close()
+
+    def _open(self) -> TrainingEngine:
+        if self._engine is None:
+            raise ProtocolError("the trainer rank was used before setup.", part=publisher_name(self._rank))
+        return self._engine

@@ -1,0 +1,119 @@
+"""The files of a run: configuration, metrics, saved states, summary.
+
+- ``config.toml``: the resolved configuration
+- ``metrics.jsonl``: one line per event, appended on resume
+- ``state/step-<n>/``: a saved state: ``trainer/`` (torch.distributed.checkpoint) and ``loop.json``
+- ``state/latest.json``: which of them is complete
+- ``summary.json``, ``curves.png``, and ``logs/`` after a failure
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from weightlane.ckpt_engines import ConfigError, StorageError
+
+_PART = "run directory"
+_KEPT_STATES = 2
+
+
+class RunDir:
+    """A run's directory.
+
+    Args:
+        path: The directory.
+        resume: Whether it must hold a run already, or must not.
+
+    Raises `ConfigError` when it is used already and `resume` is false, or holds nothing to resume from; `StorageError` when
+    it cannot be written.
+    """
+
+    def __init__(self, path: Path, *, resume: bool) -> None:
+        self.path = path
+        self._state = path / "state"
+        used = path.exists() and any(path.iterdir())
+        if used and not resume:
+            raise ConfigError(
+                f"{path} already holds a run.",
+                part=_PART,
+                hint="Go on with it by --resume, or choose another directory with --set run.dir=...",
+            )
+        if resume and self.latest_step() is None:
+            raise ConfigError(
+                f"{path} holds no saved state to resume from.",
+                part=_PART,
+                hint="Leave --resume out to begin a new run.",
+            )
+        try:
+            self._state.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _storage_error(path, error) from error
+
+    def latest_step(self) -> int | None:
+        """The step of the last complete state; None when there is none."""
+        try:
+            return int(json.loads((self._state / "latest.json").read_text())["step"])
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{self._state / 'latest.json'} is damaged: {error}.", part=_PART) from None
+
+    def trainer_state(self, step: int) -> Path:
+        """Where the trainer's part of a state lies."""
+        return self._state / f"step-{step}" / "trainer"
+
+    def begin_state(self, step: int) -> Path:
+        """Make room for a state; returns the directory the trainer is to create."""
+        directory = self._state / f"step-{step}"
+        try:
+            shutil.rmtree(directory, ignore_errors=True)  # half-written by a run that died
+            directory.mkdir(parents=True)
+        except OSError as error:
+            raise _storage_error(directory, error) from error
+        return self.trainer_state(step)
+
+    def finish_state(self, step: int, loop_state: Mapping[str, Any]) -> None:
+        """Add the loop's part and declare the state complete; older states are removed but for the one before."""
+        self.write_json(f"state/step-{step}/loop.json", loop_state)
+        self.write_json("state/latest.json", {"step": step})
+        steps = sorted(int(path.name.removeprefix("step-")) for path in self._state.glob("step-*"))
+        for old in steps[:-_KEPT_STATES]:
+            shutil.rmtree(self._state / f"step-{old}", ignore_errors=True)
+
+    def loop_state(self, step: int) -> dict[str, Any]:
+        """The loop's part of a state."""
+        path = self._state / f"step-{step}" / "loop.json"
+        try:
+            state: dict[str, Any] = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} is damaged: {error}.", part=_PART) from None
+        return state
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a file so that it appears whole or not at all."""
+        path = self.path / name
+        partial = path.with_name(f".{path.name}.partial")
+        try:
+            with partial.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise _storage_error(path, error) from error
+
+    def write_json(self, name: str, data: Any) -> None:
+        """As `write_text`."""
+        self.write_text(name, json.dumps(data, indent=2) + "\n")
+
+
+def _storage_error(path: Path, error: OSError) -> StorageError:
+    return StorageError(
+        f"cannot write {path}: {error.strerror or error}.", part=_PART, hint="Free space, or choose another run.dir."
+    )

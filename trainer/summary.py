@@ -1,0 +1,102 @@
+"""The figures a run ends with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .version_keeper import SyncTimes
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """Median, 95th percentile and maximum of a series of seconds; zeros for an empty one."""
+
+    p50: float
+    p95: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Quantiles:
+        """Nearest-rank quantiles."""
+        if not values:
+            return cls(0.0, 0.0, 0.0)
+        ordered = sorted(values)
+        last = len(ordered) - 1
+        return cls(ordered[round(0.5 * last)], ordered[round(0.95 * last)], ordered[last])
+
+    def to_plain(self) -> dict[str, float]:
+        """As JSON."""
+        return {"p50": self.p50, "p95": self.p95, "max": self.max}
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """What ``summary.json`` holds; seconds unless the name says otherwise."""
+
+    accuracy_before: float | None
+    """Mean greedy reward on held-out tasks before the first step; None when not measured."""
+    accuracy_after: float | None
+    versions_committed: int
+    """Versions that reached every replica while training went on; the blocking ones at the start are not counted."""
+    versions_aborted: int
+    overlap_share: float
+    """Share of the training's wall time in which a trainer and a rollout were busy at once."""
+    max_token_gap_s: float
+    """Longest wait for a next token that spans a commit."""
+    wall_s: float
+    trainer_blocked_s: Quantiles
+    """Publish plus fence, by version."""
+    rollout_blocked_s: Quantiles
+    latency_s: Quantiles
+    """From the start of a sync until the last replica served the version."""
+    blocking_way_s: float
+    """Median of the syncs at the start for which the trainer waited: snapshot, gather, send, load everywhere."""
+
+    def to_plain(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "accuracy_before": self.accuracy_before,
+            "accuracy_after": self.accuracy_after,
+            "versions_committed": self.versions_committed,
+            "versions_aborted": self.versions_aborted,
+            "overlap_share": self.overlap_share,
+            "max_token_gap_s": self.max_token_gap_s,
+            "wall_s": self.wall_s,
+            "sync": {
+                "trainer_blocked_s": self.trainer_blocked_s.to_plain(),
+                "rollout_blocked_s": self.rollout_blocked_s.to_plain(),
+                "latency_s": self.latency_s.to_plain(),
+                "blocking_way_s": self.blocking_way_s,
+            },
+        }
+
+
+@dataclass(slots=True)
+class RunFigures:
+    """What a run collects on its way to a `RunSummary`."""
+
+    times: SyncTimes
+    accuracy_before: float | None = None
+    accuracy_after: float | None = None
+    overlap_share: float = 0.0
+    max_token_gap_s: float = 0.0
+    wall_s: float = 0.0
+    blocking_way_s: list[float] = field(default_factory=list)
+
+    def summary(self) -> RunSummary:
+        """The closing figures."""
+        return RunSummary(
+            accuracy_before=self.accuracy_before,
+            accuracy_after=self.accuracy_after,
+            versions_committed=len(self.times.committed),
+            versions_aborted=len(self.times.aborted),
+            overlap_share=self.overlap_share,
+            max_token_gap_s=self.max_token_gap_s,
+            wall_s=self.wall_s,
+            trainer_blocked_s=Quantiles.of(self.times.trainer_blocked_s()),
+            rollout_blocked_s=Quantiles.of(self.times.rollout_blocked_s),
+            latency_s=Quantiles.of(self.times.latency_s),
+            blocking_way_s=Quantiles.of(self.blocking_way_s).p50,
+        )
