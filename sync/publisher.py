@@ -174,6 +174,7 @@ class Publisher(Participant):
             if part is not None:
                 part.close()
         self._sender = self._pipeline = self._gather = None
+        self._go.clear()
 
     def _handle(self, message: Message) -> None:
         if isinstance(message, Go):
@@ -209,7 +210,6 @@ class Publisher(Participant):
 
     def _agree(self, version: int, deadline: Deadline) -> Go:
         """Offer the version (rank 0 speaks for all ranks) until every receiver accepted it, over reconnections."""
-        self._go.pop(version, None)
         waiting_for = f"every receiver to accept version {version}"
         while version not in self._go:
             self._outcomes.wait_until(

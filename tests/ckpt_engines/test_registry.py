@@ -1,0 +1,228 @@
+"""The registry: engines of distributions on disk, resolved in a process that sees them installed."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weightlane.ckpt_engines import (
+    CheckpointEngineRegistry,
+    ConfigError,
+    Delivery,
+    EngineUnavailableError,
+    UnknownEngineError,
+)
+
+GOOD_MODULE = """
+from pydantic import Field
+from weightlane.ckpt_engines import API_VERSION, Capabilities, CheckpointEngine, Delivery, EngineConfig
+
+class AcmeConfig(EngineConfig):
+    lanes: int = Field(2, ge=1, description="Parallel connections.")
+
+class Good(CheckpointEngine):
+    api_version = API_VERSION
+    capabilities = Capabilities(devices=frozenset({"cpu"}), delivery=frozenset({Delivery.STORE}), persistent=True)
+    config_type = AcmeConfig
+    def make_sender(self, name): raise NotImplementedError
+    def make_receiver(self, name): raise NotImplementedError
+
+class OtherApi(Good):
+    api_version = 999
+
+class NoCapabilities(Good):
+    capabilities = {"devices": ["cpu"]}
+
+class NoDevice(Good):
+    capabilities = Capabilities(devices=frozenset(), delivery=frozenset({Delivery.STORE}))
+
+class NoDelivery(Good):
+    capabilities = Capabilities(devices=frozenset({"cpu"}), delivery=frozenset())
+
+class NoConfigType(Good):
+    config_type = dict
+
+class Half(CheckpointEngine):
+    api_version = API_VERSION
+    capabilities = Good.capabilities
+    def make_sender(self, name): raise NotImplementedError
+
+class Elsewhere(Good):
+    @classmethod
+    def unavailable_reason(cls):
+        return "no warp drive"
+
+def not_a_class():
+    pass
+"""
+
+ENTRY_POINTS = """
+[weightlane.ckpt_engines]
+good = acme_engines:Good
+other-api = acme_engines:OtherApi
+no-capabilities = acme_engines:NoCapabilities
+no-device = acme_engines:NoDevice
+no-delivery = acme_engines:NoDelivery
+no-config-type = acme_engines:NoConfigType
+half = acme_engines:Half
+elsewhere = acme_engines:Elsewhere
+not-a-class = acme_engines:not_a_class
+no-attribute = acme_engines:Nothing
+needs-rdma = acme_rdma:Engine [rdma]
+crashes = acme_crashes:Engine
+twin = acme_engines:Good
+"""
+
+PROBE = """
+import json, sys
+from weightlane.ckpt_engines import CheckpointEngineRegistry, WeightlaneError
+
+registry = CheckpointEngineRegistry()
+found = {"names": registry.names()}
+found["imported"] = [name for name in sys.modules if name.startswith("acme") or name.endswith((".shm", ".filesystem"))]
+for name in registry.names():
+    try:
+        registry.create(name, {"lanes": 3} if name == "good" else {})
+        found[name] = None
+    except WeightlaneError as error:
+        found[name] = error.to_wire()
+found["rows"] = [[row.name, row.distribution, row.capabilities is not None, row.unavailable] for row in registry.list()]
+print(json.dumps(found))
+"""
+
+
+def install(site: Path, name: str, version: str, entry_points: str) -> None:
+    """What pip would leave of a distribution's metadata."""
+    info = site / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nProvides-Extra: rdma\n")
+    (info / "entry_points.txt").write_text(entry_points)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory, session_children: Any) -> dict[str, Any]:
+    """What a registry in another process finds beside the built-in engines."""
+    site = tmp_path_factory.mktemp("site")
+    install(site, "acme-engines", "1.5", ENTRY_POINTS)
+    install(site, "other-engines", "0.3", "[weightlane.ckpt_engines]\ntwin = acme_engines:Good\n")
+    (site / "acme_engines.py").write_text(GOOD_MODULE)
+    (site / "acme_rdma.py").write_text("import nosuch_rdma_library\n")
+    (site / "acme_crashes.py").write_text("raise RuntimeError('driver too old')\n")
+    status, output, errors = session_children.run(["-c", textwrap.dedent(PROBE)], env={"PYTHONPATH": str(site)})
+    assert status == 0, errors
+    return dict(json.loads(output))
+
+
+def test_listing_names_finds_every_distribution_and_imports_no_engine(found: dict[str, Any]) -> None:
+    assert {"gloo", "nccl", "hccl", "shm", "filesystem", "good", "twin", "crashes"} <= set(found["names"])
+    assert found["names"] == sorted(found["names"])
+    assert found["imported"] == []
+
+
+def test_an_engine_of_another_distribution_is_made_from_its_own_options(found: dict[str, Any]) -> None:
+    assert found["good"] is None
+    assert ["good", "acme-engines 1.5", True, None] in found["rows"]
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "said"),
+    [
+        (
+            "needs-rdma",
+            "EngineImportError",
+            ["acme-engines 1.5", "acme_rdma", "nosuch_rdma_library", "acme-engines[rdma]"],
+        ),
+        ("crashes", "EngineImportError", ["acme-engines 1.5", "RuntimeError", "driver too old"]),
+        ("no-attribute", "EngineImportError", ["acme-engines 1.5", "Nothing"]),
+        ("twin", "DuplicateEngineError", ["acme-engines 1.5", "other-engines 0.3"]),
+        ("other-api", "EngineContractError", ["acme-engines 1.5", "999", "1"]),
+        ("no-capabilities", "EngineContractError", ["acme-engines 1.5", "Capabilities"]),
+        ("no-device", "EngineContractError", ["device"]),
+        ("no-delivery", "EngineContractError", ["delivery"]),
+        ("no-config-type", "EngineContractError", ["config_type"]),
+        ("half", "EngineContractError", ["make_receiver"]),
+        ("not-a-class", "EngineContractError", ["acme-engines 1.5", "not_a_class"]),
+        ("elsewhere", "EngineUnavailableError", ["no warp drive", "gloo"]),
+    ],
+)
+def test_an_engine_that_cannot_be_had_fails_with_its_own_error_and_says_what_to_do(
+    found: dict[str, Any], name: str, error: str, said: list[str]
+) -> None:
+    assert found[name]["type"] == error
+    text = f"{found[name]['message']} {found[name]['hint']}"
+    assert [part for part in (name, *said) if part not in text] == []
+    assert found[name]["hint"]
+
+
+def test_the_list_has_a_row_with_the_reason_for_every_engine_that_cannot_be_used(found: dict[str, Any]) -> None:
+    rows = {name: (distribution, loaded, reason) for name, distribution, loaded, reason in found["rows"]}
+    assert sorted(rows) == found["names"]
+    assert "nosuch_rdma_library" in rows["needs-rdma"][2]
+    assert rows["twin"][0] == "acme-engines 1.5 and other-engines 0.3"
+    assert rows["elsewhere"][1:] == (True, "no warp drive")
+    assert rows["shm"][2] is None
+
+
+def test_an_unknown_name_lists_all_and_suggests_the_nearest() -> None:
+    registry = CheckpointEngineRegistry()
+    with pytest.raises(UnknownEngineError) as failure:
+        registry.create("filesytem")
+    assert "Did you mean 'filesystem'?" in str(failure.value)
+    assert all(name in str(failure.value) for name in registry.names())
+
+
+def test_the_built_in_engines_declare_what_they_can_do() -> None:
+    rows = {row.name: row for row in CheckpointEngineRegistry().list()}
+    both_ways = {Delivery.BROADCAST, Delivery.POINT_TO_POINT}
+    for name, devices, delivery in (
+        ("gloo", {"cpu"}, both_ways),
+        ("nccl", {"cuda"}, both_ways),
+        ("hccl", {"npu"}, both_ways),
+        ("shm", {"cpu"}, both_ways),
+        ("filesystem", {"cpu"}, {Delivery.STORE}),
+    ):
+        capabilities = rows[name].capabilities
+        assert capabilities is not None
+        assert (capabilities.devices, capabilities.delivery) == (devices, delivery)
+        assert capabilities.same_host_only == capabilities.zero_copy == (name == "shm")
+    assert all(rows[name].unavailable is None for name in ("gloo", "shm", "filesystem"))
+
+
+def test_the_accelerator_engines_are_listed_with_the_reason_why_they_cannot_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    registry = CheckpointEngineRegistry()
+    for name, reason in (("nccl", "no CUDA device"), ("hccl", "torch_npu is not installed")):
+        assert registry.engine_class(name).unavailable_reason() == reason
+        with pytest.raises(EngineUnavailableError, match=reason):
+            registry.create(name)
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "said"),
+    [
+        ("shm", {"socket_dirr": "/tmp"}, ["checkpoint_engine.options.socket_dirr", "socket_dir"]),
+        ("filesystem", {}, ["checkpoint_engine.options.path"]),
+        ("filesystem", {"path": "x", "keep_versions": 0}, ["checkpoint_engine.options.keep_versions"]),
+        ("gloo", {"host": 5}, ["checkpoint_engine.options.host"]),
+    ],
+)
+def test_options_are_checked_by_the_engines_own_config_and_every_bad_key_is_named(
+    engine: str, options: dict[str, Any], said: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as failure:
+        CheckpointEngineRegistry().create(engine, options)
+    assert [part for part in said if part not in str(failure.value)] == []
+
+
+def test_every_option_of_a_built_in_engine_is_described() -> None:
+    registry = CheckpointEngineRegistry()
+    for name in ("gloo", "nccl", "hccl", "shm", "filesystem"):
+        for key, field in registry.engine_class(name).config_type.model_fields.items():
+            assert field.description, f"{name}.{key}"
