@@ -1,0 +1,36 @@
+# Both targets set up whatever is missing first, and may be run again at any time.
+VENV := .venv/bin
+DEMO := runs/arithmetic
+SEED ?= 0
+STAMP := $(shell date +%Y%m%d-%H%M%S)
+# Further settings for the demo, e.g. make demo SET="--set checkpoint_engine.backend=gloo"
+SET ?=
+
+.PHONY: help setup demo test lint types
+
+help:
+	@echo "make demo   set up (first time: a few minutes), then train an arithmetic policy: FSDP2 -> vLLM, fully async"
+	@echo "make test   set up, then run the tests"
+	@echo "make lint   ruff;  make types   mypy"
+
+setup:
+	@.ci/setup-env
+
+demo: setup
+	@echo "== task, tokenizer and warmed-up model (about half a minute the first time)"
+	@$(VENV)/python examples/arithmetic/prepare.py --out $(DEMO)/task-$(SEED) --seed $(SEED)
+	@echo "== reinforcement learning (about two minutes)"
+	@$(VENV)/weightlane train examples/arithmetic/arithmetic.toml \
+		--set run.dir=$(DEMO)/run-$(STAMP) --set run.seed=$(SEED) --set model.path=$(DEMO)/task-$(SEED)/model \
+		--set data.train=$(DEMO)/task-$(SEED)/train.jsonl --set data.heldout=$(DEMO)/task-$(SEED)/heldout.jsonl $(SET)
+
+test: setup
+	@echo "== tests (about ten minutes on two cores)"
+	@$(VENV)/pytest
+
+lint: setup
+	@$(VENV)/ruff check .
+	@$(VENV)/ruff format --check .
+
+types: setup
+	@$(VENV)/mypy

@@ -1,0 +1,105 @@
+"""The Ray cluster of a run: one on this machine, or a running one."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import shutil
+import socket
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import ray
+
+from weightlane.ckpt_engines import ConfigError
+
+from .config import RunConfig
+
+_QUIET = {
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # The C++ side of torch's stores logs a stack trace for every connection that ends.
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+
+
+class RayCluster:
+    """Context manager: Ray is initialized inside, and every process of a local cluster has ended after it.
+
+    A local cluster keeps its files in a temporary directory, which is removed; after a failure the logs of its workers are
+    copied to `logs` first.
+    """
+
+    def __init__(self, config: RunConfig, logs: Path) -> None:
+        self._config = config
+        self._logs = logs
+        self._failed = True
+        self._files: Path | None = None
+        self.host = config.sync.host
+        """This machine's address for participants."""
+
+    def succeeded(self) -> None:
+        """The run ended well: its logs are not needed."""
+        self._failed = False
+
+    def __enter__(self) -> Self:
+        for name, value in _QUIET.items():
+            os.environ.setdefault(name, value)
+        if self._config.ray.address:
+            self._join()
+        else:
+            self._start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with suppress(Exception):  # whatever Ray thinks of its own end, the files below must go
+            ray.shutdown()
+        if self._files is not None:
+            if self._failed:
+                self._keep_logs(self._files)
+            shutil.rmtree(self._files, ignore_errors=True)
+
+    def _start(self) -> None:
+        trainer, rollout = self._config.trainer, self._config.rollout
+        cpus = (
+            trainer.ranks * trainer.cpus_per_rank + rollout.replicas * rollout.tensor_parallel * rollout.cpus_per_rank
+        )
+        # Short: Ray puts Unix sockets below it, whose paths are limited to 107 characters.
+        self._files = Path(tempfile.mkdtemp(prefix="weightlane-ray-"))
+        ray.init(
+            # Logical CPUs: a run on a small machine shares its cores instead of waiting for more of them.
+            num_cpus=max(int(cpus) + 1, os.cpu_count() or 1),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            _temp_dir=str(self._files),
+            _node_ip_address=self.host,
+        )
+
+    def _join(self) -> None:
+        if ipaddress.ip_address(socket.gethostbyname(self.host)).is_loopback:
+            raise ConfigError(
+                f"sync.host is {self.host}, which other machines of the cluster cannot reach.",
+                part="configuration",
+                hint="Set sync.host to this machine's address on the cluster's network.",
+            )
+        try:
+            ray.init(address=self._config.ray.address, log_to_driver=False, logging_level="ERROR")
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"cannot join the Ray cluster at {self._config.ray.address!r}: {error}.",
+                part="ray",
+                hint="Start one with `ray start --head`, or leave ray.address empty to use this machine.",
+            ) from error
+
+    def _keep_logs(self, files: Path) -> None:
+        with suppress(OSError):
+            self._logs.mkdir(parents=True, exist_ok=True)
+            for log in files.glob("session_*/logs/worker-*"):
+                if not log.is_symlink() and log.stat().st_size:
+                    shutil.copy(log, self._logs)

@@ -1,0 +1,193 @@
+"""The configuration of a run: one TOML file, typed, with every default described."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticUndefined
+
+from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError
+from weightlane.rollout.config import RolloutConfig
+from weightlane.sync import CheckpointEngineConfig, SyncConfig
+from weightlane.trainer.config import AlgorithmConfig, DataConfig, RewardConfig, TrainerConfig
+from weightlane.trainer.loop_config import LoopConfig
+
+_PART = "configuration"
+
+
+class ModelSection(BaseModel):
+    """Which model is trained."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: Path = Field(description="Hugging Face directory of a causal language model with its tokenizer.")
+
+
+class RunSection(BaseModel):
+    """Where a run keeps its files, and its seed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    dir: Path = Field(description="Directory of the run; must be new, or hold a run to go on with (--resume).")
+    seed: int = Field(0, ge=0, description="Seeds the order of tasks and every rank's random generators.")
+
+
+class RaySection(BaseModel):
+    """Where trainer ranks and rollout replicas are placed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    address: str = Field("", description="Address of a running Ray cluster; empty starts one on this machine.")
+
+
+class RunConfig(BaseModel):
+    """Everything ``weightlane train`` needs."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    run: RunSection
+    model: ModelSection
+    data: DataConfig
+    reward: RewardConfig
+    loop: LoopConfig = LoopConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    checkpoint_engine: CheckpointEngineConfig = CheckpointEngineConfig()
+    sync: SyncConfig = SyncConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    ray: RaySection = RaySection()
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a TOML file, apply ``a.b=c`` overrides, and validate.
+
+    Raises `ConfigError` naming the file and line of a syntax error, or the path of a bad key and the nearest valid one.
+    """
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no configuration file {path}.", part=_PART) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.", part=_PART) from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}.", part=_PART) from None
+    for override in overrides:
+        _apply(raw, override)
+    try:
+        config = RunConfig.model_validate(raw)
+    except ValidationError as error:
+        problems = [_describe(item) for item in error.errors()]
+        raise ConfigError(" ".join(problems), part=f"{_PART} {path}") from None
+    _check_together(config)
+    return config
+
+
+def _check_together(config: RunConfig) -> None:
+    """What no section can check alone; the engine's options by the engine's own config type."""
+    CheckpointEngineRegistry().create(config.checkpoint_engine.backend, config.checkpoint_engine.options)
+    if config.rollout.concurrency < config.algorithm.group_size:
+        raise ConfigError(
+            f"rollout.concurrency ({config.rollout.concurrency}) is below algorithm.group_size"
+            f" ({config.algorithm.group_size}).",
+            part=_PART,
+            hint="A replica generates whole groups: raise rollout.concurrency.",
+        )
+
+
+def _apply(raw: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    names = key.strip().split(".")
+    if not equals or not all(names):
+        raise ConfigError(f"--set {override!r} is not of the form a.b=value.", part=_PART)
+    table = raw
+    for name in names[:-1]:
+        table = table.setdefault(name, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"--set {override!r}: {name} is a value, not a section.", part=_PART)
+    table[names[-1]] = _toml_value(text.strip())
+
+
+def _toml_value(text: str) -> Any:
+    """`text` as a TOML value (``3``, ``true``, ``[1, 2]``), or itself: strings need no quotes on a command line."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _describe(item: Mapping[str, Any]) -> str:
+    path = ".".join(map(str, item["loc"]))
+    if item["type"] == "extra_forbidden":
+        section, known = _known_keys(item["loc"][:-1])
+        nearest = difflib.get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.4)
+        guess = f" Did you mean {'.'.join([*section, nearest[0]])}?" if nearest else ""
+        where = f"[{'.'.join(section)}]" if section else "The file"
+        return f"{path}: no such key.{guess} {where} knows: {', '.join(known)}."
+    if item["type"] == "missing":
+        return f"{path}: missing."
+    return f"{path}: {item['msg']} (got {item['input']!r})."
+
+
+def _known_keys(location: Sequence[Any]) -> tuple[list[str], list[str]]:
+    model: type[BaseModel] = RunConfig
+    section = []
+    for name in location:
+        field = model.model_fields.get(str(name))
+        inner = _model_of(field.annotation) if field else None
+        if inner is None:
+            break
+        section.append(str(name))
+        model = inner
+    return section, list(model.model_fields)
+
+
+def _model_of(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) in (Union, types.UnionType):
+        return next((model for arg in get_args(annotation) if (model := _model_of(arg))), None)
+    return None
+
+
+def explain(config: RunConfig) -> str:
+    """`config` as TOML in which every key stands under its meaning and its default."""
+    lines: list[str] = []
+    for name, field in RunConfig.model_fields.items():
+        section = getattr(config, name)
+        assert field.annotation is not None
+        lines += [f"# {_first_line(field.annotation)}", f"[{name}]", *_explain_section(section), ""]
+    return "\n".join(lines)
+
+
+def _explain_section(section: BaseModel) -> Iterator[str]:
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        default = field.get_default(call_default_factory=True)
+        note = "required" if default is PydanticUndefined else f"default: {_toml(default) or 'none'}"
+        yield f"# {field.description} ({note})"
+        text = _toml(value)
+        yield f"{name} = {text}" if text else f"# {name} is not set"
+
+
+def _toml(value: Any) -> str:
+    """A TOML literal; empty for None, which TOML cannot say. JSON's strings, numbers and lists are TOML's too."""
+    if value is None:
+        return ""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)} = {_toml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    if isinstance(value, bool | int | float):
+        return json.dumps(value)
+    return json.dumps(str(value))
+
+
+def _first_line(annotation: Any) -> str:
+    return (annotation.__doc__ or "").strip().splitlines()[0]

@@ -1,0 +1,137 @@
+"""What a person sees of a run: a live table on a terminal, plain lines elsewhere, and the closing summary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from weightlane.plugins import hookimpl
+from weightlane.trainer.summary import RunSummary
+
+_LINE_EVERY = 10
+
+
+class RunDisplay:
+    """Shows progress while a run goes on.
+
+    Args:
+        console: Where to.
+        steps: Optimizer steps of the whole run.
+        live: A table that is redrawn in place; otherwise a line every ten steps.
+    """
+
+    def __init__(self, console: Console, steps: int, *, live: bool) -> None:
+        self._console = console
+        self._steps = steps
+        self._last: Mapping[str, Any] = {}
+        self._sync: Mapping[str, Any] = {}
+        self._version = 0
+        self._step = 0
+        self._progress = Progress(
+            TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+        )
+        self._task = self._progress.add_task("training", total=steps)
+        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4) if live else None
+
+    def say(self, text: str) -> None:
+        """Print one line about what is going on."""
+        self._console.print(text, highlight=False, soft_wrap=True)
+
+    def stop(self) -> None:
+        """Leave the terminal as it is now."""
+        if self._live is not None and self._live.is_started:
+            self._live.stop()
+
+    @hookimpl
+    def evaluated(self, step: int, facts: Mapping[str, Any]) -> None:
+        """Print the accuracy."""
+        self.say(f"held-out accuracy at step {step}: {facts['accuracy']:.3f} ({facts['tasks']} tasks, greedy)")
+
+    @hookimpl
+    def run_started(self, facts: Mapping[str, Any]) -> None:
+        """Begin the live table."""
+        self._step = facts["step"]
+        self._progress.update(self._task, completed=self._step)
+        if self._live is not None:
+            self._live.start()
+
+    @hookimpl
+    def training_step(self, step: int, facts: Mapping[str, Any]) -> None:
+        """Refresh, or print a line."""
+        self._step, self._last = step, facts
+        self._progress.update(self._task, completed=step)
+        if self._live is None and (step % _LINE_EVERY == 0 or step == self._steps):
+            self.say(
+                f"step {step}/{self._steps}  reward {facts['reward']:.3f}  serving v{self._version}"
+                f"  staleness {facts['staleness_mean']:.2f} (max {facts['staleness_max']})"
+                f"  {facts['tokens_per_s']:.0f} tok/s  fence {1e3 * facts['fence_s']:.1f} ms"
+                f"  rollout blocked {1e3 * self._sync.get('rollout_blocked_s', 0.0):.0f} ms"
+            )
+
+    @hookimpl
+    def version_committed(self, version: int, facts: Mapping[str, Any]) -> None:
+        """Remember the figures."""
+        self._version, self._sync = version, facts
+
+    @hookimpl
+    def version_aborted(self, version: int, facts: Mapping[str, Any]) -> None:
+        """Say so at once."""
+        self._console.print(f"[yellow]version {version} aborted:[/yellow]", facts["error"], highlight=False, soft_wrap=True)
+
+    @hookimpl
+    def run_ended(self) -> None:
+        """Stop drawing."""
+        self.stop()
+
+    def _render(self) -> RenderableType:
+        last, sync = self._last, self._sync
+        table = Table.grid(padding=(0, 3))
+        table.add_row(
+            f"reward {last.get('reward', 0.0):.3f}",
+            f"version {self._step} trained, {self._version} serving",
+            f"staleness {last.get('staleness_mean', 0.0):.2f} (max {last.get('staleness_max', 0)})",
+            f"{last.get('tokens_per_s', 0.0):.0f} tokens/s",
+        )
+        table.add_row(
+            f"overlap {last.get('overlap_share', 0.0):.0%}",
+            f"trainer blocked {1e3 * (last.get('fence_s', 0.0) + sync.get('trainer_publish_s', 0.0)):.1f} ms",
+            f"rollout blocked {1e3 * sync.get('rollout_blocked_s', 0.0):.0f} ms",
+            f"sync latency {1e3 * sync.get('latency_s', 0.0):.0f} ms",
+        )
+        return Group(self._progress, table)
+
+
+def print_summary(console: Console, summary: RunSummary, directory: str) -> None:
+    """The closing summary."""
+    table = Table(title="summary", show_header=False, title_justify="left")
+    if summary.accuracy_before is not None and summary.accuracy_after is not None:
+        rise = summary.accuracy_after - summary.accuracy_before
+        table.add_row(
+            "held-out accuracy",
+            f"{summary.accuracy_before:.3f} -> {summary.accuracy_after:.3f} ({rise:+.3f})",
+        )
+    aborted = f", {summary.versions_aborted} aborted" if summary.versions_aborted else ""
+    table.add_row("versions committed", f"{summary.versions_committed}{aborted}")
+    table.add_row("training and generation overlap", f"{summary.overlap_share:.0%} of wall time")
+    table.add_row("largest token gap over a commit", f"{1e3 * summary.max_token_gap_s:.0f} ms")
+    for name, figures in (
+        ("trainer blocked per version", summary.trainer_blocked_s),
+        ("rollout blocked per version", summary.rollout_blocked_s),
+        ("sync latency", summary.latency_s),
+    ):
+        table.add_row(
+            name, f"p50 {1e3 * figures.p50:.1f} ms, p95 {1e3 * figures.p95:.1f} ms, max {1e3 * figures.max:.1f} ms"
+        )
+    share = summary.trainer_blocked_s.p50 / summary.blocking_way_s if summary.blocking_way_s else 0.0
+    table.add_row(
+        "the blocking way, same model",
+        f"{1e3 * summary.blocking_way_s:.1f} ms; trainer blocked p50 is {share:.1%} of it",
+    )
+    table.add_row("wall time", f"{summary.wall_s:.1f} s")
+    table.add_row("files", directory)
+    console.print(table)

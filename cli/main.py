@@ -1,0 +1,108 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from weightlane.ckpt_engines import CheckpointEngineRegistry, EngineListing, WeightlaneError
+
+from .config import explain, load_config
+
+app = typer.Typer(
+    help="Carries freshly trained weights from trainers to rollout workers while both keep working.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+USAGE_ERROR = 2
+INTERRUPTED = 130
+
+ConfigArgument = Annotated[Path, typer.Argument(help="TOML file of the run.", show_default=False)]
+SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override one key; repeatable.")]
+
+
+@app.command()
+def engines(*, as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False) -> None:
+    """List every installed checkpoint engine, and why it cannot be used here where it cannot."""
+    rows = CheckpointEngineRegistry().list()
+    if as_json:
+        typer.echo(json.dumps([_plain(row) for row in rows], indent=2))
+        return
+    table = Table("engine", "distribution", "devices", "delivery", "also", "available")
+    for row in rows:
+        facts = _plain(row)["capabilities"] or {"devices": [], "delivery": []}
+        also = [name.replace("_", " ") for name, value in facts.items() if value is True]
+        table.add_row(
+            row.name,
+            row.distribution,
+            ", ".join(facts["devices"]),
+            ", ".join(facts["delivery"]),
+            ", ".join(also),
+            "[green]yes[/green]" if row.unavailable is None else f"[red]no:[/red] {row.unavailable}",
+        )
+    Console().print(table)
+
+
+@app.command()
+def config(path: ConfigArgument, override: SetOption = None) -> None:
+    """Print the resolved configuration as TOML, every key with its meaning and default."""
+    typer.echo(explain(load_config(path, override or [])))
+
+
+@app.command()
+def train(
+    path: ConfigArgument,
+    override: SetOption = None,
+    *,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last saved step of run.dir.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Print lines instead of a live display.")] = False,
+    address: Annotated[str, typer.Option(help="Ray cluster to run on; the same as ray.address.")] = "",
+) -> None:
+    """Run fully-async RL: rollouts generate, the trainer trains, new weights stream across in the background."""
+    from .train import run_training  # noqa: PLC0415 - loads torch, Ray and transformers
+
+    overrides = [*(override or []), *([f'ray.address="{address}"'] if address else [])]
+    asyncio.run(run_training(path, overrides, resume=resume, live=not plain and sys.stdout.isatty()))
+
+
+def _plain(row: EngineListing) -> dict[str, Any]:
+    facts = asdict(row)
+    if row.capabilities is not None:
+        facts["capabilities"] |= {
+            "devices": sorted(row.capabilities.devices),
+            "delivery": sorted(row.capabilities.delivery),
+        }
+    return facts
+
+
+def main() -> None:
+    """Entry point: typed errors become one line on standard error and exit code 2."""
+    code = _guarded(app)
+    sys.exit(code)
+
+
+def _guarded(command: Callable[..., Any]) -> int:
+    try:
+        return int(command(standalone_mode=False) or 0)
+    except WeightlaneError as error:
+        Console(stderr=True, soft_wrap=True, highlight=False).print(
+            "[bold red]error:[/bold red]", str(error), markup=True
+        )
+        return USAGE_ERROR
+    except KeyboardInterrupt:
+        Console(stderr=True).print("interrupted; everything this run started has ended")
+        return INTERRUPTED
+    except (typer.Exit, SystemExit) as done:
+        code = getattr(done, "exit_code", None)
+        return int(code if code is not None else getattr(done, "code", 0) or 0)

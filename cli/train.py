@@ -1,0 +1,151 @@
+"""``weightlane train``: composes a run from its configuration, and takes it apart again however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from weightlane.plugins import make_hooks
+from weightlane.rollout.ray_actor import RolloutReplica, start_replicas
+from weightlane.sync import Coordinator, Rendezvous
+from weightlane.trainer.hf_model import ModelInfo, check_model_dir
+from weightlane.trainer.loop import AsyncLoop, LoopParts
+from weightlane.trainer.loop_state import LoopState
+from weightlane.trainer.observers import MetricsFile, draw_curves
+from weightlane.trainer.ray_group import TrainerGroup
+from weightlane.trainer.registry import training_engine_class
+from weightlane.trainer.rewards import Reward
+from weightlane.trainer.run_dir import RunDir
+from weightlane.trainer.summary import RunSummary
+from weightlane.trainer.tasks import load_splits
+from weightlane.trainer.tokenizer import HfTokenizer
+
+from .cluster import RayCluster
+from .config import RunConfig, explain, load_config
+from .display import RunDisplay, print_summary
+
+
+async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, live: bool) -> RunSummary:
+    """Run the configuration at `path`. Raises a typed error for whatever is wrong with it or goes wrong."""
+    _cancel_on_sigterm()
+    config = load_config(path, overrides)
+    # Everything a user can get wrong is checked before a process is started or a file written.
+    training_engine_class(config.trainer.engine)
+    model = check_model_dir(config.model.path)
+    train_tasks, heldout_tasks = load_splits(config.data)
+    reward = Reward(config.reward.function, [path.resolve().parent, Path.cwd()])
+    tokenizer = HfTokenizer(config.model.path)
+    run_dir = RunDir(config.run.dir, resume=resume)
+    run_dir.write_text("config.toml", explain(config))
+
+    console = Console()
+    display = RunDisplay(console, config.loop.steps, live=live)
+    metrics = run_dir.path / "metrics.jsonl"
+    hooks = make_hooks([MetricsFile(metrics), display])
+    step = run_dir.latest_step() if resume else None
+    state = LoopState.from_plain(run_dir.loop_state(step)) if step is not None else None
+    async with AsyncExitStack() as stack:
+        stack.callback(display.stop)
+        cluster = stack.enter_context(RayCluster(config, run_dir.path / "logs"))
+        trainers, replicas, coordinator = await _start(config, model, run_dir, state, cluster, display, stack)
+        await coordinator.connect()
+
+        async def save(loop_state: LoopState) -> None:
+            await trainers.save(run_dir.begin_state(loop_state.step))
+            run_dir.finish_state(loop_state.step, loop_state.to_plain())
+
+        parts = LoopParts(
+            trainers=trainers,
+            rollouts=replicas,
+            syncer=coordinator,
+            tokenizer=tokenizer,
+            stop_token_ids=model.eos_token_ids,
+            judge=reward,
+            train_tasks=train_tasks,
+            heldout_tasks=heldout_tasks,
+            hooks=hooks,
+            save=save,
+        )
+        loop = AsyncLoop(
+            parts,
+            config.loop,
+            config.algorithm,
+            seed=config.run.seed,
+            concurrency=config.rollout.concurrency,
+            resume=state,
+        )
+        summary = await loop.run()
+        cluster.succeeded()
+    run_dir.write_json("summary.json", summary.to_plain())
+    draw_curves(metrics, run_dir.path / "curves.png")
+    print_summary(console, summary, str(run_dir.path))
+    return summary
+
+
+async def _start(
+    config: RunConfig,
+    model: ModelInfo,
+    run_dir: RunDir,
+    state: LoopState | None,
+    cluster: RayCluster,
+    display: RunDisplay,
+    stack: AsyncExitStack,
+) -> tuple[TrainerGroup, list[RolloutReplica], Coordinator]:
+    """Start trainer ranks and replicas side by side, and the rendezvous between them."""
+    started = time.perf_counter()
+    version = state.step if state else 0
+    display.say(
+        f"starting {config.trainer.ranks} trainer rank(s) ({config.trainer.engine}) and {config.rollout.replicas} rollout"
+        f" replica(s) x TP{config.rollout.tensor_parallel} (vLLM), weights by {config.checkpoint_engine.backend!r}"
+        + (f", resuming at step {version}" if state else "")
+    )
+    rendezvous = Rendezvous.host(cluster.host, config.sync.port)
+    trainers = TrainerGroup.place(config.trainer, config.algorithm)
+    stack.push_async_callback(trainers.close)
+    trainer_state = run_dir.trainer_state(version) if state else None
+    starting_trainers = asyncio.create_task(
+        trainers.start(model.path.resolve(), config.run.seed, cluster.host, trainer_state)
+    )
+    try:
+        replicas = await start_replicas(config.rollout, model.path, initial_version=version)
+    finally:
+        if not starting_trainers.done():
+            await asyncio.wait([starting_trainers])
+    for replica in replicas:
+        stack.push_async_callback(replica.close)
+    await starting_trainers
+    coordinator = Coordinator(rendezvous, trainers.publisher_names(), replicas, config.sync)
+    stack.callback(coordinator.close)
+    transport = config.checkpoint_engine
+    address = rendezvous.address.to_plain()
+    await asyncio.gather(
+        trainers.connect(address, transport, config.sync, _wire_dtype(config, model)),
+        *(replica.connect(address, transport.backend, transport.options) for replica in replicas),
+    )
+    display.say(f"everything is up after {time.perf_counter() - started:.1f} s")
+    return trainers, replicas, coordinator
+
+
+def _wire_dtype(config: RunConfig, model: ModelInfo) -> torch.dtype:
+    """The dtype rollouts compute in, unless the configuration says otherwise."""
+    name: str = config.sync.wire_dtype
+    if name == "auto":
+        name = config.rollout.dtype
+    if name == "auto":
+        name = str(model.config.get("dtype") or model.config.get("torch_dtype") or "float32")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _cancel_on_sigterm() -> None:
+    """Let SIGTERM end a run as Ctrl-C does."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
