@@ -34,7 +34,7 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
             }
 
 
-def save_state(  # noqa: PLR0917 - called with what the engine holds, once
+def save_state(
     directory: Path,
     tensors: Mapping[str, torch.Tensor],
     optimizer: Mapping[str, Mapping[str, torch.Tensor]],
@@ -87,14 +87,14 @@ def load_state(
             part=_PART,
             hint="Check model and path.",
         ) from cause
-    if cpu_state := state["random"].get(f"cpu_{rank}"):
-        torch.set_rng_state(cpu_state)
+    if f"cpu_{rank}" in state["random"]:
+        torch.set_rng_state(state["random"][f"cpu_{rank}"])
     if device.type == "cuda" and f"cuda_{rank}" in state["random"]:
         torch.cuda.set_rng_state(state["random"][f"cuda_{rank}"])
     return int(state["step"])
 
 
-def export_model(  # noqa: PLR0917 - as above
+def export_model(
     directory: Path,
     model_dir: Path,
     tensors: Mapping[str, torch.Tensor],
@@ -126,6 +126,7 @@ def _state(
 
 
 def _write_hf(directory: Path, model_dir: Path, full: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    from safetensors import SafetensorError  # noqa: PLC0415 - optional
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - optional, and slow to import
 
     _require_absent(directory)
@@ -140,7 +141,10 @@ def _write_hf(directory: Path, model_dir: Path, full: dict[str, torch.Tensor], d
         config.dtype = dtype
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        skeleton.save_pretrained(partial, state_dict=full)
+        try:
+            skeleton.save_pretrained(partial, state_dict=full)
+        except SafetensorError as cause:  # what a full disk looks like from there
+            raise _storage_error("written", directory, cause) from cause
         if (model_dir / "generation_config.json").is_file():
             shutil.copyfile(model_dir / "generation_config.json", partial / "generation_config.json")
         partial.rename(directory)

@@ -138,7 +138,7 @@ def _read_header(folder: Path, name: str) -> dict[str, Any]:
         with path.open("rb") as file:
             prefix = file.read(8)
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1  # noqa: PLR2004 - as in the layout above
-            if not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
+            if not len("{}") <= length <= min(size - 8, _MAX_HEADER_BYTES):
                 raise _error(f"{path} is not a safetensors file, or was cut off inside its header.")
             header = json.loads(file.read(length))
         end = max((int(item["data_offsets"][1]) for key, item in header.items() if key != "__metadata__"), default=0)

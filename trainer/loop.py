@@ -207,7 +207,7 @@ class AsyncLoop:
         return accuracy
 
     def _report_step(self, groups: Sequence[Group], report: StepReport, waited_s: float) -> None:
-        self._keeper.note_fence(report.fence_s)
+        published = self._keeper.note_fence(report.fence_s)
         rewards = [reward for group in groups for reward in group.rewards]
         mean_staleness, max_staleness = staleness(groups, self._step)
         wall = self._clock.wall_s()
@@ -223,6 +223,7 @@ class AsyncLoop:
             "tokens_per_s": self._feeder.generated_tokens / wall if wall else 0.0,
             "dropped_groups": self._feeder.dropped_groups,
             "overlap_share": self._clock.share_together(),
+            **published,
             **report.metrics,
         }
         self._parts.hooks.training_step(step=report.step, facts=facts)

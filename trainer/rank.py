@@ -69,7 +69,12 @@ class TrainerRank:
         wire_dtype: str,
         specs: Sequence[Sequence[Any]],
     ) -> None:
-        """Make this rank's publisher, which joins the run's rendezvous. `specs` is every tensor of the checkpoint."""
+        """Make this rank's publisher, which joins the run's rendezvous and leaves an earlier one.
+
+        `specs` is every tensor of the checkpoint, as `specs` of all ranks together gave them.
+        """
+        if self._publisher is not None:
+            self._publisher.close()
         self._publisher = Publisher(
             publisher_name(self._rank),
             rendezvous,

@@ -20,6 +20,9 @@ from weightlane.ckpt_engines import ConfigError, StorageError
 
 _PART = "run directory"
 _KEPT_STATES = 2
+_MADE_BEFORE_A_RUN_BEGINS = frozenset({"config.toml", "state", "logs"})
+"""What a run leaves that could not start; the next one may take its place."""
+_CHOOSE_ANOTHER = "Another directory is chosen with --set run.dir=..."
 
 
 class RunDir:
@@ -36,23 +39,34 @@ class RunDir:
     def __init__(self, path: Path, *, resume: bool) -> None:
         self.path = path
         self._state = path / "state"
-        used = path.exists() and any(path.iterdir())
-        if used and not resume:
+        used = self._names() - _MADE_BEFORE_A_RUN_BEGINS
+        latest = self.latest_step()
+        if latest is None and (used or resume):
             raise ConfigError(
-                f"{path} already holds a run.",
+                f"{path} holds {'files, but ' if used else ''}no saved state to resume from.",
                 part=_PART,
-                hint="Go on with it by --resume, or choose another directory with --set run.dir=...",
+                hint=_CHOOSE_ANOTHER if used else "Leave --resume out to begin a new run.",
             )
-        if resume and self.latest_step() is None:
+        if latest is not None and not resume:
             raise ConfigError(
-                f"{path} holds no saved state to resume from.",
+                f"{path} already holds a run, saved at step {latest}.",
                 part=_PART,
-                hint="Leave --resume out to begin a new run.",
+                hint=f"Go on with it by --resume. {_CHOOSE_ANOTHER}",
             )
         try:
             self._state.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _storage_error(path, error) from error
+
+    def _names(self) -> set[str]:
+        try:
+            return {path.name for path in self.path.iterdir()}
+        except FileNotFoundError:
+            return set()
+        except OSError as error:
+            raise ConfigError(
+                f"{self.path} cannot be used: {error.strerror}.", part=_PART, hint=_CHOOSE_ANOTHER
+            ) from None
 
     def latest_step(self) -> int | None:
         """The step of the last complete state; None when there is none."""
@@ -64,8 +78,8 @@ class RunDir:
             raise ConfigError(f"{self._state / 'latest.json'} is damaged: {error}.", part=_PART) from None
 
     def trainer_state(self, step: int) -> Path:
-        """Where the trainer's part of a state lies."""
-        return self._state / f"step-{step}" / "trainer"
+        """Where the trainer's part of a state lies; absolute, for trainer ranks work in directories of their own."""
+        return self._state.resolve() / f"step-{step}" / "trainer"
 
     def begin_state(self, step: int) -> Path:
         """Make room for a state; returns the directory the trainer is to create."""

@@ -60,7 +60,6 @@ class RunSummary:
             "accuracy_before": self.accuracy_before,
             "accuracy_after": self.accuracy_after,
             "versions_committed": self.versions_committed,
-            "versions_aborted": self.versions_aborted,
             "overlap_share": self.overlap_share,
             "max_token_gap_s": self.max_token_gap_s,
             "wall_s": self.wall_s,

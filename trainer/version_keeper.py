@@ -98,11 +98,16 @@ class VersionKeeper:
                 if self._task is not None:
                     await asyncio.wait([self._task])
 
-    def note_fence(self, seconds: float) -> None:
-        """An optimizer step waited `seconds` for the snapshot of the version published last."""
-        if self.times.publish_s:
-            version = max(self.times.publish_s)
-            self.times.fence_s.setdefault(version, seconds)
+    def note_fence(self, seconds: float) -> dict[str, float]:
+        """An optimizer step waited `seconds` for the snapshot of the version published last.
+
+        Returns what that version cost the trainer, once: ``published_version`` and ``trainer_blocked_s`` (publish plus fence).
+        """
+        version = max(self.times.publish_s, default=-1)
+        if version < 0 or version in self.times.fence_s:
+            return {}
+        self.times.fence_s[version] = seconds
+        return {"published_version": version, "trainer_blocked_s": self.times.publish_s[version] + seconds}
 
     def raise_if_failed(self) -> None:
         """Raise what a background sync could not recover from."""

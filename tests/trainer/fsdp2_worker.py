@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import random
+import resource
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,9 @@ class Worker:
         self._keep = [*getattr(self, "_keep", []), fresh]
         return fresh.step
 
-    def train(self, first: int, count: int, rows: int = 6, vocab: int = 61, loss: str = "grpo") -> list[dict[str, float]]:
+    def train(
+        self, first: int, count: int, rows: int = 6, vocab: int = 61, loss: str = "grpo"
+    ) -> list[dict[str, float]]:
         reports = []
         for step in range(first, first + count):
             metrics = self._open().forward_backward(make_batch(step, rows, vocab), make_loss(loss))
@@ -71,7 +73,10 @@ class Worker:
     def shards(self, file: str, wire_dtype: str = "float32") -> list[int]:
         """Save this rank's shards to `file`; returns the storage addresses behind them."""
         shards = self._open().local_shards(getattr(torch, wire_dtype))
-        plain = [(s.spec.name, s.spec.shape, str(s.spec.dtype), s.start, s.data.clone(), s.data.is_contiguous()) for s in shards]
+        plain = [
+            (s.spec.name, s.spec.shape, str(s.spec.dtype), s.start, s.data.clone(), s.data.is_contiguous())
+            for s in shards
+        ]
         torch.save(plain, f"{file}.{self._rank}")
         return [shard.data.untyped_storage().data_ptr() for shard in shards]
 
@@ -133,8 +138,10 @@ class Worker:
             "unchanged": all(torch.equal(a, b) for a, b in zip(after, before, strict=True)),
         }
 
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
+    def limit_files(self, size: int | None) -> None:
+        """Make writes beyond `size` bytes of a file fail; None lifts the limit."""
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard if size is None else size, hard))
 
     def close(self) -> None:
         for engine in reversed(getattr(self, "_keep", [])):

@@ -1,0 +1,162 @@
+"""Model directories are judged before anything is started for them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from weightlane.ckpt_engines import ConfigError
+from weightlane.trainer.hf_model import check_model_dir
+
+VOCAB = 40
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("template") / "model"
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        bos_token_id=None,
+        eos_token_id=5,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(path, max_shard_size=4000)
+    tokenizer = Tokenizer(models.WordLevel({f"t{index}": index for index in range(VOCAB - 4)}, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="t3").save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def model(template: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(template, tmp_path / "model"))
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+
+
+def shards(model: Path) -> list[Path]:
+    found = sorted(model.glob("*.safetensors"))
+    assert len(found) > 1
+    return found
+
+
+def test_a_good_directory_is_described(model: Path) -> None:
+    info = check_model_dir(model)
+    assert (info.architecture, info.vocab_size, info.tied, info.path) == ("Qwen3ForCausalLM", VOCAB, True, model)
+    assert info.eos_token_ids == (3, 5)
+    assert info.config["head_dim"] == 8
+
+
+def remove_weights(model: Path) -> None:
+    for path in [*shards(model), model / "model.safetensors.index.json"]:
+        path.unlink()
+
+
+def truncate(model: Path) -> None:
+    data = shards(model)[0].read_bytes()
+    shards(model)[0].write_bytes(data[:-10])
+
+
+def remove_tokenizer(model: Path) -> None:
+    for path in model.glob("tokenizer*"):
+        path.unlink()
+
+
+def grow_tokenizer(model: Path) -> None:
+    edit(model / "tokenizer.json", lambda data: data["model"]["vocab"].update({"huge": VOCAB}))
+
+
+def forget_eos(model: Path) -> None:
+    edit(model / "tokenizer_config.json", lambda data: data.pop("eos_token"))
+    edit(model / "config.json", lambda data: data.update(eos_token_id=None))
+    edit(model / "generation_config.json", lambda data: data.pop("eos_token_id"))
+
+
+BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "missing directory": (shutil.rmtree, "there is no model directory"),
+    "no config": (lambda m: (m / "config.json").unlink(), "has no config.json"),
+    "config not JSON": (lambda m: (m / "config.json").write_text("{"), "config.json is not valid JSON"),
+    "config not an object": (lambda m: (m / "config.json").write_text("[]"), "holds a list, not an object"),
+    "config without a type": (lambda m: edit(m / "config.json", lambda d: d.pop("model_type")), "names no model_type"),
+    "config with bad values": (
+        lambda m: edit(m / "config.json", lambda d: d.update(num_hidden_layers="two")),
+        "transformers refuses",
+    ),
+    "not a language model": (
+        lambda m: edit(m / "config.json", lambda d: d.update(architectures=["Qwen3ForSequenceClassification"])),
+        "Qwen3ForSequenceClassification, which transformers does not know as a causal language model",
+    ),
+    "unknown architecture": (
+        lambda m: edit(m / "config.json", lambda d: d.update(model_type="mine", architectures=["MineForCausalLM"])),
+        "holds a MineForCausalLM, which transformers does not know",
+    ),
+    "no weights": (remove_weights, "holds no weights"),
+    "truncated weights": (truncate, "it is truncated or damaged"),
+    "empty weights": (lambda m: shards(m)[0].write_bytes(b""), "not a safetensors file, or was cut off"),
+    "header not JSON": (
+        lambda m: shards(m)[0].write_bytes(struct.pack("<Q", 4) + b"{{{{"),
+        "broken safetensors header",
+    ),
+    "absurd header length": (
+        lambda m: shards(m)[0].write_bytes(struct.pack("<Q", 1 << 60) + b"{}"),
+        "not a safetensors file",
+    ),
+    "missing shard": (lambda m: shards(m)[1].unlink(), "lacks the weights file"),
+    "index out of the folder": (
+        lambda m: edit(m / "model.safetensors.index.json", lambda d: d["weight_map"].update(x="../model/config.json")),
+        "lacks the weights file ../model/config.json",
+    ),
+    "index names a tensor that is not there": (
+        lambda m: edit(m / "model.safetensors.index.json", lambda d: d["weight_map"].update(ghost=shards(m)[0].name)),
+        "places ghost in",
+    ),
+    "index without a map": (
+        lambda m: edit(m / "model.safetensors.index.json", lambda d: d.pop("weight_map")),
+        "has no weight_map",
+    ),
+    "no tokenizer": (remove_tokenizer, "has no tokenizer"),
+    "broken tokenizer": (lambda m: (m / "tokenizer.json").write_text("{}"), "the tokenizer in .* cannot be loaded"),
+    "tokenizer too large": (grow_tokenizer, f"token 'huge' has id {VOCAB}, but the model's vocab_size is {VOCAB}"),
+    "end token outside": (
+        lambda m: edit(m / "generation_config.json", lambda d: d.update(eos_token_id=[5, 77])),
+        f"the model ends on token 77, outside its vocab_size {VOCAB}",
+    ),
+    "no end token": (forget_eos, "names an end-of-sequence token"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_directory_is_refused_in_words(model: Path, case: str) -> None:
+    damage, problem = BROKEN[case]
+    damage(model)
+    with pytest.raises(ConfigError, match=problem):
+        check_model_dir(model)
+
+
+def test_importing_the_trainer_modules_needs_no_transformers() -> None:
+    code = (
+        "import sys\n"
+        "import weightlane.trainer.hf_model, weightlane.trainer.fsdp2, weightlane.trainer.registry\n"
+        "import weightlane.trainer.tasks, weightlane.trainer.rewards, weightlane.trainer.losses\n"
+        "sys.exit('transformers' in sys.modules)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0

@@ -1,0 +1,95 @@
+"""Task files and the order in which tasks are taken."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from weightlane.ckpt_engines import ConfigError
+from weightlane.trainer.config import DataConfig
+from weightlane.trainer.tasks import Task, TaskStream, load_splits, load_tasks
+
+
+def write(path: Path, *lines: str) -> Path:
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def test_prompt_answer_and_every_other_key_reach_the_task(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", '{"q": "1+1=", "a": 2, "level": "easy"}', "", '{"q": "é", "a": "x"}')
+    tasks = load_tasks(path, "q", "a")
+    assert tasks == [Task("1+1=", 2, {"level": "easy"}), Task("é", "x", {})]
+    assert tasks[0].as_mapping() == {"prompt": "1+1=", "answer": 2, "level": "easy"}
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('{"prompt": "a", "answer"', "line 2: not valid JSON: Expecting ':' delimiter at column"),
+        ('["a", "b"]', "line 2: expected a JSON object, found list"),
+        ('{"prompt": "a"}', "line 2: the key 'answer' is missing or null. The line has 'prompt'"),
+        ('{"prompt": "a", "answer": null}', "line 2: the key 'answer' is missing or null"),
+        ('{"answer": "a"}', "line 2: the key 'prompt' is missing or null"),
+        ('{"prompt": 3, "answer": "a"}', "line 2: 'prompt' must be a non-empty string, not 3"),
+        ('{"prompt": "", "answer": "a"}', "line 2: 'prompt' must be a non-empty string, not ''"),
+    ],
+)
+def test_a_bad_line_is_named_by_file_and_number(tmp_path: Path, line: str, problem: str) -> None:
+    path = write(tmp_path / "t.jsonl", '{"prompt": "a", "answer": "b"}', line)
+    with pytest.raises(ConfigError) as caught:
+        load_tasks(path)
+    assert f"{path}, {problem}" in str(caught.value)
+
+
+def test_files_that_are_missing_empty_or_not_text_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no task file"):
+        load_tasks(tmp_path / "none.jsonl")
+    with pytest.raises(ConfigError, match="holds no task"):
+        load_tasks(write(tmp_path / "empty.jsonl", "", "  "))
+    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not UTF-8 text"):
+        load_tasks(tmp_path / "binary.jsonl")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_tasks(tmp_path)
+
+
+def test_a_prompt_in_both_splits_is_refused(tmp_path: Path) -> None:
+    train = write(tmp_path / "train.jsonl", *(json.dumps({"prompt": p, "answer": "1"}) for p in "abc"))
+    heldout = write(tmp_path / "heldout.jsonl", *(json.dumps({"prompt": p, "answer": "2"}) for p in "cd"))
+    with pytest.raises(ConfigError, match=r"1 held-out prompts of .*heldout.jsonl are also in .*train.jsonl, 'c'"):
+        load_splits(DataConfig(train=train, heldout=heldout))
+    write(heldout, '{"prompt": "d", "answer": "2"}')
+    assert [len(split) for split in load_splits(DataConfig(train=train, heldout=heldout))] == [3, 1]
+
+
+TASKS = [Task(f"p{index}", index) for index in range(7)]
+
+
+def test_every_epoch_holds_every_task_once_in_an_order_of_its_own() -> None:
+    epochs = [[task.prompt for task in TaskStream(TASKS, seed=1).take(21)][start : start + 7] for start in (0, 7, 14)]
+    assert all(sorted(epoch) == sorted(task.prompt for task in TASKS) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert TaskStream(TASKS, seed=1).take(21) == TaskStream(TASKS, seed=1).take(21)
+    assert TaskStream(TASKS, seed=1).take(21) != TaskStream(TASKS, seed=2).take(21)
+
+
+@pytest.mark.parametrize("taken", [0, 3, 7, 14, 18])
+def test_a_restored_stream_goes_on_where_it_stood(taken: int) -> None:
+    stream, resumed = TaskStream(TASKS, seed=3), TaskStream(TASKS, seed=3)
+    stream.take(taken)
+    resumed.restore(json.loads(json.dumps(stream.state())))
+    assert resumed.take(20) == stream.take(20)
+
+
+def test_a_position_of_another_run_is_refused() -> None:
+    state = TaskStream(TASKS, seed=3).state()
+    with pytest.raises(ConfigError, match="seed = 3, this one has 4"):
+        TaskStream(TASKS, seed=4).restore(state)
+    with pytest.raises(ConfigError, match="tasks = 7, this one has 6"):
+        TaskStream(TASKS[:6], seed=3).restore(state)
+    with pytest.raises(ConfigError, match="not valid"):
+        TaskStream(TASKS, seed=3).restore({**state, "position": 8})
+    with pytest.raises(ConfigError, match="at least one task"):
+        TaskStream([], seed=0)
