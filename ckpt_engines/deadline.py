@@ -50,5 +50,5 @@ class Deadline:
             f"the deadline passed while waiting for {waiting_for}.",
             part=part,
             peer=peer,
-            hint=hint or "Check that the peer is alive, or raise sync.deadline_s.",
+            hint=hint or "Check that the peer is alive and not overloaded, or allow more time.",
         )

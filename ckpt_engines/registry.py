@@ -87,7 +87,7 @@ class CheckpointEngineRegistry:
         Raises what `engine_class` raises, `EngineUnavailableError` if the engine cannot run here, or `ConfigError`.
         """
         cls = self.engine_class(name)
-        if reason := cls.unavailable_reason():
+        if reason := _reason(cls):
             usable = [row.name for row in self.list() if row.unavailable is None]
             raise EngineUnavailableError(
                 f"{name} cannot run here: {reason}.", part=_PART, hint=f"Engines that can: {', '.join(usable)}."
@@ -120,13 +120,21 @@ class CheckpointEngineRegistry:
             except WeightlaneError as error:
                 rows.append(EngineListing(name, owner, None, error.message))
             else:
-                rows.append(EngineListing(name, owner, cls.capabilities, cls.unavailable_reason()))
+                rows.append(EngineListing(name, owner, cls.capabilities, _reason(cls)))
         return rows
 
     def _suggest(self, name: str) -> str:
         nearest = difflib.get_close_matches(name, self.names(), n=1, cutoff=0.5)
         guess = f"Did you mean {nearest[0]!r}? " if nearest else ""
         return f"{guess}Installed: {', '.join(self.names()) or 'none'}."
+
+
+def _reason(cls: type[CheckpointEngine]) -> str | None:
+    """Why the engine cannot run here; that its own check fails is a reason too, and must not hide the other engines."""
+    try:
+        return cls.unavailable_reason()
+    except Exception as error:  # noqa: BLE001 - third-party code
+        return f"its availability check failed: {type(error).__name__}: {error}"
 
 
 def _distribution(entry_point: EntryPoint) -> str:

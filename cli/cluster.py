@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import ipaddress
 import os
 import shutil
@@ -12,14 +13,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import ray
-
 from weightlane.ckpt_engines import ConfigError
 
 from .config import RunConfig
 
 _QUIET = {
-    "RAY_DEDUP_LOGS": "0",
+    # Ray would print its own account of every process that dies.
+    "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # The C++ side of torch's stores logs a stack trace for every connection that ends.
     "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -38,8 +38,6 @@ class RayCluster:
         self._logs = logs
         self._failed = True
         self._files: Path | None = None
-        self.host = config.sync.host
-        """This machine's address for participants."""
 
     def succeeded(self) -> None:
         """The run ended well: its logs are not needed."""
@@ -48,15 +46,24 @@ class RayCluster:
     def __enter__(self) -> Self:
         for name, value in _QUIET.items():
             os.environ.setdefault(name, value)
-        if self._config.ray.address:
-            self._join()
-        else:
-            self._start()
+        try:
+            if self._config.ray.address:
+                self._join()
+            else:
+                self._start()
+        except BaseException:
+            self._leave()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        import ray  # noqa: PLC0415 - as below
+
         with suppress(Exception):  # whatever Ray thinks of its own end, the files below must go
             ray.shutdown()
         if self._files is not None:
@@ -65,12 +72,15 @@ class RayCluster:
             shutil.rmtree(self._files, ignore_errors=True)
 
     def _start(self) -> None:
+        import ray  # noqa: PLC0415 - optional, and reads the environment when imported
+
         trainer, rollout = self._config.trainer, self._config.rollout
         cpus = (
             trainer.ranks * trainer.cpus_per_rank + rollout.replicas * rollout.tensor_parallel * rollout.cpus_per_rank
         )
         # Short: Ray puts Unix sockets below it, whose paths are limited to 107 characters.
         self._files = Path(tempfile.mkdtemp(prefix="weightlane-ray-"))
+        self._keep_compiled_code(self._files)
         ray.init(
             # Logical CPUs: a run on a small machine shares its cores instead of waiting for more of them.
             num_cpus=max(int(cpus) + 1, os.cpu_count() or 1),
@@ -78,13 +88,17 @@ class RayCluster:
             log_to_driver=False,
             logging_level="ERROR",
             _temp_dir=str(self._files),
-            _node_ip_address=self.host,
+            _node_ip_address=self._config.sync.host,
+            # vLLM leaves files and sockets in the temporary directory, however its processes end.
+            runtime_env={"env_vars": {"TMPDIR": str(self._files)}},
         )
 
     def _join(self) -> None:
-        if ipaddress.ip_address(socket.gethostbyname(self.host)).is_loopback:
+        import ray  # noqa: PLC0415 - as above
+
+        if ipaddress.ip_address(socket.gethostbyname(self._config.sync.host)).is_loopback:
             raise ConfigError(
-                f"sync.host is {self.host}, which other machines of the cluster cannot reach.",
+                f"sync.host is {self._config.sync.host}, which other machines of the cluster cannot reach.",
                 part="configuration",
                 hint="Set sync.host to this machine's address on the cluster's network.",
             )
@@ -96,6 +110,14 @@ class RayCluster:
                 part="ray",
                 hint="Start one with `ray start --head`, or leave ray.address empty to use this machine.",
             ) from error
+
+    @staticmethod
+    def _keep_compiled_code(files: Path) -> None:
+        """What torch compiles, which it keeps in the temporary directory too, is there again for the next run."""
+        cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+        with suppress(OSError):
+            cache.mkdir(exist_ok=True)
+            (files / cache.name).symlink_to(cache)
 
     def _keep_logs(self, files: Path) -> None:
         with suppress(OSError):

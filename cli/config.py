@@ -13,11 +13,14 @@ from typing import Any, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticUndefined
 
-from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError
+from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError, Delivery
 from weightlane.rollout.config import RolloutConfig
 from weightlane.sync import CheckpointEngineConfig, SyncConfig
 from weightlane.trainer.config import AlgorithmConfig, DataConfig, RewardConfig, TrainerConfig
 from weightlane.trainer.loop_config import LoopConfig
+
+VERSIONS_DIR = "versions"
+"""Where in the run directory an engine keeps versions that needs a directory and is given none."""
 
 _PART = "configuration"
 
@@ -85,13 +88,35 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     except ValidationError as error:
         problems = [_describe(item) for item in error.errors()]
         raise ConfigError(" ".join(problems), part=f"{_PART} {path}") from None
+    config = _with_store_in_run_dir(config)
     _check_together(config)
     return config
+
+
+def _with_store_in_run_dir(config: RunConfig) -> RunConfig:
+    """An engine that needs a directory and is given none gets one in the run's, which every machine of a run sees."""
+    engine = CheckpointEngineRegistry().engine_class(config.checkpoint_engine.backend)
+    options = config.checkpoint_engine.options
+    if Delivery.STORE not in engine.capabilities.delivery or "path" in options:
+        return config
+    field = engine.config_type.model_fields.get("path")
+    if field is None or not field.is_required():
+        return config
+    options = {**options, "path": str(config.run.dir.resolve() / VERSIONS_DIR)}
+    transport = config.checkpoint_engine.model_copy(update={"options": options})
+    return config.model_copy(update={"checkpoint_engine": transport})
 
 
 def _check_together(config: RunConfig) -> None:
     """What no section can check alone; the engine's options by the engine's own config type."""
     CheckpointEngineRegistry().create(config.checkpoint_engine.backend, config.checkpoint_engine.options)
+    if config.algorithm.max_new_tokens >= config.rollout.max_model_len:
+        raise ConfigError(
+            f"rollout.max_model_len ({config.rollout.max_model_len}) leaves no room for a prompt beside"
+            f" algorithm.max_new_tokens ({config.algorithm.max_new_tokens}).",
+            part=_PART,
+            hint="Raise rollout.max_model_len to the longest prompt plus completion.",
+        )
     if config.rollout.concurrency < config.algorithm.group_size:
         raise ConfigError(
             f"rollout.concurrency ({config.rollout.concurrency}) is below algorithm.group_size"
@@ -132,6 +157,9 @@ def _describe(item: Mapping[str, Any]) -> str:
         return f"{path}: no such key.{guess} {where} knows: {', '.join(known)}."
     if item["type"] == "missing":
         return f"{path}: missing."
+    if item["type"] == "model_type":
+        _, known = _known_keys(item["loc"])
+        return f"{path}: a section with {', '.join(known)} is expected (got {item['input']!r})."
     return f"{path}: {item['msg']} (got {item['input']!r})."
 
 
@@ -177,16 +205,19 @@ def _explain_section(section: BaseModel) -> Iterator[str]:
 
 
 def _toml(value: Any) -> str:
-    """A TOML literal; empty for None, which TOML cannot say. JSON's strings, numbers and lists are TOML's too."""
+    """A TOML literal; empty for None, which TOML cannot say."""
     if value is None:
         return ""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(key)} = {_toml(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{_toml(key)} = {_toml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
-    if isinstance(value, bool | int | float):
-        return json.dumps(value)
-    return json.dumps(str(value))
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    # A JSON string is a TOML string, but for surrogate pairs and a bare DEL.
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _first_line(annotation: Any) -> str:

@@ -7,13 +7,12 @@ from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from weightlane.plugins import hookimpl
 from weightlane.trainer.summary import RunSummary
-
-_LINE_EVERY = 10
 
 
 class RunDisplay:
@@ -22,7 +21,7 @@ class RunDisplay:
     Args:
         console: Where to.
         steps: Optimizer steps of the whole run.
-        live: A table that is redrawn in place; otherwise a line every ten steps.
+        live: A table that is redrawn in place; otherwise a line per optimizer step.
     """
 
     def __init__(self, console: Console, steps: int, *, live: bool) -> None:
@@ -30,6 +29,7 @@ class RunDisplay:
         self._steps = steps
         self._last: Mapping[str, Any] = {}
         self._sync: Mapping[str, Any] = {}
+        self._blocked_s = 0.0
         self._version = 0
         self._step = 0
         self._progress = Progress(
@@ -40,7 +40,7 @@ class RunDisplay:
 
     def say(self, text: str) -> None:
         """Print one line about what is going on."""
-        self._console.print(text, highlight=False, soft_wrap=True)
+        self._console.print(text, highlight=False, soft_wrap=True, markup=False)
 
     def stop(self) -> None:
         """Leave the terminal as it is now."""
@@ -65,11 +65,14 @@ class RunDisplay:
         """Refresh, or print a line."""
         self._step, self._last = step, facts
         self._progress.update(self._task, completed=step)
-        if self._live is None and (step % _LINE_EVERY == 0 or step == self._steps):
+        if "published_version" in facts:
+            self._blocked_s = facts["trainer_blocked_s"]
+        if self._live is None:
+            published = f" for v{facts['published_version']}" if "published_version" in facts else ""
             self.say(
                 f"step {step}/{self._steps}  reward {facts['reward']:.3f}  serving v{self._version}"
                 f"  staleness {facts['staleness_mean']:.2f} (max {facts['staleness_max']})"
-                f"  {facts['tokens_per_s']:.0f} tok/s  fence {1e3 * facts['fence_s']:.1f} ms"
+                f"  {facts['tokens_per_s']:.0f} tok/s  trainer blocked {1e3 * self._blocked_s:.1f} ms{published}"
                 f"  rollout blocked {1e3 * self._sync.get('rollout_blocked_s', 0.0):.0f} ms"
             )
 
@@ -81,7 +84,8 @@ class RunDisplay:
     @hookimpl
     def version_aborted(self, version: int, facts: Mapping[str, Any]) -> None:
         """Say so at once."""
-        self._console.print(f"[yellow]version {version} aborted:[/yellow]", facts["error"], highlight=False, soft_wrap=True)
+        error = escape(str(facts["error"]))
+        self._console.print(f"[yellow]version {version} aborted:[/yellow] {error}", highlight=False, soft_wrap=True)
 
     @hookimpl
     def run_ended(self) -> None:
@@ -99,7 +103,7 @@ class RunDisplay:
         )
         table.add_row(
             f"overlap {last.get('overlap_share', 0.0):.0%}",
-            f"trainer blocked {1e3 * (last.get('fence_s', 0.0) + sync.get('trainer_publish_s', 0.0)):.1f} ms",
+            f"trainer blocked {1e3 * self._blocked_s:.1f} ms",
             f"rollout blocked {1e3 * sync.get('rollout_blocked_s', 0.0):.0f} ms",
             f"sync latency {1e3 * sync.get('latency_s', 0.0):.0f} ms",
         )
@@ -133,5 +137,5 @@ def print_summary(console: Console, summary: RunSummary, directory: str) -> None
         f"{1e3 * summary.blocking_way_s:.1f} ms; trainer blocked p50 is {share:.1%} of it",
     )
     table.add_row("wall time", f"{summary.wall_s:.1f} s")
-    table.add_row("files", directory)
+    table.add_row("files", escape(directory))
     console.print(table)

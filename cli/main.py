@@ -4,29 +4,53 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
+from typer.core import TyperGroup
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, EngineListing, WeightlaneError
 
 from .config import explain, load_config
 
+USAGE_ERROR = 2
+INTERRUPTED = 128 + signal.SIGINT
+TERMINATED = 128 + signal.SIGTERM
+
+
+class _Commands(TyperGroup):
+    """Ends with one line on standard error and an exit code for whatever a user can cause; typer does so for wrong usage."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that `ctx`, a click context, names."""
+        console = Console(stderr=True, soft_wrap=True, highlight=False)
+        try:
+            return super().invoke(ctx)
+        except WeightlaneError as error:
+            console.print("[bold red]error:[/bold red]", escape(str(error)))
+            raise typer.Exit(USAGE_ERROR) from error
+        except KeyboardInterrupt:
+            console.print("interrupted; everything this run started has ended")
+            raise typer.Exit(INTERRUPTED) from None
+        except asyncio.CancelledError:  # `run_training` is cancelled by SIGTERM only
+            console.print("terminated; everything this run started has ended")
+            raise typer.Exit(TERMINATED) from None
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="Carries freshly trained weights from trainers to rollout workers while both keep working.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-USAGE_ERROR = 2
-INTERRUPTED = 130
 
 ConfigArgument = Annotated[Path, typer.Argument(help="TOML file of the run.", show_default=False)]
 SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override one key; repeatable.")]
@@ -49,7 +73,7 @@ def engines(*, as_json: Annotated[bool, typer.Option("--json", help="Print JSON 
             ", ".join(facts["devices"]),
             ", ".join(facts["delivery"]),
             ", ".join(also),
-            "[green]yes[/green]" if row.unavailable is None else f"[red]no:[/red] {row.unavailable}",
+            "[green]yes[/green]" if row.unavailable is None else f"[red]no:[/red] {escape(row.unavailable)}",
         )
     Console().print(table)
 
@@ -73,7 +97,7 @@ def train(
     from .train import run_training  # noqa: PLC0415 - loads torch, Ray and transformers
 
     overrides = [*(override or []), *([f'ray.address="{address}"'] if address else [])]
-    asyncio.run(run_training(path, overrides, resume=resume, live=not plain and sys.stdout.isatty()))
+    asyncio.run(run_training(path.resolve(), overrides, resume=resume, live=not plain and sys.stdout.isatty()))
 
 
 def _plain(row: EngineListing) -> dict[str, Any]:
@@ -87,22 +111,5 @@ def _plain(row: EngineListing) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Entry point: typed errors become one line on standard error and exit code 2."""
-    code = _guarded(app)
-    sys.exit(code)
-
-
-def _guarded(command: Callable[..., Any]) -> int:
-    try:
-        return int(command(standalone_mode=False) or 0)
-    except WeightlaneError as error:
-        Console(stderr=True, soft_wrap=True, highlight=False).print(
-            "[bold red]error:[/bold red]", str(error), markup=True
-        )
-        return USAGE_ERROR
-    except KeyboardInterrupt:
-        Console(stderr=True).print("interrupted; everything this run started has ended")
-        return INTERRUPTED
-    except (typer.Exit, SystemExit) as done:
-        code = getattr(done, "exit_code", None)
-        return int(code if code is not None else getattr(done, "code", 0) or 0)
+    """Entry point of the ``weightlane`` command."""
+    app()

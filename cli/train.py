@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 import time
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from weightlane.ckpt_engines import ConfigError
 from weightlane.plugins import make_hooks
 from weightlane.rollout.ray_actor import RolloutReplica, start_replicas
 from weightlane.sync import Coordinator, Rendezvous
@@ -24,37 +26,40 @@ from weightlane.trainer.registry import training_engine_class
 from weightlane.trainer.rewards import Reward
 from weightlane.trainer.run_dir import RunDir
 from weightlane.trainer.summary import RunSummary
-from weightlane.trainer.tasks import load_splits
+from weightlane.trainer.tasks import Task, TaskStream, load_splits
 from weightlane.trainer.tokenizer import HfTokenizer
 
 from .cluster import RayCluster
-from .config import RunConfig, explain, load_config
+from .config import VERSIONS_DIR, RunConfig, explain, load_config
 from .display import RunDisplay, print_summary
 
 
 async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, live: bool) -> RunSummary:
-    """Run the configuration at `path`. Raises a typed error for whatever is wrong with it or goes wrong."""
+    """Run the configuration at the absolute `path`. Raises a typed error for whatever is wrong with it or goes wrong."""
     _cancel_on_sigterm()
     config = load_config(path, overrides)
     # Everything a user can get wrong is checked before a process is started or a file written.
     training_engine_class(config.trainer.engine)
     model = check_model_dir(config.model.path)
     train_tasks, heldout_tasks = load_splits(config.data)
-    reward = Reward(config.reward.function, [path.resolve().parent, Path.cwd()])
+    reward = Reward(config.reward.function, [path.parent, Path()])
     tokenizer = HfTokenizer(config.model.path)
+    rendezvous = Rendezvous.host(config.sync.host, config.sync.port)
     run_dir = RunDir(config.run.dir, resume=resume)
+    state = _saved_state(run_dir, config, train_tasks) if resume else None
     run_dir.write_text("config.toml", explain(config))
 
     console = Console()
     display = RunDisplay(console, config.loop.steps, live=live)
     metrics = run_dir.path / "metrics.jsonl"
     hooks = make_hooks([MetricsFile(metrics), display])
-    step = run_dir.latest_step() if resume else None
-    state = LoopState.from_plain(run_dir.loop_state(step)) if step is not None else None
     async with AsyncExitStack() as stack:
+        stack.callback(_point_to_logs, run_dir.path / "logs", display)
         stack.callback(display.stop)
         cluster = stack.enter_context(RayCluster(config, run_dir.path / "logs"))
-        trainers, replicas, coordinator = await _start(config, model, run_dir, state, cluster, display, stack)
+        _cancel_on_sigterm()  # again: Ray has set a handler of its own
+        stack.callback(shutil.rmtree, run_dir.path / VERSIONS_DIR, ignore_errors=True)
+        trainers, replicas, coordinator = await _start(config, model, run_dir, state, rendezvous, display, stack)
         await coordinator.connect()
 
         async def save(loop_state: LoopState) -> None:
@@ -94,11 +99,11 @@ async def _start(
     model: ModelInfo,
     run_dir: RunDir,
     state: LoopState | None,
-    cluster: RayCluster,
+    rendezvous: Rendezvous,
     display: RunDisplay,
     stack: AsyncExitStack,
 ) -> tuple[TrainerGroup, list[RolloutReplica], Coordinator]:
-    """Start trainer ranks and replicas side by side, and the rendezvous between them."""
+    """Start trainer ranks and replicas side by side, and connect them."""
     started = time.perf_counter()
     version = state.step if state else 0
     display.say(
@@ -106,18 +111,18 @@ async def _start(
         f" replica(s) x TP{config.rollout.tensor_parallel} (vLLM), weights by {config.checkpoint_engine.backend!r}"
         + (f", resuming at step {version}" if state else "")
     )
-    rendezvous = Rendezvous.host(cluster.host, config.sync.port)
     trainers = TrainerGroup.place(config.trainer, config.algorithm)
     stack.push_async_callback(trainers.close)
     trainer_state = run_dir.trainer_state(version) if state else None
     starting_trainers = asyncio.create_task(
-        trainers.start(model.path.resolve(), config.run.seed, cluster.host, trainer_state)
+        trainers.start(model.path.resolve(), config.run.seed, config.sync.host, trainer_state)
     )
     try:
         replicas = await start_replicas(config.rollout, model.path, initial_version=version)
-    finally:
-        if not starting_trainers.done():
-            await asyncio.wait([starting_trainers])
+    except BaseException:
+        starting_trainers.cancel()
+        await asyncio.gather(starting_trainers, return_exceptions=True)
+        raise
     for replica in replicas:
         stack.push_async_callback(replica.close)
     await starting_trainers
@@ -131,6 +136,27 @@ async def _start(
     )
     display.say(f"everything is up after {time.perf_counter() - started:.1f} s")
     return trainers, replicas, coordinator
+
+
+def _point_to_logs(logs: Path, display: RunDisplay) -> None:
+    """The cluster has kept them because the run failed."""
+    if logs.is_dir():
+        display.say(f"logs of the run's processes: {logs}")
+
+
+def _saved_state(run_dir: RunDir, config: RunConfig, train_tasks: Sequence[Task]) -> LoopState:
+    """Where the run stands; `ConfigError` when it is over, or was made with other tasks."""
+    step = run_dir.latest_step()
+    assert step is not None, "RunDir checked it"
+    state = LoopState.from_plain(run_dir.loop_state(step))
+    if state.step >= config.loop.steps:
+        raise ConfigError(
+            f"the run in {run_dir.path} has taken {state.step} of its {config.loop.steps} steps.",
+            part="resume",
+            hint="Raise loop.steps to go on.",
+        )
+    TaskStream(train_tasks, config.run.seed).restore(state.stream)
+    return state
 
 
 def _wire_dtype(config: RunConfig, model: ModelInfo) -> torch.dtype:

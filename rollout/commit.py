@@ -52,11 +52,12 @@ async def commit_version(replica: Replica, engine: Any, version: int, *, sound: 
     request = WeightTransferUpdateRequest(update_info={"version": version})
     began = loading = loaded = time.monotonic()
     in_flight = replica.clock.commit_begins(version)
-    touched = False
+    session = touched = False
     try:
         async with asyncio.timeout(replica.config.commit_timeout_s):
             # "keep" freezes requests where they are; clearing preempts them, so that they prefill anew after the resume.
             await engine.pause_generation(mode="keep", clear_cache=replica.config.kv_on_commit == "recompute")
+            session = True
             await engine.start_weight_update()
             loading = time.monotonic()
             touched = True
@@ -64,11 +65,16 @@ async def commit_version(replica: Replica, engine: Any, version: int, *, sound: 
             loaded = time.monotonic()
             await engine.finish_weight_update(weight_version=str(version))
             await engine.resume_generation()
+    except asyncio.CancelledError:
+        await _clean_up(engine, session=session, resume=False)
+        raise
     except Exception as cause:
         error, intact = _diagnose(replica, cause, version, touched=touched)
         serving = False
         if not isinstance(error, WorkerDiedError):
-            serving = await _clean_up(replica, engine, resume=intact and sound)
+            # The rank that raised has closed its session; it is still open in the others, and after a timeout in all.
+            closed = replica.config.tensor_parallel == 1 and not isinstance(cause, TimeoutError)
+            serving = await _clean_up(engine, session=session and not closed, resume=intact and sound)
         raise CommitFailure(error if serving else _distrusted(replica, error), serving=serving) from cause
     blocked_s = time.monotonic() - began
     gap_s = await replica.clock.commit_ends(version, _GAP_WAIT_S)
@@ -90,13 +96,15 @@ def _diagnose(replica: Replica, cause: Exception, version: int, *, touched: bool
     return failure.error, failure.intact or not touched
 
 
-async def _clean_up(replica: Replica, engine: Any, *, resume: bool) -> bool:
-    """End the failed session; with `resume` go on with the weights that are there. Returns whether the engine serves."""
+async def _clean_up(engine: Any, *, session: bool, resume: bool) -> bool:
+    """End a failed session that is still open, and with `resume` go on generating. Returns whether the engine serves.
+
+    vLLM runs calls in order, so this waits for a load that has outlived its deadline.
+    """
     try:
         async with asyncio.timeout(_CLEAN_UP_S):
-            if replica.config.tensor_parallel > 1:
-                # The session is still open in every rank but the one that raised, which therefore refuses.
-                with suppress(Exception):
+            if session:
+                with suppress(Exception):  # The rank that raised has none.
                     await engine.finish_weight_update()
             if resume:
                 await engine.resume_generation()

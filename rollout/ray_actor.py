@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -194,13 +194,18 @@ class RolloutReplica:
         with suppress(Exception):  # Ray was shut down before, and the actor with it.
             ray.kill(self._actor, no_restart=True)
 
-    async def _within(self, call: Awaitable[Any], seconds: float, what: str) -> Any:
-        from ray.exceptions import RayActorError  # noqa: PLC0415 - as above
+    async def _within(self, call: Any, seconds: float, what: str) -> Any:
+        import ray  # noqa: PLC0415 - as above
+        from ray.exceptions import RayActorError  # noqa: PLC0415
 
         try:
             async with asyncio.timeout(seconds + _GRACE_S if seconds < math.inf else None):
                 answer = await call
+        except asyncio.CancelledError:
+            ray.cancel(call)  # A commit that its caller gave up on must not take effect unnoticed.
+            raise
         except TimeoutError as cause:
+            ray.cancel(call)
             raise DeadlineExceededError(
                 f"{what} was not answered within {seconds + _GRACE_S:.0f} s.", part="rollout replica", peer=self.name
             ) from cause

@@ -11,6 +11,8 @@ import os
 import threading
 import time
 
+from .shared_memory import mapped_segments, unlink
+
 WATCH_ENV = "WEIGHTLANE_PARENT_WATCH"
 """Set by the rollout worker to its own process id; vLLM children inherit it. Without it nothing is watched."""
 
@@ -36,4 +38,5 @@ def _wait_for_orphanage(parent_pid: int) -> None:
     # A polled parent id, not PR_SET_PDEATHSIG: that signal fires when the starting *thread* ends, and not pidfd: macOS.
     while os.getppid() == parent_pid:
         time.sleep(POLL_S)
+    unlink(mapped_segments())
     os._exit(1)  # The engine may hang in a collective that lost its peer: no clean-up may run here.

@@ -24,7 +24,9 @@ from weightlane.ckpt_engines import (
 from .commit import CommitFailure, commit_version
 from .config import RolloutConfig
 from .environment import engine_arguments, prepare_environment
+from .janitor import Janitor
 from .records import CommitReport, Completion, RolloutStats
+from .shared_memory import segments_of_trees
 from .token_clock import TokenClock
 from .wire import failure_from_text
 
@@ -57,6 +59,7 @@ class RolloutWorker:
         self._requests = 0
         self._commits = 0
         self._blocked_s = 0.0
+        self._janitor: Janitor | None = None
 
     def subscriber_names(self) -> list[str]:
         """Under which names its ranks subscribe."""
@@ -250,15 +253,16 @@ class RolloutWorker:
         engine, self._engine = self._engine, None
         if engine is None:
             return
-        with suppress(
-            Exception
-        ):  # A dead or hung engine cannot leave its publisher; shutdown below ends its processes.
+        # A dead or hung engine cannot leave its publisher; the shutdown below ends its processes all the same.
+        with suppress(Exception):
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 await engine.abort(list(self._in_flight))
                 await engine.shutdown_weight_transfer_engine()
         if engine.output_handler is not None:
             engine.output_handler.cancel()  # It would take the processes' end for a crash, and log it as one.
         await asyncio.to_thread(engine.shutdown, timeout=_CLOSE_TIMEOUT_S)
+        if self._janitor is not None:
+            await asyncio.to_thread(self._janitor.close)
         del engine
         await asyncio.sleep(0)  # Lets the engine's cancelled tasks end and drop it.
         gc.collect()  # The engine is part of reference cycles; left to the interpreter's end its finalizer fails noisily.
@@ -286,6 +290,8 @@ class RolloutWorker:
         arguments = engine_arguments(self.config, self._model_dir, on_cpu=on_cpu)
         # Not returned: something in vLLM keeps this thread's frames, and with them the result, from being freed.
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        processes = self._engine.engine_core.resources.engine_manager.processes
+        self._janitor = Janitor(segments_of_trees(process.pid for process in processes))
 
     def _running(self) -> Any:
         if self._engine is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 
 class CheckpointEngineConfig(BaseModel):
@@ -40,6 +40,15 @@ class SyncConfig(BaseModel):
         description="Address on which the run's rendezvous store listens; loopback unless the run spans machines.",
     )
     port: int = Field(0, ge=0, le=65535, description="Port of the rendezvous store; 0 takes a free one.")
+
+    @field_validator("host")
+    @classmethod
+    def _one_address(cls, host: str) -> str:
+        if host in ("", "0.0.0.0", "::"):  # noqa: S104 - refused here
+            raise ValueError(
+                "must be one address of this machine that the other participants can reach, not a wildcard"
+            )
+        return host
 
     @property
     def bucket_bytes(self) -> int:

@@ -15,6 +15,7 @@ from weightlane.ckpt_engines import (
     CommitError,
     Deadline,
     DeadlineExceededError,
+    ProtocolError,
     SyncAbortedError,
     WeightlaneError,
     as_weightlane_error,
@@ -87,6 +88,9 @@ class Coordinator:
         self._config = config
         self._session = ""
         self._ready = False
+        self._committed = -1
+        self._newest = -1
+        """The newest version of this session: engines tell buckets apart by version, so none may come twice."""
         self._offers: dict[int, Offer] = {}
         """Offers of this session that came before `sync` asked for them: publishing does not wait for anybody."""
         self._closed = False
@@ -118,6 +122,7 @@ class Coordinator:
             self._abort(version, error)
             raise SyncAbortedError.because(version, error) from error
         replicas = await self._commit(version, staged, deadline)
+        self._committed = version
         self._post_all(Committed(session=self._session, version=version))
         return SyncReport(
             version=version,
@@ -149,6 +154,7 @@ class Coordinator:
         with self._turn:
             self._ready = False
             self._offers.clear()
+            self._newest = self._committed - 1  # a committed version may be sent again, an older one may not
             self._session = f"s-{secrets.token_hex(6)}"
             everyone = [*self._publishers, *self._subscribers]
             self._post_all(Reset(session=self._session))
@@ -170,6 +176,13 @@ class Coordinator:
         if not self._ready:
             self._connect(deadline)
         with self._turn:
+            if version <= self._newest:
+                raise ProtocolError(
+                    f"version {version} was to follow version {self._newest}.",
+                    part="coordinator",
+                    hint="Versions grow with every publication.",
+                )
+            self._newest = version
             if version not in self._offers:
                 self._collect(Offer, self._publishers[:1], version, deadline, f"to offer version {version}")
             offer = self._offers.pop(version)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from weightlane.ckpt_engines import ClosedError, Deadline, ManifestError
+from weightlane.ckpt_engines import ClosedError, ConfigError, Deadline, ManifestError
 from weightlane.ckpt_engines.process_group import BackendName, Group, open_process_group, translated
 
 from .manifest import Manifest
@@ -66,7 +66,13 @@ class ShardGather:
         group = None
         if len(names) > 1:
             store = rendezvous.store(f"gather-group/{session}")
-            backend = GROUP_BACKENDS[device.type]
+            backend = GROUP_BACKENDS.get(device.type)
+            if backend is None:
+                raise ConfigError(
+                    f"trainer ranks cannot hand each other {device.type} memory.",
+                    part=_PART,
+                    hint=f"Choose a checkpoint engine for one of: {', '.join(GROUP_BACKENDS)}.",
+                )
             group = open_process_group(
                 backend, store, rank, len(names), deadline, host=rendezvous.local_host, device=device
             )

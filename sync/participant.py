@@ -10,6 +10,7 @@ from typing import Any
 
 from weightlane.ckpt_engines import (
     ClosedError,
+    CommitError,
     Deadline,
     ProtocolError,
     SyncAbortedError,
@@ -45,9 +46,8 @@ class Participant(ABC):
         self._control = threading.Thread(target=self._follow, name=f"weightlane-control-{name}", daemon=True)
 
     def start(self) -> None:
-        """Start the control thread and say hello."""
+        """Start the control thread."""
         self._control.start()
-        self.rendezvous.post(COORDINATOR, Hello(name=self.name, session="", address={}))
 
     def close(self) -> None:
         """Close the transport and end the threads. Idempotent, never raises."""
@@ -134,10 +134,11 @@ class Participant(ABC):
             self.ready_session = self.session
             self._outcomes.notify()
         elif isinstance(message, Abort):
-            # The reason first: threads that the closing wakes up look for it.
-            self._outcomes.fail(
-                message.version, SyncAbortedError.because(message.version, error_from_wire(message.error))
-            )
+            reason = error_from_wire(message.error)
+            # A commit that failed half-way has left the new version in service somewhere, so it is not an abort.
+            failure = reason if isinstance(reason, CommitError) else SyncAbortedError.because(message.version, reason)
+            # The failure first: threads that the closing wakes up look for it.
+            self._outcomes.fail(message.version, failure)
             self._disconnect()
         elif isinstance(message, Committed):
             self._outcomes.succeed(message.version)

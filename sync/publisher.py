@@ -174,11 +174,11 @@ class Publisher(Participant):
             if part is not None:
                 part.close()
         self._sender = self._pipeline = self._gather = None
-        self._go.clear()
+        self._go = {}
 
     def _handle(self, message: Message) -> None:
         if isinstance(message, Go):
-            self._go[message.version] = message
+            self._go = {message.version: message}
             self._outcomes.notify()
 
     # -- publishing thread ----------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ class Publisher(Participant):
     def _agree(self, version: int, deadline: Deadline) -> Go:
         """Offer the version (rank 0 speaks for all ranks) until every receiver accepted it, over reconnections."""
         waiting_for = f"every receiver to accept version {version}"
-        while version not in self._go:
+        while (go := self._go.get(version)) is None:
             self._outcomes.wait_until(
                 lambda: bool(self.ready_session) or self._superseded(version), version, deadline, waiting_for, self.name
             )
@@ -223,7 +223,7 @@ class Publisher(Participant):
             self._outcomes.wait_until(answered, version, deadline, waiting_for, self.name)
             if version not in self._go and self._superseded(version):
                 raise SupersededError(f"version {version} was given up for a newer one.", part=self.name)
-        return self._go.pop(version)
+        return go
 
     def _answered(self, version: int, session: str) -> bool:
         return version in self._go or self.ready_session != session or self._superseded(version)

@@ -147,6 +147,10 @@ class StoreMailbox:
         """Wait for `key`; `DeadlineExceededError` when it does not appear in time."""
         try:
             self._store.wait([key], deadline.timedelta())
+        except dist.DistNetworkError as error:
+            raise ClosedError(
+                f"the rendezvous store is gone, and with it mailbox {self._scope}.", part="mailbox"
+            ) from error
         except dist.DistError as error:
             raise deadline.error(f"{key!r} in mailbox {self._scope}", part="mailbox") from error
         try:

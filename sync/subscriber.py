@@ -77,6 +77,8 @@ class Subscriber(Participant):
         self._sender = ""
         self._staging = torch.empty(0, dtype=torch.uint8)
         self._staged: Manifest | None = None
+        self._taken: int | None = None
+        """The version whose tensors somebody is loading: its memory must not be filled again until `release`."""
         self._staging_lock = threading.Lock()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._worker = threading.Thread(target=self._run, name=f"weightlane-stage-{name}", daemon=True)
@@ -90,6 +92,8 @@ class Subscriber(Participant):
         """
         with self._staging_lock:
             manifest = self._staged
+            if manifest is not None and manifest.version == version:
+                self._taken = version
         if manifest is None or manifest.version != version:
             failure = self._outcomes.failure(version)
             if failure is not None:
@@ -108,6 +112,8 @@ class Subscriber(Participant):
     def release(self, version: int) -> None:
         """Give the staging memory of `version` back; its tensors must not be used any more."""
         with self._staging_lock:
+            if self._taken == version:
+                self._taken = None
             if self._staged is not None and self._staged.version == version:
                 self._staged = None
 
@@ -153,6 +159,13 @@ class Subscriber(Participant):
         self._check_memory(manifest)
         if self._receiver is None:
             raise ClosedError("a version was offered on a closed connection.", part=self.name)
+        with self._staging_lock:
+            if self._taken is not None:
+                raise CommitError(
+                    f"version {self._taken} is still being loaded here.",
+                    part=self.name,
+                    hint="Its commit outlived its deadline; the next version will be taken once it has ended.",
+                )
         self._drop_staged()
         deadline = Deadline.after(message.deadline_s)
         self._jobs.put(_Job(manifest, self.session, self._receiver, self._sender, deadline))
@@ -164,7 +177,7 @@ class Subscriber(Participant):
             raise StagingMemoryError(
                 f"staging version {manifest.version} needs {needed / 2**20:.1f} MiB, {self._limit / 2**20:.1f} MiB are allowed.",
                 part=self.name,
-                hint="Raise rollout.staging_limit_mib, or give the rollout less KV cache.",
+                hint="Raise rollout.staging_limit_bytes, or give the rollout less KV cache.",
             )
 
     # -- staging thread -------------------------------------------------------------------------------------------------

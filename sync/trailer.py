@@ -33,7 +33,7 @@ def seal(framed: torch.Tensor, version: int, index: int) -> None:
 def verify(framed: torch.Tensor, version: int, index: int, *, peer: str) -> None:
     """Check a received bucket against its trailer and against what was expected; `CorruptBucketError` otherwise."""
     payload = framed[:-TRAILER_BYTES]
-    magic, *found = _FORMAT.unpack(framed[-TRAILER_BYTES:].cpu().numpy().tobytes())
+    magic, *found = _FORMAT.unpack(bytes(framed[-TRAILER_BYTES:].tolist()))
     what = f"bucket {index} of version {version}"
     hint = "The old version keeps serving; if this repeats, suspect the transport or the memory of this host."
     if magic != _MAGIC:

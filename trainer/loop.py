@@ -141,8 +141,7 @@ class AsyncLoop:
         raise _innermost(task.exception())
 
     async def _main(self) -> None:
-        for _ in range(self._config.blocking_syncs):
-            self._figures.blocking_way_s.append(await self._keeper.publish_blocking(self._step))
+        await self._keeper.publish_blocking(self._step)
         self._figures.accuracy_before = await self._evaluate()
         self._parts.hooks.run_started(facts={"step": self._step, "steps": self._config.steps})
         self._clock.restart()
@@ -179,6 +178,8 @@ class AsyncLoop:
             self._report_step(groups, report, waited)
             self._step = report.step
             self._feeder.trained(groups)
+            if len(self._figures.blocking_way_s) < self._config.blocking_syncs:
+                self._figures.blocking_way_s.append(await self._keeper.publish_blocking(self._step))
             if (
                 self._config.save_every
                 and self._step % self._config.save_every == 0

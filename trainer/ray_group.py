@@ -186,7 +186,7 @@ class TrainerGroup:
                 f"trainer rank {rank}{process} died.",
                 part="trainer group",
                 peer=publisher_name(rank),
-                hint="Ray's logs have the cause; go on with --resume.",
+                hint="Its log has the cause; --resume goes on from the last saved step.",
             ) from cause
         except RayTaskError as cause:
             raise as_weightlane_error(cause.cause, f"trainer rank {rank}") from cause

@@ -39,7 +39,7 @@ class RunSummary:
     """Mean greedy reward on held-out tasks before the first step; None when not measured."""
     accuracy_after: float | None
     versions_committed: int
-    """Versions that reached every replica while training went on; the blocking ones at the start are not counted."""
+    """Versions that reached every replica, the untrained first one included."""
     versions_aborted: int
     overlap_share: float
     """Share of the training's wall time in which a trainer and a rollout were busy at once."""
@@ -52,7 +52,7 @@ class RunSummary:
     latency_s: Quantiles
     """From the start of a sync until the last replica served the version."""
     blocking_way_s: float
-    """Median of the syncs at the start for which the trainer waited: snapshot, gather, send, load everywhere."""
+    """Median time of the first versions, for which the trainer waited: snapshot, gather, send, load everywhere; 0 if none."""
 
     def to_plain(self) -> dict[str, Any]:
         """As JSON."""

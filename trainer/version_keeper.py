@@ -68,12 +68,19 @@ class VersionKeeper:
         self.times = SyncTimes()
 
     async def publish_blocking(self, version: int) -> float:
-        """Publish `version` and wait until it serves everywhere; returns the seconds that took. Raises if it was aborted."""
+        """Publish `version` and wait until it serves everywhere; returns the seconds that took. Raises if it was aborted.
+
+        To be called between optimizer steps.
+        """
+        if self._task is not None:
+            await asyncio.wait([self._task])
+            self.raise_if_failed()
         started = time.perf_counter()
         await self._trainers.publish(version)
         report = await self._syncer.sync(version)
         seconds = time.perf_counter() - started
         self._served = version
+        self.times.committed.append(version)
         await self._on_commit(report)
         return seconds
 
@@ -85,6 +92,8 @@ class VersionKeeper:
         """
         self._offered = version
         self._start()
+        # When groups are waiting already, the loop would be in its next step before the new task had its first turn.
+        await asyncio.sleep(0)
         try:
             yield
         finally:

@@ -1,6 +1,6 @@
 """Makes the arithmetic demo's material: a tiny Qwen3 that half knows two-digit addition, its tokenizer and its tasks.
 
-    python examples/arithmetic/prepare.py --out runs/arithmetic --seed 0
+    python examples/arithmetic/prepare.py --out runs/arithmetic/task-0 --seed 0
 
 Writes ``OUT/model`` (a Hugging Face directory), ``OUT/train.jsonl`` and ``OUT/heldout.jsonl``. A task is a prompt such as
 ``12+34=`` with the answer ``640``: the sum as three digits, the last digit first, which is the order in which carries are

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -17,7 +17,11 @@ class ProbeExtension:
         """Every live parameter of this rank as dtype, shape and raw bytes."""
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
         return {
-            name: [str(tensor.dtype), list(tensor.shape), tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()]
+            name: [
+                str(tensor.dtype),
+                list(tensor.shape),
+                tensor.detach().contiguous().view(torch.uint8).numpy().tobytes(),
+            ]
             for name, tensor in model.named_parameters()
         }
 
@@ -40,6 +44,19 @@ class ProbeExtension:
                 return load(cut())
 
             model.load_weights = failing
+
+    def probe_slow_loading(self, seconds: float) -> None:
+        """From now on, let every load take at least so long; 0 ends that."""
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        model.__dict__.pop("load_weights", None)
+        if seconds:
+            load = model.load_weights
+
+            def slow(weights: Iterator[tuple[str, torch.Tensor]]) -> object:
+                time.sleep(seconds)
+                return load(weights)
+
+            model.load_weights = slow
 
     def probe_poison_staging(self) -> int:
         """Overwrite whatever staging memory this rank's subscriber has; returns its size in bytes."""

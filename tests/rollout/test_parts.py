@@ -9,15 +9,21 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from multiprocessing import resource_tracker, shared_memory
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from owned_processes import own_a_child
 from pydantic import ValidationError
 
+from weightlane import rollout
 from weightlane.ckpt_engines import CommitError, SyncAbortedError, WeightlaneError
 from weightlane.rollout import RolloutConfig
 from weightlane.rollout.agreement import RankGroup
+from weightlane.rollout.janitor import Janitor
+from weightlane.rollout.shared_memory import mapped_segments, segments_of_trees
 from weightlane.rollout.token_clock import TokenClock
 from weightlane.rollout.watchdog import WATCH_ENV, watch_parent
 from weightlane.rollout.wire import RemoteFailure, RemoteFailureError, failure_from_text
@@ -33,13 +39,11 @@ def test_importing_rollout_and_its_worker_needs_neither_vllm_nor_ray() -> None:
 
 
 def test_the_facade_offers_what_it_lists_and_nothing_else() -> None:
-    import weightlane.rollout as rollout
-
     for name in rollout.__all__:
         assert getattr(rollout, name).__name__ == name
     assert dir(rollout) == sorted(rollout.__all__)
     with pytest.raises(AttributeError, match="nothing_such"):
-        rollout.nothing_such
+        getattr(rollout, "nothing_such")  # noqa: B009 - what `from` does
 
 
 def test_every_config_field_says_what_it_means_and_unknown_ones_are_refused() -> None:
@@ -154,3 +158,22 @@ def test_an_engine_process_ends_when_the_process_that_started_it_is_killed() -> 
 def test_without_an_owner_nothing_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(WATCH_ENV, raising=False)
     assert not watch_parent()
+
+
+def test_the_janitor_removes_what_a_killed_owner_leaves_and_waits_until_then() -> None:
+    segment = shared_memory.SharedMemory(create=True, size=64)
+    path = Path("/dev/shm") / segment.name
+    try:
+        assert path in segments_of_trees([os.getpid()])
+        # Ours to remove, not the tracker's, which would complain.
+        resource_tracker.unregister(f"/{segment.name}", "shared_memory")
+        janitor = Janitor([path])
+        time.sleep(0.3)
+        assert path.exists()
+        janitor.close()
+        janitor.close()
+        assert not path.exists()
+        assert path not in mapped_segments()
+    finally:
+        segment.close()
+        path.unlink(missing_ok=True)

@@ -19,6 +19,7 @@ from tiny_models import greedy_tokens, is_greedy, make_llama
 
 from weightlane.ckpt_engines import ConfigError, WorkerDiedError
 from weightlane.rollout import Completion, RolloutConfig, RolloutReplica, start_replicas
+from weightlane.rollout.shared_memory import segments_of_trees
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow]
 
@@ -69,7 +70,7 @@ def test_a_replica_in_ray_takes_versions_in_flight_and_its_killed_actor_leaves_n
             await replica.connect(trainer.address, trainer.backend)
             await trainer.connect([replica])
             flying = asyncio.create_task(replica.generate("flying", [1, 2, 3], 400, greedy=True))
-            while (await replica.stats()).tokens < 20:
+            while (await replica.stats()).tokens < 20:  # noqa: ASYNC110 - nothing announces a count
                 await asyncio.sleep(0.01)
             report = await trainer.sync(models[1])
             assert report.replicas["rollout-0"].outcome == "committed"
@@ -98,12 +99,15 @@ async def kill_it(replica: RolloutReplica) -> None:
     assert replica.pid is not None
     children = descendants(replica.pid)
     assert len(children) >= 3, "an engine core and two ranks"
+    segments = segments_of_trees([replica.pid])
+    assert segments
     flying = asyncio.create_task(replica.generate("flying", [1, 2, 3], 400))
     await asyncio.sleep(0.1)
     os.kill(replica.pid, signal.SIGKILL)
     with pytest.raises(WorkerDiedError, match=rf"rollout-0 \(process {replica.pid}\) died"):
         await flying
     assert await asyncio.to_thread(gone_within, children, 15.0)
+    assert not [segment for segment in segments if segment.exists()]
 
 
 def test_a_model_that_cannot_be_loaded_is_a_config_error_and_leaves_no_actor(local_ray: None, tmp_path: Path) -> None:

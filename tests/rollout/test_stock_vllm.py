@@ -9,7 +9,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from publishing import OneRankTrainer
@@ -98,7 +98,7 @@ class Child:
                 return json.loads(line.removeprefix("SAY"))
         raise AssertionError(f"the child ended with {self.process.wait(30.0)}")
 
-    def __enter__(self) -> Child:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -17,6 +17,7 @@ from tiny_models import greedy_tokens, is_greedy, load_tensors, make_qwen3, samp
 
 from weightlane.ckpt_engines import CommitError, ConfigError, WeightlaneError, WorkerDiedError
 from weightlane.rollout import CommitReport, Completion, RolloutConfig, RolloutWorker
+from weightlane.rollout.shared_memory import segments_of_trees
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -62,6 +63,12 @@ class Setup:
         self.run(self.trainer.sync(self.models[model]))
         return self.trainer.version
 
+    async def tokens(self, count: int) -> None:
+        """Wait until so many more tokens were generated."""
+        wanted = self.worker.clock.tokens + count
+        while self.worker.clock.tokens < wanted:  # noqa: ASYNC110 - nothing announces a count
+            await asyncio.sleep(0.002)
+
     def greedy(self, prompt: list[int], count: int = 16) -> Completion:
         return self.run(self.worker.generate("r", prompt, count, greedy=True))
 
@@ -84,6 +91,7 @@ def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         made = Setup(runner, RecordingWorker("rollout-0", config, models[0]), models, world)
         try:
             runner.run(made.worker.start())
+            segments = segments_of_trees([os.getpid()])
             made.connect()
             yield made
             made.trainer.close()
@@ -91,6 +99,9 @@ def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             runner.run(made.worker.close())
             os.environ.clear()
             os.environ.update(environment)
+    # Also after the last test, which kills a rank.
+    assert segments
+    assert not [segment for segment in segments if segment.exists()]
 
 
 def test_parameters_equal_an_independent_mapping_bit_for_bit_even_after_staging_memory_was_overwritten(
@@ -124,9 +135,7 @@ def test_requests_in_flight_switch_models_exactly_where_their_version_stamps_say
     async def sync_meanwhile() -> list[Completion]:
         prompts = [[10 + index, 20, 30] for index in range(4)]
         tasks = [asyncio.create_task(setup.worker.generate("r", prompt, 400, greedy=True)) for prompt in prompts]
-        tokens = setup.worker.clock.tokens
-        while setup.worker.clock.tokens < tokens + 100:
-            await asyncio.sleep(0.002)
+        await setup.tokens(100)
         await setup.trainer.sync(setup.models[2])
         report = setup.worker.report
         assert report.in_flight == 4
@@ -159,9 +168,7 @@ def test_keep_spares_caches_in_flight_but_gives_new_requests_none_of_them(setup:
 
     async def sync_meanwhile() -> tuple[Completion, Completion]:
         long = asyncio.create_task(setup.worker.generate("long", prompt, 200, greedy=True))
-        tokens = setup.worker.clock.tokens
-        while setup.worker.clock.tokens < tokens + 40:
-            await asyncio.sleep(0.002)
+        await setup.tokens(40)
         await setup.trainer.sync(setup.models[2])
         new = await setup.worker.generate("new", prompt, 16, greedy=True)
         return await long, new
@@ -232,7 +239,7 @@ def test_a_load_that_fails_half_way_in_any_rank_stops_the_replica_until_a_whole_
         async def fail_meanwhile(rank: int = rank) -> None:
             flying = asyncio.create_task(setup.worker.generate("r", [1, 2], 900))
             await asyncio.sleep(0.1)
-            with pytest.raises(CommitError, match=f"rollout rank {rank}.*mixture.*on purpose"):
+            with pytest.raises(CommitError, match=rf"rollout rank {rank}.*mixture.*on purpose"):
                 await setup.trainer.sync(setup.models[2])
             with pytest.raises(CommitError, match="mixture"):
                 await flying
@@ -241,13 +248,47 @@ def test_a_load_that_fails_half_way_in_any_rank_stops_the_replica_until_a_whole_
         assert not setup.worker.stats().serving
         with pytest.raises(CommitError, match="serves again after the next commit"):
             setup.greedy([1, 2])
-        with pytest.raises(CommitError, match="earlier commit failed half-way|not staged"):
+        with pytest.raises(CommitError, match=r"earlier commit failed half-way|not staged"):
             setup.run(setup.worker.commit(777))
         assert not setup.worker.stats().serving
         setup.probe("probe_fail_loading", rank, 0)
         setup.serve(2)
         assert setup.worker.stats().serving
         assert setup.greedy([1, 2]).token_ids == greedy_tokens(setup.models[2], [1, 2], 16)
+
+
+@pytest.mark.parametrize("how", ["deadline", "cancelled"])
+def test_a_commit_that_is_given_up_while_loading_stops_the_replica_and_the_next_one_heals_it(
+    setup: Setup, how: str
+) -> None:
+    setup.serve(1)
+    patient = setup.worker.config
+    setup.probe("probe_slow_loading", 0.6)
+    if how == "deadline":
+        setup.worker.config = patient.model_copy(update={"commit_timeout_s": 0.3})
+        with pytest.raises(CommitError, match="not committed within"):
+            setup.run(setup.trainer.sync(setup.models[2]))
+    else:
+
+        async def cancel_meanwhile() -> None:
+            syncing = asyncio.create_task(setup.trainer.sync(setup.models[2]))
+            while not setup.worker._control.locked():  # noqa: ASYNC110 - the commit announces itself no other way
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)
+            syncing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await syncing
+
+        setup.run(cancel_meanwhile())
+    setup.worker.config = patient
+    assert not setup.worker.stats().serving
+    with pytest.raises(CommitError, match="serves again after the next commit"):
+        setup.greedy([1, 2])
+    setup.probe("probe_slow_loading", 0.0)
+    version = setup.serve(2)
+    completion = setup.greedy([1, 2])
+    assert completion.token_ids == greedy_tokens(setup.models[2], [1, 2], 16)
+    assert set(completion.versions) == {version}
 
 
 def test_a_killed_rank_ends_requests_and_commits_with_an_error_that_names_the_replica(setup: Setup) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+import transformers
+from safetensors.torch import load_file
 
 VOCAB = 320
 HIDDEN = 64
@@ -16,27 +18,25 @@ HEAD_DIM = 32
 INTERMEDIATE = 128
 
 
-def make_qwen3(path: Path, *, seed: int, tied: bool = False, dtype: torch.dtype = torch.float32, vocab: int = VOCAB) -> Path:
+def make_qwen3(
+    path: Path, *, seed: int, tied: bool = False, dtype: torch.dtype = torch.float32, vocab: int = VOCAB
+) -> Path:
     """A tiny Qwen3 whose weights depend on `seed` only."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(head_dim=HEAD_DIM, **_sizes(tied, vocab))
-    return _save(Qwen3ForCausalLM, config, path, seed, dtype)
+    config = transformers.Qwen3Config(head_dim=HEAD_DIM, **_sizes(tied, vocab))
+    return _save(transformers.Qwen3ForCausalLM, config, path, seed, dtype)
 
 
-def make_llama(path: Path, *, seed: int, tied: bool = False, dtype: torch.dtype = torch.float32, vocab: int = VOCAB) -> Path:
+def make_llama(
+    path: Path, *, seed: int, tied: bool = False, dtype: torch.dtype = torch.float32, vocab: int = VOCAB
+) -> Path:
     """A tiny Llama whose weights depend on `seed` only."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(head_dim=HEAD_DIM, **_sizes(tied, vocab))
-    return _save(LlamaForCausalLM, config, path, seed, dtype)
+    config = transformers.LlamaConfig(head_dim=HEAD_DIM, **_sizes(tied, vocab))
+    return _save(transformers.LlamaForCausalLM, config, path, seed, dtype)
 
 
 def make_qwen3_moe(path: Path, *, seed: int, dtype: torch.dtype = torch.float32, vocab: int = VOCAB) -> Path:
     """A tiny Qwen3 mixture of four experts per layer whose weights depend on `seed` only."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    config = Qwen3MoeConfig(
+    config = transformers.Qwen3MoeConfig(
         head_dim=HEAD_DIM,
         num_experts=4,
         num_experts_per_tok=2,
@@ -44,13 +44,11 @@ def make_qwen3_moe(path: Path, *, seed: int, dtype: torch.dtype = torch.float32,
         decoder_sparse_step=1,
         **_sizes(False, vocab),
     )
-    return _save(Qwen3MoeForCausalLM, config, path, seed, dtype)
+    return _save(transformers.Qwen3MoeForCausalLM, config, path, seed, dtype)
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint that is in one file, by its name on disk."""
-    from safetensors.torch import load_file
-
     tensors: dict[str, torch.Tensor] = load_file(path / "model.safetensors")
     return tensors
 
@@ -146,10 +144,8 @@ _loaded: dict[Path, torch.nn.Module] = {}
 
 
 def _model(path: Path) -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM
-
     if path not in _loaded:
-        _loaded[path] = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        _loaded[path] = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     return _loaded[path]
 
 

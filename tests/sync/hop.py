@@ -120,6 +120,16 @@ class Rollout:
         self._subscriber.release(version)
         return digest(self.live)
 
+    def take_only(self, version: int) -> None:
+        """Begin a load that does not end."""
+        self._taken = self._subscriber.take(version)
+
+    def taken_digest(self) -> dict[str, list[int]]:
+        return digest(self._taken)
+
+    def release(self, version: int) -> None:
+        self._subscriber.release(version)
+
     def live_digest(self) -> dict[str, list[int]]:
         return digest(self.live)
 

@@ -70,13 +70,14 @@ class Replica:
     def __init__(self, name: str, ranks: dict[str, Participant]) -> None:
         self.name = name
         self.ranks = ranks
-        self.digests: list[dict[str, list[int]]] = []
+        self.method = "commit"
 
     def subscriber_names(self) -> list[str]:
         return list(self.ranks)
 
     async def commit(self, version: int) -> CommitReport:
-        self.digests = [await asyncio.to_thread(rank.call, "commit", version) for rank in self.ranks.values()]
+        for rank in self.ranks.values():
+            await asyncio.to_thread(rank.call, self.method, version)
         return CommitReport(version, blocked_s=0.001)
 
 
@@ -227,7 +228,7 @@ def test_a_refused_manifest_aborts_on_every_side_and_the_old_version_serves_on(m
 def test_too_little_memory_for_staging_is_refused_in_words(make_run: Callable[..., Run]) -> None:
     run = make_run(rollout={"staging_limit_bytes": 4096})
     run.publish(1)
-    with pytest.raises(SyncAbortedError, match="needs 0.0 MiB") as caught:
+    with pytest.raises(SyncAbortedError, match=r"needs 0\.0 MiB") as caught:
         run.sync(1)
     assert isinstance(caught.value.reason, StagingMemoryError)
 
@@ -282,6 +283,44 @@ def test_a_trainer_that_stops_answering_is_named_at_the_deadline(make_run: Calla
     finally:
         os.kill(run.trainers[1].pid, signal.SIGCONT)
     assert run.live() == [expected(0)]
+
+
+def test_a_version_number_is_never_used_twice(make_run: Callable[..., Run]) -> None:
+    run = make_run("filesystem")
+    for version in (3, 4):
+        run.step(version)
+        run.publish(version)
+        run.sync(version)
+    for version in (4, 2):
+        run.publish(version)
+        with pytest.raises(SyncAbortedError, match=f"version {version} was to follow version"):
+            run.sync(version)
+    assert run.live() == [expected(4)]
+    run.step(5)
+    run.publish(5)
+    run.sync(5)
+    assert run.live() == [expected(5)]
+
+
+def test_staging_memory_is_not_filled_while_it_is_being_loaded(make_run: Callable[..., Run]) -> None:
+    run = make_run()
+    run.publish(1)
+    run.sync(1)
+    rank = run.participants()[-1]
+    run.step(2)
+    run.publish(2)
+    run.replicas[0].method = "take_only"
+    run.sync(2)
+    run.step(3)
+    run.publish(3)
+    with pytest.raises(SyncAbortedError, match="version 2 is still being loaded here"):
+        run.sync(3)
+    assert rank.call("taken_digest") == expected(2)
+    rank.call("release", 2)
+    run.replicas[0].method = "commit"
+    run.publish(4)
+    run.sync(4)
+    assert run.live() == [expected(3)]
 
 
 def test_news_of_a_death_aborts_a_sync_at_once(make_run: Callable[..., Run]) -> None:

@@ -1,0 +1,47 @@
+"""Removes the shared memory that vLLM's processes leave behind when they are killed.
+
+vLLM unlinks its segments when it is shut down, and Python's resource tracker those it knows of. A killed process does neither
+for the buffers between tensor-parallel ranks, and a tracker that is killed with its parent (Ray ends whole trees) for none.
+A segment without a name goes away with the last process that maps it, so unlinking is safe as soon as all have opened it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+_FOLDER = Path("/dev/shm")  # noqa: S108 - where Linux keeps POSIX shared memory, not a place for temporary files
+_PREFIXES = ("vllm_", "psm_", "sem.mp-")
+"""vLLM's own segments, and those and the semaphores of Python's ``multiprocessing`` that it uses."""
+
+
+def mapped_segments(pid: int | str = "self") -> set[Path]:
+    """The named segments of vLLM that process `pid` has mapped; empty where there is no ``/proc``, or no such process."""
+    found: set[Path] = set()
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            path = Path(line.partition("/")[1] + line.partition("/")[2])
+            if path.parent == _FOLDER and path.name.startswith(_PREFIXES) and not line.endswith(" (deleted)"):
+                found.add(path)
+    return found
+
+
+def segments_of_trees(roots: Iterable[int]) -> set[Path]:
+    """`mapped_segments` of the processes `roots` and all their descendants."""
+    found: set[Path] = set()
+    pending = list(roots)
+    while pending:
+        pid = pending.pop()
+        found |= mapped_segments(pid)
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):
+            with suppress(OSError):
+                pending += map(int, children.read_text().split())
+    return found
+
+
+def unlink(segments: Iterable[Path]) -> None:
+    """Remove the names that are still there."""
+    for segment in segments:
+        with suppress(OSError):
+            segment.unlink()

@@ -1,0 +1,18 @@
+"""Lends the end-to-end tests' tiny model and tasks to the tests of bad input."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
+
+from tiny_run import Material, make_material
+
+
+@pytest.fixture(scope="session")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
+    """A tiny model, its tokenizer and its tasks."""
+    return make_material(tmp_path_factory.mktemp("material"))

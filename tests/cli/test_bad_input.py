@@ -1,0 +1,164 @@
+"""What a user can get wrong about a run is found before anything is started, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import Material
+
+from weightlane.ckpt_engines import AddressInUseError, ConfigError, WeightlaneError
+
+
+class Trial:
+    """A run that must fail before it starts."""
+
+    def __init__(self, material: Material, folder: Path) -> None:
+        self.material = material
+        self.folder = folder
+        self.run_dir = folder / "run"
+        self.sections: dict[str, dict[str, Any]] = {}
+
+    def copy_of_model(self) -> Path:
+        """A model directory that the test may break."""
+        model = self.folder / "model"
+        shutil.copytree(self.material.model, model)
+        self.sections["model"] = {"path": str(model)}
+        return model
+
+    def fails(self, error: type[WeightlaneError], *said: str, resume: bool = False) -> None:
+        from weightlane.cli.train import run_training  # noqa: PLC0415 - loads torch, vLLM's neighbours and transformers
+
+        path = self.material.write_config(self.folder, self.run_dir, **self.sections)
+        before = self.run_dir.exists() and sorted(self.run_dir.rglob("*"))
+        with pytest.raises(error) as caught:
+            asyncio.run(run_training(path, [], resume=resume, live=False))
+        for text in said:
+            assert text in str(caught.value)
+        assert (self.run_dir.exists() and sorted(self.run_dir.rglob("*"))) == before
+
+
+@pytest.fixture
+def trial(material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trial:
+    from weightlane.cli import train  # noqa: PLC0415 - as above
+
+    def started(*arguments: object) -> None:
+        raise AssertionError("a process was started before everything had been checked")
+
+    monkeypatch.setattr(train, "RayCluster", started)
+    return Trial(material, tmp_path)
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    return lambda model: (model / name).unlink()
+
+
+def truncate(model: Path) -> None:
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def shrink_vocabulary(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
+
+
+@pytest.mark.parametrize(
+    ("break_it", "said"),
+    [
+        (remove("config.json"), ["has no config.json"]),
+        (remove("model.safetensors"), ["holds no weights"]),
+        (remove("tokenizer.json"), ["has no tokenizer"]),
+        (truncate, ["truncated or damaged"]),
+        (shrink_vocabulary, ["tokenizer and model disagree", "vocab_size is 100"]),
+        (shutil.rmtree, ["there is no model directory"]),
+    ],
+)
+def test_a_broken_model_directory_is_refused(trial: Trial, break_it: Callable[[Path], None], said: list[str]) -> None:
+    model = trial.copy_of_model()
+    break_it(model)
+    trial.fails(ConfigError, *said)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"prompt": "1+1=", "answer"', ["line 3", "not valid JSON"]),
+        ('["1+1=", "2"]', ["line 3", "expected a JSON object"]),
+        ('{"prompt": "1+1="}', ["line 3", "'answer' is missing"]),
+    ],
+)
+def test_a_malformed_task_is_refused_with_file_and_line(trial: Trial, line: str, said: list[str]) -> None:
+    train = trial.folder / "tasks.jsonl"
+    train.write_text("\n".join([*trial.material.train.read_text().splitlines()[:2], line]) + "\n")
+    trial.sections["data"] = {"train": str(train)}
+    trial.fails(ConfigError, str(train), *said)
+
+
+def test_missing_tasks_and_tasks_in_both_files_are_refused(trial: Trial) -> None:
+    trial.sections["data"] = {"train": str(trial.folder / "nowhere.jsonl")}
+    trial.fails(ConfigError, "there is no task file", "nowhere.jsonl")
+    trial.sections["data"] = {"train": str(trial.material.heldout)}
+    trial.fails(ConfigError, "held-out prompts", "are also in")
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("no_such_module:judge", ["could not be imported", "no_such_module"]),
+        ("rewards_of_test:nothing", ["has no 'nothing'"]),
+        ("rewards_of_test", ["'module:function'"]),
+        ("rewards_of_test:__doc__", ["not a function"]),
+    ],
+)
+def test_a_reward_function_that_cannot_be_found_is_refused(trial: Trial, function: str, said: list[str]) -> None:
+    trial.sections["reward"] = {"function": function}
+    trial.fails(ConfigError, *said)
+
+
+def test_an_unknown_training_engine_is_refused_with_the_known_ones(trial: Trial) -> None:
+    trial.sections["trainer"] = {"engine": "fsdp"}
+    trial.fails(ConfigError, "no training engine is called 'fsdp'", "Did you mean 'fsdp2'?")
+
+
+def test_a_used_run_directory_offers_to_resume(trial: Trial) -> None:
+    (trial.run_dir / "state").mkdir(parents=True)
+    (trial.run_dir / "state" / "latest.json").write_text('{"step": 2}')
+    (trial.run_dir / "metrics.jsonl").touch()
+    trial.fails(ConfigError, str(trial.run_dir), "already holds a run", "--resume", "--set run.dir=")
+
+
+def test_resuming_needs_a_run_that_is_not_over(trial: Trial) -> None:
+    trial.fails(ConfigError, "no saved state", "Leave --resume out", resume=True)
+    (trial.run_dir / "state" / "step-3").mkdir(parents=True)
+    (trial.run_dir / "state" / "latest.json").write_text('{"step": 3}')
+    loop = trial.run_dir / "state" / "step-3" / "loop.json"
+    stream = {"seed": 0, "tasks": 40, "epoch": 0, "position": 12}
+    loop.write_text(json.dumps({"step": 3, "stream": stream, "outstanding": []}))
+    trial.fails(ConfigError, "3 of its 3 steps", "Raise loop.steps", resume=True)
+    loop.write_text(json.dumps({"step": 2, "stream": stream | {"tasks": 7}, "outstanding": []}))
+    trial.fails(ConfigError, "tasks = 7, this one has 40", resume=True)
+    loop.write_text("{}")
+    trial.fails(ConfigError, "loop state is damaged", resume=True)
+    loop.write_text("{")
+    trial.fails(ConfigError, "loop.json is damaged", resume=True)
+
+
+def test_a_taken_port_is_refused(trial: Trial) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        trial.sections["sync"] = {"port": port}
+        trial.fails(AddressInUseError, str(port))
+
+
+def test_an_address_of_another_machine_is_refused(trial: Trial) -> None:
+    trial.sections["sync"] = {"host": "203.0.113.7"}
+    trial.fails(ConfigError, "203.0.113.7")

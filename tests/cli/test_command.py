@@ -1,0 +1,128 @@
+"""The command itself: what it prints, its exit codes, and that nothing a user types ends in a traceback."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from weightlane.ckpt_engines import StorageError
+from weightlane.cli import main as command
+from weightlane.cli.display import RunDisplay
+
+ENGINES = ["filesystem", "gloo", "hccl", "nccl", "shm"]
+EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic" / "arithmetic.toml"
+
+
+def run(arguments: Sequence[str]) -> Result:
+    return CliRunner().invoke(command.app, list(arguments), env={"COLUMNS": "160"})
+
+
+def test_help_lists_every_command_and_what_it_is_for() -> None:
+    result = run(["--help"])
+    assert result.exit_code == 0
+    for text in ("engines", "config", "train", "while both keep working"):
+        assert text in result.output
+    assert "--resume" in run(["train", "--help"]).output
+
+
+@pytest.mark.parametrize("arguments", [["train"], ["train", "x.toml", "--bogus"], ["nope"], ["engines", "extra"]])
+def test_wrong_usage_is_a_message_and_exit_code_2(arguments: list[str]) -> None:
+    result = run(arguments)
+    assert result.exit_code == 2
+    assert "Usage: " in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_engines_lists_every_engine_and_why_it_cannot_be_used() -> None:
+    result = run(["engines"])
+    assert result.exit_code == 0
+    for name in ENGINES:
+        assert name in result.output
+    assert "no: torch_npu is not installed" in " ".join(result.output.split())
+
+
+def test_engines_as_json_holds_capabilities_and_reasons() -> None:
+    result = run(["engines", "--json"])
+    rows = {row["name"]: row for row in json.loads(result.stdout)}
+    assert sorted(rows) == ENGINES
+    assert rows["shm"]["unavailable"] is None
+    assert rows["shm"]["capabilities"]["same_host_only"] is True
+    assert rows["shm"]["capabilities"]["devices"] == ["cpu"]
+    assert rows["filesystem"]["capabilities"]["delivery"] == ["store"]
+    assert rows["hccl"]["unavailable"] == "torch_npu is not installed"
+    assert all(row["distribution"].startswith("weightlane ") for row in rows.values())
+
+
+def test_config_prints_toml_with_overrides_applied() -> None:
+    result = run(["config", str(EXAMPLE), "--set", "loop.steps=7", "--set", "checkpoint_engine.backend=gloo"])
+    assert result.exit_code == 0
+    printed = tomllib.loads(result.stdout)
+    assert printed["loop"]["steps"] == 7
+    assert printed["checkpoint_engine"] == {"backend": "gloo", "options": {}}
+
+
+def test_a_typed_error_is_one_line_on_stderr_and_exit_code_2() -> None:
+    result = run(["config", str(EXAMPLE), "--set", "trainer.rank=3"])
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: configuration ")
+    # Square brackets are part of the message, not markup of the terminal.
+    assert "[trainer] knows: engine, ranks, " in line
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "said"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted; everything this run started has ended"),
+        (asyncio.CancelledError(), 143, "terminated; everything this run started has ended"),
+        (
+            StorageError("no room in [/tmp].", part="disk", hint="Free some."),
+            2,
+            "error: disk: no room in [/tmp]. Free some.",
+        ),
+    ],
+)
+def test_every_way_to_end_has_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch, raised: BaseException, code: int, said: str
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(command, "load_config", fail)
+    result = run(["config", "x.toml"])
+    assert (result.exit_code, result.stderr.strip()) == (code, said)
+
+
+def test_the_installed_command_ends_with_exit_code_2_and_the_message(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [Path(sys.executable).with_name("weightlane"), "train", tmp_path / "nowhere.toml"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "COLUMNS": "40"},
+    )
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == f"error: configuration: there is no configuration file {tmp_path / 'nowhere.toml'}.\n"
+
+
+def test_an_abort_with_brackets_in_its_reason_is_shown_as_it_is() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    display = RunDisplay(console, 10, live=False)
+    display.version_aborted(version=3, facts={"error": "cannot write [/tmp/x]: [Errno 28] no space"})
+    display.say("in [/tmp/y]")
+    assert isinstance(console.file, io.StringIO)
+    printed = console.file.getvalue()
+    assert printed == "version 3 aborted: cannot write [/tmp/x]: [Errno 28] no space\nin [/tmp/y]\n"

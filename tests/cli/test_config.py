@@ -1,0 +1,204 @@
+"""The configuration: whatever is wrong with it is named by its path, and what it resolves to can be read back."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from weightlane.ckpt_engines import ConfigError, EngineUnavailableError, UnknownEngineError, WeightlaneError
+from weightlane.cli.config import RunConfig, explain, load_config
+
+MINIMAL = """
+[run]
+dir = "runs/new"
+[model]
+path = "model"
+[data]
+train = "train.jsonl"
+heldout = "heldout.jsonl"
+[reward]
+function = "reward:exact_match"
+"""
+
+
+@pytest.fixture
+def minimal(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(MINIMAL)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("override", "error", "said"),
+    [
+        ("checkpoint_engine.backend=glo", UnknownEngineError, ["'glo'", "Did you mean 'gloo'?", "filesystem, gloo"]),
+        (
+            "checkpoint_engine.backend=hccl",
+            EngineUnavailableError,
+            ["hccl cannot run here: torch_npu is not installed"],
+        ),
+        ("checkpoint_engine.backend=3", ConfigError, ["checkpoint_engine.backend", "string", "3"]),
+        ("checkpoint_engine.options.slot_mb=1", ConfigError, ["checkpoint_engine.options.slot_mb", "Options of shm"]),
+        (
+            "trainer.rank=2",
+            ConfigError,
+            ["trainer.rank: no such key", "Did you mean trainer.ranks?", "[trainer] knows"],
+        ),
+        ("trainr.ranks=2", ConfigError, ["trainr: no such key", "Did you mean trainer?", "The file knows: run, model"]),
+        ("trainer.ranks=two", ConfigError, ["trainer.ranks", "integer", "'two'"]),
+        ("trainer.ranks=0", ConfigError, ["trainer.ranks", "greater than or equal to 1", "0"]),
+        ("trainer.device=tpu", ConfigError, ["trainer.device", "'auto', 'cpu' or 'cuda'", "'tpu'"]),
+        ("trainer.betas=[0.9, 1.5]", ConfigError, ["trainer", "betas must lie in [0, 1)"]),
+        ("loop.steps=2.5", ConfigError, ["loop.steps", "integer", "2.5"]),
+        ("run=3", ConfigError, ["run: a section with dir, seed is expected (got 3)"]),
+        ("rollout.concurrency=4", ConfigError, ["rollout.concurrency (4)", "algorithm.group_size (8)"]),
+        ("rollout.max_model_len=256", ConfigError, ["rollout.max_model_len (256)", "algorithm.max_new_tokens (256)"]),
+        ("trainer.ranks", ConfigError, ["--set 'trainer.ranks'", "a.b=value"]),
+        ("=3", ConfigError, ["--set '=3'", "a.b=value"]),
+        ("trainer..ranks=3", ConfigError, ["a.b=value"]),
+        ("run.dir.deep=3", ConfigError, ["dir is a value, not a section"]),
+    ],
+)
+def test_a_bad_value_is_named_with_what_would_be_right(
+    minimal: Path, override: str, error: type[WeightlaneError], said: list[str]
+) -> None:
+    with pytest.raises(error) as caught:
+        load_config(minimal, [override])
+    for part in said:
+        assert part in str(caught.value)
+
+
+def test_an_engine_that_cannot_run_here_says_why_and_names_those_that_can(minimal: Path) -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("nccl can run here")
+    with pytest.raises(EngineUnavailableError, match=r"nccl cannot run here: no CUDA device.*filesystem, gloo, shm"):
+        load_config(minimal, ["checkpoint_engine.backend=nccl"])
+
+
+def test_several_bad_keys_are_all_named(minimal: Path) -> None:
+    with pytest.raises(ConfigError, match=r"loop\.step: no such key.*rollout\.dtype"):
+        load_config(minimal, ["loop.step=3", "rollout.dtype=int8"])
+
+
+def test_a_missing_section_or_key_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(MINIMAL.replace('heldout = "heldout.jsonl"', "").replace("[model]\npath", "[run.model]\npath"))
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert "model: missing." in str(caught.value)
+    assert "data.heldout: missing." in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"[run]\ndir = 'a\n", "is not valid TOML: Expected .*end of document"),
+        (b"[run]\n[run]\n", "is not valid TOML: .*line 2"),
+        (b"\xff\xfe", "cannot be read"),
+    ],
+)
+def test_a_file_that_is_no_toml_is_named_with_the_line(tmp_path: Path, content: bytes, said: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=said) as caught:
+        load_config(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_file_and_a_directory_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no configuration file .*nowhere\.toml"):
+        load_config(tmp_path / "nowhere.toml")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path)
+
+
+def test_overrides_take_toml_values_and_bare_words(minimal: Path) -> None:
+    config = load_config(
+        minimal,
+        [
+            "trainer.betas=[0.8, 0.95]",
+            "rollout.enforce_eager=false",
+            "loop.steps=7",
+            "run.dir=a b",
+            'ray.address="auto"',
+        ],
+    )
+    assert config.trainer.betas == (0.8, 0.95)
+    assert config.rollout.enforce_eager is False
+    assert (config.loop.steps, config.run.dir, config.ray.address) == (7, Path("a b"), "auto")
+
+
+def test_an_engine_that_needs_a_directory_gets_one_in_the_run_directory_unless_it_is_given_one(minimal: Path) -> None:
+    chosen = load_config(minimal, ["checkpoint_engine.backend=filesystem"])
+    assert chosen.checkpoint_engine.options == {"path": str(Path("runs/new/versions").resolve())}
+    given_one = load_config(
+        minimal, ["checkpoint_engine.backend=filesystem", "checkpoint_engine.options.path=/somewhere"]
+    )
+    assert given_one.checkpoint_engine.options == {"path": "/somewhere"}
+    assert load_config(minimal).checkpoint_engine.options == {}
+
+
+def read_back(config: RunConfig, path: Path) -> RunConfig:
+    path.write_text(explain(config))
+    return load_config(path)
+
+
+def test_the_printed_configuration_shows_every_key_with_its_meaning_and_default(minimal: Path) -> None:
+    config = load_config(minimal)
+    lines = explain(config).splitlines()
+    for section, name, description, default in described(config):
+        index = next(i for i, line in enumerate(lines) if line.startswith(f"# {description} ("))
+        if default is PydanticUndefined:
+            assert lines[index].endswith("(required)"), f"{section}.{name}"
+        else:
+            assert lines[index].startswith(f"# {description} (default: "), f"{section}.{name}"
+        assert lines[index + 1].removeprefix("# ").startswith((f"{name} = ", f"{name} is not set"))
+
+
+def described(config: RunConfig) -> Iterator[tuple[str, str, str, object]]:
+    for section, value in config:
+        assert isinstance(value, BaseModel)
+        for name, field in type(value).model_fields.items():
+            assert field.description, f"{section}.{name} has no meaning"
+            yield section, name, field.description, field.get_default(call_default_factory=True)
+
+
+def test_the_printed_configuration_reads_back_the_same(minimal: Path, tmp_path: Path) -> None:
+    config = load_config(
+        minimal,
+        [
+            "checkpoint_engine.backend=filesystem",
+            "rollout.kv_cache_memory_bytes=1048576",
+            "rollout.extra_engine_args.seed=3",
+            "rollout.extra_engine_args.nested={a = [1, 2], b = true}",
+            "trainer.learning_rate=1e-9",
+        ],
+    )
+    assert read_back(config, tmp_path / "again.toml") == config
+    assert read_back(load_config(minimal), tmp_path / "again.toml") == load_config(minimal)
+
+
+@given(
+    text=st.text(st.characters(codec="utf-8", exclude_characters="\r"), min_size=1, max_size=20),
+    rate=st.floats(min_value=0, exclude_min=True),
+)
+def test_any_string_and_number_reads_back_the_same(
+    text: str, rate: float, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    plain = {
+        **tomllib.loads(MINIMAL),
+        "trainer": {"learning_rate": rate},
+        "reward": {"function": text},
+        "rollout": {"extra_engine_args": {text: [text, rate]}},
+    }
+    config = RunConfig.model_validate(plain)
+    assert read_back(config, tmp_path_factory.getbasetemp() / "any.toml") == config

@@ -1,0 +1,178 @@
+"""A `weightlane train` process under test, everything it starts, and what it must not leave behind."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+MARKER = "WEIGHTLANE_TEST_RUN"
+START_S = 150.0
+"""Most seconds until a run trains; a busy machine with two cores needs many of them."""
+END_S = 60.0
+"""Most seconds until everything of a run has ended once something went wrong."""
+_SEGMENT = re.compile(r"(/dev/shm/\S+?)(?: \(deleted\))?$")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+    """From the last signal or start to the end."""
+
+
+class RunProcess:
+    """Starts the command in a session of its own, as a terminal does, and knows its processes by a marker they inherit."""
+
+    def __init__(self, arguments: Sequence[str], logs: Path) -> None:
+        self._marker = uuid.uuid4().hex
+        self._logs = logs
+        logs.mkdir(parents=True, exist_ok=True)
+        # Ray's sockets lie in the temporary directory, so its path must be short; what is in it at the end was left behind.
+        self.temporary = Path(tempfile.mkdtemp(prefix="wl-", dir="/tmp"))
+        self._home = logs / "home"
+        self._home.mkdir(exist_ok=True)
+        self._segments: set[Path] = set()
+        self._since = time.monotonic()
+        # torch keeps compiled code in the temporary directory; runs of all tests share one cache.
+        user = getpass.getuser()
+        caches = Path(tempfile.gettempdir()) / f"torchinductor_{user}"
+        caches.mkdir(exist_ok=True)
+        (self.temporary / f"torchinductor_{user}").symlink_to(caches)
+        env = {
+            **os.environ,
+            MARKER: self._marker,
+            "HOME": str(self._home),
+            "TMPDIR": str(self.temporary),
+            # Processes that set their title would overwrite the environment that /proc shows, and the marker in it.
+            "SPT_NOENV": "1",
+            "COLUMNS": "200",
+        }
+        with (logs / "out").open("wb") as out, (logs / "err").open("wb") as err:
+            self._process = subprocess.Popen(
+                [str(Path(sys.executable).with_name("weightlane")), *arguments],
+                env=env,
+                stdout=out,
+                stderr=err,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    @property
+    def out(self) -> str:
+        return (self._logs / "out").read_text()
+
+    @property
+    def err(self) -> str:
+        return (self._logs / "err").read_text()
+
+    def processes(self) -> list[psutil.Process]:
+        """Every living process of the run."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARKER) == self._marker:
+                    found.append(process)
+        return found
+
+    def named(self, title: str) -> list[psutil.Process]:
+        """The run's processes whose title or command line contains `title`."""
+        return [process for process in self.processes() if title in _title(process)]
+
+    def note_segments(self) -> None:
+        """Remember the shared memory that processes of the run have mapped now."""
+        for process in self.processes():
+            with contextlib.suppress(OSError):
+                for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+                    if match := _SEGMENT.search(line):
+                        self._segments.add(Path(match[1]))
+
+    def wait_until(self, reached: Callable[[], bool], what: str, timeout_s: float = START_S) -> None:
+        """Poll until `reached()`; fails at once when the run ends before."""
+        end = time.monotonic() + timeout_s
+        while not reached():
+            code = self._process.poll()
+            assert code is None or reached(), f"ended with {code} before {what}:\n{self.out}\n{self.err}"
+            assert time.monotonic() < end, f"no {what} after {timeout_s} s:\n{self.out}\n{self.err}"
+            time.sleep(0.1)
+
+    def wait_for(self, text: str, timeout_s: float = START_S) -> None:
+        """Wait until the run has printed `text`."""
+        self.wait_until(lambda: text in self.out, f"{text!r}", timeout_s)
+
+    def kill(self, title: str) -> int:
+        """SIGKILL the run's only process called `title`; returns its id."""
+        victims = self.named(title)
+        assert len(victims) == 1, [_title(process) for process in self.processes()]
+        self.kill_process(victims[0].pid)
+        return victims[0].pid
+
+    def kill_process(self, pid: int) -> None:
+        """SIGKILL one process of the run."""
+        self.note_segments()
+        self._since = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+
+    def interrupt(self, number: signal.Signals, *, whole_group: bool = False) -> None:
+        """Send a signal to the command, or, as a terminal does, to its whole process group."""
+        self.note_segments()
+        self._since = time.monotonic()
+        (os.killpg if whole_group else os.kill)(self._process.pid, number)
+
+    def end(self, timeout_s: float = END_S) -> Ended:
+        """Wait for the end, and check that nothing of the run is left."""
+        try:
+            code = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            tree = [f"{process.pid} {_title(process)}" for process in self.processes()]
+            raise AssertionError(f"not over after {timeout_s} s:\n{self.out}\n{self.err}\n{tree}") from None
+        ended = Ended(code, self.out, self.err, time.monotonic() - self._since)
+        self._check_nothing_left()
+        assert "Traceback" not in ended.out + ended.err, ended.err
+        return ended
+
+    def _check_nothing_left(self) -> None:
+        grace = time.monotonic() + 5.0  # vLLM's children look for their parent twice a second
+        while (left := self.processes()) and time.monotonic() < grace:
+            time.sleep(0.1)
+        assert not left, f"still running: {[f'{process.pid} {_title(process)}' for process in left]}"
+        segments = [str(path) for path in self._segments if path.exists()]
+        assert not segments, f"left in shared memory: {segments}"
+        files = sorted(path.name for path in self.temporary.iterdir() if not path.name.startswith("torchinductor_"))
+        assert not files, f"left in the temporary directory: {files[:20]}"
+
+    def reap(self) -> None:
+        """Kill whatever is left, whether or not the test passed."""
+        for _ in range(3):
+            for process in self.processes():
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            time.sleep(0.05)
+        self._process.kill()
+        self._process.wait(10)
+        shutil.rmtree(self.temporary, ignore_errors=True)
+        for segment in self._segments:
+            segment.unlink(missing_ok=True)
+
+
+def _title(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return " ".join(process.cmdline()) or process.name()
+    return "?"

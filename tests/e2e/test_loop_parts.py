@@ -1,0 +1,397 @@
+"""The loop's own rules, each on its own: staleness, overlap, what is published when, and the run's directory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightlane.ckpt_engines import ConfigError, StorageError, SyncAbortedError
+from weightlane.sync import SyncReport
+from weightlane.trainer.batch import TrainBatch
+from weightlane.trainer.observers import MetricsFile
+from weightlane.trainer.overlap import OverlapClock
+from weightlane.trainer.protocols import StepReport
+from weightlane.trainer.run_dir import RunDir
+from weightlane.trainer.staleness import StalenessBudget
+from weightlane.trainer.summary import Quantiles
+from weightlane.trainer.version_keeper import VersionKeeper
+
+# -- staleness ----------------------------------------------------------------------------------------------------------
+
+
+@given(
+    max_staleness=st.integers(0, 4),
+    groups_per_step=st.integers(1, 5),
+    first_version=st.integers(0, 3),
+    syncs=st.lists(st.booleans(), min_size=1, max_size=40),
+)
+def test_no_group_the_budget_admits_is_too_stale_and_the_trainer_never_starves(
+    max_staleness: int, groups_per_step: int, first_version: int, syncs: list[bool]
+) -> None:
+    """Groups are trained in the order in which they were admitted, and a sync may or may not end before the next step."""
+    budget = StalenessBudget(max_staleness, groups_per_step, first_version)
+    waiting: list[int] = []
+    step = first_version
+    for synced in syncs:
+        while budget.room > 0:
+            budget.admit()
+            waiting.append(budget.committed)
+        if len(waiting) >= groups_per_step:
+            batch, waiting = waiting[:groups_per_step], waiting[groups_per_step:]
+            assert not any(budget.is_too_stale(step, version) for version in batch)
+            step += 1
+        else:
+            assert budget.committed < step, "only a sync that is behind may keep the trainer waiting"
+        assert step - budget.committed <= max_staleness + 1
+        if synced:
+            budget.committed = step
+
+
+def test_at_zero_staleness_a_step_of_groups_waits_for_the_step_before() -> None:
+    budget = StalenessBudget(0, 2)
+    assert budget.room == 2
+    budget.admit()
+    budget.admit()
+    assert budget.room == 0
+    budget.committed = 1
+    assert budget.room == 2
+    assert budget.is_too_stale(2, 1)
+    assert not budget.is_too_stale(1, 1)
+
+
+def test_a_group_that_is_given_back_makes_room_for_another() -> None:
+    budget = StalenessBudget(0, 1)
+    budget.admit()
+    budget.give_back()
+    assert budget.room == 1
+
+
+# -- overlap ------------------------------------------------------------------------------------------------------------
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_only_time_in_which_two_activities_are_busy_counts_as_overlap() -> None:
+    now = FakeClock()
+    clock = OverlapClock(now)
+    now.now_s += 1.0  # nothing: 1 s
+    with clock.busy("generation"):
+        now.now_s += 2.0  # generation alone: 2 s
+        with clock.busy("generation"), clock.busy("training"):
+            now.now_s += 4.0  # both: 4 s
+        now.now_s += 1.0  # generation alone again
+    assert clock.wall_s() == 8.0
+    assert clock.share_together() == 4.0 / 8.0
+    assert (clock.seconds("generation"), clock.seconds("training")) == (7.0, 4.0)
+
+
+def test_a_restarted_clock_forgets_the_past_but_not_who_is_busy() -> None:
+    now = FakeClock()
+    clock = OverlapClock(now)
+    assert clock.share_together() == 0.0
+    with clock.busy("generation"):
+        now.now_s += 5.0
+        clock.restart()
+        with clock.busy("training"):
+            now.now_s += 3.0
+    assert clock.share_together() == 1.0
+    assert clock.seconds("generation") == 3.0
+
+
+def test_an_activity_that_fails_is_not_busy_any_more() -> None:
+    now = FakeClock()
+    clock = OverlapClock(now)
+    with pytest.raises(RuntimeError), clock.busy("training"):
+        raise RuntimeError
+    with clock.busy("generation"):
+        now.now_s += 1.0
+    assert clock.share_together() == 0.0
+
+
+# -- publishing ---------------------------------------------------------------------------------------------------------
+
+
+class Trainers:
+    """Notes what is published; `weightlane.trainer.protocols.Trainers` without processes."""
+
+    def __init__(self) -> None:
+        self.published: list[int] = []
+
+    async def train_step(self, batch: TrainBatch) -> StepReport:
+        raise NotImplementedError
+
+    async def publish(self, version: int) -> float:
+        self.published.append(version)
+        return 0.25
+
+    async def save(self, directory: Path) -> None:
+        raise NotImplementedError
+
+    async def watch(self) -> NoReturn:
+        raise NotImplementedError
+
+
+class Syncer:
+    """Ends syncs when the test says so, and how it says."""
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Queue[tuple[int, asyncio.Future[None]]]()
+
+    async def sync(self, version: int) -> SyncReport:
+        end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.begun.put_nowait((version, end))
+        await end
+        return SyncReport(version, 1.0, 0, {})
+
+
+class Kept:
+    """A keeper with its surroundings."""
+
+    def __init__(self, max_failures: int = 0) -> None:
+        self.trainers, self.syncer = Trainers(), Syncer()
+        self.commits: list[int] = []
+        self.aborts: list[int] = []
+        self.keeper = VersionKeeper(
+            self.trainers,
+            self.syncer,
+            on_commit=self._committed,
+            on_abort=lambda version, error: self.aborts.append(version),
+            max_failures=max_failures,
+        )
+
+    async def _committed(self, report: SyncReport) -> None:
+        self.commits.append(report.version)
+
+    async def begun(self) -> tuple[int, asyncio.Future[None]]:
+        """The next sync that begins, and what ends it."""
+        return await asyncio.wait_for(self.syncer.begun.get(), 5.0)
+
+
+def aborted(version: int) -> SyncAbortedError:
+    return SyncAbortedError.because(version, StorageError("the disk is full.", part="disk"))
+
+
+def in_loop(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(20.0):
+            await scenario()
+
+    asyncio.run(bounded())
+
+
+def test_versions_finished_during_a_sync_are_skipped_for_the_newest() -> None:
+    async def scenario() -> None:
+        kept = Kept()
+        async with kept.keeper.between_steps(1):
+            version, end_of_1 = await kept.begun()
+        assert version == 1
+        for step in (2, 3):  # the trainer goes on; a sync under way is not waited for
+            async with kept.keeper.between_steps(step):
+                await asyncio.sleep(0)
+        assert kept.trainers.published == [1]
+        async with kept.keeper.between_steps(4):
+            end_of_1.set_result(None)
+            version, end_of_4 = await kept.begun()
+            end_of_4.set_result(None)
+        await kept.keeper.drain(4)
+        assert (kept.trainers.published, kept.commits) == ([1, 4], [1, 4])
+        assert kept.keeper.times.committed == [1, 4]
+
+    in_loop(scenario)
+
+
+def test_nothing_is_published_while_a_step_may_be_changing_the_parameters() -> None:
+    async def scenario() -> None:
+        kept = Kept()
+        async with kept.keeper.between_steps(1):
+            _, end = await kept.begun()
+        end.set_result(None)  # the sync ends while the trainer is inside step 2
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert (kept.commits, kept.trainers.published) == ([1], [1])
+        async with kept.keeper.between_steps(2):
+            version, end = await kept.begun()
+            end.set_result(None)
+        assert version == 2
+        await kept.keeper.drain(2)
+        assert kept.commits == [1, 2]
+
+    in_loop(scenario)
+
+
+def test_an_aborted_version_is_offered_again_and_a_commit_clears_the_count_of_failures() -> None:
+    async def scenario() -> None:
+        kept = Kept(max_failures=1)
+        for version in (1, 2):
+            async with kept.keeper.between_steps(version):
+                for ends_well in (False, True):
+                    begun, end = await kept.begun()
+                    assert begun == version
+                    if ends_well:
+                        end.set_result(None)
+                    else:
+                        end.set_exception(aborted(version))
+            await kept.keeper.drain(version)
+        assert (kept.commits, kept.aborts, kept.trainers.published) == ([1, 2], [1, 2], [1, 1, 2, 2])
+
+    in_loop(scenario)
+
+
+def test_one_abort_in_a_row_too_many_ends_the_run_at_the_next_step() -> None:
+    async def scenario() -> None:
+        kept = Kept(max_failures=1)
+
+        async def step() -> None:
+            async with kept.keeper.between_steps(1):
+                for _ in range(2):
+                    _, end = await kept.begun()
+                    end.set_exception(aborted(1))
+                await asyncio.sleep(0.05)
+
+        with pytest.raises(SyncAbortedError, match="the disk is full"):
+            await step()
+        assert (kept.commits, kept.aborts) == ([], [1, 1])
+        with pytest.raises(SyncAbortedError):
+            kept.keeper.raise_if_failed()
+
+    in_loop(scenario)
+
+
+def test_draining_retries_the_last_version_until_it_serves_or_the_limit_is_reached() -> None:
+    async def scenario(max_failures: int) -> list[int]:
+        kept = Kept(max_failures)
+        drain = asyncio.create_task(kept.keeper.drain(7))
+        _, end = await kept.begun()
+        end.set_exception(aborted(7))
+        if max_failures:
+            _, end = await kept.begun()
+            end.set_result(None)
+            await drain
+        else:
+            with pytest.raises(SyncAbortedError, match="the disk is full"):
+                await drain
+        return kept.commits
+
+    assert asyncio.run(asyncio.wait_for(scenario(1), 20.0)) == [7]
+    assert asyncio.run(asyncio.wait_for(scenario(0), 20.0)) == []
+
+
+def test_the_trainer_is_blocked_for_publish_plus_the_first_fence_after_it() -> None:
+    async def scenario() -> None:
+        kept = Kept()
+        kept.keeper.note_fence(9.0)  # before anything was published
+        async with kept.keeper.between_steps(1):
+            _, end = await kept.begun()
+        kept.keeper.note_fence(0.5)
+        kept.keeper.note_fence(0.0)  # a step later the snapshot is long done
+        end.set_result(None)
+        await kept.keeper.drain(1)
+        assert kept.keeper.times.trainer_blocked_s() == [0.75]
+
+    in_loop(scenario)
+
+
+def test_the_blocking_way_waits_for_the_commit_and_passes_an_abort_on() -> None:
+    async def scenario() -> None:
+        kept = Kept(max_failures=5)
+        publishing = asyncio.create_task(kept.keeper.publish_blocking(3))
+        _, end = await kept.begun()
+        assert not publishing.done()
+        end.set_result(None)
+        assert await publishing > 0.0
+        assert (kept.commits, kept.keeper.times.committed) == ([3], [3])
+        publishing = asyncio.create_task(kept.keeper.publish_blocking(4))
+        _, end = await kept.begun()
+        end.set_exception(aborted(4))
+        with pytest.raises(SyncAbortedError):
+            await publishing
+
+    in_loop(scenario)
+
+
+# -- files --------------------------------------------------------------------------------------------------------------
+
+
+def save(run_dir: RunDir, step: int) -> None:
+    trainer = run_dir.begin_state(step)
+    trainer.mkdir()
+    (trainer / "shard").write_text(str(step))
+    run_dir.finish_state(step, {"step": step})
+
+
+def test_a_run_directory_keeps_the_two_newest_states_and_resumes_from_the_last(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run", resume=False)
+    for step in (2, 4, 10):
+        save(run_dir, step)
+    again = RunDir(tmp_path / "run", resume=True)
+    assert again.latest_step() == 10
+    assert again.loop_state(10) == {"step": 10}
+    assert (again.trainer_state(10) / "shard").read_text() == "10"
+    assert sorted(path.name for path in (tmp_path / "run" / "state").iterdir()) == ["latest.json", "step-10", "step-4"]
+
+
+def test_a_state_that_was_not_finished_is_not_resumed_from(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run", resume=False)
+    save(run_dir, 2)
+    run_dir.begin_state(4).mkdir()
+    again = RunDir(tmp_path / "run", resume=True)
+    assert again.latest_step() == 2
+    assert list(again.begin_state(4).parent.iterdir()) == [], "the half-written state is gone"
+
+
+def test_a_run_that_could_not_start_does_not_use_its_directory_up(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    RunDir(path, resume=False).write_text("config.toml", "")
+    (path / "logs").mkdir()
+    RunDir(path, resume=False)
+    (path / "metrics.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"holds files, but no saved state.*--set run\.dir="):
+        RunDir(path, resume=False)
+    with pytest.raises(ConfigError, match=r"holds files, but no saved state.*--set run\.dir="):
+        RunDir(path, resume=True)
+
+
+def test_a_directory_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="Not a directory"):
+        RunDir(tmp_path / "file", resume=False)
+    with pytest.raises(ConfigError, match="Not a directory"):
+        RunDir(tmp_path / "file" / "run", resume=False)
+    run_dir = RunDir(tmp_path / "run", resume=False)
+    (tmp_path / "run" / "state" / "latest.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"latest\.json is damaged"):
+        RunDir(tmp_path / "run", resume=True)
+    with pytest.raises(StorageError, match="cannot write"):
+        run_dir.write_json("nowhere/summary.json", {})
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_metrics_are_lines_of_json_that_survive_from_run_to_run(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    MetricsFile(path).training_step(step=1, facts={"reward": 0.5})
+    MetricsFile(path).version_aborted(version=2, facts={"error": "no\nroom"})
+    first, second = map(json.loads, path.read_text().splitlines())
+    assert (first["event"], first["step"], first["reward"]) == ("training_step", 1, 0.5)
+    assert (second["event"], second["version"], second["error"]) == ("version_aborted", 2, "no\nroom")
+    with pytest.raises(StorageError, match="cannot write"):
+        MetricsFile(tmp_path / "nowhere" / "metrics.jsonl").evaluated(step=0, facts={})
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=50))
+def test_quantiles_are_values_of_the_series_in_order(values: list[float]) -> None:
+    quantiles = Quantiles.of(values)
+    assert {quantiles.p50, quantiles.p95, quantiles.max} <= set(values)
+    assert min(values) <= quantiles.p50 <= quantiles.p95 <= quantiles.max == max(values)

@@ -1,0 +1,140 @@
+"""Whole runs of the command, from an FSDP2 trainer in Ray to vLLM: they end well over every engine, and can be resumed."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_process import END_S, START_S, Ended, RunProcess
+from tiny_run import GROUP_SIZE, HELDOUT_TASKS, PROMPTS_PER_STEP, Material
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
+
+StartRun = Callable[[Sequence[str]], RunProcess]
+QUANTILES = {"p50", "p95", "max"}
+LEARNING_RATE = 1e-3
+BETAS = (0.9, 0.999)
+
+
+def metrics_of(run_dir: Path, event: str) -> list[dict[str, Any]]:
+    events = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [item for item in events if item["event"] == event]
+
+
+def finish(run: RunProcess) -> Ended:
+    run.wait_for("held-out accuracy at step 0", START_S)
+    run.note_segments()
+    ended = run.end(START_S + END_S)
+    assert (ended.code, ended.err) == (0, ""), ended.out + ended.err
+    return ended
+
+
+def check_files(run_dir: Path, steps: int) -> None:
+    """What every finished run promises to leave."""
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary.keys() == {
+        "accuracy_before",
+        "accuracy_after",
+        "versions_committed",
+        "overlap_share",
+        "max_token_gap_s",
+        "wall_s",
+        "sync",
+    }
+    sync = summary["sync"]
+    assert sync.keys() == {"trainer_blocked_s", "rollout_blocked_s", "latency_s", "blocking_way_s"}
+    for name in ("trainer_blocked_s", "rollout_blocked_s", "latency_s"):
+        assert sync[name].keys() == QUANTILES
+        assert 0.0 < sync[name]["p50"] <= sync[name]["p95"] <= sync[name]["max"]
+    assert sync["blocking_way_s"] > 0.0
+    assert 0.0 <= summary["accuracy_before"] <= 1.0
+    assert 0.0 <= summary["accuracy_after"] <= 1.0
+    assert 0.0 <= summary["overlap_share"] <= 1.0
+    commits = [event["version"] for event in metrics_of(run_dir, "version_committed")]
+    assert commits == sorted(commits)
+    assert commits[-1] == steps, "the last version serves at the end"
+    assert summary["versions_committed"] == len(commits)
+    assert metrics_of(run_dir, "version_aborted") == []
+    assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert not (run_dir / "logs").exists()
+    assert not (run_dir / "versions").exists()
+
+
+def test_a_run_over_files_ends_with_every_promised_file_and_leaves_nothing_else(
+    material: Material, start_run: StartRun, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    config = material.write_config(tmp_path / "config", run_dir)
+    ended = finish(start_run(["train", str(config), "--plain", "--set", "checkpoint_engine.backend=filesystem"]))
+    check_files(run_dir, steps=3)
+    assert [event["step"] for event in metrics_of(run_dir, "training_step")] == [1, 2, 3]
+    assert "weights by 'filesystem'" in ended.out
+    assert "versions committed" in ended.out
+
+
+def test_a_resumed_run_goes_on_with_the_same_optimizer_data_and_versions_even_over_another_engine(
+    material: Material, start_run: StartRun, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    config = material.write_config(
+        tmp_path / "config",
+        run_dir,
+        # On-policy: no task is drawn before the version that generates it serves.
+        loop={"steps": 4, "max_staleness": 0, "save_every": 2},
+        trainer={"ranks": 2, "learning_rate": LEARNING_RATE, "betas": BETAS},
+        reward={"function": "rewards_of_test:remembering"},
+    )
+    finish(start_run(["train", str(config), "--plain", "--set", "checkpoint_engine.backend=shm"]))
+    check_files(run_dir, steps=4)
+    assert sorted(path.name for path in (run_dir / "state").iterdir()) == ["latest.json", "step-2", "step-4"]
+    assert data_position(run_dir, 2) == 2 * PROMPTS_PER_STEP
+    assert data_position(run_dir, 4) == 4 * PROMPTS_PER_STEP
+
+    # A constant reward has no gradient, so what two more steps make of the optimizer depends on nothing but what it was.
+    resumed = finish(
+        start_run(
+            [
+                *("train", str(config), "--plain", "--resume"),
+                *("--set", "loop.steps=6", "--set", "checkpoint_engine.backend=gloo"),
+                *("--set", "reward.function=rewards_of_test:constant_remembering"),
+            ]
+        )
+    )
+    assert "resuming at step 4" in resumed.out
+    assert [event["step"] for event in metrics_of(run_dir, "training_step")] == [1, 2, 3, 4, 5, 6]
+    versions = [event["version"] for event in metrics_of(run_dir, "version_committed")]
+    assert versions == [0, 1, 2, 3, 4, 4, 5, 6], "once more the version it was saved at, then the next ones"
+    assert [event["step"] for event in metrics_of(run_dir, "evaluated")] == [0, 4, 4, 6]
+    assert data_position(run_dir, 6) == 6 * PROMPTS_PER_STEP
+    judged = Counter((tmp_path / "config" / "judged.txt").read_text().split())
+    trained = {json.loads(line)["prompt"] for line in material.train.read_text().splitlines()}
+    assert {prompt: count for prompt, count in judged.items() if prompt in trained} == dict.fromkeys(
+        judged.keys() & trained, GROUP_SIZE
+    ), "no task was used twice"
+    assert len(judged.keys() & trained) == 6 * PROMPTS_PER_STEP
+    assert len(judged.keys() - trained) == HELDOUT_TASKS
+    check_optimizer(*(saved_state(run_dir, step, tmp_path) for step in (4, 6)))
+
+
+def data_position(run_dir: Path, step: int) -> int:
+    state = json.loads((run_dir / "state" / f"step-{step}" / "loop.json").read_text())
+    assert (state["step"], state["outstanding"]) == (step, [])
+    return int(state["stream"]["position"])
+
+
+def saved_state(run_dir: Path, step: int, folder: Path) -> dict[str, Any]:
+    path = folder / f"step-{step}.pt"
+    dcp_to_torch_save(run_dir / "state" / f"step-{step}" / "trainer", path)
+    state: dict[str, Any] = torch.load(path, weights_only=False)
+    return state
+
+
+def check_optimizer(at_4: dict[str, Any], at_6: dict[str, Any]) -> None:
+    """AdamW on a zero gradient: moments decay, parameters follow the first moment."""
+    print(sorted(at_4), {key: list(value)[:5] for key, value in at_4.items() if isinstance(value, dict)})

@@ -1,0 +1,60 @@
+"""One FSDP2 trainer rank as a program: ``python trainer_process.py '{"json": "arguments"}'``.
+
+Commands come as JSON lists on standard input, one per line; each is answered with one JSON line on standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from weightlane.sync import CheckpointEngineConfig, SyncConfig
+from weightlane.trainer import AlgorithmConfig, Sample, TrainBatch, TrainerConfig
+from weightlane.trainer.rank import TrainerRank
+
+
+class Process:
+    """A `TrainerRank` called with plain data."""
+
+    def __init__(self, rank: int, world: int, port: int, model: str) -> None:
+        self._rank = TrainerRank(TrainerConfig(ranks=world, learning_rate=1e-2), AlgorithmConfig(), rank, world)
+        self._rank.setup(("127.0.0.1", port), Path(model), 0)
+
+    def specs(self, wire_dtype: str) -> Any:
+        return self._rank.specs(wire_dtype)
+
+    def connect(self, rendezvous: dict[str, Any], backend: str, options: dict[str, Any], wire: str, specs: Any) -> None:
+        transport = CheckpointEngineConfig(backend=backend, options=options)
+        self._rank.connect(rendezvous, transport, SyncConfig(bucket_mib=0.05, deadline_s=30.0), wire, specs)
+
+    def publish(self, version: int) -> float:
+        return self._rank.publish(version)
+
+    def train(self, seed: int) -> int:
+        """One real optimizer step on samples that depend on `seed`."""
+        samples = tuple(
+            Sample((seed + index, 5, 6), (7 + index, 8 + seed), (-1.0, -2.0), (-1.0) ** index) for index in range(4)
+        )
+        return self._rank.train_step(TrainBatch(samples)).step
+
+    def export(self, directory: str) -> None:
+        self._rank.export_hf(Path(directory))
+
+    def close(self) -> None:
+        self._rank.close()
+
+
+def main() -> None:
+    process = Process(**json.loads(sys.argv[1]))
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        method, *arguments = json.loads(line)
+        print(json.dumps(getattr(process, method)(*arguments)), flush=True)
+        if method == "close":
+            return
+
+
+if __name__ == "__main__":
+    main()
