@@ -20,6 +20,8 @@ StartRun = Callable[[Sequence[str]], RunProcess]
 QUANTILES = {"p50", "p95", "max"}
 LEARNING_RATE = 1e-3
 BETAS = (0.9, 0.999)
+EPSILON = 1e-8
+"""AdamW's default."""
 
 
 def metrics_of(run_dir: Path, event: str) -> list[dict[str, Any]]:
@@ -136,5 +138,18 @@ def saved_state(run_dir: Path, step: int, folder: Path) -> dict[str, Any]:
 
 
 def check_optimizer(at_4: dict[str, Any], at_6: dict[str, Any]) -> None:
-    """AdamW on a zero gradient: moments decay, parameters follow the first moment."""
-    print(sorted(at_4), {key: list(value)[:5] for key, value in at_4.items() if isinstance(value, dict)})
+    """What AdamW makes of the parameters and moments of step 4 in two steps without a gradient (Loshchilov and Hutter)."""
+    assert (int(at_4["step"]), int(at_6["step"])) == (4, 6)
+    assert at_6["model"].keys() == at_4["model"].keys()
+    beta_1, beta_2 = BETAS
+    for name, parameter in at_4["model"].items():
+        first, second = (at_4["optimizer"][f"{name}/{moment}"].double() for moment in ("exp_avg", "exp_avg_sq"))
+        expected = parameter.double()
+        assert second.count_nonzero() > 0, "training had begun"
+        for step in (5, 6):
+            first, second = beta_1 * first, beta_2 * second
+            denominator = (second / (1 - beta_2**step)).sqrt() + EPSILON
+            expected = expected - LEARNING_RATE * (first / (1 - beta_1**step)) / denominator
+        torch.testing.assert_close(at_6["optimizer"][f"{name}/exp_avg"].double(), first, rtol=1e-5, atol=1e-12)
+        torch.testing.assert_close(at_6["optimizer"][f"{name}/exp_avg_sq"].double(), second, rtol=1e-5, atol=1e-12)
+        torch.testing.assert_close(at_6["model"][name].double(), expected, rtol=1e-5, atol=1e-6)
