@@ -109,7 +109,11 @@ def _with_store_in_run_dir(config: RunConfig) -> RunConfig:
 
 def _check_together(config: RunConfig) -> None:
     """What no section can check alone; the engine's options by the engine's own config type."""
-    CheckpointEngineRegistry().create(config.checkpoint_engine.backend, config.checkpoint_engine.options)
+    registry, transport = CheckpointEngineRegistry(), config.checkpoint_engine
+    if config.ray.address:  # the machine that starts a cluster's run need not have its accelerators
+        registry.validate_options(transport.backend, transport.options)
+    else:
+        registry.create(transport.backend, transport.options)
     if config.algorithm.max_new_tokens >= config.rollout.max_model_len:
         raise ConfigError(
             f"rollout.max_model_len ({config.rollout.max_model_len}) leaves no room for a prompt beside"

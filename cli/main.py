@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import signal
 import sys
 from dataclasses import asdict
@@ -96,6 +97,8 @@ def train(
     """Run fully-async RL: rollouts generate, the trainer trains, new weights stream across in the background."""
     from .train import run_training  # noqa: PLC0415 - loads torch, Ray and transformers
 
+    # What is worth knowing is on the display; without a handler Python would print warnings beside it.
+    logging.getLogger("weightlane").addHandler(logging.NullHandler())
     overrides = [*(override or []), *([f'ray.address="{address}"'] if address else [])]
     asyncio.run(run_training(path.resolve(), overrides, resume=resume, live=not plain and sys.stdout.isatty()))
 

@@ -6,8 +6,8 @@ import asyncio
 import shutil
 import signal
 import time
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -54,7 +54,7 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
     metrics = run_dir.path / "metrics.jsonl"
     hooks = make_hooks([MetricsFile(metrics), display])
     async with AsyncExitStack() as stack:
-        stack.callback(_point_to_logs, run_dir.path / "logs", display)
+        stack.enter_context(_point_to_logs(run_dir.path / "logs", display))
         stack.callback(display.stop)
         cluster = stack.enter_context(RayCluster(config, run_dir.path / "logs"))
         _cancel_on_sigterm()  # again: Ray has set a handler of its own
@@ -115,7 +115,9 @@ async def _start(
     stack.push_async_callback(trainers.close)
     trainer_state = run_dir.trainer_state(version) if state else None
     starting_trainers = asyncio.create_task(
-        trainers.start(model.path.resolve(), config.run.seed, config.sync.host, trainer_state)
+        trainers.start(
+            model.path.resolve(), config.run.seed, None if config.ray.address else config.sync.host, trainer_state
+        )
     )
     try:
         replicas = await start_replicas(config.rollout, model.path, initial_version=version)
@@ -138,10 +140,15 @@ async def _start(
     return trainers, replicas, coordinator
 
 
-def _point_to_logs(logs: Path, display: RunDisplay) -> None:
-    """The cluster has kept them because the run failed."""
-    if logs.is_dir():
-        display.say(f"logs of the run's processes: {logs}")
+@contextmanager
+def _point_to_logs(logs: Path, display: RunDisplay) -> Iterator[None]:
+    """Say where the cluster has kept them when the run fails."""
+    try:
+        yield
+    except Exception:
+        if logs.is_dir():
+            display.say(f"logs of the run's processes: {logs}")
+        raise
 
 
 def _saved_state(run_dir: RunDir, config: RunConfig, train_tasks: Sequence[Task]) -> LoopState:

@@ -56,6 +56,12 @@ class TrainerConfig(BaseModel):
     call_timeout_s: float = Field(
         1800.0, gt=0, description="Most seconds one call to the trainer ranks (loading, a step, saving) may take."
     )
+    niceness: int = Field(
+        0,
+        ge=0,
+        le=19,
+        description="Added to the priority number of trainer ranks: above 0, rollouts on the same cores answer sooner.",
+    )
     collective_timeout_s: float = Field(
         default=120.0,
         gt=0,

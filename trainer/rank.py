@@ -50,6 +50,8 @@ class TrainerRank:
 
     def setup(self, rendezvous: tuple[str, int], model_dir: Path, seed: int, state: Path | None = None) -> int:
         """Load the model, and the training state in `state` if there is one. Collective. Returns the steps taken."""
+        if self._config.niceness:
+            os.nice(self._config.niceness)
         engine_class = training_engine_class(self._config.engine)
         self._engine = engine_class(self._config, self._rank, self._world, rendezvous)
         self._engine.setup(model_dir, seed)

@@ -35,6 +35,12 @@ class _RankActor:
         """Call one of the rank's methods."""
         return getattr(self._rank, method)(*args)
 
+    def free_address(self, host: str | None) -> tuple[str, int]:
+        """A port that is free now on `host`, or on this node's address."""
+        import ray  # noqa: PLC0415 - optional, and slow to import
+
+        return self._rank.free_address(host or ray.util.get_node_ip_address())
+
     def alive(self) -> None:
         """Return when the rank is closed; until then the pending call tells its caller when the process dies."""
         self._closed.wait()
@@ -75,13 +81,13 @@ class TrainerGroup:
         """The names under which the ranks publish, in rank order."""
         return [publisher_name(rank) for rank in range(len(self._actors))]
 
-    async def start(self, model_dir: Path, seed: int, host: str, state: Path | None = None) -> int:
+    async def start(self, model_dir: Path, seed: int, host: str | None, state: Path | None = None) -> int:
         """Load the model (and `state`) on every rank; returns the optimizer steps taken so far.
 
-        `host` is rank 0's address, on which the ranks meet.
+        `host` is rank 0's address, on which the ranks meet; None takes that of its Ray node.
         """
         self._pids = await self._all("pid")
-        rendezvous = (await self._await([self._actors[0].call.remote("free_address", host)], "free_address"))[0]
+        rendezvous = (await self._await([self._actors[0].free_address.remote(host)], "free_address"))[0]
         steps: list[int] = await self._all("setup", rendezvous, model_dir, seed, state)
         return steps[0]
 

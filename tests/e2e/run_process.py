@@ -83,6 +83,11 @@ class RunProcess:
     def err(self) -> str:
         return (self._logs / "err").read_text()
 
+    @property
+    def ended(self) -> bool:
+        """Whether the command has ended."""
+        return self._process.poll() is not None
+
     def processes(self) -> list[psutil.Process]:
         """Every living process of the run."""
         found = []
