@@ -82,6 +82,7 @@ class RayCluster:
         self._files = Path(tempfile.mkdtemp(prefix="weightlane-ray-"))
         self._keep_compiled_code(self._files)
         ray.init(
+            address="local",  # not the one that RAY_ADDRESS may name
             # Logical CPUs: a run on a small machine shares its cores instead of waiting for more of them.
             num_cpus=max(int(cpus) + 1, os.cpu_count() or 1),
             include_dashboard=False,

@@ -11,19 +11,23 @@ import pytest
 from run_process import END_S, START_S, Ended, RunProcess
 from tiny_run import Material
 
+from weightlane.trainer.run_dir import RunDir
+
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
 StartRun = Callable[[Sequence[str]], RunProcess]
 FOREVER = {"steps": 100_000, "evaluate_tasks": 0, "blocking_syncs": 1}
 TRAINS = "step 10/"
+INTERRUPTED = "interrupted; everything this run started has ended"
+TERMINATED = "terminated; everything this run started has ended"
 
 
 @pytest.fixture
 def endless(material: Material, start_run: StartRun, tmp_path: Path) -> Callable[..., RunProcess]:
-    """Starts a run that trains until something ends it."""
+    """Starts a run, called `name`, that trains until something ends it. Two at a time keep two cores busy."""
 
-    def start(**sections: object) -> RunProcess:
-        config = material.write_config(tmp_path / "config", tmp_path / "run", **{"loop": FOREVER, **sections})
+    def start(name: str, **sections: object) -> RunProcess:
+        config = material.write_config(tmp_path / "config" / name, tmp_path / name, **{"loop": FOREVER, **sections})
         return start_run(["train", str(config), "--plain"])
 
     return start
@@ -35,71 +39,63 @@ def only_line(ended: Ended) -> str:
     return line
 
 
-def test_a_killed_trainer_rank_ends_the_run_and_is_named(endless: Callable[..., RunProcess], tmp_path: Path) -> None:
-    run = endless(trainer={"ranks": 2, "cpus_per_rank": 0.5})
-    run.wait_for(TRAINS)
-    ranks = run.named("ray::RankActor")
+def test_a_killed_trainer_rank_or_rollout_replica_ends_its_run_and_is_named(
+    endless: Callable[..., RunProcess], tmp_path: Path
+) -> None:
+    over_gloo = endless("trainer", trainer={"ranks": 2, "cpus_per_rank": 0.5}, checkpoint_engine={"backend": "gloo"})
+    over_shm = endless("rollout", rollout={"tensor_parallel": 2, "cpus_per_rank": 0.5})
+
+    over_gloo.wait_for(TRAINS)
+    ranks = over_gloo.named("ray::RankActor")
     assert len(ranks) == 2
     victim = max(process.pid for process in ranks)
-    run.kill_process(victim)
-    ended = run.end()
+    over_gloo.kill_process(victim)
+    ended = over_gloo.end()
     assert ended.code == 2
-    assert f"(process {victim}) died" in only_line(ended)
     assert only_line(ended).startswith("error: trainer group (peer trainer-")
-    assert f"logs of the run's processes: {tmp_path / 'run' / 'logs'}" in ended.out
-    assert list((tmp_path / "run" / "logs").glob("worker-*"))
+    assert f"(process {victim}) died" in only_line(ended)
+    logs = tmp_path / "trainer" / "logs"
+    assert f"logs of the run's processes: {logs}" in ended.out
+    assert list(logs.glob("worker-*"))
 
-
-def test_a_killed_rollout_actor_of_two_ranks_ends_the_run_and_is_named(endless: Callable[..., RunProcess]) -> None:
-    run = endless(rollout={"tensor_parallel": 2, "cpus_per_rank": 0.5})
-    run.wait_for(TRAINS)
-    victim = run.kill("ray::ReplicaActor")
-    ended = run.end()
+    over_shm.wait_for(TRAINS)
+    victim = over_shm.kill("ray::ReplicaActor")
+    ended = over_shm.end()
     assert ended.code == 2
     assert f"rollout-0 (process {victim}) died" in only_line(ended)
 
 
-def test_a_killed_vllm_engine_ends_the_run_and_is_named(endless: Callable[..., RunProcess]) -> None:
-    run = endless()
-    run.wait_for(TRAINS)
-    run.kill("VLLM::EngineCore")
-    ended = run.end()
+def test_a_killed_vllm_engine_and_ctrl_c_in_a_terminal_end_a_training_run(endless: Callable[..., RunProcess]) -> None:
+    killed, interrupted = endless("killed"), endless("interrupted")
+
+    killed.wait_for(TRAINS)
+    killed.kill("VLLM::EngineCore")
+    ended = killed.end()
     assert ended.code == 2
     assert only_line(ended).startswith("error: rollout-0")
     assert "processes are gone" in only_line(ended)
 
-
-def test_ctrl_c_in_a_terminal_ends_a_training_run_cleanly(endless: Callable[..., RunProcess]) -> None:
-    run = endless()
-    run.wait_for(TRAINS)
-    run.interrupt(signal.SIGINT, whole_group=True)
-    ended = run.end()
-    assert (ended.code, only_line(ended)) == (130, "interrupted; everything this run started has ended")
+    interrupted.wait_for(TRAINS)
+    interrupted.interrupt(signal.SIGINT, whole_group=True)
+    ended = interrupted.end()
+    assert (ended.code, only_line(ended)) == (130, INTERRUPTED)
 
 
-def test_sigint_while_ray_starts_ends_the_run_cleanly(endless: Callable[..., RunProcess]) -> None:
-    run = endless()
-    run.wait_until(lambda: bool(run.named("gcs_server")), "a Ray process")
-    run.interrupt(signal.SIGINT)
-    ended = run.end()
-    assert (ended.code, only_line(ended)) == (130, "interrupted; everything this run started has ended")
-
-
-def test_sigterm_while_vllm_starts_ends_the_run_cleanly_and_its_directory_can_be_used_again(
+def test_a_signal_during_the_start_ends_the_run_cleanly_and_its_directory_can_be_used_again(
     endless: Callable[..., RunProcess], start_run: StartRun, tmp_path: Path
 ) -> None:
-    run = endless(reward={"function": "rewards_of_test:nan"})
-    run.wait_until(lambda: bool(run.named("multiprocessing.resource_tracker")), "a child of the replica")
-    run.interrupt(signal.SIGTERM)
-    ended = run.end()
-    assert (ended.code, only_line(ended)) == (143, "terminated; everything this run started has ended")
+    with_ray, with_vllm = endless("ray"), endless("vllm")
+    with_ray.wait_until(lambda: bool(with_ray.named("gcs_server")), "a Ray process")
+    with_ray.interrupt(signal.SIGINT)
+    ended = with_ray.end()
+    assert (ended.code, only_line(ended)) == (130, INTERRUPTED)
 
-    # The same command again; its reward function is no good, which shows with the first completion.
-    again = start_run(["train", str(tmp_path / "config" / "run.toml"), "--plain"])
-    ended = again.end(START_S + END_S)
-    assert ended.code == 2
-    assert only_line(ended).startswith("error: reward: rewards_of_test:nan returned nan for prompt ")
-    assert only_line(ended).endswith("A reward must be a finite number.")
+    with_vllm.wait_until(lambda: bool(with_vllm.named("multiprocessing.resource_tracker")), "a child of the replica")
+    with_vllm.interrupt(signal.SIGTERM)
+    ended = with_vllm.end()
+    assert (ended.code, only_line(ended)) == (143, TERMINATED)
+    for name in ("ray", "vllm"):
+        RunDir(tmp_path / name, resume=False)
 
 
 @pytest.fixture
@@ -120,7 +116,8 @@ def test_a_full_disk_ends_the_run_with_the_path_and_what_to_do(
     endless: Callable[..., RunProcess], small_disk: Path
 ) -> None:
     run = endless(
-        **{"checkpoint_engine": {"backend": "filesystem"}, "checkpoint_engine.options": {"path": str(small_disk)}}
+        "run",
+        **{"checkpoint_engine": {"backend": "filesystem"}, "checkpoint_engine.options": {"path": str(small_disk)}},
     )
     ended = run.end(START_S + END_S)
     assert ended.code == 2
