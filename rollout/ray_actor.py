@@ -54,9 +54,9 @@ class ReplicaActor:
         """The worker's running totals."""
         return self._worker.stats()
 
-    async def alive(self) -> None:
-        """Never return: the pending call tells its caller when the process dies."""
-        await asyncio.Event().wait()
+    async def alive(self) -> _Outcome:
+        """Return when the engine's processes have died; the pending call tells its caller when this one dies."""
+        return await self._outcome(self._worker.watch())
 
     async def _start(self) -> int:
         await self._worker.start()
@@ -170,7 +170,10 @@ class RolloutReplica:
         return completions
 
     async def watch(self) -> NoReturn:
-        """Raise `WorkerDiedError` when the actor's process dies. The one call without a deadline: it waits for a death."""
+        """Raise `WorkerDiedError` when the actor's process or its engine dies.
+
+        The one call without a deadline: it waits for a death.
+        """
         await self._within(self._actor.alive.remote(), math.inf, "its run")
         raise AssertionError("an actor's alive() never returns")
 

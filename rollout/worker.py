@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from weightlane.ckpt_engines import (
     ClosedError,
@@ -31,6 +31,7 @@ from .token_clock import TokenClock
 from .wire import failure_from_text
 
 _CLOSE_TIMEOUT_S = 10.0
+_WATCH_S = 0.5
 
 
 class RolloutWorker:
@@ -233,6 +234,12 @@ class RolloutWorker:
             self._blocked_s += report.blocked_s
             return report
 
+    async def watch(self) -> NoReturn:
+        """Raise `WorkerDiedError` when the engine's processes die: vLLM leaves calls other than requests unanswered then."""
+        while self._engine is None or not self._engine.errored:  # noqa: ASYNC110 - vLLM announces it to requests only
+            await asyncio.sleep(_WATCH_S)
+        raise self._dead()
+
     def stats(self) -> RolloutStats:
         """Running totals."""
         return RolloutStats(
@@ -277,9 +284,7 @@ class RolloutWorker:
         if isinstance(cause, (VLLMClientError, ValueError)):
             return ConfigError(f"vLLM refused the request: {cause}.", part=self.name)
         if isinstance(cause, EngineDeadError) or (self._engine is not None and self._engine.errored):
-            return WorkerDiedError(
-                "the engine's processes are gone.", part=self.name, peer=self.name, hint="Its log has the cause."
-            )
+            return self._dead()
         return failure_from_text(f"{type(cause).__name__}: {cause}", part=self.name).error
 
     def _build_engine(self) -> None:
@@ -292,6 +297,11 @@ class RolloutWorker:
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         processes = self._engine.engine_core.resources.engine_manager.processes
         self._janitor = Janitor(segments_of_trees(process.pid for process in processes))
+
+    def _dead(self) -> WorkerDiedError:
+        return WorkerDiedError(
+            "the engine's processes are gone.", part=self.name, peer=self.name, hint="Its log has the cause."
+        )
 
     def _running(self) -> Any:
         if self._engine is None:

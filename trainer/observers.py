@@ -79,7 +79,8 @@ def draw_curves(metrics: Path, picture: Path) -> None:
     lag.plot(at, [event["staleness_mean"] for event in steps], label="mean")
     lag.plot(at, [event["staleness_max"] for event in steps], label="max")
     lag.set_ylabel("staleness (versions)")
-    lag.legend(loc="upper right")
+    lag.set_ylim(bottom=-0.1)
+    lag.legend(loc="lower right")
     versions = [event["version"] for event in commits]
     times.plot(versions, [1e3 * event["latency_s"] for event in commits], label="sync latency")
     times.plot(versions, [1e3 * event["rollout_blocked_s"] for event in commits], label="rollout blocked")
@@ -87,6 +88,6 @@ def draw_curves(metrics: Path, picture: Path) -> None:
     times.set_yscale("symlog", linthresh=1.0)
     times.set_ylabel("milliseconds")
     times.set_xlabel("optimizer step = weight version")
-    times.legend(loc="upper right")
+    times.legend(loc="center right")
     figure.savefig(picture, dpi=120)
     plt.close(figure)
