@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import shutil
 import signal
 import time
@@ -61,6 +62,9 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
         stack.callback(shutil.rmtree, run_dir.path / VERSIONS_DIR, ignore_errors=True)
         trainers, replicas, coordinator = await _start(config, model, run_dir, state, rendezvous, display, stack)
         await coordinator.connect()
+        # Collections that go through everything start-up made would stop the loop for a third of a second at a time.
+        gc.collect()
+        gc.freeze()
 
         async def save(loop_state: LoopState) -> None:
             await trainers.save(run_dir.begin_state(loop_state.step))
