@@ -25,7 +25,7 @@ demo: setup
 		--set data.train=$(DEMO)/task-$(SEED)/train.jsonl --set data.heldout=$(DEMO)/task-$(SEED)/heldout.jsonl $(SET)
 
 test: setup
-	@echo "== tests (about ten minutes on two cores)"
+	@echo "== tests (about fifteen minutes on two cores)"
 	@$(VENV)/pytest
 
 lint: setup
