@@ -19,8 +19,10 @@ from .contract import (
     EngineConfig,
     Mailbox,
     Topology,
+    VersionFiles,
     WeightReceiver,
     WeightSender,
+    bucket_file_name,
 )
 from .deadline import Deadline
 from .errors import (
@@ -37,6 +39,8 @@ from .errors import (
     ManifestError,
     PeerLostError,
     ProtocolError,
+    QuarantinedError,
+    QuorumError,
     RegistryError,
     StagingMemoryError,
     StorageError,
@@ -76,6 +80,8 @@ __all__ = [
     "ManifestError",
     "PeerLostError",
     "ProtocolError",
+    "QuarantinedError",
+    "QuorumError",
     "RegistryError",
     "StagingMemoryError",
     "StorageError",
@@ -84,10 +90,12 @@ __all__ = [
     "Topology",
     "TransportError",
     "UnknownEngineError",
+    "VersionFiles",
     "WeightReceiver",
     "WeightSender",
     "WeightlaneError",
     "WorkerDiedError",
     "as_weightlane_error",
+    "bucket_file_name",
     "error_from_wire",
 ]

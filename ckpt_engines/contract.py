@@ -83,6 +83,8 @@ class Topology:
     """Address by name, in sending order."""
     receivers: Mapping[str, Address]
     """Address by name; the order is the same on every side and may serve as rank order."""
+    key: bytes = b""
+    """Secret of this session that its members alone know, for engines that let peers prove themselves. Never send it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,8 @@ class Bucket:
     index: int
     """Position in the version, from 0."""
     data: torch.Tensor
+    trailer_bytes: int = 0
+    """How many of the last bytes are the framework's seal and not payload; matters to persistent engines only."""
 
     def __post_init__(self) -> None:
         if self.data.dtype != torch.uint8 or self.data.dim() != 1 or not self.data.is_contiguous():
@@ -110,6 +114,26 @@ class Bucket:
     def nbytes(self) -> int:
         """Size in bytes; may be 0."""
         return self.data.numel()
+
+
+def bucket_file_name(index: int) -> str:
+    """Name of the file in which a persistent engine keeps a bucket's payload; `VersionFiles` documents refer to it."""
+    return f"bucket-{index:05d}.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class VersionFiles:
+    """How a persistent engine stores a version so that other tools can read it. The engine need not understand it.
+
+    The file of a bucket is its prefix followed by its payload (``bucket.data`` without the trailer) and is then a
+    complete safetensors file called `bucket_file_name`; the trailer is kept beside it in whatever form.
+    """
+
+    version: int
+    prefixes: Sequence[bytes]
+    """Bytes ahead of each bucket's payload, by bucket index."""
+    documents: Mapping[str, str]
+    """Text files of the version by file name (``[a-z0-9._-]+``), e.g. its manifest and the safetensors index."""
 
 
 class Mailbox(Protocol):
@@ -147,6 +171,12 @@ class WeightSender(ABC):
         `receivers` is every receiver of the topology unless the engine declares `Delivery.POINT_TO_POINT`.
         Raises `PeerLostError`, `DeadlineExceededError`, `StorageError` or `ClosedError`.
         """
+
+    def open_version(self, files: VersionFiles, deadline: Deadline) -> None:  # noqa: B027 - most engines store nothing
+        """Prepare to store a version. Called before its first bucket, and only if the engine declares `persistent`."""
+
+    def commit_version(self, version: int, deadline: Deadline) -> None:  # noqa: B027 - most engines store nothing
+        """`version` serves: make it the newest one that readers find. Called as `open_version` is."""
 
     @abstractmethod
     def close(self) -> None:

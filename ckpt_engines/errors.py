@@ -123,6 +123,14 @@ class CommitError(WeightlaneError, RuntimeError):
     """A staged version could not be put into service."""
 
 
+class QuorumError(WeightlaneError, RuntimeError):
+    """Fewer replicas took a version than the run asks for."""
+
+
+class QuarantinedError(WeightlaneError, RuntimeError):
+    """A replica may not serve until a complete version has been committed on it."""
+
+
 class SupersededError(WeightlaneError, RuntimeError):
     """A version was given up before it was sent, because a newer one was published."""
 
