@@ -25,6 +25,10 @@ class Deadline:
         """The deadline `seconds` from now."""
         return cls(time.monotonic() + seconds)
 
+    def within(self, seconds: float) -> Deadline:
+        """This deadline, or the point `seconds` from now if that comes first."""
+        return Deadline(min(self.at, time.monotonic() + seconds))
+
     @property
     def remaining_s(self) -> float:
         """Seconds left, never negative."""

@@ -20,6 +20,8 @@ A complete hop inside one process (normally the three parts live in three):
     ...         self.weights = {name: tensor.clone() for name, tensor in subscriber.take(version).items()}
     ...         subscriber.release(version)
     ...         return CommitReport(version, blocked_s=0.0)
+    ...     async def rollback(self, version): ...  # load what subscriber.take_previous(version) gives
+    ...     async def quarantine(self, error): ...  # serve nobody until the next commit
     >>> replica = Replica()
     >>> coordinator = Coordinator(rendezvous, ["trainer-0"], [replica], SyncConfig())
     >>> publisher.publish(1)
@@ -31,12 +33,13 @@ A complete hop inside one process (normally the three parts live in three):
 """
 
 from .config import CheckpointEngineConfig, SyncConfig
-from .coordinator import Coordinator, Replica
+from .coordinator import Coordinator
 from .coverage import Expectation, ExpectedTensor, check_coverage
 from .manifest import Manifest
 from .publisher import Publisher
 from .rendezvous import Rendezvous, RendezvousAddress
-from .report import CommitOutcome, CommitReport, ReplicaReport, SyncReport
+from .report import CommitOutcome, CommitReport, FailedAttempt, Outcome, ReplicaReport, SyncReport
+from .roster import Replica, ReplicaState
 from .subscriber import Subscriber
 from .tensor_spec import LocalShard, TensorSpec, dtype_name, dtype_of
 
@@ -47,13 +50,16 @@ __all__ = [
     "Coordinator",
     "Expectation",
     "ExpectedTensor",
+    "FailedAttempt",
     "LocalShard",
     "Manifest",
+    "Outcome",
     "Publisher",
     "Rendezvous",
     "RendezvousAddress",
     "Replica",
     "ReplicaReport",
+    "ReplicaState",
     "Subscriber",
     "SyncConfig",
     "SyncReport",

@@ -32,6 +32,23 @@ class SyncConfig(BaseModel):
     connect_timeout_s: float = Field(
         120.0, gt=0, description="Seconds all participants have to join and to connect their transports."
     )
+    stall_s: float = Field(
+        15.0,
+        gt=0,
+        description="Seconds one bucket may take; a peer that needs longer is given up and the others go on without it.",
+    )
+    rejoin_s: float = Field(
+        5.0, gt=0, description="Seconds a rollout has to answer when connections are made anew after a failure."
+    )
+    retries: int = Field(
+        1, ge=0, le=10, description="How often a version is sent again after a failure that nobody can be blamed for."
+    )
+    quorum: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="Share of the replicas that must take a version for it to count; the others stay behind or out of service.",
+    )
     wire_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Dtype in which floating tensors travel; auto is the rollout's dtype."
     )

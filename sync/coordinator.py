@@ -4,95 +4,81 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import threading
 import time
-from collections.abc import Iterable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from weightlane.ckpt_engines import (
-    ClosedError,
     CommitError,
+    ConfigError,
     Deadline,
     DeadlineExceededError,
     ProtocolError,
+    QuarantinedError,
+    QuorumError,
     SyncAbortedError,
     WeightlaneError,
+    WorkerDiedError,
     as_weightlane_error,
-    error_from_wire,
 )
+from weightlane.plugins import RunHooks, process_hooks
 
 from .config import SyncConfig
-from .messages import (
-    Abort,
-    Accepted,
-    Committed,
-    Connect,
-    Connected,
-    Failed,
-    Go,
-    Hello,
-    Message,
-    Offer,
-    Open,
-    Reset,
-    Sent,
-    Staged,
-    Stop,
-)
+from .connection import Connection, Streamed
+from .correspondence import Correspondence, TroubleError
+from .messages import Abort, Committed, Lost, Stop
 from .rendezvous import COORDINATOR, Rendezvous
-from .report import CommitOutcome, ReplicaReport, SyncReport
+from .report import CommitOutcome, FailedAttempt, Outcome, ReplicaReport, SyncReport
+from .roster import Member, Replica, ReplicaState, Roster
 
 _log = logging.getLogger(__name__)
-
-# Whoever is closest to the cause of a stall gives up first, so that the reason everybody gets names the right peer.
-_PUBLISHER_SHARE = 0.9
-_SUBSCRIBER_SHARE = 0.95
-
-_Reply = Hello | Connected | Offer | Accepted | Sent | Staged
-M = TypeVar("M", Hello, Connected, Offer, Accepted, Sent, Staged)
+_QUARANTINE_S = 10.0
 
 
-class Replica(Protocol):
-    """A rollout replica as the coordinator sees it. Supplied by the rollout side."""
+@dataclass(slots=True)
+class _Tally:
+    """What has happened to a version so far."""
 
-    @property
-    def name(self) -> str:
-        """The replica's name, e.g. ``"rollout-0"``."""
-
-    def subscriber_names(self) -> Sequence[str]:
-        """Names of the subscribers of its ranks."""
-
-    async def commit(self, version: int) -> CommitOutcome:
-        """Put the staged `version` into service on every rank at the same step. `CommitError` if that fails."""
+    version: int
+    started: float = field(default_factory=time.perf_counter)
+    failures: list[FailedAttempt] = field(default_factory=list)
+    excluded: dict[str, WeightlaneError] = field(default_factory=dict)
+    """Replicas the version goes on without, and why."""
 
 
 class Coordinator:
     """Runs the life of every version. One per run, in the process that hosts the rendezvous.
 
+    A version is carried to every replica that can be reached. One that fails is left behind with the version it has, or
+    quarantined if it cannot prove what it holds, and the others go on as long as there are enough of them
+    (`SyncConfig.quorum`). Whoever missed a version takes part again in the next.
+
     Args:
         rendezvous: The hosted store.
         publishers: Names of the trainer ranks' publishers, in rank order; the first one sends.
-        replicas: The rollout replicas.
-        config: Deadlines.
+        replicas: The rollout replicas; more may come (`add`) and go (`remove`).
+        config: Deadlines and quorum.
+        hooks: Observers; those of this process by default.
     """
 
     def __init__(
-        self, rendezvous: Rendezvous, publishers: Sequence[str], replicas: Sequence[Replica], config: SyncConfig
+        self,
+        rendezvous: Rendezvous,
+        publishers: Sequence[str],
+        replicas: Sequence[Replica],
+        config: SyncConfig,
+        hooks: RunHooks | None = None,
     ) -> None:
         self._rendezvous = rendezvous
-        self._inbox = rendezvous.inbox(COORDINATOR)
-        self._publishers = list(publishers)
-        self._replicas = list(replicas)
-        self._subscribers = [name for replica in replicas for name in replica.subscriber_names()]
+        self._roster = Roster(publishers, replicas, config.quorum)
+        self._letters = Correspondence(rendezvous, self._roster)
+        self._connection = Connection(self._letters, self._roster, config)
         self._config = config
-        self._session = ""
-        self._ready = False
+        self._hooks = hooks or process_hooks()
         self._committed = -1
-        self._newest = -1
-        """The newest version of this session: engines tell buckets apart by version, so none may come twice."""
-        self._offers: dict[int, Offer] = {}
-        """Offers of this session that came before `sync` asked for them: publishing does not wait for anybody."""
+        self._met = False
+        """Whether everybody has been there once: before that nobody may be missing."""
         self._closed = False
         self._turn = threading.Lock()
 
@@ -109,185 +95,309 @@ class Coordinator:
             raise
 
     async def sync(self, version: int) -> SyncReport:
-        """Carry `version`, which every publisher has published or is about to, into service on every replica.
+        """Carry `version`, which every publisher has published or is about to, into service.
 
-        Raises `SyncAbortedError` when it was given up before any replica took it; the old version keeps serving then, and
-        every participant gets the same error. Raises `CommitError` when a replica failed while taking it.
+        The committed version may be asked for again: it then goes to the replicas that do not have it.
+
+        Raises `SyncAbortedError` when too few replicas could take it; the old version serves then on every replica that
+        serves, and every participant gets the same error.
         """
-        started = time.perf_counter()
+        tally = _Tally(version)
         deadline = Deadline.after(self._config.deadline_s)
+        self._hooks.version_opened(version=version, facts={"replicas": list(self._roster.members)})
         try:
-            sent, staged = await asyncio.to_thread(self._stage, version, deadline)
+            streamed = await asyncio.to_thread(self._stage, tally, deadline)
+            reports = await self._commit(streamed, tally, deadline)
         except WeightlaneError as error:
             self._abort(version, error)
+            facts = {"error": str(error), "seconds": time.perf_counter() - tally.started}
+            self._hooks.version_aborted(version=version, facts=facts)
             raise SyncAbortedError.because(version, error) from error
-        replicas = await self._commit(version, staged, deadline)
-        self._committed = version
-        self._post_all(Committed(session=self._session, version=version))
-        return SyncReport(
+        report = SyncReport(
             version=version,
-            latency_s=time.perf_counter() - started,
-            sent_bytes=sum(message.nbytes for message in sent),
-            replicas=replicas,
+            latency_s=time.perf_counter() - tally.started,
+            sent_bytes=sum(message.nbytes for message in streamed.sent),
+            replicas=reports,
+            session=self._connection.session,
+            failures=tuple(tally.failures),
         )
+        self._announce(report)
+        return report
 
-    def participant_lost(self, error: WeightlaneError) -> None:
-        """Whoever watches the processes says that one is gone: a sync under way is aborted now, not at its deadline."""
-        failed = Failed(name=COORDINATOR, session=self._session, version=-1, error=error.to_wire())
-        self._rendezvous.post(COORDINATOR, failed)
+    def add(self, replica: Replica) -> None:
+        """A replica joins the run. It takes part from the next `sync` on, once its subscribers have joined.
+
+        It is `ReplicaState.JOINING`, and must get no requests, until a version has been committed on it.
+        """
+        with self._turn:
+            self._roster.add(replica)
+
+    def remove(self, name: str) -> None:
+        """A replica leaves the run for good; it does not count for the quorum any more."""
+        with self._turn:
+            member = self._roster.remove(name)
+        if member is None:
+            raise ConfigError(f"no replica is called {name!r}.", part="coordinator")
+
+    def states(self) -> dict[str, ReplicaState]:
+        """The state of every replica by name. Only those that are `SERVING` may get requests."""
+        return {name: member.state for name, member in dict(self._roster.members).items()}
+
+    def participant_lost(self, error: WeightlaneError, replica: str = "") -> None:
+        """Whoever watches the processes says that one is gone: a sync under way learns it now, not at its deadline.
+
+        Args:
+            error: What happened.
+            replica: Name of the replica that died; empty for a trainer, without which a version cannot be sent.
+        """
+        self._rendezvous.post(COORDINATOR, Lost(replica=replica, error=error.to_wire()))
 
     def close(self) -> None:
         """Stop every participant's control thread and end a sync that is under way. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        for name in (*self._publishers, *self._subscribers, COORDINATOR):
-            try:
-                self._rendezvous.post(name, Stop())
-            except WeightlaneError:
-                _log.debug("the store was gone before close")
-                return
+        try:
+            self._letters.post_all(self._roster.everyone(), Stop())
+            self._rendezvous.post(COORDINATOR, Stop())
+        except WeightlaneError:
+            _log.debug("the store was gone before close")
 
     # -- blocking parts, one at a time, on a worker thread --------------------------------------------------------------
 
     def _connect(self, deadline: Deadline) -> None:
         with self._turn:
-            self._ready = False
-            self._offers.clear()
-            self._newest = self._committed - 1  # a committed version may be sent again, an older one may not
-            self._session = f"s-{secrets.token_hex(6)}"
-            everyone = [*self._publishers, *self._subscribers]
-            self._post_all(Reset(session=self._session))
-            hellos = self._collect(Hello, everyone, -1, deadline, "to join")
-            addresses = {hello.name: hello.address for hello in hellos}
-            self._post_all(
-                Connect(
-                    session=self._session,
-                    publishers=self._publishers,
-                    senders={self._publishers[0]: addresses[self._publishers[0]]},
-                    receivers={name: addresses[name] for name in self._subscribers},
-                    deadline_s=deadline.remaining_s,
-                )
-            )
-            self._collect(Connected, everyone, -1, deadline, "to connect")
-            self._ready = True
+            self._letters.wait_for_joined(self._roster.everyone(), deadline)
+            try:
+                self._connection.ensure(self._roster.reachable(), deadline, everyone=True)
+            except TroubleError as trouble:
+                raise trouble.error from trouble
+            self._met = True
 
-    def _stage(self, version: int, deadline: Deadline) -> tuple[list[Sent], list[Staged]]:
-        if not self._ready:
+    def _stage(self, tally: _Tally, deadline: Deadline) -> Streamed:
+        """Try until the version is staged on enough replicas, or nothing more can be done."""
+        if not self._met:
             self._connect(deadline)
         with self._turn:
-            if version <= self._newest:
-                raise ProtocolError(
-                    f"version {version} was to follow version {self._newest}.",
-                    part="coordinator",
-                    hint="Versions grow with every publication.",
-                )
-            self._newest = version
-            if version not in self._offers:
-                self._collect(Offer, self._publishers[:1], version, deadline, f"to offer version {version}")
-            offer = self._offers.pop(version)
-            for name in self._subscribers:
-                seconds = deadline.remaining_s * _SUBSCRIBER_SHARE
-                message = Open(session=self._session, version=version, manifest=offer.manifest, deadline_s=seconds)
-                self._rendezvous.post(name, message)
-            self._collect(Accepted, self._subscribers, version, deadline, f"to accept version {version}")
-            for name in self._publishers:
-                seconds = deadline.remaining_s * _PUBLISHER_SHARE
-                self._rendezvous.post(name, Go(session=self._session, version=version, deadline_s=seconds))
-            awaited: set[tuple[type[_Reply], str]] = {(Sent, name) for name in self._publishers}
-            awaited |= {(Staged, name) for name in self._subscribers}
-            replies = self._gather(awaited, version, deadline, f"to finish version {version}")
-            return (
-                [message for message in replies if isinstance(message, Sent)],
-                [message for message in replies if isinstance(message, Staged)],
-            )
+            self._letters.catch_up()
+            targets = self._targets(tally)
+            retries = self._config.retries
+            while True:
+                try:
+                    self._connection.ensure(targets, deadline)
+                    # Connecting may have found that somebody is gone.
+                    targets = self._targets(tally)
+                    needed = self._needed(tally.version)
+                    streamed = self._connection.stream(tally.version, targets, needed, deadline)
+                except TroubleError as trouble:
+                    self._connection.give_up()
+                    exclude = trouble.culprits & {member.name for member in targets}
+                    spared = len(targets) - len(exclude) >= max(1, self._needed(tally.version))
+                    tally.failures.append(
+                        FailedAttempt(self._connection.session, trouble.error, tuple(exclude if spared else ()))
+                    )
+                    _log.warning("version %d: %s", tally.version, trouble.error)
+                    if trouble.hopeless or deadline.expired or (not (exclude and spared) and not retries):
+                        raise trouble.error from trouble
+                    if exclude and spared:
+                        tally.excluded |= dict.fromkeys(exclude, trouble.error)
+                        self._dismiss(exclude, tally.version, trouble.error)
+                    else:
+                        retries -= 1
+                    targets = self._targets(tally)
+                else:
+                    tally.excluded |= streamed.refused
+                    return streamed
 
-    async def _commit(self, version: int, staged: list[Staged], deadline: Deadline) -> dict[str, ReplicaReport]:
-        outcomes = await asyncio.gather(
-            *(self._commit_one(replica, version, deadline) for replica in self._replicas), return_exceptions=True
-        )
-        reports: dict[str, ReplicaReport] = {}
-        failures: dict[str, WeightlaneError] = {}
-        for replica, outcome in zip(self._replicas, outcomes, strict=True):
-            mine = [message for message in staged if message.name in replica.subscriber_names()]
-            failed = isinstance(outcome, BaseException)
-            if isinstance(outcome, BaseException):
-                failures[replica.name] = as_weightlane_error(outcome, replica.name)
-            reports[replica.name] = ReplicaReport(
-                outcome="failed" if failed else "committed",
-                blocked_s=0.0 if isinstance(outcome, BaseException) else outcome.blocked_s,
-                staged_s=max((message.seconds for message in mine), default=0.0),
-                nbytes=sum(message.nbytes for message in mine),
-            )
-        if failures:
-            named = "; ".join(f"{name}: {error}" for name, error in failures.items())
-            error = CommitError(
-                f"version {version} was staged everywhere but not taken by every replica: {named}.",
+    def _targets(self, tally: _Tally) -> list[Member]:
+        """Who is to get the version now. `QuorumError` when they are too few, `ProtocolError` for an old version."""
+        version = tally.version
+        if version < self._committed or (version == self._committed and not self._behind(version)):
+            raise ProtocolError(
+                f"version {version} was to follow version {self._committed}.",
                 part="coordinator",
-                peer=", ".join(failures),
-                hint="A replica that failed here must not serve until a complete version commits.",
+                hint="Versions grow with every publication.",
             )
-            self._abort(version, error)
-            raise error
+        members = [
+            member
+            for member in self._roster.reachable()
+            if member.name not in tally.excluded and member.version != version
+        ]
+        if len(members) < self._needed(version):
+            absent = [
+                f"{member.name} is {member.state}" + (f" ({member.error})" if member.error else "")
+                for member in self._roster.members.values()
+                if member not in members
+            ]
+            raise QuorumError(
+                f"{len(members)} of {len(self._roster.members)} replicas can take version {version},"
+                f" {self._roster.needed} must: {'; '.join(absent)}.",
+                part="coordinator",
+                peer=", ".join(name for name in self._roster.members if name not in {m.name for m in members}),
+                hint="sync.quorum says how many it takes.",
+            )
+        return members
+
+    def _behind(self, version: int) -> bool:
+        return any(member.version != version for member in self._roster.members.values())
+
+    def _needed(self, version: int) -> int:
+        """How many more replicas must take the version for it to count."""
+        have = sum(member.version == version for member in self._roster.members.values())
+        return max(min(1, len(self._roster.members)), self._roster.needed - have)
+
+    def _dismiss(self, replicas: Iterable[str], version: int, error: WeightlaneError) -> None:
+        """The version goes on without these, which may be blocked in it."""
+        message = Abort(session=self._connection.session, version=version, error=error.to_wire(), disconnect=True)
+        for name in replicas:
+            if member := self._roster.members.get(name):
+                self._letters.post_all(member.names, message)
+
+    # -- commit ---------------------------------------------------------------------------------------------------------
+
+    async def _commit(self, streamed: Streamed, tally: _Tally, deadline: Deadline) -> dict[str, ReplicaReport]:
+        """Put the version into service where it is staged. Takes it back, and raises, when too few replicas manage."""
+        version, members = tally.version, streamed.members
+        needed = self._needed(version)
+        results = await asyncio.gather(*(self._commit_one(member, version, deadline) for member in members))
+        reports = {name: self._left_behind(name, error) for name, error in tally.excluded.items()}
+        failures: dict[str, WeightlaneError] = {}
+        for member, result in zip(members, results, strict=True):
+            mine = [message for message in streamed.staged if message.name in member.names]
+            staged_s, nbytes = max(message.seconds for message in mine), sum(message.nbytes for message in mine)
+            if isinstance(result, WeightlaneError):
+                failures[member.name] = result
+                outcome = await self._settle(member, result, version)
+                reports[member.name] = ReplicaReport(outcome, str(result), staged_s=staged_s, nbytes=nbytes)
+            else:
+                member.state, member.version, member.error = ReplicaState.SERVING, version, None
+                reports[member.name] = ReplicaReport(
+                    Outcome.COMMITTED, blocked_s=result.blocked_s, staged_s=staged_s, nbytes=nbytes
+                )
+        reports |= {
+            name: self._left_behind(name, member.error)
+            for name, member in self._roster.members.items()
+            if name not in reports and member.version != version
+        }
+        if failures:
+            error = _named(version, failures)
+            tally.failures.append(FailedAttempt(self._connection.session, error, tuple(failures)))
+            if len(members) - len(failures) < needed:
+                await self._roll_back([member for member in members if member.name not in failures], version)
+                raise error
         return reports
 
-    @staticmethod
-    async def _commit_one(replica: Replica, version: int, deadline: Deadline) -> CommitOutcome:
+    async def _commit_one(self, member: Member, version: int, deadline: Deadline) -> CommitOutcome | WeightlaneError:
         try:
             async with asyncio.timeout(deadline.remaining_s):
-                return await replica.commit(version)
-        except TimeoutError as error:
-            if isinstance(error, WeightlaneError):
-                raise
-            raise deadline.error(f"version {version} to be committed", part="coordinator", peer=replica.name) from None
+                return await member.replica.commit(version)
+        except WeightlaneError as error:
+            return error
+        except TimeoutError:
+            return deadline.error(f"version {version} to be committed", part="coordinator", peer=member.name)
+        except Exception as error:  # noqa: BLE001 - one replica's bug must not take the others along
+            return as_weightlane_error(error, member.name)
 
-    # -- messages -------------------------------------------------------------------------------------------------------
+    async def _settle(self, member: Member, error: WeightlaneError, version: int) -> Outcome:
+        """What a replica that failed in a commit is now."""
+        if isinstance(error, WorkerDiedError):
+            self._roster.lost(member, error)
+            return Outcome.LOST
+        unknown = type(error) is WeightlaneError or isinstance(error, QuarantinedError | DeadlineExceededError)
+        if not unknown and member.state is ReplicaState.SERVING:
+            return Outcome.BEHIND
+        if unknown:
+            await self._quarantine(member, error, version)
+        return self._left_behind(member.name, error).outcome
 
-    def _collect(self, kind: type[M], names: Iterable[str], version: int, deadline: Deadline, what: str) -> list[M]:
-        replies = self._gather({(kind, name) for name in names}, version, deadline, what)
-        return [message for message in replies if isinstance(message, kind)]
+    async def _quarantine(self, member: Member, error: WeightlaneError, version: int) -> None:
+        member.state, member.version, member.error = ReplicaState.QUARANTINED, -1, error
+        try:
+            async with asyncio.timeout(_QUARANTINE_S):
+                await member.replica.quarantine(error)
+        except Exception as trouble:  # noqa: BLE001 - it gets no requests in any case
+            _log.warning("%s could not be told of its quarantine: %s", member.name, trouble)
+        self._hooks.replica_quarantined(replica=member.name, facts={"version": version, "error": str(error)})
 
-    def _gather(
-        self, awaited: set[tuple[type[_Reply], str]], version: int, deadline: Deadline, what: str
-    ) -> list[_Reply]:
-        """One message of each awaited kind from each awaited name; `version` is -1 while connecting.
+    async def _roll_back(self, members: Sequence[Member], version: int) -> None:
+        """Take `version` back where it serves already. A replica that cannot is quarantined: no two versions serve."""
 
-        Raises the error of whoever reports a failure, or `DeadlineExceededError` naming those who did not answer.
-        """
-        missing = set(awaited)
-        replies: list[_Reply] = []
-        while missing:
-            names = ", ".join(sorted({name for _, name in missing}))
+        async def undo(member: Member) -> None:
             try:
-                message = self._inbox.get(deadline, waiting_for=f"{names} {what}")
-            except DeadlineExceededError as error:
-                error.part, error.peer = "coordinator", names
-                raise
-            if isinstance(message, Stop):
-                raise ClosedError("the coordinator was closed.", part="coordinator")
-            if getattr(message, "session", None) != self._session:
-                continue
-            if isinstance(message, Failed) and message.version in (-1, version):
-                raise error_from_wire(message.error)
-            if isinstance(message, Offer):
-                self._offers[message.version] = message
-            if not isinstance(message, _Reply):
-                continue
-            key = (type(message), message.name)
-            if key in missing and getattr(message, "version", -1) == version:
-                missing.discard(key)
-                replies.append(message)
-        return replies
+                async with asyncio.timeout(self._config.deadline_s):
+                    await member.replica.rollback(version)
+                member.version = self._committed
+            except Exception as error:  # noqa: BLE001 - whatever it was, the replica must not serve
+                reason = QuarantinedError(
+                    f"version {version} could not be taken back: {error}", part="coordinator", peer=member.name
+                )
+                await self._quarantine(member, reason, version)
 
-    def _post_all(self, message: Message) -> None:
-        for name in (*self._publishers, *self._subscribers):
-            self._rendezvous.post(name, message)
+        await asyncio.gather(*(undo(member) for member in members))
+
+    def _left_behind(self, name: str, error: WeightlaneError | None) -> ReplicaReport:
+        member = self._roster.members.get(name)
+        outcomes = {ReplicaState.LOST: Outcome.LOST, ReplicaState.QUARANTINED: Outcome.QUARANTINED}
+        state = member.state if member is not None else ReplicaState.LOST
+        return ReplicaReport(outcomes.get(state, Outcome.BEHIND), str(error or "it has not joined yet"))
+
+    # -- verdicts -------------------------------------------------------------------------------------------------------
+
+    def _announce(self, report: SyncReport) -> None:
+        """Everybody learns what became of the version."""
+        version, session = report.version, self._connection.session
+        self._committed = max(self._committed, version)
+        try:
+            self._letters.post_all(self._roster.publishers, Committed(session=session, version=version))
+            for name, part in report.replicas.items():
+                member = self._roster.members.get(name)
+                if member is None:
+                    continue
+                if part.outcome is Outcome.COMMITTED:
+                    self._letters.post_all(member.names, Committed(session=session, version=version))
+                else:
+                    reason = CommitError(part.error, part="coordinator", peer=name)
+                    verdict = Abort(session=session, version=version, error=reason.to_wire(), disconnect=False)
+                    self._letters.post_all(member.names, verdict)
+        except WeightlaneError:
+            _log.warning("the store is gone; participants learn of version %d by their own deadlines", version)
+        facts = {
+            "seconds": report.latency_s,
+            "latency_s": report.latency_s,
+            "rollout_blocked_s": report.rollout_blocked_s,
+            "sent_bytes": report.sent_bytes,
+            "failed_attempts": len(report.failures),
+            "replicas": {
+                name: {
+                    "outcome": part.outcome.value,
+                    "blocked_s": part.blocked_s,
+                    "staged_s": part.staged_s,
+                    "nbytes": part.nbytes,
+                }
+                for name, part in report.replicas.items()
+            },
+        }
+        self._hooks.version_committed(version=version, facts=facts)
 
     def _abort(self, version: int, error: WeightlaneError) -> None:
         """Everybody drops `version` and the connection; the next sync connects anew."""
-        self._ready = False
+        self._connection.give_up()
         _log.warning("version %d aborted: %s", version, error)
+        message = Abort(session=self._connection.session, version=version, error=error.to_wire(), disconnect=True)
         try:
-            self._post_all(Abort(session=self._session, version=version, error=error.to_wire()))
+            self._letters.post_all(self._roster.everyone(), message)
         except WeightlaneError:
             _log.warning("the store is gone; participants learn of the abort by their own deadlines")
+
+
+def _named(version: int, failures: Mapping[str, WeightlaneError]) -> WeightlaneError:
+    """The error of the only replica that failed in a commit, or one that lists all."""
+    if len(failures) == 1:
+        return next(iter(failures.values()))
+    named = "; ".join(f"{name}: {error}" for name, error in failures.items())
+    return CommitError(
+        f"version {version} was staged but not taken by {len(failures)} replicas: {named}.",
+        part="coordinator",
+        peer=", ".join(failures),
+        hint="Each has its own log.",
+    )

@@ -1,9 +1,10 @@
 """The control messages of a sync, as typed plain data.
 
     coordinator -> participant   Reset, Connect, Open (subscribers), Go (publishers), Committed, Abort, Stop
-    participant -> coordinator   Hello, Connected, Offer (sending publisher), Accepted, Sent, Staged, Failed
+    participant -> coordinator   Joined, Hello, Connected, Offer (sending publisher), Accepted, Sent, Staged, Failed, Left
+    whoever watches processes -> coordinator   Lost
 
-A message names its session; whoever gets one of an older session drops it.
+All but the first and the last few name their session; whoever gets one of an older session drops it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,41 @@ from weightlane.ckpt_engines import ProtocolError
 
 class _Message(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class EngineTraits(_Message):
+    """What the coordinator must know of the engine that sends."""
+
+    selective: bool
+    """Some of the connected receivers can be sent to without the others."""
+    elastic: bool
+    """A receiver can connect without a new connection of the others."""
+    persistent: bool
+    """What was sent can be read again without the sender."""
+
+
+class Joined(_Message):
+    """A participant is there and reads the inbox named; one that comes again under its name takes the place of the old."""
+
+    type: Literal["joined"] = "joined"
+    name: str
+    inbox: str
+
+
+class Left(_Message):
+    """A participant closes."""
+
+    type: Literal["left"] = "left"
+    name: str
+    inbox: str
+
+
+class Lost(_Message):
+    """A process is gone; `replica` is empty when it was a trainer's."""
+
+    type: Literal["lost"] = "lost"
+    replica: str
+    error: dict[str, str]
 
 
 class Reset(_Message):
@@ -46,19 +82,22 @@ class Open(_Message):
     version: int
     manifest: dict[str, Any]
     deadline_s: float
+    stall_s: float
 
 
 class Go(_Message):
-    """Every receiver accepted: stream."""
+    """These receivers accepted: stream to them."""
 
     type: Literal["go"] = "go"
     session: str
     version: int
+    receivers: list[str]
     deadline_s: float
+    stall_s: float
 
 
 class Committed(_Message):
-    """Every replica serves the version."""
+    """The version serves."""
 
     type: Literal["committed"] = "committed"
     session: str
@@ -66,12 +105,14 @@ class Committed(_Message):
 
 
 class Abort(_Message):
-    """Give the version up; `error` is the reason as `WeightlaneError.to_wire`."""
+    """The version was given up, for everybody or for the replica this goes to; `error` is the reason in wire form."""
 
     type: Literal["abort"] = "abort"
     session: str
     version: int
     error: dict[str, str]
+    disconnect: bool
+    """Give the connection up as well."""
 
 
 class Stop(_Message):
@@ -81,12 +122,14 @@ class Stop(_Message):
 
 
 class Hello(_Message):
-    """A participant is there; `address` is empty for a publisher that only holds shards."""
+    """The answer to `Reset`; `address` is empty for a publisher that only holds shards."""
 
     type: Literal["hello"] = "hello"
     name: str
     session: str
     address: dict[str, Any]
+    traits: EngineTraits | None = None
+    """Of the engine; from the sending publisher only."""
 
 
 class Connected(_Message):
@@ -149,7 +192,10 @@ class Failed(_Message):
 
 
 Message = Annotated[
-    Reset
+    Joined
+    | Left
+    | Lost
+    | Reset
     | Connect
     | Open
     | Go

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -10,7 +11,6 @@ from typing import Any
 
 from weightlane.ckpt_engines import (
     ClosedError,
-    CommitError,
     Deadline,
     ProtocolError,
     SyncAbortedError,
@@ -19,8 +19,22 @@ from weightlane.ckpt_engines import (
     as_weightlane_error,
     error_from_wire,
 )
+from weightlane.plugins import RunHooks, process_hooks
 
-from .messages import Abort, Committed, Connect, Connected, Failed, Hello, Message, Reset, Stop
+from .messages import (
+    Abort,
+    Committed,
+    Connect,
+    Connected,
+    EngineTraits,
+    Failed,
+    Hello,
+    Joined,
+    Left,
+    Message,
+    Reset,
+    Stop,
+)
 from .rendezvous import COORDINATOR, Inbox, Rendezvous, RendezvousAddress
 
 _log = logging.getLogger(__name__)
@@ -30,34 +44,43 @@ _JOIN_THREAD_S = 5.0
 class Participant(ABC):
     """A named member of a run that follows the coordinator's messages on its own control thread.
 
+    Each incarnation reads an inbox of its own, so one that takes the place of a dead participant of the same name never sees
+    what was meant for that. Verdicts on versions come from the coordinator alone: what fails here is reported, and the
+    coordinator may still carry the version over on another connection.
+
     Subclasses implement `_open_half` (a fresh transport half), `_connect_half` and `_handle` (every message that is not
     about connecting). All of these run on the control thread.
     """
 
-    def __init__(self, name: str, rendezvous: RendezvousAddress | Mapping[str, Any]) -> None:
+    def __init__(
+        self, name: str, rendezvous: RendezvousAddress | Mapping[str, Any], hooks: RunHooks | None = None
+    ) -> None:
         self.name = name
         self.rendezvous = Rendezvous.join(rendezvous)
         self.session = ""
         self.ready_session = ""
         """The session whose transport is up; empty while there is none."""
+        self.hooks = hooks or process_hooks()
         self._outcomes = OutcomeBoard()
         self._closed = threading.Event()
-        self._inbox: Inbox = self.rendezvous.inbox(name)
+        self._inbox: Inbox = self.rendezvous.inbox(f"{name}#{secrets.token_hex(4)}")
         self._control = threading.Thread(target=self._follow, name=f"weightlane-control-{name}", daemon=True)
 
     def start(self) -> None:
-        """Start the control thread."""
+        """Start the control thread and join the run."""
         self._control.start()
+        self._tell(Joined(name=self.name, inbox=self._inbox.name))
 
     def close(self) -> None:
-        """Close the transport and end the threads. Idempotent, never raises."""
+        """Leave the run, close the transport and end the threads. Idempotent, never raises."""
         if self._closed.is_set():
             return
         self._closed.set()
         self._close_half()
         self._outcomes.fail_all(ClosedError("this participant was closed.", part=self.name))
         try:
-            self.rendezvous.post(self.name, Stop())
+            self._tell(Left(name=self.name, inbox=self._inbox.name))
+            self.rendezvous.post(self._inbox.name, Stop())
         except WeightlaneError:
             _log.debug("%s: the store was gone before close", self.name)
         if self._control.is_alive() and threading.current_thread() is not self._control:
@@ -69,8 +92,8 @@ class Participant(ABC):
         self._outcomes.notify()
 
     @abstractmethod
-    def _open_half(self) -> dict[str, Any]:
-        """Make a fresh transport half and return its address (empty when this participant has none)."""
+    def _open_half(self) -> tuple[dict[str, Any], EngineTraits | None]:
+        """Make a fresh transport half; its address (empty when this participant has none), and a sender's traits."""
 
     @abstractmethod
     def _connect_half(self, message: Connect, topology: Topology, deadline: Deadline) -> None:
@@ -84,18 +107,22 @@ class Participant(ABC):
     def _handle(self, message: Message) -> None:
         """React to a message of the current session."""
 
+    @abstractmethod
+    def _aborted(self, version: int) -> None:
+        """`version` was given up: forget what is kept for it."""
+
+    @abstractmethod
+    def _committed(self, version: int) -> None:
+        """`version` serves."""
+
     def _tell(self, message: Message) -> None:
         self.rendezvous.post(COORDINATOR, message)
 
-    def _give_up(self, version: int, session: str, error: BaseException) -> None:
-        """Record why `version` failed here and tell the coordinator, who aborts it for everybody with the same reason."""
+    def _report(self, version: int, session: str, error: BaseException) -> None:
+        """Tell the coordinator that `version` failed here."""
         ours = as_weightlane_error(error, self.name)
         if isinstance(ours, ClosedError):
             return  # somebody else's failure closed the transport under us, and they have told
-        if version >= 0:
-            self._outcomes.fail(
-                version, ours if isinstance(ours, SyncAbortedError) else SyncAbortedError.because(version, ours)
-            )
         try:
             self._tell(Failed(name=self.name, session=session, version=version, error=ours.to_wire()))
         except WeightlaneError:
@@ -106,7 +133,7 @@ class Participant(ABC):
             try:
                 message = self._inbox.get()
             except ProtocolError as error:
-                self._give_up(-1, self.session, error)
+                self._report(-1, self.session, error)
                 continue
             except WeightlaneError as error:
                 if not self._closed.is_set():
@@ -114,34 +141,42 @@ class Participant(ABC):
                     self._outcomes.fail_all(error)
                 return
             if isinstance(message, Stop):
+                if not self._closed.is_set():  # the coordinator's: the run is over
+                    self._close_half()
+                    self._outcomes.fail_all(ClosedError("the coordinator has closed.", part=self.name))
                 return
             try:
                 self._dispatch(message)
             except Exception as error:  # noqa: BLE001 - whatever happened, the coordinator must learn it
-                self._give_up(getattr(message, "version", -1), self.session, error)
+                self._report(getattr(message, "version", -1), self.session, error)
 
     def _dispatch(self, message: Message) -> None:
         if isinstance(message, Reset):
             self._disconnect()
             self.session = message.session
-            self._tell(Hello(name=self.name, session=self.session, address=self._open_half()))
+            address, traits = self._open_half()
+            self._tell(Hello(name=self.name, session=self.session, address=address, traits=traits))
+        elif isinstance(message, Abort):
+            # A verdict counts whatever the session: the connection may have been given up already.
+            self._aborted(message.version)
+            self._outcomes.fail(
+                message.version, SyncAbortedError.because(message.version, error_from_wire(message.error))
+            )
+            if message.disconnect and message.session == self.session:
+                self._disconnect()
+        elif isinstance(message, Committed):
+            self._committed(message.version)
+            self._outcomes.succeed(message.version)
         elif getattr(message, "session", None) != self.session:
             return  # a leftover of an earlier connection
         elif isinstance(message, Connect):
-            topology = Topology(self.session, message.senders, message.receivers)
+            topology = Topology(
+                self.session, message.senders, message.receivers, self.rendezvous.session_key(self.session)
+            )
             self._connect_half(message, topology, Deadline.after(message.deadline_s))
-            self._tell(Connected(name=self.name, session=self.session))
             self.ready_session = self.session
+            self._tell(Connected(name=self.name, session=self.session))
             self._outcomes.notify()
-        elif isinstance(message, Abort):
-            reason = error_from_wire(message.error)
-            # A commit that failed half-way has left the new version in service somewhere, so it is not an abort.
-            failure = reason if isinstance(reason, CommitError) else SyncAbortedError.because(message.version, reason)
-            # The failure first: threads that the closing wakes up look for it.
-            self._outcomes.fail(message.version, failure)
-            self._disconnect()
-        elif isinstance(message, Committed):
-            self._outcomes.succeed(message.version)
         else:
             self._handle(message)
 

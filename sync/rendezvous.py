@@ -1,22 +1,25 @@
 """Where the participants of a run meet: one torch TCPStore, used as inboxes and as a key-value mailbox.
 
 The coordinator's process hosts the store; every other process joins it by host and port. An inbox is a queue of the store
-with one reader, so a participant waits in one place for whatever comes next. Values are JSON; nothing is pickled.
+with one reader, so a participant waits in one place for whatever comes next. Values are JSON, signed with the run's secret,
+which is part of the rendezvous address; nothing is pickled, and what is not signed is dropped.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from weightlane.ckpt_engines import ClosedError, Deadline, ProtocolError
+from weightlane.ckpt_engines.mac import derive_key, new_secret, sign, verify
 from weightlane.ckpt_engines.process_group import host_store, join_store
 
 from .messages import Message, decode, encode
@@ -24,28 +27,40 @@ from .messages import Message, decode, encode
 COORDINATOR = "coordinator"
 """Name of the coordinator's inbox."""
 
+_log = logging.getLogger(__name__)
 _FOREVER = timedelta(days=3650)
 _JOIN_TIMEOUT_S = 30.0
+_PORTS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class RendezvousAddress:
-    """Host and port of a run's store."""
+    """Host and port of a run's store, and the secret that its members share. Who has it is a member: hand it on with care."""
 
     host: str
     port: int
+    secret: str = field(repr=False)
 
     def to_plain(self) -> dict[str, Any]:
         """As JSON."""
-        return {"host": self.host, "port": self.port}
+        return {"host": self.host, "port": self.port, "secret": self.secret}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> RendezvousAddress:
         """Parse an address; `ProtocolError` for anything else."""
         try:
-            return cls(str(plain["host"]), int(plain["port"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ProtocolError(f"not a rendezvous address: {plain!r} ({error}).", part="rendezvous") from None
+            host, port, secret = str(plain["host"]), int(plain["port"]), plain["secret"]
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ProtocolError(
+                f"not a rendezvous address: {type(error).__name__} {error}.",
+                part="rendezvous",
+                hint="It has a host, a port and a secret.",
+            ) from None
+        if not (isinstance(secret, str) and secret and 0 < port < _PORTS):
+            raise ProtocolError(
+                "not a rendezvous address: its secret is missing or its port out of range.", part="rendezvous"
+            )
+        return cls(host, port, secret)
 
 
 class Rendezvous:
@@ -60,7 +75,7 @@ class Rendezvous:
     def host(cls, host: str = "127.0.0.1", port: int = 0) -> Rendezvous:
         """Open the store on `host`; `AddressInUseError` if the port is taken."""
         store, bound = host_store(host, port)
-        return cls(store, RendezvousAddress(host, bound))
+        return cls(store, RendezvousAddress(host, bound, new_secret()))
 
     @classmethod
     def join(cls, address: RendezvousAddress | Mapping[str, Any], timeout_s: float = _JOIN_TIMEOUT_S) -> Rendezvous:
@@ -73,7 +88,7 @@ class Rendezvous:
         """Append `message` to the inbox called `name`; `ClosedError` when the store is gone."""
         try:
             with self._lock:
-                self._store.queue_push(_queue(name), encode(message))
+                self._store.queue_push(_queue(name), sign(self.address.secret, _queue(name), encode(message)))
         except dist.DistError as error:
             raise self._gone() from error
 
@@ -86,7 +101,11 @@ class Rendezvous:
         """A key-value mailbox whose keys are private to `scope`, on a connection of its own."""
         deadline = Deadline.after(_JOIN_TIMEOUT_S)
         store = join_store(self.address.host, self.address.port, deadline)
-        return StoreMailbox(dist.PrefixStore(f"mailbox/{scope}", store), scope)
+        return StoreMailbox(dist.PrefixStore(f"mailbox/{scope}", store), scope, self.address.secret)
+
+    def session_key(self, session: str) -> bytes:
+        """The secret of one connection, for `Topology.key`."""
+        return derive_key(self.address.secret, f"session/{session}")
 
     def store(self, scope: str) -> dist.Store:
         """A torch store whose keys are private to `scope`, for handshakes of process groups."""
@@ -115,33 +134,53 @@ class Inbox:
     def get(self, deadline: Deadline | None = None, *, waiting_for: str = "a control message") -> Message:
         """The next message.
 
-        Without a deadline the wait ends when a message comes or the store goes away. Raises `DeadlineExceededError`,
-        `ClosedError` when the store is gone, or `ProtocolError` for a malformed message.
+        Without a deadline the wait ends when a message comes or the store goes away. What nobody of this run has signed is
+        dropped. Raises `DeadlineExceededError`, `ClosedError` when the store is gone, or `ProtocolError` for a malformed
+        message.
         """
+        while True:
+            data = self._pop(deadline, waiting_for)
+            try:
+                body = verify(self._address.secret, _queue(self.name), data)
+            except ProtocolError as error:
+                _log.warning("%s: a message was dropped: %s", self.name, error)
+                continue
+            return decode(body)
+
+    def get_nowait(self) -> Message | None:
+        """The next message if one is there already."""
+        try:
+            if not self._store.queue_len(_queue(self.name)):
+                return None
+        except dist.DistError as error:
+            raise _store_gone(self._address) from error
+        return self.get(Deadline.after(1.0))
+
+    def _pop(self, deadline: Deadline | None, waiting_for: str) -> bytes:
         self._store.set_timeout(deadline.timedelta() if deadline else _FOREVER)
         try:
             if deadline and deadline.expired and not self._store.queue_len(_queue(self.name)):
                 raise deadline.error(waiting_for, part=self.name)
-            data = self._store.queue_pop(_queue(self.name))
+            return bytes(self._store.queue_pop(_queue(self.name)))
         except dist.DistNetworkError as error:
             raise _store_gone(self._address) from error
         except dist.DistError as error:
             if deadline and deadline.remaining_s < 0.05:  # noqa: PLR2004 - the store rounds its timeout to milliseconds
                 raise deadline.error(waiting_for, part=self.name) from None
             raise _store_gone(self._address) from error
-        return decode(data)
 
 
 class StoreMailbox:
     """The `weightlane.ckpt_engines.Mailbox` given to engines."""
 
-    def __init__(self, store: dist.Store, scope: str) -> None:
+    def __init__(self, store: dist.Store, scope: str, secret: str) -> None:
         self._store = store
         self._scope = scope
+        self._secret = secret
 
     def put(self, key: str, value: Any) -> None:
         """Publish JSON-representable `value` under `key`."""
-        self._store.set(key, json.dumps(value))
+        self._store.set(key, sign(self._secret, self._context(key), json.dumps(value).encode()).decode())
 
     def get(self, key: str, deadline: Deadline) -> Any:
         """Wait for `key`; `DeadlineExceededError` when it does not appear in time."""
@@ -154,9 +193,14 @@ class StoreMailbox:
         except dist.DistError as error:
             raise deadline.error(f"{key!r} in mailbox {self._scope}", part="mailbox") from error
         try:
-            return json.loads(self._store.get(key))
+            return json.loads(verify(self._secret, self._context(key), self._store.get(key)))
         except ValueError as error:
+            if isinstance(error, ProtocolError):
+                raise
             raise ProtocolError(f"{key!r} in mailbox {self._scope} is not JSON: {error}.", part="mailbox") from None
+
+    def _context(self, key: str) -> str:
+        return f"mailbox/{self._scope}/{key}"
 
 
 def _queue(name: str) -> str:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Protocol
+
+from weightlane.ckpt_engines import WeightlaneError
 
 
 class CommitOutcome(Protocol):
@@ -26,18 +30,46 @@ class CommitReport:
     blocked_s: float
 
 
+class Outcome(StrEnum):
+    """What became of a version on one replica."""
+
+    COMMITTED = "committed"
+    """It serves."""
+    BEHIND = "behind"
+    """It could not be staged or begun there; the replica serves the version it had, bit for bit."""
+    ROLLED_BACK = "rolled back"
+    """It served for a moment and was taken back, because too few replicas could take it."""
+    QUARANTINED = "quarantined"
+    """The replica cannot prove what it holds and gets no requests until a complete version commits there."""
+    LOST = "lost"
+    """The replica died or does not answer."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
     """One replica's part in a sync."""
 
-    outcome: str
-    """``committed`` or ``failed``."""
-    blocked_s: float
+    outcome: Outcome
+    error: str = ""
+    """Why it did not take the version; empty when it did."""
+    blocked_s: float = 0.0
     """Seconds the replica generated nothing because of the commit."""
-    staged_s: float
+    staged_s: float = 0.0
     """Seconds from the first byte asked for to the last one verified, on its slowest rank."""
-    nbytes: int
+    nbytes: int = 0
     """Bytes staged, over all ranks of the replica."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailedAttempt:
+    """One try at carrying a version over that did not succeed, or not for everybody."""
+
+    session: str
+    """The connection it ran on."""
+    error: WeightlaneError
+    """The first failure, typed."""
+    excluded: tuple[str, ...] = ()
+    """Replicas the version went on without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +81,11 @@ class SyncReport:
     """Seconds from the start of the sync until the last replica served the version."""
     sent_bytes: int
     """Payload bytes the trainer ranks handed to the transport or to the sending rank."""
-    replicas: dict[str, ReplicaReport] = field(default_factory=dict)
+    replicas: Mapping[str, ReplicaReport] = field(default_factory=dict)
+    session: str = ""
+    """The connection that carried it."""
+    failures: tuple[FailedAttempt, ...] = ()
+    """What went wrong on the way, in order; empty in a smooth sync."""
 
     @property
     def rollout_blocked_s(self) -> float:

@@ -17,17 +17,18 @@ from weightlane.ckpt_engines import (
     ClosedError,
     CommitError,
     Deadline,
-    StagingMemoryError,
     Topology,
     WeightReceiver,
 )
+from weightlane.plugins import RunHooks
 
 from .coverage import Expectation, check_coverage
 from .devices import buffer_device
 from .manifest import Manifest
-from .messages import Accepted, Connect, Message, Open, Staged
+from .messages import Accepted, Connect, EngineTraits, Message, Open, Staged
 from .participant import Participant
 from .rendezvous import RendezvousAddress
+from .staging import Staging
 from .trailer import TRAILER_BYTES, verify
 
 
@@ -38,6 +39,7 @@ class _Job:
     receiver: WeightReceiver
     sender: str
     deadline: Deadline
+    stall_s: float
 
 
 class Subscriber(Participant):
@@ -45,6 +47,8 @@ class Subscriber(Participant):
 
     A control thread checks every offered manifest against `expectation` and answers; a staging thread receives the buckets
     into one buffer and verifies each. Nothing touches the live model: whoever commits calls `take`, loads, and `release`.
+    Where `staging_limit_bytes` allows two versions, the one that serves is kept until the next one has committed:
+    `take_previous` is what a failed commit is undone with.
 
     Args:
         name: This participant's name, e.g. ``"rollout-0/1"``.
@@ -52,8 +56,9 @@ class Subscriber(Participant):
         backend: Name of the checkpoint engine.
         options: Options of that engine.
         expectation: The tensors this rank's model is made of.
-        staging_limit_bytes: Most memory a staged version may take; 0 means no limit.
+        staging_limit_bytes: Most memory staged versions may take together; 0 means no limit.
         device: Device of the live model; staging stays on it if the engine can deliver there, else on the CPU.
+        hooks: Observers; those of this process by default.
     """
 
     def __init__(
@@ -66,20 +71,15 @@ class Subscriber(Participant):
         *,
         staging_limit_bytes: int = 0,
         device: torch.device | None = None,
+        hooks: RunHooks | None = None,
     ) -> None:
         engine = CheckpointEngineRegistry().create(backend, options)
-        super().__init__(name, rendezvous)
+        super().__init__(name, rendezvous, hooks)
         self._engine = engine
         self._expectation = expectation
-        self._limit = staging_limit_bytes
-        self._device = buffer_device(engine, device)
+        self._staging = Staging(name, staging_limit_bytes, buffer_device(engine, device))
         self._receiver: WeightReceiver | None = None
         self._sender = ""
-        self._staging = torch.empty(0, dtype=torch.uint8)
-        self._staged: Manifest | None = None
-        self._taken: int | None = None
-        """The version whose tensors somebody is loading: its memory must not be filled again until `release`."""
-        self._staging_lock = threading.Lock()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._worker = threading.Thread(target=self._run, name=f"weightlane-stage-{name}", daemon=True)
         self._worker.start()
@@ -90,35 +90,26 @@ class Subscriber(Participant):
 
         Raises `SyncAbortedError` if the version was given up, or `CommitError` if it is not staged.
         """
-        with self._staging_lock:
-            manifest = self._staged
-            if manifest is not None and manifest.version == version:
-                self._taken = version
-        if manifest is None or manifest.version != version:
-            failure = self._outcomes.failure(version)
-            if failure is not None:
-                raise failure
-            have = "nothing" if manifest is None else f"version {manifest.version}"
-            raise CommitError(
-                f"version {version} is not staged here ({have} is).",
-                part=self.name,
-                hint="Commit a version only after the coordinator reports it staged.",
-            )
-        return {
-            entry.spec.name: self._staging[entry.offset : entry.end].view(entry.spec.dtype).view(entry.spec.shape)
-            for entry in manifest.entries
-        }
+        try:
+            return self._staging.take(version)
+        except CommitError:
+            if failure := self._outcomes.failure(version):
+                raise failure from None
+            raise
+
+    def take_previous(self, version: int) -> tuple[int, dict[str, torch.Tensor]]:
+        """The version that served before `version`, and its tensors as `take` gives them, valid until `release`.
+
+        Raises `CommitError` when it is not kept: before the second version, or where memory allows one only.
+        """
+        return self._staging.take_previous(version)
 
     def release(self, version: int) -> None:
-        """Give the staging memory of `version` back; its tensors must not be used any more."""
-        with self._staging_lock:
-            if self._taken == version:
-                self._taken = None
-            if self._staged is not None and self._staged.version == version:
-                self._staged = None
+        """Whoever took `version` is done: its tensors must not be used any more."""
+        self._staging.release(version)
 
     def wait(self, version: int, timeout_s: float) -> None:
-        """Block until every replica serves `version`. Raises `SyncAbortedError` with the reason everybody got."""
+        """Block until `version` serves. Raises `SyncAbortedError` with the reason everybody got."""
         self._outcomes.wait(version, Deadline.after(timeout_s), self.name)
 
     def close(self) -> None:
@@ -129,10 +120,9 @@ class Subscriber(Participant):
 
     # -- control thread -------------------------------------------------------------------------------------------------
 
-    def _open_half(self) -> dict[str, Any]:
-        self._drop_staged()
+    def _open_half(self) -> tuple[dict[str, Any], EngineTraits | None]:
         self._receiver = self._engine.make_receiver(self.name)
-        return dict(self._receiver.address())
+        return dict(self._receiver.address()), None
 
     def _connect_half(self, message: Connect, topology: Topology, deadline: Deadline) -> None:
         if self._receiver is None:
@@ -144,11 +134,13 @@ class Subscriber(Participant):
         receiver, self._receiver = self._receiver, None
         if receiver is not None:
             receiver.close()
-        self._drop_staged()
+        self._staging.drop()
 
-    def _drop_staged(self) -> None:
-        with self._staging_lock:
-            self._staged = None
+    def _aborted(self, version: int) -> None:
+        self._staging.abort(version)
+
+    def _committed(self, version: int) -> None:
+        self._staging.commit(version)
 
     def _handle(self, message: Message) -> None:
         if not isinstance(message, Open):
@@ -156,62 +148,44 @@ class Subscriber(Participant):
         self._outcomes.begin(message.version)
         manifest = Manifest.from_plain(message.manifest)
         check_coverage(manifest, self._expectation, part=self.name)
-        self._check_memory(manifest)
         if self._receiver is None:
             raise ClosedError("a version was offered on a closed connection.", part=self.name)
-        with self._staging_lock:
-            if self._taken is not None:
-                raise CommitError(
-                    f"version {self._taken} is still being loaded here.",
-                    part=self.name,
-                    hint="Its commit outlived its deadline; the next version will be taken once it has ended.",
-                )
-        self._drop_staged()
+        self._staging.reserve(manifest)
         deadline = Deadline.after(message.deadline_s)
-        self._jobs.put(_Job(manifest, self.session, self._receiver, self._sender, deadline))
+        self._jobs.put(_Job(manifest, self.session, self._receiver, self._sender, deadline, message.stall_s))
         self._tell(Accepted(name=self.name, session=self.session, version=message.version))
-
-    def _check_memory(self, manifest: Manifest) -> None:
-        needed = manifest.total_bytes + TRAILER_BYTES
-        if self._limit and needed > self._limit:
-            raise StagingMemoryError(
-                f"staging version {manifest.version} needs {needed / 2**20:.1f} MiB, {self._limit / 2**20:.1f} MiB are allowed.",
-                part=self.name,
-                hint="Raise rollout.staging_limit_bytes, or give the rollout less KV cache.",
-            )
 
     # -- staging thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
+            manifest = job.manifest
             try:
                 started = time.perf_counter()
                 self._receive(job)
                 seconds = time.perf_counter() - started
                 if job.session == self.session:
-                    with self._staging_lock:
-                        self._staged = job.manifest
-                self._tell(
-                    Staged(
-                        name=self.name,
-                        session=job.session,
-                        version=job.manifest.version,
-                        nbytes=job.manifest.total_bytes,
-                        seconds=seconds,
-                    )
+                    self._staging.complete(manifest)
+                nbytes = manifest.total_bytes
+                facts = {"seconds": seconds, "nbytes": nbytes, "participant": self.name}
+                self.hooks.version_staged(version=manifest.version, facts=facts)
+                staged = Staged(
+                    name=self.name, session=job.session, version=manifest.version, nbytes=nbytes, seconds=seconds
                 )
-            except Exception as error:  # noqa: BLE001 - the coordinator aborts the version with it on every side
-                self._give_up(job.manifest.version, job.session, error)
+                self._tell(staged)
+            except Exception as error:  # noqa: BLE001 - the coordinator decides what becomes of the version
+                self._report(manifest.version, job.session, error)
 
     def _receive(self, job: _Job) -> None:
         manifest = job.manifest
-        needed = manifest.total_bytes + TRAILER_BYTES
-        if self._staging.numel() < needed or self._staging.device != self._device:
-            # Filled once: first-touch page faults would otherwise land in the middle of the first version.
-            self._staging = torch.zeros(needed, dtype=torch.uint8, device=self._device)
+        memory = self._staging.memory(manifest)
         for index in range(manifest.bucket_count):
             start, stop = manifest.window(index)
             # The trailer lands on the bytes that the next bucket's payload overwrites.
-            framed = self._staging[start : stop + TRAILER_BYTES]
-            job.receiver.receive(Bucket(manifest.version, index, framed), job.sender, job.deadline)
+            framed = memory[start : stop + TRAILER_BYTES]
+            started = time.perf_counter()
+            bucket = Bucket(manifest.version, index, framed, TRAILER_BYTES)
+            job.receiver.receive(bucket, job.sender, job.deadline.within(job.stall_s))
             verify(framed, manifest.version, index, peer=job.sender)
+            facts = {"seconds": time.perf_counter() - started, "nbytes": stop - start, "participant": self.name}
+            self.hooks.bucket_received(version=manifest.version, index=index, facts=facts)

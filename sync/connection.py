@@ -1,0 +1,215 @@
+"""One connection of trainers and rollouts after another, and the streaming of versions over it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weightlane.ckpt_engines import Deadline, DeadlineExceededError, ProtocolError, QuorumError, WeightlaneError
+
+from .config import SyncConfig
+from .correspondence import Correspondence, Reply, TroubleError
+from .messages import Accepted, Connect, Connected, EngineTraits, Go, Hello, Offer, Open, Reset, Sent, Staged
+from .roster import Member, Roster
+
+# Whoever is closest to the cause of a stall gives up first, so that the reason everybody gets names the right peer.
+_PUBLISHER_SHARE = 0.9
+_SUBSCRIBER_SHARE = 0.95
+_RECEIVERS_PATIENCE = 1.2
+"""A receiver waits so much longer for a bucket than a sender does for it to be taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """A version that lies complete in the staging memory of `members`."""
+
+    members: list[Member]
+    sent: list[Sent]
+    staged: list[Staged]
+    refused: dict[str, WeightlaneError]
+    """Replicas that did not accept it, with the reason."""
+
+
+class Connection:
+    """What the publishers and the subscribers are connected by at present. Used by one thread at a time."""
+
+    def __init__(self, letters: Correspondence, roster: Roster, config: SyncConfig) -> None:
+        self._letters = letters
+        self._roster = roster
+        self._config = config
+        self._senders: dict[str, dict[str, Any]] = {}
+        self._receivers: dict[str, dict[str, Any]] = {}
+        """Address of every connected subscriber."""
+        self._inboxes: dict[str, str] = {}
+        """Which incarnation of it that is."""
+        self._traits: EngineTraits | None = None
+        self._stored: dict[int, Offer] = {}
+        """Versions that were sent in full and can be read again without the sender."""
+        self._up = False
+
+    @property
+    def session(self) -> str:
+        """Name of the present connection, or of the last one."""
+        return self._letters.session
+
+    def give_up(self) -> None:
+        """The connection is not to be used any more."""
+        self._up = False
+
+    def ensure(self, targets: Sequence[Member], deadline: Deadline, *, everyone: bool = False) -> None:
+        """See to it that `targets` can be sent to, by as little new connecting as the engine allows.
+
+        With `everyone` nobody may be missing; else replicas that do not answer are marked as lost, and the others go on.
+        """
+        self._letters.catch_up()
+        selective = self._traits is None or self._traits.selective
+        wanted = _names(self._roster.reachable() if selective else targets)
+        alive = self._up and not self._letters.stale
+        if alive and self._traits and self._traits.elastic:
+            if newcomers := [name for name in _names(targets) if not self._connected(name)]:
+                self._attach(newcomers, deadline)
+        elif not alive or {name for name in self._receivers if self._connected(name)} != set(wanted):
+            self._connect(wanted, deadline, everyone=everyone)
+
+    def _connected(self, name: str) -> bool:
+        return name in self._receivers and self._inboxes[name] == self._roster.inboxes.get(name)
+
+    def _connect(self, subscribers: Sequence[str], deadline: Deadline, *, everyone: bool) -> None:
+        self._up = False
+        publishers = list(self._roster.publishers)
+        self._letters.wait_for_joined(publishers, deadline)
+        session = f"s-{secrets.token_hex(6)}"
+        self._letters.begin(session)
+        self._stored.clear()
+        self._letters.post_all([*publishers, *subscribers], Reset(session=session))
+        self._letters.collect(Hello, publishers, -1, deadline, "to answer")
+        leader = self._letters.hellos[publishers[0]]
+        self._senders, self._traits = {leader.name: leader.address}, leader.traits
+        limit = deadline if everyone else deadline.within(self._config.rejoin_s)
+        greeted = self._present(subscribers, limit, everyone=everyone)
+        self._receivers = {name: hello.address for name, hello in greeted.items()}
+        self._introduce([*publishers, *self._receivers], deadline)
+        self._up = True
+
+    def _attach(self, newcomers: Sequence[str], deadline: Deadline) -> None:
+        """Connect further receivers to what is there; the others do not notice."""
+        for name in newcomers:
+            self._letters.hellos.pop(name, None)
+        self._letters.post_all(newcomers, Reset(session=self.session))
+        greeted = self._present(newcomers, deadline.within(self._config.rejoin_s))
+        self._receivers |= {name: hello.address for name, hello in greeted.items()}
+        self._introduce(list(greeted), deadline)
+
+    def _present(self, subscribers: Sequence[str], deadline: Deadline, *, everyone: bool = False) -> dict[str, Hello]:
+        """Who of them answers; replicas of which somebody does not are lost."""
+        before = dict(self._roster.inboxes)
+        silent = [name for name in subscribers if name not in self._letters.hellos]
+        _, errors = self._letters.answers(Hello, silent, -1, deadline, "to answer")
+        for name, error in errors.items():
+            if everyone:
+                raise TroubleError(error)
+            # One that was started anew meanwhile has not been asked yet.
+            if (member := self._roster.owner(name)) and self._roster.inboxes.get(name) == before.get(name):
+                self._roster.lost(member, error)
+        return {
+            name: self._letters.hellos[name]
+            for name in subscribers
+            if (owner := self._roster.owner(name)) and not errors.keys() & set(owner.names)
+        }
+
+    def _introduce(self, names: Sequence[str], deadline: Deadline) -> None:
+        message = Connect(
+            session=self.session,
+            publishers=list(self._roster.publishers),
+            senders=self._senders,
+            receivers=self._receivers,
+            deadline_s=deadline.within(self._config.connect_timeout_s).remaining_s * _SUBSCRIBER_SHARE,
+        )
+        self._letters.post_all(names, message)
+        self._letters.collect(Connected, names, -1, deadline, "to connect")
+        self._inboxes |= {name: self._roster.inboxes[name] for name in names if name in self._roster.inboxes}
+
+    def stream(self, version: int, targets: Sequence[Member], needed: int, deadline: Deadline) -> Streamed:
+        """Carry `version` into the staging memory of `targets`, or of those who accept it if they are at least `needed`.
+
+        Raises `TroubleError`; the connection is not usable any more then.
+        """
+        offer = self._stored.get(version) or self._offer(version, deadline)
+        accepting, refused = self._open(offer, [name for name in _names(targets) if name in self._receivers], deadline)
+        members = [member for member in targets if all(name in accepting for name in member.names)]
+        for member in targets:
+            if member not in members and member.name not in refused:
+                refused[member.name] = member.error or _unreachable(member)
+        self._check_refusals(members, refused, needed)
+        names = _names(members)
+        awaited: set[tuple[type[Reply], str]] = {(Staged, name) for name in names}
+        if version not in self._stored:
+            awaited |= {(Sent, name) for name in self._roster.publishers}
+            go = Go(
+                session=self.session,
+                version=version,
+                receivers=names,
+                deadline_s=deadline.remaining_s * _PUBLISHER_SHARE,
+                stall_s=self._config.stall_s,
+            )
+            self._letters.post_all(self._roster.publishers, go)
+        replies = self._letters.gather(awaited, version, deadline, f"to finish version {version}")
+        if self._traits and self._traits.persistent:
+            self._stored[version] = offer
+        sent = [message for message in replies if isinstance(message, Sent)]
+        return Streamed(members, sent, [message for message in replies if isinstance(message, Staged)], refused)
+
+    def _offer(self, version: int, deadline: Deadline) -> Offer:
+        leader = self._roster.publishers[0]
+        if version not in self._letters.offers:
+            if newer := [other for other in self._letters.offers if other > version]:
+                error = ProtocolError(
+                    f"version {version} is not held any more, {leader} has published {max(newer)}.",
+                    part="coordinator",
+                    peer=leader,
+                )
+                raise TroubleError(error, hopeless=True)
+            self._letters.collect(Offer, [leader], version, deadline, f"to offer version {version}")
+        return self._letters.offers[version]
+
+    def _open(
+        self, offer: Offer, names: Sequence[str], deadline: Deadline
+    ) -> tuple[set[str], dict[str, WeightlaneError]]:
+        """Offer the version to subscribers. Who accepts, and which replicas do not."""
+        message = Open(
+            session=self.session,
+            version=offer.version,
+            manifest=offer.manifest,
+            deadline_s=deadline.remaining_s * _SUBSCRIBER_SHARE,
+            stall_s=self._config.stall_s * _RECEIVERS_PATIENCE,
+        )
+        self._letters.post_all(names, message)
+        limit = deadline.within(self._config.stall_s)
+        replies, errors = self._letters.answers(
+            Accepted, names, offer.version, limit, f"to accept version {offer.version}"
+        )
+        refused = {owner.name: error for name, error in errors.items() if (owner := self._roster.owner(name))}
+        return {reply.name for reply in replies}, refused
+
+    def _check_refusals(self, members: Sequence[Member], refused: dict[str, WeightlaneError], needed: int) -> None:
+        if not refused:
+            return
+        first = next(iter(refused.values()))
+        # Whoever accepted and shares the replica of one that refused waits for buckets: it must be interrupted.
+        partly = any(len(self._roster.members[name].names) > 1 for name in refused if name in self._roster.members)
+        silent = any(isinstance(error, DeadlineExceededError) for error in refused.values())
+        selective = self._traits is not None and self._traits.selective
+        if len(members) < needed:
+            raise TroubleError(first, hopeless=True)
+        if partly or silent or not selective:
+            raise TroubleError(first, refused)
+
+
+def _names(members: Iterable[Member]) -> list[str]:
+    return [name for member in members for name in member.names]
+
+
+def _unreachable(member: Member) -> QuorumError:
+    return QuorumError("it is not connected.", part="coordinator", peer=member.name)

@@ -1,0 +1,255 @@
+"""The coordinator's letters: its inbox, the inboxes of everybody who joined, and waiting for answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+from weightlane.ckpt_engines import (
+    ClosedError,
+    Deadline,
+    DeadlineExceededError,
+    ManifestError,
+    PeerLostError,
+    SupersededError,
+    TransportError,
+    WeightlaneError,
+    error_from_wire,
+)
+
+from .messages import Accepted, Connected, Failed, Hello, Joined, Left, Lost, Message, Offer, Sent, Staged, Stop
+from .rendezvous import COORDINATOR, Rendezvous
+from .roster import Roster
+
+_SETTLE_S = 0.1
+"""How long the first failure waits for others: whoever knows whose fault it was may not have been the first to speak."""
+
+Reply = Hello | Connected | Offer | Accepted | Sent | Staged
+M = TypeVar("M", Hello, Connected, Offer, Accepted, Sent, Staged)
+
+
+class TroubleError(Exception):
+    """What was waited for will not come.
+
+    Attributes:
+        error: The typed failure.
+        culprits: Replicas at fault, by name; empty when nobody can be blamed or a trainer is to.
+        hopeless: Trying again is of no use.
+    """
+
+    def __init__(self, error: WeightlaneError, culprits: Iterable[str] = (), *, hopeless: bool = False) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.culprits = frozenset(culprits)
+        self.hopeless = hopeless
+
+
+class Correspondence:
+    """Sends to and hears from the participants of a run. Used by one thread at a time.
+
+    Args:
+        rendezvous: The hosted store.
+        roster: Kept up to date with who joins, leaves, dies and answers.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, roster: Roster) -> None:
+        self._rendezvous = rendezvous
+        self._inbox = rendezvous.inbox(COORDINATOR)
+        self._roster = roster
+        self.session = ""
+        """Replies of any other one are not answers."""
+        self.offers: dict[int, Offer] = {}
+        """Offers of this session, by version: publishing does not wait for anybody."""
+        self.hellos: dict[str, Hello] = {}
+        """Who has answered this session's `Reset`."""
+        self.stale = False
+        """A publisher has joined or left since the session began."""
+
+    def begin(self, session: str) -> None:
+        """From now on `session` counts."""
+        self.session, self.stale = session, False
+        self.offers.clear()
+        self.hellos.clear()
+
+    def post(self, name: str, message: Message) -> None:
+        """Write to a participant, if it has joined."""
+        if (inbox := self._roster.inboxes.get(name)) is not None:
+            self._rendezvous.post(inbox, message)
+
+    def post_all(self, names: Iterable[str], message: Message) -> None:
+        """Write to several."""
+        for name in names:
+            self.post(name, message)
+
+    def catch_up(self) -> None:
+        """Take note of everything that has come in meanwhile."""
+        while (message := self._inbox.get_nowait()) is not None:
+            if isinstance(message, Stop):
+                raise ClosedError("the coordinator was closed.", part="coordinator")
+            self._note(message)
+
+    def wait_for_joined(self, names: Iterable[str], deadline: Deadline) -> None:
+        """Return when all have joined; `DeadlineExceededError` naming who has not."""
+        while missing := sorted(set(names) - self._roster.inboxes.keys()):
+            self._note(self._next(deadline, missing, "to join"))
+
+    def collect(self, kind: type[M], names: Iterable[str], version: int, deadline: Deadline, what: str) -> list[M]:
+        """One message of `kind` from each; see `gather`."""
+        replies = self.gather({(kind, name) for name in names}, version, deadline, what)
+        return [message for message in replies if isinstance(message, kind)]
+
+    def gather(self, awaited: set[tuple[type[Reply], str]], version: int, deadline: Deadline, what: str) -> list[Reply]:
+        """One message of each awaited kind from each awaited name; `version` is -1 while connecting.
+
+        Raises `TroubleError` when somebody reports a failure, dies, or does not answer in time.
+        """
+        missing = set(awaited)
+        replies: list[Reply] = []
+        members = {member.name for _, name in awaited if (member := self._roster.owner(name))}
+        while missing:
+            names = sorted({name for _, name in missing})
+            try:
+                message = self._next(deadline, names, what)
+            except DeadlineExceededError as error:
+                late = {member.name for name in names if (member := self._roster.owner(name))}
+                raise TroubleError(error, late if late and not self._publishers(names) else ()) from error
+            if self.concerns(message, version):
+                raise self._trouble(message, version)
+            if isinstance(message, Lost) and (not message.replica or message.replica in members):
+                lost = error_from_wire(message.error)
+                raise TroubleError(lost, filter(None, [message.replica]), hopeless=not message.replica)
+            if isinstance(message, Left | Joined) and any(name == message.name for _, name in awaited):
+                owner = self._roster.owner(message.name)
+                raise TroubleError(_gone(message), [owner.name] if owner else [])
+            key = (type(message), getattr(message, "name", ""))
+            if (
+                key in missing
+                and isinstance(message, Reply)
+                and message.session == self.session
+                and getattr(message, "version", -1) == version
+            ):
+                missing.discard(key)
+                replies.append(message)
+        return replies
+
+    def answers(
+        self, kind: type[M], names: Iterable[str], version: int, deadline: Deadline, what: str
+    ) -> tuple[list[M], dict[str, WeightlaneError]]:
+        """As `collect`, but one that fails, dies or does not answer in time does not spoil it for the others.
+
+        Returns the replies, and the errors by name. A trainer's failure still raises.
+        """
+        waiting = set(names)
+        replies: list[M] = []
+        errors: dict[str, WeightlaneError] = {}
+        while waiting:
+            try:
+                message = self._next(deadline, sorted(waiting), what)
+            except DeadlineExceededError as error:
+                errors |= dict.fromkeys(waiting, error)
+                break
+            sender = getattr(message, "name", "")
+            if isinstance(message, Failed) and self.concerns(message, version):
+                if sender not in waiting:
+                    raise self._trouble(message, version)
+                errors[sender] = error_from_wire(message.error)
+            elif isinstance(message, Lost):
+                lost = error_from_wire(message.error)
+                if not message.replica:
+                    raise TroubleError(lost, hopeless=True)
+                gone = self._roster.members.get(message.replica)
+                errors |= dict.fromkeys(waiting.intersection(gone.names if gone else ()), lost)
+            elif isinstance(message, Left | Joined):
+                if sender in waiting:
+                    errors[sender] = _gone(message)
+            elif (
+                isinstance(message, kind)
+                and message.session == self.session
+                and getattr(message, "version", -1) == version
+                and sender in waiting
+            ):
+                replies.append(message)
+                waiting.discard(sender)
+            waiting -= errors.keys()
+        return replies, errors
+
+    def concerns(self, message: Message, version: int) -> bool:
+        """Whether a message is a failure of what is under way."""
+        return isinstance(message, Failed) and message.session == self.session and message.version in (-1, version)
+
+    def _next(self, deadline: Deadline, names: list[str], what: str) -> Message:
+        named = ", ".join(names)
+        try:
+            message = self._inbox.get(deadline, waiting_for=f"{named} {what}")
+        except DeadlineExceededError as error:
+            error.part, error.peer = "coordinator", named
+            raise
+        if isinstance(message, Stop):
+            raise ClosedError("the coordinator was closed.", part="coordinator")
+        self._note(message)
+        return message
+
+    def _note(self, message: Message) -> None:
+        if isinstance(message, Joined):
+            if self._roster.joined(message.name, message.inbox) and message.name in self._roster.publishers:
+                self.stale = True
+        elif isinstance(message, Left):
+            if self._roster.left(message.name, message.inbox) and message.name in self._roster.publishers:
+                self.stale = True
+        elif isinstance(message, Lost):
+            if member := self._roster.members.get(message.replica):
+                self._roster.lost(member, error_from_wire(message.error))
+        else:
+            self._roster.answered(getattr(message, "name", ""))
+            if isinstance(message, Offer) and message.session == self.session:
+                self.offers[message.version] = message
+            elif isinstance(message, Hello) and message.session == self.session:
+                self.hellos[message.name] = message
+
+    def _publishers(self, names: Iterable[str]) -> bool:
+        return not set(names).isdisjoint(self._roster.publishers)
+
+    def _trouble(self, first: Message, version: int) -> TroubleError:
+        """Hear what others have to say of the same failure, and find out who was at fault."""
+        failures = [first] if isinstance(first, Failed) else []
+        deadline = Deadline.after(_SETTLE_S)
+        while not deadline.expired:
+            try:
+                message = self._inbox.get(deadline)
+            except DeadlineExceededError:
+                break
+            self._note(message)
+            if isinstance(message, Stop):
+                raise ClosedError("the coordinator was closed.", part="coordinator")
+            if isinstance(message, Lost):
+                hopeless = not message.replica
+                return TroubleError(error_from_wire(message.error), filter(None, [message.replica]), hopeless=hopeless)
+            if isinstance(message, Failed) and self.concerns(message, version):
+                failures.append(message)
+        return self._verdict(failures)
+
+    def _verdict(self, failures: list[Failed]) -> TroubleError:
+        # The sender knows which receiver did not take a bucket.
+        for failure in failures:
+            error = error_from_wire(failure.error)
+            named = {member.name for name in error.peer.split(", ") if (member := self._roster.owner(name))}
+            if failure.name in self._roster.publishers and named:
+                return TroubleError(error, named)
+        # A receiver that lost the sender, or waited for it in vain, says nothing about itself.
+        for failure in failures:
+            error, owner = error_from_wire(failure.error), self._roster.owner(failure.name)
+            network = isinstance(error, TransportError | DeadlineExceededError)
+            if owner is not None and not (network and error.peer in self._roster.publishers):
+                blamed = {
+                    member.name
+                    for other in failures
+                    if other.error["type"] == failure.error["type"] and (member := self._roster.owner(other.name))
+                }
+                return TroubleError(error, blamed)
+        error = error_from_wire(failures[0].error)
+        return TroubleError(error, hopeless=isinstance(error, SupersededError | ManifestError))
+
+
+def _gone(message: Left | Joined) -> PeerLostError:
+    what = "has closed" if isinstance(message, Left) else "was started anew"
+    return PeerLostError(f"{message.name} {what}.", part="coordinator", peer=message.name)
