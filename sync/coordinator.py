@@ -14,6 +14,7 @@ from weightlane.ckpt_engines import (
     ConfigError,
     Deadline,
     DeadlineExceededError,
+    PeerLostError,
     ProtocolError,
     QuarantinedError,
     QuorumError,
@@ -268,7 +269,7 @@ class Coordinator:
             if isinstance(result, WeightlaneError):
                 failures[member.name] = result
                 outcome = await self._settle(member, result, version)
-                reports[member.name] = ReplicaReport(outcome, str(result), staged_s=staged_s, nbytes=nbytes)
+                reports[member.name] = ReplicaReport(outcome, result, staged_s=staged_s, nbytes=nbytes)
             else:
                 member.state, member.version, member.error = ReplicaState.SERVING, version, None
                 reports[member.name] = ReplicaReport(
@@ -339,7 +340,7 @@ class Coordinator:
         member = self._roster.members.get(name)
         outcomes = {ReplicaState.LOST: Outcome.LOST, ReplicaState.QUARANTINED: Outcome.QUARANTINED}
         state = member.state if member is not None else ReplicaState.LOST
-        return ReplicaReport(outcomes.get(state, Outcome.BEHIND), str(error or "it has not joined yet"))
+        return ReplicaReport(outcomes.get(state, Outcome.BEHIND), error or _not_there(name))
 
     # -- verdicts -------------------------------------------------------------------------------------------------------
 
@@ -356,7 +357,7 @@ class Coordinator:
                 if part.outcome is Outcome.COMMITTED:
                     self._letters.post_all(member.names, Committed(session=session, version=version))
                 else:
-                    reason = CommitError(part.error, part="coordinator", peer=name)
+                    reason = part.error or _not_there(name)
                     verdict = Abort(session=session, version=version, error=reason.to_wire(), disconnect=False)
                     self._letters.post_all(member.names, verdict)
         except WeightlaneError:
@@ -388,6 +389,10 @@ class Coordinator:
             self._letters.post_all(self._roster.everyone(), message)
         except WeightlaneError:
             _log.warning("the store is gone; participants learn of the abort by their own deadlines")
+
+
+def _not_there(name: str) -> WeightlaneError:
+    return PeerLostError("it took no part: its subscribers have not joined yet.", part="coordinator", peer=name)
 
 
 def _named(version: int, failures: Mapping[str, WeightlaneError]) -> WeightlaneError:

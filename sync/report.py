@@ -50,8 +50,8 @@ class ReplicaReport:
     """One replica's part in a sync."""
 
     outcome: Outcome
-    error: str = ""
-    """Why it did not take the version; empty when it did."""
+    error: WeightlaneError | None = None
+    """Why it did not take the version; None when it did."""
     blocked_s: float = 0.0
     """Seconds the replica generated nothing because of the commit."""
     staged_s: float = 0.0

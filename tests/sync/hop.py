@@ -120,9 +120,18 @@ class Rollout:
         self._subscriber.release(version)
         return digest(self.live)
 
+    def rollback(self, version: int) -> None:
+        """Load what served before `version`."""
+        previous, tensors = self._subscriber.take_previous(version)
+        self.live = {name: tensor.clone() for name, tensor in tensors.items()}
+        self._subscriber.release(previous)
+
     def take_only(self, version: int) -> None:
         """Begin a load that does not end."""
         self._taken = self._subscriber.take(version)
+
+    def untouched(self, version: int) -> None:
+        """A commit that does not begin."""
 
     def taken_digest(self) -> dict[str, list[int]]:
         return digest(self._taken)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from hop_run import Participant, Run, expected
 
 from weightlane.ckpt_engines import (
     AddressInUseError,
@@ -25,147 +22,8 @@ from weightlane.ckpt_engines import (
     SyncAbortedError,
     WeightlaneError,
     WorkerDiedError,
-    error_from_wire,
 )
-from weightlane.sync import CommitReport, Coordinator, Rendezvous, SyncConfig
-
-sys.path.insert(0, str(Path(__file__).parent))
-import hop
-
-PROGRAM = str(Path(__file__).with_name("hop.py"))
-REPLY_S = 60.0
-
-
-class Participant:
-    """A child process of `hop`, called like an object."""
-
-    def __init__(self, child: subprocess.Popen[str]) -> None:
-        self.child = child
-        self.pid = child.pid
-
-    def answer(self) -> Any:
-        assert self.child.stdout is not None
-        line = self.child.stdout.readline()
-        assert line, f"participant {self.pid} ended with {self.child.poll()}"
-        reply = json.loads(line)
-        if "error" in reply:
-            error = error_from_wire(reply["error"])
-            error.args = (reply,)
-            raise error
-        return reply["value"]
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        self.tell(method, *arguments)
-        return self.answer()
-
-    def tell(self, method: str, *arguments: Any) -> None:
-        assert self.child.stdin is not None
-        self.child.stdin.write(json.dumps([method, *arguments]) + "\n")
-        self.child.stdin.flush()
-
-
-class Replica:
-    """One replica of `ranks` rollout processes."""
-
-    def __init__(self, name: str, ranks: dict[str, Participant]) -> None:
-        self.name = name
-        self.ranks = ranks
-        self.method = "commit"
-
-    def subscriber_names(self) -> list[str]:
-        return list(self.ranks)
-
-    async def commit(self, version: int) -> CommitReport:
-        for rank in self.ranks.values():
-            await asyncio.to_thread(rank.call, self.method, version)
-        return CommitReport(version, blocked_s=0.001)
-
-
-class Run:
-    """A coordinator and its participants."""
-
-    def __init__(self, children: Any, backend: str, options: dict[str, Any]) -> None:
-        self._children = children
-        self._plain = {"backend": backend, "options": options}
-        self.rendezvous = Rendezvous.host()
-        self.trainers: list[Participant] = []
-        self.replicas: list[Replica] = []
-        self.coordinator: Coordinator
-
-    def _start(self, role: str, **arguments: Any) -> Participant:
-        arguments |= self._plain | {"rendezvous": self.rendezvous.address.to_plain()}
-        child = self._children.start(
-            [PROGRAM, role, json.dumps(arguments)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        return Participant(child)
-
-    def begin(
-        self,
-        trainers: int = 1,
-        replicas: int = 1,
-        ranks: int = 1,
-        *,
-        deadline_s: float = 20.0,
-        trainer: dict[str, Any] | None = None,
-        rollout: dict[str, Any] | None = None,
-    ) -> None:
-        for rank in range(trainers):
-            more = {"deadline_s": deadline_s} | (trainer or {})
-            self.trainers.append(self._start("trainer", name=f"trainer-{rank}", rank=rank, world=trainers, **more))
-        for number in range(replicas):
-            names = [f"rollout-{number}/{rank}" for rank in range(ranks)]
-            self.replicas.append(
-                Replica(
-                    f"rollout-{number}", {name: self._start("rollout", name=name, **(rollout or {})) for name in names}
-                )
-            )
-        for participant in self.participants():
-            assert participant.answer() == "ready"
-        publishers = [f"trainer-{rank}" for rank in range(trainers)]
-        config = SyncConfig(deadline_s=deadline_s, connect_timeout_s=20.0)
-        self.coordinator = Coordinator(self.rendezvous, publishers, self.replicas, config)
-
-    def participants(self) -> list[Participant]:
-        return [*self.trainers, *(rank for replica in self.replicas for rank in replica.ranks.values())]
-
-    def publish(self, version: int) -> None:
-        for trainer in self.trainers:
-            trainer.call("publish", version)
-
-    def step(self, version: int) -> None:
-        for trainer in self.trainers:
-            trainer.call("step", version)
-
-    def sync(self, version: int) -> Any:
-        return asyncio.run(self.coordinator.sync(version))
-
-    def live(self) -> list[dict[str, list[int]]]:
-        return [rank.call("live_digest") for replica in self.replicas for rank in replica.ranks.values()]
-
-
-@pytest.fixture
-def make_run(children: Any, tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    options: dict[str, dict[str, Any]] = {
-        "filesystem": {"path": str(tmp_path / "store")},
-        "shm": {"socket_dir": str(tmp_path)},
-    }
-    made: list[Run] = []
-
-    def make(backend: str = "shm", **arguments: Any) -> Run:
-        run = Run(children, backend, options.get(backend, {}))
-        made.append(run)
-        run.begin(**arguments)
-        return run
-
-    yield make
-    for run in made:
-        if hasattr(run, "coordinator"):
-            run.coordinator.close()
-
-
-def expected(version: int, dtype: torch.dtype = torch.float32) -> dict[str, list[int]]:
-    return hop.digest(hop.weights(version, dtype))
-
+from weightlane.sync import Coordinator, Rendezvous, SyncConfig
 
 every_engine = pytest.mark.parametrize("backend", ["gloo", "shm", "filesystem"])
 

@@ -1,0 +1,33 @@
+"""Runs of trainer and rollout processes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from hop_run import Run
+
+
+@pytest.fixture
+def make_run(children: Any, tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    options: dict[str, dict[str, Any]] = {
+        "filesystem": {"path": str(tmp_path / "store")},
+        "shm": {"socket_dir": str(tmp_path)},
+    }
+    made: list[Run] = []
+
+    def make(backend: str = "shm", **arguments: Any) -> Run:
+        run = Run(children, backend, options.get(backend, {}))
+        made.append(run)
+        run.begin(**arguments)
+        return run
+
+    yield make
+    for run in made:
+        if hasattr(run, "coordinator"):
+            run.coordinator.close()

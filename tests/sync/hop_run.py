@@ -1,0 +1,166 @@
+"""A run of `hop` processes around a coordinator in the test's own process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import hop
+import torch
+
+from weightlane.ckpt_engines import WeightlaneError, error_from_wire
+from weightlane.sync import CommitReport, Coordinator, Rendezvous, SyncConfig
+
+PROGRAM = str(Path(__file__).with_name("hop.py"))
+
+
+class Participant:
+    """A child process of `hop`, called like an object."""
+
+    def __init__(self, child: subprocess.Popen[str]) -> None:
+        self.child = child
+        self.pid = child.pid
+
+    def answer(self) -> Any:
+        assert self.child.stdout is not None
+        line = self.child.stdout.readline()
+        assert line, f"participant {self.pid} ended with {self.child.poll()}"
+        reply = json.loads(line)
+        if "error" in reply:
+            error = error_from_wire(reply["error"])
+            error.args = (reply,)
+            raise error
+        return reply["value"]
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        self.tell(method, *arguments)
+        return self.answer()
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        self.child.wait(10)
+
+    def tell(self, method: str, *arguments: Any) -> None:
+        assert self.child.stdin is not None
+        self.child.stdin.write(json.dumps([method, *arguments]) + "\n")
+        self.child.stdin.flush()
+
+
+class Replica:
+    """One replica of `ranks` rollout processes."""
+
+    def __init__(self, name: str, ranks: dict[str, Participant]) -> None:
+        self.name = name
+        self.ranks = ranks
+        self.method = "commit"
+        self.fails_with: WeightlaneError | None = None
+        """What the next commit ends with, after it has taken the version."""
+        self.quarantined_by: list[WeightlaneError] = []
+
+    def subscriber_names(self) -> list[str]:
+        return list(self.ranks)
+
+    async def commit(self, version: int) -> CommitReport:
+        for rank in self.ranks.values():
+            await asyncio.to_thread(rank.call, self.method, version)
+        if self.fails_with is not None:
+            failure, self.fails_with = self.fails_with, None
+            raise failure
+        return CommitReport(version, blocked_s=0.001)
+
+    async def rollback(self, version: int) -> None:
+        for rank in self.ranks.values():
+            await asyncio.to_thread(rank.call, "rollback", version)
+
+    async def quarantine(self, error: WeightlaneError) -> None:
+        self.quarantined_by.append(error)
+
+
+class Run:
+    """A coordinator and its participants."""
+
+    def __init__(self, children: Any, backend: str, options: dict[str, Any]) -> None:
+        self._children = children
+        self._plain = {"backend": backend, "options": options}
+        self.rendezvous = Rendezvous.host()
+        self.trainers: list[Participant] = []
+        self.replicas: list[Replica] = []
+        self.coordinator: Coordinator
+
+    def _start(self, role: str, **arguments: Any) -> Participant:
+        arguments |= self._plain | {"rendezvous": self.rendezvous.address.to_plain()}
+        child = self._children.start(
+            [PROGRAM, role, json.dumps(arguments)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        return Participant(child)
+
+    def begin(
+        self,
+        trainers: int = 1,
+        replicas: int = 1,
+        ranks: int = 1,
+        *,
+        deadline_s: float = 20.0,
+        trainer: dict[str, Any] | None = None,
+        rollout: dict[str, Any] | None = None,
+        sync: dict[str, Any] | None = None,
+    ) -> None:
+        for rank in range(trainers):
+            more = {"deadline_s": deadline_s} | (trainer or {})
+            self.trainers.append(self._start("trainer", name=f"trainer-{rank}", rank=rank, world=trainers, **more))
+        for number in range(replicas):
+            self.replicas.append(self._start_replica(number, ranks, **(rollout or {})))
+        for participant in self.participants():
+            assert participant.answer() == "ready"
+        publishers = [f"trainer-{rank}" for rank in range(trainers)]
+        settings = {"deadline_s": deadline_s, "connect_timeout_s": 20.0} | (sync or {})
+        self.coordinator = Coordinator(self.rendezvous, publishers, self.replicas, SyncConfig(**settings))
+
+    def _start_replica(self, number: int, ranks: int, **rollout: Any) -> Replica:
+        names = [f"rollout-{number}/{rank}" for rank in range(ranks)]
+        return Replica(f"rollout-{number}", {name: self._start("rollout", name=name, **rollout) for name in names})
+
+    def add_replica(self, **rollout: Any) -> Replica:
+        """A further replica joins."""
+        replica = self._start_replica(len(self.replicas), 1, **rollout)
+        for rank in replica.ranks.values():
+            assert rank.answer() == "ready"
+        self.replicas.append(replica)
+        self.coordinator.add(replica)
+        return replica
+
+    def restart_trainer(self) -> None:
+        """The only trainer is killed, and another one started in its place."""
+        self.trainers[0].kill()
+        self.trainers[0] = self._start("trainer", name="trainer-0", rank=0, world=1)
+        assert self.trainers[0].answer() == "ready"
+
+    def participants(self) -> list[Participant]:
+        return [*self.trainers, *(rank for replica in self.replicas for rank in replica.ranks.values())]
+
+    def publish(self, version: int) -> None:
+        for trainer in self.trainers:
+            trainer.call("publish", version)
+
+    def step(self, version: int) -> None:
+        for trainer in self.trainers:
+            trainer.call("step", version)
+
+    def sync(self, version: int) -> Any:
+        return asyncio.run(self.coordinator.sync(version))
+
+    def outcomes(self, version: int) -> dict[str, str]:
+        """Sync `version` and tell what became of it on each replica."""
+        return {name: part.outcome.value for name, part in self.sync(version).replicas.items()}
+
+    def live(self) -> list[dict[str, list[int]]]:
+        return [rank.call("live_digest") for replica in self.replicas for rank in replica.ranks.values()]
+
+
+def expected(version: int, dtype: torch.dtype = torch.float32) -> dict[str, list[int]]:
+    return hop.digest(hop.weights(version, dtype))

@@ -1,0 +1,243 @@
+"""Replicas and trainers come, go, freeze, die and return; whoever is well is not stopped, and nobody serves a wrong weight."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+from hop_run import Run, expected
+
+from weightlane.ckpt_engines import (
+    CommitError,
+    ConfigError,
+    ManifestError,
+    QuarantinedError,
+    QuorumError,
+    SyncAbortedError,
+    WeightlaneError,
+    WorkerDiedError,
+)
+from weightlane.sync import ReplicaState
+
+IMPATIENT = {"rejoin_s": 0.5, "stall_s": 0.7}
+every_engine = pytest.mark.parametrize("backend", ["gloo", "shm", "filesystem"])
+
+
+def publish_next(run: Run, version: int) -> None:
+    run.step(version)
+    run.publish(version)
+
+
+@every_engine
+def test_a_replica_that_is_killed_does_not_stop_the_others(make_run: Callable[..., Run], backend: str) -> None:
+    run = make_run(backend, replicas=2, sync=IMPATIENT)
+    publish_next(run, 1)
+    run.sync(1)
+    next(iter(run.replicas[1].ranks.values())).kill()
+    publish_next(run, 2)
+    assert run.outcomes(2) == {"rollout-0": "committed", "rollout-1": "lost"}
+    assert run.coordinator.states()["rollout-1"] is ReplicaState.LOST
+    survivor = next(iter(run.replicas[0].ranks.values()))
+    assert survivor.call("live_digest") == expected(2)
+    publish_next(run, 3)
+    started = time.monotonic()
+    assert run.outcomes(3) == {"rollout-0": "committed", "rollout-1": "lost"}
+    assert time.monotonic() - started < 2.0, "the others waited for the dead again"
+
+
+def test_news_of_a_death_spares_the_others_the_wait(make_run: Callable[..., Run]) -> None:
+    run = make_run(replicas=2, deadline_s=30.0)
+    publish_next(run, 1)
+    run.sync(1)
+    next(iter(run.replicas[1].ranks.values())).kill()
+    run.coordinator.participant_lost(WorkerDiedError("process 7 died.", part="watch"), "rollout-1")
+    publish_next(run, 2)
+    started = time.monotonic()
+    report = run.sync(2)
+    assert time.monotonic() - started < 3.0
+    assert report.replicas["rollout-1"].outcome.value == "lost"
+    assert "process 7 died" in str(report.replicas["rollout-1"].error)
+
+
+@every_engine
+def test_a_replica_that_freezes_is_left_behind_and_gets_the_next_version_when_it_wakes(
+    make_run: Callable[..., Run], backend: str
+) -> None:
+    run = make_run(backend, replicas=2, sync=IMPATIENT)
+    publish_next(run, 1)
+    run.sync(1)
+    frozen = next(iter(run.replicas[1].ranks.values()))
+    os.kill(frozen.pid, signal.SIGSTOP)
+    try:
+        publish_next(run, 2)
+        report = run.sync(2)
+        assert report.replicas["rollout-0"].outcome.value == "committed"
+        assert report.replicas["rollout-1"].outcome.value in ("behind", "lost")
+        assert any("rollout-1" in failure.excluded for failure in report.failures)
+    finally:
+        os.kill(frozen.pid, signal.SIGCONT)
+    assert frozen.call("live_digest") == expected(1)
+    publish_next(run, 3)
+    outcomes = run.outcomes(3)
+    if outcomes["rollout-1"] != "committed":  # its answer may have come a moment too late for that one
+        publish_next(run, 4)
+        assert run.outcomes(4)["rollout-1"] == "committed"
+        assert frozen.call("live_digest") == expected(4)
+    else:
+        assert frozen.call("live_digest") == expected(3)
+
+
+@every_engine
+def test_a_replica_that_joins_late_gets_the_current_version_and_the_others_do_not_notice(
+    make_run: Callable[..., Run], backend: str
+) -> None:
+    run = make_run(backend, trainers=2)
+    publish_next(run, 1)
+    run.sync(1)
+    joiner = run.add_replica()
+    assert run.coordinator.states() == {"rollout-0": ReplicaState.SERVING, "rollout-1": ReplicaState.JOINING}
+    run.step(100)  # the trainer goes on meanwhile
+    report = run.sync(1)
+    assert {name: part.outcome.value for name, part in report.replicas.items()} == {"rollout-1": "committed"}
+    assert run.coordinator.states()["rollout-1"] is ReplicaState.SERVING
+    assert next(iter(joiner.ranks.values())).call("live_digest") == expected(1)
+    publish_next(run, 2)
+    assert run.outcomes(2) == {"rollout-0": "committed", "rollout-1": "committed"}
+    assert run.live() == [expected(2), expected(2)]
+
+
+@every_engine
+def test_a_trainer_that_is_started_anew_goes_on_with_the_same_rollouts(
+    make_run: Callable[..., Run], backend: str
+) -> None:
+    run = make_run(backend)
+    publish_next(run, 1)
+    run.sync(1)
+    run.restart_trainer()
+    publish_next(run, 2)
+    assert run.outcomes(2) == {"rollout-0": "committed"}
+    assert run.live() == [expected(2)]
+
+
+def test_a_replica_that_leaves_does_not_count_any_more(make_run: Callable[..., Run]) -> None:
+    run = make_run(replicas=2, sync={"quorum": 1.0})
+    publish_next(run, 1)
+    run.sync(1)
+    next(iter(run.replicas[1].ranks.values())).call("close")
+    publish_next(run, 2)
+    with pytest.raises(SyncAbortedError) as caught:
+        run.sync(2)
+    assert isinstance(caught.value.reason, QuorumError)
+    assert "rollout-1 is lost" in str(caught.value)
+    run.coordinator.remove("rollout-1")
+    publish_next(run, 3)
+    assert run.outcomes(3) == {"rollout-0": "committed"}
+    with pytest.raises(ConfigError, match="rollout-1"):
+        run.coordinator.remove("rollout-1")
+
+
+def test_a_replica_that_refuses_a_manifest_stays_behind_alone(make_run: Callable[..., Run]) -> None:
+    run = make_run(replicas=1)
+    odd = run.add_replica(shapes={"head": [40, 24]})
+    publish_next(run, 1)
+    report = run.sync(1)
+    assert report.replicas["rollout-0"].outcome.value == "committed"
+    assert report.replicas[odd.name].outcome.value == "behind"
+    assert "head has shape [41, 24], expected [40, 24]" in str(report.replicas[odd.name].error)
+    assert isinstance(report.replicas[odd.name].error, ManifestError)
+    assert run.coordinator.states()[odd.name] is ReplicaState.JOINING, "it never had a version: no requests"
+    with pytest.raises(SyncAbortedError) as caught:
+        next(iter(odd.ranks.values())).call("wait", 1, 5.0)
+    assert caught.value.args[0]["reason"]["type"] == "ManifestError"
+
+
+def test_a_replica_that_cannot_begin_a_commit_serves_on_with_what_it_had(make_run: Callable[..., Run]) -> None:
+    run = make_run(replicas=2)
+    publish_next(run, 1)
+    run.sync(1)
+    run.replicas[1].method = "untouched"
+    run.replicas[1].fails_with = CommitError("it is not staged here.", part="rollout-1")
+    publish_next(run, 2)
+    report = run.sync(2)
+    assert report.replicas["rollout-1"].outcome.value == "behind"
+    assert "not staged here" in str(report.replicas["rollout-1"].error)
+    assert run.coordinator.states()["rollout-1"] is ReplicaState.SERVING
+    assert run.live() == [expected(2), expected(1)]
+    run.replicas[1].method = "commit"
+    publish_next(run, 3)
+    assert run.outcomes(3) == {"rollout-0": "committed", "rollout-1": "committed"}
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        QuarantinedError("a rank stopped half-way.", part="rollout-1"),
+        WeightlaneError("unexpected KeyError: 'x'", part="rollout-1"),
+    ],
+    ids=["half-way", "unexpected"],
+)
+def test_a_replica_that_cannot_prove_its_state_is_quarantined_until_a_complete_version_commits(
+    make_run: Callable[..., Run], failure: WeightlaneError
+) -> None:
+    run = make_run(replicas=2)
+    publish_next(run, 1)
+    run.sync(1)
+    run.replicas[1].fails_with = failure
+    publish_next(run, 2)
+    assert run.outcomes(2) == {"rollout-0": "committed", "rollout-1": "quarantined"}
+    assert [type(error) for error in run.replicas[1].quarantined_by] == [type(failure)]
+    assert run.coordinator.states()["rollout-1"] is ReplicaState.QUARANTINED
+    run.step(100)
+    # The version it missed is still there for it; so is any newer one.
+    assert run.outcomes(2) == {"rollout-1": "committed"}
+    assert run.coordinator.states()["rollout-1"] is ReplicaState.SERVING
+    assert run.live() == [expected(2), expected(2)]
+
+
+def test_a_version_that_too_few_replicas_take_is_taken_back_everywhere(make_run: Callable[..., Run]) -> None:
+    run = make_run(replicas=3, sync={"quorum": 0.9})
+    publish_next(run, 1)
+    run.sync(1)
+    run.replicas[2].fails_with = QuarantinedError("a rank stopped half-way.", part="rollout-2")
+    publish_next(run, 2)
+    with pytest.raises(SyncAbortedError) as caught:
+        run.sync(2)
+    assert isinstance(caught.value.reason, QuarantinedError)
+    assert run.live()[:2] == [expected(1), expected(1)], "two versions serve at once"
+    assert run.coordinator.states() == {
+        "rollout-0": ReplicaState.SERVING,
+        "rollout-1": ReplicaState.SERVING,
+        "rollout-2": ReplicaState.QUARANTINED,
+    }
+    for participant in run.participants():
+        with pytest.raises(SyncAbortedError):
+            participant.call("wait", 2, 5.0)
+    publish_next(run, 3)
+    assert set(run.outcomes(3).values()) == {"committed"}
+    assert run.live() == [expected(3)] * 3
+
+
+def test_a_replica_that_has_nothing_to_go_back_to_is_quarantined(make_run: Callable[..., Run]) -> None:
+    run = make_run(replicas=2, sync={"quorum": 1.0})
+    run.replicas[1].fails_with = QuarantinedError("a rank stopped half-way.", part="rollout-1")
+    publish_next(run, 1)
+    with pytest.raises(SyncAbortedError):
+        run.sync(1)
+    assert set(run.coordinator.states().values()) == {ReplicaState.QUARANTINED}
+    assert "the version before 1 is not kept here" in str(run.replicas[0].quarantined_by[0])
+    publish_next(run, 2)
+    assert set(run.outcomes(2).values()) == {"committed"}
+
+
+def test_where_memory_allows_one_version_only_none_is_kept(make_run: Callable[..., Run]) -> None:
+    run = make_run(rollout={"staging_limit_bytes": 20_000})
+    for version in (1, 2):
+        publish_next(run, version)
+        run.sync(version)
+    rank = next(iter(run.replicas[0].ranks.values()))
+    with pytest.raises(CommitError, match="is not kept here"):
+        rank.call("rollback", 2)
+    assert run.live() == [expected(2)]
