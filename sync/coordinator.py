@@ -111,7 +111,11 @@ class Coordinator:
             reports = await self._commit(streamed, tally, deadline)
         except WeightlaneError as error:
             self._abort(version, error)
-            facts = {"error": str(error), "seconds": time.perf_counter() - tally.started}
+            facts = {
+                "error": str(error),
+                "seconds": time.perf_counter() - tally.started,
+                "failures": [failure.to_plain() for failure in tally.failures],
+            }
             self._hooks.version_aborted(version=version, facts=facts)
             raise SyncAbortedError.because(version, error) from error
         report = SyncReport(
@@ -367,7 +371,7 @@ class Coordinator:
             "latency_s": report.latency_s,
             "rollout_blocked_s": report.rollout_blocked_s,
             "sent_bytes": report.sent_bytes,
-            "failed_attempts": len(report.failures),
+            "failures": [failure.to_plain() for failure in report.failures],
             "replicas": {
                 name: {
                     "outcome": part.outcome.value,

@@ -1,8 +1,14 @@
 """The manifest: what one weight version consists of, known to every receiver before the first byte.
 
 The tensors of a version form one *stream*: each tensor's row-major bytes at an aligned offset, in the order of the manifest.
-A bucket is a fixed-size window on that stream. Large tensors therefore span buckets, small ones share them, and empty and
-scalar tensors need no rule of their own. Offsets follow from names, shapes and dtypes, so they are not transmitted.
+A bucket is a window on that stream, cut in one of two ways:
+
+- *Fixed* windows: every bucket but the last has the same size. Large tensors span buckets, small ones share them.
+- *Whole tensors*, for engines whose buckets other tools shall read: a bucket holds as many whole tensors as fit, and a larger
+  tensor is a bucket of its own. Inside a bucket tensors lie back to back, because the safetensors format allows no gaps; each
+  is aligned to its element size nevertheless, since the stream begins with the tensors of the widest elements.
+
+Empty and scalar tensors need no rule of their own. Offsets follow from names, shapes and dtypes, so they are not transmitted.
 """
 
 from __future__ import annotations
@@ -12,6 +18,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
@@ -21,7 +28,7 @@ from weightlane.ckpt_engines import ProtocolError
 from .tensor_spec import TensorSpec, dtype_of
 
 ALIGNMENT_BYTES = 64
-"""Every tensor starts at a multiple of this in the stream: enough for any dtype view and for vector loads."""
+"""Every tensor, or with whole tensors every bucket, starts at a multiple of this: enough for any dtype view."""
 
 CODEC_DENSE = "dense"
 _PART = "manifest"
@@ -34,6 +41,7 @@ class _ManifestOnWire(BaseModel):
     codec: Literal["dense"]
     base_version: None
     bucket_bytes: Annotated[int, Field(gt=0)]
+    whole_tensors: bool = False
     # JSON has lists only, which strict mode would not take for tuples.
     tensors: list[Annotated[tuple[str, list[Annotated[int, Field(ge=0)]], str], Strict(strict=False)]]
 
@@ -59,10 +67,13 @@ class Manifest:
     version: int
     specs: tuple[TensorSpec, ...]
     bucket_bytes: int
-    """Payload bytes of every bucket but the last, a multiple of `ALIGNMENT_BYTES`."""
+    """Payload bytes of every bucket but the last, a multiple of `ALIGNMENT_BYTES`; with `whole_tensors` what a bucket may
+    have unless one tensor alone has more."""
     codec: str = CODEC_DENSE
     base_version: int | None = None
     """The version a delta applies to; None for the dense codec."""
+    whole_tensors: bool = False
+    """Whether buckets are cut between tensors."""
 
     def __post_init__(self) -> None:
         if self.bucket_bytes <= 0 or self.bucket_bytes % ALIGNMENT_BYTES:
@@ -78,12 +89,29 @@ class Manifest:
 
     @cached_property
     def entries(self) -> tuple[StreamEntry, ...]:
-        """Every tensor with its place in the stream."""
+        """Every tensor with its place in the stream, in the stream's order."""
+        if self.whole_tensors:
+            return tuple(chain.from_iterable(self._buckets))
         entries, offset = [], 0
         for spec in self.specs:
             entries.append(StreamEntry(spec, offset))
-            offset += -(-spec.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            offset += _aligned(spec.nbytes)
         return tuple(entries)
+
+    @cached_property
+    def _buckets(self) -> tuple[tuple[StreamEntry, ...], ...]:
+        """The tensors of each bucket; with `whole_tensors` only."""
+        buckets: list[tuple[StreamEntry, ...]] = []
+        current: list[StreamEntry] = []
+        start = offset = 0
+        for spec in sorted(self.specs, key=lambda spec: -spec.dtype.itemsize):
+            if offset > start and spec.nbytes and offset - start + spec.nbytes > self.bucket_bytes:
+                buckets.append(tuple(current))
+                current = []
+                start = offset = _aligned(offset)
+            current.append(StreamEntry(spec, offset))
+            offset += spec.nbytes
+        return (*buckets, tuple(current)) if current else ()
 
     @cached_property
     def total_bytes(self) -> int:
@@ -92,18 +120,34 @@ class Manifest:
 
     @property
     def bucket_count(self) -> int:
-        """How many buckets carry the stream; 0 when no tensor has a byte."""
-        return -(-self.total_bytes // self.bucket_bytes)
+        """How many buckets carry the stream; 0 when there is no tensor, or with fixed windows no byte."""
+        return len(self._buckets) if self.whole_tensors else -(-self.total_bytes // self.bucket_bytes)
 
     def window(self, index: int) -> tuple[int, int]:
         """First byte and one past the last byte of bucket `index` in the stream."""
+        if self.whole_tensors:
+            tensors = self._buckets[index]
+            return tensors[0].offset, tensors[-1].end
         start = index * self.bucket_bytes
         return start, min(start + self.bucket_bytes, self.total_bytes)
 
     @cached_property
+    def largest_bucket_bytes(self) -> int:
+        """Payload bytes of the largest bucket."""
+        if self.whole_tensors:
+            return max((tensors[-1].end - tensors[0].offset for tensors in self._buckets), default=0)
+        return min(self.bucket_bytes, self.total_bytes)
+
+    def tensors_of(self, index: int) -> tuple[StreamEntry, ...]:
+        """The tensors of bucket `index`, back to back; `ProtocolError` unless buckets hold whole tensors."""
+        if not self.whole_tensors:
+            raise ProtocolError("buckets of fixed size do not hold whole tensors.", part=_PART)
+        return self._buckets[index]
+
+    @cached_property
     def layout_digest(self) -> str:
-        """Names, shapes, dtypes and bucket size in 16 hexadecimal digits: equal for two versions that pack alike."""
-        plain = [self.bucket_bytes, self.codec, [spec.to_plain() for spec in self.specs]]
+        """Names, shapes, dtypes and the cut in 16 hexadecimal digits: equal for two versions that pack alike."""
+        plain = [self.bucket_bytes, self.whole_tensors, self.codec, [spec.to_plain() for spec in self.specs]]
         return hashlib.sha256(json.dumps(plain).encode()).hexdigest()[:16]
 
     def to_plain(self) -> dict[str, Any]:
@@ -113,6 +157,7 @@ class Manifest:
             "codec": self.codec,
             "base_version": self.base_version,
             "bucket_bytes": self.bucket_bytes,
+            "whole_tensors": self.whole_tensors,
             "tensors": [spec.to_plain() for spec in self.specs],
         }
 
@@ -128,4 +173,8 @@ class Manifest:
         specs: Sequence[TensorSpec] = [
             TensorSpec(name, tuple(shape), dtype_of(dtype)) for name, shape, dtype in wire.tensors
         ]
-        return cls(wire.version, tuple(specs), wire.bucket_bytes, wire.codec, wire.base_version)
+        return cls(wire.version, tuple(specs), wire.bucket_bytes, wire.codec, wire.base_version, wire.whole_tensors)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

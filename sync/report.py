@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 from weightlane.ckpt_engines import WeightlaneError
 
@@ -70,6 +70,10 @@ class FailedAttempt:
     """The first failure, typed."""
     excluded: tuple[str, ...] = ()
     """Replicas the version went on without."""
+
+    def to_plain(self) -> dict[str, Any]:
+        """As JSON, for observers."""
+        return {"session": self.session, "error": self.error.to_wire(), "excluded": list(self.excluded)}
 
 
 @dataclass(frozen=True, slots=True)

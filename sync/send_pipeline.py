@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 
-from weightlane.ckpt_engines import Bucket, Deadline, Mailbox, Topology, WeightSender
+from weightlane.ckpt_engines import Bucket, ClosedError, Deadline, Mailbox, Topology, WeightlaneError, WeightSender
 
 from .manifest import Manifest
 from .trailer import TRAILER_BYTES, seal
+from .version_files import version_files
 
 _BUFFERS = 2
+_PART = "send pipeline"
 
 FillBucket = Callable[[int, torch.Tensor], None]
 """Fills the payload (uint8, window-sized) of the bucket with the given index."""
@@ -28,7 +31,7 @@ class SendPipeline:
 
     Args:
         sender: The engine's half; closed by its owner.
-        layout: The stream.
+        layout: The stream. If its buckets hold whole tensors, the engine is a persistent one, and told of every version.
         receivers: Everybody who is connected.
         on_sent: Called on the pipeline's thread.
     """
@@ -48,7 +51,7 @@ class SendPipeline:
 
         def run() -> None:
             self._sender.connect(topology, mailbox, deadline)
-            largest = min(self._layout.bucket_bytes, self._layout.total_bytes) + TRAILER_BYTES
+            largest = self._layout.largest_bucket_bytes + TRAILER_BYTES
             self._buffers = [
                 self._sender.allocate(largest).zero_() for _ in range(min(_BUFFERS, self._layout.bucket_count))
             ]
@@ -69,6 +72,7 @@ class SendPipeline:
         No bucket may take longer than `stall_s` seconds. Raises what the engine raises.
         """
         to = self._receivers if receivers is None else receivers
+        opened = self._thread.submit(self._open_version, version, deadline)
         sending: list[Future[None] | None] = [None] * _BUFFERS
         total = 0
         for index in range(self._layout.bucket_count):
@@ -79,13 +83,19 @@ class SendPipeline:
             framed = self._buffers[slot][: stop - start + TRAILER_BYTES]
             fill(index, framed[:-TRAILER_BYTES])
             seal(framed, version, index)
+            opened.result()
             bucket = Bucket(version, index, framed, TRAILER_BYTES)
             sending[slot] = self._thread.submit(self._send, bucket, to, deadline, stall_s)
             total += framed.numel()
         for future in sending:
             if future is not None:
                 future.result()
+        opened.result()
         return total
+
+    def _open_version(self, version: int, deadline: Deadline) -> None:
+        if self._layout.whole_tensors:
+            self._sender.open_version(version_files(replace(self._layout, version=version)), deadline)
 
     def _send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline, stall_s: float) -> None:
         started = time.perf_counter()
@@ -94,8 +104,20 @@ class SendPipeline:
             self._on_sent(bucket.version, bucket.index, bucket.nbytes, time.perf_counter() - started)
 
     def commit_version(self, version: int, deadline: Deadline) -> None:
-        """`version` serves: readers of a store find it from now on."""
-        self._thread.submit(self._sender.commit_version, version, deadline).result(deadline.remaining_s)
+        """`version` serves: readers of a store find it from now on. Raises what the engine raises."""
+        closed = ClosedError(f"closed before version {version} was committed.", part=_PART)
+        try:
+            done = self._thread.submit(self._sender.commit_version, version, deadline)
+        except RuntimeError as error:  # the executor takes nothing any more
+            raise closed from error
+        try:
+            done.result(deadline.remaining_s)
+        except CancelledError as error:
+            raise closed from error
+        except TimeoutError as error:
+            if isinstance(error, WeightlaneError):
+                raise
+            raise deadline.error(f"version {version} to be committed", part=_PART) from error
 
     def close(self) -> None:
         """Let the sending thread end; the sender itself is closed by its owner. Idempotent."""

@@ -14,6 +14,7 @@ import hop
 import torch
 
 from weightlane.ckpt_engines import WeightlaneError, error_from_wire
+from weightlane.plugins import RunHooks
 from weightlane.sync import CommitReport, Coordinator, Rendezvous, SyncConfig
 
 PROGRAM = str(Path(__file__).with_name("hop.py"))
@@ -60,12 +61,24 @@ class Replica:
         self.method = "commit"
         self.fails_with: WeightlaneError | None = None
         """What the next commit ends with, after it has taken the version."""
+        self.refuses_with: WeightlaneError | None = None
+        """What the next commit ends with, before it has touched anything."""
         self.quarantined_by: list[WeightlaneError] = []
+        self.serves = 0
+        """The version last reported as committed here."""
 
     def subscriber_names(self) -> list[str]:
         return list(self.ranks)
 
+    @property
+    def armed(self) -> int:
+        """How many of the next commit's failures wait."""
+        return (self.fails_with is not None) + (self.refuses_with is not None)
+
     async def commit(self, version: int) -> CommitReport:
+        if self.refuses_with is not None:
+            refusal, self.refuses_with = self.refuses_with, None
+            raise refusal
         for rank in self.ranks.values():
             await asyncio.to_thread(rank.call, self.method, version)
         if self.fails_with is not None:
@@ -109,6 +122,7 @@ class Run:
         trainer: dict[str, Any] | None = None,
         rollout: dict[str, Any] | None = None,
         sync: dict[str, Any] | None = None,
+        hooks: RunHooks | None = None,
     ) -> None:
         for rank in range(trainers):
             more = {"deadline_s": deadline_s} | (trainer or {})
@@ -119,7 +133,7 @@ class Run:
             assert participant.answer() == "ready"
         publishers = [f"trainer-{rank}" for rank in range(trainers)]
         settings = {"deadline_s": deadline_s, "connect_timeout_s": 20.0} | (sync or {})
-        self.coordinator = Coordinator(self.rendezvous, publishers, self.replicas, SyncConfig(**settings))
+        self.coordinator = Coordinator(self.rendezvous, publishers, self.replicas, SyncConfig(**settings), hooks)
 
     def _start_replica(self, number: int, ranks: int, **rollout: Any) -> Replica:
         names = [f"rollout-{number}/{rank}" for rank in range(ranks)]
@@ -133,6 +147,13 @@ class Run:
         self.replicas.append(replica)
         self.coordinator.add(replica)
         return replica
+
+    def restart_replica(self, number: int) -> None:
+        """The only rank of a replica is killed, and another process started in its place."""
+        (name,) = self.replicas[number].ranks
+        self.replicas[number].ranks[name].kill()
+        self.replicas[number].ranks[name] = self._start("rollout", name=name)
+        assert self.replicas[number].ranks[name].answer() == "ready"
 
     def restart_trainer(self) -> None:
         """The only trainer is killed, and another one started in its place."""

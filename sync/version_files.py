@@ -1,0 +1,96 @@
+"""How a version looks on disk, so that other tools can load it: safetensors files, their index, and the manifest.
+
+The formats are those of https://github.com/huggingface/safetensors (a header of JSON behind its length in eight bytes, then
+the tensors without gaps) and of transformers' sharded checkpoints (``model.safetensors.index.json``).
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+
+from weightlane.ckpt_engines import ManifestError, ProtocolError, VersionFiles, bucket_file_name
+
+from .manifest import ALIGNMENT_BYTES, Manifest
+
+MANIFEST_FILE = "manifest.json"
+INDEX_FILE = "model.safetensors.index.json"
+_PART = "version files"
+_METADATA = "__metadata__"
+_LENGTH = struct.Struct("<Q")
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class _ManifestFile(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    layout_digest: str
+    manifest: dict[str, JsonValue]
+
+
+def version_files(manifest: Manifest) -> VersionFiles:
+    """Prefixes and documents that make the buckets of `manifest` a directory of safetensors files.
+
+    Raises `ManifestError` for a tensor name that safetensors reserves, `ProtocolError` unless buckets hold whole tensors.
+    """
+    if any(spec.name == _METADATA for spec in manifest.specs):
+        raise ManifestError(f"a tensor cannot be called {_METADATA}: safetensors reserves that name.", part=_PART)
+    buckets = range(manifest.bucket_count)
+    weight_map = {entry.spec.name: bucket_file_name(index) for index in buckets for entry in manifest.tensors_of(index)}
+    total = sum(spec.nbytes for spec in manifest.specs)
+    documents = {
+        MANIFEST_FILE: {"layout_digest": manifest.layout_digest, "manifest": manifest.to_plain()},
+        INDEX_FILE: {"metadata": {"total_size": total}, "weight_map": weight_map},
+    }
+    return VersionFiles(
+        manifest.version,
+        [_header(manifest, index) for index in buckets],
+        {name: json.dumps(content, indent=1) + "\n" for name, content in documents.items()},
+    )
+
+
+def manifest_of_document(text: str) -> Manifest:
+    """The manifest in a `MANIFEST_FILE`; `ProtocolError` for anything that `version_files` did not write."""
+    try:
+        found = _ManifestFile.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ProtocolError(f"{MANIFEST_FILE} is not valid: {where}: {first['msg']}.", part=_PART) from None
+    manifest = Manifest.from_plain(found.manifest)
+    if manifest.layout_digest != found.layout_digest:
+        raise ProtocolError(f"{MANIFEST_FILE} was changed: its digest does not match.", part=_PART)
+    return manifest
+
+
+def _header(manifest: Manifest, index: int) -> bytes:
+    start, _ = manifest.window(index)
+    # transformers refuses a file that does not say which framework's tensors it holds.
+    content: dict[str, Any] = {_METADATA: {"format": "pt", "weightlane_version": str(manifest.version)}}
+    for entry in manifest.tensors_of(index):
+        content[entry.spec.name] = {
+            "dtype": _DTYPES[entry.spec.dtype],
+            "shape": list(entry.spec.shape),
+            "data_offsets": [entry.offset - start, entry.end - start],
+        }
+    header = json.dumps(content, separators=(",", ":")).encode()
+    # The format asks for a multiple of 8; with 64, tensors are as well aligned in a mapped file as in the stream.
+    header += b" " * (-(_LENGTH.size + len(header)) % ALIGNMENT_BYTES)
+    return _LENGTH.pack(len(header)) + header

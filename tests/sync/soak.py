@@ -1,0 +1,217 @@
+"""A soak: versions go to two replicas while faults strike at random; nothing hangs and no wrong weight is ever served.
+
+    python tests/sync/soak.py --engine shm --versions 200 --seed 0
+
+Faults come from ``faulty:ENGINE`` inside the trainer and the rollout processes, from commits that fail, and from processes
+that are killed and started anew. After every version each replica that may get requests must hold, bit for bit, the version
+that the coordinator says it serves. Every injected fault must be accounted for by the report of the connection it struck.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from hop_run import Run, expected
+
+from weightlane.ckpt_engines import CommitError, QuarantinedError, SyncAbortedError
+from weightlane.ckpt_engines.faulty import FaultKind, FaultRecord, read_fault_log
+from weightlane.plugins import hookimpl, make_hooks
+from weightlane.sync import ReplicaState
+
+DEADLINE_S = 6.0
+IMPATIENT = {"rejoin_s": 1.5, "stall_s": 0.5, "retries": 2}
+HARMLESS = {FaultKind.DELAY}
+"""Absorbed without a failed attempt, unless something else is slow as well."""
+
+
+@dataclass
+class Ledger:
+    """What the run reported, by the hooks that any observer gets."""
+
+    failed_sessions: set[str] = field(default_factory=set)
+    reasons: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
+
+    @hookimpl
+    def version_committed(self, facts: Mapping[str, Any]) -> None:
+        self._note(facts["failures"])
+        self.outcomes.update(part["outcome"] for part in facts["replicas"].values())
+
+    @hookimpl
+    def version_aborted(self, facts: Mapping[str, Any]) -> None:
+        self._note(facts["failures"])
+        self.outcomes["aborted"] += 1
+
+    def _note(self, failures: list[dict[str, Any]]) -> None:
+        for failure in failures:
+            self.failed_sessions.add(failure["session"])
+            self.reasons[failure["error"]["type"]] += 1
+
+
+@dataclass
+class Result:
+    """What a soak saw."""
+
+    engine: str
+    versions: int
+    committed: int
+    aborted: int
+    engine_faults: Counter[str]
+    commit_faults: int
+    kills: int
+    unaccounted: list[FaultRecord]
+    wrong: list[str]
+    slowest_sync_s: float
+    wall_s: float
+    ledger: Ledger
+
+    @property
+    def faults(self) -> int:
+        return self.engine_faults.total() + self.commit_faults + self.kills
+
+    def lines(self) -> list[str]:
+        kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(self.engine_faults.items()))
+        reasons = ", ".join(f"{name} {count}" for name, count in self.ledger.reasons.most_common())
+        outcomes = ", ".join(f"{name} {count}" for name, count in self.ledger.outcomes.most_common())
+        faults = f"in the engine {self.engine_faults.total()}: {kinds}; in commits {self.commit_faults}; kill -9 {self.kills}"
+        return [
+            f"{self.engine}: {self.versions} versions in {self.wall_s:.0f} s: {self.committed} committed, {self.aborted} aborted",
+            f"faults: {self.faults} ({faults})",
+            f"slowest sync {self.slowest_sync_s:.2f} s, deadline {DEADLINE_S:.0f} s",
+            f"outcomes per replica: {outcomes}",
+            f"reasons reported: {reasons}",
+            f"wrong weights: {len(self.wrong)}; faults nobody reported: {len(self.unaccounted)}",
+        ]
+
+
+def soak(
+    children: Any, engine: str, options: dict[str, Any], *, versions: int, seed: int, rate: float, log: Path
+) -> Result:
+    """Run it. `children` starts processes, as the fixture of that name does."""
+    chance = random.Random(seed)
+    faulty = {"inner": options, "seed": seed, "rate": rate, "delay_s": 0.05, "log": str(log)}
+    run = Run(children, f"faulty:{engine}", faulty)
+    ledger = Ledger()
+    run.begin(replicas=2, deadline_s=DEADLINE_S, sync=IMPATIENT, hooks=make_hooks([ledger]))
+    result = Result(engine, versions, 0, 0, Counter(), 0, 0, [], [], 0.0, 0.0, ledger)
+    started = time.monotonic()
+    try:
+        for version in range(1, versions + 1):
+            _disturb(run, chance, result)
+            _carry(run, version, result)
+            _check(run, result)
+    finally:
+        run.coordinator.close()
+    result.wall_s = time.monotonic() - started
+    faults = read_fault_log(log)
+    result.engine_faults = Counter(fault.kind.value for fault in faults)
+    result.unaccounted = [
+        fault for fault in faults if fault.kind not in HARMLESS and fault.session not in ledger.failed_sessions
+    ]
+    return result
+
+
+def _disturb(run: Run, chance: random.Random, result: Result) -> None:
+    draw = chance.random()
+    if draw < 0.015:
+        run.restart_trainer()
+        result.kills += 1
+    elif draw < 0.035:
+        run.restart_replica(chance.randrange(2))
+        result.kills += 1
+    elif draw < 0.08:
+        replica = run.replicas[chance.randrange(2)]
+        replica.fails_with = QuarantinedError("a rank stopped half-way (injected).", part=replica.name)
+    elif draw < 0.11:
+        replica = run.replicas[chance.randrange(2)]
+        replica.refuses_with = CommitError("a rank could not begin (injected).", part=replica.name)
+
+
+def _carry(run: Run, version: int, result: Result) -> None:
+    armed = sum(replica.armed for replica in run.replicas)
+    run.step(version)
+    run.publish(version)
+    began = time.monotonic()
+    try:
+        report = asyncio.run(run.coordinator.sync(version))
+    except SyncAbortedError:
+        result.aborted += 1
+    else:
+        result.committed += 1
+        for replica in run.replicas:
+            if report.replicas[replica.name].outcome.value == "committed":
+                replica.serves = version
+    result.slowest_sync_s = max(result.slowest_sync_s, time.monotonic() - began)
+    result.commit_faults += armed - sum(replica.armed for replica in run.replicas)
+
+
+def _check(run: Run, result: Result) -> None:
+    """Whoever may get requests holds exactly the version it is said to serve."""
+    states = run.coordinator.states()
+    for replica in run.replicas:
+        if states[replica.name] is not ReplicaState.SERVING:
+            continue
+        for rank in replica.ranks.values():
+            if rank.call("live_digest") != expected(replica.serves):
+                result.wrong.append(f"{replica.name} does not hold version {replica.serves}")
+
+
+class Children:
+    """Starts processes and ends them all."""
+
+    def __init__(self) -> None:
+        self._started: list[subprocess.Popen[str]] = []
+
+    def start(self, arguments: list[str], **streams: Any) -> subprocess.Popen[str]:
+        child = subprocess.Popen([sys.executable, *arguments], text=True, **streams)
+        self._started.append(child)
+        return child
+
+    def end(self) -> None:
+        for child in self._started:
+            child.kill()
+            child.wait()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", default="shm")
+    parser.add_argument("--options", default="{}", type=json.loads, help="JSON")
+    parser.add_argument("--versions", default=200, type=int)
+    parser.add_argument("--seed", default=0, type=int)
+    parser.add_argument("--rate", default=0.03, type=float, help="probability of a fault per bucket and half")
+    arguments = parser.parse_args()
+    children = Children()
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            options = arguments.options or ({"path": directory} if arguments.engine == "filesystem" else {})
+            result = soak(
+                children,
+                arguments.engine,
+                options,
+                versions=arguments.versions,
+                seed=arguments.seed,
+                rate=arguments.rate,
+                log=Path(directory) / "faults.jsonl",
+            )
+    finally:
+        children.end()
+    print("\n".join(result.lines()))
+    return 1 if result.wrong or result.unaccounted else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
