@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -30,11 +31,12 @@ class RayCluster:
     """Context manager: Ray is initialized inside, and every process of a local cluster has ended after it.
 
     A local cluster keeps its files in a temporary directory, which is removed; after a failure the logs of its workers are
-    copied to `logs` first.
+    copied to `logs` first. Every process of the run has the variables of `environment`.
     """
 
-    def __init__(self, config: RunConfig, logs: Path) -> None:
+    def __init__(self, config: RunConfig, logs: Path, environment: Mapping[str, str]) -> None:
         self._config = config
+        self._environment = dict(environment)
         self._logs = logs
         self._failed = True
         self._files: Path | None = None
@@ -91,7 +93,7 @@ class RayCluster:
             _temp_dir=str(self._files),
             _node_ip_address=self._config.sync.host,
             # vLLM leaves files and sockets in the temporary directory, however its processes end.
-            runtime_env={"env_vars": {"TMPDIR": str(self._files)}},
+            runtime_env={"env_vars": {"TMPDIR": str(self._files), **self._environment}},
         )
 
     def _join(self) -> None:
@@ -104,7 +106,12 @@ class RayCluster:
                 hint="Set sync.host to this machine's address on the cluster's network.",
             )
         try:
-            ray.init(address=self._config.ray.address, log_to_driver=False, logging_level="ERROR")
+            ray.init(
+                address=self._config.ray.address,
+                log_to_driver=False,
+                logging_level="ERROR",
+                runtime_env={"env_vars": self._environment},
+            )
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ConfigError(
                 f"cannot join the Ray cluster at {self._config.ray.address!r}: {error}.",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import json
+import os
 import tomllib
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticUndefined
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError, Delivery
+from weightlane.plugins.prometheus import LOOPBACK, PROMETHEUS_TOKEN_ENV, is_loopback
 from weightlane.rollout.config import RolloutConfig
 from weightlane.sync import CheckpointEngineConfig, SyncConfig
 from weightlane.trainer.config import AlgorithmConfig, DataConfig, RewardConfig, TrainerConfig
@@ -50,6 +53,26 @@ class RaySection(BaseModel):
     address: str = Field("", description="Address of a running Ray cluster; empty starts one on this machine.")
 
 
+class ObserversSection(BaseModel):
+    """What watches a run besides the display and metrics.jsonl; nothing unless asked for."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    trace: Path | None = Field(
+        None, description="Chrome/Perfetto trace to write, relative to run.dir; a second one gets a number."
+    )
+    trace_limit_mib: float = Field(32.0, gt=0, description="Most MiB of events each process adds to the trace.")
+    tensorboard: Path | None = Field(None, description="Directory for TensorBoard's event files, relative to run.dir.")
+    prometheus_port: int | None = Field(
+        None, ge=0, le=65535, description="Port of an HTTP endpoint for Prometheus; 0 takes a free one and prints it."
+    )
+    prometheus_host: str = Field(
+        LOOPBACK,
+        min_length=1,
+        description=f"Address of that endpoint; beyond loopback {PROMETHEUS_TOKEN_ENV} must hold a bearer token.",
+    )
+
+
 class RunConfig(BaseModel):
     """Everything ``weightlane train`` needs."""
 
@@ -66,6 +89,7 @@ class RunConfig(BaseModel):
     trainer: TrainerConfig = TrainerConfig()
     rollout: RolloutConfig = RolloutConfig()
     ray: RaySection = RaySection()
+    observers: ObserversSection = ObserversSection()
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -114,6 +138,7 @@ def _check_together(config: RunConfig) -> None:
         registry.validate_options(transport.backend, transport.options)
     else:
         registry.create(transport.backend, transport.options)
+    _check_observers(config.observers)
     if config.algorithm.max_new_tokens >= config.rollout.max_model_len:
         raise ConfigError(
             f"rollout.max_model_len ({config.rollout.max_model_len}) leaves no room for a prompt beside"
@@ -127,6 +152,24 @@ def _check_together(config: RunConfig) -> None:
             f" ({config.algorithm.group_size}).",
             part=_PART,
             hint="A replica generates whole groups: raise rollout.concurrency.",
+        )
+
+
+def _check_observers(observers: ObserversSection) -> None:
+    wanted = {"tensorboard": observers.tensorboard, "prometheus_port": observers.prometheus_port}
+    for (key, value), library in zip(wanted.items(), ("tensorboardX", "prometheus_client"), strict=True):
+        if value is not None and importlib.util.find_spec(library) is None:
+            raise ConfigError(
+                f"observers.{key} needs {library}, which is not installed.",
+                part=_PART,
+                hint="Install it with: pip install 'weightlane[observability]'.",
+            )
+    served = observers.prometheus_port is not None
+    if served and not is_loopback(observers.prometheus_host) and not os.environ.get(PROMETHEUS_TOKEN_ENV):
+        raise ConfigError(
+            f"observers.prometheus_host is {observers.prometheus_host}, which other machines can reach.",
+            part=_PART,
+            hint=f"Set the environment variable {PROMETHEUS_TOKEN_ENV} to a token that clients must send.",
         )
 
 

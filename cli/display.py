@@ -88,6 +88,31 @@ class RunDisplay:
         self._console.print(f"[yellow]version {version} aborted:[/yellow] {error}", highlight=False, soft_wrap=True)
 
     @hookimpl
+    def replica_quarantined(self, replica: str, facts: Mapping[str, Any]) -> None:
+        """As `version_aborted`."""
+        error = escape(str(facts["error"]))
+        name = escape(replica)
+        self._console.print(f"[yellow]{name} is out of service:[/yellow] {error}", highlight=False, soft_wrap=True)
+
+    @hookimpl
+    def replica_lost(self, replica: str, facts: Mapping[str, Any]) -> None:
+        """As `version_aborted`."""
+        what = f"{facts['left']} left, {facts['needed']} needed"
+        what += f"; {facts['successor']} starts in its place" if facts["successor"] else ""
+        error = escape(str(facts["error"]))
+        self._console.print(
+            f"[yellow]{escape(replica)} is lost:[/yellow] {error} ({what})", highlight=False, soft_wrap=True
+        )
+
+    @hookimpl
+    def replica_joined(self, replica: str, facts: Mapping[str, Any]) -> None:
+        """As `version_aborted`."""
+        self.say(
+            f"{replica} serves version {facts['version']} in the place of {facts['instead_of']},"
+            f" {facts['seconds']:.0f} s after its death"
+        )
+
+    @hookimpl
     def run_ended(self) -> None:
         """Stop drawing."""
         self.stop()
@@ -136,6 +161,8 @@ def print_summary(console: Console, summary: RunSummary, directory: str) -> None
         "the blocking way, same model",
         f"{1e3 * summary.blocking_way_s:.1f} ms; trainer blocked p50 is {share:.1%} of it",
     )
+    if summary.replicas_lost:
+        table.add_row("rollout replicas lost", f"{summary.replicas_lost}, {summary.replicas_replaced} replaced")
     table.add_row("wall time", f"{summary.wall_s:.1f} s")
     table.add_row("files", escape(directory))
     console.print(table)

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from weightlane.ckpt_engines import ConfigError
-from weightlane.plugins import make_hooks
+from weightlane.plugins import RunHooks
 from weightlane.rollout.ray_actor import RolloutReplica, start_replicas
 from weightlane.sync import Coordinator, Rendezvous
 from weightlane.trainer.hf_model import ModelInfo, check_model_dir
@@ -33,6 +33,7 @@ from weightlane.trainer.tokenizer import HfTokenizer
 from .cluster import RayCluster
 from .config import VERSIONS_DIR, RunConfig, explain, load_config
 from .display import RunDisplay, print_summary
+from .observers import RunObservers
 
 
 async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, live: bool) -> RunSummary:
@@ -53,14 +54,16 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
     console = Console()
     display = RunDisplay(console, config.loop.steps, live=live)
     metrics = run_dir.path / "metrics.jsonl"
-    hooks = make_hooks([MetricsFile(metrics), display])
     async with AsyncExitStack() as stack:
         stack.enter_context(_point_to_logs(run_dir.path / "logs", display))
         stack.callback(display.stop)
-        cluster = stack.enter_context(RayCluster(config, run_dir.path / "logs"))
+        # Before the cluster: the trace is complete when every process has ended.
+        observers = RunObservers(config.observers, run_dir.path.resolve(), [MetricsFile(metrics), display], display.say)
+        hooks = stack.enter_context(observers)
+        cluster = stack.enter_context(RayCluster(config, run_dir.path / "logs", observers.environment))
         _cancel_on_sigterm()  # again: Ray has set a handler of its own
         stack.callback(shutil.rmtree, run_dir.path / VERSIONS_DIR, ignore_errors=True)
-        trainers, replicas, coordinator = await _start(config, model, run_dir, state, rendezvous, display, stack)
+        trainers, replicas, coordinator = await _start(config, model, run_dir, state, rendezvous, hooks, display, stack)
         await coordinator.connect()
         # Collections that go through everything start-up made would stop the loop for a third of a second at a time.
         gc.collect()
@@ -93,7 +96,8 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
         summary = await loop.run()
         cluster.succeeded()
     run_dir.write_json("summary.json", summary.to_plain())
-    draw_curves(metrics, run_dir.path / "curves.png")
+    if metrics.is_file():  # its observer is disabled when it cannot write
+        draw_curves(metrics, run_dir.path / "curves.png")
     print_summary(console, summary, str(run_dir.path))
     return summary
 
@@ -104,6 +108,7 @@ async def _start(
     run_dir: RunDir,
     state: LoopState | None,
     rendezvous: Rendezvous,
+    hooks: RunHooks,
     display: RunDisplay,
     stack: AsyncExitStack,
 ) -> tuple[TrainerGroup, list[RolloutReplica], Coordinator]:
@@ -132,7 +137,7 @@ async def _start(
     for replica in replicas:
         stack.push_async_callback(replica.close)
     await starting_trainers
-    coordinator = Coordinator(rendezvous, trainers.publisher_names(), replicas, config.sync)
+    coordinator = Coordinator(rendezvous, trainers.publisher_names(), replicas, config.sync, hooks=hooks)
     stack.callback(coordinator.close)
     transport = config.checkpoint_engine
     address = rendezvous.address.to_plain()

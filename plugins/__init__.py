@@ -1,6 +1,6 @@
-"""Observing a run: hook specifications, and what calls the observers.
+"""Observing weightlane: hook specifications, what calls the observers, and the observers that come with it.
 
-Observers are plain objects whose methods carry `hookimpl`; a run calls them at the points `RunHooks` lists. They watch, they
+Observers are plain objects whose methods carry `hookimpl`; they are called at the points `RunHooks` lists. They watch, they
 do not steer.
 
     >>> from weightlane.plugins import hookimpl, make_hooks
@@ -9,10 +9,21 @@ do not steer.
     ...     def version_committed(self, version, facts):
     ...         print("now serving", version)
     >>> hooks = make_hooks([Printer()])
-    >>> _ = hooks.version_committed(version=3, facts={})
+    >>> hooks.version_committed(version=3, facts={})
     now serving 3
 """
 
-from .hooks import RunHooks, hookimpl, make_hooks
+from .hooks import HOOK_NAMES, Facts, RunHooks, hookimpl
+from .loading import ENTRY_POINT_GROUP, make_hooks, process_hooks
+from .reports import HookReport
 
-__all__ = ["RunHooks", "hookimpl", "make_hooks"]
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "HOOK_NAMES",
+    "Facts",
+    "HookReport",
+    "RunHooks",
+    "hookimpl",
+    "make_hooks",
+    "process_hooks",
+]

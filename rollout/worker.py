@@ -6,8 +6,9 @@ import asyncio
 import gc
 import itertools
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,12 +17,14 @@ from weightlane.ckpt_engines import (
     CommitError,
     ConfigError,
     DeadlineExceededError,
+    QuarantinedError,
     WeightlaneError,
     WorkerDiedError,
     as_weightlane_error,
 )
+from weightlane.plugins import process_hooks
 
-from .commit import CommitFailure, commit_version
+from .commit import CommitFailure, commit_version, roll_back
 from .config import RolloutConfig
 from .environment import engine_arguments, prepare_environment
 from .janitor import Janitor
@@ -55,12 +58,20 @@ class RolloutWorker:
         self._engine: Any = None
         self._control = asyncio.Lock()
         self._broken: WeightlaneError | None = None
+        """Why no requests are taken; None while they are."""
+        self._stops = 0
+        """How often the replica was taken out of service."""
+        self._before: int | None = None
+        """What served before `version`; None when that cannot be gone back to."""
+        self._exchanges = 0
+        """How often the weights have changed."""
         self._in_flight: dict[str, str] = {}
         self._serial = itertools.count()
         self._requests = 0
         self._commits = 0
         self._blocked_s = 0.0
         self._janitor: Janitor | None = None
+        self._hooks = process_hooks()
 
     def subscriber_names(self) -> list[str]:
         """Under which names its ranks subscribe."""
@@ -148,7 +159,7 @@ class RolloutWorker:
             greedy: Take the most probable token; log-probabilities are then those at temperature 1.
 
         Raises:
-            CommitError: A commit failed half-way, before or during the request: the replica must not serve.
+            QuarantinedError: The replica was taken out of service, before or during the request. It carries the reason.
             WorkerDiedError: The engine is gone.
             DeadlineExceededError: It took longer than `RolloutConfig.request_timeout_s`.
             ConfigError: vLLM refuses the request, for example because the prompt is too long.
@@ -156,6 +167,7 @@ class RolloutWorker:
         engine = self._running()
         self._refuse_if_broken()
         key = f"{request_id}#{next(self._serial)}"
+        began, stops = time.perf_counter(), self._stops
         self._in_flight[key] = request_id
         self.clock.begin(key)
         try:
@@ -166,7 +178,7 @@ class RolloutWorker:
                 seed=seed,
             )
             async with asyncio.timeout(self.config.request_timeout_s):
-                completion = await self._stream(engine, key, self._prompt(prompt_ids), params)
+                completion = await self._stream(engine, key, self._prompt(prompt_ids), params, stops)
         except WeightlaneError:
             raise  # Some of ours are TimeoutErrors too.
         except TimeoutError as cause:
@@ -179,6 +191,18 @@ class RolloutWorker:
             self._in_flight.pop(key, None)
             self.clock.end(key)
         self._requests += 1
+        self._hooks.generation_finished(
+            facts={
+                "replica": self.name,
+                "request": request_id,
+                "tokens": len(completion.token_ids),
+                "prompt_tokens": len(prompt_ids),
+                "seconds": time.perf_counter() - began,
+                "version_min": min(completion.versions, default=self.version),
+                "version_max": max(completion.versions, default=self.version),
+                "finish_reason": completion.finish_reason,
+            }
+        )
         return completion
 
     async def generate_group(
@@ -213,27 +237,65 @@ class RolloutWorker:
 
         Requests in flight stay; `RolloutConfig.kv_on_commit` says what becomes of their caches.
 
+        A version that cannot be loaded is undone at once, where the one before is kept.
+
         Raises:
-            WeightlaneError: Why it failed. If every rank's weights are untouched the old version goes on serving. If not
-                (always a `CommitError`) requests in flight end with that error and new ones are refused with it until a
-                version has been committed; `stats().serving` tells which.
+            WorkerDiedError: The engine is gone.
+            QuarantinedError: The weights cannot be trusted. Requests in flight end with that error and new ones are refused
+                with it until a version has been committed; `stats().serving` tells.
+            WeightlaneError: Any other reason: the old version is in place on every rank, bit for bit, and serves on.
         """
         async with self._control:
             engine = self._running()
-            try:
-                report = await commit_version(self, engine, version, sound=self._broken is None)
-            except CommitFailure as failure:
-                if not failure.serving:
-                    await self._stop_serving(failure.error)
-                raise failure.error from failure.__cause__
-            except asyncio.CancelledError:
-                await self._stop_serving(CommitError(f"the commit of version {version} was cancelled.", part=self.name))
-                raise
-            self._broken = None
+            began, stops, before = time.perf_counter(), self._stops, self._sound_version()
+            async with self._stopping_on_failure(f"the commit of version {version}"):
+                report = await commit_version(self, engine, version, sound=before is not None)
+            if stops == self._stops:  # A quarantine that came meanwhile outlives this commit.
+                self._broken = None
+            self._before, self._exchanges = before, self._exchanges + 1
             self.version = version
             self._commits += 1
             self._blocked_s += report.blocked_s
+            self._hooks.replica_committed(
+                replica=self.name,
+                version=version,
+                facts={
+                    "blocked_s": report.blocked_s,
+                    "load_s": report.load_s,
+                    "in_flight": report.in_flight,
+                    "max_token_gap_s": report.max_token_gap_s,
+                    "seconds": time.perf_counter() - began,
+                },
+            )
             return report
+
+    async def rollback(self, version: int) -> None:
+        """Serve what was served before `version` again, on every rank from the same step on. Nothing to do if it does.
+
+        Raises:
+            CommitError: It is not kept; `version` serves on.
+            WeightlaneError: What `commit` raises.
+        """
+        async with self._control:
+            engine = self._running()
+            if self._broken is None and self.version < version:
+                return
+            self._refuse_if_broken()
+            if self.version > version or self._before is None:
+                raise CommitError(f"version {version} cannot be taken back.", part=self.name)
+            async with self._stopping_on_failure(f"the rollback of version {version}"):
+                self._blocked_s += await roll_back(self, engine, version, self._before)
+            self.version, self._before, self._exchanges = self._before, None, self._exchanges + 1
+
+    async def quarantine(self, error: WeightlaneError) -> None:
+        """Take no requests until the next commit, and end those in flight. They are told `error`."""
+        await self._stop_serving(
+            error
+            if isinstance(error, QuarantinedError)
+            else QuarantinedError(
+                f"the replica is out of service: {type(error).__name__}: {error}", part=self.name, peer=error.peer
+            )
+        )
 
     async def watch(self) -> NoReturn:
         """Raise `WorkerDiedError` when the engine's processes die: vLLM leaves calls other than requests unanswered then."""
@@ -319,8 +381,26 @@ class RolloutWorker:
                 hint="It serves again after the next commit.",
             )
 
+    def _sound_version(self) -> int | None:
+        """The version that serves; None when nothing may."""
+        return self.version if self._broken is None else None
+
+    @asynccontextmanager
+    async def _stopping_on_failure(self, what: str) -> AsyncIterator[None]:
+        """Raise the typed error of a failed exchange of weights, and stop serving if they cannot be trusted."""
+        try:
+            yield
+        except CommitFailure as failure:
+            if not failure.serving:
+                await self._stop_serving(failure.error)
+            raise failure.error from failure.__cause__
+        except asyncio.CancelledError:
+            await self._stop_serving(QuarantinedError(f"{what} was cancelled.", part=self.name))
+            raise
+
     async def _stop_serving(self, error: WeightlaneError) -> None:
         self._broken = error
+        self._stops += 1
         with suppress(Exception):  # An engine too broken to abort requests ends them by dying.
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 await self._engine.abort(list(self._in_flight))
@@ -328,12 +408,13 @@ class RolloutWorker:
     def _prompt(self, prompt_ids: Sequence[int]) -> dict[str, Any]:
         prompt: dict[str, Any] = {"prompt_token_ids": list(prompt_ids)}
         if self.config.kv_on_commit == "keep":
-            # The prefix cache cannot be emptied while requests use it. Salted with the version a request began under, a
-            # block is found only by requests that began under the same one.
-            prompt["cache_salt"] = f"weightlane-{self.version}"
+            # The prefix cache cannot be emptied while requests use it. Salted with the weights a request began under, a
+            # block is found only by requests that began under the same ones. A version is not salt enough: after a rollback
+            # it serves again, but requests that began under it went on under the other one meanwhile.
+            prompt["cache_salt"] = f"weightlane-{self._exchanges}"
         return prompt
 
-    async def _stream(self, engine: Any, key: str, prompt: dict[str, Any], params: Any) -> Completion:
+    async def _stream(self, engine: Any, key: str, prompt: dict[str, Any], params: Any, stops: int) -> Completion:
         token_ids: list[int] = []
         logprobs: list[float] = []
         last: Any = None
@@ -343,8 +424,10 @@ class RolloutWorker:
                 self.clock.arrived(key, len(last.token_ids))
                 token_ids += last.token_ids
                 logprobs += [ranked[token].logprob for token, ranked in zip(last.token_ids, last.logprobs, strict=True)]
-        if last is None or last.finish_reason not in ("stop", "length"):
+        if stops != self._stops:
             self._refuse_if_broken()
+            raise QuarantinedError("the replica was out of service during the request.", part=self.name)
+        if last is None or last.finish_reason not in ("stop", "length"):
             reason = "nothing" if last is None else last.finish_reason
             raise ClosedError(f"request {self._in_flight[key]} ended early ({reason}).", part=self.name)
         versions = [int(span.version) for span in last.weight_versions or () for _ in range(span.start, span.end)]

@@ -11,20 +11,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from weightlane.ckpt_engines import SyncAbortedError, WorkerDiedError
+from weightlane.ckpt_engines import WorkerDiedError
 from weightlane.plugins import RunHooks
 from weightlane.sync import SyncReport
 
 from .config import AlgorithmConfig
 from .feeder import Judge, RolloutFeeder
+from .fleet import Fleet, Successor
 from .group import Group, staleness, to_batch
 from .loop_config import LoopConfig
 from .loop_state import LoopState
 from .overlap import OverlapClock
-from .protocols import Rollout, StepReport, Syncer, Tokenizer, Trainers
+from .protocols import Newcomer, Rollout, StepReport, Syncer, Tokenizer, Trainers
 from .staleness import StalenessBudget
 from .summary import RunFigures, RunSummary
 from .tasks import Task, TaskStream
@@ -52,6 +54,12 @@ class LoopParts:
     hooks: RunHooks
     save: Callable[[LoopState], Coroutine[Any, Any, None]]
     """Makes the run resumable from the given state."""
+    quorum: float = 1.0
+    """Share of the replicas that must be left for the run to go on."""
+    succeed: Successor | None = None
+    """Starts a replica in the place of one that died; None if nobody is replaced."""
+    max_successors: int = 0
+    """How many at most."""
 
 
 class AsyncLoop:
@@ -82,8 +90,18 @@ class AsyncLoop:
         self._step = resume.step if resume else 0
         self._clock = OverlapClock()
         self._stream = TaskStream(parts.train_tasks, seed)
-        self._feeder = RolloutFeeder(
+        self._fleet = Fleet(
             parts.rollouts,
+            parts.syncer,
+            quorum=parts.quorum,
+            hooks=parts.hooks,
+            succeed=parts.succeed,
+            max_successors=parts.max_successors,
+            on_ready=self._on_ready,
+            on_change=self._on_change,
+        )
+        self._feeder = RolloutFeeder(
+            self._fleet,
             self._stream,
             parts.tokenizer,
             parts.judge,
@@ -100,15 +118,18 @@ class AsyncLoop:
             parts.trainers,
             parts.syncer,
             on_commit=self._on_commit,
-            on_abort=self._on_abort,
             max_failures=config.max_failed_syncs,
         )
         self._figures = RunFigures(self._keeper.times)
 
     async def run(self) -> RunSummary:
-        """Run to the last step. Raises `WorkerDiedError` naming who died, or what else ended the run."""
+        """Run to the last step.
+
+        A replica that dies is missed by nobody while enough are left; see `Fleet`. Raises `WorkerDiedError` naming who died
+        otherwise, or what else ended the run.
+        """
         started = time.perf_counter()
-        watched = [self._parts.trainers.watch(), *(rollout.watch() for rollout in self._parts.rollouts)]
+        watched = [self._parts.trainers.watch(), self._fleet.watch()]
         watchers = [asyncio.create_task(watching) for watching in watched]
         try:
             await self._until_done(self._main(), watchers)
@@ -160,9 +181,11 @@ class AsyncLoop:
         await self._keeper.drain(self._step)
         await self._save()
         self._figures.accuracy_after = await self._evaluate()
-        for rollout in self._parts.rollouts:
-            stats = await rollout.stats()
-            self._figures.max_token_gap_s = max(self._figures.max_token_gap_s, stats.max_token_gap_s)
+        for rollout in self._fleet.living:
+            with suppress(WorkerDiedError):  # it does not matter any more
+                stats = await rollout.stats()
+                self._figures.max_token_gap_s = max(self._figures.max_token_gap_s, stats.max_token_gap_s)
+        self._figures.replicas_lost, self._figures.replicas_replaced = self._fleet.losses, self._fleet.successions
 
     async def _train(self) -> None:
         while self._step < self._config.steps:
@@ -196,15 +219,11 @@ class AsyncLoop:
         tasks = self._parts.heldout_tasks[: self._config.evaluate_tasks]
         if not tasks:
             return None
-        rollouts = self._parts.rollouts
-        groups = await asyncio.gather(
-            *(
-                self._feeder.generate(rollouts[index % len(rollouts)], task, count=1, greedy=True)
-                for index, task in enumerate(tasks)
-            )
-        )
+        started = time.perf_counter()
+        groups = await asyncio.gather(*(self._feeder.answer(task, self._step, turn) for turn, task in enumerate(tasks)))
         accuracy = sum(group.rewards[0] for group in groups) / len(groups)
-        self._parts.hooks.evaluated(step=self._step, facts={"accuracy": accuracy, "tasks": len(tasks)})
+        facts = {"accuracy": accuracy, "tasks": len(tasks), "seconds": time.perf_counter() - started}
+        self._parts.hooks.evaluated(step=self._step, facts=facts)
         return accuracy
 
     def _report_step(self, groups: Sequence[Group], report: StepReport, waited_s: float) -> None:
@@ -213,11 +232,11 @@ class AsyncLoop:
         mean_staleness, max_staleness = staleness(groups, self._step)
         wall = self._clock.wall_s()
         facts = {
+            "seconds": report.seconds,
             "reward": sum(rewards) / len(rewards),
             "staleness_mean": mean_staleness,
             "staleness_max": max_staleness,
             "grad_norm": report.grad_norm,
-            "step_s": report.seconds,
             "fence_s": report.fence_s,
             "waited_for_rollouts_s": waited_s,
             "tokens": sum(group.tokens for group in groups),
@@ -230,19 +249,16 @@ class AsyncLoop:
         self._parts.hooks.training_step(step=report.step, facts=facts)
 
     async def _on_commit(self, report: SyncReport) -> None:
+        self._fleet.committed(report)
         await self._feeder.version_committed(report.version)
-        self._parts.hooks.version_committed(
-            version=report.version,
-            facts={
-                "latency_s": report.latency_s,
-                "rollout_blocked_s": report.rollout_blocked_s,
-                "trainer_publish_s": self._keeper.times.publish_s.get(report.version, 0.0),
-                "sent_bytes": report.sent_bytes,
-            },
-        )
 
-    def _on_abort(self, version: int, error: SyncAbortedError) -> None:
-        self._parts.hooks.version_aborted(version=version, facts={"error": str(error)})
+    def _on_ready(self, name: str, newcomer: Newcomer) -> None:
+        self._feeder.add(newcomer)
+        self._keeper.join(name, newcomer)
+
+    def _on_change(self) -> None:
+        self._feeder.replicas_changed()
+        self._keeper.catch_up()
 
 
 def _task_from(plain: Mapping[str, Any]) -> Task:

@@ -42,6 +42,21 @@ class MetricsFile:
         self._write("version_aborted", facts, version=version)
 
     @hookimpl
+    def replica_quarantined(self, replica: str, facts: Mapping[str, Any]) -> None:
+        """One line per replica taken out of service."""
+        self._write("replica_quarantined", facts, replica=replica)
+
+    @hookimpl
+    def replica_lost(self, replica: str, facts: Mapping[str, Any]) -> None:
+        """One line per replica that died."""
+        self._write("replica_lost", facts, replica=replica)
+
+    @hookimpl
+    def replica_joined(self, replica: str, facts: Mapping[str, Any]) -> None:
+        """One line per replica that took the place of one."""
+        self._write("replica_joined", facts, replica=replica)
+
+    @hookimpl
     def evaluated(self, step: int, facts: Mapping[str, Any]) -> None:
         """One line per evaluation."""
         self._write("evaluated", facts, step=step)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, ProtocolError
+from weightlane.plugins import process_hooks
 from weightlane.sync import CheckpointEngineConfig, Publisher, SyncConfig, TensorSpec, dtype_of
 
 from .batch import TrainBatch
@@ -99,17 +100,27 @@ class TrainerRank:
 
     def train_step(self, batch: TrainBatch) -> StepReport:
         """Forward, backward, fence, optimizer step. Collective."""
-        started = time.perf_counter()
+        started = fence_at = time.perf_counter()
         engine, fence_s = self._open(), 0.0
 
         def fence() -> None:
-            nonlocal fence_s
+            nonlocal fence_at, fence_s
+            fence_at = time.perf_counter()
             if self._publisher is not None:
                 fence_s = self._publisher.fence()
 
         metrics = engine.forward_backward(batch, self._loss)
         grad_norm = engine.optim_step(fence)
-        return StepReport(engine.step, metrics, grad_norm, fence_s, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        facts = {
+            "participant": publisher_name(self._rank),
+            "seconds": seconds,
+            "forward_backward_s": fence_at - started,
+            "fence_s": fence_s,
+            "optimizer_s": seconds - (fence_at - started) - fence_s,
+        }
+        process_hooks().rank_stepped(rank=self._rank, step=engine.step, facts=facts)
+        return StepReport(engine.step, metrics, grad_norm, fence_s, seconds)
 
     def save(self, directory: Path) -> None:
         """Save the full training state. Collective."""

@@ -9,9 +9,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from weightlane.ckpt_engines import SyncAbortedError
-from weightlane.sync import SyncReport
+from weightlane.sync import Outcome, ReplicaState, SyncReport
 
-from .protocols import Syncer, Trainers
+from .protocols import Newcomer, Syncer, Trainers
+
+_CATCH_UP_S = 1.0
+"""How long replicas that missed a version wait for a newer one before they are sent it again; doubled each time."""
+_PAUSE_S = 0.1
+"""How long after an aborted version the next one waits; doubled each time."""
+_LONGEST_PAUSE_S = 30.0
 
 
 @dataclass(slots=True)
@@ -36,12 +42,13 @@ class VersionKeeper:
     """Decides which versions are published, and follows each to its end.
 
     A version is published only between two optimizer steps, and only while no other one is on its way; one that the trainer
-    finishes meanwhile is skipped in favour of the newest. So the trainer never waits for a sync.
+    finishes meanwhile is skipped in favour of the newest. So the trainer never waits for a sync. Replicas that do not have the
+    version that serves get the next one, or, while none is due, that version again.
 
     Args:
         trainers: All trainer ranks.
         syncer: The coordinator.
-        on_commit: Called with the report of every committed version.
+        on_commit: Called with the report of every sync that put a version into service.
         on_abort: Called with the version and the error of every aborted one.
         max_failures: Consecutive aborts the run survives.
     """
@@ -52,7 +59,7 @@ class VersionKeeper:
         syncer: Syncer,
         *,
         on_commit: Callable[[SyncReport], Awaitable[None]],
-        on_abort: Callable[[int, SyncAbortedError], None],
+        on_abort: Callable[[int, SyncAbortedError], None] = lambda version, error: None,
         max_failures: int,
     ) -> None:
         self._trainers = trainers
@@ -63,25 +70,38 @@ class VersionKeeper:
         self._failures = 0
         self._offered = -1
         """The version the parameters have now; -1 while an optimizer step may be changing them."""
+        self._published = -1
+        """The version the publishers hold."""
         self._served = -1
         self._task: asyncio.Task[None] | None = None
+        self._turn = asyncio.Lock()
+        """Held during a sync."""
+        self._joining: list[tuple[str, Newcomer]] = []
+        self._behind: set[str] = set()
+        """Replicas that missed the newest version and serve an older one."""
+        self._patience_s = _CATCH_UP_S
+        self._catch_up_at = 0.0
+        """When replicas that missed the version are next sent it, if no newer one is due before."""
+        self._timer: asyncio.TimerHandle | None = None
         self.times = SyncTimes()
 
     async def publish_blocking(self, version: int) -> float:
-        """Publish `version` and wait until it serves everywhere; returns the seconds that took. Raises if it was aborted.
+        """Publish `version` and wait until it serves; returns the seconds that took. Raises if it was aborted.
 
         To be called between optimizer steps.
         """
         if self._task is not None:
             await asyncio.wait([self._task])
             self.raise_if_failed()
-        started = time.perf_counter()
-        await self._trainers.publish(version)
-        report = await self._syncer.sync(version)
-        seconds = time.perf_counter() - started
-        self._served = version
-        self.times.committed.append(version)
-        await self._on_commit(report)
+        async with self._turn:
+            started = time.perf_counter()
+            self._published = version
+            await self._trainers.publish(version)
+            report = await self._sync(version)
+            seconds = time.perf_counter() - started
+            self._served = version
+            self.times.committed.append(version)
+            await self._settle(report)
         return seconds
 
     @asynccontextmanager
@@ -90,6 +110,7 @@ class VersionKeeper:
 
         Raises what a background sync could not recover from.
         """
+        self.raise_if_failed()
         self._offered = version
         self._start()
         # When groups are waiting already, the loop would be in its next step before the new task had its first turn.
@@ -106,6 +127,16 @@ class VersionKeeper:
             async with self.between_steps(version):
                 if self._task is not None:
                     await asyncio.wait([self._task])
+
+    def join(self, name: str, newcomer: Newcomer) -> None:
+        """`newcomer` takes the place of the replica `name` from the next sync on, which is due now."""
+        self._joining.append((name, newcomer))
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        """Send the version that serves to replicas that miss it, unless a newer one is due."""
+        self._catch_up_at, self._patience_s = 0.0, _CATCH_UP_S
+        self._start()
 
     def note_fence(self, seconds: float) -> dict[str, float]:
         """An optimizer step waited `seconds` for the snapshot of the version published last.
@@ -125,31 +156,108 @@ class VersionKeeper:
 
     async def cancel(self) -> None:
         """Stop following; for the end of a run."""
+        if self._timer is not None:
+            self._timer.cancel()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
     def _start(self) -> None:
-        self.raise_if_failed()
-        if self._offered > self._served and (self._task is None or self._task.done()):
+        """Begin to follow, if there is something to do and what was done before has not failed for good."""
+        ready = self._task is None or (self._task.done() and not self._task.cancelled() and not self._task.exception())
+        if ready and (self._newer() or self._due()):
             self._task = asyncio.create_task(self._follow(), name="version-keeper")
 
+    def _newer(self) -> bool:
+        return self._offered > self._served
+
+    def _due(self) -> bool:
+        """Whether the version that serves is to be sent once more, and can be."""
+        now = asyncio.get_running_loop().time()
+        return self._served >= 0 and self._published == self._served and now >= self._catch_up_at and self._lacking()
+
+    def _lacking(self) -> bool:
+        """Whether a replica that can be reached does not have the version that serves."""
+        states = self._syncer.states()
+        waiting = (ReplicaState.JOINING, ReplicaState.QUARANTINED)
+        return bool(self._joining) or any(
+            state in waiting or (state is ReplicaState.SERVING and name in self._behind)
+            for name, state in states.items()
+        )
+
     async def _follow(self) -> None:
-        """Publish and sync the newest offered version until none is newer than what serves."""
-        while (version := self._offered) > self._served:
-            self.times.publish_s[version] = await self._trainers.publish(version)
-            try:
-                report = await self._syncer.sync(version)
-            except SyncAbortedError as error:
-                self._failures += 1
-                self.times.aborted.append(version)
-                self._on_abort(version, error)
-                if self._failures > self._max_failures:
-                    raise
-            else:
-                self._failures = 0
-                self._served = version
-                self.times.committed.append(version)
-                self.times.latency_s.append(report.latency_s)
-                self.times.rollout_blocked_s.append(report.rollout_blocked_s)
-                await self._on_commit(report)
+        """Publish and sync the newest offered version until none is newer than what serves, and nobody is behind."""
+        while True:
+            async with self._turn:
+                if self._newer():
+                    failed = not await self._carry(self._offered)
+                elif self._due():
+                    failed = not await self._repeat()
+                else:
+                    break
+            if failed:
+                await asyncio.sleep(min(_LONGEST_PAUSE_S, _PAUSE_S * 2 ** (self._failures - 1)))
+        if self._lacking():
+            loop = asyncio.get_running_loop()
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = loop.call_at(max(self._catch_up_at, loop.time()), self._start)
+
+    async def _carry(self, version: int) -> bool:
+        """Publish and sync `version`. Returns whether it serves."""
+        self._published = version
+        self.times.publish_s[version] = await self._trainers.publish(version)
+        try:
+            report = await self._sync(version)
+        except SyncAbortedError as error:
+            self.times.aborted.append(version)
+            self._failed(version, error)
+            return False
+        self._failures = 0
+        self._served = version
+        self.times.committed.append(version)
+        self.times.latency_s.append(report.latency_s)
+        self.times.rollout_blocked_s.append(report.rollout_blocked_s)
+        await self._settle(report)
+        return True
+
+    async def _repeat(self) -> bool:
+        """Sync the version that serves for those who miss it. Returns False when nobody serves it any more."""
+        try:
+            report = await self._sync(self._served)
+        except SyncAbortedError as error:
+            self._wait_longer()
+            if ReplicaState.SERVING in self._syncer.states().values():
+                self._on_abort(self._served, error)
+                return True
+            self._failed(self._served, error)
+            return False
+        await self._settle(report)
+        return True
+
+    async def _sync(self, version: int) -> SyncReport:
+        joining, self._joining = self._joining, []
+        for name, newcomer in joining:
+            self._syncer.remove(name)
+            self._syncer.add(newcomer)
+        return await self._syncer.sync(version)
+
+    async def _settle(self, report: SyncReport) -> None:
+        """Remember who missed a version that serves, and tell."""
+        outcomes = {name: part.outcome for name, part in report.replicas.items()}
+        self._behind = {name for name, outcome in outcomes.items() if outcome is Outcome.BEHIND}
+        if self._behind or Outcome.QUARANTINED in outcomes.values():
+            self._wait_longer()
+        else:
+            self._patience_s = _CATCH_UP_S
+        await self._on_commit(report)
+
+    def _wait_longer(self) -> None:
+        self._catch_up_at = asyncio.get_running_loop().time() + self._patience_s
+        self._patience_s = min(_LONGEST_PAUSE_S, 2 * self._patience_s)
+
+    def _failed(self, version: int, error: SyncAbortedError) -> None:
+        self._failures += 1
+        self._on_abort(version, error)
+        if self._failures > self._max_failures:
+            raise error

@@ -1,0 +1,258 @@
+"""An HTTP endpoint for Prometheus, by prometheus_client, on loopback unless told otherwise."""
+
+from __future__ import annotations
+
+import hmac
+import http.server
+import ipaddress
+import logging
+import os
+import socket
+import socketserver
+import threading
+from typing import Any
+
+from .hooks import Facts, hookimpl
+
+PROMETHEUS_ENV = "WEIGHTLANE_PROMETHEUS"
+"""``PORT`` or ``HOST:PORT`` to serve on; port 0 takes a free one, which the log names."""
+PROMETHEUS_TOKEN_ENV = "WEIGHTLANE_PROMETHEUS_TOKEN"  # noqa: S105 - a name, not a token
+"""The bearer token that clients must send; needed when the address is not loopback."""
+
+LOOPBACK = "127.0.0.1"
+_REQUEST_TIMEOUT_S = 5.0
+_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+
+_log = logging.getLogger(__name__)
+
+
+class PrometheusObserver:
+    """Serves what the driver's hooks tell at ``http://<host>:<port>/metrics``.
+
+    Args:
+        port: TCP port; 0 takes a free one: see `url`.
+        host: Address to listen on.
+        token: What clients must send as ``Authorization: Bearer <token>``; empty lets everybody in.
+
+    Raises `ImportError` when prometheus_client is not installed (extra ``observability``), and `ValueError` when the address is
+    not loopback and there is no token.
+    """
+
+    def __init__(self, port: int = 0, host: str = LOOPBACK, token: str = "") -> None:
+        if not token and not is_loopback(host):
+            raise ValueError(f"{host} is not loopback: set {PROMETHEUS_TOKEN_ENV} to a token that clients must send")
+        self._address = (host, port)
+        self._token = token
+        self._metrics = _Metrics()
+        self._lock = threading.Lock()
+        self._server: _Server | None = None
+        self._closed = False
+
+    @property
+    def url(self) -> str:
+        """Where it serves; empty before `start` and after `close`."""
+        server = self._server
+        return f"http://{_bracketed(self._address[0])}:{server.server_address[1]}/metrics" if server else ""
+
+    def start(self) -> str:
+        """Serve; returns the URL. The first event does so, too. Raises `OSError`, for example when the port is taken."""
+        with self._lock:
+            if self._server is None and not self._closed:
+                self._server = _Server(self._address, self._metrics, self._token)
+                self._server.start()
+                _log.info("Prometheus metrics: %s", self.url)
+            return self.url
+
+    def close(self) -> None:
+        """Stop serving. Idempotent."""
+        with self._lock:
+            self._closed = True
+            server, self._server = self._server, None
+        if server is not None:
+            server.stop()
+
+    @hookimpl
+    def run_started(self, facts: Facts) -> None:
+        """Where the run begins."""
+        self.start()
+        self._metrics.step.set(facts.get("step", 0))
+
+    @hookimpl
+    def training_step(self, step: int, facts: Facts) -> None:
+        """Steps, tokens, staleness, waits."""
+        self.start()
+        metrics = self._metrics
+        metrics.step.set(step)
+        metrics.step_seconds.observe(facts.get("seconds", 0.0))
+        metrics.trained_tokens.inc(facts.get("tokens", 0))
+        metrics.waited.inc(facts.get("waited_for_rollouts_s", 0.0))
+        for gauge, key in metrics.gauges.items():
+            if key in facts:
+                gauge.set(facts[key])
+        if "trainer_blocked_s" in facts:
+            metrics.trainer_blocked.observe(facts["trainer_blocked_s"])
+
+    @hookimpl
+    def evaluated(self, facts: Facts) -> None:
+        """The accuracy."""
+        self.start()
+        self._metrics.accuracy.set(facts.get("accuracy", 0.0))
+
+    @hookimpl
+    def version_opened(self) -> None:
+        """Serve from the first version on."""
+        self.start()
+
+    @hookimpl
+    def version_committed(self, version: int, facts: Facts) -> None:
+        """Count it, with its times and bytes."""
+        self.start()
+        metrics = self._metrics
+        metrics.committed.inc()
+        metrics.version.set(version)
+        metrics.latency.observe(facts.get("latency_s", 0.0))
+        metrics.sent_bytes.inc(facts.get("sent_bytes", 0))
+        for name, replica in facts.get("replicas", {}).items():
+            metrics.rollout_blocked.labels(name).observe(replica.get("blocked_s", 0.0))
+            metrics.staged_bytes.labels(name).inc(replica.get("nbytes", 0))
+
+    @hookimpl
+    def version_aborted(self) -> None:
+        """Count it."""
+        self.start()
+        self._metrics.aborted.inc()
+
+    @hookimpl
+    def replica_quarantined(self, replica: str) -> None:
+        """Count it."""
+        self.start()
+        self._metrics.quarantined.labels(replica).inc()
+
+
+class _Metrics:
+    """All series, in a registry of their own: the process may have another endpoint for other things, as vLLM does."""
+
+    def __init__(self) -> None:
+        from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram  # noqa: PLC0415 - optional
+
+        registry = CollectorRegistry()
+        self.registry = registry
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"weightlane_{name}", text, labels, registry=registry)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"weightlane_{name}", text, registry=registry)
+
+        def histogram(name: str, text: str, *labels: str) -> Histogram:
+            return Histogram(f"weightlane_{name}", text, labels, registry=registry, buckets=_SECONDS)
+
+        self.committed = counter("versions_committed", "Weight versions that were put into service.")
+        self.aborted = counter("versions_aborted", "Weight versions that were given up.")
+        self.quarantined = counter("replica_quarantines", "Times a replica was taken out of service.", "replica")
+        self.version = gauge("serving_version", "The newest weight version in service.")
+        self.latency = histogram("sync_latency_seconds", "From the start of a sync until the last replica served it.")
+        self.rollout_blocked = histogram("rollout_blocked_seconds", "A commit kept a replica from decoding.", "replica")
+        self.trainer_blocked = histogram(
+            "trainer_blocked_seconds", "A publication kept the trainer: publish plus fence."
+        )
+        self.sent_bytes = counter("sent_bytes", "Bytes the trainer ranks handed on.")
+        self.staged_bytes = counter("staged_bytes", "Bytes a replica staged, over all its ranks.", "replica")
+        self.step = gauge("training_step", "Optimizer steps taken.")
+        self.step_seconds = histogram("training_step_seconds", "Forward, backward, fence and optimizer.")
+        self.trained_tokens = counter("trained_tokens", "Generated tokens the trainer used.")
+        self.waited = counter("waited_for_rollouts_seconds", "The trainer waited for groups.")
+        self.accuracy = gauge("heldout_accuracy", "Mean reward of greedy answers to held-out tasks.")
+        self.gauges = {
+            gauge("reward", "Mean reward of the last batch."): "reward",
+            gauge("staleness_mean_versions", "Mean staleness of the last batch's tokens."): "staleness_mean",
+            gauge("staleness_max_versions", "Largest staleness of the last batch's tokens."): "staleness_max",
+            gauge("generated_tokens_per_second", "Tokens all replicas generate, mean since the start."): "tokens_per_s",
+            gauge("overlap_ratio", "Share of time in which training and generation overlap."): "overlap_share",
+        }
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    """One endpoint; each request has a thread of its own that ends by a time limit."""
+
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], metrics: _Metrics, token: str) -> None:
+        if ":" in address[0]:
+            self.address_family = socket.AF_INET6
+        super().__init__(address, _Handler)
+        self.metrics = metrics
+        self.token = token
+        self._thread = threading.Thread(
+            target=self.serve_forever, args=(0.1,), name="weightlane-prometheus", daemon=True
+        )
+
+    def start(self) -> None:
+        """Serve in the background."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End, and free the port."""
+        self.shutdown()
+        self.server_close()
+        self._thread.join(_REQUEST_TIMEOUT_S)
+
+    def server_bind(self) -> None:
+        """Without the look-up of the host's name that the base class makes, which may take long."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 - the library's signature
+        """A client that goes away in the middle is no news."""
+        _log.debug("a request of %s failed", client_address, exc_info=True)
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    timeout = _REQUEST_TIMEOUT_S
+    server: _Server
+
+    def do_GET(self) -> None:
+        """The metrics, to those who may have them."""
+        if not self._allowed():
+            self._answer(401, b"a bearer token is needed\n", {"WWW-Authenticate": "Bearer"})
+        elif self.path.partition("?")[0] != "/metrics":
+            self._answer(404, b"the metrics are at /metrics\n", {})
+        else:
+            from prometheus_client.exposition import choose_encoder  # noqa: PLC0415 - as above
+
+            encode, kind = choose_encoder(self.headers.get("Accept", ""))
+            self._answer(200, encode(self.server.metrics.registry), {"Content-Type": kind})
+
+    def _allowed(self) -> bool:
+        if not self.server.token:
+            return True
+        scheme, _, given = self.headers.get("Authorization", "").partition(" ")
+        return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self.server.token.encode())
+
+    def _answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Type": "text/plain", **headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the library's name
+        """Requests are not logged."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def prometheus_from_environment(address: str) -> PrometheusObserver:
+    """The observer that `PROMETHEUS_ENV` asks for."""
+    host, _, port = address.rpartition(":")
+    return PrometheusObserver(int(port), host.strip("[]") or LOOPBACK, os.environ.get(PROMETHEUS_TOKEN_ENV, ""))
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

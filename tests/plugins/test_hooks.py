@@ -1,0 +1,239 @@
+"""Hooks: whoever listens hears everything in order, and nothing a listener does can hurt what it listens to."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+import timeit
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightlane.plugins import HOOK_NAMES, Facts, RunHooks, hookimpl, make_hooks
+from weightlane.plugins.reports import REPORT_FILE_ENV, reported_in
+
+ARGUMENTS: dict[str, Any] = {"version": 7, "index": 3, "step": 5, "rank": 1, "replica": "rollout-0", "facts": {"a": 1}}
+
+
+def call(hooks: RunHooks, name: str) -> None:
+    hook: Callable[..., None] = getattr(hooks, name)
+    hook(**{key: ARGUMENTS[key] for key in inspect.signature(hook).parameters})
+
+
+class Listener:
+    """Notes versions; raises `error` at the ones it is told to."""
+
+    def __init__(self, heard: list[tuple[str, int]], name: str = "", fails_at: int = -1, error: str = "boom") -> None:
+        self.heard, self.name, self.fails_at, self.error = heard, name, fails_at, error
+
+    @hookimpl
+    def version_committed(self, version: int) -> None:
+        if version == self.fails_at:
+            raise ValueError(self.error)
+        self.heard.append((self.name, version))
+
+
+@pytest.mark.parametrize("name", HOOK_NAMES)
+def test_every_hook_calls_those_who_listen_with_the_arguments_they_take(name: str) -> None:
+    heard: list[dict[str, Any]] = []
+    names = list(inspect.signature(getattr(RunHooks, name)).parameters)[1:]
+    hooks = RunHooks()
+    # A class of its own whose method takes exactly the hook's arguments, as an author writes it.
+    scope: dict[str, Any] = {"heard": heard}
+    exec(f"def {name}(self, {', '.join(names)}): heard.append(dict({', '.join(f'{n}={n}' for n in names)}))", scope)
+    assert hooks.register(type("Everything", (), {name: hookimpl(scope[name])})())
+    call(hooks, name)
+    assert heard == [{key: ARGUMENTS[key] for key in names}]
+    assert hooks.reports == ()
+
+
+def test_the_one_registered_last_is_called_first_but_for_those_who_ask_otherwise() -> None:
+    heard: list[str] = []
+
+    class Named:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        @hookimpl
+        def run_ended(self) -> None:
+            heard.append(self.name)
+
+    class First(Named):
+        @hookimpl(tryfirst=True)
+        def run_ended(self) -> None:
+            heard.append(self.name)
+
+    make_hooks([First("first"), Named("a"), Named("b")]).run_ended(facts={})
+    assert heard == ["first", "b", "a"]
+
+
+@given(st.lists(st.integers(-1, 5), min_size=1, max_size=6))
+def test_whoever_raises_is_reported_once_and_not_called_again_and_the_others_hear_everything(
+    failures: list[int],
+) -> None:
+    heard: list[tuple[str, int]] = []
+    listeners = [Listener(heard, str(number), fails_at) for number, fails_at in enumerate(failures)]
+    hooks = make_hooks(listeners)
+    for version in range(6):
+        hooks.version_committed(version=version, facts={})
+    for listener in listeners:
+        mine = [version for name, version in heard if name == listener.name]
+        assert mine == list(range(6 if listener.fails_at < 0 else listener.fails_at))
+    assert len(hooks.reports) == sum(fails_at >= 0 for fails_at in failures)
+
+
+def test_a_report_names_plugin_hook_and_error_in_the_log_and_in_the_file_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(REPORT_FILE_ENV, str(tmp_path / "logs" / "plugins.log"))
+    hooks = RunHooks()
+    hooks.register(Listener([], fails_at=1, error="no\nroom"), "my-plugin")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            hooks.version_committed(version=1, facts={})
+    said = "plugin my-plugin was disabled: version_committed raised ValueError: no room"
+    assert [str(report) for report in hooks.reports] == [said]
+    assert [record.getMessage() for record in caplog.records] == [said]
+    assert reported_in(tmp_path / "logs" / "plugins.log") == [said]
+    assert "raise ValueError(self.error)" in (tmp_path / "logs" / "plugins.log").read_text(), "with its traceback"
+    assert reported_in(tmp_path / "nowhere.log") == []
+
+
+def test_all_hooks_of_a_plugin_that_raised_are_silent() -> None:
+    heard: list[str] = []
+
+    class Plugin:
+        @hookimpl
+        def bucket_sent(self) -> None:
+            raise RuntimeError
+
+        @hookimpl
+        def version_staged(self) -> None:
+            heard.append("staged")
+
+    hooks = make_hooks([Plugin()])
+    hooks.version_staged(version=1, facts={})
+    hooks.bucket_sent(version=1, index=0, facts={})
+    hooks.version_staged(version=2, facts={})
+    assert heard == ["staged"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_what_ends_a_program_passes(error: type[BaseException]) -> None:
+    class Plugin:
+        @hookimpl
+        def run_ended(self) -> None:
+            raise error
+
+    hooks = make_hooks([Plugin()])
+    with pytest.raises(error):
+        hooks.run_ended(facts={})
+    assert hooks.reports == ()
+
+
+def test_many_threads_may_call_while_one_of_the_plugins_fails() -> None:
+    heard: list[tuple[str, int]] = []
+    hooks = make_hooks([Listener(heard, "well"), Listener(heard, "ill", fails_at=50)])
+    start = threading.Barrier(4)
+
+    def work() -> None:
+        start.wait(10)
+        for version in range(100):
+            hooks.version_committed(version=version, facts={})
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sum(name == "well" for name, _ in heard) == 400
+    assert len(hooks.reports) == 1
+
+
+def wrapper() -> object:
+    class Plugin:
+        @hookimpl(wrapper=True)
+        def run_ended(self) -> Any:
+            return (yield)
+
+    return Plugin()
+
+
+def asynchronous() -> object:
+    class Plugin:
+        @hookimpl
+        async def run_ended(self) -> None:
+            pass
+
+    return Plugin()
+
+
+def greedy() -> object:
+    class Plugin:
+        @hookimpl
+        def run_ended(self, facts: Facts, version: int) -> None:
+            pass
+
+    return Plugin()
+
+
+@pytest.mark.parametrize(
+    ("plugin", "said"),
+    [
+        (wrapper(), "run_ended is a wrapper; observers watch, they do not steer"),
+        (asynchronous(), "run_ended must be a plain function"),
+        (greedy(), "{'version'} are declared in the hookimpl but can not be found"),
+    ],
+)
+def test_a_plugin_that_cannot_be_called_is_refused_with_the_reason_and_the_others_stay(
+    plugin: object, said: str
+) -> None:
+    heard: list[tuple[str, int]] = []
+    hooks = RunHooks()
+    assert not hooks.register(plugin)
+    assert hooks.register(Listener(heard))
+    hooks.run_ended(facts={})
+    hooks.version_committed(version=1, facts={})
+    assert heard == [("", 1)]
+    (report,) = hooks.reports
+    assert said in str(report)
+
+
+def test_a_hook_that_does_not_exist_is_pointed_out_and_the_rest_is_called(caplog: pytest.LogCaptureFixture) -> None:
+    heard: list[str] = []
+
+    class Plugin:
+        @hookimpl
+        def version_comitted(self) -> None:
+            heard.append("never")
+
+        @hookimpl
+        def run_ended(self) -> None:
+            heard.append("ended")
+
+    hooks = RunHooks()
+    with caplog.at_level(logging.WARNING):
+        assert hooks.register(Plugin(), "typo")
+    assert "plugin typo implements version_comitted, which this weightlane does not call" in caplog.text
+    hooks.run_ended(facts={})
+    assert heard == ["ended"]
+
+
+def test_a_hook_that_nobody_listens_to_costs_next_to_nothing() -> None:
+    hooks = RunHooks()
+    facts = {"seconds": 0.1, "nbytes": 3, "participant": "trainer-0"}
+    repeats = 20_000
+    seconds = min(timeit.repeat(lambda: hooks.bucket_sent(version=1, index=2, facts=facts), number=repeats, repeat=5))
+    assert seconds / repeats < 5e-6, "0.3 microseconds on a quiet machine"
+
+
+def test_every_specification_names_its_process_and_its_facts() -> None:
+    for name in HOOK_NAMES:
+        text = inspect.getdoc(getattr(RunHooks, name)) or ""
+        assert "Called by " in text, name
+        assert "Facts: " in text, name

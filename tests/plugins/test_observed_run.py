@@ -1,0 +1,123 @@
+"""A whole run with every observer: one time line of all its processes, TensorBoard's curves, a live endpoint, a bad plugin."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from event_files import scalars_and_texts
+from installed import install
+from run_process import END_S, START_S, RunProcess
+from test_prometheus import scrape
+from tiny_run import make_material
+from trace_format import Span, Trace, load
+
+pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
+
+STEPS = 5
+SLACK_US = 2_000
+"""Hooks are called a moment after their event has ended, and a loaded machine may make two processes do so out of turn."""
+
+PLUGIN = """
+from weightlane.plugins import hookimpl
+
+@hookimpl
+def rank_stepped(step):
+    raise OSError(f"no room at [step {step}]")
+"""
+
+
+def test_a_run_is_seen_on_one_time_line_in_tensorboard_and_by_prometheus_and_a_plugin_that_raises_does_not_end_it(
+    start_run: Callable[[Sequence[str]], RunProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path / "site", "wl_raising_plugin", PLUGIN, "raising = wl_raising_plugin")
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path / "site"), os.environ.get("PYTHONPATH")]))
+    )
+    run_dir = tmp_path / "run"
+    config = make_material(tmp_path / "material").write_config(
+        tmp_path / "config",
+        run_dir,
+        loop={"steps": STEPS, "evaluate_tasks": 4},
+        trainer={"ranks": 2},
+        observers={"trace": "trace.json", "tensorboard": "board", "prometheus_port": 0},
+    )
+    run = start_run(["train", str(config), "--plain"])
+    run.wait_for(f"step {STEPS - 1}/{STEPS}", START_S)
+    served = re.search(r"metrics for Prometheus: (http://127\.0\.0\.1:\d+/metrics)", run.out)
+    assert served, run.out
+    samples = scrape(served[1])
+    assert samples["weightlane_training_step"] >= STEPS - 1
+    assert samples["weightlane_versions_committed_total"] >= 2
+    assert samples["weightlane_sync_latency_seconds_sum"] > 0
+    assert samples["weightlane_trained_tokens_total"] > 0
+    run.note_segments()
+    ended = run.end(END_S + START_S)
+    assert (ended.code, ended.err) == (0, ""), ended.out + ended.err
+
+    with pytest.raises(ConnectionRefusedError):
+        scrape(served[1])
+    said = "plugin raising (wl_raising_plugin 1.0) was disabled: rank_stepped raised OSError: no room at [step 1]"
+    assert ended.out.count(said) == 1, "once, though both trainer ranks have it"
+    assert "Traceback" in (run_dir / "logs" / "plugins.log").read_text()
+    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    commits = {event["version"]: event for event in metrics if event["event"] == "version_committed"}
+    check_curves(run_dir / "board", commits.keys())
+    assert f"events: {run_dir}/trace.json" in ended.out
+    assert not (run_dir / "trace.json.parts").exists()
+    check_trace(load(run_dir / "trace.json"), list(commits))
+
+
+def check_curves(board: Path, versions: Sequence[int] | set[int]) -> None:
+    curves, texts = scalars_and_texts(board)
+    assert list(curves["train/reward"]) == list(range(1, STEPS + 1))
+    assert set(curves["sync/latency_s"]) == set(versions)
+    assert set(curves["sync/rollout-0/blocked_s"]) == set(versions)
+    assert set(curves["eval/accuracy"]) == {0, STEPS}
+    assert texts == {}
+
+
+def check_trace(trace: Trace, versions: list[int]) -> None:
+    assert list(trace.processes.values()) == ["driver", "trainer-0", "trainer-1", "rollout-0", "rollout-0/0"]
+    steps = [span.name for span in trace.spans("driver", "training") if span.name.startswith("step")]
+    assert steps == [f"step {step}" for step in range(1, STEPS + 1)]
+    spans = trace.spans("driver", "versions")
+    assert [span.name for span in spans] == [f"version {version}" for version in versions]
+    of_version = dict(zip(versions, spans, strict=True))
+    sent = trace.spans("trainer-0", "send")
+    received = trace.spans("rollout-0/0", "receive")
+    assert sorted({bucket.args["version"] for bucket in sent}) == versions
+    assert [bucket_key(bucket) for bucket in sent] == [bucket_key(bucket) for bucket in received]
+    assert len(sent) > len(versions), "several buckets each"
+    for bucket in (*sent, *received):
+        check_inside(bucket, of_version[bucket.args["version"]])
+    for row, process in (("stage", "rollout-0/0"), ("commit", "rollout-0")):
+        parts = trace.spans(process, row)
+        assert [part.name for part in parts] == [f"{row} v{version}" for version in versions]
+        for part in parts:
+            check_inside(part, of_version[part.args["version"]])
+    for rank in (0, 1):
+        rows = trace.spans(f"trainer-{rank}", "training")
+        assert [span.name for span in rows if span.name.startswith("step")] == steps
+        assert [span.name for span in rows].count("fence") == STEPS
+        snapshots = trace.spans(f"trainer-{rank}", "snapshot")
+        assert [span.name for span in snapshots] == [f"snapshot v{version}" for version in versions]
+        for snapshot in snapshots:
+            first = min(bucket.start for bucket in sent if bucket.args["version"] == snapshot.args["version"])
+            if rank == 0:
+                assert snapshot.end <= first + SLACK_US, "what is sent was copied before"
+    generations = trace.spans("rollout-0", "generation")
+    assert len(generations) >= STEPS * 8, "groups of two, four a step"
+    assert {generation.args["version_max"] for generation in generations} <= set(versions)
+
+
+def bucket_key(bucket: Span) -> tuple[int, int]:
+    return bucket.args["version"], bucket.args["index"]
+
+
+def check_inside(inner: Span, outer: Span) -> None:
+    assert outer.start - SLACK_US <= inner.start <= inner.end <= outer.end + SLACK_US, (inner, outer)

@@ -1,0 +1,155 @@
+"""`[observers]` of a run: nothing unless asked for, mistakes are named before anything starts, and ends are clean."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trace_format import load
+
+from weightlane.ckpt_engines import AddressInUseError, ConfigError
+from weightlane.cli.config import ObserversSection, RunConfig, load_config
+from weightlane.cli.observers import RunObservers
+from weightlane.plugins import hookimpl, process_hooks
+from weightlane.plugins.reports import REPORT_FILE_ENV
+from weightlane.plugins.trace import TRACE_ENV, TraceObserver
+
+MINIMAL = """
+[run]
+dir = "runs/new"
+[model]
+path = "model"
+[data]
+train = "train.jsonl"
+heldout = "heldout.jsonl"
+[reward]
+function = "reward:exact_match"
+"""
+FACTS = {"seconds": 0.001, "nbytes": 8, "participant": "trainer-0"}
+
+
+def configured(tmp_path: Path, *overrides: str) -> RunConfig:
+    path = tmp_path / "run.toml"
+    path.write_text(MINIMAL)
+    return load_config(path, [f"observers.{override}" for override in overrides])
+
+
+def observers(tmp_path: Path, said: list[str], own: Any = (), **section: Any) -> RunObservers:
+    return RunObservers(ObserversSection(**section), tmp_path, own, said.append)
+
+
+def test_a_run_that_asks_for_nothing_opens_writes_and_says_nothing(tmp_path: Path) -> None:
+    assert configured(tmp_path).observers == ObserversSection()
+    said: list[str] = []
+    with observers(tmp_path / "run", said) as hooks:
+        hooks.run_started(facts={"step": 0, "steps": 1})
+        hooks.training_step(step=1, facts={"seconds": 0.1})
+        hooks.run_ended(facts={})
+    assert said == []
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "library"), [("tensorboard=board", "tensorboardX"), ("prometheus_port=0", "prometheus_client")]
+)
+def test_a_missing_library_is_named_with_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, library: str
+) -> None:
+    found = __import__("importlib.util").util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == library else found(name))
+    with pytest.raises(ConfigError, match=rf"needs {library}.*pip install 'weightlane\[observability\]'"):
+        configured(tmp_path, key)
+
+
+def test_an_endpoint_beyond_loopback_wants_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WEIGHTLANE_PROMETHEUS_TOKEN", raising=False)
+    configured(tmp_path, "prometheus_host=0.0.0.0")  # no port, no endpoint
+    with pytest.raises(ConfigError, match=r"0\.0\.0\.0.*WEIGHTLANE_PROMETHEUS_TOKEN"):
+        configured(tmp_path, "prometheus_host=0.0.0.0", "prometheus_port=0")
+    monkeypatch.setenv("WEIGHTLANE_PROMETHEUS_TOKEN", "s3cret")
+    configured(tmp_path, "prometheus_host=0.0.0.0", "prometheus_port=0")
+
+
+def test_a_taken_port_ends_the_run_before_it_starts_and_leaves_the_environment_as_it_was(
+    tmp_path: Path, free_port: int
+) -> None:
+    before = dict(os.environ)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", free_port))
+        other.listen()
+        entered = observers(tmp_path, [], prometheus_port=free_port, trace=Path("trace.json"))
+        with pytest.raises(AddressInUseError, match=rf"127\.0\.0\.1:{free_port}.*prometheus_port"):
+            entered.__enter__()
+    assert dict(os.environ) == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_trace_is_merged_after_an_error_with_what_other_processes_wrote(tmp_path: Path) -> None:
+    said: list[str] = []
+    run = observers(tmp_path, said, trace=Path("trace.json"), trace_limit_mib=1e-3)
+    other = TraceObserver(Path(run.environment[TRACE_ENV]), float(run.environment["WEIGHTLANE_TRACE_LIMIT_MIB"]))
+
+    def fail() -> None:
+        with run as hooks:
+            hooks.run_started(facts={})
+            for index in range(20):
+                other.bucket_sent(version=1, index=index, facts=FACTS)
+            raise RuntimeError("the run failed")
+
+    with pytest.raises(RuntimeError, match="the run failed"):
+        fail()
+    trace = load(tmp_path / "trace.json")
+    assert sorted(trace.processes.values()) == ["driver", "trainer-0"]
+    assert said[0].endswith(f"events: {tmp_path}/trace.json")
+    assert said[1] == "observers.trace_limit_mib was reached by: trainer-0"
+    assert os.environ.get(TRACE_ENV) is None
+
+
+def test_what_the_shell_asks_for_is_not_for_a_run_with_a_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TRACE_ENV, str(tmp_path / "elsewhere.json"))
+    with observers(tmp_path, []) as hooks:
+        assert os.environ[TRACE_ENV] == ""
+        hooks.run_started(facts={})
+    assert os.environ[TRACE_ENV] == str(tmp_path / "elsewhere.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_plugins_that_were_disabled_are_told_of_at_the_end_once_and_those_of_earlier_runs_are_not(
+    tmp_path: Path,
+) -> None:
+    class Raises:
+        @hookimpl
+        def run_ended(self) -> None:
+            raise ValueError("boom")
+
+    for _ in range(2):
+        said: list[str] = []
+        run = observers(tmp_path, said, [Raises()])
+        with run as hooks:
+            assert os.environ[REPORT_FILE_ENV] == str(tmp_path / "logs" / "plugins.log")
+            hooks.run_ended(facts={})
+            # Another process of the run has the same plugin, and a bad one of its own.
+            there = process_hooks()
+            there.report("other", "version_staged", OSError("no room"))
+        (mine, other) = said
+        assert "Raises was disabled: run_ended raised ValueError: boom (details: " in mine
+        assert (
+            other
+            == f"plugin other was disabled: version_staged raised OSError: no room (details: {tmp_path}/logs/plugins.log)"
+        )
+
+
+def test_a_trace_that_cannot_be_written_is_said_and_does_not_hide_the_runs_own_end(tmp_path: Path) -> None:
+    said: list[str] = []
+    run = observers(tmp_path, said, trace=Path("trace.json"))
+    with run as hooks:
+        hooks.run_started(facts={})
+        (tmp_path / "trace.json").mkdir()
+    (line,) = said
+    assert line.startswith("the trace could not be written: ")
+    assert line.endswith("its parts stay where they are")

@@ -1,0 +1,223 @@
+"""The trace: valid whatever happened to its processes, every span where and when it was, and never larger than allowed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trace_format import load
+
+from weightlane.plugins import RunHooks, make_hooks
+from weightlane.plugins.trace import TraceObserver
+from weightlane.plugins.trace_merge import claim, merge
+from weightlane.plugins.trace_part import FULL, parts_dir
+
+
+def traced(path: Path, limit_mib: float = 1.0) -> RunHooks:
+    return make_hooks([TraceObserver(path, limit_mib)])
+
+
+def facts(seconds: float, participant: str = "trainer-0") -> dict[str, object]:
+    return {"seconds": seconds, "nbytes": 8, "participant": participant}
+
+
+def call_every_hook(hooks: RunHooks) -> None:
+    """A small run: one version committed, one aborted, one step."""
+    hooks.run_started(facts={"step": 0, "steps": 3})
+    hooks.version_opened(version=1, facts={})
+    began = time.monotonic()
+    hooks.snapshot_taken(version=1, facts=facts(0.001))
+    time.sleep(0.01)
+    for index in range(3):
+        time.sleep(0.002)
+        hooks.bucket_sent(version=1, index=index, facts=facts(0.002))
+        hooks.bucket_received(version=1, index=index, facts=facts(0.0015, "rollout-0/0"))
+    hooks.version_staged(version=1, facts=facts(0.006, "rollout-0/0"))
+    commit = {"seconds": 0.004, "blocked_s": 0.003, "load_s": 0.001, "in_flight": 2, "max_token_gap_s": 0.004}
+    hooks.replica_committed(replica="rollout-0", version=1, facts=commit)
+    committed = {"seconds": time.monotonic() - began, "latency_s": 0.1, "sent_bytes": 24, "replicas": {}}
+    hooks.version_committed(version=1, facts=committed)
+    for version, tokens in enumerate((5, 7)):
+        request = {"replica": "rollout-0", "request": "r", "tokens": tokens, "seconds": 0.02, "finish_reason": "stop"}
+        hooks.generation_finished(facts={**request, "version_min": version, "version_max": 1})
+    step = {"seconds": 0.008, "forward_backward_s": 0.005, "fence_s": 0.001, "optimizer_s": 0.002}
+    hooks.rank_stepped(rank=0, step=1, facts={**step, "participant": "trainer-0"})
+    hooks.training_step(
+        step=1, facts={"seconds": 0.008, "waited_for_rollouts_s": 0.003, "reward": 0.5, "tokens_per_s": 9.0}
+    )
+    hooks.evaluated(step=1, facts={"accuracy": 0.5, "tasks": 8, "seconds": 0.001})
+    hooks.version_opened(version=2, facts={})
+    hooks.version_aborted(version=2, facts={"error": "a reason", "seconds": 0.001})
+    hooks.replica_quarantined(replica="rollout-0", facts={"version": 2, "error": "a reason"})
+    hooks.run_ended(facts={"error": "a reason"})
+
+
+def test_every_hook_leaves_its_mark_in_the_row_of_its_participant(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    hooks = traced(path)
+    call_every_hook(hooks)
+    assert hooks.reports == ()
+    merged = merge(path)
+    assert merged is not None
+    assert (merged.path, merged.processes, merged.incomplete) == (path, 1, ())
+    assert not parts_dir(path).exists()
+    trace = load(path)
+    assert merged.events == len([event for event in trace.events if event["ph"] != "M"])
+    (process,) = trace.processes.values()
+    assert process == "driver, trainer-0, rollout-0/0, rollout-0"
+    version, aborted = trace.spans(process, "versions")
+    assert (version.name, aborted.name, aborted.args["error"]) == ("version 1", "version 2 aborted", "a reason")
+    buckets = [*trace.spans(process, "trainer-0 send"), *trace.spans(process, "rollout-0/0 receive")]
+    assert [bucket.name for bucket in buckets] == ["bucket 0", "bucket 1", "bucket 2"] * 2
+    for bucket in buckets:
+        assert version.start <= bucket.start <= bucket.end <= version.end
+        assert bucket.args["version"] == 1
+    parent, *children = trace.spans(process, "trainer-0 training")
+    assert [child.name for child in children] == ["forward, backward", "fence", "optimizer"]
+    assert [child.end - child.start for child in children] == pytest.approx([5000, 1000, 2000], abs=5)
+    assert (parent.start, parent.end) == (children[0].start, children[-1].end)
+    assert [span.name for span in trace.spans(process, "training")] == [
+        "wait for rollouts",
+        "step 1",
+        "evaluation at step 1",
+    ]
+    (commit_span,) = trace.spans(process, "rollout-0 commit")
+    assert commit_span.end - commit_span.start == 3000
+    assert {span.name for span in trace.spans(process, "rollout-0 generation")} == {"5 tokens", "7 tokens"}
+    assert trace.named("i") == ["run started", "rollout-0 quarantined", "run ended"]
+    assert trace.named("C") == ["reward", "tokens per second"]
+    assert abs(trace.other["started_unix_s"] - time.time()) < 60
+
+
+@given(st.lists(st.tuples(st.floats(0, 0.02), st.floats(0, 0.001)), min_size=1, max_size=30))
+def test_spans_of_any_lengths_that_overlap_in_any_way_stand_in_rows_that_nest(
+    tmp_path_factory: pytest.TempPathFactory, spans: list[tuple[float, float]]
+) -> None:
+    path = tmp_path_factory.mktemp("trace") / "trace.json"
+    hooks = traced(path)
+    for seconds, pause_s in spans:
+        time.sleep(pause_s)
+        request = {"replica": "rollout-0", "tokens": 1, "seconds": seconds}
+        hooks.generation_finished(facts=request)
+        hooks.bucket_sent(version=1, index=0, facts=facts(seconds))
+    merge(path)
+    trace = load(path)  # which checks the nesting
+    assert len(trace.named("X")) == 2 * len(spans)
+
+
+def test_rows_of_threads_that_write_at_the_same_time_stay_whole(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    hooks = traced(path)
+
+    def work(participant: str) -> None:
+        for index in range(50):
+            hooks.bucket_received(version=1, index=index, facts=facts(0.0001, participant))
+
+    threads = [threading.Thread(target=work, args=(f"rollout-0/{rank}",)) for rank in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    merge(path)
+    assert len(load(path).named("X")) == 200
+
+
+def test_what_a_killed_process_had_written_stays_but_for_its_last_half_line(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    hooks = traced(path)
+    hooks.snapshot_taken(version=1, facts=facts(0.001))
+    (part,) = parts_dir(path).glob("*.jsonl")
+    with part.open("a") as file:
+        file.write('{"ph": "X", "name": "bucket')
+    merge(path)
+    assert load(path).named("X") == ["snapshot v1"]
+
+
+def test_a_part_at_its_limit_says_so_and_stays_below(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    limit = 20_000
+    hooks = traced(path, limit / 2**20)
+    for index in range(1000):
+        hooks.bucket_sent(version=1, index=index, facts=facts(0.0))
+    (part,) = parts_dir(path).glob("*.jsonl")
+    assert part.stat().st_size <= limit + 200, "the mark itself comes on top"
+    merged = merge(path)
+    assert merged is not None
+    assert merged.incomplete == ("trainer-0",)
+    assert load(path).named("i") == [FULL]
+    assert hooks.reports == ()
+
+
+def test_numbers_that_json_has_no_word_for_are_written_out(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    hooks = traced(path)
+    hooks.training_step(
+        step=1,
+        facts={"seconds": 0.1, "grad_norm": math.nan, "reward": math.inf, "staleness_mean": 0.5, "path": Path("x")},
+    )
+    merge(path)
+    trace = load(path)
+    (step,) = trace.spans("driver", "training")
+    assert (step.args["grad_norm"], step.args["reward"], step.args["path"]) == ("nan", "inf", "x")
+    assert trace.named("C") == ["staleness (versions)"]
+
+
+def test_nothing_is_made_before_the_first_event_and_no_trace_without_one(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "trace.json"
+    traced(path)
+    assert list(tmp_path.iterdir()) == []
+    assert merge(path) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_earlier_trace_and_the_parts_of_a_killed_run_are_kept_under_their_name(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    assert claim(path) == path
+    traced(path).snapshot_taken(version=1, facts=facts(0.0))
+    second = claim(path)
+    assert second == tmp_path / "trace-2.json"
+    assert load(path).named("X") == ["snapshot v1"]
+    traced(second).snapshot_taken(version=2, facts=facts(0.0))
+    merge(second)
+    assert load(second).named("X") == ["snapshot v2"]
+    assert claim(path) == tmp_path / "trace-3.json"
+
+
+def test_processes_of_two_hosts_with_the_same_id_are_two(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    for participant in ("rollout-1", "rollout-0"):
+        request = {"replica": participant, "tokens": 1, "seconds": 0.0}
+        traced(path).generation_finished(facts=request)
+    traced(path).run_started(facts={})
+    merge(path)
+    trace = load(path)
+    assert trace.processes == {1: "driver", 2: "rollout-0", 3: "rollout-1"}, "in the order in which they are shown"
+    labels = [event["args"]["labels"] for event in trace.events if event["name"] == "process_labels"]
+    assert all(f"pid {os.getpid()} on " in label for label in labels)
+
+
+def test_a_disk_that_takes_nothing_disables_the_trace_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    hooks = traced(tmp_path / "file" / "trace.json")
+    hooks.run_started(facts={})
+    (report,) = hooks.reports
+    assert "run_started raised NotADirectoryError" in str(report)
+    hooks.run_ended(facts={})
+
+
+def test_a_trace_that_cannot_be_written_leaves_its_parts(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    traced(path).run_started(facts={})
+    path.mkdir()
+    with pytest.raises(OSError, match=r"trace\.json"):
+        merge(path)
+    assert len(list(parts_dir(path).glob("*.jsonl"))) == 1
+    assert not list(tmp_path.glob(".*")), "no half-written file"
+    assert json.loads(next(parts_dir(path).glob("*.jsonl")).read_text().splitlines()[0])["name"] == "process_name"
