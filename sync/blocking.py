@@ -41,8 +41,8 @@ from .config import SyncConfig
 from .coordinator import Coordinator
 from .publisher import Publisher
 from .rendezvous import Rendezvous
-from .report import SyncReport
-from .roster import Replica
+from .report import Outcome, SyncReport
+from .roster import Replica, ReplicaState
 from .tensor_spec import LocalShard, TensorSpec, dtype_of
 
 _log = logging.getLogger(__name__)
@@ -138,17 +138,21 @@ class CollectivePublisher:
         """Wait until the newest version has ended. Returns its report on rank 0, and None elsewhere or if it was asked for.
 
         Raises:
-            SyncAbortedError: No replica took it, with the reason; the old one keeps serving.
-            CommitError: A replica failed while taking it.
+            SyncAbortedError: Too few replicas took it, with the reason; the old one keeps serving.
         """
         if self._ended:
             return None
         self._ended = True
         publisher = self._running()
-        timeout_s = self._config.deadline_s + _GRACE_S
+        timeout_s = self._config.deadline_s + self._config.rejoin_s + _GRACE_S
         if self._lead is not None:
             report = self._lead.end(timeout_s)
             self._failed = 0
+            for name, part in report.replicas.items():
+                if part.outcome is not Outcome.COMMITTED:
+                    _log.warning(
+                        "version %d went on without %s, which is %s: %s", report.version, name, part.outcome, part.error
+                    )
             return report
         publisher.wait(self._version, timeout_s)
         self._failed = 0
@@ -227,6 +231,7 @@ class _Lead:
         self._config = config
         self._rendezvous = Rendezvous.host(config.host, config.port)
         self.address = self._rendezvous.address.to_plain()
+        self._transport: tuple[str, Mapping[str, Any]] = ("", {})
         self._coordinator: Coordinator | None = None
         self._syncing: Future[SyncReport] | None = None
         self._loop = asyncio.new_event_loop()
@@ -235,13 +240,14 @@ class _Lead:
 
     def connect(self, backend: str, options: Mapping[str, Any]) -> None:
         """Tell every replica where the weights come from, and bring all participants together."""
+        self._transport = (backend, options)
         # Every wait in there has a deadline, so this one needs none.
         self._submit(self._connect(backend, options)).result()
 
     def begin(self, version: int) -> None:
         """Carry `version` over; `end` waits for it."""
         assert self._coordinator is not None
-        self._syncing = self._submit(self._coordinator.sync(version))
+        self._syncing = self._submit(self._sync(version))
 
     def end(self, timeout_s: float) -> SyncReport:
         """The report of the version that was begun."""
@@ -267,6 +273,21 @@ class _Lead:
         names = [_publisher_name(rank) for rank in range(self._world)]
         self._coordinator = Coordinator(self._rendezvous, names, self._replicas, self._config)
         await self._coordinator.connect()
+
+    async def _sync(self, version: int) -> SyncReport:
+        assert self._coordinator is not None
+        states = self._coordinator.states()
+        lost = [replica for replica in self._replicas if states.get(replica.name) is ReplicaState.LOST]
+        await asyncio.gather(*(self._call_back(replica) for replica in lost))
+        return await self._coordinator.sync(version)
+
+    async def _call_back(self, replica: ConnectableReplica) -> None:
+        """A replica that was lost may have been started again; if it was not, the version goes on without it."""
+        try:
+            async with asyncio.timeout(self._config.rejoin_s):
+                await replica.connect(self.address, *self._transport)
+        except (WeightlaneError, TimeoutError) as error:
+            _log.info("%s is still lost: %s", replica.name, error)
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)

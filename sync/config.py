@@ -21,7 +21,7 @@ class CheckpointEngineConfig(BaseModel):
 class SyncConfig(BaseModel):
     """How a version travels, whatever the transport."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     bucket_mib: float = Field(
         16.0, gt=0, le=4096, description="Payload of one bucket in MiB; two are in flight per sending trainer rank."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import TypeVar
 
@@ -214,10 +215,11 @@ class Correspondence:
         failures = [first] if isinstance(first, Failed) else []
         deadline = Deadline.after(_SETTLE_S)
         while not deadline.expired:
-            try:
-                message = self._inbox.get(deadline)
-            except DeadlineExceededError:
-                break
+            if (message := self._inbox.get_nowait()) is None:
+                time.sleep(
+                    _SETTLE_S / 10
+                )  # a blocking read that ends by its deadline would leave torch's warnings behind
+                continue
             self._note(message)
             if isinstance(message, Stop):
                 raise ClosedError("the coordinator was closed.", part="coordinator")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,18 +33,25 @@ ALIGNMENT_BYTES = 64
 
 CODEC_DENSE = "dense"
 _PART = "manifest"
+_LIMIT = 2**63
+"""Versions, sizes and offsets are signed 64-bit numbers in trailers and in torch."""
 
 
 class _ManifestOnWire(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    version: Annotated[int, Field(ge=0)]
+    version: Annotated[int, Field(ge=0, lt=_LIMIT)]
     codec: Literal["dense"]
     base_version: None
-    bucket_bytes: Annotated[int, Field(gt=0)]
+    bucket_bytes: Annotated[int, Field(gt=0, lt=_LIMIT)]
     whole_tensors: bool = False
     # JSON has lists only, which strict mode would not take for tuples.
-    tensors: list[Annotated[tuple[str, list[Annotated[int, Field(ge=0)]], str], Strict(strict=False)]]
+    tensors: list[
+        Annotated[
+            tuple[str, Annotated[list[Annotated[int, Field(ge=0, lt=_LIMIT)]], Field(max_length=64)], str],
+            Strict(strict=False),
+        ]
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +92,10 @@ class Manifest:
             )
         names = [spec.name for spec in self.specs]
         if len(set(names)) != len(names):
-            twice = sorted({name for name in names if names.count(name) > 1})
+            twice = sorted(name for name, count in Counter(names).items() if count > 1)
             raise ProtocolError(f"tensors listed twice: {', '.join(twice[:5])}.", part=_PART)
+        if self.total_bytes >= _LIMIT:
+            raise ProtocolError("its tensors have more bytes than can be counted.", part=_PART)
 
     @cached_property
     def entries(self) -> tuple[StreamEntry, ...]:

@@ -17,7 +17,7 @@ from weightlane.ckpt_engines import ProtocolError
 
 
 class _Message(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class EngineTraits(_Message):

@@ -9,9 +9,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field, Strict, TypeAdapter, ValidationError
 
 from weightlane.ckpt_engines import ManifestError, ProtocolError
 
@@ -19,6 +20,8 @@ from .manifest import ALIGNMENT_BYTES, Manifest
 from .tensor_spec import LocalShard
 
 _PART = "bucket packing"
+_Place = Annotated[int, Field(ge=0, lt=2**63), Strict()]
+_RUNS: TypeAdapter[list[tuple[int, int, int]]] = TypeAdapter(list[tuple[_Place, _Place, _Place]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +74,11 @@ class RunTable:
     def from_plain(cls, plain: Any) -> RunTable:
         """Parse another rank's table; `ProtocolError` for anything else."""
         try:
-            runs = [Run(int(stream), int(snapshot), int(nbytes)) for stream, snapshot, nbytes in plain]
-        except (TypeError, ValueError) as error:
-            raise ProtocolError(f"not a table of runs: {error}.", part=_PART) from None
-        if any(min(run.stream, run.snapshot, run.nbytes) < 0 for run in runs):
-            raise ProtocolError("a table of runs has a negative number.", part=_PART)
-        return cls(runs)
+            return cls([Run(*run) for run in _RUNS.validate_python(plain)])
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise ProtocolError(f"not a table of runs: {where}: {first['msg']}.", part=_PART) from None
 
 
 def snapshot_offsets(shards: Sequence[LocalShard]) -> list[int]:

@@ -87,7 +87,7 @@ class Publisher(Participant):
         super().__init__(name, rendezvous, hooks)
         self._rank, self._world = rank, world
         self._engine = engine
-        self._layout = Manifest(0, tuple(specs), bucket_bytes)
+        self._layout = Manifest(0, tuple(specs), bucket_bytes, whole_tensors=engine.capabilities.persistent)
         self._table = RunTable.of_shards(shards, self._layout)
         self._deadline_s = deadline_s
         self._snapshot = Snapshot(shards, buffer_device(engine, next((shard.data.device for shard in shards), None)))

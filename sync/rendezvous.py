@@ -194,7 +194,7 @@ class StoreMailbox:
             raise deadline.error(f"{key!r} in mailbox {self._scope}", part="mailbox") from error
         try:
             return json.loads(verify(self._secret, self._context(key), self._store.get(key)))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if isinstance(error, ProtocolError):
                 raise
             raise ProtocolError(f"{key!r} in mailbox {self._scope} is not JSON: {error}.", part="mailbox") from None

@@ -1,0 +1,74 @@
+"""How many replicas a version needs, and who may take it."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightlane.ckpt_engines import ConfigError, PeerLostError, WeightlaneError
+from weightlane.sync import CommitReport, ReplicaState
+from weightlane.sync.roster import Roster
+
+
+class Replica:
+    def __init__(self, name: str, ranks: int = 1) -> None:
+        self.name = name
+        self._ranks = ranks
+
+    def subscriber_names(self) -> list[str]:
+        return [f"{self.name}/{rank}" for rank in range(self._ranks)]
+
+    async def commit(self, version: int) -> CommitReport:
+        return CommitReport(version, 0.0)
+
+    async def rollback(self, version: int) -> None: ...
+
+    async def quarantine(self, error: WeightlaneError) -> None: ...
+
+
+@given(replicas=st.integers(1, 300), percent=st.integers(1, 100))
+def test_a_quorum_is_the_smallest_number_that_is_that_share(replicas: int, percent: int) -> None:
+    roster = Roster(["trainer-0"], [Replica(f"r{index}") for index in range(replicas)], percent / 100)
+    assert roster.needed == math.ceil(Fraction(percent, 100) * replicas)
+
+
+def test_a_replica_is_reachable_once_all_its_ranks_have_joined() -> None:
+    roster = Roster(["trainer-0"], [Replica("r", ranks=2)], 0.5)
+    assert roster.joined("r/0", "r/0#1")
+    assert not roster.reachable()
+    assert roster.joined("r/1", "r/1#1")
+    assert [member.name for member in roster.reachable()] == ["r"]
+    assert not roster.joined("r/1", "r/1#1"), "that was known"
+
+
+def test_a_rank_that_comes_anew_must_be_given_a_version_first_and_its_old_farewell_does_not_count() -> None:
+    roster = Roster(["trainer-0"], [Replica("r")], 0.5)
+    roster.joined("r/0", "r/0#1")
+    member = roster.members["r"]
+    member.state, member.version = ReplicaState.SERVING, 7
+    assert roster.joined("r/0", "r/0#2")
+    assert (member.state, member.version) == (ReplicaState.JOINING, -1)
+    assert not roster.left("r/0", "r/0#1")
+    assert roster.reachable()
+    assert roster.left("r/0", "r/0#2")
+    assert member.state is ReplicaState.LOST
+
+
+def test_one_that_was_thought_lost_is_quarantined_when_it_answers() -> None:
+    roster = Roster(["trainer-0"], [Replica("r")], 0.5)
+    roster.joined("r/0", "r/0#1")
+    roster.lost(roster.members["r"], PeerLostError("it does not answer.", part="test"))
+    assert not roster.reachable()
+    roster.answered("r/0")
+    assert roster.members["r"].state is ReplicaState.QUARANTINED
+    assert roster.reachable()
+
+
+def test_a_name_is_taken_once() -> None:
+    roster = Roster(["trainer-0"], [Replica("r")], 0.5)
+    with pytest.raises(ConfigError, match="r takes part already"):
+        roster.add(Replica("r"))
