@@ -18,6 +18,7 @@ from weightlane.ckpt_engines import ConfigError
 from weightlane.plugins import RunHooks
 from weightlane.rollout.ray_actor import RolloutReplica, start_replicas
 from weightlane.sync import Coordinator, Rendezvous
+from weightlane.trainer.fleet import Successor
 from weightlane.trainer.hf_model import ModelInfo, check_model_dir
 from weightlane.trainer.loop import AsyncLoop, LoopParts
 from weightlane.trainer.loop_state import LoopState
@@ -84,6 +85,9 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
             heldout_tasks=heldout_tasks,
             hooks=hooks,
             save=save,
+            quorum=config.sync.quorum,
+            succeed=_successors(config, model, state, rendezvous, replicas, stack),
+            max_successors=config.rollout.max_replacements if config.rollout.replace_dead else 0,
         )
         loop = AsyncLoop(
             parts,
@@ -94,11 +98,14 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
             resume=state,
         )
         summary = await loop.run()
-        cluster.succeeded()
+        if not summary.replicas_lost:
+            cluster.succeeded()
     run_dir.write_json("summary.json", summary.to_plain())
     if metrics.is_file():  # its observer is disabled when it cannot write
         draw_curves(metrics, run_dir.path / "curves.png")
     print_summary(console, summary, str(run_dir.path))
+    if summary.replicas_lost:
+        display.say(f"logs of the run's processes: {run_dir.path / 'logs'}")
     return summary
 
 
@@ -147,6 +154,31 @@ async def _start(
     )
     display.say(f"everything is up after {time.perf_counter() - started:.1f} s")
     return trainers, replicas, coordinator
+
+
+def _successors(
+    config: RunConfig,
+    model: ModelInfo,
+    state: LoopState | None,
+    rendezvous: Rendezvous,
+    replicas: Sequence[RolloutReplica],
+    stack: AsyncExitStack,
+) -> Successor:
+    """Starts replicas as those of the beginning were started."""
+    known = {replica.name: replica for replica in replicas}
+    transport = config.checkpoint_engine
+
+    async def succeed(dead: str, name: str) -> RolloutReplica:
+        await known.pop(dead).close()  # its actor may have outlived its engine, and hold a GPU
+        version = state.step if state else 0
+        replica = RolloutReplica.place(name, config.rollout, model.path, initial_version=version)
+        stack.push_async_callback(replica.close)
+        await replica.start()
+        await replica.connect(rendezvous.address.to_plain(), transport.backend, transport.options)
+        known[name] = replica
+        return replica
+
+    return succeed
 
 
 @contextmanager

@@ -111,7 +111,8 @@ class RunHooks:
         """Enough replicas serve `version`. Called by the driver.
 
         Facts: ``seconds`` and ``latency_s`` (from the start of the sync until the last replica served it),
-        ``rollout_blocked_s`` (longest time any replica generated nothing), ``sent_bytes``, ``failed_attempts``, ``replicas``
+        ``rollout_blocked_s`` (longest time any replica generated nothing), ``sent_bytes``, ``failures`` (of
+        earlier attempts: ``session``, ``error``, ``excluded``), ``replicas``
         (by name ``outcome``, ``blocked_s``, ``staged_s``, ``nbytes``).
         """
         self._call("version_committed", version=version, facts=facts)
@@ -120,7 +121,7 @@ class RunHooks:
     def version_aborted(self, version: int, facts: Facts) -> None:
         """`version` was given up; the one before goes on serving. Called by the driver.
 
-        Facts: ``error`` (its text), ``seconds`` (since the sync began).
+        Facts: ``error`` (its text), ``seconds`` (since the sync began), ``failures`` (as for `version_committed`).
         """
         self._call("version_aborted", version=version, facts=facts)
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .config import RolloutConfig
     from .ray_actor import RolloutReplica, start_replicas
     from .records import CommitReport, Completion, RolloutStats
+    from .server_replica import ServerReplica
     from .worker import RolloutWorker
 
 _HOME = {
@@ -33,6 +34,7 @@ _HOME = {
     "RolloutReplica": "ray_actor",
     "RolloutStats": "records",
     "RolloutWorker": "worker",
+    "ServerReplica": "server_replica",
     "start_replicas": "ray_actor",
 }
 
@@ -43,6 +45,7 @@ __all__ = [
     "RolloutReplica",
     "RolloutStats",
     "RolloutWorker",
+    "ServerReplica",
     "start_replicas",
 ]
 

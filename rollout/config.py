@@ -45,8 +45,21 @@ class RolloutConfig(BaseModel):
         0.0, ge=0.0, description="GPUs Ray reserves for each rollout rank; 1 on a GPU machine."
     )
     staging_limit_bytes: int = Field(
-        8 << 30, ge=1, description="Most memory a rollout rank may use to stage a version, in bytes."
+        8 << 30,
+        ge=1,
+        description=(
+            "Most memory a rollout rank may use to stage versions, in bytes. Room for two lets it keep the one that serves, so"
+            " that a commit that fails half-way is undone."
+        ),
     )
+    replace_dead: bool = Field(
+        True,
+        description=(
+            "Start a new replica in the place of one that died, while enough others are left (sync.quorum) for the run to go"
+            " on. The only replica of a run is not replaced: its death ends the run."
+        ),
+    )
+    max_replacements: int = Field(3, ge=0, description="Most replicas that one run replaces.")
     concurrency: int = Field(64, ge=1, description="Requests the loop keeps in flight per replica.")
     start_timeout_s: float = Field(300.0, gt=0.0, description="Most seconds a replica may take to load and start.")
     connect_timeout_s: float = Field(60.0, gt=0.0, description="Most seconds connecting to the publisher may take.")
@@ -56,7 +69,7 @@ class RolloutConfig(BaseModel):
     commit_timeout_s: float = Field(
         60.0,
         gt=0.0,
-        description="Most seconds a commit may take; a replica that needs longer is not served from again.",
+        description="Most seconds a commit may take; a replica that needs longer is quarantined until the next one.",
     )
     extra_engine_args: dict[str, Any] = Field(
         default_factory=dict, description="Further vLLM AsyncEngineArgs by name; they win over what weightlane sets."

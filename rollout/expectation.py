@@ -93,7 +93,7 @@ def _files(directory: Path) -> list[Path]:
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as cause:
+        except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as cause:
             raise ConfigError(
                 f"{index} is not a safetensors index.", part=_PART, hint="Export the model again."
             ) from cause
@@ -102,13 +102,20 @@ def _files(directory: Path) -> list[Path]:
     else:
         files = [directory / _SINGLE]
     for file in files:
-        if not file.is_file():
+        if not _is_file(file):
             raise ConfigError(
                 f"{file} does not exist.",
                 part=_PART,
                 hint="weightlane needs safetensors files; export the model again.",
             )
     return files
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that no file can have
+        return False
 
 
 def _header(file: Path) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:

@@ -50,6 +50,10 @@ class ReplicaActor:
         """Call one of the worker's coroutine methods."""
         return await self._outcome(getattr(self._worker, method)(*args, **kwargs))
 
+    async def quarantine(self, error: dict[str, str]) -> _Outcome:
+        """See `RolloutWorker.quarantine`; the error as plain data."""
+        return await self._outcome(self._worker.quarantine(error_from_wire(error)))
+
     async def stats(self) -> RolloutStats:
         """The worker's running totals."""
         return self._worker.stats()
@@ -182,6 +186,14 @@ class RolloutReplica:
         call = self._actor.call.remote("commit", version)
         report: CommitReport = await self._within(call, self.config.commit_timeout_s, "commit")
         return report
+
+    async def rollback(self, version: int) -> None:
+        """See `RolloutWorker.rollback`."""
+        await self._within(self._actor.call.remote("rollback", version), self.config.commit_timeout_s, "rollback")
+
+    async def quarantine(self, error: WeightlaneError) -> None:
+        """See `RolloutWorker.quarantine`."""
+        await self._within(self._actor.quarantine.remote(error.to_wire()), _GRACE_S, "quarantine")
 
     async def stats(self) -> RolloutStats:
         """See `RolloutWorker.stats`."""

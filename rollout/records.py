@@ -42,7 +42,7 @@ class RolloutStats:
     version: int
     """The version that serves, or served last."""
     serving: bool
-    """Whether requests are accepted; False after a commit that failed half-way, until the next one."""
+    """Whether requests are accepted; False from a quarantine, or a commit that left a mixture, until the next commit."""
     requests: int
     """Completions returned."""
     tokens: int

@@ -8,20 +8,22 @@ weight-transfer calls is therefore only the control, and the whole commit happen
     start_weight_update(); update_weights({"version": 7}); finish_weight_update(weight_version="7")
     resume_generation()
 
-Any client can drive that, an HTTP client of a stock server included. A failed ``update_weights`` raises; its text says whether
-the old weights are intact. After a failure the client calls ``finish_weight_update`` once and ignores its result: vLLM keeps
-the session open in the ranks that did not raise.
+``update_weights({"rollback_of": 7})`` in the same place takes version 7 back; the caller then names the version before it.
+
+Any client can drive that, an HTTP client of a stock server included. A version that cannot be loaded is undone by the same
+call, on every rank, where the one before is still kept. A failed ``update_weights`` raises; its text says whether the old
+weights are in place, bit for bit, on every rank. After a failure the client calls ``finish_weight_update`` once, without a
+version, and ignores its result: vLLM keeps the session open in the ranks that did not raise.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -30,37 +32,16 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.logger import init_logger
 
-from weightlane.ckpt_engines import CommitError, ConfigError, ProtocolError, WeightlaneError, as_weightlane_error
+from weightlane.ckpt_engines import CommitError, ProtocolError, QuarantinedError, WeightlaneError, as_weightlane_error
 from weightlane.sync import Expectation, Subscriber
 
 from .agreement import RankGroup
 from .expectation import expectation_of
+from .transfer_calls import ConnectRequest, UpdateRequest, validated
 from .weight_loading import load_version, refuse_unsupported
 from .wire import RemoteFailure, RemoteFailureError
 
 logger = init_logger("vllm.weightlane")
-
-_Request = TypeVar("_Request", bound=BaseModel)
-
-
-class ConnectRequest(BaseModel):
-    """What ``init_weight_transfer_engine`` is called with."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    rendezvous: dict[str, Any] = Field(description="Where the publisher's control store listens: host and port.")
-    replica: str = Field(min_length=1, description="Name of this replica; ranks are called <replica>/<rank>.")
-    backend: str = Field(min_length=1, description="Name of the checkpoint engine.")
-    options: dict[str, Any] = Field(default_factory=dict, description="Options of the checkpoint engine.")
-    staging_limit_bytes: int = Field(8 << 30, ge=1, description="Most memory a rank may use for staging, in bytes.")
-
-
-class CommitRequest(BaseModel):
-    """What ``update_weights`` is called with."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    version: int = Field(ge=0, description="The staged version to put into service.")
 
 
 @dataclass
@@ -77,6 +58,17 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM is unt
     fields: Mapping[str, Any]
 
 
+@dataclass
+class _Change:
+    """What one call puts into the model, on this rank."""
+
+    version: int = -1
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Views of staging memory; empty while nothing of it is taken."""
+    before: int | None = None
+    """The version that serves until then, if it can be gone back to."""
+
+
 class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]  # vLLM is untyped to us
     """One rollout rank's end of a weight sync. Created by vLLM after the model is loaded; called between steps."""
 
@@ -91,6 +83,11 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         self._subscriber: Subscriber | None = None
         self._expectation: Expectation | None = None
         self._intact = True
+        """Whether the model is one complete version, or the checkpoint."""
+        self._held: int | None = None
+        """Which version; None while it is the checkpoint's, or not intact."""
+        self._before: int | None = None
+        """What was held before `_held`; None when that cannot be gone back to."""
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
         """Accept any fields: vLLM calls this outside the point where ranks agree, so it must not raise."""
@@ -110,7 +107,7 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         group = self._group()
         if error := group.first_error(self._caught(lambda: self._subscribe(init_info.fields))):
             self.shutdown()
-            self._report(group, error)
+            self._raise(group, error)
 
     def start_weight_update(self) -> None:
         """Nothing to prepare: see the module's docstring."""
@@ -119,39 +116,30 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         """Nothing is left to do."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Put the version ``update_info["version"]`` into service.
+        """Put the version ``update_info["version"]`` into service, or take ``update_info["rollback_of"]`` back.
 
         Raises:
-            RemoteFailureError: With the first rank's typed error and whether the old weights are intact.
+            RemoteFailureError: With the first rank's typed error and whether the old weights are in place.
         """
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """As `update_weights`. No rank begins to load before every rank has the complete version."""
+        """As `update_weights`. No rank begins to load before every rank has everything it needs."""
         group = self._group()
-        staged: dict[str, torch.Tensor] = {}
-        request = CommitRequest(version=0)
-
-        def take() -> None:
-            nonlocal request
-            request = _validated(CommitRequest, update_info.fields)
-            staged.update(self._take(request.version))
-
-        if error := group.first_error(self._caught(take)):
-            self._report(group, error)
+        change = _Change()
+        error = group.first_error(self._caught(lambda: self._prepare(change, update_info.fields)))
+        if error is None and change.tensors:
+            error = self._replace(group, change)
+        self._release(change)
+        if error is None:
             return
-        began = time.perf_counter()
-        self._intact = False
-        error = group.first_error(self._caught(lambda: self._load(staged)))
-        staged.clear()
-        if trouble := self._caught(lambda: self._release(request.version)):
-            # Staging that cannot be reused fails the next sync, with its own error; this version is in place.
-            logger.warning("weightlane: staging of version %d could not be released: %s", request.version, trouble)
-        if error:
-            self._report(group, error)
-            return
-        self._intact = True
-        logger.debug("weightlane: version %d loaded in %.4f s", request.version, time.perf_counter() - began)
+        if not self._intact and not isinstance(error, QuarantinedError):
+            error = QuarantinedError(
+                f"an earlier commit failed half-way and this one could not begin: {type(error).__name__}: {error}",
+                part=self._part,
+                hint="Send a complete version again.",
+            )
+        self._raise(group, error)
 
     def shutdown(self) -> None:
         """Leave the publisher. The model keeps the weights it has; idempotent."""
@@ -164,7 +152,7 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         return RankGroup(get_tp_group().cpu_group if tensor_parallel else None)
 
     def _subscribe(self, fields: Mapping[str, Any]) -> None:
-        request = _validated(ConnectRequest, fields)
+        request = validated(ConnectRequest, fields)
         refuse_unsupported(self.model, self.vllm_config, self.device)
         model_config = self.vllm_config.model_config
         self._expectation = expectation_of(
@@ -182,27 +170,90 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
             device=self.device,
         )
 
-    def _take(self, version: int) -> dict[str, torch.Tensor]:
-        if self._subscriber is None or self._expectation is None:
+    def _prepare(self, change: _Change, fields: Mapping[str, Any]) -> None:
+        """What `change` is to load. It stays empty when there is nothing to take back."""
+        request = validated(UpdateRequest, fields)
+        if request.version is not None:
+            change.version, change.before = request.version, self._held
+            change.tensors = self._subscribed(request.version).take(request.version)
+            self._check_complete(request.version, change.tensors)
+            return
+        version = request.rollback_of
+        assert version is not None, "one of the two is given"
+        subscriber = self._subscribed(version)
+        if self._held is not None and self._held < version:
+            return  # Its load failed, and was undone.
+        if self._held != version:
+            held = "the weights" if self._held is None else f"version {self._held}"
+            raise CommitError(f"version {version} cannot be taken back, {held} came after it.", part=self._part)
+        self._take_previous(subscriber, change, version, self._before)
+
+    def _take_previous(self, subscriber: Subscriber, change: _Change, version: int, wanted: int | None) -> None:
+        change.version, change.tensors = subscriber.take_previous(version)
+        if change.version != wanted:
+            served = "the checkpoint" if wanted is None else f"version {wanted}"
+            raise CommitError(
+                f"what served before version {version} was {served}; version {change.version} is kept.", part=self._part
+            )
+
+    def _replace(self, group: RankGroup, change: _Change) -> WeightlaneError | None:
+        """Load on every rank. After a failure the version before is put back; returns the error, and sets `_intact`."""
+        began = time.perf_counter()
+        held, self._held, self._intact = self._held, None, False
+        error = group.first_error(self._caught(lambda: self._load(change.tensors)))
+        if error is None:
+            self._held, self._before, self._intact = change.version, change.before, True
+            logger.debug("weightlane: version %d loaded in %.4f s", change.version, time.perf_counter() - began)
+            return None
+        if change.before is None:
+            return _mixture(error, "No version from before is kept.", self._part)
+        self._release(change)
+        previous = _Change()
+
+        def take() -> None:
+            self._take_previous(self._subscribed(change.version), previous, change.version, held)
+
+        trouble = group.first_error(self._caught(take))
+        if trouble is None:
+            trouble = group.first_error(self._caught(lambda: self._load(previous.tensors)))
+        self._release(previous)
+        if trouble is not None:
+            return _mixture(error, f"The version before it could not be put back: {trouble}", self._part)
+        self._held, self._intact = held, True
+        return CommitError(
+            f"version {change.version} could not be loaded, version {held} was put back: {error.message}",
+            part=error.part,
+        )
+
+    def _subscribed(self, version: int) -> Subscriber:
+        if self._subscriber is None:
             raise ProtocolError(
                 f"version {version} was to be committed before this rank was connected.",
                 part=self._part,
                 hint="Call init_weight_transfer_engine first.",
             )
-        tensors = self._subscriber.take(version)
+        return self._subscriber
+
+    def _check_complete(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        assert self._expectation is not None, "it comes with the subscriber"
         absent = self._expectation.tensors.keys() - tensors.keys() - self._expectation.tied.keys()
         if absent:
             raise ProtocolError(f"version {version} lacks {', '.join(sorted(absent)[:3])}.", part=self._part)
-        return tensors
 
     def _load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         load_version(self.model, self.model_config, tensors, part=self._part)
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)  # The staging memory is reused as soon as this returns.
 
-    def _release(self, version: int) -> None:
-        assert self._subscriber is not None
-        self._subscriber.release(version)
+    def _release(self, change: _Change) -> None:
+        """The staging memory of `change` is not used any more. Never raises."""
+        taken, change.tensors = change.tensors, {}
+        if not taken or self._subscriber is None:
+            return
+        try:
+            self._subscriber.release(change.version)
+        except Exception as trouble:  # noqa: BLE001 - it fails the next sync, with its own error; this change is done
+            logger.warning("weightlane: staging of version %d could not be released: %s", change.version, trouble)
 
     def _caught(self, step: Callable[[], None]) -> WeightlaneError | None:
         """Run this rank's share of a step and return what it raised: ranks must agree before any of them raises."""
@@ -212,13 +263,7 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
             return as_weightlane_error(error, self._part)
         return None
 
-    def _report(self, group: RankGroup, error: WeightlaneError) -> None:
-        if not self._intact and not isinstance(error, CommitError):
-            error = CommitError(
-                f"an earlier commit failed half-way and this one could not begin: {type(error).__name__}: {error}",
-                part=self._part,
-                hint="Send a complete version again.",
-            )
+    def _raise(self, group: RankGroup, error: WeightlaneError) -> None:
         if group.raises:
             raise RemoteFailureError(RemoteFailure(error, self._intact))
 
@@ -227,11 +272,9 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         return f"rollout rank {self.parallel_config.rank}"
 
 
-def _validated(model: type[_Request], fields: Mapping[str, Any]) -> _Request:
-    try:
-        return model.model_validate(dict(fields))
-    except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, item['loc'])) or 'value'}: {item['msg']}" for item in error.errors())
-        raise ConfigError(
-            f"{problems}.", part="weight-transfer call", hint=f"Fields: {', '.join(model.model_fields)}."
-        ) from None
+def _mixture(error: WeightlaneError, why: str, part: str) -> QuarantinedError:
+    return QuarantinedError(
+        f"the weights are a mixture of two versions: {error} {why}",
+        part=part,
+        hint="The replica must not serve until a complete version has been committed.",
+    )

@@ -53,7 +53,8 @@ def load_version(model: torch.nn.Module, model_config: Any, tensors: Mapping[str
     to `tensors` any more. Runs inside vLLM's current config, between two steps.
 
     Raises:
-        CommitError: The model is now partly old and partly new: it must not serve until a version was loaded completely.
+        CommitError: The model is now partly old and partly new: it must not serve until a version was loaded completely. The
+            next load starts from a sound state.
     """
     from vllm.model_executor.model_loader.reload import (  # noqa: PLC0415 - only in a vLLM worker
         finalize_layerwise_reload,
@@ -88,8 +89,4 @@ def _quiet_reload() -> Iterator[None]:
 
 
 def _half_loaded(reason: str, part: str) -> CommitError:
-    return CommitError(
-        f"loading stopped half-way, the weights are a mixture: {reason}.",
-        part=part,
-        hint="The replica must not serve until a complete version has been committed.",
-    )
+    return CommitError(f"loading stopped half-way: {reason}.", part=part)

@@ -39,6 +39,6 @@ def failure_from_text(text: str, *, part: str) -> RemoteFailure:
         try:
             found, _ = json.JSONDecoder().raw_decode(data)
             return RemoteFailure(error_from_wire(found["error"]), bool(found["intact"]))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             pass  # A cut message: what is left of the text is all there is to tell.
     return RemoteFailure(WeightlaneError(text, part=part), intact=False)

@@ -54,6 +54,7 @@ class RolloutWorker:
         self.config = config
         self.version = initial_version
         self.clock = TokenClock()
+        self.exchanges = 0
         self._model_dir = Path(model_dir)
         self._engine: Any = None
         self._control = asyncio.Lock()
@@ -63,8 +64,6 @@ class RolloutWorker:
         """How often the replica was taken out of service."""
         self._before: int | None = None
         """What served before `version`; None when that cannot be gone back to."""
-        self._exchanges = 0
-        """How often the weights have changed."""
         self._in_flight: dict[str, str] = {}
         self._serial = itertools.count()
         self._requests = 0
@@ -252,8 +251,7 @@ class RolloutWorker:
                 report = await commit_version(self, engine, version, sound=before is not None)
             if stops == self._stops:  # A quarantine that came meanwhile outlives this commit.
                 self._broken = None
-            self._before, self._exchanges = before, self._exchanges + 1
-            self.version = version
+            self._before, self.version = before, version
             self._commits += 1
             self._blocked_s += report.blocked_s
             self._hooks.replica_committed(
@@ -285,7 +283,7 @@ class RolloutWorker:
                 raise CommitError(f"version {version} cannot be taken back.", part=self.name)
             async with self._stopping_on_failure(f"the rollback of version {version}"):
                 self._blocked_s += await roll_back(self, engine, version, self._before)
-            self.version, self._before, self._exchanges = self._before, None, self._exchanges + 1
+            self.version, self._before = self._before, None
 
     async def quarantine(self, error: WeightlaneError) -> None:
         """Take no requests until the next commit, and end those in flight. They are told `error`."""
@@ -411,7 +409,7 @@ class RolloutWorker:
             # The prefix cache cannot be emptied while requests use it. Salted with the weights a request began under, a
             # block is found only by requests that began under the same ones. A version is not salt enough: after a rollback
             # it serves again, but requests that began under it went on under the other one meanwhile.
-            prompt["cache_salt"] = f"weightlane-{self._exchanges}"
+            prompt["cache_salt"] = f"weightlane-{self.exchanges}"
         return prompt
 
     async def _stream(self, engine: Any, key: str, prompt: dict[str, Any], params: Any, stops: int) -> Completion:

@@ -145,7 +145,10 @@ class Coordinator:
             raise ConfigError(f"no replica is called {name!r}.", part="coordinator")
 
     def states(self) -> dict[str, ReplicaState]:
-        """The state of every replica by name. Only those that are `SERVING` may get requests."""
+        """The state of every replica by name. Only those that are `SERVING` may get requests.
+
+        News of a death is read at the next `sync`: whoever watches the processes knows earlier.
+        """
         return {name: member.state for name, member in dict(self._roster.members).items()}
 
     def participant_lost(self, error: WeightlaneError, replica: str = "") -> None:
@@ -264,6 +267,7 @@ class Coordinator:
         """Put the version into service where it is staged. Takes it back, and raises, when too few replicas manage."""
         version, members = tally.version, streamed.members
         needed = self._needed(version)
+        before = {member.name: member.version for member in members}
         results = await asyncio.gather(*(self._commit_one(member, version, deadline) for member in members))
         reports = {name: self._left_behind(name, error) for name, error in tally.excluded.items()}
         failures: dict[str, WeightlaneError] = {}
@@ -281,14 +285,14 @@ class Coordinator:
                 )
         reports |= {
             name: self._left_behind(name, member.error)
-            for name, member in self._roster.members.items()
+            for name, member in dict(self._roster.members).items()
             if name not in reports and member.version != version
         }
         if failures:
             error = _named(version, failures)
             tally.failures.append(FailedAttempt(self._connection.session, error, tuple(failures)))
             if len(members) - len(failures) < needed:
-                await self._roll_back([member for member in members if member.name not in failures], version)
+                await self._roll_back([member for member in members if member.name not in failures], version, before)
                 raise error
         return reports
 
@@ -324,14 +328,14 @@ class Coordinator:
             _log.warning("%s could not be told of its quarantine: %s", member.name, trouble)
         self._hooks.replica_quarantined(replica=member.name, facts={"version": version, "error": str(error)})
 
-    async def _roll_back(self, members: Sequence[Member], version: int) -> None:
+    async def _roll_back(self, members: Sequence[Member], version: int, before: Mapping[str, int]) -> None:
         """Take `version` back where it serves already. A replica that cannot is quarantined: no two versions serve."""
 
         async def undo(member: Member) -> None:
             try:
                 async with asyncio.timeout(self._config.deadline_s):
                     await member.replica.rollback(version)
-                member.version = self._committed
+                member.version = before[member.name]
             except Exception as error:  # noqa: BLE001 - whatever it was, the replica must not serve
                 reason = QuarantinedError(
                     f"version {version} could not be taken back: {error}", part="coordinator", peer=member.name

@@ -9,11 +9,16 @@ Importing this package needs neither transformers nor Ray. The objective by itse
             [ 0.0000,  0.0000]])
 """
 
+from typing import TYPE_CHECKING, Any
+
 from .batch import MicroBatch, Sample, TrainBatch
 from .config import AlgorithmConfig, DataConfig, RewardConfig, TrainerConfig
 from .engine import TrainingEngine
 from .losses import LossFn, LossOutput, group_advantages, grpo_loss, sft_loss
 from .registry import training_engine_class, training_engine_names
+
+if TYPE_CHECKING:
+    from .fsdp2_shards import shards_of
 
 __all__ = [
     "AlgorithmConfig",
@@ -29,6 +34,15 @@ __all__ = [
     "group_advantages",
     "grpo_loss",
     "sft_loss",
+    "shards_of",
     "training_engine_class",
     "training_engine_names",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "shards_of":  # torch's DTensor, which it needs, is slow to import
+        from .fsdp2_shards import shards_of  # noqa: PLC0415
+
+        return shards_of
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,18 +15,18 @@ import torch.distributed as dist
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor
 
 from weightlane.ckpt_engines import ConfigError, WeightlaneError
-from weightlane.sync.tensor_spec import LocalShard, TensorSpec, dtype_of
+from weightlane.sync.tensor_spec import LocalShard, dtype_of
 
 from .batch import MicroBatch, TrainBatch
 from .config import TrainerConfig
 from .engine import TrainingEngine
+from .fsdp2_shards import checkpoint_tensors, local_shards
 from .fsdp2_state import export_model, init_optimizer_state, load_state, save_state
 from .hf_model import check_model_dir
-from .hf_names import CheckpointRun, checkpoint_runs
+from .hf_names import checkpoint_runs
 from .losses import LossFn, token_logprobs
 from .process_group import join_ranks, leave_ranks, require_open, typed_collective_errors
 
@@ -66,7 +66,7 @@ class Fsdp2Engine(TrainingEngine):
             self.rank, self.world, self.rendezvous, self._device, self.config.collective_timeout_s
         )
         model = _load_model(model_dir)
-        self._runs = checkpoint_runs(model, _checkpoint_tensors(model))
+        self._runs = checkpoint_runs(model, checkpoint_tensors(model))
         takes = inspect.signature(model.forward).parameters
         self._keeps_logits = "logits_to_keep" in takes
         with self._collective("the trainer ranks to shard the model"):
@@ -122,31 +122,23 @@ class Fsdp2Engine(TrainingEngine):
 
     def local_shards(self, wire_dtype: torch.dtype) -> list[LocalShard]:
         """As `TrainingEngine.local_shards`."""
-        tensors = _checkpoint_tensors(self._open_model())
-        local = {name: self._local_run(name, tensor) for name, tensor in tensors.items()}
-        shards = []
-        for run in self._runs:
-            source = tensors[run.source]
-            dtype = wire_dtype if source.is_floating_point() else source.dtype
-            if self.rank == 0 or isinstance(source, DTensor):
-                shards.append(_overlap(run, TensorSpec(run.name, run.shape, dtype), *local[run.source]))
-        return shards
+        return local_shards(self._runs, checkpoint_tensors(self._open_model()), self.rank, wire_dtype)
 
     def save(self, directory: Path) -> None:
         """As `TrainingEngine.save`."""
-        tensors = _checkpoint_tensors(self._open_model())
+        tensors = checkpoint_tensors(self._open_model())
         with self._collective("the trainer ranks to save"):
             save_state(directory, tensors, self._named_optimizer_state(), self._step, self.rank, self._device)
 
     def load(self, directory: Path) -> None:
         """As `TrainingEngine.load`."""
-        tensors = _checkpoint_tensors(self._open_model())
+        tensors = checkpoint_tensors(self._open_model())
         with self._collective("the trainer ranks to load"):
             self._step = load_state(directory, tensors, self._named_optimizer_state(), self.rank, self._device)
 
     def export_hf(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
         """As `TrainingEngine.export_hf`."""
-        tensors = _checkpoint_tensors(self._open_model())
+        tensors = checkpoint_tensors(self._open_model())
         with self._collective("the trainer ranks to export the model"):
             export_model(directory, self._model_dir, tensors, dtype, self.rank, self._device)
 
@@ -185,19 +177,6 @@ class Fsdp2Engine(TrainingEngine):
         # The logits of a position predict the next one, so the last position's predict nothing.
         return token_logprobs(output.logits[:, -wanted:-1], micro.targets, temperature)
 
-    def _local_run(self, name: str, tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
-        """First element and flat live data of the part of `tensor` that this rank holds."""
-        if not isinstance(tensor, DTensor):
-            return 0, tensor.detach().view(-1)
-        if len(tensor.placements) != 1 or tensor.placements[0] != Shard(0):
-            raise ConfigError(
-                f"parameter {name} is placed as {tensor.placements}; only Shard(0) on a one-dimensional mesh is a flat run.",
-                part=self._part,
-            )
-        _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        row = math.prod(tensor.shape[1:])
-        return min(offsets[0] * row, tensor.numel()), tensor.to_local().detach().view(-1)
-
     def _named_optimizer_state(self) -> dict[str, dict[str, torch.Tensor]]:
         model = self._open_model()
         return {
@@ -205,22 +184,6 @@ class Fsdp2Engine(TrainingEngine):
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         }
-
-
-def _overlap(run: CheckpointRun, spec: TensorSpec, start: int, data: torch.Tensor) -> LocalShard:
-    """The part of `run` within the local elements ``start .. start + len(data)`` of its source; empty when there is none."""
-    low = min(max(run.offset, start), run.offset + spec.numel)
-    high = max(min(run.offset + spec.numel, start + data.numel()), low)
-    if low == high:
-        return LocalShard(spec, 0, data[:0])
-    return LocalShard(spec, low - run.offset, data[low - start : high - start])
-
-
-def _checkpoint_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by in-memory name; tied ones once, under the first name."""
-    saved = model.state_dict(keep_vars=True).keys()
-    named = dict(model.named_parameters())
-    return {**named, **{name: buffer for name, buffer in model.named_buffers() if name in saved}}
 
 
 def _decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:

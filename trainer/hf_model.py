@@ -131,7 +131,11 @@ def _read_header(folder: Path, name: str) -> dict[str, Any]:
     Layout: 8 bytes little-endian header length, the JSON header, then the data (https://huggingface.co/docs/safetensors).
     """
     path = folder / name
-    if Path(name).name != name or not path.is_file():
+    try:
+        is_there = Path(name).name == name and path.is_file()
+    except OSError:  # a name that no file can have
+        is_there = False
+    if not is_there:
         raise _error(f"{folder} lacks the weights file {name} that its index names.")
     try:
         size = path.stat().st_size
@@ -144,7 +148,7 @@ def _read_header(folder: Path, name: str) -> dict[str, Any]:
         end = max((int(item["data_offsets"][1]) for key, item in header.items() if key != "__metadata__"), default=0)
     except OSError as cause:
         raise _error(f"{path} cannot be read: {cause.strerror}.", "Check its permissions.") from cause
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as cause:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as cause:
         if isinstance(cause, ConfigError):
             raise
         raise _error(f"{path} has a broken safetensors header: {cause}.") from cause

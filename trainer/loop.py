@@ -168,14 +168,16 @@ class AsyncLoop:
         self._clock.restart()
         feeding = asyncio.create_task(self._feeder.run(), name="feeder")
         training = asyncio.create_task(self._train(), name="trainer")
+        following = asyncio.create_task(self._keeper.watch(), name="version-keeper-watch")
+        tasks: list[asyncio.Task[None]] = [training, feeding, following]
         try:
-            await asyncio.wait([feeding, training], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._figures.overlap_share = self._clock.share_together()
-            for task in (feeding, training):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(feeding, training, return_exceptions=True)
-        for task in (training, feeding):
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for task in tasks:
             if not task.cancelled():
                 task.result()
         await self._keeper.drain(self._step)

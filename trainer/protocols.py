@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn, Protocol
 
-from weightlane.sync import SyncReport
+from weightlane.ckpt_engines import WeightlaneError
+from weightlane.sync import Replica, ReplicaState, SyncReport
 
 from .batch import TrainBatch
 
@@ -92,11 +93,30 @@ class Rollout(Protocol):
         """Raise `WorkerDiedError` when the replica's process dies."""
 
 
+class Newcomer(Rollout, Replica, Protocol):
+    """A replica that joins a run: it generates, and takes versions."""
+
+
 class Syncer(Protocol):
     """Carries versions from the trainers to the rollouts."""
 
     async def sync(self, version: int) -> SyncReport:
-        """Put the published `version` into service; raises `SyncAbortedError` when it was given up."""
+        """Put the published `version` into service; raises `SyncAbortedError` when it was given up.
+
+        The version that serves may be asked for again: it goes to the replicas that do not have it.
+        """
+
+    def states(self) -> Mapping[str, ReplicaState]:
+        """The state of every replica by name; only those that serve may get requests."""
+
+    def participant_lost(self, error: WeightlaneError, replica: str = "") -> None:
+        """A replica has died, or, if none is named, a trainer."""
+
+    def add(self, replica: Newcomer) -> None:
+        """A replica takes part from the next `sync` on. Not to be called during one."""
+
+    def remove(self, name: str) -> None:
+        """A replica does not count any more. Not to be called during a `sync`."""
 
 
 class Tokenizer(Protocol):

@@ -39,7 +39,7 @@ class RunSummary:
     """Mean greedy reward on held-out tasks before the first step; None when not measured."""
     accuracy_after: float | None
     versions_committed: int
-    """Versions that reached every replica, the untrained first one included."""
+    """Versions that enough replicas took, the untrained first one included."""
     versions_aborted: int
     overlap_share: float
     """Share of the training's wall time in which a trainer and a rollout were busy at once."""
@@ -53,6 +53,10 @@ class RunSummary:
     """From the start of a sync until the last replica served the version."""
     blocking_way_s: float
     """Median time of the first versions, for which the trainer waited: snapshot, gather, send, load everywhere; 0 if none."""
+    replicas_lost: int = 0
+    """Rollout replicas that died."""
+    replicas_replaced: int = 0
+    """Of these, how many have a successor that serves."""
 
     def to_plain(self) -> dict[str, Any]:
         """As JSON."""
@@ -63,6 +67,8 @@ class RunSummary:
             "overlap_share": self.overlap_share,
             "max_token_gap_s": self.max_token_gap_s,
             "wall_s": self.wall_s,
+            "replicas_lost": self.replicas_lost,
+            "replicas_replaced": self.replicas_replaced,
             "sync": {
                 "trainer_blocked_s": self.trainer_blocked_s.to_plain(),
                 "rollout_blocked_s": self.rollout_blocked_s.to_plain(),
@@ -83,6 +89,8 @@ class RunFigures:
     max_token_gap_s: float = 0.0
     wall_s: float = 0.0
     blocking_way_s: list[float] = field(default_factory=list)
+    replicas_lost: int = 0
+    replicas_replaced: int = 0
 
     def summary(self) -> RunSummary:
         """The closing figures."""
@@ -98,4 +106,6 @@ class RunFigures:
             rollout_blocked_s=Quantiles.of(self.times.rollout_blocked_s),
             latency_s=Quantiles.of(self.times.latency_s),
             blocking_way_s=Quantiles.of(self.blocking_way_s).p50,
+            replicas_lost=self.replicas_lost,
+            replicas_replaced=self.replicas_replaced,
         )

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from weightlane.ckpt_engines import SyncAbortedError
 from weightlane.sync import Outcome, ReplicaState, SyncReport
@@ -59,7 +60,7 @@ class VersionKeeper:
         syncer: Syncer,
         *,
         on_commit: Callable[[SyncReport], Awaitable[None]],
-        on_abort: Callable[[int, SyncAbortedError], None] = lambda version, error: None,
+        on_abort: Callable[[int, SyncAbortedError], None] = lambda _version, _error: None,
         max_failures: int,
     ) -> None:
         self._trainers = trainers
@@ -83,6 +84,7 @@ class VersionKeeper:
         self._catch_up_at = 0.0
         """When replicas that missed the version are next sent it, if no newer one is due before."""
         self._timer: asyncio.TimerHandle | None = None
+        self._broken = asyncio.Event()
         self.times = SyncTimes()
 
     async def publish_blocking(self, version: int) -> float:
@@ -149,6 +151,12 @@ class VersionKeeper:
         self.times.fence_s[version] = seconds
         return {"published_version": version, "trainer_blocked_s": self.times.publish_s[version] + seconds}
 
+    async def watch(self) -> NoReturn:
+        """Raise what a background sync could not recover from, also while the trainer waits for groups that never come."""
+        await self._broken.wait()
+        self.raise_if_failed()
+        raise AssertionError("a follower that has failed raises")
+
     def raise_if_failed(self) -> None:
         """Raise what a background sync could not recover from."""
         if self._task is not None and self._task.done() and not self._task.cancelled():
@@ -156,6 +164,7 @@ class VersionKeeper:
 
     async def cancel(self) -> None:
         """Stop following; for the end of a run."""
+        self._offered = self._published = -1
         if self._timer is not None:
             self._timer.cancel()
         if self._task is not None:
@@ -187,6 +196,14 @@ class VersionKeeper:
 
     async def _follow(self) -> None:
         """Publish and sync the newest offered version until none is newer than what serves, and nobody is behind."""
+        try:
+            await self._follow_on()
+        except Exception:
+            # Once this task is done, for whoever looks at it then.
+            asyncio.get_running_loop().call_soon(self._broken.set)
+            raise
+
+    async def _follow_on(self) -> None:
         while True:
             async with self._turn:
                 if self._newer():

@@ -8,19 +8,20 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import pytest
 
-from weightlane.ckpt_engines import ConfigError, PeerLostError, WorkerDiedError
+from weightlane.ckpt_engines import ConfigError, PeerLostError, QuarantinedError, WeightlaneError, WorkerDiedError
 from weightlane.plugins import hookimpl, make_hooks
-from weightlane.sync import SyncReport
+from weightlane.sync import Outcome, ReplicaReport, ReplicaState, SyncReport
 from weightlane.trainer.batch import TrainBatch
 from weightlane.trainer.config import AlgorithmConfig
+from weightlane.trainer.fleet import Successor
 from weightlane.trainer.loop import AsyncLoop, LoopParts
 from weightlane.trainer.loop_config import LoopConfig
 from weightlane.trainer.loop_state import LoopState
-from weightlane.trainer.protocols import StepReport
+from weightlane.trainer.protocols import Newcomer, Rollout, StepReport, Syncer
 from weightlane.trainer.rewards import Reward
 from weightlane.trainer.summary import RunSummary
 from weightlane.trainer.tasks import Task
@@ -53,7 +54,7 @@ class Figures:
 
 @dataclass
 class World:
-    """Trainers, one rollout and a syncer that share what they know; any of them can be made to fail."""
+    """Trainers, rollouts and a syncer that share what they know; any of them can be made to fail."""
 
     version: int = 0
     step: int = 0
@@ -64,7 +65,14 @@ class World:
     staleness: list[int] = field(default_factory=list)
     fails_at_step: int = -1
     dies: asyncio.Event = field(default_factory=asyncio.Event)
-    name: str = "rollout-0"
+    replicas: dict[str, LiveRollout] = field(default_factory=dict)
+    states_: dict[str, ReplicaState] = field(default_factory=dict)
+    told: list[Mapping[str, Any]] = field(default_factory=list)
+    """Facts of replicas that were lost and that joined."""
+    at_step: dict[int, Callable[[], None]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.add(LiveRollout(self, "rollout-0"))
 
     async def train_step(self, batch: TrainBatch) -> StepReport:
         if self.step == self.fails_at_step:
@@ -74,6 +82,7 @@ class World:
         self.trained += prompts[:: ALGORITHM.group_size]
         await asyncio.sleep(0.001)
         self.step += 1
+        self.at_step.pop(self.step, lambda: None)()
         return StepReport(self.step)
 
     async def publish(self, version: int) -> float:
@@ -95,7 +104,57 @@ class World:
         await asyncio.sleep(0.002)
         assert version == self.published
         self.version = version
-        return SyncReport(version, 0.002, 0)
+        reports = {}
+        for name, state in self.states_.items():
+            if state is not ReplicaState.LOST:
+                self.replicas[name].version = version
+                self.states_[name] = ReplicaState.SERVING
+                reports[name] = ReplicaReport(Outcome.COMMITTED)
+        return SyncReport(version, 0.002, 0, reports)
+
+    def states(self) -> Mapping[str, ReplicaState]:
+        return self.states_
+
+    def participant_lost(self, error: WeightlaneError, replica: str = "") -> None:
+        self.states_[replica] = ReplicaState.LOST
+
+    def add(self, replica: LiveRollout) -> None:
+        self.replicas[replica.name] = replica
+        self.states_[replica.name] = ReplicaState.JOINING
+
+    def remove(self, name: str) -> None:
+        del self.states_[name]
+
+    @hookimpl
+    def replica_lost(self, replica: str, facts: Mapping[str, Any]) -> None:
+        self.told.append({"lost": replica, **facts})
+
+    @hookimpl
+    def replica_joined(self, replica: str, facts: Mapping[str, Any]) -> None:
+        self.told.append({"joined": replica, **facts})
+
+    @hookimpl
+    def training_step(self, step: int, facts: Mapping[str, Any]) -> None:
+        self.staleness.append(facts["staleness_max"])
+
+    @hookimpl
+    def run_ended(self, facts: Mapping[str, Any]) -> None:
+        self.events.append(facts.get("error", "well"))
+
+
+class LiveRollout:
+    """A replica: answers with the version it has until it dies or is quarantined."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name = world, name
+        self.version = -1
+        self.versions: list[int] = []
+        self.quarantined = False
+        self.gone = asyncio.Event()
+
+    @property
+    def death(self) -> WorkerDiedError:
+        return WorkerDiedError(f"{self.name} (process 9) died.", part="rollout replica", peer=self.name)
 
     async def generate_group(
         self,
@@ -108,7 +167,13 @@ class World:
         greedy: bool = False,
     ) -> Sequence[Answer]:
         version = self.version
+        self.versions.append(version)
+        assert self.world.states_[self.name] is not ReplicaState.JOINING, "it has no version of this run yet"
         await asyncio.sleep(0.001)
+        if self.gone.is_set():
+            raise self.death
+        if self.quarantined:
+            raise QuarantinedError("not now.", part=self.name)
         return [
             Answer([65 + n] * max_new_tokens, [-1.0] * max_new_tokens, [version] * max_new_tokens) for n in range(count)
         ]
@@ -116,26 +181,9 @@ class World:
     async def stats(self) -> Figures:
         return Figures()
 
-    @hookimpl
-    def training_step(self, step: int, facts: Mapping[str, Any]) -> None:
-        self.staleness.append(facts["staleness_max"])
-
-    @hookimpl
-    def run_ended(self, facts: Mapping[str, Any]) -> None:
-        self.events.append(facts.get("error", "well"))
-
-
-class LiveRollout:
-    """The world as a rollout: its own `watch` never ends."""
-
-    def __init__(self, world: World) -> None:
-        self.name = world.name
-        self.generate_group = world.generate_group
-        self.stats = world.stats
-
     async def watch(self) -> NoReturn:
-        await asyncio.Event().wait()
-        raise AssertionError
+        await self.gone.wait()
+        raise self.death
 
 
 def run(
@@ -143,13 +191,16 @@ def run(
     judge: Callable[[str, Mapping[str, Any]], float],
     *,
     resume: LoopState | None = None,
+    quorum: float = 0.5,
+    succeed: Successor | None = None,
+    max_successors: int = 3,
     **config: int,
 ) -> RunSummary:
     loop = AsyncLoop(
         LoopParts(
             trainers=world,
-            rollouts=[LiveRollout(world)],
-            syncer=world,
+            rollouts=cast("Sequence[Rollout]", list(world.replicas.values())),
+            syncer=cast("Syncer", world),
             tokenizer=Characters(),
             stop_token_ids=[0],
             judge=judge,
@@ -157,6 +208,9 @@ def run(
             heldout_tasks=[Task("held-out", "")],
             hooks=make_hooks([world]),
             save=world.save_loop,
+            quorum=quorum,
+            succeed=succeed,
+            max_successors=max_successors,
         ),
         LoopConfig(**{"steps": 6, **config}),
         ALGORITHM,
@@ -222,3 +276,103 @@ def test_a_failed_call_without_a_death_keeps_its_own_error(monkeypatch: pytest.M
     monkeypatch.setattr("weightlane.trainer.loop._DEATH_NOTICE_S", 0.02)
     with pytest.raises(PeerLostError, match="the connection was reset"):
         run(World(fails_at_step=0), first_is_better)
+
+
+# -- replicas that die --------------------------------------------------------------------------------------------------
+
+
+def successors(world: World, *, fails: bool = False) -> Successor:
+    async def succeed(dead: str, name: str) -> Newcomer:
+        await asyncio.sleep(0.01)
+        if fails:
+            raise ConfigError("no room.", part=name)
+        return cast("Newcomer", LiveRollout(world, name))
+
+    return succeed
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_replica_that_dies_is_replaced_and_no_task_is_lost_or_used_twice(max_staleness: int) -> None:
+    world = World()
+    first, second = world.replicas["rollout-0"], LiveRollout(world, "rollout-1")
+    world.add(second)
+    world.at_step[2] = first.gone.set
+    summary = run(world, first_is_better, succeed=successors(world), max_staleness=max_staleness, steps=120)
+    assert Counter(world.trained) == Counter({task.prompt: 20 for task in TASKS})
+    assert max(world.staleness) <= max_staleness
+    assert (summary.replicas_lost, summary.replicas_replaced) == (1, 1)
+    lost, joined = world.told
+    assert (lost["lost"], lost["left"], lost["needed"], lost["successor"]) == ("rollout-0", 1, 1, "rollout-0.1")
+    assert "rollout-0 (process 9) died" in lost["error"]
+    assert (joined["joined"], joined["instead_of"]) == ("rollout-0.1", "rollout-0")
+    newcomer = world.replicas["rollout-0.1"]
+    assert min(newcomer.versions) >= joined["version"] > 0, "it had the current version before its first request"
+    assert world.states_.keys() == {"rollout-1", "rollout-0.1"}, "the dead one does not count any more"
+
+
+@pytest.mark.parametrize(("replicas", "quorum", "left"), [(1, 0.5, 0), (2, 1.0, 1), (3, 0.5, 1)])
+def test_when_too_few_replicas_are_left_the_run_ends_with_the_last_death(
+    replicas: int, quorum: float, left: int
+) -> None:
+    world = World()
+    for number in range(1, replicas):
+        world.add(LiveRollout(world, f"rollout-{number}"))
+    for number in range(replicas - left):
+        world.at_step[2 + 2 * number] = world.replicas[f"rollout-{number}"].gone.set
+    with pytest.raises(WorkerDiedError, match=rf"rollout-{replicas - left - 1} \(process 9\) died"):
+        run(world, first_is_better, quorum=quorum, max_successors=0, succeed=successors(world), steps=1000)
+    assert len(world.told) == replicas - left
+    assert world.told[-1]["successor"] == ""
+
+
+def test_a_successor_that_cannot_start_is_reported_and_the_others_go_on() -> None:
+    world = World()
+    world.add(LiveRollout(world, "rollout-1"))
+    world.at_step[2] = world.replicas["rollout-0"].gone.set
+    summary = run(world, first_is_better, succeed=successors(world, fails=True), steps=60)
+    assert Counter(world.trained) == Counter({task.prompt: 10 for task in TASKS})
+    assert (summary.replicas_lost, summary.replicas_replaced) == (1, 0)
+    assert [facts["lost"] for facts in world.told] == ["rollout-0", "rollout-0.1"]
+    assert "could not start" in world.told[1]["error"]
+    assert "no room" in world.told[1]["error"]
+
+
+def test_successors_can_die_too_and_are_counted() -> None:
+    world = World()
+    world.add(LiveRollout(world, "rollout-1"))
+
+    def kill_the_newest() -> None:
+        newest = max(name for name in world.replicas if name.startswith("rollout-0"))
+        world.replicas[newest].gone.set()
+
+    world.at_step = dict.fromkeys((2, 60, 120), kill_the_newest)
+    summary = run(world, first_is_better, succeed=successors(world), max_successors=2, steps=180)
+    assert Counter(world.trained) == Counter({task.prompt: 30 for task in TASKS})
+    assert [facts.get("joined", facts.get("lost")) for facts in world.told] == [
+        *("rollout-0", "rollout-0.1", "rollout-0.1", "rollout-0.2", "rollout-0.2"),
+    ]
+    assert (summary.replicas_lost, summary.replicas_replaced) == (3, 2)
+
+
+def test_a_replica_out_of_service_gets_no_requests_and_its_tasks_go_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightlane.trainer.feeder._PAUSE_S", 0.005)
+    world = World()
+    first, second = world.replicas["rollout-0"], LiveRollout(world, "rollout-1")
+    world.add(second)
+    asked: list[int] = []
+
+    def quarantine() -> None:
+        first.quarantined = True  # and the coordinator learns it a little later
+        asyncio.get_running_loop().call_later(0.01, settle)
+
+    def settle() -> None:
+        world.states_["rollout-0"] = ReplicaState.QUARANTINED
+        first.quarantined = False
+        asked.append(len(first.versions))
+
+    world.at_step[3] = quarantine
+    run(world, first_is_better, steps=60)
+    assert Counter(world.trained) == Counter({task.prompt: 10 for task in TASKS})
+    assert world.told == []
+    assert world.states_["rollout-0"] is ReplicaState.SERVING, "the next version healed it"
+    assert len(first.versions) > asked[0], "and it was asked again"

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightlane.ckpt_engines import ConfigError, StorageError, SyncAbortedError
-from weightlane.sync import SyncReport
+from weightlane.ckpt_engines import ConfigError, StorageError, SyncAbortedError, WeightlaneError
+from weightlane.sync import Outcome, ReplicaReport, ReplicaState, SyncReport
 from weightlane.trainer.batch import TrainBatch
 from weightlane.trainer.observers import MetricsFile
 from weightlane.trainer.overlap import OverlapClock
-from weightlane.trainer.protocols import StepReport
+from weightlane.trainer.protocols import Newcomer, StepReport
 from weightlane.trainer.run_dir import RunDir
 from weightlane.trainer.staleness import StalenessBudget
 from weightlane.trainer.summary import Quantiles
@@ -145,16 +145,41 @@ class Trainers:
 
 
 class Syncer:
-    """Ends syncs when the test says so, and how it says."""
+    """Ends syncs when the test says so, and how it says; `replicas` are in the state that the test says."""
 
     def __init__(self) -> None:
         self.begun = asyncio.Queue[tuple[int, asyncio.Future[None]]]()
+        self.replicas: dict[str, ReplicaState] = {"rollout-0": ReplicaState.SERVING}
+        self.calls: list[str] = []
 
     async def sync(self, version: int) -> SyncReport:
         end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.begun.put_nowait((version, end))
         await end
-        return SyncReport(version, 1.0, 0, {})
+        self.replicas = dict.fromkeys(self.replicas, ReplicaState.SERVING)
+        return SyncReport(version, 1.0, 0, dict.fromkeys(self.replicas, ReplicaReport(Outcome.COMMITTED)))
+
+    def states(self) -> Mapping[str, ReplicaState]:
+        return self.replicas
+
+    def participant_lost(self, error: WeightlaneError, replica: str = "") -> None:
+        self.calls.append(f"lost {replica}")
+        self.replicas[replica] = ReplicaState.LOST
+
+    def add(self, replica: Newcomer) -> None:
+        self.calls.append(f"add {replica.name}")
+        self.replicas[replica.name] = ReplicaState.JOINING
+
+    def remove(self, name: str) -> None:
+        self.calls.append(f"remove {name}")
+        del self.replicas[name]
+
+
+class Named:
+    """As much of a replica as a keeper looks at."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
 
 class Kept:
@@ -174,6 +199,11 @@ class Kept:
 
     async def _committed(self, report: SyncReport) -> None:
         self.commits.append(report.version)
+
+    async def quiet(self) -> None:
+        """Wait until nothing is on its way."""
+        while (task := self.keeper._task) is not None and not task.done():  # noqa: ASYNC110 - a later task may follow
+            await asyncio.sleep(0.005)
 
     async def begun(self) -> tuple[int, asyncio.Future[None]]:
         """The next sync that begins, and what ends it."""
@@ -266,6 +296,96 @@ def test_one_abort_in_a_row_too_many_ends_the_run_at_the_next_step() -> None:
         assert (kept.commits, kept.aborts) == ([], [1, 1])
         with pytest.raises(SyncAbortedError):
             kept.keeper.raise_if_failed()
+        with pytest.raises(SyncAbortedError, match="the disk is full"):  # who waits for groups learns it, too
+            await kept.keeper.watch()
+
+    in_loop(scenario)
+
+
+def test_a_replica_that_joins_is_sent_the_version_that_serves_when_no_newer_one_is_due() -> None:
+    async def scenario() -> None:
+        kept = Kept()
+        publishing = asyncio.create_task(kept.keeper.publish_blocking(3))
+        _, end = await kept.begun()
+        end.set_result(None)
+        await publishing
+        kept.keeper.join("rollout-0", cast("Newcomer", Named("rollout-0.1")))
+        version, end = await kept.begun()  # while the trainer is inside a step
+        assert version == 3
+        assert kept.syncer.calls == ["remove rollout-0", "add rollout-0.1"]
+        end.set_result(None)
+        await kept.quiet()
+        assert kept.trainers.published == [3], "nothing was published for it"
+        assert kept.commits == [3, 3]
+        assert kept.keeper.times.committed == [3], "but once"
+
+    in_loop(scenario)
+
+
+def test_a_replica_that_joins_during_a_sync_is_added_after_it_and_takes_the_next_version() -> None:
+    async def scenario() -> None:
+        kept = Kept()
+        async with kept.keeper.between_steps(1):
+            _, end_of_1 = await kept.begun()
+            kept.keeper.join("rollout-0", cast("Newcomer", Named("rollout-0.1")))
+            await asyncio.sleep(0)
+            assert kept.syncer.calls == []
+        async with kept.keeper.between_steps(2):
+            end_of_1.set_result(None)
+            version, end = await kept.begun()
+            assert (version, kept.syncer.calls) == (2, ["remove rollout-0", "add rollout-0.1"])
+            end.set_result(None)
+        await kept.keeper.drain(2)
+        assert kept.commits == [1, 2]
+
+    in_loop(scenario)
+
+
+def test_a_quarantined_replica_is_healed_by_the_version_that_serves_even_if_the_trainer_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("weightlane.trainer.version_keeper._CATCH_UP_S", 0.02)
+
+    async def scenario() -> None:
+        kept = Kept()
+        async with kept.keeper.between_steps(1):
+            _, end = await kept.begun()
+            end.set_result(None)
+            await asyncio.sleep(0)
+            kept.syncer.replicas |= {"rollout-1": ReplicaState.QUARANTINED, "rollout-2": ReplicaState.LOST}
+            kept.keeper.catch_up()
+            for _ in range(2):  # it fails once, which is no failure of the run: somebody serves
+                version, end = await kept.begun()
+                assert version == 1
+                if not kept.aborts:
+                    end.set_exception(aborted(1))
+            kept.syncer.replicas.pop("rollout-2")
+            end.set_result(None)
+            await asyncio.sleep(0.05)
+        assert (kept.commits, kept.aborts, kept.keeper.times.aborted) == ([1, 1], [1], [])
+        assert kept.syncer.begun.empty()
+
+    in_loop(scenario)
+
+
+def test_when_nobody_serves_and_nobody_can_be_healed_the_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightlane.trainer.version_keeper._CATCH_UP_S", 0.02)
+
+    async def scenario() -> None:
+        kept = Kept(max_failures=1)
+        async with kept.keeper.between_steps(1):
+            _, end = await kept.begun()
+            end.set_result(None)
+        await kept.quiet()
+        kept.syncer.replicas = {"rollout-0": ReplicaState.QUARANTINED}
+        watching = asyncio.create_task(kept.keeper.watch())
+        kept.keeper.catch_up()
+        _, end = await kept.begun()
+        end.set_exception(aborted(1))
+        _, end = await kept.begun()
+        end.set_exception(aborted(1))
+        with pytest.raises(SyncAbortedError, match="the disk is full"):
+            await watching
 
     in_loop(scenario)
 

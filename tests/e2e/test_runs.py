@@ -47,6 +47,8 @@ def check_files(run_dir: Path, steps: int) -> None:
         "overlap_share",
         "max_token_gap_s",
         "wall_s",
+        "replicas_lost",
+        "replicas_replaced",
         "sync",
     }
     sync = summary["sync"]

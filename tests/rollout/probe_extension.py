@@ -29,21 +29,25 @@ class ProbeExtension:
         """This rank's process id."""
         return os.getpid()
 
-    def probe_fail_loading(self, rank: int, after: int) -> None:
-        """From now on, let the loader of one rank fail once it has put `after` tensors into the model; 0 ends that."""
+    def probe_fail_loading(self, rank: int, after: int, times: int) -> None:
+        """Let the next `times` loads of one rank fail once they have put `after` tensors into the model."""
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
         model.__dict__.pop("load_weights", None)
-        if after and self.rank == rank:  # type: ignore[attr-defined]
-            load = model.load_weights
+        if self.rank != rank:  # type: ignore[attr-defined]
+            return
+        load, failures = model.load_weights, itertools.count(1)
 
-            def failing(weights: Iterator[tuple[str, torch.Tensor]]) -> object:
-                def cut() -> Iterator[tuple[str, torch.Tensor]]:
-                    yield from itertools.islice(weights, after)
-                    raise MemoryError("out of memory, on purpose")
+        def failing(weights: Iterator[tuple[str, torch.Tensor]]) -> object:
+            def cut() -> Iterator[tuple[str, torch.Tensor]]:
+                yield from itertools.islice(weights, after)
+                raise MemoryError("out of memory, on purpose")
 
-                return load(cut())
+            if next(failures) > times:
+                model.__dict__.pop("load_weights", None)
+                return load(weights)
+            return load(cut())
 
-            model.load_weights = failing
+        model.load_weights = failing
 
     def probe_slow_loading(self, seconds: float) -> None:
         """From now on, let every load take at least so long; 0 ends that."""
@@ -60,6 +64,8 @@ class ProbeExtension:
 
     def probe_poison_staging(self) -> int:
         """Overwrite whatever staging memory this rank's subscriber has; returns its size in bytes."""
-        staging: torch.Tensor = self.weight_transfer_engine._subscriber._staging  # type: ignore[attr-defined]
-        staging.fill_(0xA5)
-        return staging.numel()
+        staging = self.weight_transfer_engine._subscriber._staging  # type: ignore[attr-defined]
+        slots: list[torch.Tensor] = [staging._incoming.data, staging._serving.data]
+        for slot in slots:
+            slot.fill_(0xA5)
+        return sum(slot.numel() for slot in slots)

@@ -11,7 +11,17 @@ import torch
 from tiny_models import load_tensors
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry
-from weightlane.sync import Coordinator, LocalShard, Publisher, Rendezvous, Replica, SyncConfig, SyncReport, TensorSpec
+from weightlane.sync import (
+    Coordinator,
+    LocalShard,
+    Publisher,
+    Rendezvous,
+    Replica,
+    ReplicaState,
+    SyncConfig,
+    SyncReport,
+    TensorSpec,
+)
 
 
 class OneRankTrainer:
@@ -36,11 +46,17 @@ class OneRankTrainer:
         self._coordinator: Coordinator | None = None
 
     @property
+    def states(self) -> dict[str, ReplicaState]:
+        assert self._coordinator is not None
+        return self._coordinator.states()
+
+    @property
     def address(self) -> dict[str, Any]:
         return self._rendezvous.address.to_plain()
 
-    async def connect(self, replicas: Sequence[Replica]) -> None:
-        self._coordinator = Coordinator(self._rendezvous, ["trainer-0"], replicas, SyncConfig(deadline_s=30.0))
+    async def connect(self, replicas: Sequence[Replica], quorum: float = 0.5) -> None:
+        config = SyncConfig(deadline_s=30.0, quorum=quorum)
+        self._coordinator = Coordinator(self._rendezvous, ["trainer-0"], replicas, config)
         await self._coordinator.connect()
 
     async def sync(self, model: Path) -> SyncReport:

@@ -17,7 +17,7 @@ import pytest
 from publishing import OneRankTrainer
 from tiny_models import greedy_tokens, is_greedy, make_llama
 
-from weightlane.ckpt_engines import ConfigError, WorkerDiedError
+from weightlane.ckpt_engines import ConfigError, QuarantinedError, StorageError, WorkerDiedError
 from weightlane.rollout import Completion, RolloutConfig, RolloutReplica, start_replicas
 from weightlane.rollout.shared_memory import segments_of_trees
 
@@ -79,6 +79,13 @@ def test_a_replica_in_ray_takes_versions_in_flight_and_its_killed_actor_leaves_n
             assert fresh.token_ids == greedy_tokens(models[1], [1, 2, 3], 16)
             stats = await replica.stats()
             assert (stats.version, stats.commits, stats.requests, stats.tokens) == (1, 1, 2, 416)
+            await replica.quarantine(StorageError("the disk is full.", part="disk"))
+            with pytest.raises(QuarantinedError, match="disk is full"):
+                await replica.generate("refused", [1, 2, 3], 16)
+            with pytest.raises(QuarantinedError, match="disk is full"):
+                await replica.rollback(1)
+            await trainer.sync(models[0])
+            assert (await replica.stats()).serving
             trainer.close()
             await kill_it(replica)
         finally:

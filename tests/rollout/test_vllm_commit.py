@@ -5,103 +5,22 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Coroutine, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, TypeVar
 
 import pytest
-import torch
-from publishing import OneRankTrainer
-from tiny_models import greedy_tokens, is_greedy, load_tensors, make_qwen3, sampled_logprobs, vllm_parameters
+from running_worker import Setup
+from tiny_models import greedy_tokens, is_greedy, load_tensors, sampled_logprobs
 
-from weightlane.ckpt_engines import CommitError, ConfigError, WeightlaneError, WorkerDiedError
-from weightlane.rollout import CommitReport, Completion, RolloutConfig, RolloutWorker
-from weightlane.rollout.shared_memory import segments_of_trees
+from weightlane.ckpt_engines import (
+    CommitError,
+    ConfigError,
+    QuarantinedError,
+    SyncAbortedError,
+    WeightlaneError,
+    WorkerDiedError,
+)
+from weightlane.rollout import Completion
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-
-T = TypeVar("T")
-
-
-class RecordingWorker(RolloutWorker):
-    """Keeps the last commit's report, of which the coordinator passes on a part."""
-
-    report: CommitReport
-
-    async def commit(self, version: int) -> CommitReport:
-        self.report = await super().commit(version)
-        return self.report
-
-
-@dataclass
-class Setup:
-    """A running worker, a trainer that publishes to it, and three models of the same shape."""
-
-    runner: asyncio.Runner
-    worker: RecordingWorker
-    models: list[Path]
-    world: int
-    trainer: OneRankTrainer = field(init=False)
-
-    def run(self, call: Coroutine[Any, Any, T], timeout_s: float = 60.0) -> T:
-        return self.runner.run(asyncio.wait_for(call, timeout_s))
-
-    def connect(self) -> None:
-        self.trainer = OneRankTrainer(self.models[0])
-        self.run(self.worker.connect(self.trainer.address, self.trainer.backend))
-        self.run(self.trainer.connect([self.worker]))
-        self.trainer.version = self.worker.version
-
-    def probe(self, method: str, *args: object) -> list[Any]:
-        answers: list[Any] = self.run(self.worker._engine.collective_rpc(method, args=args))
-        return answers
-
-    def serve(self, model: int, kv_on_commit: str = "recompute") -> int:
-        """Make the worker serve the weights of a model; returns their version."""
-        self.worker.config = self.worker.config.model_copy(update={"kv_on_commit": kv_on_commit})
-        self.run(self.trainer.sync(self.models[model]))
-        return self.trainer.version
-
-    async def tokens(self, count: int) -> None:
-        """Wait until so many more tokens were generated."""
-        wanted = self.worker.clock.tokens + count
-        while self.worker.clock.tokens < wanted:  # noqa: ASYNC110 - nothing announces a count
-            await asyncio.sleep(0.002)
-
-    def greedy(self, prompt: list[int], count: int = 16) -> Completion:
-        return self.run(self.worker.generate("r", prompt, count, greedy=True))
-
-
-@pytest.fixture(scope="module", params=[1, 2], ids=["tp1-untied", "tp2-tied"])
-def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
-    """The worker starts from model 0. The vocabulary needs padding rows."""
-    base = tmp_path_factory.mktemp("models")
-    world = request.param
-    models = [make_qwen3(base / f"model{seed}", seed=seed, tied=world == 2, vocab=300) for seed in range(3)]
-    config = RolloutConfig(
-        tensor_parallel=world,
-        dtype="float32",
-        max_model_len=1024,
-        kv_cache_memory_bytes=64 << 20,
-        extra_engine_args={"worker_extension_cls": "probe_extension.ProbeExtension"},
-    )
-    environment = dict(os.environ)
-    with asyncio.Runner() as runner:
-        made = Setup(runner, RecordingWorker("rollout-0", config, models[0]), models, world)
-        try:
-            runner.run(made.worker.start())
-            segments = segments_of_trees([os.getpid()])
-            made.connect()
-            yield made
-            made.trainer.close()
-        finally:
-            runner.run(made.worker.close())
-            os.environ.clear()
-            os.environ.update(environment)
-    # Also after the last test, which kills a rank.
-    assert segments
-    assert not [segment for segment in segments if segment.exists()]
 
 
 def test_parameters_equal_an_independent_mapping_bit_for_bit_even_after_staging_memory_was_overwritten(
@@ -109,15 +28,9 @@ def test_parameters_equal_an_independent_mapping_bit_for_bit_even_after_staging_
 ) -> None:
     for model in (1, 2, 1):
         setup.serve(model)
-        tensors = load_tensors(setup.models[model])
-        sent = sum(tensor.nbytes for tensor in tensors.values())
+        sent = sum(tensor.nbytes for tensor in load_tensors(setup.models[model]).values())
         assert min(setup.probe("probe_poison_staging")) >= sent
-        for rank, live in enumerate(setup.probe("probe_parameters")):
-            wanted = vllm_parameters(tensors, rank=rank, world=setup.world)
-            assert live.keys() == wanted.keys()
-            for name, tensor in wanted.items():
-                raw = tensor.contiguous().view(torch.uint8).numpy().tobytes()
-                assert live[name] == [str(tensor.dtype), list(tensor.shape), raw], f"{name} on rank {rank}"
+        setup.check_parameters(model)
 
 
 def test_greedy_tokens_equal_those_of_transformers_on_the_committed_weights_and_carry_its_version(setup: Setup) -> None:
@@ -226,35 +139,10 @@ def test_bad_fields_are_refused_by_name_and_change_nothing(setup: Setup) -> None
     with pytest.raises(WeightlaneError, match="before this rank was connected"):
         setup.run(setup.worker.commit(1))
     setup.trainer.close()
+    setup.new_trainer()
     setup.connect()
     setup.serve(1)
     assert setup.greedy([5, 6]).token_ids == greedy_tokens(setup.models[1], [5, 6], 16)
-
-
-def test_a_load_that_fails_half_way_in_any_rank_stops_the_replica_until_a_whole_version_commits(setup: Setup) -> None:
-    for rank in range(setup.world):
-        setup.serve(1)
-        setup.probe("probe_fail_loading", rank, 9)
-
-        async def fail_meanwhile(rank: int = rank) -> None:
-            flying = asyncio.create_task(setup.worker.generate("r", [1, 2], 900))
-            await asyncio.sleep(0.1)
-            with pytest.raises(CommitError, match=rf"rollout rank {rank}.*mixture.*on purpose"):
-                await setup.trainer.sync(setup.models[2])
-            with pytest.raises(CommitError, match="mixture"):
-                await flying
-
-        setup.run(fail_meanwhile())
-        assert not setup.worker.stats().serving
-        with pytest.raises(CommitError, match="serves again after the next commit"):
-            setup.greedy([1, 2])
-        with pytest.raises(CommitError, match=r"earlier commit failed half-way|not staged"):
-            setup.run(setup.worker.commit(777))
-        assert not setup.worker.stats().serving
-        setup.probe("probe_fail_loading", rank, 0)
-        setup.serve(2)
-        assert setup.worker.stats().serving
-        assert setup.greedy([1, 2]).token_ids == greedy_tokens(setup.models[2], [1, 2], 16)
 
 
 @pytest.mark.parametrize("how", ["deadline", "cancelled"])
@@ -266,8 +154,9 @@ def test_a_commit_that_is_given_up_while_loading_stops_the_replica_and_the_next_
     setup.probe("probe_slow_loading", 0.6)
     if how == "deadline":
         setup.worker.config = patient.model_copy(update={"commit_timeout_s": 0.3})
-        with pytest.raises(CommitError, match="not committed within"):
+        with pytest.raises(SyncAbortedError, match="not exchanged within") as raised:
             setup.run(setup.trainer.sync(setup.models[2]))
+        assert isinstance(raised.value.reason, QuarantinedError)
     else:
 
         async def cancel_meanwhile() -> None:
@@ -282,7 +171,7 @@ def test_a_commit_that_is_given_up_while_loading_stops_the_replica_and_the_next_
         setup.run(cancel_meanwhile())
     setup.worker.config = patient
     assert not setup.worker.stats().serving
-    with pytest.raises(CommitError, match="serves again after the next commit"):
+    with pytest.raises(QuarantinedError, match="serves again after the next commit"):
         setup.greedy([1, 2])
     setup.probe("probe_slow_loading", 0.0)
     version = setup.serve(2)

@@ -1,0 +1,52 @@
+"""What vLLM's weight-transfer calls are made with: plain fields, checked by the ranks themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from weightlane.ckpt_engines import ConfigError
+
+_Request = TypeVar("_Request", bound=BaseModel)
+
+
+class ConnectRequest(BaseModel):
+    """What ``init_weight_transfer_engine`` is called with."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rendezvous: dict[str, Any] = Field(description="Where the publisher's control store listens: host and port.")
+    replica: str = Field(min_length=1, description="Name of this replica; ranks are called <replica>/<rank>.")
+    backend: str = Field(min_length=1, description="Name of the checkpoint engine.")
+    options: dict[str, Any] = Field(default_factory=dict, description="Options of the checkpoint engine.")
+    staging_limit_bytes: int = Field(8 << 30, ge=1, description="Most memory a rank may use for staging, in bytes.")
+
+
+class UpdateRequest(BaseModel):
+    """What ``update_weights`` is called with: one of the two."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    version: int | None = Field(None, ge=0, description="The staged version to put into service.")
+    rollback_of: int | None = Field(
+        None, ge=0, description="The version to take back: what served before it serves again."
+    )
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Self:
+        if (self.version is None) == (self.rollback_of is None):
+            raise ValueError("give either version or rollback_of")
+        return self
+
+
+def validated(model: type[_Request], fields: Mapping[str, Any]) -> _Request:
+    """`fields` as a request; `ConfigError` naming what is wrong with them."""
+    try:
+        return model.model_validate(dict(fields))
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, item['loc'])) or 'value'}: {item['msg']}" for item in error.errors())
+        raise ConfigError(
+            f"{problems}.", part="weight-transfer call", hint=f"Fields: {', '.join(model.model_fields)}."
+        ) from None

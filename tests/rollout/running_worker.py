@@ -1,0 +1,82 @@
+"""A running replica of real vLLM for many tests, and a trainer in this process that publishes to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from publishing import OneRankTrainer
+from tiny_models import load_tensors, vllm_parameters
+
+from weightlane.rollout import CommitReport, Completion, RolloutWorker
+from weightlane.sync import Replica
+
+T = TypeVar("T")
+
+
+class RecordingWorker(RolloutWorker):
+    """Keeps the last commit's report, of which the coordinator passes on a part."""
+
+    report: CommitReport
+
+    async def commit(self, version: int) -> CommitReport:
+        self.report = await super().commit(version)
+        return self.report
+
+
+@dataclass
+class Setup:
+    """A running worker, a trainer that publishes to it, and three models of the same shape."""
+
+    runner: asyncio.Runner
+    worker: RecordingWorker
+    models: list[Path]
+    world: int
+    trainer: OneRankTrainer = field(init=False)
+
+    def run(self, call: Coroutine[Any, Any, T], timeout_s: float = 60.0) -> T:
+        return self.runner.run(asyncio.wait_for(call, timeout_s))
+
+    def new_trainer(self) -> OneRankTrainer:
+        """Put a new trainer in the place of the one before."""
+        self.trainer = OneRankTrainer(self.models[0])
+        return self.trainer
+
+    def connect(self, *, quorum: float = 0.5, others: Iterable[Replica] = ()) -> None:
+        """Let the trainer publish to the worker and to `others`."""
+        self.run(self.worker.connect(self.trainer.address, self.trainer.backend))
+        self.run(self.trainer.connect([self.worker, *others], quorum))
+        self.trainer.version = self.worker.version
+
+    def probe(self, method: str, *args: object) -> list[Any]:
+        answers: list[Any] = self.run(self.worker._engine.collective_rpc(method, args=args))
+        return answers
+
+    def serve(self, model: int, kv_on_commit: str = "recompute") -> int:
+        """Make the worker serve the weights of a model; returns their version."""
+        self.worker.config = self.worker.config.model_copy(update={"kv_on_commit": kv_on_commit})
+        self.run(self.trainer.sync(self.models[model]))
+        return self.trainer.version
+
+    async def tokens(self, count: int) -> None:
+        """Wait until so many more tokens were generated."""
+        wanted = self.worker.clock.tokens + count
+        while self.worker.clock.tokens < wanted:  # noqa: ASYNC110 - nothing announces a count
+            await asyncio.sleep(0.002)
+
+    def greedy(self, prompt: list[int], count: int = 16) -> Completion:
+        return self.run(self.worker.generate("r", prompt, count, greedy=True))
+
+    def check_parameters(self, model: int) -> None:
+        """Every live parameter is that of a model, bit for bit, by a mapping that owes nothing to vLLM's loaders."""
+        tensors = load_tensors(self.models[model])
+        for rank, live in enumerate(self.probe("probe_parameters")):
+            wanted = vllm_parameters(tensors, rank=rank, world=self.world)
+            assert live.keys() == wanted.keys()
+            for name, tensor in wanted.items():
+                raw = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+                assert live[name] == [str(tensor.dtype), list(tensor.shape), raw], f"{name} on rank {rank}"

@@ -1,0 +1,192 @@
+"""A version that fails, or that too few take, is undone bit for bit on real vLLM; what cannot be undone serves nobody."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import groupby
+
+import pytest
+from running_worker import Setup
+from tiny_models import greedy_tokens, is_greedy
+
+from weightlane.ckpt_engines import CommitError, QuarantinedError, StorageError, SyncAbortedError, WeightlaneError
+from weightlane.rollout import Completion
+from weightlane.sync import CommitReport, Expectation, ExpectedTensor, ReplicaState, Subscriber
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+PROMPT = [5, 6, 7]
+
+
+class OtherReplica:
+    """A second replica, which stages every version and may refuse to commit it."""
+
+    name = "rollout-1"
+
+    def __init__(self) -> None:
+        self.refuses = False
+        self.subscriber: Subscriber | None = None
+
+    def join(self, setup: Setup) -> None:
+        tensors = {
+            name: ExpectedTensor(tuple(tensor.shape), frozenset({tensor.dtype}))
+            for name, tensor in setup.trainer.live.items()
+        }
+        self.subscriber = Subscriber("rollout-1/0", setup.trainer.address, "shm", {}, Expectation(tensors))
+
+    def subscriber_names(self) -> list[str]:
+        return ["rollout-1/0"]
+
+    async def commit(self, version: int) -> CommitReport:
+        if self.refuses:
+            await asyncio.sleep(0.3)  # the other one serves the version meanwhile
+            raise CommitError("not with me.", part=self.name)
+        return CommitReport(version, blocked_s=0.0)
+
+    async def rollback(self, version: int) -> None:
+        raise AssertionError("it has never taken a version that was given up")
+
+    async def quarantine(self, error: WeightlaneError) -> None:
+        raise AssertionError("it always knows what it holds")
+
+
+def spans(completion: Completion) -> list[tuple[int, int]]:
+    """Versions in the order in which they generated, and how many tokens each."""
+    return [(version, len(list(tokens))) for version, tokens in groupby(completion.versions)]
+
+
+@pytest.mark.parametrize("kv_on_commit", ["recompute", "keep"])
+def test_a_version_that_too_few_replicas_take_is_taken_back_bit_for_bit_and_tokens_name_what_generated_them(
+    setup: Setup, kv_on_commit: str
+) -> None:
+    setup.trainer.close()
+    other = OtherReplica()
+    setup.new_trainer()
+    other.join(setup)
+    setup.connect(quorum=1.0, others=[other])
+    old = setup.serve(1, kv_on_commit)
+
+    async def sync_in_vain() -> Completion:
+        flying = asyncio.create_task(setup.worker.generate("r", PROMPT, 900, greedy=True))
+        await setup.tokens(100)
+        other.refuses = True
+        with pytest.raises(SyncAbortedError, match="not with me"):
+            await setup.trainer.sync(setup.models[2])
+        return await flying
+
+    flown = setup.run(sync_in_vain())
+    assert setup.worker.version == old
+    assert setup.worker.stats().serving
+    assert set(setup.trainer.states.values()) == {ReplicaState.SERVING}
+    setup.check_parameters(1)
+    fresh = setup.greedy(PROMPT)
+    assert fresh.token_ids == greedy_tokens(setup.models[1], PROMPT, 16)
+    assert set(fresh.versions) == {old}
+
+    (first, before), (second, between), (third, after) = spans(flown)
+    assert (first, second, third) == (old, old + 1, old)
+    tokens = flown.token_ids
+    assert is_greedy(setup.models[1], PROMPT, tokens[:before])
+    if kv_on_commit == "recompute":
+        seen = before + between
+        assert is_greedy(setup.models[2], [*PROMPT, *tokens[:before]], tokens[before:seen])
+        assert not is_greedy(setup.models[1], [*PROMPT, *tokens[:before]], tokens[before:seen])
+        assert is_greedy(setup.models[1], [*PROMPT, *tokens[:seen]], tokens[seen : seen + 200])
+    # The prefix cache may hold blocks of these tokens that the other version has computed.
+    longer = [*PROMPT, *tokens[: before + between + after // 2]]
+    assert setup.greedy(longer).token_ids == greedy_tokens(setup.models[1], longer, 16)
+
+    # Both take the next one.
+    other.refuses = False
+    version = setup.serve(2)
+    assert set(setup.greedy(PROMPT).versions) == {version}
+    setup.check_parameters(2)
+    setup.trainer.close()
+    assert other.subscriber is not None
+    other.subscriber.close()
+    setup.new_trainer()
+    setup.connect()
+
+
+def test_a_load_that_fails_half_way_on_any_rank_is_undone_by_the_same_call(setup: Setup) -> None:
+    for rank in range(setup.world):
+        old = setup.serve(1)
+        setup.probe("probe_fail_loading", rank, 9, 1)
+
+        async def fail_meanwhile(rank: int = rank) -> Completion:
+            flying = asyncio.create_task(setup.worker.generate("r", PROMPT, 400, greedy=True))
+            await setup.tokens(50)
+            with pytest.raises(SyncAbortedError, match=rf"rollout rank {rank}.*was put back.*on purpose") as raised:
+                await setup.trainer.sync(setup.models[2])
+            assert type(raised.value.reason) is CommitError
+            return await flying
+
+        flown = setup.run(fail_meanwhile())
+        assert setup.worker.stats().serving
+        assert setup.trainer.states == {"rollout-0": ReplicaState.SERVING}
+        setup.check_parameters(1)
+        assert set(flown.versions) == {old}
+        assert is_greedy(setup.models[1], PROMPT, flown.token_ids)
+        assert setup.greedy(PROMPT).token_ids == greedy_tokens(setup.models[1], PROMPT, 16)
+        setup.serve(2)
+        setup.check_parameters(2)
+
+
+def test_what_cannot_be_undone_serves_nobody_until_a_whole_version_commits(setup: Setup) -> None:
+    for rank in range(setup.world):
+        setup.serve(1)
+        setup.probe("probe_fail_loading", rank, 9, 2)
+
+        async def fail_meanwhile(rank: int = rank) -> None:
+            flying = asyncio.create_task(setup.worker.generate("r", [1, 2], 900))
+            await setup.tokens(10)
+            with pytest.raises(SyncAbortedError, match=rf"mixture.*rollout rank {rank}.*on purpose") as raised:
+                await setup.trainer.sync(setup.models[2])
+            assert isinstance(raised.value.reason, QuarantinedError)
+            with pytest.raises(QuarantinedError, match="mixture"):
+                await flying
+
+        setup.run(fail_meanwhile())
+        assert not setup.worker.stats().serving
+        assert setup.trainer.states == {"rollout-0": ReplicaState.QUARANTINED}
+        with pytest.raises(QuarantinedError, match=r"mixture.*serves again after the next commit"):
+            setup.greedy([1, 2])
+        with pytest.raises(QuarantinedError, match=r"earlier commit failed half-way|not staged"):
+            setup.run(setup.worker.commit(777))
+        with pytest.raises(QuarantinedError):
+            setup.run(setup.worker.rollback(setup.worker.version))
+        assert not setup.worker.stats().serving
+        setup.serve(2)
+        assert setup.worker.stats().serving
+        setup.check_parameters(2)
+        assert setup.greedy([1, 2]).token_ids == greedy_tokens(setup.models[2], [1, 2], 16)
+
+
+def test_a_quarantined_replica_ends_what_is_in_flight_and_refuses_more_with_the_reason(setup: Setup) -> None:
+    setup.serve(1)
+
+    async def quarantine_meanwhile() -> None:
+        flying = asyncio.create_task(setup.worker.generate("r", [1, 2], 900))
+        await setup.tokens(10)
+        await setup.worker.quarantine(StorageError("the disk is full.", part="disk"))
+        with pytest.raises(QuarantinedError, match="disk is full"):
+            await flying
+        with pytest.raises(QuarantinedError, match="disk is full"):
+            await setup.worker.generate("r", [1, 2], 4)
+
+    setup.run(quarantine_meanwhile())
+    assert not setup.worker.stats().serving
+    assert setup.worker.stats().in_flight == 0
+    version = setup.serve(2)
+    assert setup.worker.stats().serving
+    assert set(setup.greedy(PROMPT).versions) == {version}
+
+
+def test_a_version_that_everybody_serves_cannot_be_taken_back(setup: Setup) -> None:
+    version = setup.serve(1)
+    with pytest.raises(CommitError, match="not kept"):
+        setup.run(setup.worker.rollback(version))
+    setup.run(setup.worker.rollback(version + 1))  # which it has never taken
+    assert setup.worker.stats().serving
+    setup.check_parameters(1)
+    assert set(setup.greedy(PROMPT).versions) == {version}
