@@ -4,6 +4,11 @@ They are bounded by deadlines, interruptible, and quick to notice a death: eithe
 whatever killed it, and the other side sees that at once. A receiver dials the sender's listening socket and says hello
 with the session and its name; the sender lets in exactly the receivers of the topology and then welcomes all of them.
 Messages are JSON behind a length, or frames of a fixed size.
+
+With a session key (`Topology.key`) both sides prove that they know it, and never send it: the receiver's hello carries a
+nonce of its own and an HMAC over session, name and nonce; the sender lets it in and answers with an HMAC over the same,
+under another label, which nobody can have recorded because the nonce is fresh. A hello is of no use in another session,
+whose key differs, nor twice in the same one, since a name joins once.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import secrets
 import select
 import socket
 import struct
@@ -20,11 +26,16 @@ from typing import Any
 from ._lifecycle import Lifecycle
 from .deadline import Deadline
 from .errors import AddressInUseError, ConfigError, PeerLostError, ProtocolError, TransportError
+from .mac import proof, proves
 
 _LENGTH = struct.Struct("<I")
 _MAX_MESSAGE_BYTES = 64 * 1024
 _MAX_DESCRIPTORS = 4
 _BACKLOG = 1024
+_MAX_STRANGERS = 128
+"""Connections that may be waiting for their hello to be complete; a further one takes the place of the oldest."""
+_NONCE_BYTES = 16
+_HELLO, _ADMISSION = "weightlane hello", "weightlane admission"
 
 
 def listen_tcp(host: str, port: int = 0) -> socket.socket:
@@ -35,8 +46,8 @@ def listen_tcp(host: str, port: int = 0) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             raise AddressInUseError(
                 f"port {port} of {host} is taken.", part="listener", hint="Choose another port, or 0 for any free one."
             ) from error
@@ -61,6 +72,16 @@ class Channel:
         self._sock = sock
         self._life = life
         self.peer = peer
+
+    @property
+    def life(self) -> Lifecycle:
+        """Lifecycle of the half this channel belongs to."""
+        return self._life
+
+    @property
+    def part(self) -> str:
+        """Name of that half, for error messages."""
+        return self._life.part
 
     def fileno(self) -> int:
         """The socket's file descriptor, for `Lifecycle.wait`."""
@@ -108,6 +129,29 @@ class Channel:
             data += chunk
         return bytes(data)
 
+    def send_some(self, data: memoryview) -> int:
+        """Send what there is room for right now and return how many bytes that was, perhaps 0. `PeerLostError`."""
+        try:
+            return self._sock.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise self.lost() from error
+
+    def receive_into(self, view: memoryview, deadline: Deadline, waiting_for: str) -> None:
+        """Fill `view`, a writable view of bytes, without a copy in between. Raises as `receive`."""
+        while view.nbytes:
+            try:
+                count = self._sock.recv_into(view)
+            except BlockingIOError:
+                self._life.wait_until({self.fileno(): select.POLLIN}, deadline, waiting_for, self.peer)
+                continue
+            except OSError as error:
+                raise self.lost() from error
+            if not count:
+                raise self.lost()
+            view = view[count:]
+
     def send_json(self, message: Mapping[str, Any], deadline: Deadline) -> None:
         """Send one JSON object."""
         self.send(_encode(message), deadline)
@@ -137,33 +181,63 @@ class Channel:
 
 
 def dial(
-    address: tuple[str, int] | str, life: Lifecycle, deadline: Deadline, *, session: str, name: str, peer: str
+    address: tuple[str, int] | str,
+    life: Lifecycle,
+    deadline: Deadline,
+    *,
+    session: str,
+    name: str,
+    peer: str,
+    key: bytes = b"",
 ) -> tuple[Channel, dict[str, Any]]:
     """Connect to a sender, at (host, port) or at the path of a Unix socket, and wait for its welcome.
 
-    Returns the channel and the sender's welcome message. Raises `PeerLostError` when nobody listens there,
-    `ProtocolError` when the sender refuses, or `DeadlineExceededError`.
+    With a `key` (`Topology.key`) both sides prove that they know it. Returns the channel and the sender's welcome message.
+    Raises `PeerLostError` when nobody listens there, `ProtocolError` when the sender refuses or proves nothing, or
+    `DeadlineExceededError`.
     """
     target: Any = address
     family = socket.AF_UNIX
     if not isinstance(address, str):
         try:
             family, _, _, _, target = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: not even the form of a name
             raise TransportError(f"cannot resolve {address[0]!r}: {error}.", part=life.part, peer=peer) from error
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         _connect(sock, target, life, peer, deadline)
         channel = Channel(sock, life, peer)
-        channel.send_json({"session": session, "name": name}, deadline)
-        welcome = channel.receive_json(deadline, "the sender's welcome, which needs every receiver")
+        _say_hello(channel, session, name, key, deadline)
+        return channel, _answer(channel, deadline, "the sender's welcome, which needs every receiver")
     except BaseException:
         sock.close()
         raise
-    if "refused" in welcome:
-        channel.close()
-        raise ProtocolError(f"the sender refused: {welcome['refused']}.", part=life.part, peer=peer)
-    return channel, welcome
+
+
+def _say_hello(channel: Channel, session: str, name: str, key: bytes, deadline: Deadline) -> None:
+    """Introduce this receiver; with a `key`, prove that it knows it and have the sender prove the same."""
+    if not key:
+        channel.send_json({"session": session, "name": name}, deadline)
+        return
+    nonce = secrets.token_hex(_NONCE_BYTES)
+    hello = {"session": session, "name": name, "nonce": nonce, "proof": proof(key, _HELLO, session, name, nonce)}
+    channel.send_json(hello, deadline)
+    admission = _answer(channel, deadline, "the sender to let it in")
+    if not proves(key, admission.get("proof"), _ADMISSION, session, name, nonce):
+        raise ProtocolError(
+            "what listens there does not know this session's key.",
+            part=channel.part,
+            peer=channel.peer,
+            hint="Another program may have taken the sender's address; see docs/security.md.",
+        )
+
+
+def _answer(channel: Channel, deadline: Deadline, waiting_for: str) -> dict[str, Any]:
+    """The sender's next message, unless it is a refusal."""
+    message = channel.receive_json(deadline, waiting_for)
+    if "refused" in message:
+        raise ProtocolError(f"the sender refused: {message['refused']}.", part=channel.part, peer=channel.peer)
+    return message
 
 
 def _connect(sock: socket.socket, target: Any, life: Lifecycle, peer: str, deadline: Deadline) -> None:
@@ -188,14 +262,21 @@ def _connect(sock: socket.socket, target: Any, life: Lifecycle, peer: str, deadl
 
 
 def accept_receivers(
-    listener: socket.socket, life: Lifecycle, session: str, names: Iterable[str], deadline: Deadline
+    listener: socket.socket,
+    life: Lifecycle,
+    session: str,
+    names: Iterable[str],
+    deadline: Deadline,
+    *,
+    key: bytes = b"",
 ) -> dict[str, Channel]:
     """Wait until every receiver in `names` has said hello with this `session`, and let nobody else in.
 
-    Returns the channels in the order of `names`. Raises `PeerLostError` when one that had connected is gone, or
+    With a `key` (`Topology.key`) a receiver must prove that it knows it, and is shown that this side does. Returns the
+    channels in the order of `names`. Raises `PeerLostError` when one that had connected is gone, or
     `DeadlineExceededError` naming those that never came.
     """
-    lobby = _Lobby(listener, life, session, tuple(names))
+    lobby = _Lobby(listener, life, session, tuple(names), key)
     try:
         while missing := lobby.missing():
             lobby.step(deadline, f"{', '.join(missing)} to connect")
@@ -211,10 +292,13 @@ def accept_receivers(
 class _Lobby:
     """Connections from the listening socket on, until each is a joined receiver or refused."""
 
-    def __init__(self, listener: socket.socket, life: Lifecycle, session: str, names: tuple[str, ...]) -> None:
+    def __init__(
+        self, listener: socket.socket, life: Lifecycle, session: str, names: tuple[str, ...], key: bytes
+    ) -> None:
         self._listener = listener
         self._life = life
         self._session = session
+        self._key = key
         self.names = names
         self.joined: dict[str, Channel] = {}
         self._strangers: dict[int, tuple[socket.socket, bytearray]] = {}
@@ -241,6 +325,13 @@ class _Lobby:
                     sock, _ = self._listener.accept()
                     sock.setblocking(False)
                     self._strangers[sock.fileno()] = (sock, bytearray())
+                    self._make_room()
+
+    def _make_room(self) -> None:
+        """Forget the stranger that has waited longest, so that silent ones cannot use up the file descriptors."""
+        if len(self._strangers) > _MAX_STRANGERS + len(self.names):
+            oldest = next(iter(self._strangers))
+            self._strangers.pop(oldest)[0].close()
 
     def _listen_to(self, descriptor: int) -> None:
         sock, heard = self._strangers[descriptor]
@@ -251,20 +342,37 @@ class _Lobby:
         except OSError:
             chunk = b""
         heard += chunk
-        length = _LENGTH.unpack_from(heard)[0] if len(heard) >= _LENGTH.size else 0
-        if chunk and length <= _MAX_MESSAGE_BYTES and len(heard) < _LENGTH.size + max(1, length):
+        length = _LENGTH.unpack_from(heard)[0] if len(heard) >= _LENGTH.size else _MAX_MESSAGE_BYTES
+        if chunk and length <= _MAX_MESSAGE_BYTES and len(heard) < _LENGTH.size + length:
             return
         del self._strangers[descriptor]
         hello = _decode(bytes(heard[_LENGTH.size :])) or {}
-        name = hello.get("name")
+        name, nonce = hello.get("name"), hello.get("nonce", "")
         if hello.get("session") != self._session:
             self._refuse(sock, "it waits for another session")
-        elif name not in self.names:
-            self._refuse(sock, f"{name!r} is not a receiver of this session")
+        elif not isinstance(name, str) or name not in self.names:
+            self._refuse(sock, "that is not the name of a receiver of this session")
+        elif self._key and not (
+            isinstance(nonce, str) and proves(self._key, hello.get("proof"), _HELLO, self._session, name, nonce)
+        ):
+            self._refuse(sock, f"{name} did not prove that it knows this session's key")
         elif name in self.joined:
             self._refuse(sock, f"{name!r} is connected already")
-        else:
+        elif self._admit(sock, name, nonce):
             self.joined[name] = Channel(sock, self._life, name)
+
+    def _admit(self, sock: socket.socket, name: str, nonce: str) -> bool:
+        """Show the receiver that this side knows the key too; whether it is still there to see it."""
+        if not self._key:
+            return True
+        answer = _encode({"proof": proof(self._key, _ADMISSION, self._session, name, nonce)})
+        try:  # its socket is empty, so there is room for it
+            if sock.send(answer) == len(answer):
+                return True
+        except OSError:
+            pass
+        sock.close()
+        return False
 
     @staticmethod
     def _refuse(sock: socket.socket, reason: str) -> None:
@@ -281,6 +389,6 @@ def _encode(message: Mapping[str, Any]) -> bytes:
 def _decode(body: bytes) -> dict[str, Any] | None:
     try:
         message = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):  # not JSON, or nested without end
         return None
     return message if isinstance(message, dict) else None

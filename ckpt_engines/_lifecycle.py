@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from .deadline import Deadline
 from .errors import ClosedError
 
+_LONGEST_POLL_S = 3600.0
+"""``poll`` counts milliseconds in 32 bits; who waits longer asks again."""
+
 
 class Lifecycle:
     """Open-or-closed state of one half, with an interruptible wait.
@@ -63,14 +66,14 @@ class Lifecycle:
     def wait(self, interest: Mapping[int, int], timeout_s: float) -> set[int]:
         """Poll file descriptors, mapped to their ``select.POLL*`` events, for at most `timeout_s` seconds.
 
-        Returns the ready ones, none after the timeout or a `ring`; an empty `interest` makes this an interruptible
+        Returns the ready ones, none after the timeout, a `ring` or an hour; an empty `interest` makes this an interruptible
         sleep. Raises `ClosedError` as soon as `close` is called.
         """
         poller = select.poll()
         poller.register(self._wake_read.fileno(), select.POLLIN)
         for descriptor, events in interest.items():
             poller.register(descriptor, events)
-        ready = {descriptor for descriptor, _ in poller.poll(math.ceil(timeout_s * 1000))}
+        ready = {descriptor for descriptor, _ in poller.poll(math.ceil(min(timeout_s, _LONGEST_POLL_S) * 1000))}
         if self._closed:
             raise self._interrupted()
         if self._wake_read.fileno() in ready:

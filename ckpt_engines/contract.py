@@ -19,6 +19,7 @@ never has to resume a broken connection.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,13 +27,15 @@ from enum import StrEnum
 from typing import Any, ClassVar, Protocol
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
 
 from .deadline import Deadline
 from .errors import ProtocolError
 
 API_VERSION = 1
 """Version of this contract. An engine declares the one it was written for; the registry refuses any other."""
+
+_IN_NO_NAME = re.compile("[\0\ud800-\udfff]")
 
 Address = Mapping[str, Any]
 """Where a half can be reached: JSON-representable, engine-specific, never pickled."""
@@ -70,7 +73,15 @@ class Capabilities:
 class EngineConfig(BaseModel):
     """Base of an engine's typed options; the framework builds it from the user's ``checkpoint_engine.options``."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _is_a_name_to_the_system(cls, value: Any) -> Any:
+        """No path, host or interface has these characters, and the system's calls fail for them in ways of their own."""
+        if isinstance(value, str) and _IN_NO_NAME.search(value):
+            raise ValueError("holds a character that no name can have")
+        return value
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,8 @@ from datetime import timedelta
 
 from .errors import DeadlineExceededError
 
+_LONGEST_S = 10 * 365 * 86400.0
+
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
@@ -22,8 +24,8 @@ class Deadline:
 
     @classmethod
     def after(cls, seconds: float) -> Deadline:
-        """The deadline `seconds` from now."""
-        return cls(time.monotonic() + seconds)
+        """The deadline `seconds` from now, ten years at most: the clocks of what waits by it cannot count further."""
+        return cls(time.monotonic() + min(_LONGEST_S, seconds))
 
     def within(self, seconds: float) -> Deadline:
         """This deadline, or the point `seconds` from now if that comes first."""

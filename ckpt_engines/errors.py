@@ -185,18 +185,20 @@ def _subclasses(cls: type[WeightlaneError]) -> dict[str, type[WeightlaneError]]:
     return found
 
 
-def error_from_wire(data: dict[str, str]) -> WeightlaneError:
+def error_from_wire(data: Any) -> WeightlaneError:
     """Rebuild an error that `WeightlaneError.to_wire` turned into plain data.
 
-    A type this process does not know (a third-party engine's own) becomes a plain `WeightlaneError` that keeps the text.
+    A type this process does not know or cannot rebuild (a third-party engine's own) becomes a plain `WeightlaneError` that
+    keeps the text; so does whatever else a peer sent in place of an error.
     """
-    cls = _subclasses(WeightlaneError).get(data.get("type", ""), WeightlaneError)
-    return cls(
-        data.get("message", "no message"),
-        part=data.get("part", "unknown part"),
-        peer=data.get("peer", ""),
-        hint=data.get("hint", ""),
-    )
+    plain = data if isinstance(data, dict) else {}
+    told = {field: text for field, text in plain.items() if isinstance(text, str)}
+    message = told.get("message", "no message")
+    facts = {"part": told.get("part", "unknown part"), "peer": told.get("peer", ""), "hint": told.get("hint", "")}
+    try:
+        return _subclasses(WeightlaneError).get(told.get("type", ""), WeightlaneError)(message, **facts)
+    except Exception:  # noqa: BLE001 - a third party's constructor
+        return WeightlaneError(message, **facts)
 
 
 def as_weightlane_error(error: BaseException, part: str) -> WeightlaneError:

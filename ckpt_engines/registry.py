@@ -20,6 +20,8 @@ from .errors import (
     UnknownEngineError,
     WeightlaneError,
 )
+from .faulty import PREFIX as FAULTY
+from .faulty import faulty
 
 GROUP = "weightlane.ckpt_engines"
 _PART = "engine registry"
@@ -57,10 +59,15 @@ class CheckpointEngineRegistry:
         return sorted(self._found)
 
     def engine_class(self, name: str) -> type[CheckpointEngine]:
-        """The class behind `name`, checked against the contract.
+        """The class behind `name`, checked against the contract; ``faulty:NAME`` is NAME with injected faults.
 
         Raises `UnknownEngineError`, `DuplicateEngineError`, `EngineImportError` or `EngineContractError`.
         """
+        if name.startswith(FAULTY):
+            return faulty(self._installed_class(name.removeprefix(FAULTY)))
+        return self._installed_class(name)
+
+    def _installed_class(self, name: str) -> type[CheckpointEngine]:
         candidates = self._found.get(name, [])
         if not candidates:
             raise UnknownEngineError(f"no checkpoint engine is called {name!r}.", part=_PART, hint=self._suggest(name))

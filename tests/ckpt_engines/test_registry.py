@@ -84,9 +84,11 @@ from weightlane.ckpt_engines import CheckpointEngineRegistry, WeightlaneError
 registry = CheckpointEngineRegistry()
 found = {"names": registry.names()}
 found["imported"] = [name for name in sys.modules if name.startswith("acme") or name.endswith((".shm", ".filesystem"))]
-for name in registry.names():
+options = {"good": {"lanes": 3}, "faulty:good": {"inner": {"lanes": 3}}}
+wrapped = ["good", "needs-rdma", "twin", "elsewhere", "half"]
+for name in [*registry.names(), *(f"faulty:{name}" for name in wrapped)]:
     try:
-        registry.create(name, {"lanes": 3} if name == "good" else {})
+        registry.create(name, options.get(name, {}))
         found[name] = None
     except WeightlaneError as error:
         found[name] = error.to_wire()
@@ -126,6 +128,18 @@ def test_listing_names_finds_every_distribution_and_imports_no_engine(found: dic
 def test_an_engine_of_another_distribution_is_made_from_its_own_options(found: dict[str, Any]) -> None:
     assert found["good"] is None
     assert ["good", "acme-engines 1.5", True, None] in found["rows"]
+
+
+def test_an_engine_of_another_distribution_is_wrapped_with_faults_and_its_own_options(found: dict[str, Any]) -> None:
+    assert found["faulty:good"] is None
+    assert not [name for name in found["names"] if name.startswith("faulty:")]
+
+
+@pytest.mark.parametrize("name", ["needs-rdma", "twin", "elsewhere", "half"])
+def test_an_engine_that_cannot_be_had_cannot_be_had_with_faults_either(found: dict[str, Any], name: str) -> None:
+    for field in ("type", "hint"):
+        assert found[f"faulty:{name}"][field] == found[name][field]
+    assert name in found[f"faulty:{name}"]["message"]
 
 
 @pytest.mark.parametrize(

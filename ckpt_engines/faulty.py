@@ -1,0 +1,358 @@
+"""``faulty:NAME``: any installed engine, with faults injected into its halves on purpose.
+
+For tests and soaks of whatever stands on top of an engine. The wrapper has the wrapped engine's capabilities and stays
+inside the contract: what it raises are the typed errors, what it delays ends by the deadline, and ``close`` from another
+thread ends an injected hang. Whether a bucket meets a fault, and which one, depends on nothing but the seed, the half's
+name, the session, the version and the bucket's index. A half injects at most one fault per session and version, so that
+faults can be counted; each is appended to a log before it strikes.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+
+from .contract import (
+    Address,
+    Bucket,
+    CheckpointEngine,
+    EngineConfig,
+    Mailbox,
+    Topology,
+    VersionFiles,
+    WeightReceiver,
+    WeightSender,
+)
+from .deadline import Deadline
+from .errors import ClosedError, PeerLostError, ProtocolError, StorageError
+
+PREFIX = "faulty:"
+"""What stands ahead of the wrapped engine's name."""
+NO_BUCKET = -1
+"""Version and index that the log gives to a fault while connecting."""
+_HINT = "This fault was injected on purpose; see checkpoint_engine.options."
+
+
+class FaultKind(StrEnum):
+    """What can go wrong."""
+
+    DROP = "drop"
+    """Sender: the bucket is never sent."""
+    DUPLICATE = "duplicate"
+    """Sender: the bucket is sent twice."""
+    REORDER = "reorder"
+    """Sender: the bucket is sent after the next one."""
+    FLIP = "flip"
+    """Either: one bit changes, on the sender's side in a private copy, on the receiver's after receipt."""
+    TRUNCATE = "truncate"
+    """Sender: a shorter bucket is sent in its place."""
+    DELAY = "delay"
+    """Either: the call takes `delay_s` seconds longer."""
+    HANG = "hang"
+    """Either: the call blocks until its deadline or ``close``."""
+    LOSE = "lose"
+    """Either: the connection breaks, as if the peer had died."""
+    REFUSE = "refuse"
+    """Sender: ``connect`` fails."""
+    STORAGE = "storage"
+    """Receiver: a read fails."""
+
+
+_OF_SENDER = tuple(kind for kind in FaultKind if kind not in {FaultKind.REFUSE, FaultKind.STORAGE})
+_OF_RECEIVER = (FaultKind.FLIP, FaultKind.DELAY, FaultKind.HANG, FaultKind.LOSE, FaultKind.STORAGE)
+_NEED_BYTES = frozenset({FaultKind.FLIP, FaultKind.TRUNCATE})
+
+
+class FaultyConfig(EngineConfig):
+    """Options of ``faulty:NAME``; in the config type of a particular one, `inner` has the type of NAME's own options."""
+
+    inner: EngineConfig = Field(description="Options of the wrapped engine.")
+    seed: int = Field(0, description="Other seeds inject other faults.")
+    rate: float = Field(0.1, ge=0, le=1, description="Probability of a fault per bucket, and per connect.")
+    kinds: tuple[FaultKind, ...] = Field(
+        tuple(FaultKind), min_length=1, description="Which faults to inject; each half takes those it can do."
+    )
+    delay_s: float = Field(0.1, ge=0, description="Length of an injected delay, in seconds.")
+    log: str = Field(
+        "", description="File to which every injected fault is appended as a line of JSON; empty for none."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _inner_may_be_left_out(cls, options: Any) -> Any:
+        return {"inner": {}, **options} if isinstance(options, Mapping) else options
+
+
+class FaultRecord(BaseModel):
+    """One injected fault, a line of the log."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    at: float
+    """Seconds since the epoch."""
+    half: str
+    session: str
+    version: int
+    """`NO_BUCKET` for a fault while connecting, as is `index`."""
+    index: int
+    kind: FaultKind
+
+
+def read_fault_log(path: str | os.PathLike[str]) -> list[FaultRecord]:
+    """Every fault that was logged to `path`, oldest first; none when there is no such file.
+
+    Raises `ProtocolError` for a line that is not a record, or `StorageError`.
+    """
+    try:
+        lines = Path(path).read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise StorageError(f"cannot read {str(path)!r}: {error}.", part="fault log") from error
+    try:
+        return [FaultRecord.model_validate_json(line) for line in lines]
+    except ValidationError as error:
+        raise ProtocolError(f"{path} is not a fault log: {error.errors()[0]['msg']}.", part="fault log") from None
+
+
+class _Faults:
+    """The faults of one half: decides, logs, waits."""
+
+    def __init__(self, part: str, half: str, config: FaultyConfig, possible: Sequence[FaultKind]) -> None:
+        self.part = part
+        self._half = half
+        self._config = config
+        self._possible = [kind for kind in possible if kind in config.kinds]
+        self._closed = threading.Event()
+        self._session = ""
+        self._struck: int | None = None
+
+    def start_session(self, session: str) -> None:
+        self._session = session
+
+    def refuses(self) -> bool:
+        """Whether ``connect`` shall fail."""
+        if FaultKind.REFUSE not in self._config.kinds or not self._strikes(NO_BUCKET, NO_BUCKET):
+            return False
+        self._log(NO_BUCKET, NO_BUCKET, FaultKind.REFUSE)
+        return True
+
+    def of(self, bucket: Bucket) -> FaultKind | None:
+        """The fault that `bucket` meets, if any."""
+        possible = [kind for kind in self._possible if bucket.nbytes or kind not in _NEED_BYTES]
+        if self._struck == bucket.version or not possible or not self._strikes(bucket.version, bucket.index):
+            return None
+        kind = possible[self._draw("kind", bucket.version, bucket.index) % len(possible)]
+        self._struck = bucket.version
+        self._log(bucket.version, bucket.index, kind)
+        return kind
+
+    def flip(self, bucket: Bucket) -> None:
+        """Change one bit in place: of the payload, because not every bit of the framework's trailer says something."""
+        payload = bucket.nbytes - bucket.trailer_bytes if 0 < bucket.trailer_bytes < bucket.nbytes else bucket.nbytes
+        bit = self._draw("bit", bucket.version, bucket.index) % (8 * payload)
+        bucket.data[bit // 8].bitwise_xor_(1 << bit % 8)
+
+    def truncated(self, bucket: Bucket) -> Bucket:
+        """A bucket with fewer of the bytes."""
+        nbytes = self._draw("size", bucket.version, bucket.index) % bucket.nbytes
+        return replace(bucket, data=bucket.data[:nbytes], trailer_bytes=min(bucket.trailer_bytes, nbytes))
+
+    def stall(self, kind: FaultKind, deadline: Deadline, peer: str) -> None:
+        """Delay, or hang until the deadline."""
+        seconds = deadline.remaining_s if kind is FaultKind.HANG else min(self._config.delay_s, deadline.remaining_s)
+        if self._closed.wait(seconds):
+            raise ClosedError("it was closed while a call was running.", part=self.part)
+        if kind is FaultKind.HANG:
+            raise deadline.error("an injected hang to end", part=self.part, peer=peer, hint=_HINT)
+
+    def lost(self, what: str, peer: str) -> PeerLostError:
+        """The error of a connection that was made to break."""
+        return PeerLostError(f"{what} (injected fault).", part=self.part, peer=peer, hint=_HINT)
+
+    def close(self) -> None:
+        """End a hang or a delay."""
+        self._closed.set()
+
+    def _strikes(self, version: int, index: int) -> bool:
+        return self._draw("whether", version, index) < self._config.rate * 2**64
+
+    def _draw(self, purpose: str, version: int, index: int) -> int:
+        """A number below 2**64 that only the arguments and this half's identity decide."""
+        identity = [self._config.seed, self._half, self._session, version, index, purpose]
+        return int.from_bytes(hashlib.sha256(json.dumps(identity).encode()).digest()[:8], "big")
+
+    def _log(self, version: int, index: int, kind: FaultKind) -> None:
+        if not self._config.log:
+            return
+        record = FaultRecord(
+            at=time.time(), half=self._half, session=self._session, version=version, index=index, kind=kind
+        )
+        line = f"{record.model_dump_json()}\n".encode()
+        try:  # one write behind the end of the file, so that the lines of several processes never mix
+            descriptor = os.open(self._config.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.write(descriptor, line)
+            finally:
+                os.close(descriptor)
+        except (OSError, ValueError) as error:
+            raise StorageError(
+                f"cannot write the fault log {self._config.log!r}: {error}.",
+                part=self.part,
+                hint="Set another checkpoint_engine.options.log.",
+            ) from error
+
+
+class FaultySender(WeightSender):
+    """A sender that sometimes does something else than it was asked to."""
+
+    def __init__(self, inner: WeightSender, name: str, config: FaultyConfig) -> None:
+        self._inner = inner
+        self._faults = _Faults(f"faulty sender {name}", name, config, _OF_SENDER)
+        self._held: tuple[Bucket, Sequence[str]] | None = None
+
+    def address(self) -> Address:
+        """The wrapped sender's."""
+        return self._inner.address()
+
+    def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:
+        """Connect, or refuse to."""
+        self._faults.start_session(topology.session)
+        if self._faults.refuses():
+            self._inner.close()
+            raise self._faults.lost("the connection was refused", ", ".join(topology.receivers))
+        self._inner.connect(topology, mailbox, deadline)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Memory of the wrapped sender."""
+        return self._inner.allocate(nbytes)
+
+    def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
+        """Send what the fault makes of `bucket`, and behind it what an earlier fault kept back."""
+        held, self._held = self._held, None
+        self._send(bucket, receivers, deadline)
+        if held is not None:
+            self._inner.send(*held, deadline)
+
+    def _send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
+        kind = self._faults.of(bucket)
+        if kind is FaultKind.DROP:
+            return
+        if kind is FaultKind.REORDER:  # the caller may overwrite the memory as soon as this returns
+            self._held = replace(bucket, data=bucket.data.clone()), tuple(receivers)
+            return
+        if kind is FaultKind.LOSE:
+            self._inner.close()
+            raise self._faults.lost("the connection was lost", ", ".join(receivers))
+        if kind is FaultKind.FLIP:
+            bucket = replace(bucket, data=bucket.data.clone())
+            self._faults.flip(bucket)
+        elif kind is FaultKind.TRUNCATE:
+            bucket = self._faults.truncated(bucket)
+        elif kind in {FaultKind.DELAY, FaultKind.HANG}:
+            self._faults.stall(kind, deadline, ", ".join(receivers))
+        self._inner.send(bucket, receivers, deadline)
+        if kind is FaultKind.DUPLICATE:
+            self._inner.send(bucket, receivers, deadline)
+
+    def open_version(self, files: VersionFiles, deadline: Deadline) -> None:
+        """See `WeightSender.open_version`."""
+        self._inner.open_version(files, deadline)
+
+    def commit_version(self, version: int, deadline: Deadline) -> None:
+        """See `WeightSender.commit_version`."""
+        self._inner.commit_version(version, deadline)
+
+    def close(self) -> None:
+        """See `WeightSender.close`."""
+        self._faults.close()
+        self._inner.close()
+
+
+class FaultyReceiver(WeightReceiver):
+    """A receiver that sometimes fails, or spoils what it received."""
+
+    def __init__(self, inner: WeightReceiver, name: str, config: FaultyConfig) -> None:
+        self._inner = inner
+        self._faults = _Faults(f"faulty receiver {name}", name, config, _OF_RECEIVER)
+
+    def address(self) -> Address:
+        """The wrapped receiver's."""
+        return self._inner.address()
+
+    def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:
+        """Connect."""
+        self._faults.start_session(topology.session)
+        self._inner.connect(topology, mailbox, deadline)
+
+    def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
+        """Receive, unless a fault comes first, and perhaps spoil the result."""
+        kind = self._faults.of(bucket)
+        if kind is FaultKind.LOSE:
+            self._inner.close()
+            raise self._faults.lost("the connection was lost", sender)
+        if kind is FaultKind.STORAGE:
+            raise StorageError("a read failed (injected fault).", part=self._faults.part, peer=sender, hint=_HINT)
+        if kind in {FaultKind.DELAY, FaultKind.HANG}:
+            self._faults.stall(kind, deadline, sender)
+        self._inner.receive(bucket, sender, deadline)
+        if kind is FaultKind.FLIP:
+            self._faults.flip(bucket)
+
+    def close(self) -> None:
+        """See `WeightReceiver.close`."""
+        self._faults.close()
+        self._inner.close()
+
+
+class FaultyEngine(CheckpointEngine):
+    """Base of the wrappers that `faulty` makes; a subclass names the wrapped engine's class."""
+
+    inner_class: ClassVar[type[CheckpointEngine]]
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._config = cast("FaultyConfig", config)
+        self._inner = self.inner_class(self._config.inner)
+
+    @classmethod
+    def unavailable_reason(cls) -> str | None:
+        """The wrapped engine's."""
+        return cls.inner_class.unavailable_reason()
+
+    def make_sender(self, name: str) -> WeightSender:
+        """See `CheckpointEngine.make_sender`."""
+        return FaultySender(self._inner.make_sender(name), name, self._config)
+
+    def make_receiver(self, name: str) -> WeightReceiver:
+        """See `CheckpointEngine.make_receiver`."""
+        return FaultyReceiver(self._inner.make_receiver(name), name, self._config)
+
+
+@functools.cache
+def faulty(inner: type[CheckpointEngine]) -> type[FaultyEngine]:
+    """The engine class that wraps `inner`: same capabilities, and options that hold those of `inner`."""
+    options = (inner.config_type, Field(description=f"Options of {inner.__name__}."))
+    return type(
+        f"Faulty{inner.__name__}",
+        (FaultyEngine,),
+        {
+            "__doc__": f"{inner.__name__} with injected faults.",
+            "inner_class": inner,
+            "api_version": inner.api_version,
+            "capabilities": inner.capabilities,
+            "config_type": create_model(f"Faulty{inner.config_type.__name__}", __base__=FaultyConfig, inner=options),
+        },
+    )

@@ -1,0 +1,315 @@
+"""Control connections: who is let in, what a stranger can do, and how much a peer's message may cost."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from weightlane.ckpt_engines import (
+    CheckpointEngineRegistry,
+    Deadline,
+    DeadlineExceededError,
+    PeerLostError,
+    ProtocolError,
+    Topology,
+    TransportError,
+)
+from weightlane.ckpt_engines._channel import Channel, accept_receivers, dial, listen_tcp
+from weightlane.ckpt_engines._lifecycle import Lifecycle
+from weightlane.ckpt_engines.toolkit import Door, dial_senders
+
+KEY, OTHER_KEY = b"k" * 32, b"o" * 32
+SESSION = "session-1"
+
+
+def frame(body: bytes) -> bytes:
+    return struct.pack("<I", len(body)) + body
+
+
+class Lobby:
+    """A sender that waits for receivers `a` and `b`, and everything that was opened on the way."""
+
+    def __init__(self, key: bytes) -> None:
+        self.listener = listen_tcp("127.0.0.1")
+        self.address = self.listener.getsockname()
+        self.life = Lifecycle("sender s", lambda: None)
+        self.threads = ThreadPoolExecutor(4)
+        self.channels: list[Channel] = []
+        self.sockets: list[socket.socket] = []
+        self.joined: Future[dict[str, Channel]] = self.threads.submit(self._accept, key)
+
+    def _accept(self, key: bytes) -> dict[str, Channel]:
+        channels = accept_receivers(self.listener, self.life, SESSION, ["a", "b"], Deadline.after(5), key=key)
+        self.channels += channels.values()
+        for channel in channels.values():
+            channel.send_json({"welcome": channel.peer}, Deadline.after(5))
+        return channels
+
+    def dial(self, name: str, key: bytes, session: str = SESSION) -> Future[dict[str, Any]]:
+        return self.threads.submit(self._dial, name, key, session)
+
+    def _dial(self, name: str, key: bytes, session: str) -> dict[str, Any]:
+        channel, welcome = dial(
+            self.address, self.life, Deadline.after(5), session=session, name=name, peer="s", key=key
+        )
+        self.channels.append(channel)
+        return welcome
+
+    def stranger(self, *sent: bytes) -> socket.socket:
+        sock = socket.create_connection(self.address, timeout=5)
+        self.sockets.append(sock)
+        for data in sent:
+            sock.sendall(data)
+        return sock
+
+    def close(self) -> None:
+        self.life.close()
+        for resource in (*self.channels, *self.sockets, self.listener):
+            resource.close()
+        self.threads.shutdown()
+
+
+@pytest.fixture
+def lobby() -> Iterator[Callable[[bytes], Lobby]]:
+    opened: list[Lobby] = []
+
+    def open_lobby(key: bytes) -> Lobby:
+        opened.append(Lobby(key))
+        return opened[-1]
+
+    yield open_lobby
+    for one in opened:
+        one.close()
+
+
+def refusal(sock: socket.socket) -> str:
+    """What the sender says before it hangs up."""
+    heard = b"".join(iter(lambda: sock.recv(65536), b""))
+    (length,) = struct.unpack_from("<I", heard)
+    assert len(heard) == 4 + length
+    return str(json.loads(heard[4:])["refused"])
+
+
+@pytest.mark.parametrize("key", [KEY, b""], ids=["key", "no key"])
+def test_receivers_that_know_the_key_are_let_in_and_welcomed(lobby: Callable[[bytes], Lobby], key: bytes) -> None:
+    sender = lobby(key)
+    welcomes = [sender.dial(name, key) for name in ("b", "a")]
+    assert [welcome.result(5) for welcome in welcomes] == [{"welcome": "b"}, {"welcome": "a"}]
+    assert list(sender.joined.result(5)) == ["a", "b"]
+
+
+@pytest.mark.parametrize("wrong", [OTHER_KEY, b"", KEY[:-1]], ids=["another key", "no key", "a part of it"])
+def test_a_receiver_without_the_key_is_refused_and_disturbs_nobody(
+    lobby: Callable[[bytes], Lobby], wrong: bytes
+) -> None:
+    sender = lobby(KEY)
+    first = sender.dial("a", KEY)
+    with pytest.raises(ProtocolError, match="did not prove"):
+        sender.dial("b", wrong).result(5)
+    second = sender.dial("b", KEY)
+    assert [first.result(5), second.result(5)] == [{"welcome": "a"}, {"welcome": "b"}]
+
+
+def test_a_sender_without_the_key_is_not_believed(lobby: Callable[[bytes], Lobby]) -> None:
+    sender = lobby(b"")
+    dialling = [sender.dial(name, KEY) for name in ("a", "b")]
+    for one in dialling:
+        with pytest.raises(ProtocolError, match="does not know this session's key"):
+            one.result(5)
+
+
+class Recorder:
+    """Something that took a sender's place: notes the hello and answers what it is told to."""
+
+    def __init__(self, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        self.listener = listen_tcp("127.0.0.1")
+        self.hello = b""
+        self._answer = answer
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        sock, _ = self.listener.accept()
+        with sock:
+            while len(self.hello) < 4 or len(self.hello) < 4 + struct.unpack_from("<I", self.hello)[0]:
+                self.hello += sock.recv(65536)
+            sock.sendall(frame(json.dumps(self._answer(json.loads(self.hello[4:]))).encode()))
+            sock.recv(1)
+
+    def hear(self, life: Lifecycle, name: str, key: bytes) -> None:
+        address = self.listener.getsockname()
+        try:
+            dial(address, life, Deadline.after(5), session=SESSION, name=name, peer="s", key=key)
+        finally:
+            self.listener.close()
+
+
+def test_an_impostor_can_neither_make_up_nor_repeat_nor_mirror_the_senders_proof(
+    lobby: Callable[[bytes], Lobby],
+) -> None:
+    sender = lobby(KEY)
+    recorded: list[dict[str, Any]] = []
+    real = sender.stranger()
+
+    def forward(hello: dict[str, Any]) -> dict[str, Any]:
+        """What the real sender answers to that hello."""
+        real.sendall(frame(json.dumps(hello).encode()))
+        (length,) = struct.unpack("<I", real.recv(4, socket.MSG_WAITALL))
+        recorded.append(json.loads(real.recv(length, socket.MSG_WAITALL)))
+        return {"proof": "0" * 64}
+
+    answers: list[Callable[[dict[str, Any]], dict[str, Any]]] = [
+        forward,
+        lambda _: recorded[0],
+        lambda hello: {"proof": hello["proof"]},
+        lambda _: {},
+        lambda _: {"proof": 7},
+    ]
+    for answer in answers:
+        with pytest.raises(ProtocolError, match="does not know"):
+            Recorder(answer).hear(sender.life, "a", KEY)
+    assert len(recorded[0]["proof"]) == 64
+
+
+def test_a_recorded_hello_opens_no_other_session_and_not_the_same_one_twice(lobby: Callable[[bytes], Lobby]) -> None:
+    sender, next_session = lobby(KEY), lobby(OTHER_KEY)
+    recorder = Recorder(lambda _: {})
+    with pytest.raises(ProtocolError):
+        recorder.hear(sender.life, "a", KEY)
+    assert KEY not in recorder.hello
+    assert KEY.hex().encode() not in recorder.hello
+    assert "did not prove" in refusal(next_session.stranger(recorder.hello))
+    renamed = json.loads(recorder.hello[4:]) | {"name": "b"}
+    assert "did not prove" in refusal(sender.stranger(frame(json.dumps(renamed).encode())))
+    first = sender.stranger(recorder.hello)
+    assert b"proof" in first.recv(65536)
+    assert "connected already" in refusal(sender.stranger(recorder.hello))
+
+
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        (frame(b"not json"), "another session"),
+        (frame(b"[" * 60_000), "another session"),
+        (frame(b'{"session": ["session-1"]}'), "another session"),
+        (frame(b"[]"), "another session"),
+        (frame(b""), "another session"),
+        (frame(b"\xff\xfe"), "another session"),
+        (struct.pack("<I", 2**32 - 1), "another session"),
+        (frame(json.dumps({"session": SESSION, "name": "nobody"}).encode()), "not the name of a receiver"),
+        (frame(json.dumps({"session": SESSION, "name": ["a"]}).encode()), "not the name of a receiver"),
+        (frame(json.dumps({"session": SESSION, "name": "a", "nonce": 5, "proof": {}}).encode()), "did not prove"),
+        (frame(json.dumps({"session": SESSION, "name": "a", "nonce": "\ud800", "proof": "\ud800"}).encode()), "did not"),
+    ],
+)  # fmt: skip
+def test_whatever_a_stranger_says_it_is_refused_in_words_and_the_others_get_in(
+    lobby: Callable[[bytes], Lobby], sent: bytes, said: str
+) -> None:
+    sender = lobby(KEY)
+    assert said in refusal(sender.stranger(sent))
+    welcomes = [sender.dial(name, KEY) for name in ("a", "b")]
+    assert [welcome.result(5) for welcome in welcomes] == [{"welcome": "a"}, {"welcome": "b"}]
+
+
+def test_strangers_that_say_nothing_do_not_use_up_the_senders_descriptors(lobby: Callable[[bytes], Lobby]) -> None:
+    sender = lobby(KEY)
+    silent = [sender.stranger(b"\1") for _ in range(200)]
+    assert silent[0].recv(1) == b""  # it was dropped to make room
+    silent[-1].setblocking(False)
+    with pytest.raises(BlockingIOError):
+        silent[-1].recv(1)
+    welcomes = [sender.dial(name, KEY) for name in ("a", "b")]
+    assert [welcome.result(5) for welcome in welcomes] == [{"welcome": "a"}, {"welcome": "b"}]
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, Channel]]:
+    """A bare socket and the channel at its other end."""
+    life = Lifecycle("receiver r", lambda: None)
+    bare, other = socket.socketpair()
+    channel = Channel(other, life, "s")
+    yield bare, channel
+    channel.close()
+    bare.close()
+    life.close()
+
+
+@pytest.mark.parametrize(
+    "sent", [frame(b"[1]"), frame(b"{"), frame(b"\xff"), frame(b'{"a":' * 12_000), frame(b"9" * 60_000), frame(b"")]
+)
+def test_a_message_that_is_no_json_object_is_a_protocol_error(ends: tuple[socket.socket, Channel], sent: bytes) -> None:
+    bare, channel = ends
+    bare.sendall(sent)
+    with pytest.raises(ProtocolError, match="not a JSON object"):
+        channel.receive_json(Deadline.after(5), "a message")
+
+
+def test_the_length_of_a_message_is_bounded_before_memory_is_taken(ends: tuple[socket.socket, Channel]) -> None:
+    bare, channel = ends
+    bare.sendall(struct.pack("<I", 2**32 - 1) + b"{}")
+    tracemalloc.start()
+    with pytest.raises(ProtocolError, match="too long"):
+        channel.receive_json(Deadline.after(5), "a message")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+@pytest.mark.parametrize("host", ["x" * 64, "a..b", "nul\0", "", "\ud800", "256.0.0.1"])
+def test_a_host_that_is_none_is_a_typed_error(host: str) -> None:
+    life = Lifecycle("receiver r", lambda: None)
+    with pytest.raises(TransportError):
+        dial((host, 1), life, Deadline.after(5), session=SESSION, name="r", peer="s")
+    life.close()
+
+
+class NoMailbox:
+    """The built-in engines need none."""
+
+    def put(self, key: str, value: Any) -> None:
+        raise AssertionError(key)
+
+    def get(self, key: str, deadline: Deadline) -> Any:
+        raise AssertionError(key)
+
+
+@pytest.mark.parametrize("engine_name", ["gloo", "shm", "faulty:shm"])
+def test_an_engines_receiver_with_another_key_gets_nothing_and_the_right_one_everything(engine_name: str) -> None:
+    options = {"rate": 0} if engine_name.startswith("faulty:") else {}
+    engine = CheckpointEngineRegistry().create(engine_name, options)
+    sender, receivers = engine.make_sender("s"), [engine.make_receiver("r") for _ in range(2)]
+    addresses = {"s": sender.address()}, {"r": receivers[0].address()}
+    with ThreadPoolExecutor(1) as threads:
+        connecting = threads.submit(
+            sender.connect, Topology(SESSION, *addresses, key=KEY), NoMailbox(), Deadline.after(5)
+        )
+        with pytest.raises(ProtocolError, match="did not prove"):
+            receivers[0].connect(Topology(SESSION, *addresses, key=OTHER_KEY), NoMailbox(), Deadline.after(5))
+        receivers[1].connect(Topology(SESSION, *addresses, key=KEY), NoMailbox(), Deadline.after(5))
+        connecting.result(5)
+    for half in (sender, *receivers):
+        half.close()
+
+
+def test_the_public_door_checks_the_key_of_the_topology() -> None:
+    sender, receiver = Lifecycle("sender s", lambda: None), Lifecycle("receiver r", lambda: None)
+    door = Door("127.0.0.1", sender)
+    address = {"s": door.address()}
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(door.let_in, Topology(SESSION, address, {"r": {}}, key=KEY), Deadline.after(0.5))
+        with pytest.raises(ProtocolError, match="did not prove"):
+            dial_senders(Topology(SESSION, address, {"r": {}}, key=OTHER_KEY), "r", receiver, Deadline.after(5))
+        with pytest.raises(DeadlineExceededError):
+            waiting.result(5)
+    with pytest.raises((PeerLostError, DeadlineExceededError)):
+        dial_senders(Topology(SESSION, address, {"r": {}}, key=KEY), "r", receiver, Deadline.after(0.2))
+    door.close()
+    sender.close()
+    receiver.close()

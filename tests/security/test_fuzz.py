@@ -1,0 +1,526 @@
+"""Whatever a peer, a file or a user hands in: our own typed errors come out, soon, and without much memory.
+
+Examples are derandomized; ``WEIGHTLANE_FUZZ=5000 pytest tests/security/test_fuzz.py`` tries that many random ones instead.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import socket
+import struct
+import tempfile
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save
+
+from weightlane.ckpt_engines import (
+    Bucket,
+    CheckpointEngineRegistry,
+    Deadline,
+    ProtocolError,
+    StagingMemoryError,
+    Topology,
+    WeightlaneError,
+    error_from_wire,
+)
+from weightlane.ckpt_engines._channel import Channel
+from weightlane.ckpt_engines._handshake import expect
+from weightlane.ckpt_engines._lifecycle import Lifecycle
+from weightlane.ckpt_engines._local_socket import host_identity, socket_name
+from weightlane.ckpt_engines._meeting import host_and_port
+from weightlane.ckpt_engines._store_layout import parse_latest, parse_sender
+from weightlane.ckpt_engines.faulty import read_fault_log
+from weightlane.ckpt_engines.mac import new_secret, proves, sign, verify
+from weightlane.rollout.expectation import expectation_of
+from weightlane.rollout.wire import failure_from_text
+from weightlane.sync import Manifest, Rendezvous, RendezvousAddress
+from weightlane.sync.messages import Stop, decode, encode
+from weightlane.sync.packing import RunTable
+from weightlane.sync.stored import read_version
+from weightlane.sync.trailer import TRAILER_BYTES, seal
+from weightlane.sync.trailer import verify as verify_bucket
+from weightlane.sync.version_files import MANIFEST_FILE, manifest_of_document
+
+RANDOM_EXAMPLES = int(os.environ.get("WEIGHTLANE_FUZZ", "0"))
+MEMORY_LIMIT_BYTES = 64 << 20
+REGISTRY = CheckpointEngineRegistry()
+
+
+def fuzzed(examples: int) -> settings:
+    """How many examples to try, and that they are the same ones every time."""
+    return settings(
+        max_examples=RANDOM_EXAMPLES or examples,
+        derandomize=not RANDOM_EXAMPLES,
+        database=None,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
+
+
+_NUMBERS = [2**31, 2**63, 2**64, -1, -(2**63), 10**4000, 1e308, float("inf"), float("nan"), True]
+_TEXTS = ["", "\0", "\ud800", "../x", "/", "0", "x" * 10_000]
+NASTY = st.sampled_from([*_NUMBERS, *_TEXTS, None])
+TEXT = st.text(st.characters(), max_size=20)
+LEAF = st.none() | st.booleans() | st.integers() | st.floats() | TEXT | NASTY
+JSON = st.recursive(LEAF, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4))
+
+
+@st.composite
+def mutated(draw: st.DrawFn, valid: Any) -> Any:
+    """`valid` plain data, of which one to three places were replaced, removed, renamed or doubled; or something else."""
+    if draw(st.integers(0, 9)) == 0:
+        return draw(JSON)
+    plain = {"": copy.deepcopy(valid)}
+    for _ in range(draw(st.integers(1, 3))):
+        places = list(_places(plain))
+        container, key = places[draw(st.integers(0, len(places) - 1))]
+        change = draw(st.sampled_from(["replace", "replace", "remove", "double"]))
+        if change == "replace" or key == "":
+            container[key] = draw(JSON)
+        elif change == "remove":
+            del container[key]
+        elif isinstance(container, list):
+            container.insert(key, copy.deepcopy(container[key]))
+        else:
+            container[draw(TEXT)] = copy.deepcopy(container[key])
+    return plain.get("")
+
+
+def _places(container: Any) -> Iterator[tuple[Any, Any]]:
+    keys = list(container) if isinstance(container, dict) else range(len(container))
+    for key in keys:
+        yield container, key
+        if isinstance(container[key], dict | list):
+            yield from _places(container[key])
+
+
+@st.composite
+def mutated_bytes(draw: st.DrawFn, valid: bytes) -> bytes:
+    """`valid` bytes with some changed, cut, or added; or any others."""
+    if draw(st.integers(0, 9)) == 0:
+        return draw(st.binary(max_size=300))
+    data = bytearray(valid)
+    for _ in range(draw(st.integers(1, 4))):
+        place = draw(st.integers(0, len(data)))
+        change = draw(st.sampled_from(["set", "cut", "insert"]))
+        if change == "set" and place < len(data):
+            data[place] = draw(st.integers(0, 255))
+        elif change == "cut":
+            del data[place:]
+        else:
+            data[place:place] = draw(st.binary(max_size=9))
+    return bytes(data)
+
+
+def survives(call: Callable[[], Any]) -> None:
+    """`call` returns or raises one of our errors, whose text can be told and sent on; nothing else."""
+    try:
+        call()
+    except WeightlaneError as error:
+        str(error)
+        json.dumps(error.to_wire())
+
+
+MANIFEST = {
+    "version": 3,
+    "codec": "dense",
+    "base_version": None,
+    "bucket_bytes": 128,
+    "tensors": [["a", [2, 3], "float32"], ["b", [], "bfloat16"], ["c", [0, 5], "bool"]],
+}
+ERROR = {"type": "PeerLostError", "message": "gone", "part": "p", "peer": "q", "hint": "h"}
+MESSAGES = [
+    {"type": "connect", "session": "s", "publishers": ["t"], "senders": {"t": {}}, "receivers": {}, "deadline_s": 1.0},
+    {"type": "open", "session": "s", "version": 1, "manifest": MANIFEST, "deadline_s": 1.0, "stall_s": 1.0},
+    {"type": "failed", "name": "n", "session": "s", "version": 1, "error": ERROR},
+    {"type": "hello", "name": "n", "session": "s", "address": {"host": "127.0.0.1", "port": 1}},
+]
+LATEST = {"version": 2, "directory": "run-1/sender-0/v2"}
+
+
+def parse_manifest(plain: Any) -> None:
+    manifest = Manifest.from_plain(plain)
+    assert manifest.total_bytes >= 0
+    assert manifest.bucket_count >= 0
+    assert manifest.window(0)
+    assert Manifest.from_plain(manifest.to_plain()) == manifest
+    assert manifest.layout_digest
+
+
+def parse_runs(plain: Any) -> None:
+    table = RunTable.from_plain(plain)
+    assert table.bytes_within(0, 1 << 20) >= 0
+
+
+PLAIN: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "manifest": (MANIFEST, parse_manifest),
+    "run table": ([[0, 0, 64], [64, 64, 10]], parse_runs),
+    "rendezvous address": ({"host": "h", "port": 5, "secret": "s"}, RendezvousAddress.from_plain),
+    "error": (ERROR, error_from_wire),
+    "error text": (ERROR, lambda plain: failure_from_text(f"weightlane-error:{json.dumps({'error': plain})}", part="p")),
+    "proof": ("0" * 64, lambda plain: proves(b"key", plain, "label")),
+    "TCP address": ({"host": "127.0.0.1", "port": 5}, lambda plain: host_and_port(plain, "part", "peer")),
+    "socket name": ({"socket": "weightlane-0123456789abcdef.sock"}, lambda plain: socket_name(plain, "part", "peer")),
+    "fault options": (
+        {"inner": {"socket_dir": "/tmp"}, "seed": 1, "rate": 0.1, "kinds": ["drop"], "delay_s": 1, "log": "x"},
+        lambda plain: REGISTRY.validate_options("faulty:shm", plain),
+    ),
+    "filesystem options": ({"path": "x"}, lambda plain: REGISTRY.validate_options("filesystem", plain)),
+    "newest versions": (
+        {**LATEST, "committed": [LATEST, LATEST]},
+        lambda plain: parse_latest(json.dumps(plain), "latest.json", "part"),
+    ),
+    "manifest's file": (
+        {"layout_digest": Manifest.from_plain(MANIFEST).layout_digest, "manifest": MANIFEST},
+        lambda plain: manifest_of_document(json.dumps(plain)),
+    ),
+    "sender's file": ({"process": {"pid": 1}, "oldest": 0}, lambda plain: parse_sender(json.dumps(plain))),
+}  # fmt: skip
+NOT_A_MAPPING = {"rendezvous address", "TCP address", "socket name", "fault options", "filesystem options"}
+"""What is handed a mapping by its caller: the connection's own message type, or the configuration's, sees to that."""
+
+
+@pytest.mark.parametrize("what", PLAIN)
+def test_plain_data_is_parsed_or_refused(what: str) -> None:
+    valid, parse = PLAIN[what]
+    parse(valid)
+
+    @fuzzed(100)
+    @given(mutated(valid))
+    def fuzz(plain: Any) -> None:
+        if what not in NOT_A_MAPPING or isinstance(plain, dict):
+            survives(lambda: parse(plain))
+
+    fuzz()
+
+
+@pytest.mark.parametrize(
+    ("what", "plain"),
+    [
+        ("manifest", {**MANIFEST, "tensors": [["a", [2**62, 2**62], "float64"]]}),
+        ("manifest", {**MANIFEST, "tensors": [["a", [10**4000] * 3, "float64"]]}),
+        ("manifest", {**MANIFEST, "tensors": [["a", [2**40], "int8"]], "bucket_bytes": 64}),
+        ("manifest", {**MANIFEST, "tensors": [["a", [1] * 100_000, "int8"]]}),
+        ("manifest", {**MANIFEST, "tensors": [["a", [], "int8"]] * 50_000}),
+        ("manifest", {**MANIFEST, "version": 2**63}),
+        ("run table", [[0, 0, 10**4000]]),
+        ("run table", [[float("inf"), 0, 1]]),
+        ("run table", [["1", True, 1.5]]),
+        ("run table", ["123"]),
+        ("error", []),
+        ("error", {"type": [], "message": {}}),
+        ("error", {"type": "SyncAbortedError", "message": 5, "hint": None}),
+    ],
+)
+def test_sizes_that_lie_cost_neither_time_nor_memory(what: str, plain: Any) -> None:
+    tracemalloc.start()
+    started = time.monotonic()
+    survives(lambda: PLAIN[what][1](plain))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < MEMORY_LIMIT_BYTES
+    assert time.monotonic() - started < 2
+
+
+def test_a_stored_version_that_claims_to_be_huge_is_refused(tmp_path: Path) -> None:
+    manifest = Manifest.from_plain({**MANIFEST, "tensors": [["a", [2**60], "int8"]], "bucket_bytes": 2**60})
+    directory = tmp_path / LATEST["directory"]  # type: ignore[operator]
+    directory.mkdir(parents=True)
+    (tmp_path / "latest.json").write_text(json.dumps({**LATEST, "committed": [LATEST]}))
+    document = {"layout_digest": manifest.layout_digest, "manifest": manifest.to_plain()}
+    (directory / MANIFEST_FILE).write_text(json.dumps(document))
+    with pytest.raises(StagingMemoryError):
+        read_version(str(tmp_path))
+
+
+class PickyError(WeightlaneError):
+    """A third party's error, which cannot be rebuilt from its parts."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"code {code}")
+
+
+def test_an_error_that_cannot_be_rebuilt_keeps_its_text() -> None:
+    error = error_from_wire(PickyError(7).to_wire())
+    assert type(error) is WeightlaneError
+    assert error.message == "code 7"
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: str(message["type"]))
+def test_control_messages_are_parsed_or_refused(message: dict[str, Any]) -> None:
+    decode(json.dumps(message).encode())
+
+    @fuzzed(100)
+    @given(mutated(message) | mutated_bytes(json.dumps(message).encode()))
+    def fuzz(changed: Any) -> None:
+        survives(lambda: decode(changed if isinstance(changed, bytes) else json.dumps(changed).encode()))
+
+    fuzz()
+
+
+@pytest.mark.parametrize("seconds", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_a_message_cannot_ask_for_a_wait_that_never_ends(seconds: str) -> None:
+    body = json.dumps(MESSAGES[0]).replace("1.0", seconds)
+    with pytest.raises(ProtocolError):
+        decode(body.encode())
+
+
+@pytest.mark.parametrize("depth", [1_000, 100_000])
+def test_data_nested_without_end_is_refused(depth: int, tmp_path: Path) -> None:
+    nested = "[" * depth
+    with pytest.raises(ProtocolError):
+        decode(b'{"type":"open","manifest":' + nested.encode())
+    with pytest.raises(ProtocolError):
+        parse_latest(nested, "latest.json", "part")
+    assert parse_sender(nested) == ({}, 0)
+    assert failure_from_text(f"weightlane-error:{nested}", part="p").intact is False
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map":' + nested)
+    with pytest.raises(WeightlaneError):
+        expectation_of(tmp_path, dtype=torch.float32, tied_embeddings=False)
+
+
+SECRET = new_secret()
+ENVELOPE = sign(SECRET, "inbox/a", b'{"type": "stop"}')
+
+
+@fuzzed(200)
+@given(mutated_bytes(ENVELOPE))
+def test_only_what_was_signed_is_opened(changed: bytes) -> None:
+    if changed != ENVELOPE:
+        with pytest.raises(ProtocolError):
+            verify(SECRET, "inbox/a", changed)
+
+
+def sealed(nbytes: int) -> bytes:
+    framed = torch.arange(nbytes + TRAILER_BYTES, dtype=torch.uint8)
+    seal(framed, 7, 2)
+    return bytes(framed.tolist())
+
+
+@fuzzed(300)
+@given(st.sampled_from([0, 1, 100]).flatmap(lambda nbytes: st.tuples(st.just(nbytes), mutated_bytes(sealed(nbytes)))))
+def test_a_bucket_passes_its_check_only_unchanged(case: tuple[int, bytes]) -> None:
+    nbytes, changed = case
+    # The engine fills a buffer of the right size, whatever came.
+    changed = changed[: nbytes + TRAILER_BYTES].ljust(nbytes + TRAILER_BYTES, b"\0")
+    framed = torch.frombuffer(bytearray(changed), dtype=torch.uint8)
+    try:
+        verify_bucket(framed, 7, 2, peer="p")
+    except WeightlaneError:
+        return
+    meaningful = nbytes + TRAILER_BYTES - 16  # the last 16 bytes of the trailer are padding
+    assert changed[:meaningful] == sealed(nbytes)[:meaningful]
+
+
+@pytest.fixture
+def ends() -> Iterator[Callable[[bytes], Channel]]:
+    """Makes a channel whose peer has sent some bytes and hung up."""
+    life = Lifecycle("receiver r", lambda: None)
+    opened: list[Channel] = []
+
+    def make(sent: bytes) -> Channel:
+        for channel in opened:
+            channel.close()
+        bare, other = socket.socketpair()
+        opened.append(Channel(other, life, "s"))
+        with bare:
+            bare.sendall(sent)
+        return opened[-1]
+
+    yield make
+    for channel in opened:
+        channel.close()
+    life.close()
+
+
+def frame(body: bytes) -> bytes:
+    return struct.pack("<I", len(body)) + body
+
+
+ANNOUNCED = {"version": 1, "index": 0, "nbytes": 4, "segment": 0, "offset": 0}
+
+
+def test_frames_and_announcements_are_read_or_refused(ends: Callable[[bytes], Channel]) -> None:
+    bucket = Bucket(1, 0, torch.zeros(4, dtype=torch.uint8))
+    valid = frame(json.dumps(ANNOUNCED).encode())
+    assert expect(ends(valid), bucket, Deadline.after(1)) == ANNOUNCED
+
+    @fuzzed(150)
+    @given(mutated_bytes(valid) | mutated(ANNOUNCED))
+    def fuzz(changed: Any) -> None:
+        sent = changed if isinstance(changed, bytes) else frame(json.dumps(changed).encode())
+        survives(lambda: expect(ends(sent), bucket, Deadline.after(1)))
+
+    fuzz()
+
+
+def test_a_hostile_sender_of_shared_memory_gets_nothing_but_typed_errors(tmp_path: Path) -> None:
+    """It has been let in, and announces segments that are none."""
+    listener = socket.create_server(str(tmp_path / "weightlane-0123456789abcdef.sock"), family=socket.AF_UNIX)
+    listener.settimeout(5)
+    engine = REGISTRY.create("shm", {"socket_dir": str(tmp_path)})
+    topology = Topology(
+        "s", {"s": {"socket": "weightlane-0123456789abcdef.sock", "host": host_identity()}}, {"r": {"host": ""}}
+    )
+    announced = {**ANNOUNCED, "retired": [], "described": {"nbytes": 4096, "descriptors": 1}}
+
+    def offer(plain: Any) -> None:
+        receiver = engine.make_receiver("r")
+        unsealed = os.memfd_create("weightlane-test")
+        os.truncate(unsealed, 4096)
+        answer = frame(b"{}") + frame(json.dumps(plain).encode())
+        serving = threading.Thread(target=answer_once, args=(listener, answer, unsealed))
+        serving.start()
+        try:
+            receiver.connect(topology, None, Deadline.after(2))  # type: ignore[arg-type]
+            receiver.receive(Bucket(1, 0, torch.zeros(4, dtype=torch.uint8)), "s", Deadline.after(2))
+        finally:
+            receiver.close()
+            serving.join()
+            os.close(unsealed)
+
+    with pytest.raises(ProtocolError, match="sealed segment"):
+        offer(announced)
+
+    @fuzzed(60)
+    @given(mutated(announced))
+    def fuzz(plain: Any) -> None:
+        survives(lambda: offer(plain))
+
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    fuzz()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    listener.close()
+
+
+def answer_once(listener: socket.socket, answer: bytes, descriptor: int) -> None:
+    """Accept one connection, read the hello, answer, pass a descriptor and hang up."""
+    sock, _ = listener.accept()
+    with sock, suppress(OSError):
+        (length,) = struct.unpack("<I", sock.recv(4, socket.MSG_WAITALL))
+        sock.recv(length, socket.MSG_WAITALL)
+        sock.sendall(answer)
+        socket.send_fds(sock, [b"\0"], [descriptor])
+        sock.shutdown(socket.SHUT_WR)
+        while sock.recv(65536):
+            pass
+
+
+@pytest.fixture(scope="module")
+def rendezvous() -> Rendezvous:
+    return Rendezvous.host()
+
+
+def test_a_mailbox_gives_back_what_a_member_put_there_and_refuses_everything_else(rendezvous: Rendezvous) -> None:
+    mailbox, store = rendezvous.mailbox("s"), rendezvous.store("mailbox/s")
+    mailbox.put("key", {"a": 1})
+    signed = bytes(store.get("key"))
+    context = "mailbox/s/key"
+
+    @fuzzed(80)
+    @given(mutated_bytes(signed))
+    def forged(changed: bytes) -> None:
+        store.set("key", changed)
+        if changed != signed:
+            with pytest.raises(ProtocolError):
+                mailbox.get("key", Deadline.after(2))
+
+    @fuzzed(80)
+    @given(mutated_bytes(b'{"a": 1}'))
+    def malformed(body: bytes) -> None:
+        store.set("key", sign(rendezvous.address.secret, context, body))
+        survives(lambda: mailbox.get("key", Deadline.after(2)))
+
+    forged()
+    malformed()
+    store.set("key", sign(rendezvous.address.secret, context, b"[" * 100_000))
+    with pytest.raises(ProtocolError):
+        mailbox.get("key", Deadline.after(2))
+    mailbox.put("key", {"a": 1})
+    assert mailbox.get("key", Deadline.after(2)) == {"a": 1}
+    store.set("other", signed)  # a value moved to another key
+    with pytest.raises(ProtocolError):
+        mailbox.get("other", Deadline.after(2))
+
+
+def test_an_inbox_drops_what_no_member_signed_and_refuses_what_is_no_message(rendezvous: Rendezvous) -> None:
+    inbox, store = rendezvous.inbox("a"), rendezvous._store
+    signed = sign(rendezvous.address.secret, "inbox/a", encode(Stop()))
+
+    @fuzzed(80)
+    @given(mutated_bytes(signed))
+    def forged(changed: bytes) -> None:
+        if changed != signed:
+            store.queue_push("inbox/a", changed)
+        store.queue_push("inbox/a", signed)
+        assert inbox.get(Deadline.after(2)) == Stop()
+
+    @fuzzed(80)
+    @given(mutated_bytes(b'{"type": "stop"}'))
+    def malformed(body: bytes) -> None:
+        store.queue_push("inbox/a", sign(rendezvous.address.secret, "inbox/a", body))
+        survives(lambda: inbox.get(Deadline.after(2)))
+
+    forged()
+    malformed()
+    store.queue_push("inbox/a", sign(rendezvous.address.secret, "inbox/b", encode(Stop())))  # meant for another inbox
+    store.queue_push("inbox/a", signed)
+    assert inbox.get(Deadline.after(2)) == Stop()
+    assert inbox.get_nowait() is None
+
+
+def test_a_fault_log_is_read_or_refused(tmp_path: Path) -> None:
+    line = b'{"at":1.0,"half":"h","session":"s","version":1,"index":0,"kind":"drop"}\n'
+    log = tmp_path / "log"
+
+    @fuzzed(100)
+    @given(mutated_bytes(line * 2))
+    def fuzz(changed: bytes) -> None:
+        log.write_bytes(changed)
+        survives(lambda: read_fault_log(log))
+
+    log.write_bytes(line * 2)
+    assert len(read_fault_log(log)) == 2
+    fuzz()
+
+
+CHECKPOINT = save({"model.embed_tokens.weight": torch.zeros(4, 2), "b": torch.zeros(0)})
+HEADER_END = 8 + int.from_bytes(CHECKPOINT[:8], "little")
+
+
+def _checkpoint(header: Any, data: bytes = CHECKPOINT[HEADER_END:]) -> bytes:
+    body = json.dumps(header).encode()
+    return struct.pack("<Q", len(body)) + body + data
+
+
+@fuzzed(250)
+@given(
+    mutated_bytes(CHECKPOINT)
+    | mutated(json.loads(CHECKPOINT[8:HEADER_END])).map(_checkpoint)
+    | st.integers(0, 2**64 - 1).map(lambda length: struct.pack("<Q", length) + CHECKPOINT[8:])
+)
+def test_a_checkpoints_header_is_read_or_refused(file: bytes) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "model.safetensors").write_bytes(file)
+        survives(lambda: expectation_of(directory, dtype=torch.bfloat16, tied_embeddings=True))
+
+
+@fuzzed(120)
+@given(mutated({"metadata": {}, "weight_map": {"a": "model.safetensors", "b": "model.safetensors"}}))
+def test_a_checkpoints_index_is_read_or_refused(index: Any) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "model.safetensors").write_bytes(CHECKPOINT)
+        (Path(directory) / "model.safetensors.index.json").write_text(json.dumps(index))
+        survives(lambda: expectation_of(directory, dtype=torch.bfloat16, tied_embeddings=False))

@@ -1,0 +1,339 @@
+"""Nothing that weightlane reads can run code: no module of ours unpickles, and a pickle bomb at any of our doors stays one."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import io
+import json
+import os
+import pickle
+import shutil
+import socket
+import struct
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from weightlane.ckpt_engines import (
+    Bucket,
+    CheckpointEngineRegistry,
+    ConfigError,
+    CorruptBucketError,
+    Deadline,
+    ProtocolError,
+    Topology,
+    WeightlaneError,
+    error_from_wire,
+)
+from weightlane.ckpt_engines._store_layout import parse_latest, parse_sender
+from weightlane.ckpt_engines.faulty import read_fault_log
+from weightlane.ckpt_engines.mac import sign
+from weightlane.rollout.expectation import expectation_of
+from weightlane.rollout.wire import failure_from_text
+from weightlane.sync import Manifest, Rendezvous, RendezvousAddress
+from weightlane.sync.messages import Stop, decode, encode
+from weightlane.sync.packing import RunTable
+from weightlane.sync.trailer import TRAILER_BYTES, verify
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("ckpt_engines", "sync", "trainer", "rollout", "plugins", "cli", "examples", "benchmarks")
+MODULES = {
+    "pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "yaml", "multiprocessing",
+    "torch.multiprocessing", "torch.package", "torch.distributed.checkpoint", "torch.distributed.rpc", "ray",
+}  # fmt: skip
+"""What unpickles, runs or builds objects out of what it reads; yaml because there is nothing of it here to look at."""
+CALLS = {
+    "eval", "exec", "compile", "read_pickle", "broadcast_object_list", "all_gather_object", "gather_object",
+    "scatter_object_list", "send_object_list", "recv_object_list",
+}  # fmt: skip
+ALLOWED = {
+    # A run resumes from its own directory, which is as trusted as the configuration that names it.
+    ("trainer/fsdp2_state.py", "torch.distributed.checkpoint"): "a run's own saved state",
+    # Only names where tensors of a model's state dictionary are; nothing is read.
+    ("examples/torchrun/train_and_publish.py", "torch.distributed.checkpoint"): "state dictionaries in memory",
+    # Ray carries calls between processes that it started itself; see docs/security.md.
+    ("trainer/ray_group.py", "ray"): "Ray between its own processes",
+    ("rollout/ray_actor.py", "ray"): "Ray between its own processes",
+    ("cli/cluster.py", "ray"): "Ray between its own processes",
+    # Hooks into the module, so that the suite notices an engine that unpickles.
+    ("ckpt_engines/conformance/half_process.py", "pickle"): "watches for unpickling",
+    # ``parent_process()`` only: which process to outlive.
+    ("rollout/watchdog.py", "multiprocessing"): "asks for the parent's process id",
+}
+
+
+def dangers(path: Path) -> set[str]:
+    """What in a module could unpickle or run what it reads."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {_listed(alias.name) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found |= {_listed(f"{node.module}.{alias.name}") for alias in node.names}
+        elif isinstance(node, ast.Call):
+            found.add(_dangerous_call(node))
+        elif isinstance(node, ast.Constant) and node.value == "VLLM_ALLOW_INSECURE_SERIALIZATION":
+            found.add(str(node.value))
+    return found - {""}
+
+
+def _listed(imported: str) -> str:
+    return max((name for name in MODULES if f"{imported}.".startswith(f"{name}.")), key=len, default="")
+
+
+def _dangerous_call(node: ast.Call) -> str:
+    function = node.func
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    owner = ast.unparse(function.value) if isinstance(function, ast.Attribute) else ""
+    keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+    if name in CALLS and (not owner or name not in {"eval", "compile"}):
+        return name
+    if (owner, name) == ("torch", "load") and keywords.get("weights_only") != "True":
+        return "torch.load"
+    if name == "load" and keywords.get("allow_pickle", "False") != "False":
+        return "allow_pickle"
+    if name == "import_module" and node.args and isinstance(node.args[0], ast.Constant):
+        return _listed(str(node.args[0].value))
+    return "trust_remote_code" if keywords.get("trust_remote_code", "False") != "False" else ""
+
+
+def test_no_module_of_ours_unpickles_or_runs_what_it_reads() -> None:
+    found = {
+        (str(path.relative_to(ROOT)), danger)
+        for folder in FOLDERS
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if not {"tests", "build"} & set(path.relative_to(ROOT).parts)
+        for danger in dangers(path)
+    }
+    assert sorted(found - set(ALLOWED)) == []
+    assert sorted(set(ALLOWED) - found) == [], "no longer needed"
+
+
+@pytest.mark.parametrize(
+    ("source", "danger"),
+    [
+        ("import pickle", "pickle"),
+        ("from pickle import loads", "pickle"),
+        ("import torch.distributed.checkpoint as dcp", "torch.distributed.checkpoint"),
+        ("from torch.distributed import checkpoint", "torch.distributed.checkpoint"),
+        ("importlib.import_module('dill')", "dill"),
+        ("torch.load(path)", "torch.load"),
+        ("torch.load(path, weights_only=False)", "torch.load"),
+        ("torch.load(path, weights_only=True)", ""),
+        ("numpy.load(path, allow_pickle=True)", "allow_pickle"),
+        ("dist.broadcast_object_list(things)", "broadcast_object_list"),
+        ("group.all_gather_object(a, b)", "all_gather_object"),
+        ("eval(text)", "eval"),
+        ("re.compile(text)", ""),
+        ("model.eval()", ""),
+        ("os.environ['VLLM_ALLOW_INSECURE_SERIALIZATION'] = '1'", "VLLM_ALLOW_INSECURE_SERIALIZATION"),
+        ("AutoModel.from_pretrained(path, trust_remote_code=True)", "trust_remote_code"),
+    ],
+)
+def test_the_search_finds_what_it_is_for(source: str, danger: str, tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text(source)
+    assert dangers(tmp_path / "module.py") == ({danger} if danger else set())
+
+
+class Bomb:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, crater: Path) -> None:
+        self._crater = str(crater)
+
+    def __reduce__(self) -> Any:
+        return os.makedirs, (self._crater, 0o700, True)
+
+
+@pytest.fixture
+def crater(tmp_path: Path) -> Iterator[Path]:
+    """Where the bombs of a test would strike; the test fails if one did."""
+    yield tmp_path / "crater"
+    assert not (tmp_path / "crater").exists(), "a bomb went off"
+
+
+def bombs(crater: Path) -> list[bytes]:
+    """The same bomb in every wrapping that some library would open."""
+    plain = [pickle.dumps(Bomb(crater), protocol) for protocol in (0, 2, 5)]
+    archive = io.BytesIO()
+    torch.save(Bomb(crater), archive)
+    return [
+        *plain,
+        archive.getvalue(),
+        base64.b64encode(plain[2]),
+        json.dumps({"py/reduce": plain[0].decode()}).encode(),
+    ]
+
+
+def test_the_bombs_would_go_off(tmp_path: Path) -> None:
+    crater = tmp_path / "crater"
+    for bomb in bombs(crater)[:3]:
+        pickle.loads(bomb)
+        shutil.rmtree(crater)
+    torch.load(io.BytesIO(bombs(crater)[3]), weights_only=False)
+    assert crater.exists()
+
+
+def test_inboxes_and_mailboxes(crater: Path) -> None:
+    rendezvous = Rendezvous.host()
+    secret, store = rendezvous.address.secret, rendezvous._store
+    inbox, mailbox = rendezvous.inbox("a"), rendezvous.mailbox("s")
+    for bomb in bombs(crater):
+        store.queue_push("inbox/a", bomb)  # nobody signed it: dropped
+        store.queue_push("inbox/a", sign(secret, "inbox/a", encode(Stop())))
+        assert inbox.get(Deadline.after(5)) == Stop()
+        store.queue_push("inbox/a", sign(secret, "inbox/a", bomb))
+        with pytest.raises(ProtocolError):
+            inbox.get(Deadline.after(5))
+        rendezvous.store("mailbox/s").set("key", bomb)
+        with pytest.raises(ProtocolError):
+            mailbox.get("key", Deadline.after(5))
+        rendezvous.store("mailbox/s").set("key", sign(secret, "mailbox/s/key", bomb))
+        if bomb.startswith(b"{"):
+            assert set(mailbox.get("key", Deadline.after(5))) == {"py/reduce"}
+        else:
+            with pytest.raises(ProtocolError):
+                mailbox.get("key", Deadline.after(5))
+
+
+@pytest.mark.parametrize("engine_name", ["gloo", "shm"])
+def test_control_sockets_of_senders(engine_name: str, crater: Path, tmp_path: Path) -> None:
+    engine = CheckpointEngineRegistry().create(
+        engine_name, {} if engine_name == "gloo" else {"socket_dir": str(tmp_path)}
+    )
+    sender, receiver = engine.make_sender("s"), engine.make_receiver("r")
+    address = sender.address()
+    topology = Topology("session", {"s": address}, {"r": receiver.address()}, key=b"key")
+    with ThreadPoolExecutor(1) as threads:
+        connecting = threads.submit(sender.connect, topology, None, Deadline.after(10))  # type: ignore[arg-type]
+        for bomb in bombs(crater):
+            for sent in (bomb + b"\0" * 70_000, struct.pack("<I", len(bomb)) + bomb):
+                answer = knock(address, sent, tmp_path)
+                assert b"refused" in answer or answer == b""
+        receiver.connect(topology, None, Deadline.after(10))  # type: ignore[arg-type]
+        connecting.result(10)
+        sending = threads.submit(sender.send, Bucket(1, 0, torch.ones(5, dtype=torch.uint8)), ["r"], Deadline.after(5))
+        received = Bucket(1, 0, torch.zeros(5, dtype=torch.uint8))
+        receiver.receive(received, "s", Deadline.after(5))
+        sending.result(5)
+        assert received.data.all()
+    sender.close()
+    receiver.close()
+
+
+def knock(address: Any, sent: bytes, socket_dir: Path) -> bytes:
+    """Send something to a sender's control socket and hear what it says before it hangs up."""
+    is_tcp = "port" in address
+    with socket.socket(socket.AF_INET if is_tcp else socket.AF_UNIX) as sock:
+        sock.settimeout(5)
+        sock.connect((address["host"], address["port"]) if is_tcp else str(socket_dir / address["socket"]))
+        try:
+            sock.sendall(sent)
+            return sock.recv(65536)
+        except (ConnectionResetError, BrokenPipeError):
+            return b""
+
+
+@pytest.mark.parametrize("engine_name", ["gloo", "shm"])
+def test_receivers_that_dial_something_hostile(engine_name: str, crater: Path, tmp_path: Path) -> None:
+    engine = CheckpointEngineRegistry().create(
+        engine_name, {} if engine_name == "gloo" else {"socket_dir": str(tmp_path)}
+    )
+    for bomb in bombs(crater):
+        receiver = engine.make_receiver("r")
+        if engine_name == "gloo":
+            listener = socket.create_server(("127.0.0.1", 0))
+            address = {"host": "127.0.0.1", "port": listener.getsockname()[1]}
+        else:
+            path = tmp_path / "weightlane-0123456789abcdef.sock"
+            path.unlink(missing_ok=True)
+            listener = socket.create_server(str(path), family=socket.AF_UNIX)
+            address = {"socket": path.name, **receiver.address()}
+        with ThreadPoolExecutor(1) as threads, listener:
+            threads.submit(answer_with, listener, struct.pack("<I", len(bomb)) + bomb)
+            topology = Topology("session", {"s": address}, {"r": {}}, key=b"key")
+            with pytest.raises(ProtocolError):
+                receiver.connect(topology, None, Deadline.after(5))  # type: ignore[arg-type]
+        receiver.close()
+
+
+def answer_with(listener: socket.socket, answer: bytes) -> None:
+    sock, _ = listener.accept()
+    with sock:
+        sock.recv(65536)
+        sock.sendall(answer)
+        sock.shutdown(socket.SHUT_WR)
+        sock.recv(1)
+
+
+def test_buckets(crater: Path) -> None:
+    for bomb in bombs(crater):
+        for framed in (
+            bomb.ljust(TRAILER_BYTES, b"\0"),
+            bomb + b"\0" * TRAILER_BYTES,
+            b"\0" * 64 + bomb[:TRAILER_BYTES],
+        ):
+            data = torch.frombuffer(bytearray(framed.ljust(-(-len(framed) // 8) * 8, b"\0")), dtype=torch.uint8)
+            with pytest.raises(CorruptBucketError):
+                verify(data, 1, 0, peer="s")
+
+
+def test_messages_manifests_tables_addresses_and_errors(crater: Path) -> None:
+    for bomb in bombs(crater):
+        text = bomb.decode(errors="replace")
+        with pytest.raises(ProtocolError):
+            decode(bomb)
+        for parse in (Manifest.from_plain, RunTable.from_plain):
+            for plain in (bomb, text, [text], {"version": text}):
+                with pytest.raises(ProtocolError):
+                    parse(plain)
+        with pytest.raises(ProtocolError):
+            RendezvousAddress.from_plain({"host": text, "port": text, "secret": text})
+        assert type(error_from_wire({"type": text, "message": text})) is WeightlaneError
+        assert failure_from_text(f"weightlane-error:{text}", part="p").intact is False
+
+
+def test_files(crater: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for bomb in bombs(crater):
+        text = bomb.decode(errors="replace")
+        with pytest.raises(ProtocolError):
+            parse_latest(text, "latest.json", "p")
+        assert parse_sender(text) == ({}, 0)
+        (tmp_path / "log").write_bytes(bomb)
+        with pytest.raises(ProtocolError):
+            read_fault_log(tmp_path / "log")
+        for name in ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"):
+            (model / name).write_bytes(bomb)
+            with pytest.raises(ConfigError):
+                expectation_of(model, dtype=torch.float32, tied_embeddings=False)
+            (model / name).unlink()
+
+
+def test_the_directory_of_the_filesystem_engine(crater: Path, tmp_path: Path) -> None:
+    """Whoever can write there can spoil what is read, and run nothing."""
+    engine = CheckpointEngineRegistry().create("filesystem", {"path": str(tmp_path / "store")})
+    for number, bomb in enumerate(bombs(crater)):
+        for directory in (tmp_path / "store", tmp_path / "store" / f"dead-{number}" / "sender-0"):
+            directory.mkdir(parents=True, exist_ok=True)
+            for name in ("latest.json", "sender.json", "COMMITTED"):
+                (directory / name).write_bytes(bomb)
+        sender, receiver = engine.make_sender("s"), engine.make_receiver("r")
+        topology = Topology(f"session-{number}", {"s": sender.address()}, {"r": receiver.address()})
+        sender.connect(topology, None, Deadline.after(5))  # type: ignore[arg-type]
+        receiver.connect(topology, None, Deadline.after(5))  # type: ignore[arg-type]
+        sender.send(Bucket(1, 0, torch.ones(5, dtype=torch.uint8)), ["r"], Deadline.after(5))
+        (stored,) = (
+            path for path in (tmp_path / "store" / topology.session).rglob("bucket-00000.*") if path.stat().st_size
+        )
+        stored.write_bytes(bomb)
+        with pytest.raises(ProtocolError):
+            receiver.receive(Bucket(1, 0, torch.zeros(5, dtype=torch.uint8)), "s", Deadline.after(5))
+        sender.close()
+        receiver.close()
