@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -14,12 +14,21 @@ import torch.distributed as dist
 from ._lifecycle import Lifecycle
 from .deadline import Deadline
 from .errors import TransportError
-from .process_group import BackendName, Group, abandon_gloo, open_process_group, start_broadcast
+from .process_group import (
+    BackendName,
+    Group,
+    abandon_gloo,
+    abort_accelerator_group,
+    open_process_group,
+    start_broadcast,
+)
 
 _FAST_POLL_S = 0.0002
 _FAST_POLLS_FOR_S = 0.02
 _SLOW_POLL_S = 0.002
 _EVENT_LAG_S = 1.0
+_ABORT_WAIT_S = 1.0
+_log = logging.getLogger(__name__)
 
 
 class Transfer(Protocol):
@@ -97,19 +106,30 @@ class StreamTransfer:
 
 
 class DeviceGroup:
-    """An open group; on an accelerator with a side stream, so that training streams never wait for a peer."""
+    """An open group; on an accelerator with a side stream, so that training streams never wait for a peer.
 
-    def __init__(self, backend: Group, device: torch.device, ring: Callable[[], None]) -> None:
+    Args:
+        backend: The group itself.
+        device: Where buckets live.
+        ring: Called from any thread when a transfer on the host is done.
+        streams: Whether transfers are ordered by streams and events of `device`; by default on everything but a CPU.
+    """
+
+    def __init__(
+        self, backend: Group, device: torch.device, ring: Callable[[], None], *, streams: bool | None = None
+    ) -> None:
         self._backend = backend
         self._device = device
         self._ring = ring
         self._unfinished: Transfer | None = None
-        self._accelerator = None if device.type == "cpu" else torch.get_device_module(device)
+        self._aborter: threading.Thread | None = None
+        by_streams = device.type != "cpu" if streams is None else streams
+        self._accelerator = torch.get_device_module(device) if by_streams else None
         self._stream = self._accelerator.Stream(device) if self._accelerator else None
 
     def start(self, data: torch.Tensor, deadline: Deadline) -> Transfer:
         """Start to broadcast `data` from rank 0."""
-        if data.device.type != self._device.type:
+        if data.device != self._device:
             raise TransportError(
                 f"a bucket is on {data.device}, the engine works on {self._device}.", part="device group"
             )
@@ -126,7 +146,8 @@ class DeviceGroup:
             work.wait()
             event = self._accelerator.Event()
             event.record(self._stream)
-        data.record_stream(self._stream)  # the caller may drop the bucket after an error
+        if data.is_cuda or data.device.type == "npu":
+            data.record_stream(self._stream)  # the caller may drop the bucket after an error
         return StreamTransfer(work, event)
 
     def warm_up(self, deadline: Deadline, part: str) -> None:
@@ -143,11 +164,33 @@ class DeviceGroup:
             self.close()
             raise
 
+    def break_off(self) -> None:
+        """Abort what is under way on an accelerator, without waiting for it. The group cannot be used any more.
+
+        The kernels of a transfer whose peer is gone would keep their part of the device busy for ever. On a CPU nothing
+        runs on, and `close` does what there is to do.
+        """
+        if self._accelerator is not None and self._aborter is None:
+            self._aborter = threading.Thread(target=self._abort, name="weightlane-group-abort", daemon=True)
+            self._aborter.start()
+
+    def _abort(self) -> None:
+        try:
+            abort_accelerator_group(self._backend)
+        except RuntimeError as error:
+            _log.warning("a communicator could not be aborted: %s", error)
+
     def close(self) -> None:
-        """Break off what is under way and leave the group."""
+        """Break off what is under way and leave the group, within a second.
+
+        An abort that takes longer goes on in its thread, which keeps the communicator alive until it is over.
+        """
         if self._accelerator is not None:
-            with contextlib.suppress(RuntimeError, AttributeError):
-                self._backend.abort()
+            self.break_off()
+            assert self._aborter is not None
+            self._aborter.join(_ABORT_WAIT_S)
+            if self._aborter.is_alive():
+                _log.warning("the abort of a communicator on %s takes long and goes on in the background", self._device)
         elif self._unfinished is not None and not self._unfinished.done():
             abandon_gloo(self._backend)
 
@@ -162,11 +205,14 @@ def open_device_group(
     host: str,
     deadline: Deadline,
     life: Lifecycle,
+    nccl: Mapping[str, int | str] | None = None,
 ) -> DeviceGroup:
     """`open_process_group` on the current device, bounded by `deadline` and interruptible through `life`.
 
-    The C++ code that connects a group can be neither interrupted nor, for NCCL, bounded. It runs on a thread of its
-    own, which is left behind if it does not return in time and then throws away what it made.
+    The C++ code that connects a group can be neither interrupted nor, for NCCL, bounded: it looks for an end every 2 ms,
+    for up to ``TORCH_NCCL_NONBLOCKING_TIMEOUT`` (half an hour), and holds the lock that an abort would need. It runs on a
+    thread of its own, which is left behind if it does not return in time and then throws away what it made. All members
+    have shown up before this is called, so that only a host that vanishes while NCCL connects, without a word, costs one.
     """
     device = torch.device(device_type)
     if device_type != "cpu":
@@ -178,7 +224,7 @@ def open_device_group(
     def open_group() -> None:
         result: DeviceGroup | BaseException
         try:
-            group = open_process_group(backend, store, rank, world, deadline, host=host, device=device)
+            group = open_process_group(backend, store, rank, world, deadline, host=host, device=device, nccl=nccl)
             result = DeviceGroup(group, device, life.ring)
             if device_type != "cpu":
                 result.warm_up(deadline, life.part)

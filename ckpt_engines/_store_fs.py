@@ -1,160 +1,315 @@
-"""A directory of files on a local or remote file system, with the few operations the filesystem engine needs."""
+"""A directory of files on a local or remote file system, with the few operations the filesystem engine needs.
+
+Nothing here relies on a listing being complete, on modification times or on locks, none of which network file systems
+promise. What they do promise is that a rename within a directory, or the upload of an object, happens as a whole.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import io
+import errno
 import os
-from collections.abc import Iterator
-from typing import Any
+import secrets
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
 
 import fsspec
 import torch
-from fsspec.implementations.local import LocalFileSystem
 
-from .errors import ConfigError, ProtocolError, StorageError
+from ._lifecycle import Lifecycle
+from ._waiting import run_bounded
+from .deadline import Deadline
+from .errors import ClosedError, ConfigError, ProtocolError, StorageError, WeightlaneError
 
+_T = TypeVar("_T")
+_LOCAL = frozenset({"file", "local"})
 _PUT_IS_ATOMIC = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss"})
 _PART = "filesystem engine"
+_LOCAL_STEP_BYTES = 8 << 20
+"""Between two looks at the deadline."""
+_REMOTE_STEP_BYTES = 64 << 20
+"""Of one request, and of the copy that it needs."""
+_HEADER_LENGTH = struct.Struct("<Q")
+"""How a safetensors file begins: the length of the header that follows."""
+_HINTS = {
+    errno.ENOSPC: "Free some space there, or set another checkpoint_engine.options.path.",
+    errno.EDQUOT: "Free some space there, or set another checkpoint_engine.options.path.",
+    errno.EFBIG: "Allow larger files there, or set another checkpoint_engine.options.path.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """By when an operation must have ended, and whose closing interrupts it."""
+
+    life: Lifecycle
+    deadline: Deadline
+
+    def check(self, waiting_for: str) -> None:
+        """Raise `DeadlineExceededError` or `ClosedError` when it is time to stop."""
+        if self.life.closed:
+            raise ClosedError("it was closed while a call was running.", part=self.life.part)
+        self.deadline.check(waiting_for, part=self.life.part, hint="Allow more time, or use a faster file system.")
+
+    def sleep(self, seconds: float) -> None:
+        """Pause, but not beyond the deadline. Raises `ClosedError` as soon as the half is closed."""
+        end = self.deadline.within(seconds)
+        while not end.expired:  # a remote operation may have left the bell rung, which ends a wait early
+            self.life.wait({}, end.remaining_s)
+
+
+@contextlib.contextmanager
+def standalone_guard(part: str, deadline: Deadline) -> Iterator[Guard]:
+    """A guard for work that belongs to no half, or to one that is closed already."""
+    life = Lifecycle(part, lambda: None)
+    try:
+        yield Guard(life, deadline)
+    finally:
+        life.close()
 
 
 class StoreDirectory:
     """The directory at an fsspec `url`. Paths are relative to it and use slashes.
 
-    A file appears under its name only when it is complete: by a rename, or on object stores by the upload itself.
+    A file appears under its name only when it is complete: by a rename, or on object stores by the upload itself. Connects
+    to nothing before its first operation. Each operation may raise `StorageError`, `DeadlineExceededError` or `ClosedError`.
+
+    Remote operations run in a thread that is left behind when the deadline passes. Local ones look at the deadline every few
+    MiB; one that hangs in the kernel, because an NFS server is gone and the mount is ``hard``, cannot be interrupted.
+
+    Args:
+        url: A path, or an fsspec URL.
+        storage_options: What fsspec passes on to the file system's class.
+        fsync: Flush every file to the disk before it appears (local paths only).
 
     Raises:
         ConfigError: The URL's file system is unknown or its package is not installed.
     """
 
-    def __init__(self, url: str, *, fsync: bool) -> None:
-        try:
-            self._fs, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False)
-        except (ImportError, ValueError, TypeError) as error:
-            raise ConfigError(
-                f"path {url!r} cannot be used: {error}.",
-                part=_PART,
-                hint="pip install 'weightlane[fs]' has S3; other fsspec protocols need their own package.",
-            ) from error
+    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None, *, fsync: bool = False) -> None:
+        self._url = url
+        self._options = dict(storage_options or {})
         self._fsync = fsync
-        protocols = (self._fs.protocol,) if isinstance(self._fs.protocol, str) else self._fs.protocol
-        self.is_local = isinstance(self._fs, LocalFileSystem)
-        self._put_is_atomic = not _PUT_IS_ATOMIC.isdisjoint(protocols)
+        chained, _, rest = url.partition("::")
+        protocol = chained if rest else fsspec.core.split_protocol(url)[0] or "file"
+        try:
+            fsspec.get_filesystem_class(protocol)
+        except (ImportError, ValueError) as error:
+            raise self._unusable(error) from error
+        self.is_local = protocol in _LOCAL
+        """Whether this is the operating system's own file system, which includes NFS mounts."""
+        self._put_is_atomic = protocol in _PUT_IS_ATOMIC
+
+    @cached_property
+    def _opened(self) -> tuple[Any, str]:
+        try:
+            fs, root = fsspec.core.url_to_fs(self._url, use_listings_cache=False, **self._options)
+        except (ImportError, ValueError, TypeError) as error:
+            raise self._unusable(error) from error
+        return fs, str(root)
+
+    @property
+    def _fs(self) -> Any:
+        return self._opened[0]
+
+    def _unusable(self, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"path {self._url!r} cannot be used: {error}.",
+            part=_PART,
+            hint="pip install 'weightlane[fs]' has S3; other fsspec protocols need their own package.",
+        )
 
     def full(self, path: str) -> str:
         """Path as the file system knows it."""
-        return f"{self._root.rstrip('/')}/{path}" if path else self._root
+        root = self._opened[1]
+        return f"{root.rstrip('/')}/{path}" if path else root
 
-    def write(self, path: str, data: torch.Tensor) -> None:
-        """Write contiguous CPU `data` (uint8) to a new file; `StorageError`, and no file, when that fails."""
+    def write(self, path: str, content: Sequence[bytes | memoryview], guard: Guard) -> None:
+        """Write `content`, piece after piece, to a file that replaces any of that name. When that fails there is no new file."""
         final = self.full(path)
-        written = final if self._put_is_atomic else f"{final}.part"
         with self._typed("write", final):
-            try:
-                self._fs.makedirs(final.rpartition("/")[0], exist_ok=True)
-                if self.is_local:
-                    self._write_local(written, data)
-                else:
-                    with self._fs.open(written, "wb") as file:
-                        file.write(byte_view(data))
-                if written != final:
-                    self._rename(written, final)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    self._fs.rm(written)
-                raise
+            if self.is_local:
+                self._write_local(final, content, guard)
+            else:
+                joined = b"".join(content)  # a copy: an abandoned upload must not read the caller's memory
+                self._remotely(lambda: self._upload(final, joined), guard, f"{final} to be written")
 
-    def _write_local(self, path: str, data: torch.Tensor) -> None:
-        with open(path, "wb", buffering=0) as file:  # noqa: PTH123
-            rest = byte_view(data)
-            while rest:
-                rest = rest[file.write(rest) :]
-            if self._fsync:
-                os.fsync(file.fileno())
+    def write_text(self, path: str, text: str, guard: Guard) -> None:
+        """`write` for a small file."""
+        self.write(path, [text.encode()], guard)
 
-    def _rename(self, source: str, target: str) -> None:
-        if not self.is_local:
-            self._fs.mv(source, target)
-            return
-        os.replace(source, target)  # noqa: PTH105
+    def _write_local(self, final: str, content: Sequence[bytes | memoryview], guard: Guard) -> None:
+        unfinished = _unfinished(final)
+        folder = os.path.dirname(final)  # noqa: PTH120
+        os.makedirs(folder, exist_ok=True)  # noqa: PTH103
+        try:
+            with open(unfinished, "wb", buffering=0) as file:  # noqa: PTH123
+                for piece in content:
+                    rest = memoryview(piece)
+                    while rest:
+                        guard.check(f"{final} to be written")
+                        rest = rest[file.write(rest[:_LOCAL_STEP_BYTES]) :]
+                if self._fsync:
+                    os.fsync(file.fileno())
+            os.replace(unfinished, final)  # noqa: PTH105
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(unfinished)  # noqa: PTH108
+            raise
         if self._fsync:
-            directory = os.open(os.path.dirname(target), os.O_RDONLY)  # noqa: PTH120
+            directory = os.open(folder, os.O_RDONLY)
             try:
                 os.fsync(directory)
             finally:
                 os.close(directory)
 
-    def read_into(self, path: str, data: torch.Tensor) -> bool:
-        """Fill contiguous CPU `data` (uint8) from a file; False when there is no such file yet.
+    def _upload(self, final: str, content: bytes) -> None:
+        if self._put_is_atomic:
+            self._fs.pipe_file(final, content)
+            return
+        unfinished = _unfinished(final)
+        try:
+            self._fs.makedirs(final.rpartition("/")[0], exist_ok=True)
+            self._fs.pipe_file(unfinished, content)
+            self._fs.mv(unfinished, final)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self._fs.rm(unfinished)
+            raise
 
-        Raises `ProtocolError` when the file has another size, or `StorageError`.
+    def read_payload(self, path: str, data: memoryview, guard: Guard) -> bool:
+        """Fill `data` with the end of a file; False when there is no such file yet.
+
+        Ahead of it there may be nothing, or a safetensors header. `ProtocolError` when the file has any other size.
         """
         final = self.full(path)
         with self._typed("read", final):
             try:
-                file: Any = open(final, "rb", buffering=0) if self.is_local else self._fs.open(final, "rb")  # noqa: PTH123,SIM115
-            except FileNotFoundError:
-                return False
-            with file:
-                size = file.seek(0, io.SEEK_END)
-                if size != data.numel():
-                    raise ProtocolError(f"{final} has {size} bytes, expected {data.numel()}.", part=_PART)
-                file.seek(0)
-                rest = byte_view(data)
-                while rest:
-                    count = file.readinto(rest)
-                    if not count:
-                        raise ProtocolError(f"{final} was cut off while it was read.", part=_PART)
-                    rest = rest[count:]
+                if self.is_local:
+                    self._read_local(final, data, guard)
+                else:
+                    self._read_remote(final, data, guard)
+            except OSError as error:
+                if _is_missing(error):
+                    return False
+                raise
         return True
 
-    def read_text(self, path: str) -> str | None:
-        """A small file's text; None when there is no such file."""
-        with self._typed("read", self.full(path)):
+    def _read_local(self, final: str, data: memoryview, guard: Guard) -> None:
+        with open(final, "rb", buffering=0) as file:  # noqa: PTH123
+            size = os.fstat(file.fileno()).st_size
+            _check_size(final, size, data.nbytes, file.read(_HEADER_LENGTH.size))
+            file.seek(size - data.nbytes)
+            rest = data
+            while rest:
+                guard.check(f"{final} to be read")
+                count = file.readinto(rest[:_LOCAL_STEP_BYTES])
+                if not count:
+                    raise _cut_off(final)
+                rest = rest[count:]
+
+    def _read_remote(self, final: str, data: memoryview, guard: Guard) -> None:
+        waiting_for = f"{final} to be read"
+        size = int(self._remotely(lambda: self._fs.info(final)["size"], guard, waiting_for))
+        place = 0
+        while place < size:
+            stop = min(size, place + _REMOTE_STEP_BYTES)
+            piece = self._remotely(
+                lambda start=place, stop=stop: self._fs.cat_file(final, start=start, end=stop),  # type: ignore[misc]
+                guard,
+                waiting_for,
+            )
+            if len(piece) != stop - place:
+                raise _cut_off(final)
+            if place == 0:
+                _check_size(final, size, data.nbytes, piece[: _HEADER_LENGTH.size])
+            low = max(place, size - data.nbytes)
+            if low < stop:
+                data[low - size + data.nbytes : stop - size + data.nbytes] = piece[low - place :]
+            place = stop
+        if size == 0:
+            _check_size(final, size, data.nbytes, b"")
+
+    def read_text(self, path: str, guard: Guard) -> str | None:
+        """A small file's text, undecodable bytes replaced; None when there is no such file."""
+        final = self.full(path)
+        with self._typed("read", final):
             try:
-                return str(self._fs.cat_file(self.full(path)).decode(errors="replace"))
-            except FileNotFoundError:
-                return None
+                content = self._remotely(lambda: self._fs.cat_file(final), guard, f"{final} to be read")
+            except OSError as error:
+                if _is_missing(error):
+                    return None
+                raise
+            return bytes(content).decode(errors="replace")
 
-    def write_text(self, path: str, text: str) -> None:
-        """Write a small file."""
-        self.write(path, torch.tensor(list(text.encode()), dtype=torch.uint8))
-
-    def names(self, path: str) -> list[str]:
-        """Names of everything in a directory; empty when there is no such directory."""
-        with self._typed("list", self.full(path)):
+    def names(self, path: str, guard: Guard) -> list[str]:
+        """Names of what is in a directory. May be out of date or incomplete: good only for finding things to clean up."""
+        final = self.full(path)
+        with self._typed("list", final):
             try:
-                return sorted(
-                    entry.rstrip("/").rpartition("/")[2] for entry in self._fs.ls(self.full(path), detail=False)
-                )
-            except FileNotFoundError:
-                return []
+                entries = self._remotely(lambda: self._fs.ls(final, detail=False), guard, f"{final} to be listed")
+            except OSError as error:
+                if _is_missing(error) or isinstance(error, NotADirectoryError):
+                    return []
+                raise
+            return sorted(str(entry).rstrip("/").rpartition("/")[2] for entry in entries)
 
-    def remove_tree(self, path: str) -> None:
+    def look_again(self, path: str) -> None:
+        """Make an NFS client forget that the directory `path`, or a file in it, did not exist.
+
+        Opening a directory makes it compare what it remembers of that directory with the server's.
+        """
+        if self.is_local:
+            parts = path.split("/")
+            for depth in range(len(parts) + 1):
+                with contextlib.suppress(OSError), os.scandir(self.full("/".join(parts[:depth]))):
+                    pass
+
+    def remove(self, path: str, guard: Guard) -> None:
+        """Remove a file; nothing happens when it does not exist."""
+        self._remove(path, guard, recursive=False)
+
+    def remove_tree(self, path: str, guard: Guard) -> None:
         """Remove a directory and all in it; nothing happens when it does not exist."""
-        with self._typed("remove", self.full(path)), contextlib.suppress(FileNotFoundError):
-            self._fs.rm(self.full(path), recursive=True)
+        self._remove(path, guard, recursive=True)
 
-    def remove_if_empty(self, path: str) -> None:
-        """Remove a directory unless somebody still uses it."""
-        if not self.names(path):
+    def _remove(self, path: str, guard: Guard, *, recursive: bool) -> None:
+        final = self.full(path)
+        with self._typed("remove", final):
+            try:
+                self._remotely(lambda: self._fs.rm(final, recursive=recursive), guard, f"{final} to be removed")
+            except OSError as error:
+                if not _is_missing(error):
+                    raise
+
+    def remove_if_empty(self, path: str, guard: Guard) -> None:
+        """Remove a directory unless somebody still uses it. Object stores have none."""
+        if not self._put_is_atomic:
+            final = self.full(path)
             with contextlib.suppress(OSError):
-                self._fs.rmdir(self.full(path))
+                self._remotely(lambda: self._fs.rmdir(final), guard, f"{final} to be removed")
+
+    def _remotely(self, operation: Callable[[], _T], guard: Guard, waiting_for: str) -> _T:
+        guard.check(waiting_for)
+        return operation() if self.is_local else run_bounded(operation, guard.life, guard.deadline, waiting_for)
 
     @contextlib.contextmanager
     def _typed(self, action: str, path: str) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
-            if isinstance(error, StorageError):
+        except WeightlaneError:
+            raise
+        except Exception as error:
+            if self.is_local and not isinstance(error, OSError):
                 raise
-            reason = error.strerror or str(error)
-            raise StorageError(
-                f"cannot {action} {path}: {reason}.",
-                part=_PART,
-                hint="Free some space there, or set another checkpoint_engine.options.path.",
-            ) from error
+            reason = (error.strerror if isinstance(error, OSError) else "") or f"{type(error).__name__}: {error}"
+            there = "the path's permissions" if self.is_local else "the store's endpoint and credentials"
+            hint = _HINTS.get(getattr(error, "errno", None) or 0, f"Check {there}.")
+            raise StorageError(f"cannot {action} {path}: {reason}.", part=_PART, hint=hint) from error
 
 
 def byte_view(data: torch.Tensor) -> memoryview:
@@ -164,3 +319,30 @@ def byte_view(data: torch.Tensor) -> memoryview:
         if data.numel()
         else memoryview(b"")
     )
+
+
+def _unfinished(final: str) -> str:
+    """A name nobody else uses: two processes may write the same file."""
+    return f"{final}.{secrets.token_hex(4)}.part"
+
+
+def _is_missing(error: OSError) -> bool:
+    # ESTALE: an NFS client still knew the file that another one has replaced or removed.
+    return isinstance(error, FileNotFoundError) or error.errno == errno.ESTALE
+
+
+def _check_size(path: str, size: int, payload: int, start: bytes) -> None:
+    """`ProtocolError` unless the file is `payload` bytes behind nothing or behind a whole safetensors header."""
+    ahead = size - payload
+    if ahead == 0:
+        return
+    if ahead < _HEADER_LENGTH.size:
+        raise ProtocolError(f"{path} has {size} bytes, expected {payload}.", part=_PART)
+    header = _HEADER_LENGTH.unpack(start)[0] if len(start) == _HEADER_LENGTH.size else -1
+    if _HEADER_LENGTH.size + header != ahead:
+        message = f"{path} has {size} bytes: neither {payload} nor a safetensors header and {payload}."
+        raise ProtocolError(message, part=_PART)
+
+
+def _cut_off(path: str) -> ProtocolError:
+    return ProtocolError(f"{path} was cut off while it was read.", part=_PART)

@@ -1,29 +1,60 @@
-"""The filesystem engine: buckets as files in a directory that all sides see, local, NFS or any fsspec URL.
+"""The filesystem engine: versions as files in a directory that all sides see, local, NFS or any fsspec URL.
 
 Layout, where ``n`` is the sender's place in the topology::
 
-    <path>/<session>/sender-<n>/sender.json                     which process writes here
-    <path>/<session>/sender-<n>/v<version>/bucket-<index>.bin   one bucket, complete as soon as it has its name
+    <path>/latest.json                                      the newest committed version, and those that are kept beside it
+    <path>/<session>/sender-<n>/sender.json                 which process writes here; there while the session lasts
+    <path>/<session>/sender-<n>/v<version>/
+        bucket-00000.safetensors                            one bucket, complete as soon as it has its name
+        bucket-00000.seal                                   its trailer, there before the bucket
+        manifest.json, model.safetensors.index.json         whatever documents the framework hands over
+        COMMITTED                                           there once the version has served
 
-A sender keeps the newest versions only and removes everything when it closes; what a killed sender leaves behind is
-removed by the next one on the same host.
+A version stays until newer ones have been *committed*: beginning the next one removes nothing, so that receivers may still
+read. Then the newest `keep_versions` committed ones stay, after `close` and over sessions, and everything older goes, also
+what never was committed. Closing removes what is not committed; what a killed sender leaves of that is removed by the next
+one on the same host.
+
+Everybody finds files by their names. Listings, which network file systems may serve from a cache, only help to find
+leftovers. An NFS client also remembers for a while (``acdirmax``, a minute by default) that a file was *not* there;
+receivers make it forget by opening the directories anew. Where that is not enough, mount with ``lookupcache=positive``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import re
-import socket
+import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, cast
 
 from pydantic import Field
 
 from ._lifecycle import Lifecycle
-from ._store_fs import StoreDirectory
+from ._process_identity import is_dead, process_identity
+from ._store_fs import Guard, StoreDirectory, byte_view, standalone_guard
+from ._store_layout import (
+    COMMITTED,
+    DOCUMENT,
+    SENDER_FILE,
+    CommittedVersion,
+    checked_session,
+    latest_name,
+    latest_text,
+    parse_sender,
+    payload_name,
+    seal_name,
+    sender_directory,
+    sender_text,
+    version_directory,
+)
+from ._store_versions import (
+    committed_versions,
+    is_in_use,
+    read_bucket,
+    remove_leftovers,
+    remove_sender,
+    remove_version,
+)
 from .contract import (
     API_VERSION,
     Address,
@@ -34,16 +65,20 @@ from .contract import (
     EngineConfig,
     Mailbox,
     Topology,
+    VersionFiles,
     WeightReceiver,
     WeightSender,
 )
 from .deadline import Deadline
-from .errors import PeerLostError, ProtocolError, StorageError, WeightlaneError
+from .errors import DeadlineExceededError, PeerLostError, ProtocolError, StorageError, WeightlaneError
 
-_SESSION = re.compile(r"[a-z0-9][a-z0-9-]{0,99}")
-_VERSION_DIR = re.compile(r"v(\d+)")
-_SLOWEST_POLL_S = 0.05
-_HEALTH_CHECK_S = 0.5
+_log = logging.getLogger(__name__)
+_FIRST_POLL_S = {True: 0.005, False: 0.1}
+"""By whether the file system is local: a look at an object store is a paid request."""
+_SLOWEST_POLL_FACTOR = 10
+_HEALTH_CHECK_S = {True: 0.5, False: 2.0}
+_CLEANUP_S = 5.0
+"""Longest time that closing spends on removing files."""
 
 
 class FilesystemConfig(EngineConfig):
@@ -51,16 +86,26 @@ class FilesystemConfig(EngineConfig):
 
     path: str = Field(
         min_length=1,
-        description="Directory, or fsspec URL such as 's3://bucket/prefix', that the sender and all receivers see.",
+        description="Directory, or fsspec URL such as 's3://bucket/prefix', that the sender and all receivers see."
+        " One run at a time may write to it.",
     )
-    keep_versions: int = Field(1, ge=1, description="How many of the newest versions stay on the file system.")
-    poll_s: float = Field(
-        0.005,
+    keep_versions: int = Field(
+        2, ge=1, description="How many of the newest committed versions stay, also when the run has ended."
+    )
+    poll_s: float | None = Field(
+        None,
         gt=0,
-        le=_SLOWEST_POLL_S,
-        description="Seconds between two looks for a new file; grows to 0.05 while waiting.",
+        le=5,
+        description="Seconds between two looks for a new file, growing tenfold while waiting;"
+        " 0.005 for local paths and 0.1 for URLs unless set.",
     )
     fsync: bool = Field(False, description="Flush every file to the disk before receivers see it (local paths only).")
+    storage_options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="What fsspec hands to the file system, e.g. {endpoint_url = 'http://host:9000'} for S3. No secrets:"
+        " options are written to logs and run directories. Credentials belong in the environment (AWS_ACCESS_KEY_ID, ...) or in"
+        " the store's own configuration files, on every host.",
+    )
 
 
 class FilesystemSender(WeightSender):
@@ -70,60 +115,154 @@ class FilesystemSender(WeightSender):
         self._name = name
         self._life = Lifecycle(f"filesystem sender {name}", self._release)
         self._config = config
-        self._store = StoreDirectory(config.path, fsync=config.fsync)
-        self._session = ""
+        self._store = StoreDirectory(config.path, config.storage_options, fsync=config.fsync)
         self._directory = ""
-        self._newest: int | None = None
+        self._files: dict[int, VersionFiles] = {}
+        """By version, of those that were opened."""
+        self._written: dict[int, set[int]] = {}
+        """Indices of the buckets that are there, by version."""
+        self._committed: set[int] = set()
+        """Versions of this sender that stay when it closes."""
+        self._committing = -1
+        """The version of which the list of committed ones may speak, whether or not that was acknowledged."""
+        self._doomed: list[str] = []
+        """Directories of other sessions that are no longer kept and could not be removed yet."""
 
     def address(self) -> Address:
         """Which process this is, so that receivers on the same host notice its death."""
-        return _process_identity(os.getpid())
+        return process_identity()
 
     def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:  # noqa: ARG002
-        """Make the sender's directory, after removing those of dead senders of this host."""
+        """Make the sender's directory, after removing what dead senders of this host left."""
         with self._life.call():
-            self._session = _checked_session(topology, self._life.part)
-            if self._store.is_local:
-                self._remove_stale_sessions()
-            self._directory = _sender_directory(topology, self._name, self._life.part)
-            deadline.check("the file system", part=self._life.part)
-            self._store.write_text(f"{self._directory}/sender.json", json.dumps(dict(self.address())))
+            guard = Guard(self._life, deadline)
+            directory = sender_directory(topology, self._name, self._life.part)
+            guard.check("the file system")
+            remove_leftovers(self._store, guard)
+            self._directory = directory
+            self._store.write_text(f"{directory}/{SENDER_FILE}", sender_text(self.address(), 0), guard)
+
+    def open_version(self, files: VersionFiles, deadline: Deadline) -> None:
+        """Write the version's documents; its buckets get their prefixes from now on."""
+        with self._life.call():
+            guard = self._guard(deadline)
+            for name in files.documents:
+                if not DOCUMENT.fullmatch(name):
+                    raise ProtocolError(f"{name!r} is not the name of a document.", part=self._life.part)
+            self._files[files.version] = files
+            self._written[files.version] = set()
+            for name, text in files.documents.items():
+                self._store.write_text(f"{version_directory(self._directory, files.version)}/{name}", text, guard)
 
     def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:  # noqa: ARG002
-        """Write the bucket's file. A newer version's first bucket removes versions that are no longer kept."""
+        """Write the bucket's files. What is there of older versions stays."""
         with self._life.call():
-            if not self._directory:
-                raise ProtocolError("not connected.", part=self._life.part)
-            deadline.check("the file system", part=self._life.part)
-            if bucket.version != self._newest:
-                self._newest = bucket.version
-                self._remove_old_versions(bucket.version)
-            self._store.write(_bucket_path(self._directory, bucket), bucket.data)
+            guard = self._guard(deadline)
+            prefix = b""
+            if files := self._files.get(bucket.version):
+                if bucket.index >= len(files.prefixes):
+                    message = f"bucket {bucket.index} of version {bucket.version} was not announced."
+                    raise ProtocolError(message, part=self._life.part)
+                prefix = files.prefixes[bucket.index]
+            written = self._written.setdefault(bucket.version, set())
+            directory = version_directory(self._directory, bucket.version)
+            view = byte_view(bucket.data)
+            payload_bytes = bucket.nbytes - bucket.trailer_bytes
+            if bucket.trailer_bytes:
+                self._store.write(f"{directory}/{seal_name(bucket.index)}", [view[payload_bytes:]], guard)
+            self._store.write(f"{directory}/{payload_name(bucket.index)}", [prefix, view[:payload_bytes]], guard)
+            written.add(bucket.index)
 
-    def _remove_old_versions(self, newest: int) -> None:
-        matches = (_VERSION_DIR.fullmatch(name) for name in self._store.names(self._directory))
-        older = sorted(int(match[1]) for match in matches if match and int(match[1]) < newest)
-        for version in older[: max(0, len(older) + 1 - self._config.keep_versions)]:
-            self._store.remove_tree(f"{self._directory}/v{version}")
+    def commit_version(self, version: int, deadline: Deadline) -> None:
+        """Make `version` the newest one that readers find, then remove those that are no longer kept.
 
-    def _remove_stale_sessions(self) -> None:
-        for session in filter(_SESSION.fullmatch, self._store.names("")):
-            for sender in self._store.names(session):
-                directory = f"{session}/{sender}"
-                text = self._store.read_text(f"{directory}/sender.json") if sender.startswith("sender-") else None
-                if text is not None and _is_dead(text):
-                    with contextlib.suppress(StorageError):  # somebody else may be removing it
-                        self._store.remove_tree(directory)
-                        self._store.remove_if_empty(session)
+        `ProtocolError` when a bucket of it is missing. A file that cannot be removed is logged: the version counts.
+        """
+        with self._life.call():
+            guard = self._guard(deadline)
+            files = self._files.get(version)
+            missing = set(range(len(files.prefixes))) if files else set()
+            missing -= self._written.get(version, set())
+            if version not in self._written or missing:
+                what = f"bucket {min(missing)} of it is" if missing else "its buckets are"
+                message = f"version {version} cannot be committed: {what} missing."
+                raise ProtocolError(message, part=self._life.part)
+            entry = CommittedVersion(version=version, directory=version_directory(self._directory, version))
+            kept, dropped = self._retained(entry, guard)
+            self._committing = version
+            self._store.write_text(latest_name(self._directory), latest_text(kept), guard)
+            self._committed = {other.version for other in kept if other.sender_directory == self._directory}
+            self._store.write_text(f"{entry.directory}/{COMMITTED}", f'{{"version": {version}}}\n', guard)
+            self._doomed += [other.directory for other in dropped if other.sender_directory != self._directory]
+            self._remove_superseded(version, guard)
+
+    def _retained(
+        self, newest: CommittedVersion, guard: Guard
+    ) -> tuple[list[CommittedVersion], list[CommittedVersion]]:
+        """Which versions stay now that `newest` is committed, newest first, and which go."""
+        earlier = [entry for entry in self._listed(guard) if entry != newest]
+        stay = self._config.keep_versions - 1
+        kept = [newest, *earlier[:stay]]
+        dropped: list[CommittedVersion] = []
+        for entry in earlier[stay:]:  # those of a sender that may still be at work are its own business
+            foreign = entry.sender_directory != self._directory
+            (kept if foreign and is_in_use(self._store, entry.sender_directory, guard) else dropped).append(entry)
+        return kept, dropped
+
+    def _listed(self, guard: Guard) -> list[CommittedVersion]:
+        try:
+            return committed_versions(self._store, self._directory, guard)
+        except ProtocolError as error:
+            _log.warning("%s: earlier versions are forgotten: %s", self._life.part, error)
+            return []
+
+    def _remove_superseded(self, newest: int, guard: Guard) -> None:
+        mine = [version for version in self._written if version < newest and version not in self._committed]
+        try:
+            if mine:  # receivers learn of it before it happens
+                oldest = min(version for version in self._written if version not in mine)
+                text = sender_text(self.address(), oldest)
+                self._store.write_text(f"{self._directory}/{SENDER_FILE}", text, guard)
+            for version in mine:
+                remove_version(self._store, version_directory(self._directory, version), guard)
+                del self._written[version]
+                self._files.pop(version, None)
+            while self._doomed:
+                remove_version(self._store, self._doomed[-1], guard)
+                self._doomed.pop()
+        except (StorageError, DeadlineExceededError) as error:  # tried again after the next commit
+            _log.warning("%s: old versions were not removed: %s", self._life.part, error)
+
+    def _guard(self, deadline: Deadline) -> Guard:
+        if not self._directory:
+            raise ProtocolError("not connected.", part=self._life.part)
+        guard = Guard(self._life, deadline)
+        guard.check("the file system")
+        return guard
 
     def close(self) -> None:
-        """See `WeightSender.close`."""
+        """See `WeightSender.close`. Committed versions stay."""
         self._life.close()
 
     def _release(self) -> None:
-        if self._directory:
-            self._store.remove_tree(self._directory)
-            self._store.remove_if_empty(self._session)
+        if not self._directory:
+            return
+        with standalone_guard(self._life.part, Deadline.after(_CLEANUP_S)) as guard:
+            for version in self._written:
+                if version not in self._committed and not (
+                    version == self._committing and self._is_listed(version, guard)
+                ):
+                    with contextlib.suppress(WeightlaneError):
+                        self._store.remove_tree(version_directory(self._directory, version), guard)
+            remove_sender(self._store, self._directory, guard)
+
+    def _is_listed(self, version: int, guard: Guard) -> bool:
+        """Whether readers may find `version` although its commit failed, for example by its deadline."""
+        try:
+            listed = committed_versions(self._store, self._directory, guard)
+        except WeightlaneError:
+            return True
+        return version_directory(self._directory, version) in {entry.directory for entry in listed}
 
 
 class FilesystemReceiver(WeightReceiver):
@@ -131,8 +270,10 @@ class FilesystemReceiver(WeightReceiver):
 
     def __init__(self, name: str, config: FilesystemConfig) -> None:
         self._life = Lifecycle(f"filesystem receiver {name}", lambda: None)
-        self._config = config
-        self._store = StoreDirectory(config.path, fsync=False)
+        self._store = StoreDirectory(config.path, config.storage_options)
+        self._first_poll_s = config.poll_s or _FIRST_POLL_S[self._store.is_local]
+        self._slowest_poll_s = _SLOWEST_POLL_FACTOR * self._first_poll_s
+        self._health_check_s = _HEALTH_CHECK_S[self._store.is_local]
         self._directories: dict[str, str] = {}
         self._senders: dict[str, Address] = {}
 
@@ -141,47 +282,51 @@ class FilesystemReceiver(WeightReceiver):
         return {}
 
     def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:  # noqa: ARG002
-        """Wait until every sender has made its directory."""
+        """Wait until every sender has made its directory. Possible at any time while the session lasts."""
         with self._life.call():
-            _checked_session(topology, self._life.part)
+            guard = Guard(self._life, deadline)
+            checked_session(topology, self._life.part)
             for sender, address in topology.senders.items():
-                directory = _sender_directory(topology, sender, self._life.part)
+                directory = sender_directory(topology, sender, self._life.part)
                 self._senders[sender] = address
-                while self._store.read_text(f"{directory}/sender.json") is None:
+                while self._store.read_text(f"{directory}/{SENDER_FILE}", guard) is None:
                     self._check_alive(sender)
-                    self._life.wait({}, min(_SLOWEST_POLL_S, deadline.remaining_s))
+                    self._store.look_again(directory)
+                    guard.sleep(self._slowest_poll_s)
                     deadline.check(f"{self._store.full(directory)}", part=self._life.part, peer=sender)
                 self._directories[sender] = directory
 
     def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
-        """Wait for the bucket's file and read it straight into the bucket."""
+        """Wait for the bucket's files and read them straight into the bucket."""
         with self._life.call():
             if sender not in self._directories:
                 raise ProtocolError(f"not connected to {sender}.", part=self._life.part)
-            path = _bucket_path(self._directories[sender], bucket)
-            poll_s = self._config.poll_s
-            next_check = Deadline.after(_HEALTH_CHECK_S)
-            while not self._store.read_into(path, bucket.data):
+            guard = Guard(self._life, deadline)
+            directory = version_directory(self._directories[sender], bucket.version)
+            poll_s = self._first_poll_s
+            next_check = Deadline.after(self._health_check_s)
+            while not read_bucket(self._store, directory, bucket, guard):
                 if next_check.expired:
-                    self._check_alive(sender)
-                    self._check_not_superseded(sender, bucket)
-                    next_check = Deadline.after(_HEALTH_CHECK_S)
-                self._life.wait({}, min(poll_s, deadline.remaining_s))
-                deadline.check(f"{self._store.full(path)}", part=self._life.part, peer=sender)
-                poll_s = min(2 * poll_s, _SLOWEST_POLL_S)
+                    self._store.look_again(directory)
+                    self._check_health(sender, bucket, guard)
+                    next_check = Deadline.after(self._health_check_s)
+                guard.sleep(poll_s)
+                waiting_for = self._store.full(f"{directory}/{payload_name(bucket.index)}")
+                deadline.check(waiting_for, part=self._life.part, peer=sender)
+                poll_s = min(2 * poll_s, self._slowest_poll_s)
 
     def _check_alive(self, sender: str) -> None:
-        if _is_dead(json.dumps(dict(self._senders[sender]))):
+        if is_dead(self._senders[sender]):
             raise PeerLostError("the sender's process is gone.", part=self._life.part, peer=sender)
 
-    def _check_not_superseded(self, sender: str, bucket: Bucket) -> None:
-        names = self._store.names(self._directories[sender])
-        if not names:
+    def _check_health(self, sender: str, bucket: Bucket, guard: Guard) -> None:
+        self._check_alive(sender)
+        text = self._store.read_text(f"{self._directories[sender]}/{SENDER_FILE}", guard)
+        if text is None:
             raise PeerLostError("the sender has closed.", part=self._life.part, peer=sender)
-        newer = [name for name in names if (match := _VERSION_DIR.fullmatch(name)) and int(match[1]) > bucket.version]
-        if newer and f"v{bucket.version}" not in names:
+        if bucket.version < (oldest := parse_sender(text)[1]):
             raise StorageError(
-                f"version {bucket.version} is no longer there, the sender is at {newer[-1]} already.",
+                f"version {bucket.version} is no longer there, the oldest one is {oldest}.",
                 part=self._life.part,
                 peer=sender,
                 hint="Raise checkpoint_engine.options.keep_versions.",
@@ -197,7 +342,9 @@ class FilesystemEngine(CheckpointEngine):
 
     api_version = API_VERSION
     config_type = FilesystemConfig
-    capabilities = Capabilities(devices=frozenset({"cpu"}), delivery=frozenset({Delivery.STORE}))
+    capabilities = Capabilities(
+        devices=frozenset({"cpu"}), delivery=frozenset({Delivery.STORE}), persistent=True, elastic=True
+    )
 
     def make_sender(self, name: str) -> WeightSender:
         """See `CheckpointEngine.make_sender`."""
@@ -206,56 +353,3 @@ class FilesystemEngine(CheckpointEngine):
     def make_receiver(self, name: str) -> WeightReceiver:
         """See `CheckpointEngine.make_receiver`."""
         return FilesystemReceiver(name, cast("FilesystemConfig", self.config))
-
-
-def _checked_session(topology: Topology, part: str) -> str:
-    """The session's name, which comes from a peer and becomes a directory."""
-    if not _SESSION.fullmatch(topology.session):
-        raise ProtocolError(f"{topology.session!r} is not a session name.", part=part)
-    return topology.session
-
-
-def _sender_directory(topology: Topology, sender: str, part: str) -> str:
-    """Relative directory of a sender. Its name may hold anything, so its place in the topology is used."""
-    try:
-        place = list(topology.senders).index(sender)
-    except ValueError:
-        raise ProtocolError(f"{sender!r} is not a sender of the topology.", part=part) from None
-    return f"{_checked_session(topology, part)}/sender-{place}"
-
-
-def _bucket_path(directory: str, bucket: Bucket) -> str:
-    return f"{directory}/v{int(bucket.version)}/bucket-{int(bucket.index)}.bin"
-
-
-def _process_identity(pid: int) -> dict[str, Any]:
-    """A process so described that another one of the same host can tell whether it still lives."""
-    return {"host": socket.gethostname(), "pid_namespace": _pid_namespace(), "pid": pid, "started": _start_time(pid)}
-
-
-def _pid_namespace() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return ""
-
-
-def _start_time(pid: int) -> str:
-    """When a process started, in clock ticks since boot; empty when it does not exist or the platform cannot tell."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in {"Z", "X"} else fields[19]
-
-
-def _is_dead(identity: str) -> bool:
-    """Whether `identity` (JSON of `_process_identity`) is of this host and its process is gone."""
-    try:
-        known = json.loads(identity)
-        if (known["host"], known["pid_namespace"]) != (socket.gethostname(), _pid_namespace()) or not known["started"]:
-            return False
-        return _start_time(int(known["pid"])) != str(known["started"])
-    except (ValueError, KeyError, TypeError, WeightlaneError):
-        return False

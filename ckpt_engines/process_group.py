@@ -11,7 +11,7 @@ import importlib
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any, Literal, Protocol, cast
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ._channel import listen_tcp
 from .deadline import Deadline
-from .errors import DeadlineExceededError, EngineUnavailableError, PeerLostError, TransportError
+from .errors import ConfigError, DeadlineExceededError, EngineUnavailableError, PeerLostError, TransportError
 
 BackendName = Literal["gloo", "nccl", "hccl"]
 
@@ -49,6 +49,17 @@ class Group(Protocol):
 
 _PART = "process group"
 _NEVER = timedelta(days=1)
+_NO_WATCHDOG: dict[str, dict[str, str]] = {
+    # NCCL's and HCCL's own watchdogs kill the whole process on a timeout, on an error, and when a call into the driver
+    # takes long; and a wait that blocks in C++ could not be interrupted. Deadlines are kept by the engine, which aborts
+    # the communicator and raises. The constructor alone reads these; the training's groups keep what the user set.
+    "nccl": {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_NCCL_BLOCKING_WAIT": "0",
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
+    },
+    "hccl": {"HCCL_ASYNC_ERROR_HANDLING": "0", "HCCL_BLOCKING_WAIT": "0"},
+}
 _environment_lock = threading.Lock()
 
 
@@ -96,6 +107,7 @@ def open_process_group(
     *,
     host: str = "127.0.0.1",
     device: torch.device | None = None,
+    nccl: Mapping[str, int | str] | None = None,
 ) -> Group:
     """Open a group of `world` processes that meet in `store`; every one of them calls this at the same time.
 
@@ -107,8 +119,10 @@ def open_process_group(
         deadline: Bounds the meeting. Operations bring their own.
         host: Address of this machine on which gloo listens.
         device: Device the group works on; needed by nccl and hccl, which connect eagerly.
+        nccl: Fields of the communicator's ``ncclConfig_t`` by the names that torch gives them, e.g. ``net_name``.
 
     Raises:
+        ConfigError: This torch does not know one of the `nccl` fields.
         DeadlineExceededError: Somebody did not come.
         PeerLostError: Somebody came and died.
         EngineUnavailableError: This torch lacks the backend.
@@ -122,23 +136,39 @@ def open_process_group(
             return cast("Group", dist.ProcessGroupGloo(store, rank, world, options))
         if device is None:
             raise TransportError(f"{backend} needs a device.", part=_PART)
-        return _open_nccl(store, rank, world, device) if backend == "nccl" else _open_hccl(store, rank, world)
+        if backend == "nccl":
+            return _open_nccl(store, rank, world, device, nccl or {})
+        return _open_hccl(store, rank, world)
 
 
-def _open_nccl(store: dist.Store, rank: int, world: int, device: torch.device) -> Group:
+def _open_nccl(
+    store: dist.Store, rank: int, world: int, device: torch.device, settings: Mapping[str, int | str]
+) -> Group:
     if not dist.is_nccl_available():
         raise EngineUnavailableError("this torch was built without NCCL.", part=_PART)
     options = dist.ProcessGroupNCCL.Options()
-    options.config.blocking = 0  # or a member that dies while NCCL connects could not be aborted
-    # NCCL's own watchdog kills the whole process on a timeout or an error. Deadlines are kept by the engine, which
-    # aborts the communicator and raises, so the watchdog is given neither. The variable is read by the constructor
-    # only.
-    options._timeout = _NEVER
-    with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
+    options.config.blocking = nccl_blocking(torch.cuda.nccl.version())  # type: ignore[no-untyped-call]  # torch is untyped there
+    for name, value in settings.items():
+        if not hasattr(options.config, name):
+            raise ConfigError(
+                f"this torch cannot set NCCL's {name}.", part=_PART, hint=f"Leave out checkpoint_engine.options.{name}."
+            )
+        setattr(options.config, name, value)
+    options._timeout = _NEVER  # watched by the engine
+    with environment(_NO_WATCHDOG["nccl"]):
         group = dist.ProcessGroupNCCL(store, rank, world, options)
     group._set_sequence_number_for_group()  # what torch does for every group it makes
     group.eager_connect_single_device(device)
     return cast("Group", group)
+
+
+def nccl_blocking(version: tuple[int, ...]) -> int:
+    """``ncclConfig_t.blocking``: 0, so that a communicator can be aborted while it connects.
+
+    Except for NCCL 2.26, which hangs at random in that mode (pytorch/pytorch#153960). A communicator that cannot be
+    aborted is left to the thread that opens it, as described at `open_device_group`.
+    """
+    return 1 if version[:2] == (2, 26) else 0
 
 
 def _open_hccl(store: dist.Store, rank: int, world: int) -> Group:
@@ -148,8 +178,22 @@ def _open_hccl(store: dist.Store, rank: int, world: int) -> Group:
         raise EngineUnavailableError(f"torch_npu cannot be imported: {error}.", part=_PART) from error
     options = c10d.ProcessGroupHCCL.Options()
     options._timeout = _NEVER  # as for NCCL
-    group: Group = c10d.ProcessGroupHCCL(store, rank, world, options)
+    with environment(_NO_WATCHDOG["hccl"]):
+        group: Group = c10d.ProcessGroupHCCL(store, rank, world, options)
     return group
+
+
+def abort_accelerator_group(group: Group) -> None:
+    """Abort the communicators of an NCCL or HCCL group. Blocks for as long as the library does, perhaps for ever.
+
+    torch waits for NCCL inside ``abort`` and takes the communicator's lock for it, which another thread holds while it
+    waits for NCCL to connect. So nobody who has a deadline may call this directly.
+    """
+    abort_hccl = getattr(group, "abort_hccl_comm", None)  # torch_npu implements no `Backend.abort`
+    if abort_hccl is not None:
+        abort_hccl("closed by weightlane")
+    else:
+        group.abort()
 
 
 def start_broadcast(group: Group, data: torch.Tensor, root: int, deadline: Deadline) -> dist.Work:
@@ -177,7 +221,7 @@ def translated(part: str, deadline: Deadline, waiting_for: str, peer: str = "") 
     """Turn the RuntimeErrors of torch.distributed into weightlane's errors."""
     try:
         yield
-    except (EngineUnavailableError, TransportError, DeadlineExceededError):
+    except (EngineUnavailableError, TransportError, DeadlineExceededError, ConfigError):
         raise
     except RuntimeError as error:
         raise translate(error, part, deadline, waiting_for, peer) from error
@@ -206,14 +250,16 @@ def translate(
 
 
 @contextlib.contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for the duration of one constructor, which has no other way to be told."""
     with _environment_lock:
-        before = os.environ.get(name)
-        os.environ[name] = value
+        before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
         try:
             yield
         finally:
-            if before is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = before
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value

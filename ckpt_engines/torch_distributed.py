@@ -2,8 +2,10 @@
 
 A sender and its receivers form one process group of their own, in which the sender is rank 0 and the receivers follow
 in topology order; with several senders there are as many groups. A bucket for every receiver is broadcast in that
-group. A bucket for some goes through a group of two for each of them, opened when it is first needed: every transfer is
-a broadcast, which unlike send and recv can be waited for without blocking in C++.
+group. A bucket for some goes through a group of two for each of them, opened when it is first needed. So every transfer is
+a broadcast, on all three devices: gloo's send and recv can only be waited for by blocking in C++, and NCCL's would either
+run one after the other in the big communicator or open communicators of two by themselves, unbounded by any deadline.
+Transfers to several receivers run side by side, each in its own communicator and stream.
 
 Ahead of each payload a header goes over a control connection, because the backends abort the process or corrupt memory
 when two sides disagree about a size. The control connection also tells at once of a peer's death, which NCCL does not.
@@ -15,6 +17,7 @@ import fcntl
 import functools
 import importlib.util
 import ipaddress
+import re
 import select
 import socket
 import struct
@@ -52,9 +55,11 @@ _FRAME = struct.Struct("<Bqqq")
 _DEATH_GRACE_S = 1.0
 """How long a transfer may go on after its peer hung up: what is under way may still arrive."""
 _CULPRIT_WAIT_S = 0.05
+_POLL_RESOLUTION_S = 0.001
 _HANG_UP = getattr(select, "POLLRDHUP", 0)
 """Linux's event for a peer that hung up behind unread data; without it a receiver learns that from the backend."""
 _SIOCGIFADDR = 0x8915
+_LAST_NUMBER = re.compile(r"\d+$")
 
 
 class TorchDistributedConfig(EngineConfig):
@@ -66,7 +71,11 @@ class TorchDistributedConfig(EngineConfig):
     )
     interface: str = Field(
         "",
-        description="Network interface, such as 'eth0', whose IPv4 address each process uses in place of `host`.",
+        description=(
+            "Network interface whose IPv4 address each process uses in place of `host`, for everything it sends. Several,"
+            " such as 'eth0,eth1', are dealt out by the number at the end of a participant's name, its rank: so each sender"
+            " of a machine has its own."
+        ),
     )
 
     @field_validator("host")
@@ -80,19 +89,77 @@ class TorchDistributedConfig(EngineConfig):
             raise ValueError("is a wildcard, on which no peer can connect; name one address, or an interface")
         return host
 
-    def listen_host(self) -> str:
-        """The address to listen on. `ConfigError` when the interface does not exist or has no IPv4 address."""
-        if not self.interface:
+    def listen_host(self, name: str) -> str:
+        """The address on which the participant called `name` listens.
+
+        `ConfigError` when its interface does not exist or has no IPv4 address.
+        """
+        interfaces = [interface.strip() for interface in self.interface.split(",") if interface.strip()]
+        if not interfaces:
             return self.host
+        number = _LAST_NUMBER.search(name)
+        interface = interfaces[int(number.group()) % len(interfaces) if number else 0]
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            request = struct.pack("256s", self.interface.encode()[:15])
+            request = struct.pack("256s", interface.encode()[:15])
             try:
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
             except OSError as error:
-                raise ConfigError(
-                    f"interface {self.interface!r} has no IPv4 address: {error}.", part="interface"
-                ) from error
+                raise ConfigError(f"interface {interface!r} has no IPv4 address: {error}.", part="interface") from error
         return socket.inet_ntoa(answer[20:24])
+
+    def communicator_settings(self) -> dict[str, int | str]:
+        """Fields of ``ncclConfig_t`` that the user chose; only NCCL has any."""
+        return {}
+
+
+class NcclConfig(TorchDistributedConfig):
+    """Options of ``nccl``."""
+
+    interface: str = Field(
+        "",
+        description=(
+            "Network interface whose IPv4 address each process uses in place of `host` for what goes beside NCCL: control"
+            " connections and the store in which members meet. Several, such as 'eth0,eth1', are dealt out by the number at"
+            " the end of a participant's name. The data path is NCCL's: it takes the network card nearest to each GPU, so"
+            " senders on several GPUs use several cards. To choose others, start each process with its own NCCL_IB_HCA (or"
+            " NCCL_SOCKET_IFNAME, also for NCCL's bootstrap): NCCL reads these once per process, for the training's groups"
+            " too, so weightlane leaves them alone."
+        ),
+    )
+    net_name: str = Field(
+        "",
+        description=(
+            "Network module of these communicators alone, such as 'IB', 'Socket' or a plugin's name (ncclConfig_t.netName);"
+            " empty: NCCL's choice."
+        ),
+    )
+    max_ctas: int = Field(
+        0,
+        ge=0,
+        description=(
+            "Most thread blocks that a transfer occupies on the GPU (ncclConfig_t.maxCTAs): fewer leave more of it to"
+            " training and generation, and take less memory per communicator; 0: NCCL's choice."
+        ),
+    )
+    traffic_class: int = Field(
+        -1,
+        ge=-1,
+        description=(
+            "Network traffic class of these communicators (ncclConfig_t.trafficClass, NCCL 2.26 and later), so that switches"
+            " can tell weights from gradients; -1: NCCL's choice."
+        ),
+    )
+
+    def communicator_settings(self) -> dict[str, int | str]:
+        """See `TorchDistributedConfig.communicator_settings`."""
+        chosen: dict[str, int | str] = {}
+        if self.net_name:
+            chosen["net_name"] = self.net_name
+        if self.max_ctas:
+            chosen["max_ctas"] = self.max_ctas
+        if self.traffic_class >= 0:
+            chosen["traffic_class"] = self.traffic_class
+        return chosen
 
 
 class _Half:
@@ -128,14 +195,23 @@ class _Half:
                 store,
                 rank=rank,
                 world=world,
-                host=self._config.listen_host(),
+                host=self._config.listen_host(self._name),
                 deadline=deadline,
                 life=self._life,
+                nccl=self._config.communicator_settings(),
             )
         return self._groups[full_key]
 
     def _finish(self, transfers: Sequence[Transfer], watch: _PeerWatch, deadline: Deadline, what: str) -> None:
         """Wait for `transfers` while watching the control connections of the peers they go to or come from."""
+        try:
+            self._wait_for(transfers, watch, deadline, what)
+        except BaseException:
+            for group in self._groups.values():  # after any error this half is done with
+                group.break_off()
+            raise
+
+    def _wait_for(self, transfers: Sequence[Transfer], watch: _PeerWatch, deadline: Deadline, what: str) -> None:
         started = time.monotonic()
         while not all(transfer.done() for transfer in transfers):
             elapsed_s = time.monotonic() - started
@@ -180,6 +256,9 @@ class _PeerWatch:
             if time.monotonic() >= self._give_up_at:
                 raise self.lost
             timeout_s = min(timeout_s, _CULPRIT_WAIT_S)
+        if timeout_s < _POLL_RESOLUTION_S:  # which poll would round up
+            time.sleep(timeout_s)
+            timeout_s = 0.0
         for descriptor in self._life.wait(dict.fromkeys(self._watched, self._events), timeout_s):
             channel = self._watched.pop(descriptor)
             if self._events == select.POLLIN:
@@ -215,7 +294,7 @@ class TorchDistributedSender(_Half, WeightSender):
         """Host and port of the control connection."""
         with self._life.call():
             if self._listener is None:
-                self._listener = listen_tcp(self._config.listen_host())
+                self._listener = listen_tcp(self._config.listen_host(self._name))
             host, port, *_ = self._listener.getsockname()
             return {"host": host, "port": port}
 
@@ -224,11 +303,13 @@ class TorchDistributedSender(_Half, WeightSender):
         self.address()
         with self._life.call():
             listener = cast("socket.socket", self._listener)
-            self._channels = accept_receivers(listener, self._life, topology.session, topology.receivers, deadline)
+            self._channels = accept_receivers(
+                listener, self._life, topology.session, topology.receivers, deadline, key=topology.key
+            )
             listener.close()
             if not self._channels:
                 return
-            self._stores[self._name], port = host_store(self._config.listen_host())
+            self._stores[self._name], port = host_store(self._config.listen_host(self._name))
             for rank, channel in enumerate(self._channels.values(), 1):
                 channel.send_json({"rank": rank, "world": len(self._channels) + 1, "store_port": port}, deadline)
             self._group(self._name, "everyone", 0, len(self._channels) + 1, deadline)
@@ -287,7 +368,13 @@ class TorchDistributedReceiver(_Half, WeightReceiver):
             for sender, address in topology.senders.items():
                 host, port = _host_and_port(address, self._life.part, sender)
                 channel, welcome = dial(
-                    (host, port), self._life, deadline, session=topology.session, name=self._name, peer=sender
+                    (host, port),
+                    self._life,
+                    deadline,
+                    session=topology.session,
+                    name=self._name,
+                    peer=sender,
+                    key=topology.key,
                 )
                 self._channels[sender] = channel
                 try:
@@ -367,6 +454,7 @@ class GlooEngine(TorchDistributedEngine):
 class NcclEngine(TorchDistributedEngine):
     """CUDA memory over NVLink, InfiniBand or TCP. Uses the device that is current where it connects."""
 
+    config_type = NcclConfig
     backend = "nccl"
     device = "cuda"
     capabilities = _both_ways(devices=frozenset({"cuda"}))

@@ -17,7 +17,8 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
-from weightlane.ckpt_engines import CheckpointEngineRegistry, EngineListing, WeightlaneError
+from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError, EngineListing, WeightlaneError
+from weightlane.ckpt_engines.reference import engine_reference
 
 from .config import explain, load_config
 
@@ -58,8 +59,16 @@ SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", h
 
 
 @app.command()
-def engines(*, as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False) -> None:
+def engines(
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the engine reference: options too.")] = False,
+    of: Annotated[str, typer.Option(metavar="DIST", help="With --markdown: engines of this distribution only.")] = "",
+) -> None:
     """List every installed checkpoint engine, and why it cannot be used here where it cannot."""
+    if markdown:
+        typer.echo(engine_reference(of), nl=False)
+        return
     rows = CheckpointEngineRegistry().list()
     if as_json:
         typer.echo(json.dumps([_plain(row) for row in rows], indent=2))
@@ -77,6 +86,28 @@ def engines(*, as_json: Annotated[bool, typer.Option("--json", help="Print JSON 
             "[green]yes[/green]" if row.unavailable is None else f"[red]no:[/red] {escape(row.unavailable)}",
         )
     Console().print(table)
+
+
+@app.command()
+def conformance(
+    name: Annotated[str, typer.Argument(help="An installed engine, or file.py:Class.", show_default=False)],
+    *,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", "--options", metavar="K=V", help="An option of the engine; repeatable.")
+    ] = None,
+    check: Annotated[list[str] | None, typer.Option(help="Run only this check, by its name; repeatable.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
+    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a JUnit report too.")] = None,
+) -> None:
+    """Check that a checkpoint engine keeps every promise of the contract; exit code 1 when it does not."""
+    try:
+        from .conformance import check_engine  # noqa: PLC0415 - needs an extra
+    except ImportError as error:
+        raise ConfigError(
+            "pytest is not installed.", part="conformance", hint="pip install 'weightlane[conformance]'."
+        ) from error
+    if not check_engine(name, settings or [], checks=check or [], as_json=as_json, junit=junit):
+        raise typer.Exit(1)
 
 
 @app.command()

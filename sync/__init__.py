@@ -32,6 +32,7 @@ A complete hop inside one process (normally the three parts live in three):
     >>> coordinator.close(); publisher.close(); subscriber.close()
 """
 
+from .blocking import CollectivePublisher
 from .config import CheckpointEngineConfig, SyncConfig
 from .coordinator import Coordinator
 from .coverage import Expectation, ExpectedTensor, check_coverage
@@ -40,11 +41,13 @@ from .publisher import Publisher
 from .rendezvous import Rendezvous, RendezvousAddress
 from .report import CommitOutcome, CommitReport, FailedAttempt, Outcome, ReplicaReport, SyncReport
 from .roster import Replica, ReplicaState
+from .stored import read_version
 from .subscriber import Subscriber
 from .tensor_spec import LocalShard, TensorSpec, dtype_name, dtype_of
 
 __all__ = [
     "CheckpointEngineConfig",
+    "CollectivePublisher",
     "CommitOutcome",
     "CommitReport",
     "Coordinator",
@@ -67,4 +70,5 @@ __all__ = [
     "check_coverage",
     "dtype_name",
     "dtype_of",
+    "read_version",
 ]

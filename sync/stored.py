@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from weightlane.ckpt_engines import Bucket, Deadline, StorageError
+from weightlane.ckpt_engines import Bucket, Deadline, StagingMemoryError, StorageError
 from weightlane.ckpt_engines.stored_version import StoredVersion
 
 from .manifest import Manifest
@@ -35,6 +35,7 @@ def read_version(
         CorruptBucketError: A file's bytes are not those that were written.
         ProtocolError: A file is not what it should be, for example too short.
         ConfigError: There is no such file system.
+        StagingMemoryError: It is larger than this machine's memory.
         DeadlineExceededError: `timeout_s` has passed.
     """
     deadline = Deadline.after(timeout_s)
@@ -52,7 +53,13 @@ def read_version(
 
 def _read(stored: StoredVersion, deadline: Deadline) -> tuple[Manifest, dict[str, torch.Tensor]]:
     manifest = manifest_of_document(stored.document(MANIFEST_FILE, deadline))
-    memory = torch.empty(manifest.total_bytes + TRAILER_BYTES, dtype=torch.uint8)
+    try:
+        memory = torch.empty(manifest.total_bytes + TRAILER_BYTES, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise StagingMemoryError(
+            f"there is no memory for the {manifest.total_bytes / 2**20:.0f} MiB of version {stored.version}.",
+            part=f"stored version {stored.location}",
+        ) from error
     for index in range(manifest.bucket_count):
         start, stop = manifest.window(index)
         framed = memory[start : stop + TRAILER_BYTES]  # as when staging, the next payload overwrites the trailer

@@ -8,10 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 
 
@@ -79,3 +81,20 @@ def no_shared_memory_left() -> Iterator[None]:
     yield
     left = sorted(str(path) for path in set(Path("/dev/shm").glob("weightlane-*")) - before)
     assert not left, f"left in shared memory: {left}"
+
+
+@pytest.fixture(scope="session")
+def s3_options(session_children: Children) -> dict[str, str]:
+    """fsspec's storage options for an S3 API on loopback, with an empty bucket called ``weights``."""
+    program = str(Path(__file__).with_name("ckpt_engines") / "s3_server.py")
+    server = session_children.start([program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert server.stdout is not None
+    options = {"endpoint_url": server.stdout.readline().strip(), "key": "test", "secret": "test"}
+    fsspec.filesystem("s3", **options).mkdir("weights")
+    return options
+
+
+@pytest.fixture
+def s3_url(s3_options: dict[str, str]) -> str:
+    """A place of its own in that bucket; opened with `s3_options`."""
+    return f"s3://weights/{uuid.uuid4().hex}"

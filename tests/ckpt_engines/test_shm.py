@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import stat
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +21,24 @@ from weightlane.ckpt_engines import (
     CheckpointEngineRegistry,
     ConfigError,
     Deadline,
+    PeerLostError,
     ProtocolError,
+    StorageError,
     Topology,
     TransportError,
     WeightReceiver,
     WeightSender,
+    error_from_wire,
 )
 from weightlane.ckpt_engines._memfd import Segment
+from weightlane.ckpt_engines._memory import available_memory_bytes
+from weightlane.ckpt_engines.conformance.base import ConformanceBase, ConnectionMaker
+from weightlane.ckpt_engines.conformance.payload import Parcel
+from weightlane.ckpt_engines.conformance.pool import RemoteHalf
+from weightlane.ckpt_engines.conformance.wire import Line
 
 SECONDS = 5.0
+MIB = 1 << 20
 
 
 class NoMailbox:
@@ -169,14 +180,244 @@ def inodes_of_segments(process_directory: Path) -> set[str]:
     return {line.split()[4] for line in lines if "memfd:weightlane" in line}
 
 
-@pytest.mark.parametrize("engine_name", ["shm"])
-def test_after_killing_everybody_no_process_holds_the_shared_memory(connected: Callable[[int], Any]) -> None:
-    connection = connected(2)
-    connection.deliver([[1, 0, 1 << 20, 1]])
-    held = [inodes_of_segments(Path(f"/proc/{half.process.pid}")) for half in connection.halves]
-    assert held[0]
-    assert held[0] == held[1] == held[2]
-    for half in connection.halves:
-        half.signal(signal.SIGKILL)
-    holders = [path for path in Path("/proc").glob("[0-9]*") if inodes_of_segments(path) & held[0]]
-    assert holders == []
+class TestKilled(ConformanceBase):
+    @pytest.fixture
+    def engine_name(self) -> str:
+        return "shm"
+
+    def test_after_killing_everybody_no_process_holds_the_shared_memory(self, connected: ConnectionMaker) -> None:
+        connection = connected(2)
+        connection.deliver([Parcel(1, 0, 1 << 20, 1)])
+        held = [inodes_of_segments(Path(f"/proc/{half.pid}")) for half in connection.halves]
+        assert held[0]
+        assert held[0] == held[1] == held[2]
+        for half in connection.halves:
+            half.kill()
+        holders = [path for path in Path("/proc").glob("[0-9]*") if inodes_of_segments(path) & held[0]]
+        assert holders == []
+
+
+def connected_pair(socket_dir: Path, **options: Any) -> tuple[WeightSender, WeightReceiver]:
+    engine = CheckpointEngineRegistry().create("shm", {"socket_dir": str(socket_dir), **options})
+    sender, receiver = engine.make_sender("s"), engine.make_receiver("r")
+    topology = Topology("session", {"s": sender.address()}, {"r": receiver.address()})
+    thread = threading.Thread(target=sender.connect, args=(topology, NoMailbox(), Deadline.after(SECONDS)))
+    thread.start()
+    receiver.connect(topology, NoMailbox(), Deadline.after(SECONDS))
+    thread.join(SECONDS)
+    return sender, receiver
+
+
+def test_a_sender_holds_no_more_shared_memory_than_it_may(tmp_path: Path) -> None:
+    pair = connected_pair(tmp_path, max_shared_mib=3)
+    sender, receiver = pair
+    buffer = sender.allocate(MIB)
+    with pytest.raises(StorageError, match=r"2\.5 MiB .* max_shared_mib \(3 MiB\).* 1\.0 MiB are in use"):
+        sender.allocate(2 * MIB + MIB // 2)
+    with pytest.raises(StorageError, match="max_shared_mib"):  # a bucket from elsewhere needs a copy
+        sender.send(Bucket(1, 0, torch.zeros(2 * MIB + 1, dtype=torch.uint8)), ["r"], Deadline.after(SECONDS))
+    data = torch.randint(
+        0, 256, (MIB + MIB // 3,), dtype=torch.uint8
+    )  # for which 2 MiB would be taken if there were more
+    for version, bucket in enumerate((data, buffer, data[:5], torch.ones(2 * MIB, dtype=torch.uint8))):
+        assert torch.equal(deliver(pair, Bucket(version, 0, bucket)), bucket)
+        assert sum(mapped_segments()) <= 2 * 3 * MIB  # both sides are in this process
+    sender.close()
+    receiver.close()
+
+
+def test_memory_that_the_machine_does_not_have_is_refused_in_words_and_not_by_the_kernels_killer(
+    tmp_path: Path,
+) -> None:
+    left = available_memory_bytes()
+    assert left is not None
+    assert left > 0
+    pair = connected_pair(tmp_path, max_shared_mib=1 << 30)
+    with pytest.raises(StorageError, match="MiB are left"):
+        pair[0].allocate(2 * left)
+    for half in pair:
+        half.close()
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "expected"), [("max", "5", 4096), ("3000", "2500", 900), ("100", "900", 0), ("9999", "1", 4096)]
+)
+def test_the_memory_that_is_left_is_the_containers_if_that_has_less_than_the_machine(
+    tmp_path: Path, limit: str, used: str, expected: int
+) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 4 kB\n")
+    (tmp_path / "memory.max").write_text(limit)
+    (tmp_path / "memory.current").write_text(used)
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 400\n" if used == "2500" else "anon 1\n")
+    assert available_memory_bytes(tmp_path / "meminfo", tmp_path) == expected
+    assert available_memory_bytes(tmp_path / "none", tmp_path / "none") is None
+
+
+class TestKilledInEachPhase(ConformanceBase):
+    """A killed process leaves nothing that the next start would not clear away."""
+
+    @pytest.fixture
+    def engine_name(self) -> str:
+        return "shm"
+
+    @pytest.fixture
+    def engine_options(self, tmp_path: Path) -> dict[str, Any]:
+        (tmp_path / "sockets").mkdir()
+        return {"socket_dir": str(tmp_path / "sockets")}
+
+    @pytest.mark.parametrize("doomed_side", ["sender", "receiver"])
+    @pytest.mark.parametrize("phase", ["addressed", "connecting", "connected", "between buckets", "in mid-bucket"])
+    def test_killed(
+        self, halves: ConnectionMaker, engine_options: dict[str, Any], phase: str, doomed_side: str
+    ) -> None:
+        before = set(Path("/dev/shm").iterdir())
+        sockets = Path(engine_options["socket_dir"])
+        connection = halves(2)
+        doomed = connection.sender if doomed_side == "sender" else connection.receivers[0]
+        others = [half for half in connection.halves if half is not doomed]
+        waiting: list[RemoteHalf] = []
+        held: set[str] = set()
+        if phase in ("addressed", "connecting"):
+            connection.exchange_addresses()
+            assert len(list(sockets.iterdir())) == 1
+            if phase == "connecting":
+                waiting = [connection.sender, connection.receivers[0]]  # the third stays away, so that it stays at that
+            for half in waiting:
+                connection.start_connect(half, deadline_s=3)
+            time.sleep(0.2)
+        else:
+            connection.connect()
+        if phase in ("between buckets", "in mid-bucket"):
+            connection.deliver([Parcel(1, 0, MIB, 1)])
+            held = inodes_of_segments(Path(f"/proc/{connection.sender.pid}"))
+            assert held
+        if phase == "in mid-bucket":  # nobody receives, so the sender waits
+            connection.start_send([Parcel(1, 1, MIB, 2)], deadline_s=3)
+            waiting = [connection.sender]
+            time.sleep(0.1)
+        doomed.kill()
+        for half in others:
+            if half in waiting:
+                with pytest.raises(PeerLostError):
+                    half.result()
+            half.call("close")
+        left = [path for path in Path("/proc").glob("[0-9]*") if inodes_of_segments(path) & held]
+        assert left == []
+        assert set(Path("/dev/shm").iterdir()) <= before  # memory has no names
+        following = CheckpointEngineRegistry().create("shm", engine_options).make_sender("next")
+        name = following.address()["socket"]
+        assert [path.name for path in sockets.iterdir()] == [name]
+        following.close()
+        assert list(sockets.iterdir()) == []
+
+
+def test_a_socket_whose_owner_was_killed_before_it_listened_is_cleared_away_but_one_in_the_making_is_not(
+    tmp_path: Path, children: Any
+) -> None:
+    program = (
+        "import fcntl, os, socket, sys\n"
+        "directory = os.open(sys.argv[1], os.O_RDONLY)\n"
+        "fcntl.flock(directory, fcntl.LOCK_SH)\n"
+        "socket.socket(socket.AF_UNIX).bind(sys.argv[1] + '/weightlane-0123456789abcdef.sock')\n"
+        "print('bound', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    child = children.start(["-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout.readline() == "bound\n"
+    engine = CheckpointEngineRegistry().create("shm", {"socket_dir": str(tmp_path)})
+    for killed in (False, True):
+        if killed:
+            child.kill()
+            child.wait(5)
+        sender = engine.make_sender("s")
+        started = time.monotonic()
+        sender.address()
+        assert time.monotonic() - started < 3
+        assert len(list(tmp_path.iterdir())) == (1 if killed else 2)
+        sender.close()
+
+
+class Contained:
+    """A half in a container of its own."""
+
+    def __init__(self, process: subprocess.Popen[str], line: Line) -> None:
+        self.process = process
+        self.line = line
+
+    def start(self, op: str, **arguments: Any) -> None:
+        self.line.send({"op": op, **arguments})
+
+    def answer(self) -> Any:
+        answer = self.line.receive(60) or {"ok": "it died"}
+        if "error" in answer:
+            raise error_from_wire(answer["error"])
+        return answer["ok"]
+
+    def call(self, op: str, **arguments: Any) -> Any:
+        self.start(op, **arguments)
+        return self.answer()
+
+    def namespaces(self) -> set[str]:
+        return {str(Path(f"/proc/{self.process.pid}/ns/{kind}").readlink()) for kind in ("user", "mnt", "net", "ipc")}
+
+
+NAMESPACES = ["unshare", "--user", "--map-root-user", "--mount", "--pid", "--net", "--ipc"]
+NAMESPACES += ["--fork", "--kill-child", "--mount-proc"]
+
+
+def no_namespaces() -> str:
+    """Why this machine lets us make no namespaces; empty when it does."""
+    try:
+        probe = subprocess.run(
+            [*NAMESPACES, "mount", "-t", "tmpfs", "none", "/dev/shm"], check=False, capture_output=True, text=True
+        )
+    except OSError as error:
+        return str(error)
+    return probe.stderr.strip()
+
+
+def test_sender_and_receivers_in_containers_of_their_own_need_to_share_nothing_but_the_sockets_directory(
+    tmp_path: Path, children: Any
+) -> None:
+    if reason := no_namespaces():
+        pytest.skip(f"this machine lets nobody make namespaces: {reason}")
+    (tmp_path / "shared").mkdir()
+    options = {"socket_dir": str(tmp_path / "shared")}
+    program = ["-P", "-m", "weightlane.ckpt_engines.conformance.half_process"]
+    # Own processes, network, System V IPC and /dev/shm. The directory is reached under another path in the second one.
+    inside = 'mount -t tmpfs none /dev/shm && mount -t tmpfs none /run && exec "$@"'
+    moved = f'mkdir -p /run/elsewhere && mount --bind {options["socket_dir"]} /run/elsewhere && exec "$@"'
+    scripts = [inside, f"mount -t tmpfs none /dev/shm && mount -t tmpfs none /run && {moved}"]
+    halves = []
+    for script in scripts:
+        command = [*NAMESPACES, "sh", "-c", script, "sh", sys.executable, *program]
+        launch = f"import os; os.execvp({command[0]!r}, {command!r})"
+        ours, theirs = socket.socketpair()
+        with theirs:
+            halves.append(Contained(children.start(["-c", launch], stdin=theirs), Line(ours)))
+    sender, receiver = halves
+    for half in halves:
+        assert half.call("unpickled") == 0  # it is there
+    assert len(sender.namespaces() | receiver.namespaces()) == 8
+    sender.call("make", side="sender", engine="shm", options=options, name="s")
+    receiver.call("make", side="receiver", engine="shm", options={"socket_dir": "/run/elsewhere"}, name="r")
+    topology = {
+        "session": "session",
+        "key": "",
+        "senders": {"s": sender.call("address")},
+        "receivers": {"r": receiver.call("address")},
+    }
+    for half in (sender, receiver):
+        half.start("connect", topology=topology, mailbox=str(tmp_path), deadline_s=SECONDS)
+    for half in (sender, receiver):
+        half.answer()
+    parcels = [Parcel(1, 0, 3 * MIB, 1), Parcel(1, 1, 0, 2), Parcel(1, 2, 70_001, 3)]
+    receiver.start("receive", parcels=parcels, sender="s", deadline_s=SECONDS)
+    sender.call("send", parcels=parcels, receivers=["r"], deadline_s=SECONDS)
+    assert receiver.answer() == [""] * 3
+    receiver.start("receive", parcels=[Parcel(2, 0, 1, 1)], sender="s", deadline_s=SECONDS)
+    sender.process.kill()  # with all that is in its container
+    with pytest.raises(PeerLostError):
+        receiver.answer()
+    for half in halves:
+        half.line.close()

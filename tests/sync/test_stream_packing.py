@@ -47,13 +47,15 @@ def row_shards(spec: TensorSpec, data: torch.Tensor, world: int) -> list[LocalSh
 
 
 @settings(deadline=None, max_examples=80)
-@given(tensors, st.integers(1, 3), st.sampled_from([64, 128, 192, 4096]))
-def test_sharded_tensors_arrive_bit_for_bit_through_buckets_of_any_size(
-    drawn: list[tuple[tuple[int, ...], torch.dtype]], world: int, bucket_bytes: int
+@given(tensors, st.integers(1, 3), st.sampled_from([64, 128, 192, 4096]), st.booleans())
+def test_sharded_tensors_arrive_bit_for_bit_through_buckets_of_any_size_and_cut(
+    drawn: list[tuple[tuple[int, ...], torch.dtype]], world: int, bucket_bytes: int, whole_tensors: bool
 ) -> None:
     specs = [TensorSpec(f"t{i}", shape, dtype) for i, (shape, dtype) in enumerate(drawn)]
     sources = {spec.name: random_bits(spec.shape, spec.dtype, i) for i, spec in enumerate(specs)}
-    manifest = Manifest.from_plain(Manifest(7, tuple(specs), bucket_bytes).to_plain())
+    layout = Manifest(7, tuple(specs), bucket_bytes, whole_tensors=whole_tensors)
+    manifest = Manifest.from_plain(layout.to_plain())
+    assert manifest == layout
     by_rank = [[row_shards(spec, sources[spec.name], world)[rank] for spec in specs] for rank in range(world)]
     tables = {str(rank): RunTable.of_shards(by_rank[rank], manifest) for rank in range(world)}
     check_complete(manifest, tables)
@@ -64,6 +66,7 @@ def test_sharded_tensors_arrive_bit_for_bit_through_buckets_of_any_size(
     staging = torch.full((manifest.total_bytes + TRAILER_BYTES,), 255, dtype=torch.uint8)
     for index in range(manifest.bucket_count):
         start, stop = manifest.window(index)
+        assert stop - start <= manifest.largest_bucket_bytes
         framed = torch.zeros(stop - start + TRAILER_BYTES, dtype=torch.uint8)
         copy_runs(snapshots[0].data, tables["0"], start, stop, framed[:-TRAILER_BYTES])
         for rank in range(1, world):
@@ -79,9 +82,50 @@ def test_sharded_tensors_arrive_bit_for_bit_through_buckets_of_any_size(
         verify(staging[start : stop + TRAILER_BYTES], 7, index, peer="sender")
 
     for entry in manifest.entries:
-        assert entry.offset % ALIGNMENT_BYTES == 0
+        assert entry.offset % (entry.spec.dtype.itemsize if whole_tensors else ALIGNMENT_BYTES) == 0
         received = staging[entry.offset : entry.end].view(entry.spec.dtype).view(entry.spec.shape)
         assert bits(received) == bits(sources[entry.spec.name])
+
+
+@settings(deadline=None)
+@given(tensors, st.sampled_from([64, 128, 192, 4096]))
+def test_buckets_of_whole_tensors_leave_no_gaps_and_hold_as_many_as_fit(
+    drawn: list[tuple[tuple[int, ...], torch.dtype]], bucket_bytes: int
+) -> None:
+    specs = tuple(TensorSpec(f"t{i}", shape, dtype) for i, (shape, dtype) in enumerate(drawn))
+    manifest = Manifest(1, specs, bucket_bytes, whole_tensors=True)
+    buckets = [manifest.tensors_of(index) for index in range(manifest.bucket_count)]
+    assert [entry for bucket in buckets for entry in bucket] == list(manifest.entries)
+    assert sorted(entry.spec.name for entry in manifest.entries) == sorted(spec.name for spec in specs)
+    assert manifest.largest_bucket_bytes == max(
+        (stop - start for start, stop in map(manifest.window, range(len(buckets)))), default=0
+    )
+    place = 0
+    for index, bucket in enumerate(buckets):
+        start, stop = manifest.window(index)
+        assert start % ALIGNMENT_BYTES == 0
+        assert place <= start < place + ALIGNMENT_BYTES
+        place = start
+        for entry in bucket:
+            assert entry.offset == place
+            place = entry.end
+        assert place == stop
+        if stop - start > bucket_bytes:
+            assert sum(entry.spec.nbytes > 0 for entry in bucket) == 1
+        if index + 1 < len(buckets):
+            following = next(entry.spec.nbytes for entry in buckets[index + 1] if entry.spec.nbytes)
+            assert stop - start + following > bucket_bytes
+
+
+def test_buckets_of_fixed_size_do_not_claim_to_hold_whole_tensors() -> None:
+    with pytest.raises(ProtocolError, match="whole tensors"):
+        manifest_of(TensorSpec("w", (4,), torch.float32)).tensors_of(0)
+
+
+def test_a_manifest_says_how_it_is_cut() -> None:
+    spec = TensorSpec("w", (4,), torch.float32)
+    fixed, whole = (Manifest(1, (spec,), 64, whole_tensors=whole) for whole in (False, True))
+    assert fixed.layout_digest != whole.layout_digest
 
 
 def test_a_snapshot_casts_to_the_wire_dtype_exactly_as_torch_does() -> None:
@@ -177,6 +221,7 @@ def test_ranks_that_leave_a_gap_or_hold_something_twice_are_refused() -> None:
         ({"tensors": [["w", [1], "float31"]]}, "unknown tensor dtype"),
         ({"tensors": [["w", [1], "float32"], ["w", [2], "float32"]]}, "listed twice"),
         ({"tensors": {"w": 1}}, "tensors"),
+        ({"whole_tensors": 1}, "whole_tensors"),
         ({"extra": 1}, "extra"),
     ],
 )

@@ -1,0 +1,77 @@
+"""What was run of each built-in engine, and what was not. Update it together with the run; `reference` prints it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_CPU = "two-core x86-64 virtual machine, no GPU, torch 2.13.0+cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """One line of the table."""
+
+    what: str
+    result: str
+    """``"run"``, or ``"not run"``."""
+    date: str
+    """ISO 8601."""
+    device: str
+
+
+EVIDENCE: dict[str, tuple[Evidence, ...]] = {
+    "gloo": (
+        Evidence("Conformance suite, several senders, beside a default process group.", "run", "2026-11-21", _CPU),
+        Evidence("Several machines, several network cards.", "not run", "2026-11-21", "no second machine"),
+    ),
+    "nccl": (
+        Evidence(
+            "Control connections, topologies, deadlines, waiting by streams and events, bounded aborts: the same code, over"
+            " gloo and in CPU memory.",
+            "run",
+            "2026-11-21",
+            _CPU,
+        ),
+        Evidence(
+            "NCCL itself: communicators, their options, aborts; the conformance suite (`pytest -m gpu`, two GPUs or more).",
+            "not run",
+            "2026-11-21",
+            "no GPU",
+        ),
+    ),
+    "hccl": (
+        Evidence("As for `nccl`, over gloo.", "run", "2026-11-21", _CPU),
+        Evidence("HCCL itself, and torch_npu (`pytest -m npu`, two NPUs or more).", "not run", "2026-11-21", "no NPU"),
+    ),
+    "shm": (
+        Evidence(
+            "Conformance suite; kill -9 of either side in every phase; sender and receiver in user, mount, pid, network and"
+            " IPC namespaces of their own.",
+            "run",
+            "2026-11-21",
+            _CPU,
+        ),
+    ),
+    "cuda_ipc": (
+        Evidence(
+            "The protocol, which is that of `shm`. How arguments reach the driver's functions: once, by hand, against a"
+            " stand-in library that prints them.",
+            "run",
+            "2026-11-21",
+            _CPU,
+        ),
+        Evidence(
+            "Handles, events and copies on a device; the conformance suite (`pytest -m gpu`, one GPU is enough); two GPUs"
+            " over NVLink or PCIe.",
+            "not run",
+            "2026-11-21",
+            "no GPU",
+        ),
+    ),
+    "filesystem": (
+        Evidence("Conformance suite on a local directory.", "run", "2026-11-21", _CPU),
+        Evidence("`s3://` against an S3 API served by moto on loopback.", "run", "2026-11-21", _CPU),
+        Evidence("NFS; S3 of a cloud provider.", "not run", "2026-11-21", "none at hand"),
+    ),
+}
+"""By engine name."""

@@ -1,0 +1,47 @@
+"""How much memory a process may still take before the kernel kills somebody for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def available_memory_bytes(meminfo: Path = Path("/proc/meminfo"), cgroups: Path = _CGROUPS) -> int | None:
+    """Bytes of RAM that can still be had: the machine's, or the container's if that has less. None when unknown.
+
+    Page cache that can be dropped counts as available, on the machine as in the container.
+    """
+    known = [room for room in (_of_machine(meminfo), _of_container(cgroups)) if room is not None]
+    return min(known, default=None)
+
+
+def _of_machine(meminfo: Path) -> int | None:
+    return _field(meminfo, "MemAvailable:", 1024)
+
+
+def _of_container(cgroups: Path) -> int | None:
+    """Room in the cgroup v2 that a container sees as its root; limits of groups further in are its own business."""
+    limit, used = _number(cgroups / "memory.max"), _number(cgroups / "memory.current")
+    if limit is None or used is None:
+        return None
+    droppable = _field(cgroups / "memory.stat", "inactive_file", 1) or 0
+    return max(0, limit - used + droppable)
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):  # no such file, or "max"
+        return None
+
+
+def _field(path: Path, name: str, unit_bytes: int) -> int | None:
+    try:
+        for line in path.read_text(encoding="ascii").splitlines():
+            key, value, *_ = line.split()
+            if key == name:
+                return int(value) * unit_bytes
+    except (OSError, ValueError):
+        pass
+    return None

@@ -1,0 +1,65 @@
+"""The CUDA IPC engine: buckets stay in the sender's device memory, and receivers on the same host copy them out of it.
+
+For trainer and rollout on one GPU, which NCCL refuses, and for GPUs that reach each other over NVLink or PCIe. The protocol
+is that of ``shm``; only the memory is another kind.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import cast
+
+import torch
+from pydantic import Field
+
+from ._cuda_memory import CudaSegments
+from ._local_socket import LocalSocketConfig
+from ._segments import SegmentReceiver, SegmentSender
+from .contract import API_VERSION, Capabilities, CheckpointEngine, Delivery, WeightReceiver, WeightSender
+
+
+class CudaIpcConfig(LocalSocketConfig):
+    """Options of ``cuda_ipc``."""
+
+    max_shared_mib: int = Field(
+        4096,
+        ge=1,
+        description="Most device memory (MiB) that one sender holds; a bucket that would exceed it is refused in words.",
+    )
+
+
+class CudaIpcEngine(CheckpointEngine):
+    """CUDA memory shared between processes of one host. A sender uses the device current where it says its address."""
+
+    api_version = API_VERSION
+    config_type = CudaIpcConfig
+    capabilities = Capabilities(
+        devices=frozenset({"cuda"}),
+        delivery=frozenset({Delivery.BROADCAST, Delivery.POINT_TO_POINT}),
+        same_host_only=True,
+        zero_copy=True,
+    )
+
+    @classmethod
+    def unavailable_reason(cls) -> str | None:
+        """See `CheckpointEngine.unavailable_reason`."""
+        if not sys.platform.startswith("linux"):
+            return "CUDA passes memory between processes on Linux only"
+        if torch.version.hip:
+            return "ROCm is not supported"
+        return None if torch.cuda.is_available() else "no CUDA device"
+
+    def make_sender(self, name: str) -> WeightSender:
+        """See `CheckpointEngine.make_sender`."""
+        config = cast("CudaIpcConfig", self.config)
+        return SegmentSender(
+            f"cuda_ipc sender {name}",
+            CudaSegments(),
+            socket_dir=config.socket_dir,
+            limit_bytes=config.max_shared_mib << 20,
+        )
+
+    def make_receiver(self, name: str) -> WeightReceiver:
+        """See `CheckpointEngine.make_receiver`."""
+        config = cast("CudaIpcConfig", self.config)
+        return SegmentReceiver(name, f"cuda_ipc receiver {name}", CudaSegments(), socket_dir=config.socket_dir)

@@ -1,0 +1,74 @@
+"""A training process that also runs one half of an engine: ``rank engine device port directory``.
+
+Rank 0 sends and rank 1 receives, between two collectives of torch's default process group. Prints what it saw as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weightlane.ckpt_engines import Bucket, CheckpointEngineRegistry, Deadline, Topology, WeightSender
+
+NBYTES = 1_000_003
+
+
+def all_reduced(rank: int, device: torch.device) -> float:
+    """1 of rank 0 and 2 of rank 1: 3."""
+    value = torch.tensor([float(rank + 1)], device=device)
+    dist.all_reduce(value)
+    return float(value)
+
+
+def exchange(directory: Path, name: str, other: str, address: Any, deadline: Deadline) -> Any:
+    """Leave this side's address in `directory` and take the other's."""
+    (directory / f"{name}.new").write_text(json.dumps(dict(address)))
+    (directory / f"{name}.new").rename(directory / f"{name}.json")
+    while not (directory / f"{other}.json").exists():
+        deadline.check(f"{other}'s address", part=name)
+        time.sleep(0.01)
+    return json.loads((directory / f"{other}.json").read_text())
+
+
+def main() -> None:
+    rank, engine, device_type, port, directory = int(sys.argv[1]), *sys.argv[2:]
+    device = torch.device("cpu")
+    if device_type != "cpu":
+        device = torch.device(device_type, rank)
+        torch.get_device_module(device_type).set_device(device)
+    deadline = Deadline.after(40)
+    dist.init_process_group(
+        engine, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=deadline.timedelta()
+    )
+    seen: dict[str, Any] = {"before": all_reduced(rank, device)}
+    environment = dict(os.environ)
+    made = CheckpointEngineRegistry().create(engine)
+    half = made.make_sender("s") if rank == 0 else made.make_receiver("r")
+    mine, other = ("s", "r") if rank == 0 else ("r", "s")
+    theirs = exchange(Path(directory), mine, other, half.address(), deadline)
+    sender, receiver = (half.address(), theirs) if rank == 0 else (theirs, half.address())
+    half.connect(Topology("beside", {"s": sender}, {"r": receiver}), None, deadline)  # type: ignore[arg-type]
+    payload = torch.arange(NBYTES, dtype=torch.int64).to(torch.uint8).to(device)
+    if isinstance(half, WeightSender):
+        half.send(Bucket(1, 0, payload), ["r"], deadline)
+        seen["arrived"] = True
+    else:
+        received = torch.zeros_like(payload)
+        half.receive(Bucket(1, 0, received), "s", deadline)
+        seen["arrived"] = torch.equal(received, payload)
+    half.close()
+    seen["after"] = all_reduced(rank, device)
+    seen["environment"] = "unchanged" if dict(os.environ) == environment else "changed"
+    dist.destroy_process_group()
+    sys.stdout.write(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()

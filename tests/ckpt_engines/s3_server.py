@@ -1,0 +1,23 @@
+"""A real S3 API on loopback, served by moto from memory. Prints its URL and ends with its standard input."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from moto.server import ThreadedMotoServer
+
+
+def main() -> None:
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    sys.stdout.write(f"http://{host}:{port}\n")
+    sys.stdout.flush()
+    sys.stdin.read()
+    server.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""The CUDA IPC engine. Its protocol is that of ``shm`` and tested there; here is what concerns device memory.
+
+Nearly all of it needs a GPU: one is enough, since two processes may share it.
+"""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from weightlane.ckpt_engines import (
+    CheckpointEngineRegistry,
+    Deadline,
+    EngineUnavailableError,
+    ProtocolError,
+    StorageError,
+    Topology,
+    TransportError,
+)
+from weightlane.ckpt_engines._cuda_driver import HANDLE_BYTES, cuda_driver
+from weightlane.ckpt_engines._cuda_memory import CudaSegments
+from weightlane.ckpt_engines.conformance import run_conformance
+from weightlane.ckpt_engines.conformance.base import ConformanceBase, ConnectionMaker
+from weightlane.ckpt_engines.conformance.payload import Parcel
+
+NO_GPU = CheckpointEngineRegistry().engine_class("cuda_ipc").unavailable_reason()
+needs_gpu = pytest.mark.skipif(NO_GPU is not None, reason=f"cuda_ipc cannot run here: {NO_GPU}")
+MIB = 1 << 20
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.timeout(900)
+def test_the_whole_conformance_suite_passes_on_the_devices_there_are() -> None:
+    report = run_conformance("cuda_ipc")
+    assert report.passed, "\n".join(check.detail for check in report.checks if check.detail)
+
+
+@pytest.mark.gpu
+@needs_gpu
+class TestDeviceMemory(ConformanceBase):
+    """What becomes of device memory. Halves share the devices there are."""
+
+    @pytest.fixture
+    def engine_name(self) -> str:
+        return "cuda_ipc"
+
+    @pytest.fixture
+    def engine_options(self, tmp_path: Path) -> dict[str, Any]:
+        return {"socket_dir": str(tmp_path)}
+
+    def test_device_memory_is_given_back_after_every_connection(self, halves: ConnectionMaker) -> None:
+        connection = halves(1)
+        free = []
+        for round_number in range(6):
+            connection.make()
+            connection.connect()
+            connection.deliver([Parcel(1, 0, 64 * MIB, round_number)])
+            connection.close()
+            free.append(torch.cuda.mem_get_info()[0])
+        assert free[-1] >= free[1] - 16 * MIB  # the first rounds set up contexts
+
+    @pytest.mark.parametrize("dies", ["sender", "receiver"])
+    def test_a_kill_on_either_side_gives_the_device_memory_back(self, connected: ConnectionMaker, dies: str) -> None:
+        before = torch.cuda.mem_get_info()[0]
+        connection = connected(1)
+        connection.deliver([Parcel(1, 0, 256 * MIB, 1)])
+        doomed, other = connection.sender, connection.receivers[0]
+        if dies == "receiver":
+            doomed, other = other, doomed
+        doomed.kill()
+        other.call("close")
+        deadline = Deadline.after(10)
+        while torch.cuda.mem_get_info()[0] < before - 700 * MIB:  # contexts of live processes remain
+            deadline.check("the device memory", part="test")
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_segment_that_the_device_has_no_room_for_is_a_storage_error() -> None:
+    total = torch.cuda.mem_get_info()[1]
+    with pytest.raises(StorageError, match="device memory"):
+        CudaSegments().create(2 * total)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_memory_of_this_very_process_cannot_be_mapped_and_the_error_says_what_is_needed() -> None:
+    kind = CudaSegments()
+    segment = kind.create(MIB)
+    description, _ = segment.describe()
+    with pytest.raises(TransportError, match="nccl"):
+        kind.adopt(segment.nbytes, description, (), segment.data.device)
+
+
+@pytest.mark.parametrize("handle", [None, 7, "", "no base64!", base64.b64encode(b"x" * (HANDLE_BYTES - 1)).decode()])
+@needs_gpu
+@pytest.mark.gpu
+def test_a_handle_of_another_form_is_refused_before_the_driver_sees_it(handle: object) -> None:
+    with pytest.raises(ProtocolError, match="handle"):
+        CudaSegments().adopt(MIB, {"memory": handle, "event": handle}, (), torch.device("cuda", 0))
+
+
+def test_a_bucket_outside_of_cuda_memory_is_refused() -> None:
+    with pytest.raises(TransportError, match="cpu"):
+        CudaSegments().adopt(MIB, {}, (), torch.device("cpu"))
+
+
+@pytest.mark.skipif(NO_GPU is None, reason="this machine has a CUDA device")
+def test_without_a_driver_the_engine_is_listed_with_the_reason_and_the_driver_says_so() -> None:
+    with pytest.raises(EngineUnavailableError, match="no CUDA device"):
+        CheckpointEngineRegistry().create("cuda_ipc")
+    with pytest.raises(TransportError, match="libcuda"):
+        cuda_driver()
+
+
+def test_a_peer_on_another_host_is_refused_before_any_device_is_touched(tmp_path: Path) -> None:
+    engine_class = CheckpointEngineRegistry().engine_class("cuda_ipc")
+    receiver = engine_class(engine_class.config_type(socket_dir=str(tmp_path))).make_receiver("r")
+    sender = {"socket": "weightlane-0123456789abcdef.sock", "host": "other", "device": "GPU-0"}
+    topology = Topology("session", {"s": sender}, {"r": receiver.address()})
+    with pytest.raises(TransportError, match="another host"):
+        receiver.connect(topology, None, Deadline.after(1))  # type: ignore[arg-type]
+    receiver.close()

@@ -1,0 +1,238 @@
+"""The torch.distributed engine as NCCL and HCCL need it. Whatever needs no device runs here over gloo, the same code.
+
+What is marked ``gpu`` or ``npu`` is the same tests on a machine that has at least two such devices.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError, Deadline
+from weightlane.ckpt_engines._device_group import DeviceGroup
+from weightlane.ckpt_engines.conformance import run_conformance
+from weightlane.ckpt_engines.conformance.base import ConformanceBase, ConnectionMaker, device_is_here
+from weightlane.ckpt_engines.conformance.payload import Parcel
+from weightlane.ckpt_engines.process_group import environment, host_store, join_store, nccl_blocking, open_process_group
+from weightlane.ckpt_engines.torch_distributed import NcclConfig
+
+ENGINES = [
+    "gloo",
+    pytest.param("nccl", marks=pytest.mark.gpu),
+    pytest.param("hccl", marks=pytest.mark.npu),
+]
+DEVICES = {"gloo": "cpu", "nccl": "cuda", "hccl": "npu"}
+BESIDE_TRAINING = str(Path(__file__).with_name("beside_training.py"))
+
+
+def device_count(device: str) -> int | None:
+    """How many halves fit on this machine; NCCL and HCCL refuse two on one device."""
+    if device == "cpu":
+        return None
+    return int(torch.get_device_module(device).device_count()) if device_is_here(device) else 0
+
+
+class TestSeveralSenders(ConformanceBase):
+    """Each sender has a group of its own with all receivers."""
+
+    @pytest.fixture(params=ENGINES)
+    def engine_name(self, request: pytest.FixtureRequest) -> str:
+        count = device_count(DEVICES[request.param])
+        if count is not None and count < 4:
+            pytest.skip(f"{request.param} needs four devices for two senders and two receivers, here are {count}")
+        return str(request.param)
+
+    def test_several_senders_send_at_the_same_time_and_receivers_take_from_each_in_its_own_order(
+        self, connected: ConnectionMaker
+    ) -> None:
+        connection = connected(2, senders=2)
+        plans = {
+            half.name: [Parcel(1, index, 300_001, 10 * place + index) for index in range(3)]
+            for place, half in enumerate(connection.senders)
+        }
+        for half in connection.senders:  # both before anybody receives
+            connection.start_send(plans[half.name], sender=half)
+        for sender in reversed(connection.senders):
+            for half in connection.receivers:
+                connection.start_receive(half, plans[sender.name], sender=sender)
+            connection.check_received(connection.receivers)
+        for half in connection.senders:
+            half.result()
+
+    def test_two_senders_reach_different_receivers_at_the_same_time(self, connected: ConnectionMaker) -> None:
+        connection = connected(2, senders=2)
+        parcels = [Parcel(1, 0, 200_003, 1), Parcel(1, 1, 5, 2), Parcel(1, 2, 200_003, 3)]
+        for sender, receiver in zip(connection.senders, connection.receivers, strict=True):
+            connection.start_send(parcels, [receiver], sender=sender)
+            connection.start_receive(receiver, parcels, sender=sender)
+        connection.check_received(connection.receivers)
+        for sender in connection.senders:
+            sender.result()
+        connection.deliver([Parcel(1, 3, 1000, 4)])  # the big group is still there
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_transfers_run_beside_the_trainings_own_group_and_leave_it_and_the_environment_alone(
+    engine: str, children: Any, tmp_path: Path, free_port: int
+) -> None:
+    if reason := CheckpointEngineRegistry().engine_class(engine).unavailable_reason():
+        pytest.skip(f"{engine} cannot run here: {reason}")
+    count = device_count(DEVICES[engine])
+    if count is not None and count < 2:
+        pytest.skip(f"{engine} needs two devices, here are {count}")
+    arguments = [engine, DEVICES[engine], str(free_port), str(tmp_path)]
+    started = [
+        children.start(
+            [BESIDE_TRAINING, str(rank), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={"GLOO_SOCKET_IFNAME": "lo"},
+        )
+        for rank in (0, 1)
+    ]
+    for child in started:
+        output, errors = child.communicate(timeout=60)
+        assert child.returncode == 0, errors
+        assert json.loads(output) == {"before": 3.0, "arrived": True, "after": 3.0, "environment": "unchanged"}
+
+
+def needs(engine: str) -> pytest.MarkDecorator:
+    """Skip, with the reason, where `engine` cannot run."""
+    reason = CheckpointEngineRegistry().engine_class(engine).unavailable_reason()
+    return pytest.mark.skipif(reason is not None, reason=f"{engine} cannot run here: {reason}")
+
+
+def gloo_device_groups() -> list[DeviceGroup]:
+    """Both members of a group whose transfers are ordered by streams and events, in this process, over gloo."""
+    deadline = Deadline.after(10)
+    store, port = host_store("127.0.0.1")
+    groups: list[Any] = [None, None]
+
+    def join(rank: int, of: dist.Store) -> None:
+        backend = open_process_group("gloo", dist.PrefixStore("g", of), rank, 2, deadline)
+        groups[rank] = DeviceGroup(backend, torch.device("cpu"), lambda: None, streams=True)
+
+    thread = threading.Thread(target=join, args=(1, join_store("127.0.0.1", port, deadline)))
+    thread.start()
+    join(0, store)
+    thread.join(10)
+    return groups
+
+
+def test_a_transfer_ordered_by_streams_and_events_arrives_and_says_when_it_is_done() -> None:
+    first, second = gloo_device_groups()
+    sent, received = torch.arange(200, dtype=torch.uint8), torch.zeros(200, dtype=torch.uint8)
+    transfers = []
+    thread = threading.Thread(target=lambda: transfers.append(second.start(received, Deadline.after(10))))
+    thread.start()
+    transfers.append(first.start(sent, Deadline.after(10)))
+    thread.join(10)
+    for transfer in transfers:
+        assert transfer.done()
+        transfer.result()
+        assert transfer.pause_s(0.0) < transfer.pause_s(1.0) < 0.1
+    assert torch.equal(sent, received)
+    for group in (first, second):
+        group.break_off()
+        group.close()
+
+
+class StuckBackend:
+    """A backend whose communicator cannot be aborted, as NCCL's while another thread waits for it to connect."""
+
+    def __init__(self) -> None:
+        self.freed = threading.Event()
+        self.entered = 0
+
+    def abort(self) -> None:
+        self.entered += 1
+        self.freed.wait(30)
+
+
+def test_leaving_a_group_takes_a_second_at_most_even_if_the_library_never_returns_from_its_abort() -> None:
+    backend = StuckBackend()
+    group = DeviceGroup(backend, torch.device("cpu"), lambda: None, streams=True)  # type: ignore[arg-type]
+    started = time.monotonic()
+    group.break_off()
+    assert time.monotonic() - started < 0.2
+    group.close()
+    group.close()
+    assert time.monotonic() - started < 4
+    assert backend.entered == 1
+    backend.freed.set()
+
+
+def test_the_variables_that_a_constructor_reads_are_there_during_it_and_gone_after_it() -> None:
+    os.environ["WEIGHTLANE_TEST_SET"] = "of the user"
+    before = dict(os.environ)
+    with environment({"WEIGHTLANE_TEST_SET": "0", "WEIGHTLANE_TEST_UNSET": "1"}):
+        assert (os.environ["WEIGHTLANE_TEST_SET"], os.environ["WEIGHTLANE_TEST_UNSET"]) == ("0", "1")
+    assert dict(os.environ) == before
+    with pytest.raises(ZeroDivisionError), environment({"WEIGHTLANE_TEST_UNSET": "1"}):
+        _ = 1 // 0
+    assert dict(os.environ) == before
+    del os.environ["WEIGHTLANE_TEST_SET"]
+
+
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        ({}, {}),
+        ({"net_name": "Socket"}, {"net_name": "Socket"}),
+        ({"max_ctas": 4, "traffic_class": 0}, {"max_ctas": 4, "traffic_class": 0}),
+    ],
+)
+def test_only_what_the_user_chose_is_set_on_the_communicator(options: dict[str, Any], settings: dict[str, Any]) -> None:
+    config = CheckpointEngineRegistry().validate_options("nccl", options)
+    assert isinstance(config, NcclConfig)
+    assert config.communicator_settings() == settings
+
+
+@pytest.mark.gpu
+@needs("nccl")
+def test_a_field_that_this_torch_does_not_know_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="no_such_field"):
+        open_process_group(
+            "nccl", dist.HashStore(), 0, 2, Deadline.after(1), device=torch.device("cuda", 0), nccl={"no_such_field": 1}
+        )
+
+
+def test_communicators_can_be_aborted_while_they_connect_unless_nccl_hangs_in_that_mode() -> None:
+    assert [nccl_blocking(version) for version in ((2, 25, 1), (2, 26, 2), (2, 26, 5), (2, 27, 3))] == [0, 1, 1, 0]
+
+
+def test_interfaces_are_dealt_out_by_rank_so_that_each_sender_has_its_own() -> None:
+    engine = CheckpointEngineRegistry().create("gloo", {"interface": "lo, nosuch0"})
+    for name, there in (("trainer/0", True), ("trainer/2", True), ("alone", True), ("trainer/1", False)):
+        sender = engine.make_sender(name)
+        if there:
+            assert sender.address()["host"] == "127.0.0.1"
+        else:
+            with pytest.raises(ConfigError, match="nosuch0"):
+                sender.address()
+        sender.close()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param("nccl", marks=[pytest.mark.gpu, needs("nccl")]),
+        pytest.param("hccl", marks=[pytest.mark.npu, needs("hccl")]),
+    ],
+)
+def test_the_whole_conformance_suite_passes_on_the_device(engine: str) -> None:
+    count = device_count(DEVICES[engine]) or 0
+    if count < 2:
+        pytest.skip(f"{engine} needs a device for each half, here are {count}")
+    report = run_conformance(engine, limits={"most_halves": count})
+    assert report.passed, "\n".join(check.detail for check in report.checks if check.detail)

@@ -1,0 +1,38 @@
+"""The engine reference: made from the engines, complete, and committed as it is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from weightlane.ckpt_engines import CheckpointEngineRegistry
+from weightlane.ckpt_engines._evidence import EVIDENCE
+from weightlane.ckpt_engines.reference import engine_reference
+
+PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
+
+
+def built_in() -> list[str]:
+    rows = CheckpointEngineRegistry().list()
+    return [row.name for row in rows if row.distribution.split()[0] == "weightlane"]
+
+
+def test_the_committed_page_is_what_the_engines_declare() -> None:
+    assert PAGE.read_text(encoding="utf-8") == engine_reference("weightlane"), (
+        "run: weightlane engines --markdown --of weightlane > docs/engines.md"
+    )
+
+
+def test_every_option_of_every_engine_is_there_with_its_default_and_meaning() -> None:
+    page = engine_reference()
+    registry = CheckpointEngineRegistry()
+    for name in built_in():
+        section = page.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+        assert section, name
+        for option, field in registry.engine_class(name).config_type.model_fields.items():
+            (line,) = [line for line in section.splitlines() if line.startswith(f"| `{option}` |")]
+            assert (field.description or "?").replace("|", "\\|") in line
+
+
+def test_every_built_in_engine_says_what_was_run_of_it_and_what_was_not() -> None:
+    assert sorted(EVIDENCE) == built_in()
+    assert {item.result for items in EVIDENCE.values() for item in items} == {"run", "not run"}

@@ -1,0 +1,86 @@
+"""Publishes versions of `tensors_of` into a store, as a trainer's sending rank does, and waits to be killed."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from weightlane.ckpt_engines import CheckpointEngineRegistry, Deadline, Topology
+from weightlane.sync import LocalShard, Manifest, TensorSpec
+from weightlane.sync.packing import RunTable, copy_runs
+from weightlane.sync.send_pipeline import SendPipeline
+from weightlane.sync.snapshot import Snapshot
+
+SECONDS = 20.0
+
+
+class NoMailbox:
+    """The engine needs none."""
+
+    def put(self, key: str, value: Any) -> None:
+        raise AssertionError(key)
+
+    def get(self, key: str, deadline: Deadline) -> Any:
+        raise AssertionError(key)
+
+
+def tensors_of(version: int) -> dict[str, torch.Tensor]:
+    """Of several dtypes, one larger than a bucket, one empty, one scalar."""
+    generator = torch.Generator().manual_seed(version)
+    return {
+        "embedding": torch.randn(40, 64, generator=generator).bfloat16(),
+        "norm": torch.randn(7, generator=generator),
+        "big": torch.randn(50, 100, generator=generator),
+        "flags": torch.randint(0, 2, (13,), generator=generator).bool(),
+        "scale": torch.tensor(float(version)),
+        "empty": torch.zeros(0, 5),
+    }
+
+
+class Writer:
+    """One session of a sending rank that holds everything."""
+
+    def __init__(self, options: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], session: str = "s-1") -> None:
+        specs = tuple(TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
+        self.layout = Manifest(0, specs, 4096, whole_tensors=True)
+        self.sender = CheckpointEngineRegistry().create("filesystem", options).make_sender("trainer-0")
+        self.topology = Topology(session, {"trainer-0": self.sender.address()}, {})
+        self.pipeline = SendPipeline(self.sender, self.layout, [])
+        self.pipeline.connect(self.topology, NoMailbox(), Deadline.after(SECONDS))
+
+    def send(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        shards = [LocalShard(spec, 0, tensors[spec.name]) for spec in self.layout.specs]
+        table, snapshot = RunTable.of_shards(shards, self.layout), Snapshot(shards, torch.device("cpu"))
+        snapshot.take(None)
+
+        def fill(index: int, payload: torch.Tensor) -> None:
+            copy_runs(snapshot.data, table, *self.layout.window(index), payload)
+
+        self.pipeline.send_version(version, fill, Deadline.after(SECONDS))
+
+    def publish(self, version: int, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
+        self.send(version, tensors_of(version) if tensors is None else tensors)
+        self.pipeline.commit_version(version, Deadline.after(SECONDS))
+
+    def close(self) -> None:
+        self.sender.close()
+        self.pipeline.close()
+
+
+def main() -> None:
+    writer = Writer(json.loads(sys.argv[1]), tensors_of(0))
+    for version in (1, 2):
+        writer.publish(version)
+    writer.send(3, tensors_of(3))
+    sys.stdout.write("written\n")
+    sys.stdout.flush()
+    time.sleep(600)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,248 @@
+"""What lies on disk: other tools load it, latecomers read it bit for bit, and nobody gets anything else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load, load_file
+from store_writer import Writer, tensors_of
+
+from weightlane.ckpt_engines import (
+    ConfigError,
+    CorruptBucketError,
+    ManifestError,
+    ProtocolError,
+    StorageError,
+    WeightlaneError,
+)
+from weightlane.ckpt_engines.stored_version import StoredVersion
+from weightlane.sync import Manifest, TensorSpec, read_version
+from weightlane.sync.version_files import manifest_of_document, version_files
+
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+]  # fmt: skip
+shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def assert_same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert bits(found[name]) == bits(tensor), name
+
+
+def newest_directory(path: Path) -> Path:
+    return path / json.loads((path / "latest.json").read_text())["directory"]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.text(max_size=5), shapes, st.sampled_from(DTYPES)), max_size=6), st.sampled_from([64, 192])
+)
+def test_every_bucket_with_its_prefix_is_a_safetensors_file_of_the_tensors_in_it(
+    drawn: list[tuple[str, tuple[int, ...], torch.dtype]], bucket_bytes: int
+) -> None:
+    specs = tuple(TensorSpec(f"{name}.{i}", shape, dtype) for i, (name, shape, dtype) in enumerate(drawn))
+    manifest = Manifest(3, specs, bucket_bytes, whole_tensors=True)
+    files = version_files(manifest)
+    assert manifest_of_document(files.documents["manifest.json"]) == manifest
+    weight_map = json.loads(files.documents["model.safetensors.index.json"])["weight_map"]
+    assert weight_map.keys() == {spec.name for spec in specs}
+    generator = torch.Generator().manual_seed(1)
+    stream = torch.randint(0, 2, (manifest.total_bytes,), dtype=torch.uint8, generator=generator)
+    for index, prefix in enumerate(files.prefixes):
+        assert len(prefix) % 64 == 0
+        start, stop = manifest.window(index)
+        loaded = load(prefix + stream[start:stop].numpy().tobytes())
+        for name in loaded:
+            assert weight_map.pop(name) == f"bucket-{index:05d}.safetensors"
+        in_it = manifest.tensors_of(index)
+        assert_same(
+            loaded,
+            {e.spec.name: stream[e.offset : e.end].view(e.spec.dtype).view(e.spec.shape) for e in in_it},
+        )
+    assert weight_map == {}
+
+
+def test_a_name_that_safetensors_reserves_is_refused_before_anything_is_written() -> None:
+    manifest = Manifest(1, (TensorSpec("__metadata__", (1,), torch.float32),), 64, whole_tensors=True)
+    with pytest.raises(ManifestError, match="__metadata__"):
+        version_files(manifest)
+
+
+@given(st.recursive(st.none() | st.integers() | st.text(), lambda inner: st.dictionaries(st.text(), inner)))
+@settings(deadline=None)
+def test_any_json_is_a_manifest_document_or_a_protocol_error(plain: object) -> None:
+    for text in (json.dumps(plain), json.dumps({"layout_digest": "x", "manifest": plain}), str(plain)):
+        with pytest.raises(ProtocolError):
+            manifest_of_document(text)
+
+
+def test_transformers_loads_a_version_directory(tmp_path: Path) -> None:
+    config = transformers.Qwen3Config(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Qwen3ForCausalLM(config).bfloat16()
+    expected = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    writer = Writer({"path": str(tmp_path)}, expected)
+    writer.publish(1, expected)
+    writer.close()
+
+    directory = newest_directory(tmp_path)
+    files = sorted(directory.glob("*.safetensors"))
+    assert len(files) > 2
+    assert_same({name: tensor for file in files for name, tensor in load_file(file).items()}, expected)
+    config.save_pretrained(directory)
+    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.bfloat16, output_loading_info=True
+    )
+    assert not any(report.values())
+    assert_same(loaded.state_dict(), expected)
+
+
+def test_the_newest_committed_version_of_a_killed_trainer_is_read_bit_for_bit(tmp_path: Path, children: Any) -> None:
+    path = tmp_path / "store"
+    program = str(Path(__file__).with_name("store_writer.py"))
+    child = children.start([program, json.dumps({"path": str(path)})], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "written\n"
+    child.kill()
+    child.wait(10)
+    manifest, tensors = read_version(str(path))
+    assert manifest.version == 2
+    assert_same(tensors, tensors_of(2))
+
+
+def test_the_newest_committed_version_is_read_from_s3(s3_url: str, s3_options: dict[str, str]) -> None:
+    writer = Writer({"path": s3_url, "storage_options": s3_options}, tensors_of(0))
+    writer.publish(4)
+    writer.publish(5)
+    writer.send(6, tensors_of(6))
+    manifest, tensors = read_version(s3_url, s3_options)
+    assert manifest.version == 5
+    assert_same(tensors, tensors_of(5))
+    writer.close()
+    assert_same(read_version(s3_url, s3_options)[1], tensors_of(5))
+
+
+def test_a_version_without_tensors_can_be_kept_and_read(tmp_path: Path) -> None:
+    for session, tensors in enumerate(({}, {"nothing": torch.zeros(0, 3)})):
+        writer = Writer({"path": str(tmp_path)}, tensors, f"s-{session}")
+        writer.publish(1, tensors)
+        writer.close()
+        assert_same(read_version(str(tmp_path))[1], tensors)
+
+
+def test_reading_where_nothing_is_committed_says_so(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="no version has been committed"):
+        read_version(str(tmp_path))
+    writer = Writer({"path": str(tmp_path)}, tensors_of(0))
+    writer.send(1, tensors_of(1))
+    with pytest.raises(StorageError, match="no version has been committed"):
+        read_version(str(tmp_path))
+    writer.close()
+    with pytest.raises(ConfigError, match="nosuch"):
+        read_version("nosuch://x")
+
+
+def test_a_version_that_is_replaced_while_it_is_read_gives_way_to_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = Writer({"path": str(tmp_path), "keep_versions": 1}, tensors_of(0))
+    writer.publish(1)
+    document = StoredVersion.document
+
+    def overtaken(stored: StoredVersion, *arguments: Any) -> str:
+        text = document(stored, *arguments)
+        if stored.version == 1:
+            writer.publish(2)
+        return text
+
+    monkeypatch.setattr(StoredVersion, "document", overtaken)
+    manifest, tensors = read_version(str(tmp_path))
+    assert manifest.version == 2
+    assert_same(tensors, tensors_of(2))
+    writer.close()
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("written")
+    writer = Writer({"path": str(path)}, tensors_of(0))
+    writer.publish(2)
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "position", "error", "says"),
+    [
+        ("bucket-00000.safetensors", -1, CorruptBucketError, "changed bytes"),
+        ("bucket-00000.safetensors", 0, ProtocolError, "safetensors header"),
+        ("bucket-00000.seal", 0, CorruptBucketError, "no valid trailer"),
+        ("bucket-00000.seal", 9, CorruptBucketError, "expected bucket 0"),
+        ("manifest.json", 5, ProtocolError, "manifest"),
+        ("../../../latest.json", 5, ProtocolError, "latest.json"),
+    ],
+)
+def test_a_damaged_file_is_a_typed_error_with_what_is_wrong(
+    written: Path, tmp_path: Path, name: str, position: int, error: type[WeightlaneError], says: str
+) -> None:
+    path = tmp_path / "store"
+    shutil.copytree(written, path)
+    damaged = newest_directory(path) / name
+    content = bytearray(damaged.read_bytes())
+    content[position] ^= 0x04
+    damaged.write_bytes(content)
+    with pytest.raises(error, match=says):
+        read_version(str(path))
+
+
+@pytest.mark.parametrize("name", ["bucket-00001.safetensors", "bucket-00001.seal", "manifest.json"])
+def test_a_missing_or_cut_off_file_is_a_typed_error_with_its_path(written: Path, tmp_path: Path, name: str) -> None:
+    path = tmp_path / "store"
+    shutil.copytree(written, path)
+    damaged = newest_directory(path) / name
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    if name == "manifest.json":  # its last byte is a line feed
+        damaged.write_bytes(damaged.read_bytes()[:-1])
+    with pytest.raises(ProtocolError, match=name):
+        read_version(str(path))
+    damaged.unlink()
+    with pytest.raises(StorageError, match=name.replace("seal", "safetensors")):
+        read_version(str(path))
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_whatever_byte_changes_nobody_reads_wrong_weights(written: Path, data: st.DataObject) -> None:
+    files = sorted(path for path in written.rglob("*") if path.is_file())
+    file = data.draw(st.sampled_from(files))
+    whole = file.read_bytes()
+    place, change = data.draw(st.integers(0, len(whole) - 1)), data.draw(st.integers(1, 255))
+    file.write_bytes(whole[:place] + bytes([whole[place] ^ change]) + whole[place + 1 :])
+    try:
+        _, tensors = read_version(str(written))
+    except WeightlaneError:
+        return
+    finally:
+        file.write_bytes(whole)
+    assert_same(tensors, tensors_of(2))
