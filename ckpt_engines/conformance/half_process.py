@@ -1,0 +1,319 @@
+"""One half of a checkpoint engine in a process of its own: the operations that checks ask of it.
+
+A request is ``{"op": name, ...arguments}``, its answer ``{"ok": result, "s": seconds}`` or ``{"error": ..., "s": seconds}``.
+Buckets are named by `Parcel`; both sides make the same bytes from its seed. Processes come from the `nursery`; run as a
+program, this module serves on its standard input, which must be a socket.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..contract import Bucket, CheckpointEngine, Topology, VersionFiles, WeightReceiver, WeightSender
+from ..deadline import Deadline
+from . import leftovers
+from .payload import OVERWRITTEN, UNTOUCHED, Parcel, complaint, payload
+from .resolve import create_engine
+from .wire import Line, error_to_line
+
+_MAX_TRAILER_BYTES = 64
+_FILE_WAIT_S = 0.003
+
+
+class DirectoryMailbox:
+    """A `Mailbox` of JSON files in a directory."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = Path(directory)
+
+    def put(self, key: str, value: Any) -> None:
+        """See `Mailbox.put`."""
+        unfinished = self._path(key).with_suffix(f".{os.getpid()}")
+        unfinished.write_text(json.dumps(value))
+        unfinished.rename(self._path(key))
+
+    def get(self, key: str, deadline: Deadline) -> Any:
+        """See `Mailbox.get`."""
+        while not self._path(key).exists():
+            deadline.check(f"{key!r}, which the other side has to put there", part="mailbox")
+            time.sleep(_FILE_WAIT_S)
+        return json.loads(self._path(key).read_text())
+
+    def _path(self, key: str) -> Path:
+        return self._directory / f"{key.encode().hex()}.json"
+
+
+class HalfProcess:
+    """The operations. At most one half lives at a time."""
+
+    def __init__(self) -> None:
+        self._engines: dict[str, CheckpointEngine] = {}
+        self._half: WeightSender | WeightReceiver | None = None
+        self._persistent = False
+        self._opened: set[int] = set()
+        self._buffers: dict[bool, torch.Tensor] = {}
+        self._device = "cpu"
+        self._unpickled = 0
+        _watch_pickle(self._count_unpickled)
+
+    def _count_unpickled(self) -> None:
+        self._unpickled += 1
+
+    @property
+    def sender(self) -> WeightSender:
+        """The half, which must be a sender."""
+        assert isinstance(self._half, WeightSender), "no WeightSender"
+        return self._half
+
+    @property
+    def receiver(self) -> WeightReceiver:
+        """The half, which must be a receiver."""
+        assert isinstance(self._half, WeightReceiver), "no WeightReceiver"
+        return self._half
+
+    def make(
+        self, side: str, engine: str, options: dict[str, Any], name: str, device: str = "cpu", place: int = 0
+    ) -> None:
+        """A new half; `place` chooses among the devices of this machine."""
+        key = json.dumps([engine, options])
+        if key not in self._engines:
+            self._engines[key] = create_engine(engine, options)
+        made = self._engines[key]
+        self._device = device
+        if device != "cpu":
+            module = torch.get_device_module(device)
+            module.set_device(place % module.device_count())
+        self._persistent = made.capabilities.persistent
+        self._opened.clear()
+        self._buffers.clear()
+        self._half = made.make_sender(name) if side == "sender" else made.make_receiver(name)
+
+    def address(self) -> dict[str, Any]:
+        """The half's address, which must survive JSON unchanged."""
+        assert self._half is not None
+        address = dict(self._half.address())
+        try:
+            unchanged = json.loads(json.dumps(address, allow_nan=False)) == address
+        except (TypeError, ValueError):
+            unchanged = False
+        assert unchanged, f"the address {address!r} is not plain JSON data"
+        return address
+
+    def connect(self, topology: dict[str, Any], mailbox: str, deadline_s: float) -> None:
+        """Connect; `topology` has its key in hexadecimal."""
+        assert self._half is not None
+        plain = Topology(
+            topology["session"], topology["senders"], topology["receivers"], key=bytes.fromhex(topology["key"])
+        )
+        self._half.connect(plain, DirectoryMailbox(mailbox), Deadline.after(deadline_s))
+
+    def allocate(self, sizes: list[int]) -> list[dict[str, Any]]:
+        """What buffers of these sizes look like, and whether they are memory of their own."""
+        buffers = [self.sender.allocate(nbytes) for nbytes in sizes]
+        for number, buffer in enumerate(buffers):
+            buffer.fill_(number + 1)
+        return [
+            {
+                "dtype": str(buffer.dtype),
+                "shape": list(buffer.shape),
+                "contiguous": buffer.is_contiguous(),
+                "device": buffer.device.type,
+                "intact": bool((buffer == number + 1).all()),
+            }
+            for number, buffer in enumerate(buffers)
+        ]
+
+    def send(
+        self,
+        parcels: list[list[int]],
+        receivers: list[str],
+        deadline_s: float,
+        allocated: bool = True,
+        plan: list[list[int]] | None = None,
+        commit: bool = True,
+    ) -> None:
+        """Send `parcels` one after the other, overwriting the memory after each, all by one deadline.
+
+        An engine that is persistent is told of each version before, with `plan` as what the version consists of, and
+        after.
+        """
+        deadline = Deadline.after(deadline_s)
+        everything = [Parcel(*parcel) for parcel in plan or parcels]
+        mine = [Parcel(*parcel) for parcel in parcels]
+        buffer = self._buffer(max(parcel.nbytes for parcel in mine), allocated=allocated)
+        for place, parcel in enumerate(mine):
+            if self._persistent and parcel.version not in self._opened:
+                self._opened.add(parcel.version)
+                self.sender.open_version(_files(parcel.version, everything), deadline)
+            data = buffer[: parcel.nbytes]
+            data.copy_(payload(parcel.nbytes, parcel.seed))
+            self.sender.send(_bucket(parcel, data), receivers, deadline)
+            data.fill_(OVERWRITTEN)
+            last = place + 1 == len(mine) or mine[place + 1].version != parcel.version
+            if self._persistent and last and commit:
+                self.sender.commit_version(parcel.version, deadline)
+
+    def send_while_overwriting(
+        self, parcel: list[int], receivers: list[str], deadline_s: float, after_s: float, seed: int, done: str
+    ) -> str:
+        """Send from an allocated buffer and write other bytes into it `after_s` seconds later, under the send's hands.
+
+        Makes the file `done` then. Returns ``"blocked"`` when the send was still going on then, else ``"over"``.
+        """
+        what = Parcel(*parcel)
+        data = self._buffer(what.nbytes, allocated=True)[: what.nbytes]
+        data.copy_(payload(what.nbytes, what.seed))
+        other = payload(what.nbytes, seed).to(data.device)
+        over = threading.Event()
+        seen: list[str] = []
+
+        def overwrite() -> None:
+            seen.append("over" if over.wait(after_s) else "blocked")
+            data.copy_(other)
+            Path(done).touch()
+
+        thread = threading.Thread(target=overwrite)
+        thread.start()
+        try:
+            self.sender.send(_bucket(what, data), receivers, Deadline.after(deadline_s))
+        finally:
+            over.set()
+            thread.join()
+        return seen[0]
+
+    def receive(
+        self, parcels: list[list[int]], sender: str, deadline_s: float, pause_s: float = 0.0, seeds: Sequence[int] = ()
+    ) -> list[str]:
+        """Receive `parcels` one after the other by one deadline; for each a `complaint`, empty when it is right.
+
+        Pauses for `pause_s` seconds ahead of each. With `seeds`, the answer is instead which of these seeds the last byte
+        comes from.
+        """
+        deadline = Deadline.after(deadline_s)
+        plan = [Parcel(*parcel) for parcel in parcels]
+        answers = []
+        for parcel in plan:
+            time.sleep(pause_s)
+            data = torch.full((parcel.nbytes,), UNTOUCHED, dtype=torch.uint8, device=self._device)
+            self.receiver.receive(_bucket(parcel, data), sender, deadline)
+            if seeds:
+                last = int(data[-1])
+                answers.append(",".join(str(seed) for seed in seeds if int(payload(parcel.nbytes, seed)[-1]) == last))
+            else:
+                answers.append(complaint(data, parcel, plan))
+        return answers
+
+    def close_after(self, seconds: float) -> None:
+        """Close from another thread, some time later."""
+        assert self._half is not None
+        threading.Timer(seconds, self._half.close).start()
+
+    def close(self) -> None:
+        """Close twice: the second time must not matter."""
+        self._buffers.clear()
+        if self._half is not None:
+            self._half.close()
+            self._half.close()
+
+    def resources(self) -> dict[str, int]:
+        """What could leak from this process."""
+        return leftovers.of_this_process()
+
+    def links(self) -> int:
+        """How many open descriptors could reach another host."""
+        return leftovers.network_descriptors()
+
+    def unpickled(self) -> int:
+        """How often anything was unpickled in this process."""
+        return self._unpickled
+
+    def make_and_close(self, engine: str, options: dict[str, Any]) -> dict[str, dict[str, int]]:
+        """Resources before making an engine and two halves, while they are there, and after they were closed."""
+        create_engine(engine, options)  # whatever the first one loads
+        before = leftovers.of_this_process()
+        made = create_engine(engine, options)
+        halves = made.make_sender("trainer/0"), made.make_receiver("rollout/0")
+        during = leftovers.of_this_process()
+        for half in halves:
+            half.close()
+        return {"before": before, "during": during, "after": leftovers.of_this_process()}
+
+    def _buffer(self, nbytes: int, *, allocated: bool) -> torch.Tensor:
+        have = self._buffers.get(allocated)
+        if have is None or have.numel() < nbytes:
+            fresh = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            self._buffers[allocated] = have = self.sender.allocate(nbytes) if allocated else fresh
+        return have
+
+
+def _bucket(parcel: Parcel, data: torch.Tensor) -> Bucket:
+    return Bucket(parcel.version, parcel.number, data, trailer_bytes=_trailer_bytes(parcel))
+
+
+def _trailer_bytes(parcel: Parcel) -> int:
+    return min(_MAX_TRAILER_BYTES, parcel.nbytes // 2)
+
+
+def _files(version: int, plan: Iterable[Parcel]) -> VersionFiles:
+    """A version whose every file is a safetensors file of one tensor."""
+    sizes = {parcel.number: parcel.nbytes - _trailer_bytes(parcel) for parcel in plan if parcel.version == version}
+    prefixes = []
+    for index in range(max(sizes) + 1):
+        nbytes = sizes.get(index, 0)
+        entry = {f"bytes.{index}": {"dtype": "U8", "shape": [nbytes], "data_offsets": [0, nbytes]}}
+        header = json.dumps(entry).encode()
+        header += b" " * (-len(header) % 8)
+        prefixes.append(struct.pack("<Q", len(header)) + header)
+    return VersionFiles(version, prefixes, {"manifest.json": json.dumps({"version": version})})
+
+
+def _watch_pickle(seen: Callable[[], None]) -> None:
+    """Call `seen` whenever Python code of this process unpickles something."""
+
+    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*arguments: Any, **options: Any) -> Any:
+            seen()
+            return function(*arguments, **options)
+
+        return wrapper
+
+    pickle.load, pickle.loads = watched(pickle.load), watched(pickle.loads)
+
+    class Watched(pickle.Unpickler):
+        def load(self) -> Any:
+            seen()
+            return super().load()
+
+    pickle.Unpickler = Watched  # type: ignore[misc]
+
+
+def serve(sock: socket.socket) -> None:
+    """Answer requests until the other end closes, then end the process."""
+    line = Line(sock)
+    half = HalfProcess()
+    while (request := line.receive()) is not None:
+        started = time.monotonic()
+        answer: dict[str, Any]
+        try:
+            answer = {"ok": getattr(half, request.pop("op"))(**request)}
+        except Exception as error:  # noqa: BLE001 - crosses to the check
+            answer = {"error": error_to_line(error)}
+        line.send({**answer, "s": time.monotonic() - started})
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=sys.stdin.fileno()))

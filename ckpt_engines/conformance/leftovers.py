@@ -1,0 +1,56 @@
+"""What a process holds, as counts that must not grow (Linux: read from ``/proc``)."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+_LISTEN = "0A"
+_NETWORK_TABLES = ("tcp", "tcp6", "udp", "udp6")
+_FABRIC_DEVICES = ("/dev/infiniband", "/dev/cxi", "/dev/hfi1", "/dev/efa")
+
+
+def of_this_process() -> dict[str, int]:
+    """Open descriptors, listening ports, threads, child processes and shared mappings of this process."""
+    targets = _descriptors()
+    listening = {inode for table in _NETWORK_TABLES[:2] for inode, state in _sockets(table).items() if state == _LISTEN}
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    tasks = list(Path("/proc/self/task").iterdir())
+    return {
+        "descriptors": len(targets),
+        "listening ports": sum(target in listening for target in targets),
+        "threads": len(tasks),
+        "child processes": sum(len(_children(task)) for task in tasks),
+        "shared mappings": sum(" rw-s " in line or " r--s " in line or "/dev/shm" in line for line in maps),  # noqa: S108
+    }
+
+
+def network_descriptors() -> int:
+    """How many descriptors of this process could reach another host: internet sockets, and devices of a fabric."""
+    targets = _descriptors()
+    internet = {inode for table in _NETWORK_TABLES for inode in _sockets(table)}
+    return sum(target in internet or target.startswith(_FABRIC_DEVICES) for target in targets)
+
+
+def _descriptors() -> list[str]:
+    targets = []
+    for descriptor in list(Path("/proc/self/fd").iterdir()):
+        with contextlib.suppress(OSError):  # the one that lists the directory
+            targets.append(str(descriptor.readlink()))
+    return targets
+
+
+def _sockets(table: str) -> dict[str, str]:
+    """State of every internet socket by its name in ``/proc/self/fd``."""
+    try:
+        rows = Path(f"/proc/self/net/{table}").read_text(encoding="ascii").splitlines()[1:]
+    except OSError:  # no IPv6 here
+        return {}
+    return {f"socket:[{fields[9]}]": fields[3] for fields in map(str.split, rows)}
+
+
+def _children(task: Path) -> list[str]:
+    try:
+        return (task / "children").read_text(encoding="ascii").split()
+    except OSError:
+        return []

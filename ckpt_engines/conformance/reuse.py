@@ -1,0 +1,84 @@
+"""What every engine leaves behind when it is closed: nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .base import ConformanceBase, ConnectionMaker
+from .payload import Parcel
+from .pool import Pool
+
+_WARM_UP_ROUNDS = 5
+"""Until then something may be loaded that stays, such as a library's own threads."""
+_SETTLE_S = 2.0
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked at only
+
+
+class ReuseChecks(ConformanceBase):
+    """Closing and opening again."""
+
+    def test_many_connections_leave_nothing_behind(self, halves: ConnectionMaker, pool: Pool) -> None:
+        """No descriptor, port, thread, process, mapping, shared memory or temporary file more than after the first few."""
+        rounds = self.rounds
+        connection = halves(1)
+        shared_before = _names(_SHARED_MEMORY)
+        before: list[dict[str, int]] = []
+        for number in range(rounds + _WARM_UP_ROUNDS):
+            if number:
+                connection.make()
+            connection.connect()
+            connection.deliver([Parcel(1, 0, 10_000, number), Parcel(1, 1, 10, number)], allocated=bool(number % 2))
+            connection.close()
+            if number + 1 == _WARM_UP_ROUNDS:
+                before = [half.call("resources") for half in connection.halves]
+                files_before = _names(pool.temporary)
+        end = time.monotonic() + _SETTLE_S
+        while True:  # threads may take a moment to end
+            grown = [
+                f"{half.name} has {after[kind]} {kind} instead of {earlier[kind]}"
+                for half, earlier in zip(connection.halves, before, strict=True)
+                for after in [half.call("resources")]
+                for kind in earlier
+                if after[kind] > earlier[kind]
+            ]
+            if not grown or time.monotonic() > end:
+                break
+            time.sleep(0.05)
+        assert not grown, f"after {rounds} connections {'; '.join(grown)}"
+        assert not (files := _names(pool.temporary) - files_before), f"temporary files were left: {sorted(files)[:5]}"
+        # Others may use shared memory meanwhile, but hardly in every second round.
+        shared = _names(_SHARED_MEMORY) - shared_before
+        assert len(shared) < rounds // 2, f"{len(shared)} names were left in {_SHARED_MEMORY}: {sorted(shared)[:5]}"
+
+    def test_closing_a_half_that_never_connected_leaves_nothing_behind(self, halves: ConnectionMaker) -> None:
+        """An address may have opened a port."""
+        connection = halves(1)
+        connection.exchange_addresses()
+        connection.close()
+        before = [half.call("resources") for half in connection.halves]
+        connection.make()
+        connection.exchange_addresses()
+        connection.close()
+        for half, earlier in zip(connection.halves, before, strict=True):
+            _not_more(half.call("resources"), earlier, half.name)
+
+    def test_making_an_engine_and_its_halves_opens_no_port_and_leaves_nothing_behind(
+        self, halves: ConnectionMaker, engine_name: str, engine_options: Mapping[str, Any]
+    ) -> None:
+        """Only ``address`` and ``connect`` open something."""
+        process = halves(1).sender
+        counts = process.call("make_and_close", engine=engine_name, options=dict(engine_options))
+        assert counts["during"]["listening ports"] <= counts["before"]["listening ports"], "a port was opened"
+        _not_more(counts["after"], counts["before"], "the process")
+
+
+def _names(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
+
+
+def _not_more(after: Mapping[str, int], before: Mapping[str, int], who: str) -> None:
+    grown = [f"{after[kind]} {kind} instead of {before[kind]}" for kind in before if after[kind] > before[kind]]
+    assert not grown, f"{who} has {', '.join(grown)}"

@@ -1,0 +1,241 @@
+"""Runs the suite without a test file: what ``weightlane conformance`` does, as a function."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..contract import Capabilities
+from ..errors import (
+    ConfigError,
+    EngineContractError,
+    EngineImportError,
+    EngineUnavailableError,
+    WeightlaneError,
+)
+from .base import POOL, ConformanceBase
+from .pool import Pool
+from .resolve import create_engine, engine_class, why_unavailable
+from .suite import EngineConformance
+
+GROUP = "weightlane.conformance"
+"""Entry-point group by which a distribution offers its own subclass of the suite under its engine's name."""
+_PART = "conformance"
+_NO_PLUGINS = "PYTEST_DISABLE_PLUGIN_AUTOLOAD"
+_LIMITS = ("deadline_s", "interrupted_s", "slack_s", "prompt_s", "grace_s", "rounds", "most_halves")
+_SOURCE = """\
+import pytest
+from {module} import {suite} as _Suite
+
+class TestEngine(_Suite):
+{limits}
+
+    @pytest.fixture
+    def engine_name(self):
+        return {name!r}
+"""
+_OPTIONS = """
+    @pytest.fixture
+    def engine_options(self):
+        return {options!r}
+"""
+
+
+class Outcome(StrEnum):
+    """How a check ended."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    SKIPPED = "skipped"
+    EXPECTED_FAILURE = "expected failure"
+    """It failed as `EngineConformance.expected_failures` says."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """One check."""
+
+    name: str
+    outcome: Outcome
+    seconds: float
+    reason: str
+    """Why it failed or was skipped, in one line; empty when it passed."""
+    detail: str
+    """For a failure the whole report."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConformanceReport:
+    """What a run of the suite found."""
+
+    engine: str
+    capabilities: Capabilities
+    checks: Sequence[CheckResult]
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether something ran and nothing failed."""
+        outcomes = {check.outcome for check in self.checks}
+        return Outcome.FAILED not in outcomes and bool(outcomes & {Outcome.PASSED, Outcome.EXPECTED_FAILURE})
+
+    def count(self, outcome: Outcome) -> int:
+        """How many checks ended so."""
+        return sum(check.outcome == outcome for check in self.checks)
+
+
+def run_conformance(
+    engine: str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    checks: Sequence[str] = (),
+    junit: Path | None = None,
+    on_check: Callable[[CheckResult], None] | None = None,
+    pool: Pool | None = None,
+    limits: Mapping[str, float] | None = None,
+) -> ConformanceReport:
+    """Run the suite against an engine and return what it found.
+
+    An engine whose distribution offers a subclass of the suite of its own, by entry point, is checked with that one.
+
+    Args:
+        engine: Name of an installed engine, ``module:Class`` or ``file.py:Class``.
+        options: The engine's options; None for those of the distribution's own suite, or none.
+        checks: Names of checks, such as ``test_nothing_is_unpickled``; all when empty.
+        junit: A file for a JUnit report.
+        on_check: Called with each result as it comes.
+        pool: Processes to use; by default the run starts and ends its own.
+        limits: Other values for the suite's limits, such as ``{"slack_s": 5.0}`` on a slow machine.
+
+    Raises:
+        RegistryError, EngineUnavailableError, ConfigError: The engine cannot be made from these options here.
+    """
+    cls, suite = engine_class(engine), _suite_of(engine)
+    if reason := why_unavailable(cls):
+        raise EngineUnavailableError(f"{engine} cannot run here: {reason}.", part=_PART)
+    if options is not None or suite is EngineConformance:
+        create_engine(engine, options or {})
+    unknown = [name for name in checks if not callable(getattr(suite, name.partition("[")[0], None))]
+    if unknown:
+        raise ConfigError(f"there is no check called {', '.join(unknown)}.", part=_PART)
+    if wrong := [limit for limit in limits or {} if limit not in _LIMITS]:
+        raise ConfigError(
+            f"there is no limit called {', '.join(wrong)}.", part=_PART, hint=f"Limits: {', '.join(_LIMITS)}."
+        )
+    observer = _Observer(on_check, pool)
+    with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
+        lines = "\n".join(f"    {limit} = {value!r}" for limit, value in (limits or {}).items())
+        source = _SOURCE.format(module=suite.__module__, suite=suite.__qualname__, name=engine, limits=lines)
+        if options is not None:
+            source += _OPTIONS.format(options=dict(options))
+        # pytest imports by name: a second run in this process must not find the first one's module
+        file = Path(folder, f"test_{Path(folder).name.replace('-', '_')}.py")
+        file.write_text(source, encoding="utf-8")
+        Path(folder, "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
+        arguments = ["-c", f"{folder}/pytest.ini", "--rootdir", folder, "-s", "-q", "--import-mode=importlib"]
+        arguments += ["-p", "no:cacheprovider", "-p", "no:faulthandler", "--basetemp", str(Path(folder, "basetemp"))]
+        arguments += [f"--junitxml={junit.resolve()}"] if junit else []
+        arguments += [f"{file}::TestEngine::{name}" for name in checks] or [str(file)]
+        output = io.StringIO()
+        with _alone(), contextlib.redirect_stdout(output):
+            status = pytest.main(arguments, plugins=[observer])
+        sys.modules.pop(file.stem, None)
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        raise WeightlaneError(
+            f"the suite could not run to its end (pytest says {status}): {output.getvalue().strip()[-2000:]}",
+            part=_PART,
+        )
+    return ConformanceReport(engine, cls.capabilities, observer.results, observer.seconds)
+
+
+def _suite_of(engine: str) -> type[ConformanceBase]:
+    for entry_point in entry_points(group=GROUP, name=engine):
+        try:
+            suite = entry_point.load()
+        except Exception as cause:
+            raise EngineImportError(
+                f"the suite of {engine} could not be imported from {entry_point.value}: {cause}.", part=_PART
+            ) from cause
+        if isinstance(suite, type) and issubclass(suite, ConformanceBase):
+            return suite
+        raise EngineContractError(f"{entry_point.value} is not an EngineConformance class.", part=_PART)
+    return EngineConformance
+
+
+class _Observer:
+    """A pytest plugin that turns reports into results."""
+
+    def __init__(self, on_check: Callable[[CheckResult], None] | None, pool: Pool | None) -> None:
+        self._on_check = on_check
+        self._pool = pool
+        self._reports: dict[str, list[pytest.TestReport]] = {}
+        self.results: list[CheckResult] = []
+        self.seconds = 0.0
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """Lend the pool that the caller has."""
+        if self._pool is not None:
+            config.stash[POOL] = self._pool
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Collect the three reports of a check."""
+        self._reports.setdefault(report.nodeid, []).append(report)
+        if report.when != "teardown":
+            return
+        result = _result(self._reports.pop(report.nodeid))
+        self.seconds += result.seconds
+        self.results.append(result)
+        if self._on_check:
+            self._on_check(result)
+
+
+def _result(reports: Sequence[pytest.TestReport]) -> CheckResult:
+    name = reports[0].nodeid.rpartition("::")[2]
+    seconds = sum(report.duration for report in reports)
+    for report in reports:
+        expected = getattr(report, "wasxfail", None)
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            text = str(crash.message if crash else report.longrepr)
+            return CheckResult(name, Outcome.FAILED, seconds, _one_line(text), report.longreprtext)
+        if report.skipped and expected is not None:
+            return CheckResult(name, Outcome.EXPECTED_FAILURE, seconds, _one_line(expected), "")
+        if report.skipped:
+            where = report.longrepr
+            text = where[2] if isinstance(where, tuple) else str(where)
+            return CheckResult(name, Outcome.SKIPPED, seconds, _one_line(text.removeprefix("Skipped: ")), "")
+    return CheckResult(name, Outcome.PASSED, seconds, "", "")
+
+
+def _one_line(text: str) -> str:
+    """The first line of a message, without the exception's module path."""
+    first = text.strip().splitlines()[0] if text.strip() else ""
+    kind, colon, rest = first.partition(": ")
+    return f"{kind.rpartition('.')[2]}{colon}{rest}" if " " not in kind else first
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Without plugins that happen to be installed, and without byte code of a file that goes again."""
+    bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    autoload = os.environ.get(_NO_PLUGINS)
+    os.environ[_NO_PLUGINS] = "1"
+    try:
+        yield
+    finally:
+        sys.dont_write_bytecode = bytecode
+        if autoload is None:
+            del os.environ[_NO_PLUGINS]
+        else:
+            os.environ[_NO_PLUGINS] = autoload
