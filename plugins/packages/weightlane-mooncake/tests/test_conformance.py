@@ -1,0 +1,13 @@
+"""The conformance suite over Mooncake's TCP transport."""
+
+from __future__ import annotations
+
+import pytest
+
+from weightlane.ckpt_engines.conformance import EngineConformance
+
+
+class TestOverTcp(EngineConformance):
+    @pytest.fixture
+    def engine_name(self) -> str:
+        return "mooncake"

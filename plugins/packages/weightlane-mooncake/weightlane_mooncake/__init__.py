@@ -1,0 +1,205 @@
+"""A checkpoint engine over the Mooncake transfer engine: receivers read one-sidedly from the sender's registered memory.
+
+Handshakes, and the news that a peer died, travel over control connections of weightlane's own: Mooncake notices neither a
+frozen peer nor that a bucket is not the one the receiver waits for.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Literal, cast
+
+import torch
+from pydantic import Field
+
+from weightlane.ckpt_engines import (
+    API_VERSION,
+    Address,
+    Bucket,
+    Capabilities,
+    CheckpointEngine,
+    Deadline,
+    Delivery,
+    EngineConfig,
+    Mailbox,
+    ProtocolError,
+    Topology,
+    TransportError,
+    WeightReceiver,
+    WeightSender,
+    toolkit,
+)
+
+from ._process_engine import Memory, ProcessEngine, import_mooncake
+
+__all__ = ["MooncakeConfig", "MooncakeEngine"]
+
+
+class MooncakeConfig(EngineConfig):
+    """Options of ``mooncake``."""
+
+    host: str = Field("127.0.0.1", description="Address at which other machines reach this one.")
+    protocol: Literal["tcp", "rdma"] = Field("tcp", description="Mooncake's transport.")
+    devices: str = Field("", description="RDMA devices, such as mlx5_0,mlx5_1; empty lets Mooncake choose.")
+
+
+class _Half:
+    """What both sides share."""
+
+    def __init__(self, side: str, name: str, config: MooncakeConfig) -> None:
+        self._life = toolkit.Lifecycle(f"mooncake {side} {name}", self._release)
+        self._name = name
+        self._config = config
+        self._channels: dict[str, toolkit.Channel] = {}
+        self._memories: list[Memory] = []
+        self._scratch: Memory | None = None
+
+    def _engine(self) -> ProcessEngine:
+        return ProcessEngine.of_this_process(self._config.host, self._config.protocol, self._config.devices)
+
+    def _allocate(self, nbytes: int) -> Memory:
+        memory = self._engine().allocate(nbytes)
+        self._memories.append(memory)
+        return memory
+
+    def _scratch_for(self, nbytes: int) -> Memory:
+        """Registered memory that holds one bucket, replaced by larger one as needed."""
+        if self._scratch is None or self._scratch.data.numel() < nbytes:
+            if self._scratch is not None:
+                self._memories.remove(self._scratch)
+                self._scratch.release()
+            self._scratch = self._allocate(nbytes)
+        return self._scratch
+
+    def _release(self) -> None:
+        for channel in self._channels.values():
+            channel.close()
+        for memory in self._memories:
+            memory.release()
+        self._memories.clear()
+        self._scratch = None
+
+
+class MooncakeSender(_Half, WeightSender):
+    """Says where a bucket lies, and waits until every receiver has read it."""
+
+    def __init__(self, name: str, config: MooncakeConfig) -> None:
+        super().__init__("sender", name, config)
+        self._door = toolkit.Door(config.host, self._life)
+
+    def address(self) -> Address:
+        """Host and port of the control connection."""
+        with self._life.call():
+            return self._door.address()
+
+    def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:  # noqa: ARG002
+        """Let every receiver in. Mooncake connects with the first bucket."""
+        with self._life.call():
+            self._engine()
+            self._channels = self._door.let_in(topology, deadline)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Registered memory: a bucket that lies in it is not copied by `send`."""
+        with self._life.call():
+            return self._allocate(nbytes).data[:nbytes]
+
+    def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
+        """Announce the bucket and its place, and wait until all have read it."""
+        with self._life.call():
+            channels = toolkit.choose(self._channels, receivers, self._life)
+            start = bucket.data.data_ptr()
+            if bucket.nbytes and not any(memory.holds(bucket.data) for memory in self._memories):
+                scratch = self._scratch_for(bucket.nbytes)
+                scratch.data[: bucket.nbytes].copy_(bucket.data)
+                start = scratch.start
+            toolkit.announce(channels, bucket, deadline, segment=self._engine().segment, start=start)
+            toolkit.await_acknowledgements(channels, bucket, deadline)
+
+    def close(self) -> None:
+        """See `WeightSender.close`."""
+        self._life.close()
+
+    def _release(self) -> None:
+        self._door.close()
+        super()._release()
+
+
+class MooncakeReceiver(_Half, WeightReceiver):
+    """Reads each bucket, and copies it to where it belongs.
+
+    Buckets land in memory of the engine's own and not in the framework's: a read that is under way when a call fails can then
+    never reach memory that is in use for something else.
+    """
+
+    def __init__(self, name: str, config: MooncakeConfig) -> None:
+        super().__init__("receiver", name, config)
+
+    def address(self) -> Address:
+        """Nothing: receivers dial."""
+        return {}
+
+    def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:  # noqa: ARG002
+        """Dial every sender."""
+        with self._life.call():
+            self._engine()
+            self._channels = toolkit.dial_senders(topology, self._name, self._life, deadline)
+
+    def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
+        """Wait for the bucket to be announced, and read it."""
+        with self._life.call():
+            watch = toolkit.choose(self._channels, [sender], self._life)
+            channel = watch[sender]
+            announced = toolkit.expect(channel, bucket, deadline)
+            if bucket.nbytes:
+                segment, start = announced.get("segment"), announced.get("start")
+                if not (isinstance(segment, str) and isinstance(start, int) and start > 0):
+                    raise ProtocolError(f"bad announcement: {announced}.", part=self._life.part, peer=sender)
+                engine, landing, nbytes = self._engine(), self._scratch_for(bucket.nbytes), bucket.nbytes
+                try:
+                    toolkit.run_bounded(
+                        lambda: engine.read(segment, start, nbytes, landing),
+                        self._life,
+                        deadline,
+                        f"bucket {bucket.index} of version {bucket.version}",
+                        watch=watch,
+                    )
+                except TransportError as error:
+                    raise toolkit.blame(error, watch) from error
+                bucket.data.copy_(landing.data[:nbytes])
+            toolkit.acknowledge(channel, bucket, deadline)
+
+    def close(self) -> None:
+        """See `WeightReceiver.close`."""
+        self._life.close()
+
+
+class MooncakeEngine(CheckpointEngine):
+    """CPU memory over TCP, or over RDMA where the machines have it."""
+
+    api_version = API_VERSION
+    config_type = MooncakeConfig
+    capabilities = Capabilities(
+        devices=frozenset({"cpu"}),
+        delivery=frozenset({Delivery.BROADCAST, Delivery.POINT_TO_POINT}),
+        zero_copy=True,
+    )
+
+    @classmethod
+    def unavailable_reason(cls) -> str | None:
+        """See `CheckpointEngine.unavailable_reason`."""
+        if importlib.util.find_spec("mooncake") is None:
+            return "mooncake-transfer-engine is not installed"
+        try:
+            import_mooncake()
+        except (ImportError, OSError) as error:
+            return f"mooncake cannot be imported: {error}"
+        return None
+
+    def make_sender(self, name: str) -> WeightSender:
+        """See `CheckpointEngine.make_sender`."""
+        return MooncakeSender(name, cast("MooncakeConfig", self.config))
+
+    def make_receiver(self, name: str) -> WeightReceiver:
+        """See `CheckpointEngine.make_receiver`."""
+        return MooncakeReceiver(name, cast("MooncakeConfig", self.config))

@@ -1,0 +1,119 @@
+"""Mooncake's transfer engine as far as weightlane uses it: one per process, memory registered with it, and reads."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+
+from weightlane.ckpt_engines import TransportError
+
+_PAUSE_S = 0.001
+_PAUSE_OF_THE_ABANDONED_S = 0.1
+_DONE = 1
+
+
+def import_mooncake() -> Any:
+    """``mooncake.engine``; raises what its import raises, for example when libibverbs is missing."""
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("MC_DISABLE_METACACHE", "1")  # else a new peer on a dead one's port is mistaken for it
+    from mooncake import engine  # noqa: PLC0415 - not there on every machine
+
+    return engine
+
+
+class Memory:
+    """Registered memory of a process engine, which is unregistered once it is released and no read uses it any more.
+
+    Args:
+        data: The memory, one-dimensional uint8.
+        unregister: Called once with the memory's address.
+    """
+
+    def __init__(self, data: torch.Tensor, unregister: Callable[[int], object]) -> None:
+        self.data = data
+        self.start = data.data_ptr()
+        self._unregister = unregister
+        self._lock = threading.Lock()
+        self._reads = 0
+        self.released = False
+
+    def holds(self, data: torch.Tensor) -> bool:
+        """Whether `data` lies in here."""
+        return self.start <= data.data_ptr() and data.data_ptr() + data.numel() <= self.start + self.data.numel()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._reads += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._reads -= 1
+            last = self.released and not self._reads
+        if last:
+            self._unregister(self.start)
+
+    def release(self) -> None:
+        """Unregister now, or when the read that still uses it has ended. To be called once."""
+        with self._lock:
+            self.released = True
+            last = not self._reads
+        if last:
+            self._unregister(self.start)
+
+
+class ProcessEngine:
+    """A `TransferEngine` of Mooncake, kept until the process ends.
+
+    Ending one holds Python's lock for up to a second, so it is not done with every connection. Its threads serve reads of
+    the memory that is registered at the time, and of nothing else.
+    """
+
+    _made: ClassVar[dict[tuple[int, str, str, str], ProcessEngine]] = {}
+    _making = threading.Lock()
+
+    def __init__(self, host: str, protocol: str, devices: str) -> None:
+        self._engine = import_mooncake().TransferEngine()
+        if status := self._engine.initialize(host, "P2PHANDSHAKE", protocol, devices):
+            raise TransportError(
+                f"Mooncake cannot start with {protocol} on {host}: status {status}.",
+                part="mooncake",
+                hint="Look at the engine's options host, protocol and devices.",
+            )
+        self.segment = f"{host}:{self._engine.get_rpc_port()}"
+        """Where peers reach this process."""
+
+    @classmethod
+    def of_this_process(cls, host: str, protocol: str, devices: str) -> ProcessEngine:
+        """The process's engine with these settings, made on first use; a forked child makes its own."""
+        key = os.getpid(), host, protocol, devices
+        with cls._making:
+            if key not in cls._made:
+                cls._made[key] = cls(host, protocol, devices)
+            return cls._made[key]
+
+    def allocate(self, nbytes: int) -> Memory:
+        """`nbytes` of registered memory, at least one."""
+        data = torch.empty(max(1, nbytes), dtype=torch.uint8)
+        if status := self._engine.register_memory(data.data_ptr(), data.numel()):
+            raise TransportError(f"Mooncake cannot register {nbytes} bytes: status {status}.", part="mooncake")
+        return Memory(data, self._engine.unregister_memory)
+
+    def read(self, segment: str, start: int, nbytes: int, into: Memory) -> None:
+        """Read `nbytes` at `start` of the peer at `segment`. Blocks for as long as Mooncake likes: a minute, or for ever.
+
+        Raises `TransportError`.
+        """
+        with into:
+            # The first read of a peer connects to it in this call, and waits up to a minute for one that is frozen.
+            batch = self._engine.batch_transfer_async_read(segment, [into.start], [start], [nbytes])
+            if not batch:
+                raise TransportError(f"Mooncake cannot reach {segment}.", part="mooncake")
+            while not (status := self._engine.transfer_check_status(batch)):
+                time.sleep(_PAUSE_OF_THE_ABANDONED_S if into.released else _PAUSE_S)
+        if status != _DONE:
+            raise TransportError(f"Mooncake could not read from {segment}: status {status}.", part="mooncake")

@@ -1,0 +1,66 @@
+"""What the conformance suite cannot ask of every engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from weightlane.ckpt_engines import Bucket, CheckpointEngineRegistry, Deadline, DeadlineExceededError, Topology
+
+REASON = next(row.unavailable for row in CheckpointEngineRegistry().list() if row.name == "nixl")
+pytestmark = pytest.mark.skipif(REASON is not None, reason=f"nixl cannot run here: {REASON}")
+
+
+class NoMailbox:
+    def put(self, key: str, value: Any) -> None:
+        raise AssertionError("the engine needs no mailbox")
+
+    def get(self, key: str, deadline: Deadline) -> Any:
+        raise AssertionError("the engine needs no mailbox")
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Any, Any]]:
+    """A connected sender and receiver of this process."""
+    engine = CheckpointEngineRegistry().create("nixl")
+    sender, receiver = engine.make_sender("trainer"), engine.make_receiver("rollout")
+    topology = Topology("session-1", {"trainer": sender.address()}, {"rollout": {}}, b"secret")
+    thread = threading.Thread(target=sender.connect, args=(topology, NoMailbox(), Deadline.after(10)))
+    thread.start()
+    receiver.connect(topology, NoMailbox(), Deadline.after(10))
+    thread.join(10)
+    yield sender, receiver
+    sender.close()
+    receiver.close()
+
+
+def test_waiting_for_a_bucket_keeps_no_core_busy(pair: tuple[Any, Any]) -> None:
+    _, receiver = pair
+    before = time.process_time()
+    with pytest.raises(DeadlineExceededError):
+        receiver.receive(Bucket(1, 0, torch.empty(10, dtype=torch.uint8)), "trainer", Deadline.after(0.5))
+    assert time.process_time() - before < 0.25
+
+
+def test_nothing_listens_beyond_loopback_unless_told(pair: tuple[Any, Any]) -> None:
+    listening = [item.laddr.ip for item in psutil.Process().net_connections("inet") if item.status == "LISTEN"]
+    assert listening
+    assert set(listening) <= {"127.0.0.1", "::1"}
+
+
+def test_addresses_of_memory_that_a_peer_may_still_write_to_are_not_used_again(pair: tuple[Any, Any]) -> None:
+    from weightlane_nixl._agent import Memory
+
+    nbytes = 1 << 20
+    exposed = Memory(nbytes)
+    start = exposed.start
+    exposed.abandon()
+    del exposed
+    later = [Memory(nbytes) for _ in range(8)]
+    assert all(memory.start + nbytes <= start or start + nbytes <= memory.start for memory in later)

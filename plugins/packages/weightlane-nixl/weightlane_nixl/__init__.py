@@ -1,0 +1,208 @@
+"""A checkpoint engine over NIXL with its UCX backend: RDMA, shared memory or TCP, whatever UCX finds between two processes.
+
+The sender writes buckets one-sidedly into registered memory of each receiver. It does not let receivers read: UCX over TCP ends
+the whole process (``ucp_request.inl: Fatal: unexpected error: Endpoint timeout``) when it serves a read of a peer that was
+killed meanwhile, and a dead rollout worker must not take the trainer with it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from pydantic import Field
+
+from weightlane.ckpt_engines import (
+    API_VERSION,
+    Address,
+    Bucket,
+    Capabilities,
+    CheckpointEngine,
+    Deadline,
+    Delivery,
+    EngineConfig,
+    Mailbox,
+    ProtocolError,
+    Topology,
+    WeightReceiver,
+    WeightSender,
+    toolkit,
+)
+
+from ._agent import Agent, Writes, import_nixl
+
+__all__ = ["NixlConfig", "NixlEngine"]
+
+
+class NixlConfig(EngineConfig):
+    """Options of ``nixl``."""
+
+    host: str = Field("127.0.0.1", description="Address of this machine on which a sender listens for receivers.")
+    net_devices: str = Field(
+        "lo",
+        description="Network devices on which UCX listens and sends (UCX_NET_DEVICES): mlx5_0:1 or eth0, for example; or all.",
+    )
+    transports: str = Field("all", description="Transports that UCX may use (UCX_TLS): rc,sm for example; or all.")
+
+
+class _Half:
+    """What both sides share. Receivers' memory is written to by senders, so only their agents ever have `_exposed` memory."""
+
+    def __init__(self, side: str, name: str, config: NixlConfig) -> None:
+        self._life = toolkit.Lifecycle(f"nixl {side} {name}", self._release)
+        self._name = name
+        self._config = config
+        self._channels: dict[str, toolkit.Channel] = {}
+        self._agent: Agent | None = None
+        self._exposed = False
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def _open_agent(self) -> None:
+        self._agent = Agent(self._config.net_devices, self._config.transports, self._life.part)
+
+    def _connected(self) -> Agent:
+        if self._agent is None:
+            raise ProtocolError("it is not connected.", part=self._life.part)
+        return self._agent
+
+    def _scratch_of(self, nbytes: int) -> torch.Tensor:
+        """Registered memory for one bucket. What was smaller stays registered: peers may know its addresses."""
+        if self._scratch.numel() < nbytes:
+            self._scratch = self._connected().allocate(max(nbytes, 2 * self._scratch.numel()))
+        return self._scratch[:nbytes]
+
+    def _release(self) -> None:
+        for channel in self._channels.values():
+            channel.close()
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        if self._agent is not None:
+            self._agent.close(exposed=self._exposed)
+
+
+class NixlSender(_Half, WeightSender):
+    """Writes into the receivers' memory."""
+
+    def __init__(self, name: str, config: NixlConfig) -> None:
+        super().__init__("sender", name, config)
+        self._door = toolkit.Door(config.host, self._life)
+
+    def address(self) -> Address:
+        """Host and port of the control connection."""
+        with self._life.call():
+            return self._door.address()
+
+    def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:  # noqa: ARG002
+        """Let every receiver in. UCX connects with the first bucket."""
+        with self._life.call():
+            self._open_agent()
+            self._channels = self._door.let_in(topology, deadline)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Registered memory: a bucket that lies in it is not copied by `send`."""
+        with self._life.call():
+            return self._connected().allocate(nbytes)
+
+    def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
+        """Ask every receiver where it wants the bucket, write it there, and say so."""
+        with self._life.call():
+            agent = self._connected()
+            channels = toolkit.choose(self._channels, receivers, self._life)
+            source = bucket.data
+            if bucket.nbytes and not agent.is_registered(source):
+                source = self._scratch_of(bucket.nbytes).copy_(source)
+            toolkit.announce(channels, bucket, deadline)
+            places = toolkit.await_acknowledgements(channels, bucket, deadline)
+            if not bucket.nbytes or not channels:
+                return
+            writes = Writes([agent.write(source, name, place) for name, place in places.items()])
+            what = f"bucket {bucket.index} of version {bucket.version} to be written"
+            try:
+                toolkit.poll_until(writes.done, self._life, deadline, what, watch=channels)
+            finally:
+                writes.release()
+            toolkit.announce(channels, bucket, deadline)
+            toolkit.await_acknowledgements(channels, bucket, deadline)
+
+    def close(self) -> None:
+        """See `WeightSender.close`."""
+        self._life.close()
+
+    def _release(self) -> None:
+        self._door.close()
+        super()._release()
+
+
+class NixlReceiver(_Half, WeightReceiver):
+    """Offers memory for each bucket, and copies out of it once the sender has written there.
+
+    Buckets land in memory of the engine's own and not in the framework's: a write that is under way when a call fails can
+    then never reach memory that is in use for something else.
+    """
+
+    def __init__(self, name: str, config: NixlConfig) -> None:
+        super().__init__("receiver", name, config)
+
+    def address(self) -> Address:
+        """Nothing: receivers dial."""
+        return {}
+
+    def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:  # noqa: ARG002
+        """Dial every sender."""
+        with self._life.call():
+            self._open_agent()
+            self._channels = toolkit.dial_senders(topology, self._name, self._life, deadline)
+
+    def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
+        """Offer a place, wait until the sender has written there, and copy the bucket out."""
+        with self._life.call():
+            channel = toolkit.choose(self._channels, [sender], self._life)[sender]
+            toolkit.expect(channel, bucket, deadline)
+            if not bucket.nbytes:
+                toolkit.acknowledge(channel, bucket, deadline)
+                return
+            agent = self._connected()
+            landing = self._scratch_of(bucket.nbytes)
+            place = agent.place(landing)
+            self._exposed = True
+            toolkit.acknowledge(channel, bucket, deadline, **place)
+            toolkit.expect(channel, bucket, deadline, progress=agent.progress)
+            self._exposed = False
+            bucket.data.copy_(landing)
+            toolkit.acknowledge(channel, bucket, deadline)
+
+    def close(self) -> None:
+        """See `WeightReceiver.close`."""
+        self._life.close()
+
+
+class NixlEngine(CheckpointEngine):
+    """CPU memory over whatever UCX finds: shared memory on one host, RDMA or TCP between hosts."""
+
+    api_version = API_VERSION
+    config_type = NixlConfig
+    capabilities = Capabilities(
+        devices=frozenset({"cpu"}),
+        delivery=frozenset({Delivery.BROADCAST, Delivery.POINT_TO_POINT}),
+        zero_copy=True,
+    )
+
+    @classmethod
+    def unavailable_reason(cls) -> str | None:
+        """See `CheckpointEngine.unavailable_reason`."""
+        if importlib.util.find_spec("nixl") is None:
+            return "nixl is not installed"
+        try:
+            import_nixl()
+        except (ImportError, OSError) as error:
+            return f"nixl cannot be imported: {error}"
+        return None
+
+    def make_sender(self, name: str) -> WeightSender:
+        """See `CheckpointEngine.make_sender`."""
+        return NixlSender(name, cast("NixlConfig", self.config))
+
+    def make_receiver(self, name: str) -> WeightReceiver:
+        """See `CheckpointEngine.make_receiver`."""
+        return NixlReceiver(name, cast("NixlConfig", self.config))

@@ -1,0 +1,243 @@
+"""NIXL as far as the engine uses it: an agent, memory registered with it, and writes into a peer's memory."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import logging
+import mmap
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from weightlane.ckpt_engines import PeerLostError, ProtocolError, TransportError
+
+_DRAM = "DRAM"
+_CHUNK_BYTES = 32 << 20
+"""A write over shared memory blocks until it is done, so large ones go piece by piece."""
+_environment = threading.Lock()
+
+
+def import_nixl() -> Any:
+    """``nixl._api``; raises what its import raises."""
+    from nixl import _api as api  # noqa: PLC0415 - large, and not there on every machine
+
+    if "NIXL_LOG_LEVEL" not in os.environ:  # its default is to log to standard output
+        logging.getLogger("nixl").setLevel(logging.WARNING)
+    return api
+
+
+class Memory:
+    """Page-aligned memory of its own, to be registered.
+
+    Args:
+        nbytes: Size in bytes, at least 1.
+    """
+
+    _abandoned: ClassVar[list[mmap.mmap]] = []
+
+    def __init__(self, nbytes: int) -> None:
+        self._pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.data = torch.frombuffer(self._pages, dtype=torch.uint8)
+        self.start = self.data.data_ptr()
+        self.nbytes = nbytes
+
+    def holds(self, data: torch.Tensor) -> bool:
+        """Whether `data` lies in here."""
+        return self.start <= data.data_ptr() and data.data_ptr() + data.numel() <= self.start + self.nbytes
+
+    def abandon(self) -> None:
+        """Give the pages back but keep the addresses for ever: a peer may still be writing there.
+
+        Shared-memory transports write by address and know of no registration, so these addresses must not be used again.
+        """
+        self._pages.madvise(mmap.MADV_DONTNEED)
+        self._abandoned.append(self._pages)
+
+
+class Agent:
+    """One NIXL agent with the UCX backend.
+
+    It runs without NIXL's progress thread, which keeps a core busy even when nothing happens: data moves while a `Write` is
+    asked for its state, and in `progress`.
+
+    Args:
+        net_devices: ``UCX_NET_DEVICES``.
+        transports: ``UCX_TLS``.
+        part: Name of the half for error messages.
+
+    Raises:
+        TransportError: UCX cannot work with these devices and transports.
+    """
+
+    def __init__(self, net_devices: str, transports: str, part: str) -> None:
+        api = import_nixl()
+        self._part = part
+        self._memories: list[Memory] = []
+        self._registrations: list[Any] = []
+        self._known: dict[str, tuple[str, str]] = {}
+        config = api.nixl_agent_config(backends=["UCX"], enable_prog_thread=False)
+        environment = {"UCX_NET_DEVICES": net_devices, "UCX_TLS": transports}
+        hint = "Look at the engine's options net_devices and transports."
+        with _ucx_environment(environment), self._typed("start UCX", hint=hint):
+            self._nixl = api.nixl_agent(f"weightlane-{secrets.token_hex(8)}", config)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """`nbytes` of registered memory; valid until `close`."""
+        memory = Memory(max(1, nbytes))
+        with self._typed(f"register {nbytes} bytes"):
+            self._registrations.append(self._nixl.register_memory([(memory.start, memory.nbytes, 0, "")], _DRAM))
+        self._memories.append(memory)
+        return memory.data[:nbytes]
+
+    def is_registered(self, data: torch.Tensor) -> bool:
+        """Whether all of `data` lies in memory from `allocate`."""
+        return any(memory.holds(data) for memory in self._memories)
+
+    def place(self, data: torch.Tensor) -> dict[str, Any]:
+        """Where a peer's `write` finds `data`, memory of `allocate`, as plain data."""
+        with self._typed("describe its memory"):
+            metadata = base64.b64encode(self._nixl.get_agent_metadata()).decode("ascii")
+        return {"metadata": metadata, "start": data.data_ptr()}
+
+    def write(self, source: torch.Tensor, peer: str, place: Mapping[str, Any]) -> Write:
+        """Start to write `source`, registered memory, to where `peer` says. Raises `ProtocolError` or `TransportError`."""
+        metadata, start = place.get("metadata"), place.get("start")
+        if not (isinstance(metadata, str) and isinstance(start, int) and start > 0):
+            raise ProtocolError("it names no place to write to.", part=self._part, peer=peer)
+        known, name = self._known.get(peer, ("", ""))
+        if metadata != known:
+            with self._typed("read the receiver's description of its memory", peer):
+                name = _text(self._nixl.add_remote_agent(base64.b64decode(metadata, validate=True)))
+            self._known[peer] = metadata, name
+        return Write(lambda offset, nbytes: self._post(source, name, start, offset, nbytes, peer), source.numel())
+
+    def _post(self, source: torch.Tensor, name: str, start: int, offset: int, nbytes: int, peer: str) -> _Request:
+        with self._typed("write", peer):
+            local = self._nixl.get_xfer_descs([(source.data_ptr() + offset, nbytes, 0)], _DRAM)
+            remote = self._nixl.get_xfer_descs([(start + offset, nbytes, 0)], _DRAM)
+            handle = self._nixl.initialize_xfer("WRITE", local, remote, name)
+            return _Request(self, handle, self._nixl.transfer(handle), peer)
+
+    def state(self, handle: Any, peer: str) -> str:
+        """``"DONE"``, ``"PROC"`` or ``"ERR"``. Raises `PeerLostError` or `TransportError`."""
+        with self._typed("write", peer):
+            return str(self._nixl.check_xfer_state(handle))
+
+    def progress(self) -> None:
+        """Let UCX serve its peers."""
+        with self._typed("serve its peers"):
+            self._nixl.get_new_notifs()
+
+    def close(self, *, exposed: bool = False) -> None:
+        """Unregister everything and end the agent; `exposed` if a peer may still be writing to memory of this agent."""
+        for registration in self._registrations:
+            with contextlib.suppress(Exception):
+                self._nixl.deregister_memory(registration)
+        if exposed:
+            for memory in self._memories:
+                memory.abandon()
+        self._memories.clear()
+        self._registrations.clear()
+        del self._nixl
+
+    @contextlib.contextmanager
+    def _typed(self, action: str, peer: str = "", hint: str = "") -> Iterator[None]:
+        """NIXL's errors, which have no base class of their own, as weightlane's."""
+        try:
+            yield
+        except Exception as error:
+            text = f"NIXL could not {action}: {type(error).__name__}: {error}."
+            kind = PeerLostError if type(error).__name__ == "nixlRemoteDisconnectError" else TransportError
+            raise kind(text, part=self._part, peer=peer, hint=hint) from error
+
+
+class _Request:
+    """One posted transfer."""
+
+    def __init__(self, agent: Agent, handle: Any, state: str, peer: str) -> None:
+        self._agent = agent
+        self._handle = handle
+        self._state = state
+        self._peer = peer
+
+    def done(self) -> bool:
+        if self._state == "PROC":
+            self._state = self._agent.state(self._handle, self._peer)
+        if self._state == "ERR":
+            raise TransportError("NIXL could not write.", part="nixl", peer=self._peer)
+        return self._state == "DONE"
+
+    def release(self) -> None:
+        with contextlib.suppress(Exception):  # cancels what is under way; what cannot be cancelled ends with the agent
+            self._handle.release()
+
+
+class Write:
+    """A bucket on its way to one receiver. A write that is ``done`` is visible to the receiver."""
+
+    def __init__(self, post: Callable[[int, int], _Request], nbytes: int) -> None:
+        self._post = post
+        self._nbytes = nbytes
+        self._offset = 0
+        self._request: _Request | None = None
+
+    def done(self) -> bool:
+        """Whether all of it is there; carries on with the next piece where one is. Raises as `Agent.state`."""
+        if self._request is not None:
+            if not self._request.done():
+                return False
+            self.release()
+        if self._offset == self._nbytes:
+            return True
+        nbytes = min(_CHUNK_BYTES, self._nbytes - self._offset)
+        self._request = self._post(self._offset, nbytes)
+        self._offset += nbytes
+        return False
+
+    def release(self) -> None:
+        """Free the piece under way."""
+        if self._request is not None:
+            self._request.release()
+            self._request = None
+
+
+class Writes:
+    """One bucket's writes, to several receivers at once."""
+
+    def __init__(self, writes: Sequence[Write]) -> None:
+        self._writes = writes
+
+    def done(self) -> bool:
+        """Carry on with every write; whether all are done. Raises as `Agent.state`."""
+        states = [write.done() for write in self._writes]
+        return all(states)
+
+    def release(self) -> None:
+        """Free what is under way."""
+        for write in self._writes:
+            write.release()
+
+
+@contextlib.contextmanager
+def _ucx_environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """UCX takes its settings from the environment, at the moment an agent is made."""
+    with _environment:
+        before = {name: os.environ.get(name) for name in settings}
+        os.environ.update(settings)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+
+def _text(name: str | bytes) -> str:
+    return name.decode() if isinstance(name, bytes) else name
