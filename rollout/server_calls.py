@@ -35,7 +35,7 @@ class CallFailedError(Exception):
 
 
 class ServerCalls:
-    """A connection to one server for the duration of an ``async with`` block; made anew for each, so nothing goes stale.
+    """Calls to one server, within an ``async with`` block.
 
     Args:
         url: Where the server listens, without a path, e.g. ``http://127.0.0.1:8000``.
@@ -58,8 +58,14 @@ class ServerCalls:
                 part=self._part,
                 hint="Install it: pip install 'weightlane[server]'.",
             ) from cause
-        # Proxies of the environment are not used: a control call belongs to the private network.
-        self._session = aiohttp.ClientSession(headers=self._headers, trust_env=False)
+        self._session = aiohttp.ClientSession(
+            headers=self._headers,
+            # One connection per call: vLLM's server closes it after an error without saying so beforehand, and a call that
+            # is sent meanwhile is lost.
+            connector=aiohttp.TCPConnector(force_close=True),
+            # No proxy of the environment: a control call belongs to the private network.
+            trust_env=False,
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:

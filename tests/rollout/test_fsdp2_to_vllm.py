@@ -1,18 +1,22 @@
-"""The whole hop on real parts: two FSDP2 ranks, every engine, real vLLM; parameters bit for bit, tokens exactly."""
+"""The whole hop on real parts: two FSDP2 ranks, every engine, real vLLM; parameters bit for bit, tokens exactly.
+
+`test_stock_vllm.py` holds the same of further architectures and data types, without the trainer.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import socket
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import greedy_tokens, is_greedy, load_tensors, make_llama, make_qwen3, vllm_parameters
+from tiny_models import add_tokenizer, greedy_tokens, is_greedy, load_tensors, make_llama, make_qwen3, vllm_parameters
 
 from weightlane.rollout import Completion, RolloutConfig, RolloutWorker
 from weightlane.sync import Coordinator, Rendezvous, SyncConfig
@@ -22,20 +26,24 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 PROGRAM = str(Path(__file__).with_name("trainer_process.py"))
 RANKS = 2
 PROMPT = [5, 6, 7]
+VOCAB = 300
+"""Needs padding in vLLM, and gives each of two trainer ranks an uneven part of a fused tensor."""
 
 
 class Trainers:
     """Two trainer ranks in processes of their own, called at the same time: most of their calls are collective."""
 
-    def __init__(self, children: Any, model: Path, port: int) -> None:
+    def __init__(self, children: Any, port: int) -> None:
         self._children = [
             children.start(
-                [PROGRAM, json.dumps({"rank": rank, "world": RANKS, "port": port, "model": str(model)})],
+                [PROGRAM, json.dumps({"rank": rank, "world": RANKS, "port": port})],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
             )
             for rank in range(RANKS)
         ]
+
+    def wait_ready(self) -> None:
         assert self._answers() == ["ready"] * RANKS
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
@@ -48,46 +56,31 @@ class Trainers:
         return [json.loads(child.stdout.readline()) for child in self._children]
 
 
+@pytest.fixture(scope="module")
+def trainers(session_children: Any) -> Iterator[Trainers]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    started = Trainers(session_children, port)
+    started.wait_ready()
+    yield started
+    started.call("close")
+
+
 @pytest.fixture(
-    params=[
-        (1, "qwen3", True, "float32"),
-        (1, "llama", False, "float32"),
-        (1, "llama", True, "bfloat16"),
-        (1, "qwen3", False, "bfloat16"),
-        (2, "qwen3", False, "float32"),
-        (2, "llama", True, "float32"),
-        (2, "qwen3", True, "bfloat16"),
-        (2, "llama", False, "bfloat16"),
-    ],
-    ids=lambda case: f"tp{case[0]}-{case[1]}-{'tied' if case[2] else 'untied'}-{case[3]}",
+    params=[("qwen3", True, "float32"), ("llama", False, "bfloat16")],
+    ids=lambda case: f"{case[0]}-{'tied' if case[1] else 'untied'}-{case[2]}",
 )
-def case(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[int, Path, str]]:
-    world, architecture, tied, dtype = request.param
+def case(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
+    """A model and the data type in which it is served."""
+    architecture, tied, dtype = request.param
     make = {"qwen3": make_qwen3, "llama": make_llama}[architecture]
-    environment = dict(os.environ)
-    # A vocabulary that needs padding in vLLM, and 75 rows a rank when two trainer ranks share 3 * 50.
-    model = make(tmp_path / "model", seed=3, tied=tied, dtype=getattr(torch, dtype), vocab=300)
-    _add_tokenizer(model)
-    yield world, model, dtype
-    os.environ.clear()
-    os.environ.update(environment)
+    model = make(tmp_path / "model", seed=3, tied=tied, dtype=getattr(torch, dtype), vocab=VOCAB)
+    add_tokenizer(model, VOCAB)
+    return model, dtype
 
 
-def _add_tokenizer(model: Path) -> None:
-    """Training engines ask for a tokenizer that fits the model."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = {f"w{index}": index for index in range(300)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w298", pad_token="w299").save_pretrained(model)
-
-
-def test_after_every_sync_the_rollout_holds_and_computes_exactly_what_the_trainer_has(
-    case: tuple[int, Path, str], children: Any, free_port: int, tmp_path: Path
-) -> None:
-    world, model, dtype = case
-    trainers = Trainers(children, model, free_port)
+def make_worker(name: str, world: int, model: Path, dtype: str) -> RolloutWorker:
     config = RolloutConfig(
         tensor_parallel=world,
         dtype=dtype,
@@ -95,42 +88,60 @@ def test_after_every_sync_the_rollout_holds_and_computes_exactly_what_the_traine
         kv_cache_memory_bytes=64 << 20,
         extra_engine_args={"worker_extension_cls": "probe_extension.ProbeExtension"},
     )
-    worker = RolloutWorker("rollout-0", config, model)
+    return RolloutWorker(name, config, model)
+
+
+def test_after_every_sync_every_rollout_holds_and_computes_exactly_what_the_trainer_has(
+    case: tuple[Path, str], trainers: Trainers, tmp_path: Path
+) -> None:
+    """A replica of one rank and one of two take every version at once."""
+    model, dtype = case
+    trainers.call("setup", str(model))
+    workers = [make_worker(f"rollout-{world}", world, model, dtype) for world in (1, 2)]
+    environment = dict(os.environ)
     with asyncio.Runner() as runner:
         try:
-            runner.run(worker.start())
-            runner.run(_all_engines(trainers, worker, dtype, tmp_path))
+            runner.run(_together(*(worker.start() for worker in workers)))
+            # Other tests of the session must not find what a replica's own process sets.
+            os.environ.clear()
+            os.environ.update(environment)
+            runner.run(_all_engines(trainers, workers, dtype, tmp_path))
         finally:
-            runner.run(worker.close())
-    trainers.call("close")
+            runner.run(_together(*(worker.close() for worker in workers)))
 
 
-async def _all_engines(trainers: Trainers, worker: RolloutWorker, dtype: str, tmp_path: Path) -> None:
+async def _together(*calls: Coroutine[Any, Any, None]) -> None:
+    await asyncio.gather(*calls)
+
+
+async def _all_engines(trainers: Trainers, workers: Sequence[RolloutWorker], dtype: str, tmp_path: Path) -> None:
     specs = max(trainers.call("specs", dtype), key=len)
     version = 0
-    for backend in ("gloo", "shm", "filesystem"):
+    # Two versions in a row over one connection, and one over each of two new ones.
+    for backend, versions in (("gloo", 2), ("shm", 1), ("filesystem", 1)):
         options = {"path": str(tmp_path / "store")} if backend == "filesystem" else {}
         rendezvous = Rendezvous.host()
         address = rendezvous.address.to_plain()
         trainers.call("connect", address, backend, options, dtype, specs)
-        await worker.connect(address, backend, options)
+        for worker in workers:
+            await worker.connect(address, backend, options)
         names = [f"trainer-{rank}" for rank in range(RANKS)]
-        coordinator = Coordinator(rendezvous, names, [worker], SyncConfig(deadline_s=30.0))
+        coordinator = Coordinator(rendezvous, names, workers, SyncConfig(deadline_s=30.0, quorum=1.0))
         await coordinator.connect()
-        for _ in range(2):
+        for _ in range(versions):
             version += 1
             assert trainers.call("train", version) == [version] * RANKS
             exported = tmp_path / f"export-{version}"
             trainers.call("export", str(exported))
-            serving = asyncio.create_task(_serve_until(worker, version))
+            serving = [asyncio.create_task(_serve_until(worker, version)) for worker in workers]
             trainers.call("publish", version)
             await coordinator.sync(version)
-            await _check_parameters(worker, exported, dtype)
-            completions = await serving
-            if dtype == "float32":
-                await _check_tokens(worker, exported, version, completions)
+            for worker, completions in zip(workers, serving, strict=True):
+                await _check_parameters(worker, exported, dtype)
+                served = await completions
+                if dtype == "float32":
+                    await _check_tokens(worker, exported, version, served)
         coordinator.close()
-        assert not list(tmp_path.rglob("*.bin")) or backend == "filesystem"
 
 
 async def _check_parameters(worker: RolloutWorker, exported: Path, dtype: str) -> None:
@@ -147,13 +158,14 @@ async def _check_parameters(worker: RolloutWorker, exported: Path, dtype: str) -
 async def _serve_until(worker: RolloutWorker, version: int) -> list[Completion]:
     """Keep two requests in flight until both have tokens of `version`; all completions in order."""
 
-    async def chain() -> list[Completion]:
+    async def chain(length: int) -> list[Completion]:
         completions: list[Completion] = []
         while not completions or completions[-1].versions[-1] < version:
-            completions.append(await worker.generate("in-flight", PROMPT, 300, greedy=True))
+            completions.append(await worker.generate("in-flight", PROMPT, length, greedy=True))
         return completions
 
-    return [completion for done in await asyncio.gather(chain(), chain()) for completion in done]
+    # Of different lengths, so that one of them is certainly in flight when the version commits.
+    return [completion for done in await asyncio.gather(chain(170), chain(230)) for completion in done]
 
 
 async def _check_tokens(worker: RolloutWorker, exported: Path, version: int, completions: Sequence[Completion]) -> None:

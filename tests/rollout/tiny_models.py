@@ -47,6 +47,17 @@ def make_qwen3_moe(path: Path, *, seed: int, dtype: torch.dtype = torch.float32,
     return _save(transformers.Qwen3MoeForCausalLM, config, path, seed, dtype)
 
 
+def add_tokenizer(path: Path, vocab: int = VOCAB) -> None:
+    """A tokenizer that fits a model from here: token ``n`` is the word ``w<n>``."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{index}": index for index in range(vocab)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    special = {"eos_token": f"w{vocab - 2}", "pad_token": f"w{vocab - 1}"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(path)
+
+
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint that is in one file, by its name on disk."""
     tensors: dict[str, torch.Tensor] = load_file(path / "model.safetensors")

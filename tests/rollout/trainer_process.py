@@ -16,11 +16,23 @@ from weightlane.trainer.rank import TrainerRank
 
 
 class Process:
-    """A `TrainerRank` called with plain data."""
+    """A `TrainerRank` called with plain data; one process may serve one after another."""
 
-    def __init__(self, rank: int, world: int, port: int, model: str) -> None:
-        self._rank = TrainerRank(TrainerConfig(ranks=world, learning_rate=1e-2), AlgorithmConfig(), rank, world)
-        self._rank.setup(("127.0.0.1", port), Path(model), 0)
+    def __init__(self, rank: int, world: int, port: int) -> None:
+        self._place = (rank, world, port)
+        self._ranks: list[TrainerRank] = []
+
+    @property
+    def _rank(self) -> TrainerRank:
+        return self._ranks[-1]
+
+    def setup(self, model: str) -> int:
+        """A new trainer rank. The first one owns the ranks' process group, which the later ones share."""
+        rank, world, port = self._place
+        fresh = TrainerRank(TrainerConfig(ranks=world, learning_rate=1e-2), AlgorithmConfig(), rank, world)
+        step = fresh.setup(("127.0.0.1", port), Path(model), 0)
+        self._ranks.append(fresh)
+        return step
 
     def specs(self, wire_dtype: str) -> Any:
         return self._rank.specs(wire_dtype)
@@ -43,7 +55,8 @@ class Process:
         self._rank.export_hf(Path(directory))
 
     def close(self) -> None:
-        self._rank.close()
+        for rank in reversed(self._ranks):
+            rank.close()
 
 
 def main() -> None:

@@ -1,0 +1,74 @@
+"""``weightlane conformance``: what it prints, what it writes, and its exit code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from weightlane.cli import main as command
+
+BROKEN = Path(__file__).parents[1] / "ckpt_engines" / "broken_engines.py"
+ADDRESS = "test_an_address_is_plain_data"
+ONE_CHECK = ["--check", ADDRESS]
+
+
+def run(arguments: Sequence[str]) -> Result:
+    return CliRunner().invoke(command.app, ["conformance", *arguments], env={"COLUMNS": "160"})
+
+
+def test_an_engine_that_conforms_ends_with_0_and_a_line_for_each_check(tmp_path: Path) -> None:
+    store = ["--set", f"path={tmp_path}"]
+    waiting = ["--check", "test_sending_to_somebody_unknown_is_refused"]
+    result = run(["filesystem", *store, *ONE_CHECK, *waiting, "--junit", str(tmp_path / "junit.xml")])
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    (passed,) = (line for line in lines if line.startswith("passed "))
+    assert passed.endswith("s  an address is plain data")
+    (skipped,) = (line for line in lines if line.startswith("skipped "))
+    assert skipped.endswith("sending to somebody unknown is refused  nobody waits for the receivers of a store")
+    assert lines[-1].startswith("filesystem conforms: 1 passed, 1 skipped in ")
+    (suite,) = ET.parse(tmp_path / "junit.xml").getroot()
+    assert (suite.get("tests"), suite.get("skipped"), suite.get("failures")) == ("2", "1", "0")
+
+
+def test_an_engine_that_does_not_conform_ends_with_1_and_says_why_as_json_too() -> None:
+    engine = f"{BROKEN}:AddressIsNoPlainData"
+    result = run([engine, *ONE_CHECK])
+    assert result.exit_code == 1
+    assert "is not plain JSON data" in result.stdout
+    assert f"{engine} does not conform: 1 failed in " in result.stdout
+    result = run([engine, *ONE_CHECK, "--json"])
+    assert result.exit_code == 1
+    report = json.loads(result.stdout)
+    assert report["passed"] is False
+    assert report["counts"] == {"passed": 0, "failed": 1, "skipped": 0, "expected failure": 0}
+    assert report["capabilities"]["delivery"] == ["broadcast", "point-to-point"]
+    (check,) = report["checks"]
+    assert (check["name"], check["outcome"]) == (ADDRESS, "failed")
+    assert "is not plain JSON data" in check["reason"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["smh"], "no checkpoint engine is called 'smh'. Did you mean 'shm'?"),
+        (["hccl"], "hccl cannot run here: torch_npu is not installed"),
+        (["filesystem", "--set", "path=x", "--set", "pth=x"], "pth: Extra inputs are not permitted"),
+        (["shm", "--set", "socket_dir"], "'socket_dir' is not of the form key=value"),
+        (["shm", "--check", "test_nothing"], "there is no check called test_nothing"),
+        (["nowhere.py:Engine"], "could not be loaded from nowhere.py: FileNotFoundError"),
+        ([f"{BROKEN}:Sender"], "is not a CheckpointEngine class"),
+    ],
+)
+def test_what_a_user_can_cause_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:
+    result = run(arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert message in line

@@ -1,0 +1,81 @@
+"""Stock offline vLLM as a program, without processes of its own: nothing here but vLLM's calls.
+
+Commands come as JSON lists on standard input, one per line; each is answered with one line on standard output that begins
+with ``SAY``. One process holds one engine after another: importing vLLM takes longer than starting an engine.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import sys
+from typing import Any
+
+import torch
+from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+
+
+class Offline:
+    """One `LLM` at a time."""
+
+    def __init__(self) -> None:
+        self._llm: Any = None
+
+    def start(self, model: str, dtype: str, backend: str | None) -> None:
+        self._llm = None
+        gc.collect()
+        cleanup_dist_env_and_memory()
+        self._llm = LLM(
+            model,
+            dtype=dtype,
+            max_model_len=128,
+            enforce_eager=True,
+            kv_cache_memory_bytes=64 << 20,
+            skip_tokenizer_init=True,
+            weight_transfer_config={"backend": backend} if backend else None,
+        )
+
+    def connect(self, rendezvous: dict[str, Any], backend: str, options: dict[str, Any]) -> str:
+        """The error's text, or nothing."""
+        info = {"rendezvous": rendezvous, "replica": "stock", "backend": backend, "options": options}
+        try:
+            self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+        except Exception as error:  # noqa: BLE001 - the test judges it
+            return str(error)
+        return ""
+
+    def commit(self, version: int) -> None:
+        self._llm.start_weight_update()
+        self._llm.update_weights(WeightTransferUpdateRequest(update_info={"version": version}))
+        self._llm.finish_weight_update()
+        self._llm.reset_prefix_cache()
+
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+        [answer] = self._llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+        return list(answer.outputs[0].token_ids)
+
+    def parameters(self) -> dict[str, list[object]]:
+        """Data type, shape and a digest of the bytes of every live parameter."""
+        model = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+        return {
+            name: [str(tensor.dtype), list(tensor.shape), digest(tensor)] for name, tensor in model.named_parameters()
+        }
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def main() -> None:
+    offline = Offline()
+    for line in sys.stdin:
+        method, *arguments = json.loads(line)
+        print(f"SAY{json.dumps(getattr(offline, method)(*arguments))}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""What answers a control call may come from anything that listens: each way of not being a willing vLLM server is named."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from weightlane.ckpt_engines import ConfigError, DeadlineExceededError, ProtocolError, WeightlaneError, WorkerDiedError
+from weightlane.rollout import ServerReplica
+
+ADDRESS = {"host": "127.0.0.1", "port": 1, "secret": "s"}
+
+
+class Answering(ThreadingHTTPServer):
+    """Answers every call with what the test says, and notes what came."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        self.status, self.body, self.silent = 200, b"{}", False
+        self.seen: list[tuple[str, str | None]] = []
+        self.released = threading.Event()
+        super().__init__(("127.0.0.1", 0), _Handler)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Answering
+
+    def do_GET(self) -> None:
+        self.server.seen.append((self.path, self.headers["Authorization"]))
+        if self.server.silent:
+            self.server.released.wait(30.0)
+            return
+        self.send_response(self.server.status)
+        self.send_header("Content-Length", str(len(self.server.body)))
+        self.end_headers()
+        self.wfile.write(self.server.body)
+
+    do_POST = do_GET  # noqa: N815 - the name that http.server looks for
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def answering() -> Iterator[Answering]:
+    server = Answering()
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.released.set()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def refusal(url: str, **settings: Any) -> WeightlaneError:
+    with pytest.raises(WeightlaneError) as raised:
+        asyncio.run(asyncio.wait_for(ServerReplica(url, **settings).connect(ADDRESS, "shm"), 10.0))
+    return raised.value
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind", "says"),
+    [
+        (404, b'{"detail":"Not Found"}', ConfigError, "VLLM_SERVER_DEV_MODE=1"),
+        (401, b"{}", ConfigError, "Check the token"),
+        (200, b"<html>hello</html>", ProtocolError, "not a vLLM server"),
+        (307, b"", WeightlaneError, "status 307"),
+        (500, b'{"error":{"message":"out of paper"}}', WeightlaneError, "out of paper"),
+        (500, b'{"error":"torn"}', WeightlaneError, "torn"),
+        (500, b"\xff\xfe", WeightlaneError, "GET /get_world_size was answered with status 500"),
+        (500, b'{"error":{"message":"Weight transfer not configured."}}', ConfigError, "--weight-transfer-config"),
+        (500, b'{"error":{"message":"x [weightlane-error:{\\"error\\": 3}]"}}', WeightlaneError, "x"),
+    ],
+)
+def test_an_answer_that_is_not_the_one_wanted_is_a_typed_error_that_says_what_to_do(
+    answering: Answering, status: int, body: bytes, kind: type[WeightlaneError], says: str
+) -> None:
+    answering.status, answering.body = status, body
+    error = refusal(answering.url)
+    assert type(error) is kind
+    assert says in str(error)
+    assert error.peer == answering.url
+
+
+def test_a_rank_s_own_error_comes_through_with_its_type_and_hint(answering: Answering) -> None:
+    inner = {
+        "type": "StagingMemoryError",
+        "message": "no room.",
+        "part": "rollout rank 1",
+        "peer": "",
+        "hint": "Get more.",
+    }
+    said = f"Call failed: [weightlane-error:{json.dumps({'error': inner, 'intact': True})}]', see above"
+    answering.status, answering.body = 500, json.dumps({"error": {"message": said}}).encode()
+    error = refusal(answering.url)
+    assert (type(error).__name__, error.part, error.hint) == ("StagingMemoryError", "rollout rank 1", "Get more.")
+
+
+def test_the_token_goes_with_every_call_and_only_there(answering: Answering) -> None:
+    answering.body = b'{"world_size": 1, "is_paused": true}'
+    replica = ServerReplica(answering.url, token="sesame")
+    asyncio.run(replica.connect(ADDRESS, "shm"))
+    assert [path for path, _ in answering.seen] == [
+        *("/get_world_size", "/is_paused", "/finish_weight_update", "/init_weight_transfer_engine")
+    ]
+    assert {sent for _, sent in answering.seen} == {"Bearer sesame"}
+    assert "sesame" not in repr(vars(refusal(f"{answering.url}/x", token="sesame", tensor_parallel=3)))
+
+
+def test_a_server_that_does_not_answer_ends_the_wait_at_its_deadline(answering: Answering) -> None:
+    answering.silent = True
+    assert isinstance(refusal(answering.url, connect_timeout_s=0.2), DeadlineExceededError)
+
+
+def test_an_address_without_a_server_is_named_at_once(free_port: int) -> None:
+    error = refusal(f"http://127.0.0.1:{free_port}")
+    assert isinstance(error, WorkerDiedError)
+    assert str(free_port) in str(error)
+
+
+@pytest.mark.parametrize("url", ["", "127.0.0.1:8000", "ftp://host", "http://", "http://u:p@host", "http://host:port"])
+def test_what_is_not_the_address_of_a_server_is_refused_by_name(url: str) -> None:
+    with pytest.raises(ConfigError, match="is not the address of a server"):
+        ServerReplica(url)
+
+
+def test_names_differ_by_address_and_ranks_are_numbered() -> None:
+    one, two = ServerReplica("http://10.0.0.1:8000/"), ServerReplica("https://[::1]:8001", tensor_parallel=2)
+    assert (one.name, one.url) == ("10.0.0.1-8000", "http://10.0.0.1:8000")
+    assert two.subscriber_names() == ["1-8001/0", "1-8001/1"]

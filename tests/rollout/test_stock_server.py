@@ -1,0 +1,245 @@
+"""Without our loop: the torchrun example publishes to vLLM OpenAI servers that know nothing of weightlane but its plugin."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from publishing import OneRankTrainer
+from stock_server import StockServer
+from tiny_models import add_tokenizer, greedy_tokens, make_qwen3
+
+from weightlane.ckpt_engines import ConfigError, QuarantinedError, WeightlaneError, WorkerDiedError
+from weightlane.rollout import ServerReplica
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "torchrun" / "train_and_publish.py"
+PROMPT = [5, 6, 7]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = make_qwen3(tmp_path_factory.mktemp("stock") / "model", seed=0, tied=True)
+    add_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(session_children: Any, model: Path) -> Iterator[StockServer]:
+    """One server for all tests, of two ranks: nothing but its own endpoints tells it that trainers come and go."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    started = StockServer(session_children, model, port, 2, model.with_name("server.log"))
+    started.wait_ready()
+    yield started
+    os.killpg(started.process.pid, signal.SIGKILL)
+
+
+def start_example(children: Any, server: StockServer, *, log: Path, **arguments: object) -> subprocess.Popen[str]:
+    """The example as a user starts it, on two trainer ranks."""
+    given = {"model": server.model, "server": server.url, "tensor_parallel": server.tensor_parallel, **arguments}
+    flags = [str(part) for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        "0",
+        "--rdzv-endpoint",
+        "127.0.0.1:0",
+    ]
+    with log.open("w") as file:
+        process: subprocess.Popen[str] = children.start(
+            [*torchrun, "--rdzv-backend", "c10d", str(EXAMPLE), *flags],
+            env={"GLOO_SOCKET_IFNAME": "lo"},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    return process
+
+
+def options_of(engine: str, folder: Path) -> dict[str, Any]:
+    return {"path": str(folder / "versions")} if engine == "filesystem" else {}
+
+
+def test_the_example_is_as_short_as_promised_and_needs_no_ray_and_no_vllm() -> None:
+    lines = EXAMPLE.read_text().splitlines()
+    assert len(lines) < 60
+    assert not [line for line in lines if line.startswith(("import", "from")) and ("ray" in line or "vllm" in line)]
+
+
+@pytest.mark.parametrize("engine", ["shm", "gloo", "filesystem"])
+def test_a_plain_torchrun_script_publishes_to_a_stock_server_over_any_engine(
+    engine: str, server: StockServer, children: Any, tmp_path: Path
+) -> None:
+    trained, log = tmp_path / "trained", tmp_path / "log"
+    options = json.dumps(options_of(engine, tmp_path))
+    example = start_example(children, server, log=log, engine=engine, options=options, steps=3, out=trained)
+    assert example.wait(120.0) == 0, log.read_text()
+    assert server.version() == "3"
+    wanted = greedy_tokens(trained, PROMPT, 16)
+    assert server.greedy(PROMPT) == wanted
+    assert wanted != greedy_tokens(server.model, PROMPT, 16)
+
+
+def test_a_trainer_killed_in_the_middle_of_a_version_leaves_the_old_one_serving_and_a_new_one_reconnects(
+    server: StockServer, children: Any, tmp_path: Path
+) -> None:
+    before, tokens, version = server.checksums(), server.greedy(PROMPT), server.version()
+    # Buckets so small that the version takes seconds.
+    slow = {"engine": "filesystem", "sync": json.dumps({"bucket_mib": 0.001})}
+    options = json.dumps(options_of("filesystem", tmp_path))
+    example = start_example(children, server, log=tmp_path / "killed.log", options=options, **slow)
+    wait_until(lambda: len(list((tmp_path / "versions").rglob("bucket-*"))) > 20, example, tmp_path / "killed.log")
+    kill_all(example)
+    assert server.greedy(PROMPT) == tokens
+    assert (server.checksums(), server.version()) == (before, version)
+    trained, log = tmp_path / "trained", tmp_path / "log"
+    example = start_example(children, server, log=log, engine="shm", steps=1, out=trained)
+    assert example.wait(120.0) == 0, log.read_text()
+    assert server.greedy(PROMPT) == greedy_tokens(trained, PROMPT, 16)
+
+
+def kill_all(example: subprocess.Popen[str]) -> None:
+    """Kill -9 torchrun and its ranks, which it starts in sessions of their own."""
+    for process in psutil.Process(example.pid).children(recursive=True):
+        process.kill()
+    example.kill()
+    example.wait(10.0)
+
+
+@pytest.fixture(scope="module")
+def other_models(model: Path) -> list[Path]:
+    return [make_qwen3(model.with_name(f"model{seed}"), seed=seed, tied=True) for seed in (1, 2)]
+
+
+class Wire:
+    """Sits between a replica and the server; can keep the answers to one kind of call back, as a broken network does."""
+
+    def __init__(self, port: int) -> None:
+        self._server_port = port
+        self.swallow = b""
+        """Path whose answers never come."""
+
+    async def __aenter__(self) -> str:
+        self._listener = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return f"http://127.0.0.1:{self._listener.sockets[0].getsockname()[1]}"
+
+    async def __aexit__(self, *_: object) -> None:
+        self._listener.close()
+
+    async def _serve(self, near: asyncio.StreamReader, near_out: asyncio.StreamWriter) -> None:
+        far, far_out = await asyncio.open_connection("127.0.0.1", self._server_port)
+        asked = b""
+
+        async def there() -> None:
+            nonlocal asked
+            while data := await near.read(1 << 16):
+                asked = data if b" HTTP/1.1" in data else asked
+                far_out.write(data)
+            far_out.close()
+
+        async def back() -> None:
+            while data := await far.read(1 << 16):
+                if not (self.swallow and self.swallow in asked):
+                    near_out.write(data)
+            near_out.close()
+
+        with contextlib.suppress(OSError):
+            await asyncio.gather(there(), back())
+
+
+def test_the_coordinator_commits_and_takes_back_and_quarantines_over_http(
+    server: StockServer, model: Path, other_models: list[Path]
+) -> None:
+    first, second = other_models
+
+    async def life(url: str, wire: Wire) -> None:
+        replica = ServerReplica(url, tensor_parallel=2, commit_timeout_s=20.0)
+        trainer = OneRankTrainer(model)
+        await replica.connect(trainer.address, trainer.backend, {})
+        await trainer.connect([replica])
+        assert (await trainer.sync(first)).replicas[replica.name].outcome == "committed"
+        await trainer.sync(second)
+        assert await greedy() == greedy_tokens(second, PROMPT, 16)
+
+        with pytest.raises(WeightlaneError, match="version 777 is not staged"):
+            await replica.commit(777)
+        assert replica.serving
+        assert await greedy() == greedy_tokens(second, PROMPT, 16), "it was resumed with what it had"
+
+        await replica.rollback(2)
+        assert await greedy() == greedy_tokens(first, PROMPT, 16)
+        assert server.version() == "1"
+
+        wire.swallow = b"/update_weights"
+        impatient = ServerReplica(url, tensor_parallel=2, commit_timeout_s=1.0)
+        flying = asyncio.create_task(asyncio.to_thread(server.complete, PROMPT, 480))
+        while not server.running():  # noqa: ASYNC110 - only its metrics tell
+            await asyncio.sleep(0.01)
+        with pytest.raises(QuarantinedError, match=r"cannot be trusted.*update_weights"):
+            await impatient.commit(3)
+        assert not impatient.serving
+        assert (await flying)["finish_reason"] == "abort"
+        wire.swallow = b""
+        waiting = asyncio.create_task(greedy())
+        await replica.quarantine(WeightlaneError("told to"))
+        assert not replica.serving
+        await asyncio.sleep(0.2)
+        assert not waiting.done()
+        trainer.version = 3
+        await trainer.sync(first)
+        assert replica.serving
+        assert await waiting == greedy_tokens(first, PROMPT, 16)
+        trainer.close()
+
+    async def greedy() -> list[int]:
+        return await asyncio.to_thread(server.greedy, PROMPT)
+
+    async def over_the_wire() -> None:
+        wire = Wire(server.port)
+        async with wire as url:
+            await asyncio.wait_for(life(url, wire), 90.0)
+
+    asyncio.run(over_the_wire())
+
+
+def test_what_keeps_a_server_from_connecting_is_said_and_leaves_it_serving(server: StockServer, free_port: int) -> None:
+    tokens = server.greedy(PROMPT)
+    address = {"host": "127.0.0.1", "port": free_port, "secret": "none"}
+
+    def refusal(replica: ServerReplica, backend: str = "shm") -> WeightlaneError:
+        with pytest.raises(WeightlaneError) as raised:
+            asyncio.run(asyncio.wait_for(replica.connect(address, backend), 30.0))
+        return raised.value
+
+    assert isinstance(refusal(ServerReplica(f"http://127.0.0.1:{free_port}")), WorkerDiedError)
+    ranks = refusal(ServerReplica(server.url))
+    assert isinstance(ranks, ConfigError)
+    assert "the server has 2 ranks, and tensor_parallel says 1" in str(ranks)
+    named = ServerReplica(server.url, tensor_parallel=2)
+    assert "backend" in str(refusal(named, ""))
+    assert type(refusal(named, "no-such-engine")).__name__ == "UnknownEngineError"
+    assert server.greedy(PROMPT) == tokens
+
+
+def wait_until(done: Any, process: subprocess.Popen[str], log: Path, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not done():
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < end, log.read_text()
+        time.sleep(0.01)
