@@ -16,6 +16,20 @@ from typing import Any
 import fsspec
 import pytest
 
+_LANES = {"e2e": "runs", "plugins": "runs", "rollout": "vllm"}
+"""Folders whose tests start many processes, and the lane they share: one lane after the other on one worker, longest first."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tell pytest-xdist what belongs together: a lane, or else a file. Lanes begin first, because they take longest."""
+    lanes = list(dict.fromkeys(_LANES.values()))
+    ranks = {}
+    for item in items:
+        lane = _LANES.get(item.path.parent.name, str(item.path))
+        item.add_marker(pytest.mark.xdist_group(lane))
+        ranks[item] = lanes.index(lane) if lane in lanes else len(lanes)
+    items.sort(key=ranks.__getitem__)
+
 
 class Children:
     """Starts Python programs and reaps them, with everything they started, at the end."""

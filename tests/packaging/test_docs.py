@@ -29,10 +29,9 @@ def machine_of_an_author(tmp_path: Path) -> dict[str, str]:
         f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
     )
     commands = tmp_path / "venv/bin"
-    for command, function in (("weightlane", "weightlane.cli.main:main"), ("pytest", "pytest:console_main")):
-        module, name = function.split(":")
-        (commands / command).write_text(f"#!{commands}/python\nfrom {module} import {name}\n{name}()\n")
-        (commands / command).chmod(0o755)
+    command = commands / "weightlane"
+    command.write_text(f"#!{commands}/python\nfrom weightlane.cli.main import main\nmain()\n")
+    command.chmod(0o755)
     return {
         **os.environ,
         "PATH": f"{commands}:{os.environ['PATH']}",
