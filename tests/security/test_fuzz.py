@@ -226,12 +226,12 @@ def test_plain_data_is_parsed_or_refused(what: str) -> None:
 )
 def test_sizes_that_lie_cost_neither_time_nor_memory(what: str, plain: Any) -> None:
     tracemalloc.start()
-    started = time.monotonic()
+    started_s = time.process_time()  # of this process alone: the machine may be busy
     survives(lambda: PLAIN[what][1](plain))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < MEMORY_LIMIT_BYTES
-    assert time.monotonic() - started < 2
+    assert time.process_time() - started_s < 5
 
 
 def test_a_stored_version_that_claims_to_be_huge_is_refused(tmp_path: Path) -> None:

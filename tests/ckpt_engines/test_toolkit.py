@@ -1,0 +1,147 @@
+"""The public helpers for engine authors: bounded waits, and handshakes that both sides agree on."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from weightlane.ckpt_engines import (
+    Bucket,
+    ClosedError,
+    Deadline,
+    DeadlineExceededError,
+    PeerLostError,
+    ProtocolError,
+    TransportError,
+    toolkit,
+)
+
+
+class Pair:
+    """The two ends of one connection."""
+
+    def __init__(self) -> None:
+        ends = socket.socketpair()
+        self.sender_life = toolkit.Lifecycle("test sender", lambda: None)
+        self.receiver_life = toolkit.Lifecycle("test receiver", lambda: None)
+        self.to_receiver = toolkit.Channel(ends[0], self.sender_life, "rollout")
+        self.to_sender = toolkit.Channel(ends[1], self.receiver_life, "trainer")
+
+    @property
+    def receivers(self) -> dict[str, toolkit.Channel]:
+        return {"rollout": self.to_receiver}
+
+    @property
+    def senders(self) -> dict[str, toolkit.Channel]:
+        return {"trainer": self.to_sender}
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    for closable in (made.to_receiver, made.to_sender, made.sender_life, made.receiver_life):
+        closable.close()
+
+
+def bucket(version: int = 1, index: int = 0, nbytes: int = 4) -> Bucket:
+    return Bucket(version, index, torch.arange(nbytes, dtype=torch.uint8))
+
+
+def soon() -> Deadline:
+    return Deadline.after(5)
+
+
+def test_details_reach_the_other_side_of_an_announcement_and_of_its_answer(pair: Pair) -> None:
+    toolkit.announce(pair.receivers, bucket(), soon(), place=4096)
+    assert toolkit.expect(pair.to_sender, bucket(), soon())["place"] == 4096
+    toolkit.acknowledge(pair.to_sender, bucket(), soon(), seen=True)
+    assert toolkit.await_acknowledgements(pair.receivers, bucket(), soon())["rollout"]["seen"] is True
+
+
+@pytest.mark.parametrize(
+    "other", [bucket(version=2), bucket(index=1), bucket(nbytes=5)], ids=["version", "index", "size"]
+)
+def test_both_sides_learn_that_they_mean_different_buckets(pair: Pair, other: Bucket) -> None:
+    toolkit.announce(pair.receivers, bucket(), soon())
+    with pytest.raises(ProtocolError, match="expected version"):
+        toolkit.expect(pair.to_sender, other, soon())
+    with pytest.raises(ProtocolError, match="was not taken: it waits for"):
+        toolkit.await_acknowledgements(pair.receivers, bucket(), soon())
+
+
+def test_a_refusal_ends_a_payload_that_does_not_fit_the_socket(pair: Pair) -> None:
+    large = Bucket(1, 0, torch.zeros(32 << 20, dtype=torch.uint8))
+    toolkit.announce(pair.receivers, large, soon())
+    with pytest.raises(ProtocolError):
+        toolkit.expect(pair.to_sender, bucket(), soon())
+    with pytest.raises(ProtocolError, match="was not taken"):
+        toolkit.send_payload(pair.receivers, large, soon())
+
+
+def test_progress_is_made_while_an_announcement_or_an_answer_is_awaited(pair: Pair) -> None:
+    calls: list[str] = []
+    with pytest.raises(DeadlineExceededError, match="trainer"):
+        toolkit.expect(pair.to_sender, bucket(), Deadline.after(0.05), progress=lambda: calls.append("receiver"))
+    with pytest.raises(DeadlineExceededError, match="rollout"):
+        toolkit.await_acknowledgements(
+            pair.receivers, bucket(), Deadline.after(0.05), progress=lambda: calls.append("sender")
+        )
+    assert calls.count("receiver") > 3
+    assert calls.count("sender") > 3
+
+
+def test_nobody_is_chosen_who_is_not_connected(pair: Pair) -> None:
+    assert toolkit.choose(pair.receivers, ["rollout"], pair.sender_life) == pair.receivers
+    with pytest.raises(ProtocolError, match="nobody"):
+        toolkit.choose(pair.receivers, ["rollout", "nobody"], pair.sender_life)
+
+
+def test_a_bounded_call_returns_and_raises_what_the_function_does(pair: Pair) -> None:
+    assert toolkit.run_bounded(lambda: 7, pair.receiver_life, soon(), "seven") == 7
+    with pytest.raises(ZeroDivisionError):
+        toolkit.run_bounded(lambda: 1 // 0, pair.receiver_life, soon(), "nothing")
+
+
+def blocked(pair: Pair, deadline: Deadline, *, polled: bool) -> None:
+    """Wait for something that never comes, in one of the two ways."""
+    if polled:
+        toolkit.poll_until(lambda: False, pair.receiver_life, deadline, "godot", watch=pair.senders)
+    else:
+        never = threading.Event()
+        threading.Timer(3, never.set).start()  # the thread that is left behind ends too
+        toolkit.run_bounded(never.wait, pair.receiver_life, deadline, "godot", watch=pair.senders)
+
+
+@pytest.mark.parametrize("polled", [True, False], ids=["polled", "bounded"])
+def test_a_wait_ends_by_the_deadline_and_names_the_peer(pair: Pair, polled: bool) -> None:
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceededError, match=r"peer trainer.*godot"):
+        blocked(pair, Deadline.after(0.1), polled=polled)
+    assert time.monotonic() - started < 1
+
+
+@pytest.mark.parametrize("polled", [True, False], ids=["polled", "bounded"])
+def test_a_wait_ends_when_the_peer_is_gone(pair: Pair, polled: bool) -> None:
+    threading.Timer(0.05, pair.to_receiver.close).start()
+    with pytest.raises(PeerLostError, match="trainer"):
+        blocked(pair, soon(), polled=polled)
+
+
+@pytest.mark.parametrize("polled", [True, False], ids=["polled", "bounded"])
+def test_a_wait_ends_when_the_half_is_closed(pair: Pair, polled: bool) -> None:
+    threading.Timer(0.05, pair.receiver_life.close).start()
+    with pytest.raises(ClosedError), pair.receiver_life.call():
+        blocked(pair, soon(), polled=polled)
+
+
+def test_a_librarys_error_is_blamed_on_the_peer_that_hung_up_and_on_nobody_else(pair: Pair) -> None:
+    error = TransportError("it broke.")
+    assert toolkit.blame(error, pair.senders) is error
+    pair.to_receiver.close()
+    assert isinstance(toolkit.blame(error, pair.senders), PeerLostError)
