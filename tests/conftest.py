@@ -20,6 +20,7 @@ _LANES = {"e2e": "runs", "plugins": "runs", "rollout": "vllm"}
 """Folders whose tests start many processes, and the lane they share: one lane after the other on one worker, longest first."""
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tell pytest-xdist what belongs together: a lane, or else a file. Lanes begin first, because they take longest."""
     lanes = list(dict.fromkeys(_LANES.values()))
