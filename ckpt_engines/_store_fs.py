@@ -23,7 +23,7 @@ import torch
 from ._lifecycle import Lifecycle
 from ._waiting import run_bounded
 from .deadline import Deadline
-from .errors import ClosedError, ConfigError, ProtocolError, StorageError, WeightlaneError
+from .errors import ClosedError, ConfigError, DeadlineExceededError, ProtocolError, StorageError, WeightlaneError
 
 _T = TypeVar("_T")
 _LOCAL = frozenset({"file", "local"})
@@ -48,12 +48,26 @@ class Guard:
 
     life: Lifecycle
     deadline: Deadline
+    peer: str = ""
+    """Who is waited for, for error messages."""
 
     def check(self, waiting_for: str) -> None:
         """Raise `DeadlineExceededError` or `ClosedError` when it is time to stop."""
         if self.life.closed:
             raise ClosedError("it was closed while a call was running.", part=self.life.part)
-        self.deadline.check(waiting_for, part=self.life.part, hint="Allow more time, or use a faster file system.")
+        if self.deadline.expired:
+            raise self._too_late(waiting_for)
+
+    def run(self, operation: Callable[[], _T], waiting_for: str) -> _T:
+        """Call an `operation` that cannot be interrupted, in a thread that is left behind when it is time to stop."""
+        try:
+            return run_bounded(operation, self.life, self.deadline, waiting_for)
+        except DeadlineExceededError as error:
+            raise self._too_late(waiting_for) from error
+
+    def _too_late(self, waiting_for: str) -> DeadlineExceededError:
+        hint = "Check the file system, and that the sender is alive; or allow more time."
+        return self.deadline.error(waiting_for, part=self.life.part, peer=self.peer, hint=hint)
 
     def sleep(self, seconds: float) -> None:
         """Pause, but not beyond the deadline. Raises `ClosedError` as soon as the half is closed."""
@@ -295,7 +309,7 @@ class StoreDirectory:
 
     def _remotely(self, operation: Callable[[], _T], guard: Guard, waiting_for: str) -> _T:
         guard.check(waiting_for)
-        return operation() if self.is_local else run_bounded(operation, guard.life, guard.deadline, waiting_for)
+        return operation() if self.is_local else guard.run(operation, waiting_for)
 
     @contextlib.contextmanager
     def _typed(self, action: str, path: str) -> Iterator[None]:

@@ -284,16 +284,16 @@ class FilesystemReceiver(WeightReceiver):
     def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:  # noqa: ARG002
         """Wait until every sender has made its directory. Possible at any time while the session lasts."""
         with self._life.call():
-            guard = Guard(self._life, deadline)
             checked_session(topology, self._life.part)
             for sender, address in topology.senders.items():
+                guard = Guard(self._life, deadline, sender)
                 directory = sender_directory(topology, sender, self._life.part)
                 self._senders[sender] = address
                 while self._store.read_text(f"{directory}/{SENDER_FILE}", guard) is None:
                     self._check_alive(sender)
                     self._store.look_again(directory)
                     guard.sleep(self._slowest_poll_s)
-                    deadline.check(f"{self._store.full(directory)}", part=self._life.part, peer=sender)
+                    guard.check(self._store.full(directory))
                 self._directories[sender] = directory
 
     def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
@@ -301,7 +301,7 @@ class FilesystemReceiver(WeightReceiver):
         with self._life.call():
             if sender not in self._directories:
                 raise ProtocolError(f"not connected to {sender}.", part=self._life.part)
-            guard = Guard(self._life, deadline)
+            guard = Guard(self._life, deadline, sender)
             directory = version_directory(self._directories[sender], bucket.version)
             poll_s = self._first_poll_s
             next_check = Deadline.after(self._health_check_s)
@@ -311,8 +311,7 @@ class FilesystemReceiver(WeightReceiver):
                     self._check_health(sender, bucket, guard)
                     next_check = Deadline.after(self._health_check_s)
                 guard.sleep(poll_s)
-                waiting_for = self._store.full(f"{directory}/{payload_name(bucket.index)}")
-                deadline.check(waiting_for, part=self._life.part, peer=sender)
+                guard.check(self._store.full(f"{directory}/{payload_name(bucket.index)}"))
                 poll_s = min(2 * poll_s, self._slowest_poll_s)
 
     def _check_alive(self, sender: str) -> None:

@@ -15,50 +15,26 @@ torch.distributed when they begin, and never again: what they say is JSON.
 
 from __future__ import annotations
 
-import asyncio
-import json
 import logging
-import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 
-from weightlane.ckpt_engines import (
-    CheckpointEngineRegistry,
-    ClosedError,
-    ConfigError,
-    DeadlineExceededError,
-    WeightlaneError,
-    as_weightlane_error,
-    error_from_wire,
-)
+from weightlane.ckpt_engines import CheckpointEngineRegistry, ClosedError, WeightlaneError, as_weightlane_error
 
 from .config import SyncConfig
-from .coordinator import Coordinator
+from .coordinator_thread import ConnectableReplica, CoordinatorThread, publisher_name
 from .publisher import Publisher
-from .rendezvous import Rendezvous
+from .rank_exchange import RankExchange
 from .report import Outcome, SyncReport
-from .roster import Replica, ReplicaState
 from .tensor_spec import LocalShard, TensorSpec, dtype_of
 
 _log = logging.getLogger(__name__)
 _PART = "collective publisher"
 _GRACE_S = 15.0
 """How much longer than a sync may take the ranks wait for its end: who is closest to a stall gives up first."""
-_JOIN_S = 5.0
-
-T = TypeVar("T")
-
-
-class ConnectableReplica(Replica, Protocol):
-    """A replica that is running already and only has to be told where the weights come from."""
-
-    async def connect(self, rendezvous: Mapping[str, Any], backend: str, options: Mapping[str, Any]) -> None:
-        """Subscribe its ranks to the run at `rendezvous`, leaving an earlier one."""
 
 
 class CollectivePublisher:
@@ -88,14 +64,14 @@ class CollectivePublisher:
         config: SyncConfig | None = None,
         max_failed: int = 3,
     ) -> None:
-        self._ranks = _Ranks(next((shard.data.device for shard in shards), torch.device("cpu")))
+        self._ranks = RankExchange(next((shard.data.device for shard in shards), torch.device("cpu")))
         self._config = config or SyncConfig()
         self._max_failed = max_failed
         self._failed = 0
         self._version = -1
         self._ended = True
         self._publisher: Publisher | None = None
-        self._lead: _Lead | None = None
+        self._lead: CoordinatorThread | None = None
         try:
             error = self._caught(lambda: self._open(replicas))
             specs = [shard.spec.to_plain() for shard in shards]
@@ -103,6 +79,9 @@ class CollectivePublisher:
             every_spec = list({spec[0]: spec for facts in said for spec in facts["specs"]}.values())
             options = dict(options or {})
             error = self._caught(lambda: self._join(said[0]["address"], every_spec, shards, backend, options))
+            self._ranks.exchange({}, error)  # nobody waits for a rank that could not join
+            if lead := self._lead:
+                error = self._caught(lambda: lead.connect(backend, options))
             self._ranks.exchange({}, error)
         except BaseException:
             self.close()
@@ -182,7 +161,7 @@ class CollectivePublisher:
 
     def _open(self, replicas: Sequence[ConnectableReplica]) -> None:
         if self._ranks.rank == 0:
-            self._lead = _Lead(replicas, self._ranks.world, self._config)
+            self._lead = CoordinatorThread(replicas, self._ranks.world, self._config)
 
     def _join(
         self,
@@ -193,7 +172,7 @@ class CollectivePublisher:
         options: Mapping[str, Any],
     ) -> None:
         self._publisher = Publisher(
-            _publisher_name(self._ranks.rank),
+            publisher_name(self._ranks.rank),
             rendezvous,
             rank=self._ranks.rank,
             world=self._ranks.world,
@@ -203,8 +182,6 @@ class CollectivePublisher:
             bucket_bytes=self._config.bucket_bytes,
             deadline_s=self._config.deadline_s,
         )
-        if self._lead is not None:
-            self._lead.connect(backend, options)
 
     def _running(self) -> Publisher:
         if self._publisher is None:
@@ -218,122 +195,3 @@ class CollectivePublisher:
         except Exception as error:  # noqa: BLE001 - any error must reach the other ranks, which wait for this one
             return as_weightlane_error(error, f"trainer rank {self._ranks.rank}")
         return None
-
-
-class _Lead:
-    """What rank 0 does beside publishing: it hosts the rendezvous and runs the coordinator on a thread of its own."""
-
-    def __init__(self, replicas: Sequence[ConnectableReplica], world: int, config: SyncConfig) -> None:
-        if not replicas:
-            raise ConfigError("there is no replica to publish to.", part=_PART, hint="Give rank 0 at least one.")
-        self._replicas = list(replicas)
-        self._world = world
-        self._config = config
-        self._rendezvous = Rendezvous.host(config.host, config.port)
-        self.address = self._rendezvous.address.to_plain()
-        self._transport: tuple[str, Mapping[str, Any]] = ("", {})
-        self._coordinator: Coordinator | None = None
-        self._syncing: Future[SyncReport] | None = None
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="weightlane-coordinator", daemon=True)
-        self._thread.start()
-
-    def connect(self, backend: str, options: Mapping[str, Any]) -> None:
-        """Tell every replica where the weights come from, and bring all participants together."""
-        self._transport = (backend, options)
-        # Every wait in there has a deadline, so this one needs none.
-        self._submit(self._connect(backend, options)).result()
-
-    def begin(self, version: int) -> None:
-        """Carry `version` over; `end` waits for it."""
-        assert self._coordinator is not None
-        self._syncing = self._submit(self._sync(version))
-
-    def end(self, timeout_s: float) -> SyncReport:
-        """The report of the version that was begun."""
-        assert self._syncing is not None
-        try:
-            return self._syncing.result(timeout_s)
-        except TimeoutError:
-            if self._syncing.done():
-                raise
-            raise DeadlineExceededError(f"the sync did not end within {timeout_s:.0f} s.", part=_PART) from None
-        except CancelledError:
-            raise ClosedError("the publisher was closed.", part=_PART) from None
-
-    def close(self) -> None:
-        """End what is under way, and the thread. Never raises."""
-        if self._coordinator is not None:
-            self._coordinator.close()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_JOIN_S)
-
-    async def _connect(self, backend: str, options: Mapping[str, Any]) -> None:
-        await asyncio.gather(*(replica.connect(self.address, backend, options) for replica in self._replicas))
-        names = [_publisher_name(rank) for rank in range(self._world)]
-        self._coordinator = Coordinator(self._rendezvous, names, self._replicas, self._config)
-        await self._coordinator.connect()
-
-    async def _sync(self, version: int) -> SyncReport:
-        assert self._coordinator is not None
-        states = self._coordinator.states()
-        lost = [replica for replica in self._replicas if states.get(replica.name) is ReplicaState.LOST]
-        await asyncio.gather(*(self._call_back(replica) for replica in lost))
-        return await self._coordinator.sync(version)
-
-    async def _call_back(self, replica: ConnectableReplica) -> None:
-        """A replica that was lost may have been started again; if it was not, the version goes on without it."""
-        try:
-            async with asyncio.timeout(self._config.rejoin_s):
-                await replica.connect(self.address, *self._transport)
-        except (WeightlaneError, TimeoutError) as error:
-            _log.info("%s is still lost: %s", replica.name, error)
-
-    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-        left = asyncio.all_tasks(self._loop)
-        for task in left:
-            task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-        self._loop.close()
-
-
-class _Ranks:
-    """The trainer ranks, which tell each other plain data over torch.distributed's default group. One rank needs no group."""
-
-    def __init__(self, device: torch.device) -> None:
-        joined = dist.is_initialized()
-        self.rank = dist.get_rank() if joined else 0
-        self.world = dist.get_world_size() if joined else 1
-        self._device = device
-
-    def exchange(self, mine: Mapping[str, Any], error: WeightlaneError | None = None) -> list[dict[str, Any]]:
-        """What every rank says, in rank order. Collective. Where any rank has an error, all raise the first one."""
-        words = json.dumps({"facts": mine, "error": error.to_wire() if error else None}).encode()
-        said = [json.loads(each) for each in self._all_gather(words)]
-        if error is not None:
-            raise error
-        for each in said:
-            if each["error"] is not None:
-                raise error_from_wire(each["error"])
-        return [each["facts"] for each in said]
-
-    def _all_gather(self, mine: bytes) -> list[bytes]:
-        if self.world == 1:
-            return [mine]
-        sizes = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(self.world)]
-        dist.all_gather(sizes, torch.tensor([len(mine)], device=self._device))
-        room = max(int(size.item()) for size in sizes)
-        padded = torch.zeros(room, dtype=torch.uint8, device=self._device)
-        padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self._device)
-        everything = [torch.empty_like(padded) for _ in range(self.world)]
-        dist.all_gather(everything, padded)
-        return [bytes(each[: int(size.item())].cpu().numpy()) for each, size in zip(everything, sizes, strict=True)]
-
-
-def _publisher_name(rank: int) -> str:
-    return f"trainer-{rank}"

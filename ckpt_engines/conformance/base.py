@@ -38,7 +38,7 @@ class ConformanceBase:
     """What a call gets that is expected to succeed, in seconds."""
     interrupted_s: ClassVar[float] = 2.5
     """The deadline of calls that the death of a peer interrupts, in seconds."""
-    slack_s: ClassVar[float] = 1.5
+    slack_s: ClassVar[float] = 2.0
     """How long after its deadline a call may end, in seconds."""
     prompt_s: ClassVar[float] = 5.0
     """How soon the death of a peer must be noticed where it must be noticed at once, in seconds."""

@@ -65,8 +65,9 @@ class DeathChecks(ConformanceBase):
         """The other receiver gets all of it or learns the failure; it never hangs."""
         connection = connected(2)
         alive, doomed = connection.receivers
-        self._kill_in_mid_bucket(connection, doomed, [alive], self.interrupted_s)
-        if not waits_for_receivers(capabilities):
+        waits = waits_for_receivers(capabilities)
+        self._kill_in_mid_bucket(connection, doomed, [alive], self.interrupted_s if waits else self.deadline_s)
+        if not waits:
             connection.check_received([alive], connection.sender)
             return
         self.failure(connection.sender, *_LOSSES, names=doomed.name, between_s=self.in_time(self.interrupted_s))
@@ -95,9 +96,11 @@ class DeathChecks(ConformanceBase):
         plan = [Parcel(1, 0, 1000, 1), Parcel(1, 1, LARGE, 2)]
         connection.deliver(plan[:1], plan=plan, commit=False)
         doomed.kill()
-        connection.start_receive(alive, plan[1:], deadline_s=self.interrupted_s)
-        connection.start_send(plan[1:], deadline_s=self.interrupted_s)
-        if not waits_for_receivers(capabilities):
+        waits = waits_for_receivers(capabilities)
+        deadline_s = self.interrupted_s if waits else self.deadline_s  # nothing interrupts a store's calls
+        connection.start_receive(alive, plan[1:], deadline_s=deadline_s)
+        connection.start_send(plan[1:], deadline_s=deadline_s)
+        if not waits:
             connection.check_received([alive], connection.sender)
             return
         self.failure(connection.sender, *_LOSSES, names=doomed.name, between_s=self.in_time(self.interrupted_s))

@@ -443,7 +443,7 @@ def test_a_store_is_not_asked_more_than_a_few_times_a_second(place: Place, monke
         return read_payload(*arguments)
 
     monkeypatch.setattr(StoreDirectory, "read_payload", counted)
-    with pytest.raises(DeadlineExceededError):
+    with pytest.raises(DeadlineExceededError, match="peer trainer"):
         receiver.receive(Bucket(1, 0, torch.empty(10, dtype=torch.uint8)), "trainer", within(0.7))
     local = place.fs.protocol == ("file", "local")
     assert looks[0] > 10 if local else 1 < looks[0] < 6

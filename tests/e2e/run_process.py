@@ -44,6 +44,8 @@ class RunProcess:
     def __init__(self, arguments: Sequence[str], logs: Path) -> None:
         self._marker = uuid.uuid4().hex
         self._logs = logs
+        self.folder = logs.parent
+        """Where whoever started it keeps its files."""
         logs.mkdir(parents=True, exist_ok=True)
         # Ray's sockets lie in the temporary directory, so its path must be short; what is in it at the end was left behind.
         self.temporary = Path(tempfile.mkdtemp(prefix="wl-", dir="/tmp"))
@@ -116,7 +118,7 @@ class RunProcess:
             code = self._process.poll()
             assert code is None or reached(), f"ended with {code} before {what}:\n{self.out}\n{self.err}"
             assert time.monotonic() < end, f"no {what} after {timeout_s} s:\n{self.out}\n{self.err}"
-            time.sleep(0.1)
+            time.sleep(0.2)  # looking at every process of the machine takes its time, too
 
     def wait_for(self, text: str, timeout_s: float = START_S) -> None:
         """Wait until the run has printed `text`."""

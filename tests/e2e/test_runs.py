@@ -11,15 +11,13 @@ from typing import Any
 import pytest
 import torch
 from run_process import END_S, START_S, Ended, RunProcess
-from tiny_run import GROUP_SIZE, HELDOUT_TASKS, PROMPTS_PER_STEP, Material
+from tiny_run import BETAS, GROUP_SIZE, HELDOUT_TASKS, LEARNING_RATE, PROMPTS_PER_STEP, Material
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
 StartRun = Callable[[Sequence[str]], RunProcess]
 QUANTILES = {"p50", "p95", "max"}
-LEARNING_RATE = 1e-3
-BETAS = (0.9, 0.999)
 EPSILON = 1e-8
 """AdamW's default."""
 
@@ -70,33 +68,14 @@ def check_files(run_dir: Path, steps: int) -> None:
     assert not (run_dir / "versions").exists()
 
 
-def test_runs_over_every_engine_end_with_every_promised_file_and_a_resumed_one_goes_on_where_it_was(
-    material: Material, start_run: StartRun, tmp_path: Path
+def test_a_run_ends_with_every_promised_file_and_a_resumed_one_goes_on_where_it_was(
+    material: Material, over_files: RunProcess, start_run: StartRun, tmp_path: Path
 ) -> None:
-    """Two runs at a time: start-up keeps two cores busy."""
-    files_dir = tmp_path / "files"
-    config = material.write_config(tmp_path / "config-files", files_dir)
-    over_files = start_run(["train", str(config), "--plain", "--set", "checkpoint_engine.backend=filesystem"])
-
-    run_dir = tmp_path / "run"
-    config = material.write_config(
-        tmp_path / "config",
-        run_dir,
-        # On-policy: no task is drawn before the version that generates it serves.
-        loop={"steps": 4, "max_staleness": 0, "save_every": 2},
-        trainer={"ranks": 2, "learning_rate": LEARNING_RATE, "betas": BETAS},
-        reward={"function": "rewards_of_test:remembering"},
-    )
-    over_shm = start_run(["train", str(config), "--plain", "--set", "checkpoint_engine.backend=shm"])
-
+    run_dir, config = over_files.folder / "run", over_files.folder / "config" / "run.toml"
     ended = finish(over_files)
-    check_files(files_dir, steps=3)
-    assert [event["step"] for event in metrics_of(files_dir, "training_step")] == [1, 2, 3]
+    check_files(run_dir, steps=4)
     assert "weights by 'filesystem'" in ended.out
     assert "versions committed" in ended.out
-
-    finish(over_shm)
-    check_files(run_dir, steps=4)
     assert sorted(path.name for path in (run_dir / "state").iterdir()) == ["latest.json", "step-2", "step-4"]
     assert data_position(run_dir, 2) == 2 * PROMPTS_PER_STEP
     assert data_position(run_dir, 4) == 4 * PROMPTS_PER_STEP
@@ -106,7 +85,7 @@ def test_runs_over_every_engine_end_with_every_promised_file_and_a_resumed_one_g
         start_run(
             [
                 *("train", str(config), "--plain", "--resume"),
-                *("--set", "loop.steps=6", "--set", "checkpoint_engine.backend=gloo"),
+                *("--set", "loop.steps=6", "--set", "checkpoint_engine.backend=shm"),
                 *("--set", "reward.function=rewards_of_test:constant_remembering"),
             ]
         )
@@ -117,7 +96,7 @@ def test_runs_over_every_engine_end_with_every_promised_file_and_a_resumed_one_g
     assert versions == [0, 1, 2, 3, 4, 4, 5, 6], "once more the version it was saved at, then the next ones"
     assert [event["step"] for event in metrics_of(run_dir, "evaluated")] == [0, 4, 4, 6]
     assert data_position(run_dir, 6) == 6 * PROMPTS_PER_STEP
-    judged = Counter((tmp_path / "config" / "judged.txt").read_text().split())
+    judged = Counter(config.with_name("judged.txt").read_text().split())
     trained = {json.loads(line)["prompt"] for line in material.train.read_text().splitlines()}
     assert {prompt: count for prompt, count in judged.items() if prompt in trained} == dict.fromkeys(
         judged.keys() & trained, GROUP_SIZE

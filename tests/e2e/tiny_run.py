@@ -13,6 +13,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, set_seed
 EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic"
 TRAIN_TASKS, HELDOUT_TASKS = 40, 8
 PROMPTS_PER_STEP, GROUP_SIZE = 4, 2
+LEARNING_RATE = 1e-3
+BETAS = (0.9, 0.999)
+
+IN_ENGINE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""Runs the model in vLLM's engine process, which saves the start of another one. Named in full, since vLLM overrules "uni"."""
 
 REWARDS = '''
 from pathlib import Path
@@ -70,6 +75,8 @@ class Material:
         }
         for name, keys in sections.items():
             tables.setdefault(name, {}).update(keys)
+        if tables["rollout"].get("tensor_parallel", 1) == 1:
+            tables.setdefault("rollout.extra_engine_args", {}).setdefault("distributed_executor_backend", IN_ENGINE)
         lines = []
         for name, keys in tables.items():
             lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items()), ""]

@@ -133,7 +133,10 @@ async def _all_engines(trainers: Trainers, workers: Sequence[RolloutWorker], dty
             assert trainers.call("train", version) == [version] * RANKS
             exported = tmp_path / f"export-{version}"
             trainers.call("export", str(exported))
+            tokens = [worker.clock.tokens for worker in workers]
             serving = [asyncio.create_task(_serve_until(worker, version)) for worker in workers]
+            while any(worker.clock.tokens < before + 10 for worker, before in zip(workers, tokens, strict=True)):  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
             trainers.call("publish", version)
             await coordinator.sync(version)
             for worker, completions in zip(workers, serving, strict=True):

@@ -20,8 +20,16 @@ from publishing import OneRankTrainer
 from stock_server import StockServer
 from tiny_models import add_tokenizer, greedy_tokens, make_qwen3
 
-from weightlane.ckpt_engines import ConfigError, QuarantinedError, WeightlaneError, WorkerDiedError
+from weightlane.ckpt_engines import (
+    CommitError,
+    ConfigError,
+    QuarantinedError,
+    SyncAbortedError,
+    WeightlaneError,
+    WorkerDiedError,
+)
 from weightlane.rollout import ServerReplica
+from weightlane.sync import CommitReport, Expectation, ExpectedTensor, Subscriber
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -163,6 +171,34 @@ class Wire:
             await asyncio.gather(there(), back())
 
 
+class PickyReplica:
+    """A second replica, which stages every version and may refuse to commit it."""
+
+    name = "picky"
+
+    def __init__(self, trainer: OneRankTrainer) -> None:
+        self.refuses = False
+        tensors = {
+            name: ExpectedTensor(tuple(tensor.shape), frozenset({tensor.dtype}))
+            for name, tensor in trainer.live.items()
+        }
+        self.subscriber = Subscriber("picky/0", trainer.address, trainer.backend, {}, Expectation(tensors))
+
+    def subscriber_names(self) -> list[str]:
+        return ["picky/0"]
+
+    async def commit(self, version: int) -> CommitReport:
+        if self.refuses:
+            raise CommitError("not with me.", part=self.name)
+        return CommitReport(version, blocked_s=0.0)
+
+    async def rollback(self, version: int) -> None:
+        raise AssertionError("it has never taken a version that was given up")
+
+    async def quarantine(self, error: WeightlaneError) -> None:
+        raise AssertionError("it always knows what it holds")
+
+
 def test_the_coordinator_commits_and_takes_back_and_quarantines_over_http(
     server: StockServer, model: Path, other_models: list[Path]
 ) -> None:
@@ -172,7 +208,8 @@ def test_the_coordinator_commits_and_takes_back_and_quarantines_over_http(
         replica = ServerReplica(url, tensor_parallel=2, commit_timeout_s=20.0)
         trainer = OneRankTrainer(model)
         await replica.connect(trainer.address, trainer.backend, {})
-        await trainer.connect([replica])
+        other = PickyReplica(trainer)
+        await trainer.connect([replica, other], quorum=1.0)
         assert (await trainer.sync(first)).replicas[replica.name].outcome == "committed"
         await trainer.sync(second)
         assert await greedy() == greedy_tokens(second, PROMPT, 16)
@@ -182,9 +219,14 @@ def test_the_coordinator_commits_and_takes_back_and_quarantines_over_http(
         assert replica.serving
         assert await greedy() == greedy_tokens(second, PROMPT, 16), "it was resumed with what it had"
 
-        await replica.rollback(2)
-        assert await greedy() == greedy_tokens(first, PROMPT, 16)
-        assert server.version() == "1"
+        with pytest.raises(CommitError, match="not kept"):
+            await replica.rollback(2)  # everybody serves it
+        other.refuses = True
+        with pytest.raises(SyncAbortedError, match="not with me"):
+            await trainer.sync(first)
+        assert (replica.version, server.version()) == (2, "2")
+        assert await greedy() == greedy_tokens(second, PROMPT, 16), "it was taken back"
+        other.refuses = False
 
         wire.swallow = b"/update_weights"
         impatient = ServerReplica(url, tensor_parallel=2, commit_timeout_s=1.0)
@@ -192,7 +234,7 @@ def test_the_coordinator_commits_and_takes_back_and_quarantines_over_http(
         while not server.running():  # noqa: ASYNC110 - only its metrics tell
             await asyncio.sleep(0.01)
         with pytest.raises(QuarantinedError, match=r"cannot be trusted.*update_weights"):
-            await impatient.commit(3)
+            await impatient.commit(4)
         assert not impatient.serving
         assert (await flying)["finish_reason"] == "abort"
         wire.swallow = b""
@@ -201,11 +243,11 @@ def test_the_coordinator_commits_and_takes_back_and_quarantines_over_http(
         assert not replica.serving
         await asyncio.sleep(0.2)
         assert not waiting.done()
-        trainer.version = 3
         await trainer.sync(first)
         assert replica.serving
         assert await waiting == greedy_tokens(first, PROMPT, 16)
         trainer.close()
+        other.subscriber.close()
 
     async def greedy() -> list[int]:
         return await asyncio.to_thread(server.greedy, PROMPT)

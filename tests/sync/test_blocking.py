@@ -1,0 +1,177 @@
+"""`CollectivePublisher`: what a plain training script is promised, on a real hop within this process."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from weightlane.ckpt_engines import (
+    ClosedError,
+    CommitError,
+    ConfigError,
+    SyncAbortedError,
+    UnknownEngineError,
+    WeightlaneError,
+    WorkerDiedError,
+)
+from weightlane.sync import (
+    CollectivePublisher,
+    CommitReport,
+    Expectation,
+    ExpectedTensor,
+    LocalShard,
+    Outcome,
+    Subscriber,
+    SyncConfig,
+    TensorSpec,
+)
+
+SPEC = TensorSpec("w", (3, 2), torch.float32)
+
+
+class Shelf:
+    """A replica with a dictionary for a model; `fails` is what its commits raise."""
+
+    def __init__(self, name: str = "rollout-0") -> None:
+        self.name = name
+        self.model: dict[str, torch.Tensor] = {}
+        self.connections = 0
+        self.fails: WeightlaneError | None = None
+        self._subscriber: Subscriber | None = None
+
+    def subscriber_names(self) -> list[str]:
+        return [f"{self.name}/0"]
+
+    async def connect(self, rendezvous: Mapping[str, Any], backend: str, options: Mapping[str, Any]) -> None:
+        self.connections += 1
+        self.close()
+        expectation = Expectation({"w": ExpectedTensor((3, 2), frozenset({torch.float32}))})
+        self._subscriber = Subscriber(f"{self.name}/0", rendezvous, backend, options, expectation)
+
+    async def commit(self, version: int) -> CommitReport:
+        assert self._subscriber is not None
+        if self.fails:
+            raise self.fails
+        self.model = {name: tensor.clone() for name, tensor in self._subscriber.take(version).items()}
+        self._subscriber.release(version)
+        return CommitReport(version, blocked_s=0.0)
+
+    async def rollback(self, version: int) -> None:
+        raise CommitError("kept nothing.", part=self.name)
+
+    async def quarantine(self, error: WeightlaneError) -> None:
+        self.model = {}
+
+    def close(self) -> None:
+        if self._subscriber is not None:
+            self._subscriber.close()
+
+
+@pytest.fixture
+def weight() -> torch.Tensor:
+    return torch.zeros(6)
+
+
+def publisher(weight: torch.Tensor, *replicas: Shelf, **settings: Any) -> CollectivePublisher:
+    return CollectivePublisher([LocalShard(SPEC, 0, weight)], replicas, backend="shm", **settings)
+
+
+def threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("weightlane-")}
+
+
+def test_every_version_published_is_served_in_order_and_the_last_one_when_the_block_ends(weight: torch.Tensor) -> None:
+    shelf = Shelf()
+    with publisher(weight, shelf) as weights:
+        for version in (1, 2, 5):
+            weights.fence()
+            weight.fill_(version)
+            weights.publish(version)
+        report = weights.wait()
+        assert report is not None
+        assert report.version == 5
+        assert weights.wait() is None, "it was asked for"
+        assert torch.equal(shelf.model["w"], torch.full((3, 2), 5.0))
+        weights.fence()
+        weight.fill_(6)
+        weights.publish(6)
+    assert torch.equal(shelf.model["w"], torch.full((3, 2), 6.0))
+    with pytest.raises(ClosedError):
+        weights.publish(7)
+    shelf.close()
+    assert not threads()
+
+
+def test_a_version_that_fails_is_logged_and_replaced_by_the_next_until_too_many_fail_in_a_row(
+    weight: torch.Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    shelf = Shelf()
+    with publisher(weight, shelf, max_failed=2) as weights:
+        weights.publish(1)
+        weights.wait()
+        shelf.fails = CommitError("no room on the shelf.", part="shelf")
+        weights.publish(2)
+        with pytest.raises(SyncAbortedError, match="no room on the shelf"):
+            weights.wait()
+        weights.publish(3)
+        with caplog.at_level(logging.WARNING):
+            weights.publish(4)
+        assert "version 3 was not taken" in caplog.text
+        with pytest.raises(SyncAbortedError, match="version 4"):
+            weights.publish(5)
+        shelf.fails = None
+        weights.publish(5)
+    assert shelf.connections == 1
+    shelf.close()
+
+
+def test_a_replica_that_was_lost_is_called_back_for_the_next_version(
+    weight: torch.Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    steady, mortal = Shelf("steady"), Shelf("mortal")
+    with publisher(weight, steady, mortal, config=SyncConfig(rejoin_s=2.0)) as weights:
+        weights.publish(1)
+        weights.wait()
+        mortal.fails = WorkerDiedError("gone.", part="mortal")
+        weights.publish(2)
+        report = weights.wait()
+        assert report is not None
+        assert report.replicas["mortal"].outcome is Outcome.LOST
+        assert "version 2 went on without mortal, which is lost" in caplog.text
+        mortal.fails = None
+        weight.fill_(3)
+        weights.publish(3)
+        report = weights.wait()
+        assert report is not None
+        assert {part.outcome for part in report.replicas.values()} == {Outcome.COMMITTED}
+    assert (steady.connections, mortal.connections) == (1, 2)
+    assert torch.equal(mortal.model["w"], weight.view(3, 2))
+    steady.close()
+    mortal.close()
+
+
+def test_what_keeps_it_from_connecting_leaves_nothing_running(weight: torch.Tensor) -> None:
+    with pytest.raises(ConfigError, match="no replica"):
+        publisher(weight)
+    with pytest.raises(ConfigError, match="rollout-0 takes part already"):
+        publisher(weight, Shelf(), Shelf())
+    with pytest.raises(UnknownEngineError):
+        CollectivePublisher([LocalShard(SPEC, 0, weight)], [Shelf()], backend="shn")
+    assert not {name for name in threads() if not name.startswith(("weightlane-control-roll", "weightlane-stage"))}
+
+
+def test_every_rank_raises_what_kept_one_from_connecting(children: Any, free_port: int) -> None:
+    program = str(Path(__file__).with_name("collective_rank.py"))
+    ranks = [
+        children.start([program, str(rank), str(free_port)], stdout=subprocess.PIPE, env={"GLOO_SOCKET_IFNAME": "lo"})
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=60.0)[0].strip() for rank in ranks]
+    assert said == ["ConfigError: rollout-0: not today."] * 2
