@@ -3,33 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import socket
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
 
-_LANES = {"e2e": "runs", "plugins": "runs", "rollout": "vllm"}
-"""Folders whose tests start many processes, and the lane they share: one lane after the other on one worker, longest first."""
+_HEAVY = {"e2e", "plugins", "rollout"}
+"""Folders whose tests start many processes: such tests run one at a time, beside the others, and begin first."""
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tell pytest-xdist what belongs together: a lane, or else a file. Lanes begin first, because they take longest."""
-    lanes = list(dict.fromkeys(_LANES.values()))
-    ranks = {}
-    for item in items:
-        lane = _LANES.get(item.path.parent.name, str(item.path))
-        item.add_marker(pytest.mark.xdist_group(lane))
-        ranks[item] = lanes.index(lane) if lane in lanes else len(lanes)
-    items.sort(key=ranks.__getitem__)
+    """Heavy tests first: they take longest."""
+    items.sort(key=lambda item: item.path.parent.name not in _HEAVY)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Under pytest-xdist one heavy test at a time. Waiting for that does not count against the test's time limit."""
+    if not hasattr(item.config, "workerinput") or item.path.parent.name not in _HEAVY:
+        return (yield)
+    shared: Path = item.config._tmp_path_factory.getbasetemp().parent  # type: ignore[attr-defined]  # of all workers
+    with (shared / "heavy.lock").open("w", encoding="ascii") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)  # of this process alone: children that a test forks do not inherit it
+        return (yield)
 
 
 class Children:
