@@ -28,7 +28,7 @@ demo: setup
 
 test: setup
 	@echo "== tests (about ten minutes on two cores)"
-	@$(VENV)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	@$(VENV)/pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
 lint: setup
 	@$(VENV)/ruff check .

@@ -3,38 +3,38 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
 import socket
 import subprocess
 import sys
 import uuid
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
 
-_HEAVY = {"e2e", "plugins", "rollout"}
-"""Folders whose tests start many processes: such tests run one at a time, beside the others, and begin first."""
+_HEAVY = ("tests/e2e/", "tests/plugins/", "tests/rollout/")
+"""Folders whose tests start many processes: one worker runs all of these, one after the other, beside the others."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Heavy tests first: they take longest."""
-    items.sort(key=lambda item: item.path.parent.name not in _HEAVY)
+    items.sort(key=lambda item: not item.nodeid.startswith(_HEAVY))
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Under pytest-xdist one heavy test at a time. Waiting for that does not count against the test's time limit."""
-    if not hasattr(item.config, "workerinput") or item.path.parent.name not in _HEAVY:
-        return (yield)
-    shared: Path = item.config._tmp_path_factory.getbasetemp().parent  # type: ignore[attr-defined]  # of all workers
-    with (shared / "heavy.lock").open("w", encoding="ascii") as lock:
-        fcntl.lockf(lock, fcntl.LOCK_EX)  # of this process alone: children that a test forks do not inherit it
-        return (yield)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """How pytest-xdist deals out tests: the heavy ones to one worker, the rest file by file."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Lanes(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "heavy" if nodeid.startswith(_HEAVY) else nodeid.partition("::")[0]
+
+    return Lanes(config, log)
 
 
 class Children:
