@@ -27,7 +27,7 @@ demo: setup
 		--set data.train=$(DEMO)/task-$(SEED)/train.jsonl --set data.heldout=$(DEMO)/task-$(SEED)/heldout.jsonl $(SET)
 
 test: setup
-	@echo "== tests (about ten minutes on two cores)"
+	@echo "== tests"
 	@$(VENV)/pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
 lint: setup
