@@ -189,27 +189,27 @@ class ServerReplica:
                 raise
             except CallFailedError as cause:
                 failure = cause.failure
-                intact = failure.intact or not touched
-                if await _clean_up(server, session=session, resume=intact and self._sound):
+                resume = self._sound and (failure.intact or not touched)
+                answers = await _clean_up(server, session=session, resume=resume)
+                if resume and answers:
                     raise _harmless(failure.error, self.name) from cause
                 self._sound = False
+                if isinstance(failure.error, WorkerDiedError) and not answers:
+                    raise failure.error from cause
                 raise _distrusted(failure.error, self.name) from cause
             self._sound = True
             return CommitReport(serves, time.monotonic() - began)
 
 
 async def _clean_up(server: ServerCalls, *, session: bool, resume: bool) -> bool:
-    """Close a failed session and go on generating, or else end what is in flight. Returns whether the server serves.
+    """Close a failed session and go on generating, or else end what is in flight. Returns whether the server did so.
 
     vLLM runs calls in order, so this waits for a load that has outlived its deadline.
     """
     deadline = Deadline.after(_CLEAN_UP_S)
     if session:  # The rank that raised has closed its own; it is still open in the others, and in all after a timeout.
         await _ignoring_failure(server, "finish_weight_update", deadline)
-    if not resume:
-        await _ignoring_failure(server, "abort_requests", deadline)
-        return False
-    return await _ignoring_failure(server, "resume", deadline)
+    return await _ignoring_failure(server, "resume" if resume else "abort_requests", deadline)
 
 
 async def _ignoring_failure(server: ServerCalls, path: str, deadline: Deadline) -> bool:
@@ -229,7 +229,7 @@ def _harmless(error: WeightlaneError, name: str) -> WeightlaneError:
 
 
 def _distrusted(error: WeightlaneError, name: str) -> WeightlaneError:
-    if isinstance(error, QuarantinedError | WorkerDiedError):
+    if isinstance(error, QuarantinedError):
         return error
     return QuarantinedError(
         f"the commit did not end well and the weights cannot be trusted: {type(error).__name__}: {error}",

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +16,9 @@ from typing import Any
 
 import fsspec
 import pytest
+
+# A shell starts background jobs with Ctrl-C ignored, and every process that a test starts would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _HEAVY = ("tests/e2e/", "tests/plugins/", "tests/rollout/")
 """Folders whose tests start many processes: one worker runs all of these, one after the other, beside the others."""
@@ -95,12 +99,10 @@ def free_port() -> int:
 
 
 @pytest.fixture
-def no_shared_memory_left() -> Iterator[None]:
-    """Fails the test when it leaves one of weightlane's names in /dev/shm."""
-    before = set(Path("/dev/shm").glob("weightlane-*"))
-    yield
-    left = sorted(str(path) for path in set(Path("/dev/shm").glob("weightlane-*")) - before)
-    assert not left, f"left in shared memory: {left}"
+def socket_dir() -> Iterator[Path]:
+    """A directory whose path is short enough for Unix sockets, which pytest's own need not be."""
+    with tempfile.TemporaryDirectory(prefix="wl-", dir="/tmp") as path:
+        yield Path(path)
 
 
 @pytest.fixture(scope="session")

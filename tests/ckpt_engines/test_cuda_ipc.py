@@ -50,8 +50,8 @@ class TestDeviceMemory(ConformanceBase):
         return "cuda_ipc"
 
     @pytest.fixture
-    def engine_options(self, tmp_path: Path) -> dict[str, Any]:
-        return {"socket_dir": str(tmp_path)}
+    def engine_options(self, socket_dir: Path) -> dict[str, Any]:
+        return {"socket_dir": str(socket_dir)}
 
     def test_device_memory_is_given_back_after_every_connection(self, halves: ConnectionMaker) -> None:
         connection = halves(1)

@@ -142,6 +142,8 @@ class Wire:
         self._server_port = port
         self.swallow = b""
         """Path whose answers never come."""
+        self.hangs_up = False
+        """Whether the connection then breaks instead of staying silent."""
 
     async def __aenter__(self) -> str:
         self._listener = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -162,10 +164,13 @@ class Wire:
             far_out.close()
 
         async def back() -> None:
+            swallowed = False
             while data := await far.read(1 << 16):
-                if not (self.swallow and self.swallow in asked):
+                swallowed = bool(self.swallow) and self.swallow in asked
+                if not swallowed:
                     near_out.write(data)
-            near_out.close()
+            if self.hangs_up or not swallowed:
+                near_out.close()
 
         with contextlib.suppress(OSError):
             await asyncio.gather(there(), back())
@@ -230,17 +235,19 @@ def test_the_coordinator_commits_and_takes_back_and_quarantines_over_http(
 
         wire.swallow = b"/update_weights"
         impatient = ServerReplica(url, tensor_parallel=2, commit_timeout_s=1.0)
-        flying = asyncio.create_task(asyncio.to_thread(server.complete, PROMPT, 480))
-        while not server.running():  # noqa: ASYNC110 - only its metrics tell
-            await asyncio.sleep(0.01)
-        with pytest.raises(QuarantinedError, match=r"cannot be trusted.*update_weights"):
-            await impatient.commit(4)
-        assert not impatient.serving
-        assert (await flying)["finish_reason"] == "abort"
+        for wire.hangs_up, cause in ((False, "DeadlineExceeded"), (True, "WorkerDied")):
+            server.ask("POST", "/resume", {})
+            flying = asyncio.create_task(asyncio.to_thread(server.complete, PROMPT, 480))
+            while not server.running():  # noqa: ASYNC110 - only its metrics tell
+                await asyncio.sleep(0.01)
+            with pytest.raises(QuarantinedError, match=rf"cannot be trusted.*{cause}.*update_weights"):
+                await impatient.commit(4)
+            assert not impatient.serving
+            assert (await flying)["finish_reason"] == "abort"
         wire.swallow = b""
-        waiting = asyncio.create_task(greedy())
         await replica.quarantine(WeightlaneError("told to"))
         assert not replica.serving
+        waiting = asyncio.create_task(greedy())
         await asyncio.sleep(0.2)
         assert not waiting.done()
         await trainer.sync(first)

@@ -366,11 +366,11 @@ def test_frames_and_announcements_are_read_or_refused(ends: Callable[[bytes], Ch
     fuzz()
 
 
-def test_a_hostile_sender_of_shared_memory_gets_nothing_but_typed_errors(tmp_path: Path) -> None:
+def test_a_hostile_sender_of_shared_memory_gets_nothing_but_typed_errors(socket_dir: Path) -> None:
     """It has been let in, and announces segments that are none."""
-    listener = socket.create_server(str(tmp_path / "weightlane-0123456789abcdef.sock"), family=socket.AF_UNIX)
+    listener = socket.create_server(str(socket_dir / "weightlane-0123456789abcdef.sock"), family=socket.AF_UNIX)
     listener.settimeout(5)
-    engine = REGISTRY.create("shm", {"socket_dir": str(tmp_path)})
+    engine = REGISTRY.create("shm", {"socket_dir": str(socket_dir)})
     topology = Topology(
         "s", {"s": {"socket": "weightlane-0123456789abcdef.sock", "host": host_identity()}}, {"r": {"host": ""}}
     )

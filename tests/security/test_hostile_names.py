@@ -111,12 +111,12 @@ def test_the_directory_of_the_newest_version(name: str) -> None:
 
 @pytest.mark.parametrize("option", ["path", "socket_dir", "log"])
 @names(["nul\0", "\ud800\0", "x" * 5000, "nosuch://x", "/proc/nosuch/x"])
-def test_a_path_of_the_configuration(option: str, name: str, tmp_path: Path) -> None:
+def test_a_path_of_the_configuration(option: str, name: str, socket_dir: Path) -> None:
     """It may lead anywhere, for the user says so; one that is none fails in our own words."""
     engine, options = {
         "path": ("filesystem", {"path": name}),
         "socket_dir": ("shm", {"socket_dir": name}),
-        "log": ("faulty:shm", {"log": name, "rate": 1, "inner": {"socket_dir": str(tmp_path)}}),
+        "log": ("faulty:shm", {"log": name, "rate": 1, "inner": {"socket_dir": str(socket_dir)}}),
     }[option]
     with pytest.raises((ConfigError, StorageError)):
         use(engine, options)

@@ -202,9 +202,9 @@ def test_inboxes_and_mailboxes(crater: Path) -> None:
 
 
 @pytest.mark.parametrize("engine_name", ["gloo", "shm"])
-def test_control_sockets_of_senders(engine_name: str, crater: Path, tmp_path: Path) -> None:
+def test_control_sockets_of_senders(engine_name: str, crater: Path, socket_dir: Path) -> None:
     engine = CheckpointEngineRegistry().create(
-        engine_name, {} if engine_name == "gloo" else {"socket_dir": str(tmp_path)}
+        engine_name, {} if engine_name == "gloo" else {"socket_dir": str(socket_dir)}
     )
     sender, receiver = engine.make_sender("s"), engine.make_receiver("r")
     address = sender.address()
@@ -213,7 +213,7 @@ def test_control_sockets_of_senders(engine_name: str, crater: Path, tmp_path: Pa
         connecting = threads.submit(sender.connect, topology, None, Deadline.after(10))  # type: ignore[arg-type]
         for bomb in bombs(crater):
             for sent in (bomb + b"\0" * 70_000, struct.pack("<I", len(bomb)) + bomb):
-                answer = knock(address, sent, tmp_path)
+                answer = knock(address, sent, socket_dir)
                 assert b"refused" in answer or answer == b""
         receiver.connect(topology, None, Deadline.after(10))  # type: ignore[arg-type]
         connecting.result(10)
@@ -240,9 +240,9 @@ def knock(address: Any, sent: bytes, socket_dir: Path) -> bytes:
 
 
 @pytest.mark.parametrize("engine_name", ["gloo", "shm"])
-def test_receivers_that_dial_something_hostile(engine_name: str, crater: Path, tmp_path: Path) -> None:
+def test_receivers_that_dial_something_hostile(engine_name: str, crater: Path, socket_dir: Path) -> None:
     engine = CheckpointEngineRegistry().create(
-        engine_name, {} if engine_name == "gloo" else {"socket_dir": str(tmp_path)}
+        engine_name, {} if engine_name == "gloo" else {"socket_dir": str(socket_dir)}
     )
     for bomb in bombs(crater):
         receiver = engine.make_receiver("r")
@@ -250,7 +250,7 @@ def test_receivers_that_dial_something_hostile(engine_name: str, crater: Path, t
             listener = socket.create_server(("127.0.0.1", 0))
             address = {"host": "127.0.0.1", "port": listener.getsockname()[1]}
         else:
-            path = tmp_path / "weightlane-0123456789abcdef.sock"
+            path = socket_dir / "weightlane-0123456789abcdef.sock"
             path.unlink(missing_ok=True)
             listener = socket.create_server(str(path), family=socket.AF_UNIX)
             address = {"socket": path.name, **receiver.address()}

@@ -14,10 +14,10 @@ from hop_run import Run
 
 
 @pytest.fixture
-def make_run(children: Any, tmp_path: Path) -> Iterator[Callable[..., Run]]:
+def make_run(children: Any, tmp_path: Path, socket_dir: Path) -> Iterator[Callable[..., Run]]:
     options: dict[str, dict[str, Any]] = {
         "filesystem": {"path": str(tmp_path / "store")},
-        "shm": {"socket_dir": str(tmp_path)},
+        "shm": {"socket_dir": str(socket_dir)},
     }
     made: list[Run] = []
 
