@@ -20,23 +20,27 @@ import pytest
 # A shell starts background jobs with Ctrl-C ignored, and every process that a test starts would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-_HEAVY = ("tests/e2e/", "tests/plugins/", "tests/rollout/")
-"""Folders whose tests start many processes: one worker runs all of these, one after the other, beside the others."""
+_LANES = {"tests/e2e/": "runs", "tests/plugins/": "runs", "tests/rollout/": "replicas"}
+"""Folders whose tests start many processes. Those of one lane run one after the other, beside the others."""
+
+
+def _lane(item: str) -> str | None:
+    return next((lane for folder, lane in _LANES.items() if item.startswith(folder)), None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Heavy tests first: they take longest."""
-    items.sort(key=lambda item: not item.nodeid.startswith(_HEAVY))
+    """Lanes first: they take longest."""
+    items.sort(key=lambda item: _lane(item.nodeid) is None)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """How pytest-xdist deals out tests: the heavy ones to one worker, the rest file by file."""
+    """How pytest-xdist deals out tests: lane by lane, the rest file by file."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Lanes(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "heavy" if nodeid.startswith(_HEAVY) else nodeid.partition("::")[0]
+            return _lane(nodeid) or nodeid.partition("::")[0]
 
     return Lanes(config, log)
 
