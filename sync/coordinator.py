@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from weightlane.ckpt_engines import (
     CommitError,
-    ConfigError,
     Deadline,
     DeadlineExceededError,
     PeerLostError,
@@ -107,7 +106,10 @@ class Coordinator:
         deadline = Deadline.after(self._config.deadline_s)
         self._hooks.version_opened(version=version, facts={"replicas": list(self._roster.members)})
         try:
-            streamed = await asyncio.to_thread(self._stage, tally, deadline)
+            try:
+                streamed = await asyncio.to_thread(self._stage, tally, deadline)
+            finally:
+                self._settle_roster()
             reports = await self._commit(streamed, tally, deadline)
         except WeightlaneError as error:
             self._abort(version, error)
@@ -132,17 +134,27 @@ class Coordinator:
     def add(self, replica: Replica) -> None:
         """A replica joins the run. It takes part from the next `sync` on, once its subscribers have joined.
 
-        It is `ReplicaState.JOINING`, and must get no requests, until a version has been committed on it.
+        It is `ReplicaState.JOINING`, and must get no requests, until a version has been committed on it. Never waits.
+        Raises `ConfigError` when its name, or one of its subscribers', is taken.
         """
-        with self._turn:
-            self._roster.add(replica)
+        self._roster.add(replica)
+        self._settle_roster()
 
     def remove(self, name: str) -> None:
-        """A replica leaves the run for good; it does not count for the quorum any more."""
-        with self._turn:
-            member = self._roster.remove(name)
-        if member is None:
-            raise ConfigError(f"no replica is called {name!r}.", part="coordinator")
+        """A replica leaves the run for good: from the next `sync` on it does not count for the quorum. Never waits.
+
+        Raises `ConfigError` when there is none of that name.
+        """
+        self._roster.remove(name)
+        self._settle_roster()
+
+    def _settle_roster(self) -> None:
+        """Make changes of the roster now unless a version is being staged, which then does so when it ends."""
+        if self._turn.acquire(blocking=False):
+            try:
+                self._roster.settle()
+            finally:
+                self._turn.release()
 
     def states(self) -> dict[str, ReplicaState]:
         """The state of every replica by name. Only those that are `SERVING` may get requests.
@@ -175,6 +187,7 @@ class Coordinator:
 
     def _connect(self, deadline: Deadline) -> None:
         with self._turn:
+            self._roster.settle()
             self._letters.wait_for_joined(self._roster.everyone(), deadline)
             try:
                 self._connection.ensure(self._roster.reachable(), deadline, everyone=True)
@@ -187,6 +200,7 @@ class Coordinator:
         if not self._met:
             self._connect(deadline)
         with self._turn:
+            self._roster.settle()
             self._letters.catch_up()
             targets = self._targets(tally)
             retries = self._config.retries

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -85,25 +86,37 @@ class Roster:
         self.inboxes: dict[str, str] = {}
         """Where each participant that has joined reads its messages."""
         self._quorum = quorum
+        self._names: dict[str, tuple[str, ...]] = {}
+        """Replicas with their subscribers, as they will be when all changes are made."""
+        self._changes: deque[Callable[[], None]] = deque()
         for replica in replicas:
             self.add(replica)
+        self.settle()
 
-    def add(self, replica: Replica) -> Member:
-        """A further replica; `ConfigError` if its name or one of its subscribers' is taken."""
+    def add(self, replica: Replica) -> None:
+        """A further replica, from the next `settle` on; `ConfigError` if its name or one of its subscribers' is taken."""
         names = tuple(replica.subscriber_names())
-        taken = {*self.publishers, *(name for member in self.members.values() for name in member.names)}
-        if replica.name in self.members or taken.intersection(names):
+        taken = {*self.publishers, *(name for others in self._names.values() for name in others)}
+        if replica.name in self._names or taken.intersection(names):
             raise ConfigError(f"{replica.name} takes part already.", part="coordinator", peer=replica.name)
-        member = self.members[replica.name] = Member(replica, names)
-        return member
+        self._names[replica.name] = names
+        self._changes.append(lambda: self.members.update({replica.name: Member(replica, names)}))
 
-    def remove(self, name: str) -> Member | None:
-        """A replica leaves for good, and no longer counts."""
-        member = self.members.pop(name, None)
-        if member is not None:
-            for subscriber in member.names:
+    def remove(self, name: str) -> None:
+        """A replica leaves for good, and no longer counts from the next `settle` on; `ConfigError` if there is none."""
+        if self._names.pop(name, None) is None:
+            raise ConfigError(f"no replica is called {name!r}.", part="coordinator")
+
+        def leave() -> None:
+            for subscriber in self.members.pop(name).names:
                 self.inboxes.pop(subscriber, None)
-        return member
+
+        self._changes.append(leave)
+
+    def settle(self) -> None:
+        """Make the changes that were asked for: while a version is under way it stays the same."""
+        while self._changes:
+            self._changes.popleft()()
 
     @property
     def needed(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -122,6 +123,27 @@ def test_a_trainer_that_is_started_anew_goes_on_with_the_same_rollouts(
     publish_next(run, 2)
     assert run.outcomes(2) == {"rollout-0": "committed"}
     assert run.live() == [expected(2)]
+
+
+def test_nobody_waits_for_a_sync_under_way_to_let_a_replica_come_or_go(make_run: Callable[..., Run]) -> None:
+    run = make_run(replicas=2)
+    publish_next(run, 1)
+    run.sync(1)
+
+    async def change_meanwhile() -> None:
+        syncing = asyncio.create_task(run.coordinator.sync(2))  # which nobody has published yet
+        await asyncio.sleep(0.3)
+        began = time.monotonic()
+        run.coordinator.remove("rollout-1")
+        assert time.monotonic() - began < 0.1
+        assert "rollout-1" in run.coordinator.states(), "a version under way keeps the replicas it began with"
+        run.step(2)
+        await asyncio.to_thread(run.publish, 2)
+        report = await syncing
+        assert report.replicas["rollout-1"].outcome.value == "committed"
+        assert "rollout-1" not in run.coordinator.states()
+
+    asyncio.run(change_meanwhile())
 
 
 def test_a_replica_that_leaves_does_not_count_any_more(make_run: Callable[..., Run]) -> None:

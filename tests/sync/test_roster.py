@@ -72,3 +72,19 @@ def test_a_name_is_taken_once() -> None:
     roster = Roster(["trainer-0"], [Replica("r")], 0.5)
     with pytest.raises(ConfigError, match="r takes part already"):
         roster.add(Replica("r"))
+
+
+def test_who_comes_and_goes_while_a_version_is_under_way_is_checked_at_once_and_counts_afterwards() -> None:
+    roster = Roster(["trainer-0"], [Replica("r")], 1.0)
+    roster.add(Replica("s"))
+    roster.remove("r")
+    with pytest.raises(ConfigError, match="s takes part already"):
+        roster.add(Replica("s"))
+    with pytest.raises(ConfigError, match="no replica is called 'r'"):
+        roster.remove("r")
+    assert list(roster.members) == ["r"]
+    roster.settle()
+    assert list(roster.members) == ["s"]
+    roster.add(Replica("r"))
+    roster.settle()
+    assert list(roster.members) == ["s", "r"]
