@@ -197,23 +197,24 @@ class Coordinator:
 
     def _stage(self, tally: _Tally, deadline: Deadline) -> Streamed:
         """Try until the version is staged on enough replicas, or nothing more can be done."""
-        if not self._met:
-            self._connect(deadline)
         with self._turn:
             self._roster.settle()
+            if not self._met:
+                self._letters.wait_for_joined(self._roster.everyone(), deadline)
             self._letters.catch_up()
             targets = self._targets(tally)
             retries = self._config.retries
             while True:
                 try:
-                    self._connection.ensure(targets, deadline)
+                    self._connection.ensure(targets, deadline, everyone=not self._met)
+                    self._met = True
                     # Connecting may have found that somebody is gone.
                     targets = self._targets(tally)
                     needed = self._needed(tally.version)
                     streamed = self._connection.stream(tally.version, targets, needed, deadline)
                 except TroubleError as trouble:
                     self._connection.give_up()
-                    exclude = trouble.culprits & {member.name for member in targets}
+                    exclude = trouble.culprits & {member.name for member in targets if self._met}
                     spared = len(targets) - len(exclude) >= max(1, self._needed(tally.version))
                     tally.failures.append(
                         FailedAttempt(self._connection.session, trouble.error, tuple(exclude if spared else ()))

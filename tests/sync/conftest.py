@@ -14,7 +14,7 @@ from hop_run import Run
 
 
 @pytest.fixture
-def make_run(children: Any, tmp_path: Path, socket_dir: Path) -> Iterator[Callable[..., Run]]:
+def make_run(tmp_path: Path, socket_dir: Path) -> Iterator[Callable[..., Run]]:
     options: dict[str, dict[str, Any]] = {
         "filesystem": {"path": str(tmp_path / "store")},
         "shm": {"socket_dir": str(socket_dir)},
@@ -22,12 +22,11 @@ def make_run(children: Any, tmp_path: Path, socket_dir: Path) -> Iterator[Callab
     made: list[Run] = []
 
     def make(backend: str = "shm", **arguments: Any) -> Run:
-        run = Run(children, backend, options.get(backend, {}))
+        run = Run(backend, options.get(backend, {}))
         made.append(run)
         run.begin(**arguments)
         return run
 
     yield make
     for run in made:
-        if hasattr(run, "coordinator"):
-            run.coordinator.close()
+        run.end()

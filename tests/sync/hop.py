@@ -1,13 +1,12 @@
-"""A whole hop in child processes: trainer ranks and rollout ranks around a coordinator in the test's own process.
+"""What runs in the processes of a hop: trainer ranks and rollout ranks around a coordinator in the test's own process.
 
-Run as a program it is one participant: ``python hop.py ROLE '{"json": "arguments"}'``. It obeys commands on standard input,
-one JSON list per line, and answers each with one JSON line on standard output.
+`serve` obeys commands that come through a pipe, lists of a method's name and its arguments, and answers each.
 """
 
 from __future__ import annotations
 
-import json
-import sys
+import signal
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -149,21 +148,22 @@ class Rollout:
         self._subscriber.close()
 
 
-def main() -> None:
+def serve(pipe: Connection, role: str, arguments: dict[str, Any]) -> None:
+    """Be one participant until told to close, or until the other end of the pipe is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the test decides
     torch.set_num_threads(1)
-    role = {"trainer": Trainer, "rollout": Rollout}[sys.argv[1]](**json.loads(sys.argv[2]))
-    print(json.dumps({"value": "ready"}), flush=True)
-    for line in sys.stdin:
-        method, *arguments = json.loads(line)
+    participant = {"trainer": Trainer, "rollout": Rollout}[role](**arguments)
+    pipe.send({"value": "ready"})
+    while True:
         try:
-            answer: dict[str, Any] = {"value": getattr(role, method)(*arguments)}
+            method, *values = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer: dict[str, Any] = {"value": getattr(participant, method)(*values)}
         except WeightlaneError as error:
             reason = getattr(error, "reason", None)
             answer = {"error": error.to_wire(), "reason": reason.to_wire() if reason else None}
-        print(json.dumps(answer), flush=True)
+        pipe.send(answer)
         if method == "close":
             return
-
-
-if __name__ == "__main__":
-    main()

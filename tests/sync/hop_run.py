@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import signal
-import subprocess
-from pathlib import Path
+import multiprocessing
 from typing import Any
 
 import hop
@@ -17,21 +13,31 @@ from weightlane.ckpt_engines import WeightlaneError, error_from_wire
 from weightlane.plugins import RunHooks
 from weightlane.sync import CommitReport, Coordinator, Rendezvous, SyncConfig
 
-PROGRAM = str(Path(__file__).with_name("hop.py"))
+# A server that has everything imported forks the participants: each would need two seconds of CPU time for that.
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload(
+    ["weightlane.sync", *(f"weightlane.ckpt_engines.{name}" for name in ("shm", "torch_distributed", "filesystem"))]
+)
+_ANSWER_S = 60.0
 
 
 class Participant:
-    """A child process of `hop`, called like an object."""
+    """A process of `hop`, called like an object."""
 
-    def __init__(self, child: subprocess.Popen[str]) -> None:
-        self.child = child
-        self.pid = child.pid
+    def __init__(self, role: str, arguments: dict[str, Any]) -> None:
+        self._pipe, theirs = multiprocessing.Pipe()
+        self._process = _PROCESSES.Process(target=hop.serve, args=(theirs, role, arguments), daemon=True)
+        self._process.start()
+        theirs.close()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
 
     def answer(self) -> Any:
-        assert self.child.stdout is not None
-        line = self.child.stdout.readline()
-        assert line, f"participant {self.pid} ended with {self.child.poll()}"
-        reply = json.loads(line)
+        assert self._pipe.poll(_ANSWER_S), f"participant {self.pid} does not answer"
+        try:
+            reply = self._pipe.recv()
+        except EOFError:
+            raise AssertionError(f"participant {self.pid} ended with {self._process.exitcode}") from None
         if "error" in reply:
             error = error_from_wire(reply["error"])
             error.args = (reply,)
@@ -43,13 +49,12 @@ class Participant:
         return self.answer()
 
     def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
-        self.child.wait(10)
+        self._process.kill()
+        self._process.join(10)
+        self._pipe.close()
 
     def tell(self, method: str, *arguments: Any) -> None:
-        assert self.child.stdin is not None
-        self.child.stdin.write(json.dumps([method, *arguments]) + "\n")
-        self.child.stdin.flush()
+        self._pipe.send([method, *arguments])
 
 
 class Replica:
@@ -97,8 +102,8 @@ class Replica:
 class Run:
     """A coordinator and its participants."""
 
-    def __init__(self, children: Any, backend: str, options: dict[str, Any]) -> None:
-        self._children = children
+    def __init__(self, backend: str, options: dict[str, Any]) -> None:
+        self._started: list[Participant] = []
         self._plain = {"backend": backend, "options": options}
         self.rendezvous = Rendezvous.host()
         self.trainers: list[Participant] = []
@@ -107,10 +112,16 @@ class Run:
 
     def _start(self, role: str, **arguments: Any) -> Participant:
         arguments |= self._plain | {"rendezvous": self.rendezvous.address.to_plain()}
-        child = self._children.start(
-            [PROGRAM, role, json.dumps(arguments)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        return Participant(child)
+        started = Participant(role, arguments)
+        self._started.append(started)
+        return started
+
+    def end(self) -> None:
+        """Close the coordinator and kill every process."""
+        if hasattr(self, "coordinator"):
+            self.coordinator.close()
+        for participant in self._started:
+            participant.kill()
 
     def begin(
         self,

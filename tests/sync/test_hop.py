@@ -113,8 +113,7 @@ def test_a_rollout_killed_mid_run_ends_the_sync_within_the_deadline(make_run: Ca
     run.publish(1)
     run.sync(1)
     victim = next(iter(run.replicas[1].ranks.values()))
-    os.kill(victim.pid, signal.SIGKILL)
-    victim.child.wait(10)
+    victim.kill()
     run.publish(2)
     started = time.monotonic()
     with pytest.raises(SyncAbortedError) as caught:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from soak import DEADLINE_S, soak
@@ -14,10 +13,10 @@ from soak import DEADLINE_S, soak
     [("shm", 200, 0.015, 60), ("gloo", 40, 0.04, 20), ("filesystem", 40, 0.05, 20)],
 )
 def test_a_soak_ends_with_no_hang_no_wrong_weight_and_every_fault_reported(
-    children: Any, tmp_path: Path, engine: str, versions: int, rate: float, faults: int
+    tmp_path: Path, engine: str, versions: int, rate: float, faults: int
 ) -> None:
     options = {"filesystem": {"path": str(tmp_path / "store")}}.get(engine, {})
-    result = soak(children, engine, options, versions=versions, seed=1, rate=rate, log=tmp_path / "faults.jsonl")
+    result = soak(engine, options, versions=versions, seed=1, rate=rate, log=tmp_path / "faults.jsonl")
     told = "\n".join(result.lines())
     assert not result.wrong, told
     assert not result.unaccounted, told
