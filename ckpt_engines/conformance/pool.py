@@ -63,7 +63,9 @@ class RemoteHalf:
     def start(self, op: str, **arguments: Any) -> None:
         """Ask for an operation; those of one half run one after the other."""
         earliest = max([time.monotonic(), *(bound for _, bound in self._bounds[-1:])])
-        self._bounds.append((op, earliest + float(arguments.get("deadline_s", 0.0)) + self.grace_s))
+        # Where no promise about time is looked at, a busy machine may take as long as it needs.
+        grace_s = self.grace_s if "deadline_s" in arguments or op == "close" else max(self.grace_s, GRACE_S)
+        self._bounds.append((op, earliest + float(arguments.get("deadline_s", 0.0)) + grace_s))
         self.line.send({"op": op, **arguments})
 
     def result(self) -> Any:
@@ -76,9 +78,7 @@ class RemoteHalf:
             answer = self.line.receive(max(0.0, bound - time.monotonic()))
         except TimeoutError:
             self.kill()
-            raise HungError(
-                f"{op} of {self.name} hung: it had not come back {self.grace_s:g} s after its deadline"
-            ) from None
+            raise HungError(f"{op} of {self.name} hung: it had not come back long after its deadline") from None
         if answer is None:
             self.kill()
             raise AssertionError(f"the process of {self.name} died during {op}; it wrote:\n{self._written()}")

@@ -68,16 +68,16 @@ def trainers(session_children: Any) -> Iterator[Trainers]:
 
 
 @pytest.fixture(
-    params=[("qwen3", True, "float32"), ("llama", False, "bfloat16")],
+    params=[("qwen3", True, "float32", (1, 2)), ("llama", False, "bfloat16", (2,))],
     ids=lambda case: f"{case[0]}-{'tied' if case[1] else 'untied'}-{case[2]}",
 )
-def case(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
-    """A model and the data type in which it is served."""
-    architecture, tied, dtype = request.param
+def case(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str, tuple[int, ...]]:
+    """A model, the data type in which it is served, and the ranks of each replica."""
+    architecture, tied, dtype, worlds = request.param
     make = {"qwen3": make_qwen3, "llama": make_llama}[architecture]
     model = make(tmp_path / "model", seed=3, tied=tied, dtype=getattr(torch, dtype), vocab=VOCAB)
     add_tokenizer(model, VOCAB)
-    return model, dtype
+    return model, dtype, worlds
 
 
 def make_worker(name: str, world: int, model: Path, dtype: str) -> RolloutWorker:
@@ -92,12 +92,12 @@ def make_worker(name: str, world: int, model: Path, dtype: str) -> RolloutWorker
 
 
 def test_after_every_sync_every_rollout_holds_and_computes_exactly_what_the_trainer_has(
-    case: tuple[Path, str], trainers: Trainers, tmp_path: Path
+    case: tuple[Path, str, tuple[int, ...]], trainers: Trainers, tmp_path: Path
 ) -> None:
-    """A replica of one rank and one of two take every version at once."""
-    model, dtype = case
+    """Replicas of one rank and of two take every version at once."""
+    model, dtype, worlds = case
     trainers.call("setup", str(model))
-    workers = [make_worker(f"rollout-{world}", world, model, dtype) for world in (1, 2)]
+    workers = [make_worker(f"rollout-{world}", world, model, dtype) for world in worlds]
     environment = dict(os.environ)
     with asyncio.Runner() as runner:
         try:

@@ -78,8 +78,11 @@ def test_a_replica_that_freezes_is_left_behind_and_gets_the_next_version_when_it
         publish_next(run, 2)
         report = run.sync(2)
         assert report.replicas["rollout-0"].outcome.value == "committed"
-        assert report.replicas["rollout-1"].outcome.value in ("behind", "lost")
-        assert any("rollout-1" in failure.excluded for failure in report.failures)
+        outcome = report.replicas["rollout-1"].outcome.value
+        # Which of the two depends on whether it is missed while streaming or while connecting.
+        assert outcome == "lost" or (
+            outcome == "behind" and any("rollout-1" in failure.excluded for failure in report.failures)
+        )
     finally:
         os.kill(frozen.pid, signal.SIGCONT)
     assert frozen.call("live_digest") == expected(1)
