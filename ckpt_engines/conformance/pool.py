@@ -36,7 +36,8 @@ class RemoteHalf:
         self.pid = pid
         self._pidfd = os.pidfd_open(pid)
         self._log = log
-        self._bounds: list[tuple[str, float]] = []
+        self._bounds: list[tuple[str, float, float]] = []
+        """Of running operations: name, when each counts as hanging, and the grace in that."""
         self._stopped = False
         self._closed = False
         self.name = f"process {pid}"
@@ -62,10 +63,10 @@ class RemoteHalf:
 
     def start(self, op: str, **arguments: Any) -> None:
         """Ask for an operation; those of one half run one after the other."""
-        earliest = max([time.monotonic(), *(bound for _, bound in self._bounds[-1:])])
+        earliest = max([time.monotonic(), *(bound for _, bound, _ in self._bounds[-1:])])
         # Where no promise about time is looked at, a busy machine may take as long as it needs.
         grace_s = self.grace_s if "deadline_s" in arguments or op == "close" else max(self.grace_s, GRACE_S)
-        self._bounds.append((op, earliest + float(arguments.get("deadline_s", 0.0)) + grace_s))
+        self._bounds.append((op, earliest + float(arguments.get("deadline_s", 0.0)) + grace_s, grace_s))
         self.line.send({"op": op, **arguments})
 
     def result(self) -> Any:
@@ -73,12 +74,14 @@ class RemoteHalf:
 
         Raises `HungError`, and kills the process, when the answer does not come by the deadline and `grace_s`.
         """
-        op, bound = self._bounds.pop(0)
+        op, bound, grace_s = self._bounds.pop(0)
         try:
             answer = self.line.receive(max(0.0, bound - time.monotonic()))
         except TimeoutError:
             self.kill()
-            raise HungError(f"{op} of {self.name} hung: it had not come back long after its deadline") from None
+            raise HungError(
+                f"{op} of {self.name} hung: it had not come back {grace_s:g} s after its deadline"
+            ) from None
         if answer is None:
             self.kill()
             raise AssertionError(f"the process of {self.name} died during {op}; it wrote:\n{self._written()}")
