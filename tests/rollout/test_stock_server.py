@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import signal
 import socket
 import subprocess
 import time
@@ -53,7 +51,8 @@ def server(session_children: Any, model: Path) -> Iterator[StockServer]:
     started = StockServer(session_children, model, port, 2, model.with_name("server.log"))
     started.wait_ready()
     yield started
-    os.killpg(started.process.pid, signal.SIGKILL)
+    started.process.terminate()  # killed, vLLM would leave its shared memory behind
+    started.process.wait(60.0)
 
 
 def start_example(children: Any, server: StockServer, *, log: Path, **arguments: object) -> subprocess.Popen[str]:
