@@ -176,11 +176,18 @@ def _no_name_stays_in_shared_memory() -> Iterator[None]:
 def test_a_broken_engine_is_caught_by_the_check_made_for_it(
     pool: Pool, healthy: Callable[[str, str], CheckResult], tmp_path: Path, engine: str, check: str, complaint: str
 ) -> None:
-    (result,) = run_conformance(
-        f"{ENGINES}:{engine}", options_of(engine, tmp_path), checks=[check], pool=pool, limits=LIMITS
-    ).checks
-    assert result.outcome is Outcome.FAILED, result
-    assert any(text in result.detail for text in complaint.split("|")), result.detail
+
+    def caught(limits: dict[str, float]) -> CheckResult:
+        options = options_of(engine, tmp_path)
+        return run_conformance(f"{ENGINES}:{engine}", options, checks=[check], pool=pool, limits=limits).checks[0]
+
+    def as_expected(result: CheckResult) -> bool:
+        return result.outcome is Outcome.FAILED and any(text in result.detail for text in complaint.split("|"))
+
+    result = caught(LIMITS)
+    if not as_expected(result):  # a busy machine may have missed one of the short limits
+        result = caught(ROUNDS)
+    assert as_expected(result), result
     same = healthy(engine, check)
     # Some checks are for what an engine declares, and the healthy one declares something else.
     assert same.outcome is Outcome.PASSED or (same.outcome is Outcome.SKIPPED and "declare" in same.reason), same
