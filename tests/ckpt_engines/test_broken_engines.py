@@ -151,6 +151,10 @@ def healthy(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
             options = options_of(engine, tmp_path_factory.mktemp("store"))
             report = run_conformance(f"{ENGINES}:{base}", options, checks=checks, pool=pool, limits=ROUNDS)
             results[base] = {result.name: result for result in report.checks}
+        if results[base][check].outcome is Outcome.FAILED:  # as below: once more on a busy machine
+            options = options_of(engine, tmp_path_factory.mktemp("store"))
+            again = run_conformance(f"{ENGINES}:{base}", options, checks=[check], pool=pool, limits=ROUNDS)
+            results[base][check] = again.checks[0]
         return results[base][check]
 
     return look_up

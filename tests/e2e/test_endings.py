@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow, pytest.mark.t
 
 StartRun = Callable[[Sequence[str]], RunProcess]
 FOREVER = {"steps": 100_000, "evaluate_tasks": 0, "blocking_syncs": 1}
+LEISURELY = {"function": "rewards_of_test:unhurried"}
 TRAINS = "step 10/"
 INTERRUPTED = "interrupted; everything this run started has ended"
 TERMINATED = "terminated; everything this run started has ended"
@@ -24,10 +25,12 @@ TERMINATED = "terminated; everything this run started has ended"
 
 @pytest.fixture
 def endless(material: Material, start_run: StartRun, tmp_path: Path) -> Callable[..., RunProcess]:
-    """Starts a run, called `name`, that trains until something ends it. Two at a time keep two cores busy."""
+    """Starts a run, called `name`, that trains at leisure until something ends it."""
 
     def start(name: str, **sections: object) -> RunProcess:
-        config = material.write_config(tmp_path / "config" / name, tmp_path / name, **{"loop": FOREVER, **sections})
+        config = material.write_config(
+            tmp_path / "config" / name, tmp_path / name, **{"loop": FOREVER, "reward": LEISURELY, **sections}
+        )
         return start_run(["train", str(config), "--plain"])
 
     return start
@@ -69,7 +72,7 @@ def test_a_killed_trainer_rank_and_a_killed_vllm_engine_end_their_runs_and_are_n
 def test_a_signal_ends_a_run_cleanly_whether_it_trains_or_still_starts(
     endless: Callable[..., RunProcess], tmp_path: Path
 ) -> None:
-    with_ray, training = endless("ray"), endless("training")
+    with_ray = endless("ray")
     with_ray.wait_until(lambda: bool(with_ray.named("gcs_server")), "a Ray process")
     with_ray.interrupt(signal.SIGINT)
     ended = with_ray.end()
@@ -83,6 +86,7 @@ def test_a_signal_ends_a_run_cleanly_whether_it_trains_or_still_starts(
     for name in ("ray", "vllm"):
         RunDir(tmp_path / name, resume=False)  # can be used again
 
+    training = endless("training")
     training.wait_for(TRAINS)
     training.interrupt(signal.SIGINT, whole_group=True)  # as Ctrl-C in a terminal does
     ended = training.end()

@@ -14,7 +14,7 @@ from tiny_run import Material
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
 StartRun = Callable[[Sequence[str]], RunProcess]
-STEPS = 80
+STEPS = 50
 
 PACED_REWARD = '''
 import time

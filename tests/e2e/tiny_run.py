@@ -20,11 +20,17 @@ IN_ENGINE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """Runs the model in vLLM's engine process, which saves the start of another one. Named in full, since vLLM overrules "uni"."""
 
 REWARDS = '''
+import time
 from pathlib import Path
 
 def low_bytes(completion, task):
     """Something a random model can get partly right: the share of characters below 'm'."""
     return sum(character < "m" for character in completion) / max(1, len(completion))
+
+def unhurried(completion, task):
+    """As `low_bytes`, and leaves the cores to others meanwhile."""
+    time.sleep(0.03)
+    return low_bytes(completion, task)
 
 def remember(task):
     with Path(__file__).with_name("judged.txt").open("a") as file:

@@ -32,7 +32,7 @@ class StockServer:
                 "--dtype",
                 "float32",
                 "--max-model-len",
-                "512",
+                "1024",
                 "--enforce-eager",
                 "--kv-cache-memory-bytes",
                 str(64 << 20),

@@ -81,12 +81,16 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str, tup
 
 
 def make_worker(name: str, world: int, model: Path, dtype: str) -> RolloutWorker:
+    extra = {"worker_extension_cls": "probe_extension.ProbeExtension"}
+    if world == 1:
+        # The model runs in vLLM's engine process, which saves the start of another one.
+        extra["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
     config = RolloutConfig(
         tensor_parallel=world,
         dtype=dtype,
         max_model_len=1024,
         kv_cache_memory_bytes=64 << 20,
-        extra_engine_args={"worker_extension_cls": "probe_extension.ProbeExtension"},
+        extra_engine_args=extra,
     )
     return RolloutWorker(name, config, model)
 

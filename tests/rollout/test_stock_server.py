@@ -27,12 +27,15 @@ from weightlane.ckpt_engines import (
     WorkerDiedError,
 )
 from weightlane.rollout import ServerReplica
+from weightlane.rollout.shared_memory import segments_of_trees, unlink
 from weightlane.sync import CommitReport, Expectation, ExpectedTensor, Subscriber
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "torchrun" / "train_and_publish.py"
 PROMPT = [5, 6, 7]
+LONG = 1000
+"""Tokens that take longer than whatever happens while they are decoded."""
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +54,10 @@ def server(session_children: Any, model: Path) -> Iterator[StockServer]:
     started = StockServer(session_children, model, port, 2, model.with_name("server.log"))
     started.wait_ready()
     yield started
-    started.process.terminate()  # killed, vLLM would leave its shared memory behind
+    segments = segments_of_trees([started.process.pid])
+    started.process.terminate()
     started.process.wait(60.0)
+    unlink(segments)  # vLLM leaves those between its ranks behind
 
 
 def start_example(children: Any, server: StockServer, *, log: Path, **arguments: object) -> subprocess.Popen[str]:
@@ -236,7 +241,7 @@ def test_the_coordinator_commits_and_takes_back_and_quarantines_over_http(
         impatient = ServerReplica(url, tensor_parallel=2, commit_timeout_s=1.0)
         for wire.hangs_up, cause in ((False, "DeadlineExceeded"), (True, "WorkerDied")):
             server.ask("POST", "/resume", {})
-            flying = asyncio.create_task(asyncio.to_thread(server.complete, PROMPT, 480))
+            flying = asyncio.create_task(asyncio.to_thread(server.complete, PROMPT, LONG))
             while not server.running():  # noqa: ASYNC110 - only its metrics tell
                 await asyncio.sleep(0.01)
             with pytest.raises(QuarantinedError, match=rf"cannot be trusted.*{cause}.*update_weights"):
