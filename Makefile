@@ -2,8 +2,8 @@
 VENV := .venv/bin
 DEMO := runs/arithmetic
 SEED ?= 0
-# Tests run beside each other, more than there are cores: most of them wait for deadlines most of the time.
-WORKERS ?= 3
+# Tests run beside each other: half of them wait for deadlines most of the time.
+WORKERS ?= 2
 STAMP := $(shell date +%Y%m%d-%H%M%S)
 # Further settings for the demo, e.g. make demo SET="--set checkpoint_engine.backend=gloo"
 SET ?=

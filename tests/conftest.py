@@ -15,32 +15,33 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import hypothesis
 import pytest
 
 # A shell starts background jobs with Ctrl-C ignored, and every process that a test starts would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-_LANES = {"tests/e2e/": "runs", "tests/plugins/": "runs", "tests/rollout/": "replicas"}
-"""Folders whose tests start many processes. Those of one lane run one after the other, beside the others."""
+# How long an example takes says nothing on a machine that runs other tests beside it.
+hypothesis.settings.register_profile("tests", deadline=None)
+hypothesis.settings.load_profile("tests")
 
-
-def _lane(item: str) -> str | None:
-    return next((lane for folder, lane in _LANES.items() if item.startswith(folder)), None)
+_HEAVY = ("tests/e2e/", "tests/plugins/", "tests/rollout/")
+"""Folders whose tests start many processes: one worker runs all of these, one after the other, beside the others."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Lanes first: they take longest."""
-    items.sort(key=lambda item: _lane(item.nodeid) is None)
+    """Heavy tests first: they take longest."""
+    items.sort(key=lambda item: not item.nodeid.startswith(_HEAVY))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """How pytest-xdist deals out tests: lane by lane, the rest file by file."""
+    """How pytest-xdist deals out tests: the heavy ones to one worker, the rest file by file."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Lanes(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return _lane(nodeid) or nodeid.partition("::")[0]
+            return "heavy" if nodeid.startswith(_HEAVY) else nodeid.partition("::")[0]
 
     return Lanes(config, log)
 
