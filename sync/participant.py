@@ -49,7 +49,8 @@ class Participant(ABC):
     coordinator may still carry the version over on another connection.
 
     Subclasses implement `_open_half` (a fresh transport half), `_connect_half` and `_handle` (every message that is not
-    about connecting). All of these run on the control thread.
+    about connecting). All run on the control thread, except `_connect_half`: connecting waits for others, and must not keep
+    this participant from hearing that it is to begin anew.
     """
 
     def __init__(
@@ -65,6 +66,9 @@ class Participant(ABC):
         self._closed = threading.Event()
         self._inbox: Inbox = self.rendezvous.inbox(f"{name}#{secrets.token_hex(4)}")
         self._control = threading.Thread(target=self._follow, name=f"weightlane-control-{name}", daemon=True)
+        self._connecting: threading.Thread | None = None
+        self._turn = threading.Lock()
+        """Held while the session changes or becomes ready."""
 
     def start(self) -> None:
         """Start the control thread and join the run."""
@@ -83,12 +87,32 @@ class Participant(ABC):
             self.rendezvous.post(self._inbox.name, Stop())
         except WeightlaneError:
             _log.debug("%s: the store was gone before close", self.name)
-        if self._control.is_alive() and threading.current_thread() is not self._control:
-            self._control.join(_JOIN_THREAD_S)
+        for thread in (self._control, self._connecting):
+            if thread is not None and thread.is_alive() and thread is not threading.current_thread():
+                thread.join(_JOIN_THREAD_S)
 
     def _disconnect(self) -> None:
         self.ready_session = ""
         self._close_half()
+        self._outcomes.notify()
+
+    def _connect(self, message: Connect) -> None:
+        """What the connecting thread does."""
+        try:
+            key = self.rendezvous.session_key(message.session)
+            topology = Topology(message.session, message.senders, message.receivers, key)
+            self._connect_half(message, topology, Deadline.after(message.deadline_s))
+            with self._turn:
+                if self.session != message.session:
+                    return  # it has begun anew meanwhile
+                self.ready_session = message.session
+            self._tell(Connected(name=self.name, session=message.session))
+            self._connected()
+        except Exception as error:  # noqa: BLE001 - whatever happened, the coordinator must learn it
+            self._report(-1, message.session, error)
+
+    def _connected(self) -> None:
+        """The transport is up."""
         self._outcomes.notify()
 
     @abstractmethod
@@ -97,7 +121,7 @@ class Participant(ABC):
 
     @abstractmethod
     def _connect_half(self, message: Connect, topology: Topology, deadline: Deadline) -> None:
-        """Connect the half made by `_open_half`."""
+        """Connect the half made by `_open_half`, on a thread of its own; `_close_half` ends it."""
 
     @abstractmethod
     def _close_half(self) -> None:
@@ -153,7 +177,10 @@ class Participant(ABC):
     def _dispatch(self, message: Message) -> None:
         if isinstance(message, Reset):
             self._disconnect()
-            self.session = message.session
+            if self._connecting is not None:
+                self._connecting.join(_JOIN_THREAD_S)
+            with self._turn:
+                self.session = message.session
             address, traits = self._open_half()
             self._tell(Hello(name=self.name, session=self.session, address=address, traits=traits))
         elif isinstance(message, Abort):
@@ -163,6 +190,8 @@ class Participant(ABC):
                 message.version, SyncAbortedError.because(message.version, error_from_wire(message.error))
             )
             if message.disconnect and message.session == self.session:
+                with self._turn:
+                    self.session = ""
                 self._disconnect()
         elif isinstance(message, Committed):
             self._committed(message.version)
@@ -170,13 +199,10 @@ class Participant(ABC):
         elif getattr(message, "session", None) != self.session:
             return  # a leftover of an earlier connection
         elif isinstance(message, Connect):
-            topology = Topology(
-                self.session, message.senders, message.receivers, self.rendezvous.session_key(self.session)
+            self._connecting = threading.Thread(
+                target=self._connect, args=(message,), name=f"weightlane-connect-{self.name}", daemon=True
             )
-            self._connect_half(message, topology, Deadline.after(message.deadline_s))
-            self.ready_session = self.session
-            self._tell(Connected(name=self.name, session=self.session))
-            self._outcomes.notify()
+            self._connecting.start()
         else:
             self._handle(message)
 

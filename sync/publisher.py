@@ -179,7 +179,7 @@ class Publisher(Participant):
         return dict(self._sender.address()), traits
 
     def _connect_half(self, message: Connect, topology: Topology, deadline: Deadline) -> None:
-        self._gather = ShardGather.connect(
+        gather = ShardGather.connect(
             self.rendezvous,
             message.session,
             message.publishers,
@@ -189,9 +189,22 @@ class Publisher(Participant):
             self._snapshot.data.device,
             deadline,
         )
-        if self._sender is not None:
-            self._pipeline = SendPipeline(self._sender, self._layout, list(topology.receivers), on_sent=self._sent)
-            self._pipeline.connect(topology, self.rendezvous.mailbox(f"engine/{message.session}"), deadline)
+        with self._changed:
+            sender = self._sender
+            current = self.session == message.session and not self._closed.is_set()
+            if current:
+                self._gather = gather
+        if not current:  # closed while the ranks met
+            gather.close()
+            raise ClosedError("the connection was closed while connecting.", part=self.name)
+        if sender is not None:
+            pipeline = SendPipeline(sender, self._layout, list(topology.receivers), on_sent=self._sent)
+            try:
+                pipeline.connect(topology, self.rendezvous.mailbox(f"engine/{message.session}"), deadline)
+            except BaseException:
+                pipeline.close()
+                raise
+            self._pipeline = pipeline
 
     def _close_half(self) -> None:
         for part in (self._sender, self._pipeline, self._gather):
@@ -200,11 +213,10 @@ class Publisher(Participant):
         with self._changed:
             self._sender = self._pipeline = self._gather = self._go = None
 
-    def _dispatch(self, message: Message) -> None:
-        super()._dispatch(message)
-        if isinstance(message, Connect):  # there may be something to offer
-            with self._changed:
-                self._changed.notify_all()
+    def _connected(self) -> None:
+        super()._connected()
+        with self._changed:  # there may be something to offer
+            self._changed.notify_all()
 
     def _handle(self, message: Message) -> None:
         if isinstance(message, Go):

@@ -7,13 +7,16 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
 from hop_run import Run, expected
 
 from weightlane.ckpt_engines import (
     CommitError,
     ConfigError,
+    Deadline,
     ManifestError,
     QuarantinedError,
     QuorumError,
@@ -21,7 +24,9 @@ from weightlane.ckpt_engines import (
     WeightlaneError,
     WorkerDiedError,
 )
-from weightlane.sync import ReplicaState
+from weightlane.sync import Expectation, ExpectedTensor, Rendezvous, ReplicaState, Subscriber
+from weightlane.sync.messages import Connect, Hello, Joined, Reset
+from weightlane.sync.rendezvous import COORDINATOR
 
 IMPATIENT = {"rejoin_s": 0.5, "stall_s": 0.7}
 every_engine = pytest.mark.parametrize("backend", ["gloo", "shm", "filesystem"])
@@ -126,6 +131,29 @@ def test_a_trainer_that_is_started_anew_goes_on_with_the_same_rollouts(
     publish_next(run, 2)
     assert run.outcomes(2) == {"rollout-0": "committed"}
     assert run.live() == [expected(2)]
+
+
+def test_one_that_waits_for_a_sender_that_never_comes_hears_that_it_is_to_begin_anew(tmp_path: Path) -> None:
+    rendezvous = Rendezvous.host()
+    inbox = rendezvous.inbox(COORDINATOR)
+    expectation = Expectation({"w": ExpectedTensor((2,), frozenset({torch.float32}))})
+    subscriber = Subscriber("r/0", rendezvous.address, "filesystem", {"path": str(tmp_path)}, expectation)
+    joined = inbox.get(Deadline.after(5))
+    assert isinstance(joined, Joined)
+    senders: dict[str, dict[str, object]] = {"trainer-0": {}}
+    for session in ("first", "second", "third"):
+        rendezvous.post(joined.inbox, Reset(session=session))
+        hello = inbox.get(Deadline.after(2))
+        assert isinstance(hello, Hello)
+        assert hello.session == session
+        waits = Connect(
+            session=session, publishers=["trainer-0"], senders=senders, receivers={"r/0": {}}, deadline_s=30.0
+        )
+        rendezvous.post(joined.inbox, waits)
+        time.sleep(0.2)
+    began = time.monotonic()
+    subscriber.close()
+    assert time.monotonic() - began < 2.0
 
 
 def test_nobody_waits_for_a_sync_under_way_to_let_a_replica_come_or_go(make_run: Callable[..., Run]) -> None:
