@@ -80,6 +80,7 @@ class Coordinator:
         self._met = False
         """Whether everybody has been there once: before that nobody may be missing."""
         self._closed = False
+        self._under_way = False
         self._turn = threading.Lock()
 
     async def connect(self) -> None:
@@ -102,14 +103,19 @@ class Coordinator:
         Raises `SyncAbortedError` when too few replicas could take it; the old version serves then on every replica that
         serves, and every participant gets the same error.
         """
+        self._under_way = True
+        try:
+            return await self._carry(version)
+        finally:
+            self._under_way = False
+            self._settle_roster()
+
+    async def _carry(self, version: int) -> SyncReport:
         tally = _Tally(version)
         deadline = Deadline.after(self._config.deadline_s)
         self._hooks.version_opened(version=version, facts={"replicas": list(self._roster.members)})
         try:
-            try:
-                streamed = await asyncio.to_thread(self._stage, tally, deadline)
-            finally:
-                self._settle_roster()
+            streamed = await asyncio.to_thread(self._stage, tally, deadline)
             reports = await self._commit(streamed, tally, deadline)
         except WeightlaneError as error:
             self._abort(version, error)
@@ -149,8 +155,8 @@ class Coordinator:
         self._settle_roster()
 
     def _settle_roster(self) -> None:
-        """Make changes of the roster now unless a version is being staged, which then does so when it ends."""
-        if self._turn.acquire(blocking=False):
+        """Make changes of the roster now unless a version is under way, which then does so when it ends."""
+        if not self._under_way and self._turn.acquire(blocking=False):
             try:
                 self._roster.settle()
             finally:

@@ -92,7 +92,8 @@ class Participant(ABC):
                 thread.join(_JOIN_THREAD_S)
 
     def _disconnect(self) -> None:
-        self.ready_session = ""
+        with self._turn:  # first, so that whoever is connecting keeps nothing
+            self.session = self.ready_session = ""
         self._close_half()
         self._outcomes.notify()
 
@@ -190,8 +191,6 @@ class Participant(ABC):
                 message.version, SyncAbortedError.because(message.version, error_from_wire(message.error))
             )
             if message.disconnect and message.session == self.session:
-                with self._turn:
-                    self.session = ""
                 self._disconnect()
         elif isinstance(message, Committed):
             self._committed(message.version)

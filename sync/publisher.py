@@ -191,12 +191,11 @@ class Publisher(Participant):
         )
         with self._changed:
             sender = self._sender
-            current = self.session == message.session and not self._closed.is_set()
-            if current:
+            if kept := self._is_current(message.session):
                 self._gather = gather
-        if not current:  # closed while the ranks met
+        if not kept:
             gather.close()
-            raise ClosedError("the connection was closed while connecting.", part=self.name)
+            raise self._closed_while_connecting()
         if sender is not None:
             pipeline = SendPipeline(sender, self._layout, list(topology.receivers), on_sent=self._sent)
             try:
@@ -204,14 +203,27 @@ class Publisher(Participant):
             except BaseException:
                 pipeline.close()
                 raise
-            self._pipeline = pipeline
+            with self._changed:
+                if kept := self._is_current(message.session):
+                    self._pipeline = pipeline
+            if not kept:
+                pipeline.close()
+                raise self._closed_while_connecting()
+
+    def _is_current(self, session: str) -> bool:
+        """Whether what was connected for `session` is to be kept; ask under `_changed`."""
+        return self.session == session and not self._closed.is_set()
+
+    def _closed_while_connecting(self) -> ClosedError:
+        return ClosedError("the connection was closed while connecting.", part=self.name)
 
     def _close_half(self) -> None:
-        for part in (self._sender, self._pipeline, self._gather):
+        with self._changed:
+            parts = (self._sender, self._pipeline, self._gather)
+            self._sender = self._pipeline = self._gather = self._go = None
+        for part in parts:
             if part is not None:
                 part.close()
-        with self._changed:
-            self._sender = self._pipeline = self._gather = self._go = None
 
     def _connected(self) -> None:
         super()._connected()

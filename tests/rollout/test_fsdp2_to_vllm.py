@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import add_tokenizer, greedy_tokens, is_greedy, load_tensors, make_llama, make_qwen3, vllm_parameters
+from tiny_run import IN_ENGINE
 
 from weightlane.rollout import Completion, RolloutConfig, RolloutWorker
 from weightlane.sync import Coordinator, Rendezvous, SyncConfig
@@ -83,8 +84,7 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str, tup
 def make_worker(name: str, world: int, model: Path, dtype: str) -> RolloutWorker:
     extra = {"worker_extension_cls": "probe_extension.ProbeExtension"}
     if world == 1:
-        # The model runs in vLLM's engine process, which saves the start of another one.
-        extra["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+        extra["distributed_executor_backend"] = IN_ENGINE
     config = RolloutConfig(
         tensor_parallel=world,
         dtype=dtype,

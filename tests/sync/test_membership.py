@@ -171,7 +171,7 @@ def test_nobody_waits_for_a_sync_under_way_to_let_a_replica_come_or_go(make_run:
         run.step(2)
         await asyncio.to_thread(run.publish, 2)
         report = await syncing
-        assert report.replicas["rollout-1"].outcome.value == "committed"
+        assert report.replicas["rollout-1"].outcome.value == "committed", "it was still there when the version began"
         assert "rollout-1" not in run.coordinator.states()
 
     asyncio.run(change_meanwhile())
