@@ -238,7 +238,7 @@ def test_the_coordinator_commits_and_takes_back_and_quarantines_over_http(
         other.refuses = False
 
         wire.swallow = b"/update_weights"
-        impatient = ServerReplica(url, tensor_parallel=2, commit_timeout_s=1.0)
+        impatient = ServerReplica(url, tensor_parallel=2, commit_timeout_s=8.0)
         for wire.hangs_up, cause in ((False, "DeadlineExceeded"), (True, "WorkerDied")):
             server.ask("POST", "/resume", {})
             flying = asyncio.create_task(asyncio.to_thread(server.complete, PROMPT, LONG))
