@@ -90,6 +90,7 @@ class Participant(ABC):
         for thread in (self._control, self._connecting):
             if thread is not None and thread.is_alive() and thread is not threading.current_thread():
                 thread.join(_JOIN_THREAD_S)
+        self._close_half()  # one that the control thread opened meanwhile
 
     def _disconnect(self) -> None:
         with self._turn:  # first, so that whoever is connecting keeps nothing

@@ -125,10 +125,13 @@ class Subscriber(Participant):
         return dict(self._receiver.address()), None
 
     def _connect_half(self, message: Connect, topology: Topology, deadline: Deadline) -> None:
-        if self._receiver is None:
+        with self._turn:  # this thread may be late, and another session begun
+            receiver = self._receiver if self.session == message.session else None
+            if receiver is not None:
+                (self._sender,) = topology.senders
+        if receiver is None:
             raise ClosedError("the connection was closed while connecting.", part=self.name)
-        (self._sender,) = topology.senders
-        self._receiver.connect(topology, self.rendezvous.mailbox(f"engine/{message.session}"), deadline)
+        receiver.connect(topology, self.rendezvous.mailbox(f"engine/{message.session}"), deadline)
 
     def _close_half(self) -> None:
         receiver, self._receiver = self._receiver, None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from hop_run import Run, expected
 
 from weightlane.ckpt_engines import (
+    ClosedError,
     CommitError,
     ConfigError,
     Deadline,
@@ -21,6 +23,7 @@ from weightlane.ckpt_engines import (
     QuarantinedError,
     QuorumError,
     SyncAbortedError,
+    Topology,
     WeightlaneError,
     WorkerDiedError,
 )
@@ -154,6 +157,49 @@ def test_one_that_waits_for_a_sender_that_never_comes_hears_that_it_is_to_begin_
     began = time.monotonic()
     subscriber.close()
     assert time.monotonic() - began < 2.0
+
+
+def test_a_transport_that_is_opened_while_its_participant_closes_is_closed_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendezvous = Rendezvous.host()
+    inbox = rendezvous.inbox(COORDINATOR)
+    opening = threading.Event()
+    opened = []
+    open_half = Subscriber._open_half
+
+    def slowly(self: Subscriber) -> object:
+        opening.set()
+        assert self._closed.wait(5)
+        time.sleep(0.2)  # `close` has closed what there was
+        answer = open_half(self)
+        opened.append(self._receiver)
+        return answer
+
+    monkeypatch.setattr(Subscriber, "_open_half", slowly)
+    subscriber = Subscriber("r/0", rendezvous.address, "filesystem", {"path": str(tmp_path)}, Expectation({}))
+    joined = inbox.get(Deadline.after(5))
+    assert isinstance(joined, Joined)
+    rendezvous.post(joined.inbox, Reset(session="first"))
+    assert opening.wait(5)
+    subscriber.close()
+    (receiver,) = opened
+    with pytest.raises(ClosedError):
+        receiver.connect(Topology("first", {}, {}), rendezvous.mailbox("engine/first"), Deadline.after(1))
+
+
+def test_a_connection_that_comes_too_late_is_not_made_with_the_next_ones_transport(tmp_path: Path) -> None:
+    rendezvous = Rendezvous.host()
+    inbox = rendezvous.inbox(COORDINATOR)
+    subscriber = Subscriber("r/0", rendezvous.address, "filesystem", {"path": str(tmp_path)}, Expectation({}))
+    joined = inbox.get(Deadline.after(5))
+    assert isinstance(joined, Joined)
+    rendezvous.post(joined.inbox, Reset(session="second"))
+    assert isinstance(inbox.get(Deadline.after(5)), Hello)
+    late = Connect(session="first", publishers=[], senders={"trainer-0": {}}, receivers={"r/0": {}}, deadline_s=5.0)
+    with pytest.raises(ClosedError, match="closed while connecting"):
+        subscriber._connect_half(late, Topology("first", late.senders, late.receivers), Deadline.after(5))
+    subscriber.close()
 
 
 def test_nobody_waits_for_a_sync_under_way_to_let_a_replica_come_or_go(make_run: Callable[..., Run]) -> None:

@@ -1,0 +1,362 @@
+"""Engines that are wrong in one way each: in what they carry, and in what they declare."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from broken_wrappers import (
+    Healthy,
+    HealthyStore,
+    Receiver,
+    Sender,
+    declared,
+)
+from pydantic import ConfigDict, Field
+
+from weightlane.ckpt_engines import (
+    Address,
+    Bucket,
+    Deadline,
+    Delivery,
+    EngineConfig,
+    Mailbox,
+    Topology,
+    TransportError,
+    WeightlaneError,
+    WeightReceiver,
+    WeightSender,
+)
+from weightlane.ckpt_engines.shm import ShmConfig
+
+# --- bytes -----------------------------------------------------------------------------------------------------------
+
+
+class Reorders(Healthy):
+    """The bytes of every second bucket come in place of the one before, and the other way round."""
+
+    class receiver(Receiver):  # noqa: N801
+        held: torch.Tensor | None = None
+        last: torch.Tensor | None = None
+
+        def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
+            super().receive(bucket, sender, deadline)
+            if self.last is not None and self.last.numel() == bucket.nbytes:
+                current = bucket.data.clone()
+                bucket.data.copy_(self.last)
+                self.last = current
+            else:
+                self.last = bucket.data.clone()
+
+
+class Duplicates(Healthy):
+    """Every third bucket is sent again."""
+
+    class sender(Sender):  # noqa: N801
+        def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
+            super().send(bucket, receivers, deadline)
+            if bucket.index % 3 == 2:
+                super().send(bucket, receivers, deadline)
+
+
+class Drops(Healthy):
+    """Every third bucket is not sent."""
+
+    class sender(Sender):  # noqa: N801
+        def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
+            if bucket.index % 3 != 2:
+                super().send(bucket, receivers, deadline)
+
+
+class Truncates(Healthy):
+    """Works in words: what is left over at the end is not transferred."""
+
+    class receiver(Receiver):  # noqa: N801
+        def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
+            before = bucket.data.clone()
+            super().receive(bucket, sender, deadline)
+            whole = bucket.nbytes // 8 * 8
+            bucket.data[whole:] = before[whole:]
+
+
+class FlipsABit(Healthy):
+    """One bit in the middle of buckets of more than a megabyte."""
+
+    class receiver(Receiver):  # noqa: N801
+        def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
+            super().receive(bucket, sender, deadline)
+            if bucket.nbytes > 1 << 20:
+                bucket.data[bucket.nbytes // 2] ^= 4
+
+
+class KeepsOldVersions(Healthy):
+    """A cache by index and size that forgets to look at the version."""
+
+    class receiver(Receiver):  # noqa: N801
+        def __init__(self, real: WeightReceiver) -> None:
+            super().__init__(real)
+            self.cache: dict[tuple[int, int], torch.Tensor] = {}
+
+        def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
+            super().receive(bucket, sender, deadline)
+            bucket.data.copy_(self.cache.setdefault((bucket.index, bucket.nbytes), bucket.data.clone()))
+
+
+class ReturnsTooEarly(Healthy):
+    """`send` hands the buffer to a thread and returns, as if nobody overwrote it."""
+
+    class sender(Sender):  # noqa: N801
+        last: threading.Thread | None = None
+
+        def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
+            before = self.last
+
+            def work() -> None:
+                if before is not None:
+                    before.join()
+                time.sleep(0.02)
+                with contextlib.suppress(WeightlaneError):
+                    self.real.send(bucket, receivers, deadline)
+
+            self.last = threading.Thread(target=work, daemon=True)
+            self.last.start()
+
+
+class OverrunsSlowReceivers(Healthy):
+    """A ring that is overwritten when nobody empties it for 50 ms."""
+
+    class receiver(Receiver):  # noqa: N801
+        looked = 0.0
+
+        def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
+            overrun = bool(self.looked) and time.monotonic() - self.looked > 0.05
+            super().receive(bucket, sender, deadline)
+            self.looked = time.monotonic()
+            if overrun:
+                bucket.data.zero_()
+
+
+class FillsOneSocketBuffer(Healthy):
+    """One write, whose return value nobody looks at."""
+
+    class receiver(Receiver):  # noqa: N801
+        def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
+            super().receive(bucket, sender, deadline)
+            bucket.data[4 << 20 :] = 0x55
+
+
+class WaitsForEmptyBuckets(Healthy):
+    """Nothing is sent for an empty bucket, but it is waited for."""
+
+    class sender(Sender):  # noqa: N801
+        def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
+            if bucket.nbytes:
+                super().send(bucket, receivers, deadline)
+
+
+class ServesFourReceivers(Healthy):
+    """The fifth one is forgotten."""
+
+    class sender(Sender):  # noqa: N801
+        def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
+            super().send(bucket, receivers[:4], deadline)
+
+
+class ConfusesSenders(Healthy):
+    """A receiver listens to its first sender only."""
+
+    class receiver(Receiver):  # noqa: N801
+        first = ""
+
+        def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:
+            self.first = next(iter(topology.senders))
+            super().connect(topology, mailbox, deadline)
+
+        def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
+            super().receive(bucket, self.first, min(deadline, Deadline.after(1.0), key=lambda each: each.at))
+
+
+class IgnoresTheVersion(Healthy):
+    """Takes whatever comes: asks for the bucket that is under way instead of the one wanted."""
+
+    class receiver(Receiver):  # noqa: N801
+        def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
+            super().receive(replace(bucket, version=1), sender, deadline)
+
+
+class SendsToNobody(Healthy):
+    """An unknown name is dropped without a word."""
+
+    class sender(Sender):  # noqa: N801
+        def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
+            super().send(bucket, [name for name in receivers if name != "nobody"], deadline)
+
+
+class OnlyOwnMemory(Healthy):
+    """Buckets that do not lie in allocated memory go wrong."""
+
+    class sender(Sender):  # noqa: N801
+        def __init__(self, real: WeightSender) -> None:
+            super().__init__(real)
+            self.own: list[tuple[int, int]] = []
+
+        def allocate(self, nbytes: int) -> torch.Tensor:
+            buffer = super().allocate(nbytes)
+            self.own.append((buffer.data_ptr(), buffer.data_ptr() + nbytes))
+            return buffer
+
+        def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
+            if not any(start <= bucket.data.data_ptr() < end for start, end in self.own):
+                bucket = replace(bucket, data=torch.zeros_like(bucket.data))
+            super().send(bucket, receivers, deadline)
+
+
+class LosesTheLastBucket(Healthy):
+    """Closing drops what is still in its queue."""
+
+    class sender(Sender):  # noqa: N801
+        queue: list[Any]
+
+        def __init__(self, real: WeightSender) -> None:
+            super().__init__(real)
+            self.queue = []
+
+        def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
+            queued, self.queue = self.queue, [(replace(bucket, data=bucket.data.clone()), receivers, deadline)]
+            for waiting in queued:
+                super().send(*waiting)
+
+
+# --- declarations ----------------------------------------------------------------------------------------------------
+
+
+class HidesPointToPoint(Healthy):
+    """Reaches some receivers without declaring it."""
+
+    capabilities = declared(delivery=frozenset({Delivery.BROADCAST}))
+
+
+class ClaimsPointToPoint(Healthy):
+    """Sends to everybody, whoever is named."""
+
+    class sender(Sender):  # noqa: N801
+        everybody: tuple[str, ...] = ()
+
+        def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:
+            self.everybody = tuple(topology.receivers)
+            super().connect(topology, mailbox, deadline)
+
+        def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
+            super().send(bucket, self.everybody, deadline)
+
+
+class ClaimsZeroCopy(Healthy):
+    """`allocate` hands out ordinary memory, which `send` copies."""
+
+    class sender(Sender):  # noqa: N801
+        def allocate(self, nbytes: int) -> torch.Tensor:
+            return torch.empty(nbytes, dtype=torch.uint8)
+
+
+class ClaimsPersistence(Healthy):
+    capabilities = declared(persistent=True)
+
+
+class HidesPersistence(HealthyStore):
+    """Leaves everything where it is without declaring it."""
+
+    capabilities = replace(HealthyStore.capabilities, persistent=False)
+
+    class sender(Sender):  # noqa: N801
+        def close(self) -> None:
+            pass
+
+
+class ClaimsElasticity(Healthy):
+    capabilities = declared(elastic=True)
+
+
+class HidesElasticity(Healthy):
+    """Lets late receivers in without declaring it."""
+
+    class receiver(Receiver):  # noqa: N801
+        late = False
+
+        def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:
+            self.late = len(topology.receivers) == 2
+            if not self.late:
+                super().connect(topology, mailbox, deadline)
+
+
+class ClaimsToCrossHosts(Healthy):
+    capabilities = declared(same_host_only=False)
+
+
+class ClaimsADevice(Healthy):
+    """Declares CPU memory, and cannot read it."""
+
+    class sender(Sender):  # noqa: N801
+        def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
+            raise TransportError("the bucket is not on a CUDA device.", part="sender")
+
+
+class ClaimsNoDeviceOfTorch(Healthy):
+    capabilities = declared(devices=frozenset({"cpu", "gpu"}))
+
+
+class AllocatesOneBufferTwice(Healthy):
+    class sender(Sender):  # noqa: N801
+        pool: torch.Tensor | None = None
+
+        def allocate(self, nbytes: int) -> torch.Tensor:
+            if self.pool is None:
+                self.pool = torch.empty(4 << 20, dtype=torch.uint8)
+            return self.pool[:nbytes]
+
+
+class LooseConfig(ShmConfig):
+    model_config = ConfigDict(extra="ignore")
+
+
+class TakesAnyOption(Healthy):
+    config_type = LooseConfig
+
+
+class SilentConfig(EngineConfig):
+    socket_dir: str = "/dev/shm"
+    retries: int = Field(3)
+
+
+class DescribesNoOption(Healthy):
+    config_type = SilentConfig
+
+
+class AddressIsNoPlainData(Healthy):
+    class sender(Sender):  # noqa: N801
+        def address(self) -> Address:
+            return {**super().address(), "ports": (1, 2)}
+
+
+class Unpickles(Healthy):
+    class receiver(Receiver):  # noqa: N801
+        def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
+            pickle.loads(pickle.dumps([1]))
+            super().receive(bucket, sender, deadline)
+
+
+class GivesAnEmptyReason(Healthy):
+    @classmethod
+    def unavailable_reason(cls) -> str | None:
+        return ""
+
+
+class RaisesWhenAskedWhetherItCanRun(Healthy):
+    @classmethod
+    def unavailable_reason(cls) -> str | None:
+        raise RuntimeError("libfabric.so.1: cannot open shared object file")
