@@ -13,6 +13,15 @@ The life of a connection, tagged by the side that runs each step:
        [receiver]          ``receive(bucket, sender, ...)``     } the receiver knows each bucket's size beforehand
     4. [sender, receiver]  ``close()``                          any time, from any thread, more than once
 
+Two things are optional. ``CheckpointEngine.allocate`` gives memory from which `send` is cheapest; it belongs to the engine, so that
+it outlives connections. And an engine that declares `Capabilities.views` lets receivers look at buckets where they lie
+instead of copying them, if the sender says that the bucket is ``lasting``:
+
+    3. [sender]            ``send(lasting bucket, ...)``       } once per bucket, as above; the receiver may also
+       [receiver]          ``view(bucket, sender, ...)``       } ``receive`` it
+       [receiver]          ``release(version)``                it looks at none of the version's buckets any more
+       [sender]            ``reclaim(version, deadline)``      waits until that is true of every receiver
+
 After any error the framework closes both halves and starts again at step 1 with new ones and a new session name: an engine
 never has to resume a broken connection.
 """
@@ -67,7 +76,9 @@ class Capabilities:
     same_host_only: bool = False
     """Both halves must run on one host."""
     zero_copy: bool = False
-    """Buffers from `WeightSender.allocate` are sent without another copy on the sender's side."""
+    """Memory from `CheckpointEngine.allocate` is sent without another copy on the sender's side."""
+    views: bool = False
+    """Receivers can look at a lasting bucket in the sender's memory: `WeightReceiver.view`."""
 
 
 class EngineConfig(BaseModel):
@@ -110,8 +121,9 @@ class Bucket:
     index: int
     """Position in the version, from 0."""
     data: torch.Tensor
-    trailer_bytes: int = 0
-    """How many of the last bytes are the framework's seal and not payload; matters to persistent engines only."""
+    lasting: bool = False
+    """Said by the sender: the bytes stay as they are until `WeightSender.reclaim` of the version has returned, so receivers may
+    look at them in place. Only if the engine declares `Capabilities.views`."""
 
     def __post_init__(self) -> None:
         if self.data.dtype != torch.uint8 or self.data.dim() != 1 or not self.data.is_contiguous():
@@ -136,13 +148,12 @@ def bucket_file_name(index: int) -> str:
 class VersionFiles:
     """How a persistent engine stores a version so that other tools can read it. The engine need not understand it.
 
-    The file of a bucket is its prefix followed by its payload (``bucket.data`` without the trailer) and is then a
-    complete safetensors file called `bucket_file_name`; the trailer is kept beside it in whatever form.
+    The file of a bucket is its prefix followed by its bytes, and is then a complete safetensors file called `bucket_file_name`.
     """
 
     version: int
     prefixes: Sequence[bytes]
-    """Bytes ahead of each bucket's payload, by bucket index."""
+    """Bytes ahead of each bucket, by bucket index."""
     documents: Mapping[str, str]
     """Text files of the version by file name (``[a-z0-9._-]+``), e.g. its manifest and the safetensors index."""
 
@@ -160,7 +171,7 @@ class Mailbox(Protocol):
 class WeightSender(ABC):
     """The sending half of an engine.
 
-    `connect`, `send` and `allocate` are called from one thread, `close` from any.
+    `connect`, `send`, `reclaim` and the calls about versions come from one thread, `close` from any.
     """
 
     @abstractmethod
@@ -171,23 +182,30 @@ class WeightSender(ABC):
     def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:
         """Connect to every receiver of `topology`. Raises `PeerLostError` or `DeadlineExceededError`."""
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """A uint8 buffer of `nbytes` from which `send` is cheapest. Valid until `close`; called after `connect`."""
-        return torch.empty(nbytes, dtype=torch.uint8)
-
     @abstractmethod
     def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
-        """Send `bucket` to `receivers` and return once its memory may be overwritten.
+        """Send `bucket` to `receivers` and return once its memory may be overwritten, or if it is lasting, once all have it.
 
         `receivers` is every receiver of the topology unless the engine declares `Delivery.POINT_TO_POINT`.
         Raises `PeerLostError`, `DeadlineExceededError`, `StorageError` or `ClosedError`.
         """
 
+    def reclaim(self, version: int, deadline: Deadline) -> None:
+        """Wait until no receiver looks at a lasting bucket of `version` any more: its memory may be overwritten then.
+
+        Raises `PeerLostError` when a receiver has gone without saying so, which may still look, `DeadlineExceededError`,
+        or `ClosedError`. Called only if the engine declares `Capabilities.views`.
+        """
+        raise ProtocolError(f"version {version} was reclaimed from an engine that shows nothing.", part=type(self).__name__)
+
     def open_version(self, files: VersionFiles, deadline: Deadline) -> None:  # noqa: B027 - most engines store nothing
         """Prepare to store a version. Called before its first bucket, and only if the engine declares `persistent`."""
 
-    def commit_version(self, version: int, deadline: Deadline) -> None:  # noqa: B027 - most engines store nothing
-        """`version` serves: make it the newest one that readers find. Called as `open_version` is."""
+    def commit_version(self, version: int, documents: Mapping[str, str], deadline: Deadline) -> None:  # noqa: B027
+        """`version` serves: store `documents` (text by file name) with it, then make it the newest one that readers find.
+
+        Called as `open_version` is.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -213,6 +231,24 @@ class WeightReceiver(ABC):
         `StorageError` or `ClosedError`. After an error the contents of ``bucket.data`` are undefined.
         """
 
+    def view(self, version: int, index: int, nbytes: int, sender: str, deadline: Deadline) -> torch.Tensor:
+        """The next bucket from `sender`, which is lasting, where it lies: contiguous uint8 of `nbytes`, only to be read.
+
+        Buckets that adjoin in the sender's memory adjoin in the tensors' common storage. A tensor stays readable for as long
+        as somebody holds it, also after `close`; what it shows may change once `release` was called.
+
+        Raises as `receive`. Called only if the engine declares `Capabilities.views`.
+        """
+        raise ProtocolError(
+            f"bucket {index} of version {version} was to be shown by an engine that shows nothing.", part=type(self).__name__
+        )
+
+    def release(self, version: int, deadline: Deadline) -> None:  # noqa: B027 - most engines show nothing
+        """Nobody here looks at `version` any more: tell its sender. Does nothing for a version of which nothing was viewed.
+
+        Called from the thread that calls `receive`. Raises `PeerLostError`, `DeadlineExceededError` or `ClosedError`.
+        """
+
     @abstractmethod
     def close(self) -> None:
         """As `WeightSender.close`."""
@@ -236,6 +272,16 @@ class CheckpointEngine(ABC):
     def unavailable_reason(cls) -> str | None:
         """Why the engine cannot run on this machine (``"no CUDA device"``), or None when it can."""
         return None
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Contiguous uint8 of `nbytes` on `device` from which every sender of this engine sends most cheaply.
+
+        It outlives the senders: it stays until `free`. Raises `StorageError` when there is too little memory.
+        """
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def free(self, memory: torch.Tensor) -> None:  # noqa: B027 - torch's own memory needs no such call
+        """Give back what `allocate` returned; receivers may still look at it. Never raises."""
 
     @abstractmethod
     def make_sender(self, name: str) -> WeightSender:
