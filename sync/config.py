@@ -52,6 +52,11 @@ class SyncConfig(BaseModel):
     wire_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Dtype in which floating tensors travel; auto is the rollout's dtype."
     )
+    integrity: Literal["full", "off"] = Field(
+        "full",
+        description="full: both sides compute a checksum of every bucket, and a version that differs is not committed."
+        " off: the transport's own checks must do.",
+    )
     host: str = Field(
         "127.0.0.1",
         description="Address on which the run's rendezvous store listens; loopback unless the run spans machines.",
