@@ -204,7 +204,9 @@ class StoreMailbox:
         try:
             self._store.delete_key(key)
         except dist.DistError as error:
-            raise ClosedError(f"the rendezvous store is gone, and with it mailbox {self._scope}.", part="mailbox") from error
+            raise ClosedError(
+                f"the rendezvous store is gone, and with it mailbox {self._scope}.", part="mailbox"
+            ) from error
 
     def _context(self, key: str) -> str:
         return f"mailbox/{self._scope}/{key}"

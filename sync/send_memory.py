@@ -11,13 +11,15 @@ class SendMemory:
     """One run of the engine's memory; replaced where somebody may still look at the old one.
 
     Args:
-        engine: Whose memory.
+        engine: Whose memory; torch's own without one.
         nbytes: How much, in bytes.
         device: Where.
         pinned: Whether a GPU copies into it.
     """
 
-    def __init__(self, engine: CheckpointEngine, nbytes: int, device: torch.device, *, pinned: bool = False) -> None:
+    def __init__(
+        self, engine: CheckpointEngine | None, nbytes: int, device: torch.device, *, pinned: bool = False
+    ) -> None:
         self._engine = engine
         self._nbytes = nbytes
         self._device = device
@@ -27,11 +29,13 @@ class SendMemory:
 
     def _new(self) -> torch.Tensor:
         # Filled once: first-touch page faults would otherwise land in the middle of the first version.
-        data = self._engine.allocate(self._nbytes, self._device).zero_()
+        if self._engine is None:
+            data = torch.zeros(self._nbytes, dtype=torch.uint8, device=self._device)
+        else:
+            data = self._engine.allocate(self._nbytes, self._device).zero_()
         if self._pinned and self._nbytes and not data.is_pinned():
-            torch.cuda.check_error(  # type: ignore[no-untyped-call]
-                int(torch.cuda.cudart().cudaHostRegister(data.data_ptr(), self._nbytes, 0))
-            )
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            torch.cuda.check_error(int(runtime.cudaHostRegister(data.data_ptr(), self._nbytes, 0)))
         return data
 
     def renew(self) -> None:
@@ -47,5 +51,6 @@ class SendMemory:
 
     def _give_back(self, old: torch.Tensor) -> None:
         if self._pinned and old.is_pinned():
-            torch.cuda.cudart().cudaHostUnregister(old.data_ptr())
-        self._engine.free(old)
+            torch.cuda.cudart().cudaHostUnregister(old.data_ptr())  # type: ignore[no-untyped-call]
+        if self._engine is not None:
+            self._engine.free(old)

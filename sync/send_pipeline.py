@@ -119,9 +119,7 @@ class SendPipeline:
 
     def reclaim(self, version: int, deadline: Deadline) -> None:
         """Return once no receiver looks at lasting buckets of `version`. Raises what the engine raises."""
-        self._wait_for(
-            f"version {version} to be given back", lambda: self._sender.reclaim(version, deadline), deadline
-        )
+        self._wait_for(f"version {version} to be given back", lambda: self._sender.reclaim(version, deadline), deadline)
 
     def _wait_for(self, what: str, call: Callable[[], None], deadline: Deadline) -> None:
         closed = ClosedError(f"closed while waiting for {what}.", part=_PART)

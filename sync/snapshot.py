@@ -1,4 +1,4 @@
-"""The snapshot: a rank's shards in the wire dtype, copied while the next step already computes, in memory the engine sends from."""
+"""The snapshot: a rank's shards in the wire dtype, copied while the next step already computes."""
 
 from __future__ import annotations
 

@@ -68,8 +68,9 @@ class Subscriber(Participant):
     """Stages weight versions for one rollout rank.
 
     A control thread checks every offered manifest against `expectation` and answers; a staging thread receives the buckets
-    into one buffer, or looks at them in the sender's memory where the engine can, and verifies each. Nothing touches the live model: whoever commits calls `take`, loads, and `release`.
-    Where `staging_limit_bytes` allows two versions, the one that serves is kept until the next one has committed:
+    into one buffer, or looks at them in the sender's memory where the engine can, and verifies each. Nothing touches the
+    live model: whoever commits calls `take`, loads, and `release`. Where `staging_limit_bytes` leaves room for it, the version
+    that serves is kept until the next one has committed:
     `take_previous` is what a failed commit is undone with.
 
     Args:
@@ -202,7 +203,11 @@ class Subscriber(Participant):
             manifest, session = job.manifest, job.link.session
             try:
                 started = time.perf_counter()
-                lent = self._look(job) if self._looks_at(manifest) else self._receive(job)
+                lent = None
+                if self._looks_at(manifest):
+                    lent = self._look(job)
+                else:
+                    self._receive(job)
                 seconds = time.perf_counter() - started
                 if session == self.session:
                     self._staging.complete(manifest, lent)
@@ -261,7 +266,9 @@ class Subscriber(Participant):
             link = self._shown.pop(version)
             link.receiver.release(version, Deadline.after(_RELEASE_S))
         except WeightlaneError as error:
-            _log.debug("%s: version %d was not given back, its sender takes other memory: %s", self.name, version, error)
+            _log.debug(
+                "%s: version %d was not given back, its sender takes other memory: %s", self.name, version, error
+            )
 
 
 def adjoined(views: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -274,4 +281,4 @@ def adjoined(views: Sequence[torch.Tensor]) -> torch.Tensor | None:
         if view.untyped_storage().data_ptr() != storage.data_ptr() or view.storage_offset() != place:
             return None
         place += view.numel()
-    return first.new_empty(0).set_(storage, first.storage_offset(), (total,))
+    return first.as_strided((total,), (1,), first.storage_offset())

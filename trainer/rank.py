@@ -88,6 +88,7 @@ class TrainerRank:
             engine=CheckpointEngineRegistry().create(transport.backend, transport.options),
             bucket_bytes=sync.bucket_bytes,
             deadline_s=sync.deadline_s,
+            integrity=sync.integrity,
         )
 
     def publish(self, version: int) -> float:
