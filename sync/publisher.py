@@ -350,9 +350,8 @@ class Publisher(Participant):
 
     def _have_memory(self) -> None:
         """See to it that nobody looks at the memory: wait for the receivers, or take other memory where they cannot say."""
-        exposed, self._exposed = self._exposed, set()
         try:
-            for session, version in exposed:
+            for session, version in self._exposed:
                 pipeline = self._pipeline
                 if pipeline is None or pipeline.session != session:
                     raise ClosedError(f"session {session} is over.", part=self.name)
@@ -362,6 +361,7 @@ class Publisher(Participant):
                 raise
             _log.info("%s: other memory is taken, receivers may still look at the old: %s", self.name, error)
             self._memory.renew()
+        self._exposed.clear()
 
     # -- publishing thread ----------------------------------------------------------------------------------------------
 
