@@ -84,9 +84,8 @@ class CudaSegment(OwnedSegment):
         """See `OwnedSegment.publish`: record the event that the receivers ask."""
         self._written.record(torch.cuda.current_stream(self._device))
 
-    def close(self) -> None:
-        """Let go of the memory; tensors that look at it keep it."""
-        self.data = torch.empty(0, dtype=torch.uint8)
+    def retire(self) -> None:
+        """See `OwnedSegment.retire`. CUDA forbids to free what another process maps, so whoever knows of one holds this."""
 
 
 class CudaMapping(MappedSegment):
@@ -161,9 +160,11 @@ class CudaSegments(SegmentKind):
                 hint=_OTHER_ENGINES,
             )
 
-    def create(self, nbytes: int) -> CudaSegment:
-        """See `SegmentKind.create`."""
-        return CudaSegment(self._own_device(), max(1, nbytes))
+    def create(self, nbytes: int, device: torch.device) -> CudaSegment:
+        """See `SegmentKind.create`. For a bucket outside of CUDA memory, on the sender's own device."""
+        if device.type != "cuda" or device.index is None:
+            device = self._own_device()
+        return CudaSegment(device, max(1, nbytes))
 
     def adopt(
         self,
@@ -177,29 +178,26 @@ class CudaSegments(SegmentKind):
             raise TransportError(f"a bucket is on {device}, the engine works on CUDA devices.", part=_PART)
         return CudaMapping(device, nbytes, description)
 
-    def part_with(self, segments: Iterable[OwnedSegment], channels: Iterable[Channel]) -> None:
-        """See `SegmentKind.part_with`. Memory that a peer may still map is given back when that peer has hung up.
+    def hang_up(self, channels: Iterable[Channel], segments: Iterable[OwnedSegment]) -> None:
+        """See `SegmentKind.hang_up`. Memory that a peer may still map is kept until that peer has hung up.
 
         CUDA forbids freeing exported memory before it is unmapped elsewhere, and `close` may not wait for that.
         """
         channels, kept = list(channels), list(segments)
-        sockets = [socket.socket(fileno=socket.dup(channel.fileno())) for channel in channels]
-        super().part_with((), channels)
-        if not (sockets and kept):
-            for sock in sockets:
-                sock.close()
-            super().part_with(kept, ())
+        sockets = [socket.socket(fileno=socket.dup(channel.fileno())) for channel in channels] if kept else []
+        super().hang_up(channels, ())
+        if not sockets:
             return
         for sock in sockets:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_WR)
         threading.Thread(
-            target=_close_after_hang_up, args=(sockets, kept), name="weightlane-cuda-ipc-free", daemon=True
+            target=_keep_until_hang_up, args=(sockets, kept), name="weightlane-cuda-ipc-free", daemon=True
         ).start()
 
 
-def _close_after_hang_up(sockets: Iterable[socket.socket], segments: Iterable[OwnedSegment]) -> None:
-    """Close `segments` when the other end of every one of `sockets` is closed, or its process dead."""
+def _keep_until_hang_up(sockets: Iterable[socket.socket], segments: list[OwnedSegment]) -> None:
+    """Hold `segments` until the other end of every one of `sockets` is closed, or its process dead."""
     for sock in sockets:
         poller = select.poll()
         poller.register(sock, select.POLLIN)
@@ -213,8 +211,7 @@ def _close_after_hang_up(sockets: Iterable[socket.socket], segments: Iterable[Ow
             except OSError:
                 hung_up = True
         sock.close()
-    for segment in segments:
-        segment.close()
+    segments.clear()
 
 
 def _wait_eagerly(done: Callable[[], bool], wait: Callable[[Callable[[], bool]], None]) -> None:

@@ -44,8 +44,11 @@ def expect(
         _progress_until_readable({channel.peer: channel}, progress, deadline, what)
     offered = channel.receive_json(deadline, what)
     if [offered.get(field) for field in _FIELDS] != [bucket.version, bucket.index, bucket.nbytes]:
-        refusal = f"it waits for bucket {bucket.index} of version {bucket.version} with {bucket.nbytes} bytes"
-        channel.send_json({"refused": refusal}, deadline)
+        refuse(
+            channel,
+            f"it waits for bucket {bucket.index} of version {bucket.version} with {bucket.nbytes} bytes",
+            deadline,
+        )
         raise ProtocolError(
             f"expected version {bucket.version}, bucket {bucket.index} of {bucket.nbytes} bytes, but the sender offers "
             + "{}, {} of {}.".format(*(offered.get(field) for field in _FIELDS)),
@@ -53,6 +56,11 @@ def expect(
             peer=channel.peer,
         )
     return offered
+
+
+def refuse(channel: Channel, reason: str, deadline: Deadline) -> None:
+    """[receiver] Answer an announcement with why the bucket is not taken, half a sentence; the sender raises `ProtocolError`."""
+    channel.send_json({"refused": reason}, deadline)
 
 
 def acknowledge(channel: Channel, bucket: Bucket, deadline: Deadline, **details: Any) -> None:
@@ -66,11 +74,13 @@ def await_acknowledgements(
     deadline: Deadline,
     *,
     progress: Callable[[], object] | None = None,
+    aside: Callable[[str, Mapping[str, Any]], bool] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """[sender] Wait until every receiver has acknowledged `bucket`; returns each one's answer with its details.
 
     Raises `ProtocolError` when one refuses it, `PeerLostError` as soon as one is gone, and `DeadlineExceededError` that names
-    those still missing. `progress` as in `expect`.
+    those still missing. `progress` as in `expect`. With `aside` receivers may say other things in between: it is called with the
+    receiver's name and the message, and tells whether it was such a one.
     """
     answers: dict[str, dict[str, Any]] = {}
     what = f"bucket {bucket.index} of version {bucket.version} to be taken"
@@ -80,7 +90,9 @@ def await_acknowledgements(
         else:
             ready = _until_ready(waiting, select.POLLIN, deadline, what)
         for name in ready:
-            answers[name] = _answer(waiting[name], bucket, deadline)
+            answer = waiting[name].receive_json(deadline, "a complete acknowledgement")
+            if aside is None or not aside(name, answer):
+                answers[name] = _checked(answer, waiting[name], bucket)
     return answers
 
 
@@ -97,7 +109,7 @@ def send_payload(channels: Mapping[str, Channel], bucket: Bucket, deadline: Dead
         ):
             sent = channels[name].send_some(left[name])
             if not sent:  # so it is ready because something can be read: the receiver refuses, or is gone
-                _answer(channels[name], bucket, deadline)
+                _checked(channels[name].receive_json(deadline, "a complete answer"), channels[name], bucket)
                 raise ProtocolError("took a bucket that was not sent completely.", part=channels[name].part, peer=name)
             left[name] = left[name][sent:]
             if not left[name]:
@@ -134,8 +146,8 @@ def _progress_until_readable(
     return [descriptors[descriptor] for descriptor in readable]
 
 
-def _answer(channel: Channel, bucket: Bucket, deadline: Deadline) -> dict[str, Any]:
-    answer = channel.receive_json(deadline, "a complete acknowledgement")
+def _checked(answer: dict[str, Any], channel: Channel, bucket: Bucket) -> dict[str, Any]:
+    """`answer`, unless it is not the acknowledgement of `bucket`."""
     if answer.get("taken") != bucket.index or answer.get("version") != bucket.version:
         raise ProtocolError(
             f"bucket {bucket.index} of version {bucket.version} with {bucket.nbytes} bytes was not taken:"

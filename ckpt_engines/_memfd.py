@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -10,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from ._memory import available_memory_bytes
@@ -17,69 +19,103 @@ from ._segments import MappedSegment, OwnedSegment, SegmentKind
 from .errors import ProtocolError, StorageError
 
 _PART = "shared memory"
+_F_SEAL_FUTURE_WRITE = 0x10
+"""From <linux/fcntl.h>; Linux 5.1."""
 
 
-class Segment(OwnedSegment, MappedSegment):
-    """A mapped memory file. `data` is all of it as uint8, and keeps the mapping alive by itself.
+class Segment(OwnedSegment):
+    """A memory file. `data` is all of it as uint8, and keeps the mapping alive by itself.
 
-    The mapping is never removed under a tensor that looks at it: the memory is given back when the last one is gone.
+    The mapping is never removed under a tensor that looks at it: the memory is given back when the last one is gone, here and
+    in every process that maps it.
+
+    Args:
+        nbytes: Its size, at least 1. It is all zeros.
+
+    Raises:
+        StorageError: The machine or container has too little memory.
     """
 
-    def __init__(self, descriptor: int, nbytes: int) -> None:
-        self.descriptor = descriptor
-        self.nbytes = nbytes
-        self.data = torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
-
-    @classmethod
-    def create(cls, nbytes: int) -> Segment:
-        """New zeroed memory of at least one byte; `StorageError` when the machine or container has too little."""
-        nbytes = max(1, nbytes)
+    def __init__(self, nbytes: int) -> None:
         room = available_memory_bytes()
         if room is not None and nbytes > room:  # the kernel would not refuse but kill
             raise _no_memory(nbytes, f"only {room >> 20} MiB are left on this machine or in this container")
-        descriptor = os.memfd_create("weightlane", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.nbytes = nbytes
+        self.descriptor = os.memfd_create("weightlane", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.posix_fallocate(descriptor, 0, nbytes)  # or a later write would kill the process instead of raising
+            # Without it a later write would kill the process instead of raising. It touches every page, too.
+            os.posix_fallocate(self.descriptor, 0, nbytes)
             # A receiver maps the file and may rely on its size from then on.
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
-            return cls(descriptor, nbytes)
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+            self.data = torch.frombuffer(mmap.mmap(self.descriptor, nbytes), dtype=torch.uint8)
         except OSError as error:
-            os.close(descriptor)
+            os.close(self.descriptor)
             raise _no_memory(nbytes, os.strerror(error.errno or errno.ENOMEM)) from error
-
-    @classmethod
-    def adopt(cls, descriptor: int, nbytes: int) -> Segment:
-        """Map a descriptor that a peer sent, and own it; `ProtocolError` when it is not a segment of `nbytes` bytes."""
-        try:
-            sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-            if sealed and os.fstat(descriptor).st_size == nbytes:
-                return cls(descriptor, nbytes)
-            problem = "it is not a sealed segment of that size"
-        except (OSError, ValueError) as error:
-            problem = str(error)
-        os.close(descriptor)
-        raise ProtocolError(f"cannot map {nbytes} bytes: {problem}.", part=_PART)
+        with contextlib.suppress(OSError):  # an old kernel: then it is only that nobody writes
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
 
     def describe(self) -> tuple[Mapping[str, Any], Sequence[int]]:
         """See `OwnedSegment.describe`."""
         return {}, [self.descriptor]
 
-    def copy_out(self, offset: int, into: torch.Tensor, wait: Callable[[Callable[[], bool]], None]) -> None:  # noqa: ARG002
-        """See `MappedSegment.copy_out`: memory is memory, so there is nothing to wait for."""
-        into.copy_(self.data[offset : offset + into.numel()])
-
-    def close(self) -> None:
-        """Close the descriptor and let go of the mapping."""
+    def retire(self) -> None:
+        """See `OwnedSegment.retire`."""
         os.close(self.descriptor)
         self.data = torch.empty(0, dtype=torch.uint8)
+
+
+class MappedFile(MappedSegment):
+    """A peer's memory file, mapped to be read: who writes into what it views ends there, and spoils nothing for others.
+
+    Args:
+        descriptor: Of the file. It is closed in any case; the mapping needs it no more.
+        nbytes: How large the file must be.
+
+    Raises:
+        ProtocolError: It is not a segment of that size.
+    """
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        self.nbytes = nbytes
+        problem = "it is not a sealed segment of that size"
+        try:
+            sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+            if sealed and os.fstat(descriptor).st_size == nbytes:
+                self.data = _read_only(mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ))
+                return
+        except (OSError, ValueError) as error:
+            problem = str(error)
+        finally:
+            os.close(descriptor)
+        raise ProtocolError(f"cannot map {nbytes} bytes: {problem}.", part=_PART)
+
+    def copy_out(self, offset: int, into: torch.Tensor, wait: Callable[[Callable[[], bool]], None]) -> None:  # noqa: ARG002
+        """See `MappedSegment.copy_out`: memory is memory, so there is nothing to wait for."""
+        into.copy_(self.view(offset, into.numel()))
+
+    def view(self, offset: int, nbytes: int) -> torch.Tensor:
+        """See `MappedSegment.view`."""
+        return self.data[offset : offset + nbytes]
+
+    def close(self) -> None:
+        """See `MappedSegment.close`."""
+        self.data = torch.empty(0, dtype=torch.uint8)
+
+
+def _read_only(pages: mmap.mmap) -> torch.Tensor:
+    """The pages as uint8. torch has no read-only tensors, and warns of a buffer that is: this one does not tell."""
+    address = np.frombuffer(pages, dtype=np.uint8).ctypes.data
+    array = (ctypes.c_ubyte * len(pages)).from_address(address)
+    array.pages = pages  # type: ignore[attr-defined] # which the tensor keeps through the array
+    return torch.frombuffer(array, dtype=torch.uint8)
 
 
 class MemfdSegments(SegmentKind):
     """Segments in memory files; the receiver maps the sender's descriptor."""
 
-    def create(self, nbytes: int) -> Segment:
-        """See `SegmentKind.create`."""
-        return Segment.create(nbytes)
+    def create(self, nbytes: int, device: torch.device) -> Segment:  # noqa: ARG002
+        """See `SegmentKind.create`. Buckets on other devices are copied here."""
+        return Segment(max(1, nbytes))
 
     def adopt(
         self,
@@ -87,10 +123,10 @@ class MemfdSegments(SegmentKind):
         description: Mapping[str, Any],  # noqa: ARG002 - the descriptor says it all
         descriptors: Sequence[int],
         device: torch.device,  # noqa: ARG002
-    ) -> Segment:
+    ) -> MappedFile:
         """See `SegmentKind.adopt`."""
         if len(descriptors) == 1:
-            return Segment.adopt(descriptors[0], nbytes)
+            return MappedFile(descriptors[0], nbytes)
         for descriptor in descriptors:
             with contextlib.suppress(OSError):
                 os.close(descriptor)

@@ -73,13 +73,8 @@ def version_directory(directory: str, version: int) -> str:
 
 
 def payload_name(index: int) -> str:
-    """File of a bucket's payload."""
+    """File of a bucket."""
     return bucket_file_name(int(index))
-
-
-def seal_name(index: int) -> str:
-    """File of a bucket's trailer."""
-    return f"{bucket_file_name(int(index)).rpartition('.')[0]}.seal"
 
 
 def latest_name(directory: str) -> str:

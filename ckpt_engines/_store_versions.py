@@ -18,7 +18,6 @@ from ._store_layout import (
     parse_latest,
     parse_sender,
     payload_name,
-    seal_name,
 )
 from .contract import Bucket
 from .errors import ProtocolError, StorageError
@@ -27,18 +26,11 @@ _log = logging.getLogger(__name__)
 
 
 def read_bucket(store: StoreDirectory, directory: str, bucket: Bucket, guard: Guard) -> bool:
-    """Fill `bucket` from the version in `directory`; False when its files are not there (yet).
+    """Fill `bucket` from the version in `directory`; False when its file is not there (yet).
 
-    Raises `ProtocolError` when they have other sizes than the bucket, or `StorageError`.
+    Raises `ProtocolError` when it has another size than the bucket, or `StorageError`.
     """
-    payload_bytes = bucket.nbytes - bucket.trailer_bytes
-    view = byte_view(bucket.data)
-    if not store.read_payload(f"{directory}/{payload_name(bucket.index)}", view[:payload_bytes], guard):
-        return False
-    # The seal was there first, but a network file system may show it last.
-    return not bucket.trailer_bytes or store.read_payload(
-        f"{directory}/{seal_name(bucket.index)}", view[payload_bytes:], guard
-    )
+    return store.read_payload(f"{directory}/{payload_name(bucket.index)}", byte_view(bucket.data), guard)
 
 
 def committed_versions(store: StoreDirectory, directory: str, guard: Guard) -> list[CommittedVersion]:

@@ -13,8 +13,8 @@ The life of a connection, tagged by the side that runs each step:
        [receiver]          ``receive(bucket, sender, ...)``     } the receiver knows each bucket's size beforehand
     4. [sender, receiver]  ``close()``                          any time, from any thread, more than once
 
-Two things are optional. ``CheckpointEngine.allocate`` gives memory from which `send` is cheapest; it belongs to the engine, so that
-it outlives connections. And an engine that declares `Capabilities.views` lets receivers look at buckets where they lie
+Two things are optional. ``CheckpointEngine.allocate`` gives memory from which `send` is cheapest; it belongs to the engine, so
+that it outlives connections. And an engine that declares `Capabilities.views` lets receivers look at buckets where they lie
 instead of copying them, if the sender says that the bucket is ``lasting``:
 
     3. [sender]            ``send(lasting bucket, ...)``       } once per bucket, as above; the receiver may also
@@ -190,13 +190,15 @@ class WeightSender(ABC):
         Raises `PeerLostError`, `DeadlineExceededError`, `StorageError` or `ClosedError`.
         """
 
-    def reclaim(self, version: int, deadline: Deadline) -> None:
+    def reclaim(self, version: int, deadline: Deadline) -> None:  # noqa: ARG002
         """Wait until no receiver looks at a lasting bucket of `version` any more: its memory may be overwritten then.
 
         Raises `PeerLostError` when a receiver has gone without saying so, which may still look, `DeadlineExceededError`,
         or `ClosedError`. Called only if the engine declares `Capabilities.views`.
         """
-        raise ProtocolError(f"version {version} was reclaimed from an engine that shows nothing.", part=type(self).__name__)
+        raise ProtocolError(
+            f"version {version} was reclaimed from an engine that shows nothing.", part=type(self).__name__
+        )
 
     def open_version(self, files: VersionFiles, deadline: Deadline) -> None:  # noqa: B027 - most engines store nothing
         """Prepare to store a version. Called before its first bucket, and only if the engine declares `persistent`."""
@@ -231,7 +233,7 @@ class WeightReceiver(ABC):
         `StorageError` or `ClosedError`. After an error the contents of ``bucket.data`` are undefined.
         """
 
-    def view(self, version: int, index: int, nbytes: int, sender: str, deadline: Deadline) -> torch.Tensor:
+    def view(self, version: int, index: int, nbytes: int, sender: str, deadline: Deadline) -> torch.Tensor:  # noqa: ARG002
         """The next bucket from `sender`, which is lasting, where it lies: contiguous uint8 of `nbytes`, only to be read.
 
         Buckets that adjoin in the sender's memory adjoin in the tensors' common storage. A tensor stays readable for as long
@@ -240,7 +242,8 @@ class WeightReceiver(ABC):
         Raises as `receive`. Called only if the engine declares `Capabilities.views`.
         """
         raise ProtocolError(
-            f"bucket {index} of version {version} was to be shown by an engine that shows nothing.", part=type(self).__name__
+            f"bucket {index} of version {version} was to be shown by an engine that shows nothing.",
+            part=type(self).__name__,
         )
 
     def release(self, version: int, deadline: Deadline) -> None:  # noqa: B027 - most engines show nothing

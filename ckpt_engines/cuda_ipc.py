@@ -7,28 +7,26 @@ is that of ``shm``; only the memory is another kind.
 from __future__ import annotations
 
 import sys
-from typing import cast
 
 import torch
 from pydantic import Field
 
 from ._cuda_memory import CudaSegments
-from ._local_socket import LocalSocketConfig
-from ._segments import SegmentReceiver, SegmentSender
-from .contract import API_VERSION, Capabilities, CheckpointEngine, Delivery, WeightReceiver, WeightSender
+from ._segment_engine import SegmentConfig, SegmentEngine
+from .contract import API_VERSION, Capabilities, Delivery
 
 
-class CudaIpcConfig(LocalSocketConfig):
+class CudaIpcConfig(SegmentConfig):
     """Options of ``cuda_ipc``."""
 
     max_shared_mib: int = Field(
         4096,
         ge=1,
-        description="Most device memory (MiB) that one sender holds; a bucket that would exceed it is refused in words.",
+        description="Most device memory (MiB) that one trainer process holds; what would exceed it is refused in words.",
     )
 
 
-class CudaIpcEngine(CheckpointEngine):
+class CudaIpcEngine(SegmentEngine):
     """CUDA memory shared between processes of one host. A sender uses the device current where it says its address."""
 
     api_version = API_VERSION
@@ -39,6 +37,8 @@ class CudaIpcEngine(CheckpointEngine):
         same_host_only=True,
         zero_copy=True,
     )
+    label = "cuda_ipc"
+    segment_kind = CudaSegments
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
@@ -48,18 +48,3 @@ class CudaIpcEngine(CheckpointEngine):
         if torch.version.hip:
             return "ROCm is not supported"
         return None if torch.cuda.is_available() else "no CUDA device"
-
-    def make_sender(self, name: str) -> WeightSender:
-        """See `CheckpointEngine.make_sender`."""
-        config = cast("CudaIpcConfig", self.config)
-        return SegmentSender(
-            f"cuda_ipc sender {name}",
-            CudaSegments(),
-            socket_dir=config.socket_dir,
-            limit_bytes=config.max_shared_mib << 20,
-        )
-
-    def make_receiver(self, name: str) -> WeightReceiver:
-        """See `CheckpointEngine.make_receiver`."""
-        config = cast("CudaIpcConfig", self.config)
-        return SegmentReceiver(name, f"cuda_ipc receiver {name}", CudaSegments(), socket_dir=config.socket_dir)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import os
 import threading
@@ -41,7 +42,8 @@ from .errors import ClosedError, PeerLostError, ProtocolError, StorageError
 PREFIX = "faulty:"
 """What stands ahead of the wrapped engine's name."""
 NO_BUCKET = -1
-"""Version and index that the log gives to a fault while connecting."""
+"""Version and index that the log gives to a fault while connecting; version of one while allocating; index of one that meets a
+whole version."""
 _HINT = "This fault was injected on purpose; see checkpoint_engine.options."
 
 
@@ -68,11 +70,16 @@ class FaultKind(StrEnum):
     """Sender: ``connect`` fails."""
     STORAGE = "storage"
     """Receiver: a read fails."""
+    EXHAUST = "exhaust"
+    """Engine: there is no memory to allocate."""
 
 
-_OF_SENDER = tuple(kind for kind in FaultKind if kind not in {FaultKind.REFUSE, FaultKind.STORAGE})
+_ELSEWHERE = frozenset({FaultKind.REFUSE, FaultKind.STORAGE, FaultKind.EXHAUST})
+_OF_SENDER = tuple(kind for kind in FaultKind if kind not in _ELSEWHERE)
 _OF_RECEIVER = (FaultKind.FLIP, FaultKind.DELAY, FaultKind.HANG, FaultKind.LOSE, FaultKind.STORAGE)
 _NEED_BYTES = frozenset({FaultKind.FLIP, FaultKind.TRUNCATE})
+_OF_NO_BUCKET = frozenset({FaultKind.DELAY, FaultKind.HANG, FaultKind.LOSE})
+"""What can go wrong with a whole version: when it is released, or reclaimed."""
 
 
 class FaultyConfig(EngineConfig):
@@ -105,8 +112,9 @@ class FaultRecord(BaseModel):
     half: str
     session: str
     version: int
-    """`NO_BUCKET` for a fault while connecting, as is `index`."""
+    """`NO_BUCKET` for a fault while connecting or allocating."""
     index: int
+    """`NO_BUCKET` for a fault that meets no bucket; while allocating, how many allocations there were before."""
     kind: FaultKind
 
 
@@ -137,7 +145,8 @@ class _Faults:
         self._possible = [kind for kind in possible if kind in config.kinds]
         self._closed = threading.Event()
         self._session = ""
-        self._struck: int | None = None
+        self._struck: set[int] = set()
+        """Versions that have met their fault."""
 
     def start_session(self, session: str) -> None:
         self._session = session
@@ -152,23 +161,36 @@ class _Faults:
     def of(self, bucket: Bucket) -> FaultKind | None:
         """The fault that `bucket` meets, if any."""
         possible = [kind for kind in self._possible if bucket.nbytes or kind not in _NEED_BYTES]
-        if self._struck == bucket.version or not possible or not self._strikes(bucket.version, bucket.index):
+        return self._choose(possible, bucket.version, bucket.index)
+
+    def of_version(self, version: int) -> FaultKind | None:
+        """The fault that releasing or reclaiming `version` meets, if any."""
+        return self._choose([kind for kind in self._possible if kind in _OF_NO_BUCKET], version, NO_BUCKET)
+
+    def of_allocation(self, number: int) -> FaultKind | None:
+        """The fault that the engine's allocation of this `number` meets, if any."""
+        if not self._possible or not self._strikes(NO_BUCKET, number):
             return None
-        kind = possible[self._draw("kind", bucket.version, bucket.index) % len(possible)]
-        self._struck = bucket.version
-        self._log(bucket.version, bucket.index, kind)
+        self._log(NO_BUCKET, number, FaultKind.EXHAUST)
+        return FaultKind.EXHAUST
+
+    def _choose(self, possible: Sequence[FaultKind], version: int, index: int) -> FaultKind | None:
+        if version in self._struck or not possible or not self._strikes(version, index):
+            return None
+        kind = possible[self._draw("kind", version, index) % len(possible)]
+        self._struck.add(version)
+        self._log(version, index, kind)
         return kind
 
     def flip(self, bucket: Bucket) -> None:
-        """Change one bit in place: of the payload, because not every bit of the framework's trailer says something."""
-        payload = bucket.nbytes - bucket.trailer_bytes if 0 < bucket.trailer_bytes < bucket.nbytes else bucket.nbytes
-        bit = self._draw("bit", bucket.version, bucket.index) % (8 * payload)
+        """Change one bit in place."""
+        bit = self._draw("bit", bucket.version, bucket.index) % (8 * bucket.nbytes)
         bucket.data[bit // 8].bitwise_xor_(1 << bit % 8)
 
     def truncated(self, bucket: Bucket) -> Bucket:
         """A bucket with fewer of the bytes."""
         nbytes = self._draw("size", bucket.version, bucket.index) % bucket.nbytes
-        return replace(bucket, data=bucket.data[:nbytes], trailer_bytes=min(bucket.trailer_bytes, nbytes))
+        return replace(bucket, data=bucket.data[:nbytes])
 
     def stall(self, kind: FaultKind, deadline: Deadline, peer: str) -> None:
         """Delay, or hang until the deadline."""
@@ -235,10 +257,6 @@ class FaultySender(WeightSender):
             raise self._faults.lost("the connection was refused", ", ".join(topology.receivers))
         self._inner.connect(topology, mailbox, deadline)
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """Memory of the wrapped sender."""
-        return self._inner.allocate(nbytes)
-
     def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
         """Send what the fault makes of `bucket`, and behind it what an earlier fault kept back."""
         held, self._held = self._held, None
@@ -271,9 +289,19 @@ class FaultySender(WeightSender):
         """See `WeightSender.open_version`."""
         self._inner.open_version(files, deadline)
 
-    def commit_version(self, version: int, deadline: Deadline) -> None:
+    def commit_version(self, version: int, documents: Mapping[str, str], deadline: Deadline) -> None:
         """See `WeightSender.commit_version`."""
-        self._inner.commit_version(version, deadline)
+        self._inner.commit_version(version, documents, deadline)
+
+    def reclaim(self, version: int, deadline: Deadline) -> None:
+        """Wait for the receivers, unless a fault comes first."""
+        kind = self._faults.of_version(version)
+        if kind is FaultKind.LOSE:
+            self._inner.close()
+            raise self._faults.lost(f"a receiver of version {version} was lost", "")
+        if kind is not None:
+            self._faults.stall(kind, deadline, "")
+        self._inner.reclaim(version, deadline)
 
     def close(self) -> None:
         """See `WeightSender.close`."""
@@ -299,6 +327,23 @@ class FaultyReceiver(WeightReceiver):
 
     def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
         """Receive, unless a fault comes first, and perhaps spoil the result."""
+        flips = self._strike(bucket, sender, deadline)
+        self._inner.receive(bucket, sender, deadline)
+        if flips:
+            self._faults.flip(bucket)
+
+    def view(self, version: int, index: int, nbytes: int, sender: str, deadline: Deadline) -> torch.Tensor:
+        """View, unless a fault comes first. A bit flips in a private copy, since others look at the memory too."""
+        bucket = Bucket(version, index, torch.empty(nbytes, dtype=torch.uint8, device="meta"), lasting=True)
+        flips = self._strike(bucket, sender, deadline)
+        data = self._inner.view(version, index, nbytes, sender, deadline)
+        if flips:
+            data = data.clone()
+            self._faults.flip(replace(bucket, data=data))
+        return data
+
+    def _strike(self, bucket: Bucket, sender: str, deadline: Deadline) -> bool:
+        """Let the fault of `bucket` happen, if it meets one; whether it is one of its bits that is to flip."""
         kind = self._faults.of(bucket)
         if kind is FaultKind.LOSE:
             self._inner.close()
@@ -307,9 +352,17 @@ class FaultyReceiver(WeightReceiver):
             raise StorageError("a read failed (injected fault).", part=self._faults.part, peer=sender, hint=_HINT)
         if kind in {FaultKind.DELAY, FaultKind.HANG}:
             self._faults.stall(kind, deadline, sender)
-        self._inner.receive(bucket, sender, deadline)
-        if kind is FaultKind.FLIP:
-            self._faults.flip(bucket)
+        return kind is FaultKind.FLIP
+
+    def release(self, version: int, deadline: Deadline) -> None:
+        """Release, unless a fault comes first."""
+        kind = self._faults.of_version(version)
+        if kind is FaultKind.LOSE:
+            self._inner.close()
+            raise self._faults.lost(f"the sender of version {version} was lost", "")
+        if kind is not None:
+            self._faults.stall(kind, deadline, "")
+        self._inner.release(version, deadline)
 
     def close(self) -> None:
         """See `WeightReceiver.close`."""
@@ -326,11 +379,23 @@ class FaultyEngine(CheckpointEngine):
         super().__init__(config)
         self._config = cast("FaultyConfig", config)
         self._inner = self.inner_class(self._config.inner)
+        self._faults = _Faults("faulty engine", "engine", self._config, (FaultKind.EXHAUST,))
+        self._allocations = itertools.count()
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
         """The wrapped engine's."""
         return cls.inner_class.unavailable_reason()
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Memory of the wrapped engine, unless a fault comes first."""
+        if self._faults.of_allocation(next(self._allocations)):
+            raise StorageError(f"no memory for {nbytes} bytes (injected fault).", part=self._faults.part, hint=_HINT)
+        return self._inner.allocate(nbytes, device)
+
+    def free(self, memory: torch.Tensor) -> None:
+        """See `CheckpointEngine.free`."""
+        self._inner.free(memory)
 
     def make_sender(self, name: str) -> WeightSender:
         """See `CheckpointEngine.make_sender`."""

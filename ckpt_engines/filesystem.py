@@ -6,8 +6,7 @@ Layout, where ``n`` is the sender's place in the topology::
     <path>/<session>/sender-<n>/sender.json                 which process writes here; there while the session lasts
     <path>/<session>/sender-<n>/v<version>/
         bucket-00000.safetensors                            one bucket, complete as soon as it has its name
-        bucket-00000.seal                                   its trailer, there before the bucket
-        manifest.json, model.safetensors.index.json         whatever documents the framework hands over
+        manifest.json, model.safetensors.index.json         whatever documents the framework hands over, before or at the commit
         COMMITTED                                           there once the version has served
 
 A version stays until newer ones have been *committed*: beginning the next one removes nothing, so that receivers may still
@@ -24,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from pydantic import Field
@@ -42,7 +41,6 @@ from ._store_layout import (
     latest_text,
     parse_sender,
     payload_name,
-    seal_name,
     sender_directory,
     sender_text,
     version_directory,
@@ -146,16 +144,22 @@ class FilesystemSender(WeightSender):
         """Write the version's documents; its buckets get their prefixes from now on."""
         with self._life.call():
             guard = self._guard(deadline)
-            for name in files.documents:
-                if not DOCUMENT.fullmatch(name):
-                    raise ProtocolError(f"{name!r} is not the name of a document.", part=self._life.part)
+            self._check_names(files.documents)
             self._files[files.version] = files
             self._written[files.version] = set()
-            for name, text in files.documents.items():
-                self._store.write_text(f"{version_directory(self._directory, files.version)}/{name}", text, guard)
+            self._write_documents(files.version, files.documents, guard)
+
+    def _check_names(self, documents: Mapping[str, str]) -> None:
+        for name in documents:
+            if not DOCUMENT.fullmatch(name):
+                raise ProtocolError(f"{name!r} is not the name of a document.", part=self._life.part)
+
+    def _write_documents(self, version: int, documents: Mapping[str, str], guard: Guard) -> None:
+        for name, text in documents.items():
+            self._store.write_text(f"{version_directory(self._directory, version)}/{name}", text, guard)
 
     def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:  # noqa: ARG002
-        """Write the bucket's files. What is there of older versions stays."""
+        """Write the bucket's file. What is there of older versions stays."""
         with self._life.call():
             guard = self._guard(deadline)
             prefix = b""
@@ -166,20 +170,17 @@ class FilesystemSender(WeightSender):
                 prefix = files.prefixes[bucket.index]
             written = self._written.setdefault(bucket.version, set())
             directory = version_directory(self._directory, bucket.version)
-            view = byte_view(bucket.data)
-            payload_bytes = bucket.nbytes - bucket.trailer_bytes
-            if bucket.trailer_bytes:
-                self._store.write(f"{directory}/{seal_name(bucket.index)}", [view[payload_bytes:]], guard)
-            self._store.write(f"{directory}/{payload_name(bucket.index)}", [prefix, view[:payload_bytes]], guard)
+            self._store.write(f"{directory}/{payload_name(bucket.index)}", [prefix, byte_view(bucket.data)], guard)
             written.add(bucket.index)
 
-    def commit_version(self, version: int, deadline: Deadline) -> None:
-        """Make `version` the newest one that readers find, then remove those that are no longer kept.
+    def commit_version(self, version: int, documents: Mapping[str, str], deadline: Deadline) -> None:
+        """Write `documents`, make `version` the newest one that readers find, then remove those that are no longer kept.
 
         `ProtocolError` when a bucket of it is missing. A file that cannot be removed is logged: the version counts.
         """
         with self._life.call():
             guard = self._guard(deadline)
+            self._check_names(documents)
             files = self._files.get(version)
             missing = set(range(len(files.prefixes))) if files else set()
             missing -= self._written.get(version, set())
@@ -187,6 +188,7 @@ class FilesystemSender(WeightSender):
                 what = f"bucket {min(missing)} of it is" if missing else "its buckets are"
                 message = f"version {version} cannot be committed: {what} missing."
                 raise ProtocolError(message, part=self._life.part)
+            self._write_documents(version, documents, guard)
             entry = CommittedVersion(version=version, directory=version_directory(self._directory, version))
             kept, dropped = self._retained(entry, guard)
             self._committing = version
@@ -297,7 +299,7 @@ class FilesystemReceiver(WeightReceiver):
                 self._directories[sender] = directory
 
     def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
-        """Wait for the bucket's files and read them straight into the bucket."""
+        """Wait for the bucket's file and read it straight into the bucket."""
         with self._life.call():
             if sender not in self._directories:
                 raise ProtocolError(f"not connected to {sender}.", part=self._life.part)

@@ -314,11 +314,6 @@ class TorchDistributedSender(_Half, WeightSender):
                 channel.send_json({"rank": rank, "world": len(self._channels) + 1, "store_port": port}, deadline)
             self._group(self._name, "everyone", 0, len(self._channels) + 1, deadline)
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """A buffer on the engine's device."""
-        with self._life.call():
-            return torch.empty(nbytes, dtype=torch.uint8, device=self._device_type)
-
     def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
         """Send the header to each, then the payload at once to all of them."""
         with self._life.call():

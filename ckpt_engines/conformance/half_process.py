@@ -28,8 +28,8 @@ from .payload import OVERWRITTEN, UNTOUCHED, Parcel, complaint, payload
 from .resolve import create_engine
 from .wire import Line, error_to_line
 
-_MAX_TRAILER_BYTES = 64
 _FILE_WAIT_S = 0.003
+_COMMIT_DOCUMENT = "checksums.json"
 
 
 class DirectoryMailbox:
@@ -60,6 +60,7 @@ class HalfProcess:
 
     def __init__(self) -> None:
         self._engines: dict[str, CheckpointEngine] = {}
+        self._engine: CheckpointEngine | None = None
         self._half: WeightSender | WeightReceiver | None = None
         self._persistent = False
         self._opened: set[int] = set()
@@ -70,6 +71,12 @@ class HalfProcess:
 
     def _count_unpickled(self) -> None:
         self._unpickled += 1
+
+    @property
+    def engine(self) -> CheckpointEngine:
+        """The engine of the half that was made last; it stays when its halves close."""
+        assert self._engine is not None, "no engine"
+        return self._engine
 
     @property
     def sender(self) -> WeightSender:
@@ -90,14 +97,14 @@ class HalfProcess:
         key = json.dumps([engine, options])
         if key not in self._engines:
             self._engines[key] = create_engine(engine, options)
-        made = self._engines[key]
+        self._free_buffers()
+        made = self._engine = self._engines[key]
         self._device = device
         if device != "cpu":
             module = torch.get_device_module(device)
             module.set_device(place % module.device_count())
         self._persistent = made.capabilities.persistent
         self._opened.clear()
-        self._buffers.clear()
         self._half = made.make_sender(name) if side == "sender" else made.make_receiver(name)
 
     def address(self) -> dict[str, Any]:
@@ -121,10 +128,10 @@ class HalfProcess:
 
     def allocate(self, sizes: list[int]) -> list[dict[str, Any]]:
         """What buffers of these sizes look like, and whether they are memory of their own."""
-        buffers = [self.sender.allocate(nbytes) for nbytes in sizes]
+        buffers = [self.engine.allocate(nbytes, torch.device(self._device)) for nbytes in sizes]
         for number, buffer in enumerate(buffers):
             buffer.fill_(number + 1)
-        return [
+        seen = [
             {
                 "dtype": str(buffer.dtype),
                 "shape": list(buffer.shape),
@@ -134,6 +141,9 @@ class HalfProcess:
             }
             for number, buffer in enumerate(buffers)
         ]
+        for buffer in buffers:
+            self.engine.free(buffer)
+        return seen
 
     def send(
         self,
@@ -163,7 +173,7 @@ class HalfProcess:
             data.fill_(OVERWRITTEN)
             last = place + 1 == len(mine) or mine[place + 1].version != parcel.version
             if self._persistent and last and commit:
-                self.sender.commit_version(parcel.version, deadline)
+                self.sender.commit_version(parcel.version, {_COMMIT_DOCUMENT: str(parcel.version)}, deadline)
 
     def send_while_overwriting(
         self, parcel: list[int], receivers: list[str], deadline_s: float, after_s: float, seed: int, done: str
@@ -221,8 +231,8 @@ class HalfProcess:
         threading.Timer(seconds, self._half.close).start()
 
     def close(self) -> None:
-        """Close twice: the second time must not matter."""
-        self._buffers.clear()
+        """Close twice: the second time must not matter. Memory goes back to the engine, which stays."""
+        self._free_buffers()
         if self._half is not None:
             self._half.close()
             self._half.close()
@@ -253,22 +263,27 @@ class HalfProcess:
     def _buffer(self, nbytes: int, *, allocated: bool) -> torch.Tensor:
         have = self._buffers.get(allocated)
         if have is None or have.numel() < nbytes:
-            fresh = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            self._buffers[allocated] = have = self.sender.allocate(nbytes) if allocated else fresh
+            device = torch.device(self._device)
+            if have is not None and allocated:
+                self.engine.free(have)
+            own = torch.empty(0 if allocated else nbytes, dtype=torch.uint8, device=device)
+            have = self.engine.allocate(nbytes, device) if allocated else own
+            self._buffers[allocated] = have
         return have
+
+    def _free_buffers(self) -> None:
+        if (buffer := self._buffers.get(True)) is not None:
+            self.engine.free(buffer)
+        self._buffers.clear()
 
 
 def _bucket(parcel: Parcel, data: torch.Tensor) -> Bucket:
-    return Bucket(parcel.version, parcel.number, data, trailer_bytes=_trailer_bytes(parcel))
-
-
-def _trailer_bytes(parcel: Parcel) -> int:
-    return min(_MAX_TRAILER_BYTES, parcel.nbytes // 2)
+    return Bucket(parcel.version, parcel.number, data)
 
 
 def _files(version: int, plan: Iterable[Parcel]) -> VersionFiles:
     """A version whose every file is a safetensors file of one tensor."""
-    sizes = {parcel.number: parcel.nbytes - _trailer_bytes(parcel) for parcel in plan if parcel.version == version}
+    sizes = {parcel.number: parcel.nbytes for parcel in plan if parcel.version == version}
     prefixes = []
     for index in range(max(sizes) + 1):
         nbytes = sizes.get(index, 0)
