@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -15,7 +16,6 @@ from pydantic import TypeAdapter, ValidationError
 from weightlane.ckpt_engines import CorruptBucketError, Deadline, ProtocolError
 
 from .checksum import sums, xxh3
-from .rendezvous import StoreMailbox
 
 SEALS_FILE = "seals.json"
 """The document of a stored version that lists the seals of its buckets."""
@@ -59,6 +59,19 @@ def seals_of_document(text: str, count: int) -> list[str]:
     return seals
 
 
+class SealBox(Protocol):
+    """Where seals are put: a mailbox that can forget."""
+
+    def put(self, key: str, value: Any) -> None:
+        """As `Mailbox.put`."""
+
+    def get(self, key: str, deadline: Deadline) -> Any:
+        """As `Mailbox.get`."""
+
+    def delete(self, key: str) -> None:
+        """Forget `key`."""
+
+
 class SealMail:
     """Seals of one session, put by the sender and looked up by its receivers.
 
@@ -66,7 +79,7 @@ class SealMail:
         mailbox: Private to the session.
     """
 
-    def __init__(self, mailbox: StoreMailbox) -> None:
+    def __init__(self, mailbox: SealBox) -> None:
         self._mailbox = mailbox
         self._put: dict[int, int] = {}
         """How many seals there are, by version."""

@@ -92,7 +92,7 @@ class SendPipeline:
             if future is not None:
                 future.result()
         opened.result()
-        if self._layout.whole_tensors:
+        if self._layout.whole_tensors and self._layout.sealed:
             self._seals = {other: kept for other, kept in self._seals.items() if other > version - IN_FLIGHT}
             self._seals[version] = seals
         return total
@@ -110,7 +110,7 @@ class SendPipeline:
     def commit_version(self, version: int, deadline: Deadline) -> None:
         """`version` serves: readers of a store find it from now on. Raises what the engine raises."""
         seals = self._seals.get(version)
-        documents = {SEALS_FILE: seals_document(seals)} if seals else {}
+        documents = {} if seals is None else {SEALS_FILE: seals_document(seals)}
         self._wait_for(
             f"version {version} to be committed",
             lambda: self._sender.commit_version(version, documents, deadline),
