@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,17 +101,19 @@ class TrainerRank:
 
     def train_step(self, batch: TrainBatch) -> StepReport:
         """Forward, backward, fence, optimizer step. Collective."""
-        started = fence_at = time.perf_counter()
-        engine, fence_s = self._open(), 0.0
+        started = time.perf_counter()
+        engine, fence_at, fence_s = self._open(), 0.0, 0.0
 
-        def fence() -> None:
+        def before_change(_names: Collection[str]) -> None:
             nonlocal fence_at, fence_s
+            if fence_at:
+                return
             fence_at = time.perf_counter()
             if self._publisher is not None:
-                fence_s = self._publisher.fence()
+                fence_s = self._publisher.fence()  # one wait, for everything that is being published
 
         metrics = engine.forward_backward(batch, self._loss)
-        grad_norm = engine.optim_step(fence)
+        grad_norm = engine.optim_step(before_change)
         seconds = time.perf_counter() - started
         facts = {
             "participant": publisher_name(self._rank),
