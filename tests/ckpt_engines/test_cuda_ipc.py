@@ -84,14 +84,14 @@ class TestDeviceMemory(ConformanceBase):
 def test_a_segment_that_the_device_has_no_room_for_is_a_storage_error() -> None:
     total = torch.cuda.mem_get_info()[1]
     with pytest.raises(StorageError, match="device memory"):
-        CudaSegments().create(2 * total)
+        CudaSegments().create(2 * total, torch.device("cuda", 0))
 
 
 @pytest.mark.gpu
 @needs_gpu
 def test_memory_of_this_very_process_cannot_be_mapped_and_the_error_says_what_is_needed() -> None:
     kind = CudaSegments()
-    segment = kind.create(MIB)
+    segment = kind.create(MIB, torch.device("cuda", 0))
     description, _ = segment.describe()
     with pytest.raises(TransportError, match="nccl"):
         kind.adopt(segment.nbytes, description, (), segment.data.device)

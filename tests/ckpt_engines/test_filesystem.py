@@ -36,7 +36,6 @@ from weightlane.ckpt_engines._store_fs import StoreDirectory
 from weightlane.ckpt_engines.conformance import ConformanceBase, ConnectionMaker, Parcel
 
 SECONDS = 10.0
-TRAILER = 8
 
 
 class NoMailbox:
@@ -107,15 +106,15 @@ def content(version: int, index: int, nbytes: int) -> torch.Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
 
 
-def send(sender: WeightSender, version: int, index: int, nbytes: int, trailer: int = 0) -> torch.Tensor:
+def send(sender: WeightSender, version: int, index: int, nbytes: int) -> torch.Tensor:
     data = content(version, index, nbytes)
-    sender.send(Bucket(version, index, data.clone(), trailer), ["rollout"], within())
+    sender.send(Bucket(version, index, data.clone()), ["rollout"], within())
     return data
 
 
-def received(receiver: WeightReceiver, version: int, index: int, nbytes: int, trailer: int = 0) -> torch.Tensor:
+def received(receiver: WeightReceiver, version: int, index: int, nbytes: int) -> torch.Tensor:
     data = torch.full((nbytes,), 0x55, dtype=torch.uint8)
-    receiver.receive(Bucket(version, index, data, trailer), "trainer", within())
+    receiver.receive(Bucket(version, index, data), "trainer", within())
     return data
 
 
@@ -126,31 +125,34 @@ def prefix(nbytes: int) -> bytes:
 
 def publish(sender: WeightSender, version: int, *sizes: int, commit: bool = True) -> None:
     """A whole version as the framework sends it."""
-    prefixes = [prefix(nbytes - TRAILER) for nbytes in sizes]
+    prefixes = [prefix(nbytes) for nbytes in sizes]
     sender.open_version(VersionFiles(version, prefixes, {"about.json": f"[{version}]"}), within())
     for index, nbytes in enumerate(sizes):
-        send(sender, version, index, nbytes, TRAILER)
+        send(sender, version, index, nbytes)
     if commit:
-        sender.commit_version(version, within())
+        sender.commit_version(version, {"checksums.json": str(version)}, within())
 
 
 def version_files(directory: str, buckets: int, *, committed: bool = True) -> list[str]:
-    names = [f"bucket-{index:05d}.{ending}" for index in range(buckets) for ending in ("safetensors", "seal")]
-    return sorted(f"{directory}/{name}" for name in [*names, "about.json", *(["COMMITTED"] if committed else [])])
+    names = [f"bucket-{index:05d}.safetensors" for index in range(buckets)]
+    names += ["COMMITTED", "checksums.json"] if committed else []
+    return sorted(f"{directory}/{name}" for name in [*names, "about.json"])
 
 
 def test_a_version_is_files_that_safetensors_reads_and_receivers_get_every_byte(place: Place) -> None:
     sender, receiver = connect(place.options)
-    sizes = [100_001, TRAILER, 9_000]
+    sizes = [100_001, 0, 9_000]
     publish(sender, 7, *sizes)
     for index, nbytes in enumerate(sizes):
         sent = content(7, index, nbytes)
-        assert torch.equal(received(receiver, 7, index, nbytes, TRAILER), sent)
-        payload = sent[: nbytes - TRAILER].numpy().tobytes()
+        assert torch.equal(received(receiver, 7, index, nbytes), sent)
+        payload = sent.numpy().tobytes()
         assert place.read(f"session-1/sender-0/v7/bucket-{index:05d}.safetensors") == prefix(len(payload)) + payload
     directory = "session-1/sender-0/v7"
     assert place.files() == sorted(["latest.json", "session-1/sender-0/sender.json", *version_files(directory, 3)])
     assert place.latest() == [(7, directory)]
+    assert place.read(f"{directory}/about.json") == b"[7]"
+    assert place.read(f"{directory}/checksums.json") == b"7"
     sender.close()
     receiver.close()
 
@@ -202,12 +204,12 @@ def test_versions_are_kept_over_sessions_and_older_sessions_vanish(place: Place)
 def test_a_receiver_may_take_its_time_while_the_next_version_is_sent(tmp_path: Path) -> None:
     sender, receiver = connect({"path": str(tmp_path), "keep_versions": 1})
     publish(sender, 1, 100, 100)
-    assert torch.equal(received(receiver, 1, 0, 100, TRAILER), content(1, 0, 100))
+    assert torch.equal(received(receiver, 1, 0, 100), content(1, 0, 100))
     publish(sender, 2, 100, 100, commit=False)
     publish(sender, 3, 100, 100, commit=False)
     for version, index in ((1, 1), (2, 0), (2, 1), (3, 0), (3, 1)):
-        assert torch.equal(received(receiver, version, index, 100, TRAILER), content(version, index, 100))
-    sender.commit_version(3, within())
+        assert torch.equal(received(receiver, version, index, 100), content(version, index, 100))
+    sender.commit_version(3, {"checksums.json": "3"}, within())
     assert place_of(tmp_path).files() == sorted(
         ["latest.json", "session-1/sender-0/sender.json", *version_files("session-1/sender-0/v3", 2)]
     )
@@ -225,11 +227,11 @@ def test_a_receiver_that_comes_too_late_for_a_version_is_told_so_before_its_dead
     publish(sender, 2, 100)
     started = time.monotonic()
     with pytest.raises(StorageError, match="keep_versions"):
-        received(receiver, 1, 0, 100, TRAILER)
+        received(receiver, 1, 0, 100)
     assert time.monotonic() - started < 3
     sender.close()
     with pytest.raises(PeerLostError, match="closed"):
-        received(receiver, 3, 0, 100, TRAILER)
+        received(receiver, 3, 0, 100)
     receiver.close()
 
 
@@ -239,10 +241,10 @@ def test_a_receiver_that_connects_late_reads_what_was_sent_before_without_anybod
     publish(sender, 2, 1000, 500, commit=False)
     late = connect_receiver(place.options, topology)
     for version in (1, 2):
-        assert torch.equal(received(late, version, 0, 1000, TRAILER), content(version, 0, 1000))
+        assert torch.equal(received(late, version, 0, 1000), content(version, 0, 1000))
     late.close()
     later = connect_receiver(place.options, topology)
-    assert torch.equal(received(later, 2, 1, 500, TRAILER), content(2, 1, 500))
+    assert torch.equal(received(later, 2, 1, 500), content(2, 1, 500))
     later.close()
     sender.close()
 
@@ -255,7 +257,7 @@ def test_nobody_needs_a_directory_listing(tmp_path: Path, monkeypatch: pytest.Mo
         for version in (1, 2):
             publish(sender, version, 100)
             if version == 2:
-                assert torch.equal(received(receiver, 2, 0, 100, TRAILER), content(2, 0, 100))
+                assert torch.equal(received(receiver, 2, 0, 100), content(2, 0, 100))
         publish(sender, 3, 100, commit=False)
         sender.close()
         receiver.close()
@@ -277,7 +279,7 @@ def test_a_file_that_another_host_has_replaced_under_our_hands_is_read_again(
         return fstat(descriptor)
 
     monkeypatch.setattr("weightlane.ckpt_engines._store_fs.os.fstat", sometimes_stale)
-    assert torch.equal(received(receiver, 1, 0, 1000, TRAILER), content(1, 0, 1000))
+    assert torch.equal(received(receiver, 1, 0, 1000), content(1, 0, 1000))
     assert stale == [0]
     sender.close()
     receiver.close()
@@ -286,11 +288,11 @@ def test_a_file_that_another_host_has_replaced_under_our_hands_is_read_again(
 def test_a_version_with_a_missing_bucket_cannot_be_committed(tmp_path: Path) -> None:
     sender, receiver = connect({"path": str(tmp_path)})
     sender.open_version(VersionFiles(1, [prefix(10), prefix(10)], {}), within())
-    send(sender, 1, 0, 10 + TRAILER, TRAILER)
+    send(sender, 1, 0, 10)
     with pytest.raises(ProtocolError, match="bucket 1 of it is missing"):
-        sender.commit_version(1, within())
+        sender.commit_version(1, {"checksums.json": "1"}, within())
     with pytest.raises(ProtocolError, match="cannot be committed"):
-        sender.commit_version(2, within())
+        sender.commit_version(2, {"checksums.json": "2"}, within())
     with pytest.raises(ProtocolError, match="not announced"):
         send(sender, 1, 2, 10)
     assert not (tmp_path / "latest.json").exists()
@@ -303,6 +305,8 @@ def test_a_document_name_that_could_be_another_path_is_refused(tmp_path: Path, n
     sender, _ = connect_sender({"path": str(tmp_path)})
     with pytest.raises(ProtocolError, match="name of a document"):
         sender.open_version(VersionFiles(1, [], {name: "x"}), within())
+    with pytest.raises(ProtocolError, match="name of a document"):
+        sender.commit_version(1, {name: "x"}, within())
     sender.close()
     assert list(tmp_path.iterdir()) == []
 
@@ -322,11 +326,11 @@ def test_a_file_of_the_wrong_size_is_a_protocol_error(
     place: Place, change: Callable[[bytes], bytes], says: str
 ) -> None:
     sender, receiver = connect(place.options)
-    publish(sender, 1, 500 + TRAILER)
+    publish(sender, 1, 500)
     path = "session-1/sender-0/v1/bucket-00000.safetensors"
     place.write(path, change(place.read(path)))
     with pytest.raises(ProtocolError, match=says) as caught:
-        received(receiver, 1, 0, 500 + TRAILER, TRAILER)
+        received(receiver, 1, 0, 500)
     assert path in str(caught.value)
     sender.close()
     receiver.close()
@@ -388,7 +392,7 @@ def test_a_version_whose_commit_failed_stays_if_and_only_if_readers_may_find_it(
     with monkeypatch.context() as patched:
         patched.setattr(StoreDirectory, "write_text", failing)
         with pytest.raises(StorageError):
-            sender.commit_version(1, within())
+            sender.commit_version(1, {}, within())
     sender.close()
     directory = "session-1/sender-0/v1"
     stays = ["latest.json", *version_files(directory, 1, committed=False)]
@@ -561,7 +565,7 @@ class TestKilledSender(ConformanceBase):
         assert sorted(path.name for path in store.iterdir()) == sorted(
             ["from-another-host", "latest.json", session, second.topology["session"], third.topology["session"]]
         )
-        kept = ["COMMITTED", "bucket-00000.safetensors", "bucket-00000.seal", "manifest.json"]
+        kept = ["COMMITTED", "bucket-00000.safetensors", "checksums.json", "manifest.json"]
         assert place_of(store / session).files() == [f"sender-0/v1/{name}" for name in kept]
         second.deliver([Parcel(1, 0, 1000, 2)])
         third.deliver([Parcel(1, 0, 1000, 3)])

@@ -18,6 +18,7 @@ import torch
 
 from weightlane.ckpt_engines import (
     Bucket,
+    CheckpointEngine,
     CheckpointEngineRegistry,
     ConfigError,
     Deadline,
@@ -30,7 +31,7 @@ from weightlane.ckpt_engines import (
     WeightSender,
     error_from_wire,
 )
-from weightlane.ckpt_engines._memfd import Segment
+from weightlane.ckpt_engines._memfd import MappedFile, Segment
 from weightlane.ckpt_engines._memory import available_memory_bytes
 from weightlane.ckpt_engines.conformance.base import ConformanceBase, ConnectionMaker
 from weightlane.ckpt_engines.conformance.payload import Parcel
@@ -39,6 +40,7 @@ from weightlane.ckpt_engines.conformance.wire import Line
 
 SECONDS = 5.0
 MIB = 1 << 20
+CPU = torch.device("cpu")
 
 
 class NoMailbox:
@@ -52,9 +54,13 @@ class NoMailbox:
 
 
 @pytest.fixture
-def pair(socket_dir: Path) -> Iterator[tuple[WeightSender, WeightReceiver]]:
+def engine(socket_dir: Path) -> CheckpointEngine:
+    return CheckpointEngineRegistry().create("shm", {"socket_dir": str(socket_dir)})
+
+
+@pytest.fixture
+def pair(engine: CheckpointEngine, socket_dir: Path) -> Iterator[tuple[WeightSender, WeightReceiver]]:
     """A connected sender and receiver in this process."""
-    engine = CheckpointEngineRegistry().create("shm", {"socket_dir": str(socket_dir)})
     sender, receiver = engine.make_sender("s"), engine.make_receiver("r")
     topology = Topology("session", {"s": sender.address()}, {"r": receiver.address()})
     (path,) = socket_dir.iterdir()
@@ -92,9 +98,9 @@ def mapped_segments() -> list[int]:
 
 
 def test_allocated_memory_is_sent_without_a_copy_wherever_the_bucket_lies_in_it(
-    pair: tuple[WeightSender, WeightReceiver],
+    engine: CheckpointEngine, pair: tuple[WeightSender, WeightReceiver]
 ) -> None:
-    buffer = pair[0].allocate(1 << 20)
+    buffer = engine.allocate(1 << 20, CPU)
     buffer.copy_(torch.randint(0, 256, (1 << 20,), dtype=torch.uint8))
     for version, (start, stop) in enumerate([(0, 1 << 20), (4097, 70_000), ((1 << 20) - 1, 1 << 20)]):
         assert torch.equal(deliver(pair, Bucket(version, 0, buffer[start:stop])), buffer[start:stop])
@@ -108,11 +114,17 @@ def test_memory_for_copies_grows_by_replacement_on_both_sides(pair: tuple[Weight
     assert mapped_segments() == [1 << 20] * 2
 
 
-def test_closing_gives_the_memory_back_once_the_last_tensor_is_gone(pair: tuple[WeightSender, WeightReceiver]) -> None:
-    buffer = pair[0].allocate(1 << 20)
+def test_freeing_gives_the_memory_back_once_the_last_tensor_is_gone(
+    engine: CheckpointEngine, pair: tuple[WeightSender, WeightReceiver]
+) -> None:
+    buffer = engine.allocate(1 << 20, CPU)
     deliver(pair, Bucket(1, 0, buffer))
     pair[0].close()
     pair[1].close()
+    assert mapped_segments() == [1 << 20]  # it outlives its senders
+    engine.free(buffer[5:5])
+    engine.free(buffer)  # a second time: nothing
+    engine.free(torch.ones(3))  # nor for what is not its own
     buffer.fill_(1)  # still mapped: a late reader is wrong, but does not crash
     del buffer
     assert mapped_segments() == []
@@ -162,13 +174,13 @@ def test_only_sockets_of_dead_senders_are_cleared_away(socket_dir: Path) -> None
 
 
 def test_a_descriptor_that_is_no_segment_of_the_announced_size_is_refused(tmp_path: Path) -> None:
-    segment = Segment.create(4096)
+    segment = Segment(4096)
     with (tmp_path / "file").open("wb") as file:
         file.truncate(4096)
     for path, nbytes in ((f"/proc/self/fd/{segment.descriptor}", 8192), (str(tmp_path / "file"), 4096)):
         with Path(path).open("r+b") as opened, pytest.raises(ProtocolError, match="cannot map"):
-            Segment.adopt(os.dup(opened.fileno()), nbytes)
-    segment.close()
+            MappedFile(os.dup(opened.fileno()), nbytes)
+    segment.retire()
 
 
 def inodes_of_segments(process_directory: Path) -> set[str]:
@@ -197,8 +209,7 @@ class TestKilled(ConformanceBase):
         assert holders == []
 
 
-def connected_pair(socket_dir: Path, **options: Any) -> tuple[WeightSender, WeightReceiver]:
-    engine = CheckpointEngineRegistry().create("shm", {"socket_dir": str(socket_dir), **options})
+def connected_pair(engine: CheckpointEngine) -> tuple[WeightSender, WeightReceiver]:
     sender, receiver = engine.make_sender("s"), engine.make_receiver("r")
     topology = Topology("session", {"s": sender.address()}, {"r": receiver.address()})
     thread = threading.Thread(target=sender.connect, args=(topology, NoMailbox(), Deadline.after(SECONDS)))
@@ -208,12 +219,13 @@ def connected_pair(socket_dir: Path, **options: Any) -> tuple[WeightSender, Weig
     return sender, receiver
 
 
-def test_a_sender_holds_no_more_shared_memory_than_it_may(socket_dir: Path) -> None:
-    pair = connected_pair(socket_dir, max_shared_mib=3)
+def test_an_engine_holds_no_more_shared_memory_than_it_may(socket_dir: Path) -> None:
+    engine = CheckpointEngineRegistry().create("shm", {"socket_dir": str(socket_dir), "max_shared_mib": 3})
+    pair = connected_pair(engine)
     sender, receiver = pair
-    buffer = sender.allocate(MIB)
+    buffer = engine.allocate(MIB, CPU)
     with pytest.raises(StorageError, match=r"2\.5 MiB .* max_shared_mib \(3 MiB\).* 1\.0 MiB are in use"):
-        sender.allocate(2 * MIB + MIB // 2)
+        engine.allocate(2 * MIB + MIB // 2, CPU)
     with pytest.raises(StorageError, match="max_shared_mib"):  # a bucket from elsewhere needs a copy
         sender.send(Bucket(1, 0, torch.zeros(2 * MIB + 1, dtype=torch.uint8)), ["r"], Deadline.after(SECONDS))
     data = torch.randint(
@@ -232,11 +244,9 @@ def test_memory_that_the_machine_does_not_have_is_refused_in_words_and_not_by_th
     left = available_memory_bytes()
     assert left is not None
     assert left > 0
-    pair = connected_pair(socket_dir, max_shared_mib=1 << 30)
+    engine = CheckpointEngineRegistry().create("shm", {"socket_dir": str(socket_dir), "max_shared_mib": 1 << 30})
     with pytest.raises(StorageError, match="MiB are left"):
-        pair[0].allocate(2 * left)
-    for half in pair:
-        half.close()
+        engine.allocate(2 * left, CPU)
 
 
 @pytest.mark.parametrize(
