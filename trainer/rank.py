@@ -104,13 +104,11 @@ class TrainerRank:
         started = time.perf_counter()
         engine, fence_at, fence_s = self._open(), 0.0, 0.0
 
-        def before_change(_names: Collection[str]) -> None:
+        def before_change(names: Collection[str]) -> None:
             nonlocal fence_at, fence_s
-            if fence_at:
-                return
-            fence_at = time.perf_counter()
+            fence_at = fence_at or time.perf_counter()
             if self._publisher is not None:
-                fence_s = self._publisher.fence()  # one wait, for everything that is being published
+                fence_s += self._publisher.fence(names)
 
         metrics = engine.forward_backward(batch, self._loss)
         grad_norm = engine.optim_step(before_change)
