@@ -20,7 +20,9 @@ Figures = dict[str, float]
 class Contender(Protocol):
     """Something whose rounds are measured."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What its figures are kept under."""
 
     def open(self) -> None:
         """Connect, and warm up."""
@@ -130,9 +132,7 @@ class Files:
     def round(self) -> Figures:
         """See `Contender.round`."""
         saved = self._processes.sender.call("save", str(self._path), timeout_s=self._timeout_s)
-        loaded = self._processes.every_receiver(
-            "load", str(self._path), meeting_point(), timeout_s=self._timeout_s
-        )
+        loaded = self._processes.every_receiver("load", str(self._path), meeting_point(), timeout_s=self._timeout_s)
         return {"files_s": duration_s([saved]) + duration_s(loaded)}
 
     def close(self) -> None:

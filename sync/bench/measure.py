@@ -11,6 +11,7 @@ from typing import Any
 
 from weightlane.ckpt_engines import (
     CheckpointEngineRegistry,
+    ConfigError,
     EngineImportError,
     EngineUnavailableError,
     StagingMemoryError,
@@ -45,7 +46,7 @@ def run_bench(settings: BenchSettings, say: Say = lambda _: None) -> BenchReport
         The report; where none of the engines can run here, only the reasons by engine.
 
     Raises:
-        ConfigError: There is no such model, or this build offers no such codec or level of integrity.
+        ConfigError: There is no such model or directory, or this build offers no such codec or level of integrity.
         RegistryError: There is no such engine, or it is broken.
         StagingMemoryError: The model is too large for this machine's memory.
         WorkerDiedError: One of the processes died; the others were ended.
@@ -54,12 +55,16 @@ def run_bench(settings: BenchSettings, say: Say = lambda _: None) -> BenchReport
     check_offered("codec", settings.codecs)
     check_offered("integrity", settings.integrity)
     workload = named_workload(settings.model)
+    if settings.directory is not None and not settings.directory.is_dir():
+        raise ConfigError(f"there is no directory {settings.directory}.", part=_PART)
     with tempfile.TemporaryDirectory(prefix="weightlane-bench-", dir=settings.directory) as directory:
         rows, unavailable = _rows(settings, Path(directory))
         if not rows:
             return unavailable
         keep_open = _keep_open(settings, workload, len(rows))
-        say(f"{workload.name}: {len(workload.specs)} tensors, {workload.nbytes / 1e6:.0f} MB, {settings.receivers} receivers")
+        say(
+            f"{workload.name}: {len(workload.specs)} tensors, {workload.nbytes / 1e6:.0f} MB, {settings.receivers} receivers"
+        )
         with Processes(settings.receivers, workload.flat_bytes) as processes, asyncio.Runner() as runner:
             bench = _Bench(settings, workload, processes, runner, rows, Path(directory), keep_open=keep_open, say=say)
             try:
@@ -192,7 +197,7 @@ class _Bench:
             contender.open()
             self._open.add(contender.name)
         figures = what()
-        if not self._keep_open:
+        if not self._keep_open and contender in self._rows:
             contender.close()
             self._open.discard(contender.name)
         return figures
@@ -239,7 +244,9 @@ class _Bench:
         if this_machine().cores < busy:
             notes.append(f"{busy} processes share {this_machine().cores} cores.")
         if not self._keep_open:
-            notes.append("Memory does not allow all rows at once: each was connected anew, and warmed up, for every round.")
+            notes.append(
+                "Memory does not allow all rows at once: each was connected anew, and warmed up, for every round."
+            )
         if any(row.facts.engine == "filesystem" for row in self._rows) and not has_safetensors():
             notes.append("safetensors is not installed: the filesystem rows have no bare transport to be held against.")
         return notes

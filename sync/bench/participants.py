@@ -36,7 +36,8 @@ def offered(setting: str) -> tuple[str, ...]:
     field = SyncConfig.model_fields.get(setting)
     if field is None:
         return (_BEFORE_THE_FIELD[setting],)
-    choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else list(field.annotation or ())
+    kind = field.annotation
+    choices = get_args(kind) if get_origin(kind) is Literal else getattr(kind, "__members__", {}).values()
     return tuple(map(str, choices))
 
 
@@ -145,7 +146,7 @@ class ReceivingSide:
         )
 
     def commit(self, version: int, live: Mapping[str, torch.Tensor]) -> tuple[float, float]:
-        """Copy the staged version over the `live` parameters; when that began and ended, which is how long they were not served."""
+        """Copy the staged version over the `live` parameters; when that began and ended: nothing is decoded meanwhile."""
         started = time.monotonic()
         staged = self._subscriber.take(version)
         torch._foreach_copy_(list(live.values()), [staged[name] for name in live])

@@ -68,7 +68,9 @@ class Worker:
             f"process {self.pid} has ended in the middle of the run.",
             part=_PART,
             peer=self.name,
-            hint=f"It last said: {said[-_LOG_SHOWN_CHARACTERS:]}" if said else "Was it killed, for want of memory perhaps?",
+            hint=f"It last said: {said[-_LOG_SHOWN_CHARACTERS:]}"
+            if said
+            else "Was it killed, for want of memory perhaps?",
         )
 
 
@@ -92,7 +94,7 @@ class Processes:
         self._ended = threading.Event()
         self._threads = ThreadPoolExecutor(len(names), thread_name_prefix="weightlane-bench")
         descriptors = [their_control.fileno(), shared_bytes, *(sock.fileno() for sock in theirs)]
-        self._nursery = subprocess.Popen(
+        self._nursery = subprocess.Popen(  # noqa: S603 - this program itself
             [sys.executable, "-m", "weightlane.sync.bench.nursery", *map(str, descriptors)],
             pass_fds=[descriptors[0], *descriptors[2:]],
             stdin=subprocess.DEVNULL,

@@ -38,8 +38,8 @@ class RawGloo:
 
     def broadcast(self, data: torch.Tensor) -> None:
         """Rank 0's `data` (1-D uint8) into everybody's, in one piece."""
-        for piece in data.split(_LARGEST_BROADCAST_BYTES):
-            self._broadcast(piece)
+        for start in range(0, data.numel(), _LARGEST_BROADCAST_BYTES):
+            self._broadcast(data[start : start + _LARGEST_BROADCAST_BYTES])
 
     def broadcast_in_buckets(self, tensors: Mapping[str, torch.Tensor], bucket: torch.Tensor) -> None:
         """Every tensor of rank 0 into everybody's: one bucket at a time is filled, sent, and emptied."""
@@ -106,6 +106,4 @@ def _safetensors() -> Any:
     try:
         return importlib.import_module("safetensors.torch")
     except ImportError as error:
-        raise ConfigError(
-            "safetensors is not installed.", part="benchmark", hint="pip install safetensors."
-        ) from error
+        raise ConfigError("safetensors is not installed.", part="benchmark", hint="pip install safetensors.") from error

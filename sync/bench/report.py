@@ -174,7 +174,7 @@ class BenchReport(_Model):
         return all(row.verified for row in self.rows)
 
     def limit_s(self, row: Row) -> float:
-        """The latency that `row` is held against (median): its bare transport, and a copy into live parameters where that is one more.
+        """The latency that `row` is held against (median): its bare transport, and a copy more where it takes one.
 
         Shared memory is copied out of straight into the parameters, and so is a file in the page cache; what gloo brings has to
         be copied once more. An engine that has no bare form is held against a copy in and a copy out.

@@ -20,7 +20,7 @@ from .report import PHASES
 from .worker import Span, subscriber_name
 
 _WARM_UP_VERSIONS = 2
-"""Both of the two places in which a subscriber may keep a version get their memory."""
+"""Both of the two places in which a subscriber may keep a version get their memory, and are watched while they do."""
 _STEP_PER_SNAPSHOT = 1.5
 _GRACE_S = 10.0
 
@@ -106,8 +106,10 @@ class RowContender:
         config = self.facts.config.model_dump(mode="json")
         opened = (self.name, self._meeting.address, self.facts.engine, dict(self.facts.options), config)
         self.processes.every("open_row", *opened, timeout_s=self.timeout_s)
-        for _ in range(_WARM_UP_VERSIONS):
-            self._changed_version(step_s=0.0)
+        # One is enough from the second time on: the first version of a round warms up, too, what is measured in it.
+        for _ in range(1 if self.peak_trainer_bytes else _WARM_UP_VERSIONS):
+            self.processes.sender.call("change", self.density, timeout_s=self.timeout_s)
+            self._version(step_s=0.0)
         trainer, *rollouts = self.processes.every("peak_bytes", self.name, timeout_s=self.timeout_s)
         self.peak_trainer_bytes = max(self.peak_trainer_bytes, trainer)
         self.peak_rollout_bytes = max(self.peak_rollout_bytes, *rollouts)
@@ -145,8 +147,7 @@ class RowContender:
         meanwhile()
         after = self.processes.every("loop_steps", timeout_s=self.timeout_s)
         return [
-            max(1, steps - earlier) / (now - then)
-            for (earlier, then), (steps, now) in zip(before, after, strict=True)
+            max(1, steps - earlier) / (now - then) for (earlier, then), (steps, now) in zip(before, after, strict=True)
         ]
 
     def _versions_for(self, seconds: float) -> None:
@@ -158,9 +159,9 @@ class RowContender:
 
     def _changed_version(self, step_s: float) -> Figures:
         """Change the parameters, carry them over, and compare."""
-        expected = self.processes.sender.call("change", self.density, timeout_s=self.timeout_s)
+        self.processes.sender.call("change", self.density, timeout_s=self.timeout_s)
         figures = self._version(step_s)
-        found = self.processes.every_receiver("crc", timeout_s=self.timeout_s)
+        expected, *found = self.processes.every("crc", timeout_s=self.timeout_s)
         self.verified = self.verified and found == [expected] * len(found)
         return figures
 
@@ -195,17 +196,20 @@ class RowContender:
         publishing = asyncio.create_task(
             asyncio.to_thread(self.processes.sender.call, "publish", self.name, version, step_s, timeout_s=timeout_s)
         )
+        syncing = asyncio.create_task(self._meeting.sync(version))
         try:
-            report = await self._meeting.sync(version)
-            return await publishing, report.sent_bytes
+            await asyncio.wait({publishing, syncing}, return_when=asyncio.FIRST_EXCEPTION)
         except asyncio.CancelledError:
             # Interrupted: threads that wait for the processes must not keep the command from ending.
             self.processes.close()
             self._meeting.close()
             raise
-        except WeightlaneError:
-            await asyncio.gather(publishing, return_exceptions=True)
-            raise
+        if publishing.done() and (error := publishing.exception()) is not None:
+            self._meeting.close()  # or the coordinator would wait for an offer
+            await asyncio.gather(syncing, return_exceptions=True)
+            raise error
+        await asyncio.gather(publishing, return_exceptions=True)
+        return (await publishing), (await syncing).sent_bytes
 
     def _died(self, worker: Worker, error: WorkerDiedError) -> None:
         if (meeting := self._meeting) is not None:

@@ -19,6 +19,8 @@ def report_tables(report: BenchReport) -> Iterator[RenderableType]:
         f" {setup.rounds} rounds; medians in ms"
     )
     yield _rows(report)
+    if report.unavailable:
+        yield unavailable_table(report.unavailable)
     yield _phases(report)
     floor = Table("limits, and the way that stops both sides", "ms", "min", "max")
     floor.add_row("one copy of the payload", *_three(limits.memcpy_s))
@@ -59,8 +61,6 @@ def _rows(report: BenchReport) -> Table:
             _slowdown(row),
             "[green]yes[/green]" if row.verified else "[bold red]NO[/bold red]",
         )
-    for engine, reason in report.unavailable.items():
-        table.add_row(escape(engine), f"[red]{escape(reason)}[/red]")
     return table
 
 

@@ -166,10 +166,9 @@ class Sender(WorkerMethods):
         super().__init__(index, shared)
         self._rows: dict[str, SendingSide] = {}
 
-    def change(self, density: float) -> int:
-        """Change that share of the parameters; returns their new checksum."""
+    def change(self, density: float) -> None:
+        """Change that share of the parameters."""
         self._payload.change(density, self._seed)
-        return self._payload.crc()
 
     def open_row(
         self,

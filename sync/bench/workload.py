@@ -20,6 +20,8 @@ from .headers import read_headers
 _ALIGNMENT_BYTES = 64
 _CHUNK_NUMEL = 1 << 24
 """Elements of which changed positions are drawn at a time; bounds the memory that takes."""
+_DENSE = 1 / 32
+"""Above this share, asking every element is faster than finding those that change."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -95,12 +97,13 @@ class Payload:
             if density >= 1:
                 values.add_(1)
                 continue
-            for chunk in values.split(_CHUNK_NUMEL):
-                chunk.index_add_(
-                    0,
-                    positions := _positions(chunk.numel(), density, generator),
-                    torch.ones_like(positions, dtype=chunk.dtype),
-                )
+            for start in range(0, values.numel(), _CHUNK_NUMEL):
+                chunk = values[start : start + _CHUNK_NUMEL]
+                if density > _DENSE:
+                    chunk.add_(_coins(chunk.numel(), density, generator))
+                else:
+                    positions = _positions(chunk.numel(), density, generator)
+                    chunk.index_add_(0, positions, torch.ones_like(positions, dtype=chunk.dtype))
 
     def crc(self) -> int:
         """CRC-32 over all bytes."""
@@ -113,13 +116,19 @@ class Payload:
         return [tensor.view(-1).view(_INTEGERS[tensor.dtype.itemsize]) for tensor in self.tensors.values()]
 
 
+def _coins(numel: int, density: float, generator: torch.Generator) -> torch.Tensor:
+    """For each of `numel` elements whether it changes: bool, drawn with probability `density` to within 1/65536."""
+    draws = torch.empty(-(-numel // 4), dtype=torch.int64).random_(-(2**63), None, generator=generator)
+    return draws.view(torch.int16)[:numel] < min(round(density * 2**16), 2**16 - 1) - 2**15
+
+
 def _positions(numel: int, density: float, generator: torch.Generator) -> torch.Tensor:
     """Ascending positions below `numel`, each drawn with probability `density`: the gaps between them are geometric."""
     expected = numel * density
     draws = int(expected + 6 * math.sqrt(expected) + 8) if density > 0 else 0
     waits = torch.empty(draws, dtype=torch.float64).exponential_(generator=generator)
-    gaps = (waits / -math.log1p(-density)).floor_().to(torch.int64) + 1 if draws else torch.empty(0, dtype=torch.int64)
-    positions = gaps.cumsum(0) - 1
+    gaps = waits.div_(-math.log1p(-density)).clamp_(max=numel).floor_() if draws else waits
+    positions = (gaps.to(torch.int64) + 1).cumsum(0) - 1
     return positions[positions < numel]
 
 
@@ -165,9 +174,7 @@ def _qwen3(
 
 
 _NAMED = {
-    "tiny": lambda: _qwen3(
-        hidden=64, layers=2, intermediate=128, heads=4, kv_heads=2, head_dim=16, vocabulary=256
-    ),
+    "tiny": lambda: _qwen3(hidden=64, layers=2, intermediate=128, heads=4, kv_heads=2, head_dim=16, vocabulary=256),
     "qwen3-0.6b": lambda: _qwen3(
         hidden=1024, layers=28, intermediate=3072, heads=16, kv_heads=8, head_dim=128, vocabulary=151936
     ),
