@@ -119,6 +119,10 @@ class StagingMemoryError(WeightlaneError, MemoryError):
     """Staging a version would need more memory than the receiver may use."""
 
 
+class DeltaBaseError(WeightlaneError, LookupError):
+    """A delta applies to a version that this side does not have, or not exactly."""
+
+
 class CommitError(WeightlaneError, RuntimeError):
     """A staged version could not be put into service."""
 

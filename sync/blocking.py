@@ -182,6 +182,8 @@ class CollectivePublisher:
             bucket_bytes=self._config.bucket_bytes,
             deadline_s=self._config.deadline_s,
             integrity=self._config.integrity,
+            codec=self._config.codec,
+            full_every=self._config.full_every,
         )
 
     def _running(self) -> Publisher:

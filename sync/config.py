@@ -10,6 +10,10 @@ Integrity = Literal["full", "off"]
 """Whether every bucket has a checksum that receivers verify."""
 
 
+CodecPolicy = Literal["dense", "delta", "auto"]
+"""What versions are sent as."""
+
+
 class CheckpointEngineConfig(BaseModel):
     """Which transport carries the weights."""
 
@@ -54,6 +58,15 @@ class SyncConfig(BaseModel):
     )
     wire_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Dtype in which floating tensors travel; auto is the rollout's dtype."
+    )
+    codec: CodecPolicy = Field(
+        "dense",
+        description="dense: every version in full. delta: only the elements whose bits changed since the version that the"
+        " rollouts have, where that is known and takes less; it needs memory for one more local shard on the trainer."
+        " auto: whichever is expected to be there sooner, by what was measured.",
+    )
+    full_every: int = Field(
+        100, ge=1, description="With deltas, at the latest every so many versions one is sent in full."
     )
     integrity: Integrity = Field(
         "full",

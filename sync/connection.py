@@ -7,11 +7,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weightlane.ckpt_engines import Deadline, DeadlineExceededError, ProtocolError, QuorumError, WeightlaneError
+from weightlane.ckpt_engines import (
+    Deadline,
+    DeadlineExceededError,
+    DeltaBaseError,
+    ProtocolError,
+    QuorumError,
+    WeightlaneError,
+)
 
 from .config import SyncConfig
 from .correspondence import Correspondence, Reply, TroubleError
-from .messages import Accepted, Connect, Connected, EngineTraits, Go, Hello, Offer, Open, Reset, Sent, Staged
+from .messages import Accepted, Connect, Connected, EngineTraits, Full, Go, Hello, Offer, Open, Reset, Sent, Staged
 from .roster import Member, Roster
 
 # Whoever is closest to the cause of a stall gives up first, so that the reason everybody gets names the right peer.
@@ -25,6 +32,7 @@ _RECEIVERS_PATIENCE = 1.2
 class Streamed:
     """A version that lies complete in the staging memory of `members`."""
 
+    offer: Offer
     members: list[Member]
     sent: list[Sent]
     staged: list[Staged]
@@ -47,6 +55,8 @@ class Connection:
         self._traits: EngineTraits | None = None
         self._stored: dict[int, Offer] = {}
         """Versions that were sent in full and can be read again without the sender."""
+        self._full = -1
+        """The version that somebody refused as a delta."""
         self._up = False
 
     @property
@@ -137,12 +147,15 @@ class Connection:
         Raises `TroubleError`; the connection is not usable any more then.
         """
         offer = self._stored.get(version) or self._offer(version, deadline)
+        base = offer.manifest.get("base_version")
+        if base is not None and (version == self._full or any(member.version != base for member in targets)):
+            offer = self._offer_in_full(version, deadline)
         accepting, refused = self._open(offer, [name for name in _names(targets) if name in self._receivers], deadline)
         members = [member for member in targets if all(name in accepting for name in member.names)]
         for member in targets:
             if member not in members and member.name not in refused:
                 refused[member.name] = member.error or _unreachable(member)
-        self._check_refusals(members, refused, needed)
+        self._check_refusals(version, members, refused, needed)
         names = _names(members)
         awaited: set[tuple[type[Reply], str]] = {(Staged, name) for name in names}
         if version not in self._stored:
@@ -151,15 +164,20 @@ class Connection:
                 session=self.session,
                 version=version,
                 receivers=names,
+                codec=str(offer.manifest.get("codec", "")),
                 deadline_s=deadline.remaining_s * _PUBLISHER_SHARE,
                 stall_s=self._config.stall_s,
             )
             self._letters.post_all(self._roster.publishers, go)
-        replies = self._letters.gather(awaited, version, deadline, f"to finish version {version}")
+        try:
+            replies = self._letters.gather(awaited, version, deadline, f"to finish version {version}")
+        except TroubleError as trouble:
+            raise self._without_delta(version, trouble) from trouble
         if self._traits and self._traits.persistent:
             self._stored[version] = offer
         sent = [message for message in replies if isinstance(message, Sent)]
-        return Streamed(members, sent, [message for message in replies if isinstance(message, Staged)], refused)
+        staged = [message for message in replies if isinstance(message, Staged)]
+        return Streamed(offer, members, sent, staged, refused)
 
     def _offer(self, version: int, deadline: Deadline) -> Offer:
         leader = self._roster.publishers[0]
@@ -172,6 +190,15 @@ class Connection:
                 )
                 raise TroubleError(error, hopeless=True)
             self._letters.collect(Offer, [leader], version, deadline, f"to offer version {version}")
+        return self._letters.offers[version]
+
+    def _offer_in_full(self, version: int, deadline: Deadline) -> Offer:
+        """Have a version that was offered as a delta offered once more: somebody lacks its base."""
+        leader = self._roster.publishers[0]
+        self._stored.pop(version, None)
+        self._letters.offers.pop(version, None)
+        self._letters.post_all(self._roster.publishers, Full(session=self.session, version=version))
+        self._letters.collect(Offer, [leader], version, deadline, f"to offer version {version} in full")
         return self._letters.offers[version]
 
     def _open(
@@ -193,10 +220,21 @@ class Connection:
         refused = {owner.name: error for name, error in errors.items() if (owner := self._roster.owner(name))}
         return {reply.name for reply in replies}, refused
 
-    def _check_refusals(self, members: Sequence[Member], refused: dict[str, WeightlaneError], needed: int) -> None:
+    def _without_delta(self, version: int, trouble: TroubleError) -> TroubleError:
+        """The trouble, or if somebody lacked the base of a delta, that the version is to be sent in full at the next try."""
+        if not isinstance(trouble.error, DeltaBaseError) or version == self._full:
+            return trouble
+        self._full = version
+        return TroubleError(trouble.error, again=True)
+
+    def _check_refusals(
+        self, version: int, members: Sequence[Member], refused: dict[str, WeightlaneError], needed: int
+    ) -> None:
         if not refused:
             return
         first = next(iter(refused.values()))
+        if baseless := [error for error in refused.values() if isinstance(error, DeltaBaseError)]:
+            raise self._without_delta(version, TroubleError(baseless[0]))
         # Whoever accepted and shares the replica of one that refused waits for buckets: it must be interrupted.
         partly = any(len(self._roster.members[name].names) > 1 for name in refused if name in self._roster.members)
         silent = any(isinstance(error, DeadlineExceededError) for error in refused.values())

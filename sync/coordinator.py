@@ -130,6 +130,8 @@ class Coordinator:
             version=version,
             latency_s=time.perf_counter() - tally.started,
             sent_bytes=sum(message.nbytes for message in streamed.sent),
+            codec=str(streamed.offer.manifest.get("codec", "")),
+            codec_reason=streamed.offer.reason,
             replicas=reports,
             session=self._connection.session,
             failures=tuple(tally.failures),
@@ -226,9 +228,12 @@ class Coordinator:
                         FailedAttempt(self._connection.session, trouble.error, tuple(exclude if spared else ()))
                     )
                     _log.warning("version %d: %s", tally.version, trouble.error)
-                    if trouble.hopeless or deadline.expired or (not (exclude and spared) and not retries):
+                    may_go_on = trouble.again or (exclude and spared) or retries
+                    if trouble.hopeless or deadline.expired or not may_go_on:
                         raise trouble.error from trouble
-                    if exclude and spared:
+                    if trouble.again:
+                        pass
+                    elif exclude and spared:
                         tally.excluded |= dict.fromkeys(exclude, trouble.error)
                         self._dismiss(exclude, tally.version, trouble.error)
                     else:

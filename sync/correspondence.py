@@ -36,13 +36,17 @@ class TroubleError(Exception):
         error: The typed failure.
         culprits: Replicas at fault, by name; empty when nobody can be blamed or a trainer is to.
         hopeless: Trying again is of no use.
+        again: Trying again, in the way that is known by now, is no retry.
     """
 
-    def __init__(self, error: WeightlaneError, culprits: Iterable[str] = (), *, hopeless: bool = False) -> None:
+    def __init__(
+        self, error: WeightlaneError, culprits: Iterable[str] = (), *, hopeless: bool = False, again: bool = False
+    ) -> None:
         super().__init__(str(error))
         self.error = error
         self.culprits = frozenset(culprits)
         self.hopeless = hopeless
+        self.again = again
 
 
 class Correspondence:

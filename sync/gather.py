@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -19,6 +20,15 @@ GROUP_BACKENDS: dict[str, BackendName] = {"cpu": "gloo", "cuda": "nccl", "npu": 
 """torch.distributed backend that moves bytes between the memories of a device type."""
 
 
+@dataclass(frozen=True, slots=True)
+class GatherPlan:
+    """Who holds what of a version's wire bytes."""
+
+    layout: Manifest
+    tables: Mapping[str, RunTable]
+    """By rank's name; rank 0 has all, the others their own."""
+
+
 class ShardGather:
     """Rank 0 fills buckets (`fill`), the other ranks give their pieces (`give`), bucket by bucket in lockstep.
 
@@ -30,15 +40,14 @@ class ShardGather:
         group: Group | None,
         names: Sequence[str],
         rank: int,
-        tables: Mapping[str, RunTable],
-        layout: Manifest,
+        dense: GatherPlan,
         device: torch.device,
     ) -> None:
         self._group = group
         self._names = list(names)
         self._rank = rank
-        self._tables = tables
-        self._layout = layout
+        self.dense = dense
+        """Of every version that is sent in full."""
         self._packed = torch.empty(0, dtype=torch.uint8, device=device)
 
     @classmethod
@@ -76,7 +85,7 @@ class ShardGather:
             group = open_process_group(
                 backend, store, rank, len(names), deadline, host=rendezvous.local_host, device=device
             )
-        return cls(group, names, rank, tables, layout, device)
+        return cls(group, names, rank, GatherPlan(layout, tables), device)
 
     @staticmethod
     def _table_of(plain: object, name: str, layout: Manifest) -> RunTable:
@@ -91,6 +100,7 @@ class ShardGather:
 
     def fill(
         self,
+        plan: GatherPlan,
         snapshot: torch.Tensor,
         index: int,
         payload: torch.Tensor,
@@ -101,24 +111,25 @@ class ShardGather:
 
         ``ready(n)`` returns once the snapshot's first `n` bytes are there.
         """
-        start, stop = self._layout.window(index)
-        ready(self._tables[self._names[0]].snapshot_end(start, stop))
-        copy_runs(snapshot, self._tables[self._names[0]], start, stop, payload)
+        start, stop = plan.layout.window(index)
+        mine = plan.tables[self._names[0]]
+        ready(mine.snapshot_end(start, stop))
+        copy_runs(snapshot, mine, start, stop, payload)
         for rank, name in enumerate(self._names):
             if rank == 0:
                 continue
-            table = self._tables[name]
+            table = plan.tables[name]
             nbytes = table.bytes_within(start, stop)
             if nbytes:
                 piece = self._room(nbytes)
                 self._run("recv", piece, rank, deadline)
                 scatter_runs(piece, table, start, stop, payload)
 
-    def give(self, snapshot: torch.Tensor, ready: Callable[[int], None], deadline: Deadline) -> int:
+    def give(self, plan: GatherPlan, snapshot: torch.Tensor, ready: Callable[[int], None], deadline: Deadline) -> int:
         """Send this rank's pieces of every bucket to rank 0; returns the bytes sent (every other rank). `ready` as for `fill`."""
-        table, total = self._tables[self._names[self._rank]], 0
-        for index in range(self._layout.bucket_count):
-            start, stop = self._layout.window(index)
+        table, total = plan.tables[self._names[self._rank]], 0
+        for index in range(plan.layout.bucket_count):
+            start, stop = plan.layout.window(index)
             nbytes = table.bytes_within(start, stop)
             if nbytes:
                 ready(table.snapshot_end(start, stop))

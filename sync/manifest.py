@@ -9,6 +9,9 @@ A bucket is a window on that stream, cut in one of two ways:
   is aligned to its element size nevertheless, since the stream begins with the tensors of the widest elements.
 
 Empty and scalar tensors need no rule of their own. Offsets follow from names, shapes and dtypes, so they are not transmitted.
+
+What crosses the wire is the stream itself (codec *dense*) or its difference from a version that the receivers have (*delta*):
+*segments* back to back, each the delta of a run of one tensor's elements, cut into fixed windows.
 """
 
 from __future__ import annotations
@@ -32,17 +35,24 @@ ALIGNMENT_BYTES = 64
 """Every tensor, or with whole tensors every bucket, starts at a multiple of this: enough for any dtype view."""
 
 CODEC_DENSE = "dense"
+CODEC_DELTA = "delta"
 _PART = "manifest"
 _LIMIT = 2**63
 """Versions, sizes and offsets are signed 64-bit numbers in torch."""
+
+
+_Count = Annotated[int, Field(ge=0, lt=_LIMIT), Strict()]
 
 
 class _ManifestOnWire(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     version: Annotated[int, Field(ge=0, lt=_LIMIT)]
-    codec: Literal["dense"]
-    base_version: None
+    codec: Literal["dense", "delta"]
+    base_version: Annotated[int, Field(ge=0, lt=_LIMIT)] | None
+    identity: Annotated[str, Field(max_length=200)] = ""
+    base_identity: Annotated[str, Field(max_length=200)] = ""
+    segments: list[Annotated[tuple[_Count, _Count, _Count, _Count], Strict(strict=False)]] = []
     bucket_bytes: Annotated[int, Field(gt=0, lt=_LIMIT)]
     whole_tensors: bool = False
     sealed: bool = True
@@ -54,6 +64,23 @@ class _ManifestOnWire(BaseModel):
             Strict(strict=False),
         ]
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The delta of a run of one tensor's elements, and how long it is."""
+
+    tensor: int
+    """Which tensor: its place in the manifest's `specs`."""
+    start: int
+    """First element of the row-major flattened tensor."""
+    numel: int
+    nbytes: int
+    """Length of the delta on the wire; see `weightlane.sync.codecs.delta`."""
+
+    def to_plain(self) -> list[int]:
+        """As JSON."""
+        return [self.tensor, self.start, self.numel, self.nbytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +115,12 @@ class Manifest:
     """Whether every bucket has a seal, which receivers verify."""
     lasting: bool = False
     """Whether receivers may look at the buckets where they lie until they say that they are done."""
+    identity: str = ""
+    """Which publication this is, of all by all publishers; empty when no delta will be based on it."""
+    base_identity: str = ""
+    """The `identity` of the version that a delta applies to."""
+    segments: tuple[Segment, ...] = ()
+    """What a delta consists of, in the order of the wire; empty for the dense codec."""
 
     def __post_init__(self) -> None:
         if self.bucket_bytes <= 0 or self.bucket_bytes % ALIGNMENT_BYTES:
@@ -102,6 +135,38 @@ class Manifest:
             raise ProtocolError(f"tensors listed twice: {', '.join(twice[:5])}.", part=_PART)
         if self.total_bytes >= _LIMIT:
             raise ProtocolError("its tensors have more bytes than can be counted.", part=_PART)
+        if self.codec == CODEC_DELTA:
+            self._check_delta()
+        elif self.segments or self.base_version is not None or self.base_identity:
+            raise ProtocolError(f"codec {self.codec} has no base and no segments.", part=_PART)
+
+    def _check_delta(self) -> None:
+        if self.base_version is None or not self.base_identity or self.base_version >= self.version:
+            raise ProtocolError(f"a delta of version {self.version} without an older base.", part=_PART)
+        reached = [0] * len(self.specs)
+        for segment in sorted(self.segments, key=lambda segment: (segment.tensor, segment.start)):
+            if segment.tensor >= len(reached) or segment.start != reached[segment.tensor] or not segment.nbytes:
+                raise ProtocolError(f"segment {segment.to_plain()} does not follow another of its tensor.", part=_PART)
+            reached[segment.tensor] += segment.numel
+        for spec, numel in zip(self.specs, reached, strict=True):
+            if numel != spec.numel:
+                raise ProtocolError(f"the segments of {spec.name} have {numel} elements of {spec.numel}.", part=_PART)
+        if self.wire_bytes >= _LIMIT:
+            raise ProtocolError("its segments have more bytes than can be counted.", part=_PART)
+
+    @property
+    def is_delta(self) -> bool:
+        """Whether it applies to a base."""
+        return self.codec == CODEC_DELTA
+
+    @cached_property
+    def wire_bytes(self) -> int:
+        """What crosses the wire: the stream, or a delta's segments."""
+        return sum(segment.nbytes for segment in self.segments) if self.is_delta else self.total_bytes
+
+    @property
+    def _cut_between_tensors(self) -> bool:
+        return self.whole_tensors and not self.is_delta
 
     @cached_property
     def entries(self) -> tuple[StreamEntry, ...]:
@@ -136,27 +201,27 @@ class Manifest:
 
     @property
     def bucket_count(self) -> int:
-        """How many buckets carry the stream; 0 when there is no tensor, or with fixed windows no byte."""
-        return len(self._buckets) if self.whole_tensors else -(-self.total_bytes // self.bucket_bytes)
+        """How many buckets there are; 0 when there is no tensor, or with fixed windows no byte."""
+        return len(self._buckets) if self._cut_between_tensors else -(-self.wire_bytes // self.bucket_bytes)
 
     def window(self, index: int) -> tuple[int, int]:
-        """First byte and one past the last byte of bucket `index` in the stream."""
-        if self.whole_tensors:
+        """First byte and one past the last byte of bucket `index` in the stream, or in a delta's segments."""
+        if self._cut_between_tensors:
             tensors = self._buckets[index]
             return tensors[0].offset, tensors[-1].end
         start = index * self.bucket_bytes
-        return start, min(start + self.bucket_bytes, self.total_bytes)
+        return start, min(start + self.bucket_bytes, self.wire_bytes)
 
     @cached_property
     def largest_bucket_bytes(self) -> int:
         """Payload bytes of the largest bucket."""
-        if self.whole_tensors:
+        if self._cut_between_tensors:
             return max((tensors[-1].end - tensors[0].offset for tensors in self._buckets), default=0)
-        return min(self.bucket_bytes, self.total_bytes)
+        return min(self.bucket_bytes, self.wire_bytes)
 
     def tensors_of(self, index: int) -> tuple[StreamEntry, ...]:
         """The tensors of bucket `index`, back to back; `ProtocolError` unless buckets hold whole tensors."""
-        if not self.whole_tensors:
+        if not self._cut_between_tensors:
             raise ProtocolError("buckets of fixed size do not hold whole tensors.", part=_PART)
         return self._buckets[index]
 
@@ -176,6 +241,9 @@ class Manifest:
             "whole_tensors": self.whole_tensors,
             "sealed": self.sealed,
             "lasting": self.lasting,
+            "identity": self.identity,
+            "base_identity": self.base_identity,
+            "segments": [segment.to_plain() for segment in self.segments],
             "tensors": [spec.to_plain() for spec in self.specs],
         }
 
@@ -200,6 +268,9 @@ class Manifest:
             wire.whole_tensors,
             wire.sealed,
             wire.lasting,
+            wire.identity,
+            wire.base_identity,
+            tuple(Segment(*segment) for segment in wire.segments),
         )
 
 

@@ -92,8 +92,18 @@ class Go(_Message):
     session: str
     version: int
     receivers: list[str]
+    codec: str
+    """That of the offer which they accepted."""
     deadline_s: float
     stall_s: float
+
+
+class Full(_Message):
+    """Offer this version again, in full: somebody lacks what its delta applies to."""
+
+    type: Literal["full"] = "full"
+    session: str
+    version: int
 
 
 class Committed(_Message):
@@ -148,6 +158,8 @@ class Offer(_Message):
     session: str
     version: int
     manifest: dict[str, Any]
+    reason: str = ""
+    """Why it is sent as that codec."""
 
 
 class Accepted(_Message):
@@ -199,6 +211,7 @@ Message = Annotated[
     | Connect
     | Open
     | Go
+    | Full
     | Committed
     | Abort
     | Stop

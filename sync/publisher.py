@@ -8,10 +8,11 @@ snapshots: the others hand it their pieces over a process group of their own tha
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,14 +31,19 @@ from weightlane.ckpt_engines import (
 from weightlane.plugins import RunHooks
 
 from .bucket_source import BucketSource, InPlace, Packed
-from .config import Integrity
+from .codec_choice import CodecChooser
+from .codecs.delta import TooDense
+from .config import CodecPolicy, Integrity
+from .delta_agreement import DeltaAgreement
+from .delta_encoding import DeltaEncoder, delta_manifest
 from .devices import buffer_device
 from .gather import ShardGather
-from .manifest import Manifest
-from .messages import Connect, EngineTraits, Go, Message, Offer, Sent
+from .manifest import CODEC_DELTA, CODEC_DENSE, Manifest
+from .messages import Connect, EngineTraits, Full, Go, Message, Offer, Sent
 from .packing import RunTable, compact_places, stream_places
 from .participant import Participant
 from .progress import Progress
+from .publication import Base, Publication, Slot, SnapshotSlots
 from .rendezvous import RendezvousAddress
 from .seal import SealMail
 from .send_memory import SendMemory
@@ -46,16 +52,9 @@ from .snapshot import Snapshot
 from .tensor_spec import LocalShard, TensorSpec
 
 _log = logging.getLogger(__name__)
+_LOOK_S = 0.5
 _NOTABLE_S = 0.05
 """A fence that takes longer is worth a line in the log, once."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Publication:
-    version: int
-    mark: torch.cuda.Event | None
-    progress: Progress
-    """Of its snapshot."""
 
 
 class Publisher(Participant):
@@ -76,6 +75,8 @@ class Publisher(Participant):
         bucket_bytes: Payload of a bucket.
         deadline_s: Longest time the fence waits for a snapshot, in seconds.
         integrity: ``"full"`` to seal every bucket, ``"off"`` to leave it to the transport.
+        codec: What versions are sent as; see `SyncConfig`.
+        full_every: With deltas, at the latest every so many versions one is sent in full.
         hooks: Observers; those of this process by default.
 
     Raises:
@@ -95,6 +96,8 @@ class Publisher(Participant):
         bucket_bytes: int,
         deadline_s: float = 60.0,
         integrity: Integrity = "full",
+        codec: CodecPolicy = "dense",
+        full_every: int = 100,
         hooks: RunHooks | None = None,
     ) -> None:
         self._in_place = world == 1
@@ -114,7 +117,15 @@ class Publisher(Participant):
         self._snapshot = Snapshot(shards, places)
         device = buffer_device(engine, next((shard.data.device for shard in shards), None))
         nbytes = self._layout.total_bytes if self._in_place else self._snapshot.nbytes
-        self._memory = SendMemory(engine if self._in_place else None, nbytes, device, pinned=self._snapshot.from_cuda)
+        owner, pinned = (engine if self._in_place else None), self._snapshot.from_cuda
+        self._slots = SnapshotSlots(lambda: SendMemory(owner, nbytes, device, pinned=pinned), name)
+        self._shards = list(shards)
+        self._encoder = DeltaEncoder(shards, places, self._layout)
+        elements = sum(shard.numel for shard in shards)
+        self._chooser = CodecChooser(codec, elements, self._encoder.dense_bytes, full_every)
+        self._incarnation = secrets.token_hex(8)
+        self._delta_memory = SendMemory(owner, 0, torch.device("cpu"))
+        """What is encoded; grows."""
         self._buffers: list[SendMemory] = []
         """Two to fill with what several ranks hold, on the sending rank."""
         super().__init__(name, rendezvous, hooks)
@@ -122,20 +133,22 @@ class Publisher(Participant):
         self._pipeline: SendPipeline | None = None
         self._gather: ShardGather | None = None
         self._changed = threading.Condition()
-        self._next: _Publication | None = None
+        self._next: Publication | None = None
         """Published, its snapshot not begun."""
-        self._held: _Publication | None = None
+        self._held: Publication | None = None
         """Whose snapshot the memory holds or is getting."""
         self._streaming = False
-        """Whether the memory is being sent from."""
-        self._exposed: set[tuple[str, int]] = set()
-        """Sessions and versions in which receivers were shown the memory."""
+        """Whether the held version is being sent."""
+        self._undecided = -1
+        """The version that was sent and whose verdict has not come; nobody waits for that beyond `_decided_by`."""
+        self._decided_by = 0.0
+        self._agreement: DeltaAgreement | None = None
         self._offered_to = ""
         """The session in which the held version was offered."""
         self._go: Go | None = None
         self._unsent = -1
         """The newest published version while nobody has sent it or given it up."""
-        self._fence: _Publication | None = None
+        self._fence: Publication | None = None
         self._said_slow = False
         self._workers = [
             threading.Thread(target=target, name=f"weightlane-{kind}-{name}", daemon=True)
@@ -162,7 +175,8 @@ class Publisher(Participant):
         if self._closed.is_set():
             raise ClosedError("publish was called on a closed publisher.", part=self.name)
         progress = Progress(f"the snapshot of version {version}", self.name)
-        publication = _Publication(version, self._snapshot.mark(), progress)
+        identity = f"{self._incarnation}/{version}" if self._chooser.uses_deltas else ""
+        publication = Publication(version, identity, self._snapshot.mark(), progress)
         self._outcomes.begin(version)
         self._fence = publication
         with self._changed:
@@ -210,7 +224,8 @@ class Publisher(Participant):
             self._changed.notify_all()
         for worker in self._workers:
             worker.join(5.0)
-        for memory in (self._memory, *self._buffers):
+        self._slots.close()
+        for memory in (self._delta_memory, *self._buffers):
             memory.close()
 
     # -- control thread -------------------------------------------------------------------------------------------------
@@ -235,20 +250,23 @@ class Publisher(Participant):
             self._rank,
             self._table,
             self._layout,
-            self._memory.data.device,
+            self._slots.device,
             deadline,
         )
         with self._changed:
             sender = self._sender
             if kept := self._is_current(message.session):
                 self._gather = gather
+                if self._chooser.uses_deltas and self._world > 1:
+                    box = self.rendezvous.mailbox(f"deltas/{message.session}")
+                    self._agreement = DeltaAgreement(box, message.publishers, self._rank)
         if not kept:
             gather.close()
             raise self._closed_while_connecting()
         if sender is not None:
             seals = SealMail(self.rendezvous.mailbox(f"seals/{message.session}"))
             receivers = list(topology.receivers)
-            pipeline = SendPipeline(message.session, sender, self._layout, receivers, seals, on_sent=self._sent)
+            pipeline = SendPipeline(message.session, sender, receivers, seals, on_sent=self._sent)
             try:
                 self._make_buffers()
                 pipeline.connect(topology, self.rendezvous.mailbox(f"engine/{message.session}"), deadline)
@@ -264,7 +282,7 @@ class Publisher(Participant):
 
     def _make_buffers(self) -> None:
         """What is needed to send, got once."""
-        largest, device = self._layout.largest_bucket_bytes, self._memory.data.device
+        largest, device = self._layout.largest_bucket_bytes, self._slots.device
         while not self._in_place and len(self._buffers) < IN_FLIGHT:
             self._buffers.append(SendMemory(self._engine, largest, device))
 
@@ -278,7 +296,7 @@ class Publisher(Participant):
     def _close_half(self) -> None:
         with self._changed:
             parts = (self._sender, self._pipeline, self._gather)
-            self._sender = self._pipeline = self._gather = self._go = None
+            self._sender = self._pipeline = self._gather = self._go = self._agreement = None
         for part in parts:
             if part is not None:
                 part.close()
@@ -293,19 +311,40 @@ class Publisher(Participant):
             with self._changed:
                 self._go = message
                 self._changed.notify_all()
+        elif isinstance(message, Full):
+            with self._changed:
+                held = self._held
+                if held is not None and held.version == message.version:
+                    held.send_in_full("somebody lacks what a delta would apply to")
+                    self._offered_to = ""
+                    self._changed.notify_all()
 
     def _aborted(self, version: int) -> None:
-        self._settled(version)
+        self._decided(version)
 
     def _committed(self, version: int) -> None:
-        self._settled(version)
+        with self._changed:
+            held = self._held
+            if held is None or held.version != version:
+                held = None
+            elif self._chooser.uses_deltas and held.slot is not None:
+                self._slots.base = Base(version, held.identity, held.slot)
+        self._decided(version)
+        self._chooser.committed(version)
         pipeline = self._pipeline
-        if pipeline is None or not self._engine.capabilities.persistent:
+        if pipeline is None or not self._engine.capabilities.persistent or (held is not None and held.is_delta):
             return
         try:
             pipeline.commit_version(version, Deadline.after(self._deadline_s))
         except WeightlaneError as error:
             _log.warning("%s: version %d serves but could not be marked as committed: %s", self.name, version, error)
+
+    def _decided(self, version: int) -> None:
+        self._settled(version)
+        with self._changed:
+            if self._undecided == version:
+                self._undecided = -1
+                self._changed.notify_all()
 
     def _settled(self, version: int) -> None:
         with self._changed:
@@ -317,9 +356,8 @@ class Publisher(Participant):
     def _take_all(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(
-                    lambda: self._closed.is_set() or (self._next is not None and not self._streaming)
-                )
+                while not self._closed.is_set() and not self._may_take():
+                    self._changed.wait(None if self._undecided < 0 else _LOOK_S)
                 if self._closed.is_set():
                     return
                 publication, self._next = self._next, None
@@ -334,24 +372,34 @@ class Publisher(Participant):
                 publication.progress.fail(ours)
                 self._report(publication.version, self.session, ours)
 
-    def _take(self, publication: _Publication) -> None:
-        self._have_memory()
-        started = time.perf_counter()
+    def _may_take(self) -> bool:
+        if self._next is None or self._streaming:
+            return False
+        # The verdict on the version before says what a delta can apply to.
+        return not self._chooser.uses_deltas or self._undecided < 0 or time.monotonic() > self._decided_by
+
+    def _take(self, publication: Publication) -> None:
+        slot = self._slots.free()
+        self._have_memory(slot)
+        base = self._slots.base
+        density = None
+        if base is not None and self._chooser.wants_density:
+            density = self._encoder.sampled_density(base.slot.memory.data)
+        publication.choice = self._chooser.choose(density, has_base=base is not None)
+        publication.slot, publication.base, publication.began = slot, base, time.perf_counter()
         with self._changed:  # it can be offered, and streamed as far as it is there
             self._held = publication
             self._changed.notify_all()
-        self._snapshot.take(self._memory.data, publication.mark, publication.progress)
-        facts = {
-            "seconds": time.perf_counter() - started,
-            "nbytes": self._snapshot.nbytes,
-            "participant": self.name,
-        }
+        self._snapshot.take(slot.memory.data, publication.mark, publication.progress)
+        seconds = time.perf_counter() - publication.began
+        self._chooser.snapshot_taken(seconds)
+        facts = {"seconds": seconds, "nbytes": self._snapshot.nbytes, "participant": self.name}
         self.hooks.snapshot_taken(version=publication.version, facts=facts)
 
-    def _have_memory(self) -> None:
+    def _have_memory(self, slot: Slot) -> None:
         """See to it that nobody looks at the memory: wait for the receivers, or take other memory where they cannot say."""
         try:
-            for session, version in self._exposed:
+            for session, version in slot.exposed:
                 pipeline = self._pipeline
                 if pipeline is None or pipeline.session != session:
                     raise ClosedError(f"session {session} is over.", part=self.name)
@@ -360,8 +408,8 @@ class Publisher(Participant):
             if self._closed.is_set():
                 raise
             _log.info("%s: other memory is taken, receivers may still look at the old: %s", self.name, error)
-            self._memory.renew()
-        self._exposed.clear()
+            slot.memory.renew()
+        slot.exposed.clear()
 
     # -- publishing thread ----------------------------------------------------------------------------------------------
 
@@ -375,7 +423,9 @@ class Publisher(Participant):
                 assert held is not None, "it was waited for"
                 if self._may_stream():
                     go, self._go = self._go, None
-                    self._streaming = go is not None and go.version == held.version
+                    if go is not None and go.version == held.version:
+                        self._streaming, self._undecided = True, go.version
+                        self._decided_by = time.monotonic() + go.deadline_s
             if go is None:
                 self._offer(held)
             elif go.version < held.version:
@@ -395,26 +445,66 @@ class Publisher(Participant):
     def _may_offer(self) -> bool:
         return self._held is not None and bool(self.ready_session) and self._offered_to != self.ready_session
 
-    def _offer(self, held: _Publication) -> None:
+    def _offer(self, held: Publication) -> None:
         """Offer the held version in the present session; rank 0 speaks for all ranks."""
         with self._changed:
-            session = self.ready_session
+            session, agreement = self.ready_session, self._agreement
             if self._held is not held:
                 return
             self._offered_to = session
-        if self._rank != 0:
-            return
         try:
-            manifest = replace(self._layout, version=held.version)
-            self._tell(Offer(name=self.name, session=session, version=held.version, manifest=manifest.to_plain()))
-        except WeightlaneError as error:
+            if held.is_delta and held.delta is None:
+                self._encode(held)
+            if agreement is not None:
+                agreement.say(held)
+            if self._rank == 0:
+                plain = self._manifest_of(held, agreement).to_plain()
+                if self._held is not held:
+                    return  # encoding took so long that a newer version has come
+                reason = held.choice.reason
+                self._tell(Offer(name=self.name, session=session, version=held.version, manifest=plain, reason=reason))
+        except Exception as error:  # noqa: BLE001 - the coordinator, which waits for the offer, must learn it
             _log.warning("%s: version %d could not be offered: %s", self.name, held.version, error)
+            self._report(held.version, session, error)
 
-    def _stream(self, go: Go, held: _Publication) -> None:
+    def _encode(self, held: Publication) -> None:
+        """Compare the snapshot, as far as it is there, with the base; it is sent in full if too much has changed."""
+        assert held.base is not None
+        assert held.slot is not None
+        deadline = Deadline.after(self._deadline_s)
+        delta = self._encoder.encode(
+            held.base.slot.memory.data,
+            held.slot.memory.data,
+            self._chooser.capacity_bytes,
+            lambda until: held.progress.wait(until, deadline),
+        )
+        if isinstance(delta, TooDense):
+            held.send_in_full(delta)
+            return
+        self._delta_memory.grow(delta.nbytes)
+        delta.write_into(self._delta_memory.data)
+        held.delta = delta
+        self._chooser.encoded(time.perf_counter() - held.began, delta.density)
+
+    def _manifest_of(self, held: Publication, agreement: DeltaAgreement | None) -> Manifest:
+        """What the held version is offered as, if all ranks can."""
+        if held.is_delta and held.delta is not None and held.base is not None:
+            base, segments = held.base, [held.delta.segments]
+            if agreement is not None:
+                segments = agreement.hear(held, Deadline.after(self._deadline_s))
+            if segments:
+                return delta_manifest(
+                    self._layout, held.version, (base.version, base.identity), held.identity, segments
+                )
+            held.send_in_full("another rank cannot send a delta")
+        return replace(self._layout, version=held.version, identity=held.identity)
+
+    def _stream(self, go: Go, held: Publication) -> None:
         try:
             started = time.perf_counter()
             nbytes = self._send(go, held, Deadline.after(go.deadline_s))
             seconds = time.perf_counter() - started
+            self._chooser.sent(go.version, go.codec, nbytes, seconds)
             self._settled(go.version)
             self._tell(Sent(name=self.name, session=go.session, version=go.version, nbytes=nbytes, seconds=seconds))
         except Exception as error:  # noqa: BLE001 - the coordinator decides what becomes of the version
@@ -424,29 +514,38 @@ class Publisher(Participant):
     def _report_superseded(self, version: int) -> None:
         self._report(version, self.session, _superseded(version, self.name))
 
-    def _send(self, go: Go, held: _Publication, deadline: Deadline) -> int:
-        gather, pipeline = self._gather, self._pipeline
-        if gather is None:
+    def _send(self, go: Go, held: Publication, deadline: Deadline) -> int:
+        gather, pipeline, agreement = self._gather, self._pipeline, self._agreement
+        if gather is None or held.slot is None:
             raise ClosedError("the connection was closed before the version was sent.", part=self.name)
-        snapshot = self._memory.data
+        manifest = replace(self._layout, version=go.version, identity=held.identity)
+        plan, memory = gather.dense, held.slot.memory.data
+        if go.codec == CODEC_DELTA:
+            memory = self._delta_memory.data
+            if agreement is not None:
+                plan = agreement.plan(self._layout, held, deadline)
+                manifest = plan.layout
+            else:
+                manifest = self._manifest_of(held, None)
 
         def ready(until_bytes: int) -> None:
-            held.progress.wait(until_bytes, deadline)
+            if go.codec == CODEC_DENSE:
+                held.progress.wait(until_bytes, deadline)
 
         if pipeline is None:
-            return gather.give(snapshot, ready, deadline)
+            return gather.give(plan, memory, ready, deadline)
         source: BucketSource
         if self._in_place:
-            source = InPlace(snapshot, self._layout, ready)
+            source = InPlace(memory, manifest, ready)
         else:
             source = Packed(
                 [buffer.data for buffer in self._buffers],
-                self._layout,
-                lambda index, data: gather.fill(snapshot, index, data, ready, deadline),
+                manifest,
+                lambda index, data: gather.fill(plan, memory, index, data, ready, deadline),
             )
-        if self._layout.lasting:
-            self._exposed.add((pipeline.session, go.version))
-        return pipeline.send_version(go.version, source, deadline, receivers=go.receivers, stall_s=go.stall_s)
+        if manifest.lasting:
+            held.slot.exposed.add((pipeline.session, go.version))
+        return pipeline.send_version(manifest, source, deadline, receivers=go.receivers, stall_s=go.stall_s)
 
     def _sent(self, version: int, index: int, nbytes: int, seconds: float) -> None:
         facts = {"seconds": seconds, "nbytes": nbytes, "participant": self.name}

@@ -88,6 +88,10 @@ class SyncReport:
     replicas: Mapping[str, ReplicaReport] = field(default_factory=dict)
     session: str = ""
     """The connection that carried it."""
+    codec: str = "dense"
+    """What it was sent as."""
+    codec_reason: str = ""
+    """Why."""
     failures: tuple[FailedAttempt, ...] = ()
     """What went wrong on the way, in order; empty in a smooth sync."""
 

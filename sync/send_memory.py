@@ -43,6 +43,12 @@ class SendMemory:
         old, self.data = self.data, self._new()
         self._give_back(old)
 
+    def grow(self, nbytes: int) -> None:
+        """Have at least so much; what was there is lost then. Raises `StorageError` when there is too little."""
+        if self._nbytes < nbytes:
+            self._nbytes = nbytes + nbytes // 4  # so that slowly growing needs do not replace it every time
+            self.renew()
+
     def close(self) -> None:
         """Give it back. Idempotent; `data` is empty then."""
         old, self.data = self.data, self.data[:0].clone()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import replace
 
 from weightlane.ckpt_engines import Bucket, ClosedError, Deadline, Mailbox, Topology, WeightlaneError, WeightSender
 
@@ -28,8 +27,6 @@ class SendPipeline:
     Args:
         session: Name of the connection.
         sender: The engine's half; closed by its owner.
-        layout: The stream, and whether its buckets are sealed and lasting. If they hold whole tensors, the engine is a
-            persistent one, and told of every version.
         receivers: Everybody who is connected.
         seals: Where receivers look for seals.
         on_sent: Called on the pipeline's thread.
@@ -39,14 +36,12 @@ class SendPipeline:
         self,
         session: str,
         sender: WeightSender,
-        layout: Manifest,
         receivers: Sequence[str],
         seals: SealMail,
         on_sent: OnSent | None = None,
     ) -> None:
         self.session = session
         self._sender = sender
-        self._layout = layout
         self._receivers = receivers
         self._mail = seals
         self._on_sent = on_sent
@@ -60,46 +55,48 @@ class SendPipeline:
 
     def send_version(
         self,
-        version: int,
+        manifest: Manifest,
         source: BucketSource,
         deadline: Deadline,
         *,
         receivers: Sequence[str] | None = None,
         stall_s: float = float("inf"),
     ) -> int:
-        """Seal and send every bucket of `version` to `receivers`, everybody by default; returns the bytes sent.
+        """Seal and send every bucket of `manifest` to `receivers`, everybody by default; returns the bytes sent.
 
+        If buckets hold whole tensors, the engine is a persistent one, and told of every version that is sent in full.
         No bucket may take longer than `stall_s` seconds. Raises what the engine or the source raises.
         """
         to = self._receivers if receivers is None else receivers
-        opened = self._thread.submit(self._open_version, version, deadline)
+        version = manifest.version
+        opened = self._thread.submit(self._open_version, manifest, deadline)
         sending: list[Future[None] | None] = [None] * IN_FLIGHT
         seals: list[str] = []
         total = 0
-        for index in range(self._layout.bucket_count):
+        for index in range(manifest.bucket_count):
             slot = index % IN_FLIGHT
             if (earlier := sending[slot]) is not None:
                 earlier.result()
             data = source.bucket(index)
-            if self._layout.sealed:
+            if manifest.sealed:
                 seals.append(seal(data))
                 self._mail.put(version, index, seals[-1])
             opened.result()
-            bucket = Bucket(version, index, data, self._layout.lasting)
+            bucket = Bucket(version, index, data, manifest.lasting)
             sending[slot] = self._thread.submit(self._send, bucket, to, deadline, stall_s)
             total += data.numel()
         for future in sending:
             if future is not None:
                 future.result()
         opened.result()
-        if self._layout.whole_tensors and self._layout.sealed:
+        if _is_stored(manifest) and manifest.sealed:
             self._seals = {other: kept for other, kept in self._seals.items() if other > version - IN_FLIGHT}
             self._seals[version] = seals
         return total
 
-    def _open_version(self, version: int, deadline: Deadline) -> None:
-        if self._layout.whole_tensors:
-            self._sender.open_version(version_files(replace(self._layout, version=version)), deadline)
+    def _open_version(self, manifest: Manifest, deadline: Deadline) -> None:
+        if _is_stored(manifest):
+            self._sender.open_version(version_files(manifest), deadline)
 
     def _send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline, stall_s: float) -> None:
         started = time.perf_counter()
@@ -139,3 +136,8 @@ class SendPipeline:
     def close(self) -> None:
         """Let the sending thread end; the sender itself is closed by its owner. Idempotent."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _is_stored(manifest: Manifest) -> bool:
+    """Whether it is a version that readers of a store can find: a delta is of no use without its base."""
+    return manifest.whole_tensors and not manifest.is_delta

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from weightlane.ckpt_engines import CommitError, StagingMemoryError
+from weightlane.ckpt_engines import CommitError, DeltaBaseError, StagingMemoryError
 
 from .manifest import Manifest
+from .staged_delta import StagedDelta
 
 _log = logging.getLogger(__name__)
+_DELTA_FACTOR = 4
+"""A delta's memory while it is received and decoded, per byte on the wire, at most."""
 
 
 @dataclass(slots=True)
@@ -49,7 +52,8 @@ class Staging:
 
     One slot is filled while the other holds the version that serves, for as long as memory allows. They change roles when a
     version has committed, so that memory which somebody is loading, or which a rollback would need, is never filled. A version
-    that lies in its sender's memory needs no slot until it serves; then it is copied into one (`settle`).
+    that lies in its sender's memory needs no slot until it serves; then it is copied into one (`settle`). A delta turns what is
+    kept into the version that it leads to, and back if that is given up.
 
     Args:
         part: Name of the owner for error messages.
@@ -65,17 +69,41 @@ class Staging:
         self._incoming = self._empty()
         self._serving = self._empty()
         self._lent: _Lent | None = None
+        self._delta: StagedDelta | None = None
+        """What the serving slot was turned into a version by that does not serve yet; turns it back, too."""
+        self._delta_aborted = False
+        self._base_manifest: Manifest | None = None
+        """Of what it turns the slot back into."""
         self._taken: int | None = None
+
+    @property
+    def kept_identity(self) -> str:
+        """Which publication is kept; empty when none is, or it is unknown which."""
+        with self._lock:
+            if self._delta is not None:
+                return ""
+            lent = self._lent
+            kept = lent if lent is not None and self._keeps(lent) else self._serving  # `settle` is about to copy it
+            return "" if kept.manifest is None else kept.manifest.identity
+
+    def forget_kept(self) -> None:
+        """The version that serves need not be kept any more."""
+        with self._lock:
+            if self._taken is None:
+                self._serving = self._empty()
+
+    def _keeps(self, lent: _Lent) -> bool:
+        return bool(lent.committed) and not 0 < self._limit < lent.data.numel()
 
     def reserve(self, manifest: Manifest, *, lent: bool = False) -> None:
         """Make ready for a version; what was staged before and has not committed is dropped.
 
-        With `lent` it is going to lie in its sender's memory.
+        With `lent` it is going to lie in its sender's memory. A delta is received in memory of its own.
 
         Raises `StagingMemoryError` when it would need more than the limit, or `CommitError` while an earlier version is still
         being loaded.
         """
-        needed = 0 if lent else manifest.total_bytes
+        needed = 0 if lent else _DELTA_FACTOR * manifest.wire_bytes if manifest.is_delta else manifest.total_bytes
         if self._limit and needed > self._limit:
             raise StagingMemoryError(
                 f"staging version {manifest.version} needs {needed / 2**20:.1f} MiB, {self._limit / 2**20:.1f} MiB are allowed.",
@@ -90,15 +118,18 @@ class Staging:
                     hint="Its commit outlived its deadline; the next version will be taken once it has ended.",
                 )
             self._incoming.manifest = None
+            self._take_back()
             if self._lent is not None and self._lent.committed is None:
                 self._lent = None
-            if lent:
+            if lent or manifest.is_delta:
                 self._incoming = self._empty()  # nobody fills it
             if self._limit and needed + self._serving.data.numel() > self._limit:
                 self._serving = self._empty()
 
     def memory(self, manifest: Manifest) -> torch.Tensor:
-        """The bytes to fill: uint8, as long as the version's stream."""
+        """The bytes to fill: uint8, as long as the version's stream, or as what crosses the wire of a delta."""
+        if manifest.is_delta:
+            return torch.empty(manifest.wire_bytes, dtype=torch.uint8, device=self._device)
         needed = manifest.total_bytes
         if self._incoming.data.numel() < needed:
             self._incoming = self._empty()  # the old memory goes before the new one comes
@@ -113,9 +144,31 @@ class Staging:
             else:
                 self._lent = _Lent(lent, manifest)
 
+    def apply(self, delta: StagedDelta) -> None:
+        """Turn the version that is kept into the one that `delta` leads to.
+
+        Raises `DeltaBaseError` when another is kept, or none.
+        """
+        with self._lock:
+            kept = self._serving.manifest
+            if kept is None or self._delta is not None or kept.identity != delta.manifest.base_identity:
+                raise lacks_base(delta.manifest, self._part, "nothing" if kept is None else f"version {kept.version}")
+            delta.swap(self._serving.tensors())
+            self._serving.manifest, self._delta, self._delta_aborted = delta.as_dense, delta, False
+            self._base_manifest = kept
+
+    def _take_back(self) -> None:
+        """Undo a delta that did not commit."""
+        if self._delta is not None:
+            self._delta.swap(self._serving.tensors())
+            self._serving.manifest, self._delta = self._base_manifest, None
+
     def take(self, version: int) -> dict[str, torch.Tensor]:
         """Views of the staged tensors of `version`; `CommitError` if it is not staged."""
         with self._lock:
+            if self._delta is not None and self._delta.version == version and not self._delta_aborted:
+                self._taken = version
+                return self._serving.tensors()
             staged = [self._incoming]
             if self._lent is not None and self._lent.committed is None:
                 staged.insert(0, self._lent)
@@ -134,6 +187,8 @@ class Staging:
     def take_previous(self, version: int) -> tuple[int, dict[str, torch.Tensor]]:
         """The version kept from before `version`, and its tensors; `CommitError` if there is none."""
         with self._lock:
+            if self._delta is not None and self._delta.version == version:
+                self._take_back()
             if self._serving.manifest is None or self._serving.version >= version:
                 raise CommitError(
                     f"the version before {version} is not kept here.",
@@ -152,6 +207,9 @@ class Staging:
     def commit(self, version: int) -> None:
         """`version` serves: keep it, and give the memory of the one before for the next. A lent one waits for `settle`."""
         with self._lock:
+            if self._delta is not None and self._delta.version == version:
+                self._delta = None
+                return
             if self._lent is not None and self._lent.version == version:
                 self._lent.committed = True
                 return
@@ -166,22 +224,30 @@ class Staging:
         with self._lock:
             if self._lent is not None and self._lent.version == version:
                 self._lent.committed = False
+            if self._delta is not None and self._delta.version == version:
+                self._delta_aborted = True
+                if self._taken != version:
+                    self._take_back()
             if self._incoming.version == version:
                 self._incoming.manifest = None
 
-    def settle(self, version: int) -> bool:
+    def settle(self, version: int, *, scatters: bool = False) -> bool:
         """Whether nobody here needs the sender's memory of `version` any more; if it serves, it is copied first.
 
-        Call it after `release`, `commit` and `abort`, from one thread.
+        Not if deltas follow and whoever commits `scatters` them into the live weights. Call it after `release`, `commit` and
+        `abort`, from one thread.
         """
         with self._lock:
+            if self._delta is not None and self._delta_aborted and self._taken is None:
+                self._take_back()
             lent = self._lent
             if lent is None or lent.version != version:
                 return True
             if lent.committed is None or self._taken == version:
                 return False
             serving = None
-            if lent.committed and self._taken is None and not 0 < self._limit < lent.data.numel():
+            deltas_follow = lent.manifest is not None and bool(lent.manifest.identity)
+            if self._keeps(lent) and self._taken is None and not (scatters and deltas_follow):
                 serving = self._serving
                 serving.manifest = None
         if serving is not None:
@@ -200,6 +266,8 @@ class Staging:
         with self._lock:
             if self._taken is None or self._taken != self._incoming.version:
                 self._incoming.manifest = None
+            if self._delta is not None and self._taken != self._delta.version:
+                self._take_back()
             if self._lent is not None and self._lent.committed is None and self._taken != self._lent.version:
                 self._lent = None
 
@@ -209,3 +277,12 @@ class Staging:
     def _new(self, nbytes: int) -> _Slot:
         # Filled once: first-touch page faults would otherwise land in the middle of the first version.
         return _Slot(torch.zeros(nbytes, dtype=torch.uint8, device=self._device))
+
+
+def lacks_base(manifest: Manifest, part: str, have: str) -> DeltaBaseError:
+    """The refusal of a delta."""
+    return DeltaBaseError(
+        f"version {manifest.version} is a delta to version {manifest.base_version} ({manifest.base_identity}), {have} is here.",
+        part=part,
+        hint="The coordinator has the version sent in full then.",
+    )

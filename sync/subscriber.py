@@ -31,7 +31,8 @@ from .messages import Accepted, Connect, EngineTraits, Message, Open, Staged
 from .participant import Participant
 from .rendezvous import RendezvousAddress
 from .seal import SealMail, verify
-from .staging import Staging
+from .staged_delta import StagedDelta
+from .staging import Staging, lacks_base
 
 _log = logging.getLogger(__name__)
 _RELEASE_S = 5.0
@@ -105,6 +106,14 @@ class Subscriber(Participant):
         self._link: _Link | None = None
         self._shown: dict[int, _Link] = {}
         """Versions that are looked at in their sender's memory; the staging thread's."""
+        self.scatters = False
+        """Whether whoever commits puts deltas straight into the live weights, with `take_delta`; else deltas are applied to the
+        copy of the version that serves, and `take` gives the whole. May be set at any time between two versions."""
+        self._delta: StagedDelta | None = None
+        """The staged delta, if it is for the live weights."""
+        self._live = self._live_before = ""
+        """Which publication the live weights are, and were before the last `take`; empty when that is not certain."""
+        self._staged_identity = (-1, "")
         self._jobs: queue.SimpleQueue[_Job | _Settle | None] = queue.SimpleQueue()
         self._worker = threading.Thread(target=self._run, name=f"weightlane-stage-{name}", daemon=True)
         self._worker.start()
@@ -116,11 +125,28 @@ class Subscriber(Participant):
         Raises `SyncAbortedError` if the version was given up, or `CommitError` if it is not staged.
         """
         try:
-            return self._staging.take(version)
+            tensors = self._staging.take(version)
         except CommitError:
             if failure := self._outcomes.failure(version):
                 raise failure from None
             raise
+        self._live, self._live_before = "", self._live
+        return tensors
+
+    def take_delta(self, version: int) -> StagedDelta | None:
+        """The staged, verified delta that turns the live weights into `version`; None when `take` has it in full.
+
+        Only if this subscriber `scatters`. Exchanging its values with those of the live weights keeps what `restored` needs.
+        """
+        delta = self._delta
+        if delta is None or delta.version != version:
+            return None
+        self._live, self._live_before = "", self._live
+        return delta
+
+    def restored(self) -> None:
+        """What was taken last was taken back: the live weights are, bit for bit, what they were before."""
+        self._live = self._live_before
 
     def take_previous(self, version: int) -> tuple[int, dict[str, torch.Tensor]]:
         """The version that served before `version`, and its tensors as `take` gives them, valid until `release`.
@@ -170,10 +196,16 @@ class Subscriber(Participant):
 
     def _aborted(self, version: int) -> None:
         self._staging.abort(version)
+        if self._delta is not None and self._delta.version == version:
+            self._delta = None
         self._jobs.put(_Settle(version))
 
     def _committed(self, version: int) -> None:
         self._staging.commit(version)
+        staged, identity = self._staged_identity
+        self._live = identity if staged == version else ""
+        if self._delta is not None and self._delta.version == version:
+            self._delta = None
         self._jobs.put(_Settle(version))
 
     def _handle(self, message: Message) -> None:
@@ -185,9 +217,18 @@ class Subscriber(Participant):
         link = self._link
         if link is None:
             raise ClosedError("a version was offered on a closed connection.", part=self.name)
+        if manifest.is_delta:
+            self._check_base(manifest)
         self._staging.reserve(manifest, lent=self._looks_at(manifest))
         self._jobs.put(_Job(manifest, link, Deadline.after(message.deadline_s), message.stall_s))
         self._tell(Accepted(name=self.name, session=self.session, version=message.version))
+
+    def _check_base(self, manifest: Manifest) -> None:
+        have = self._live if self.scatters else self._staging.kept_identity
+        if have != manifest.base_identity:
+            raise lacks_base(manifest, self.name, have or "no known version")
+        if self.scatters:
+            self._staging.forget_kept()  # exchanging values is what takes a delta back
 
     def _looks_at(self, manifest: Manifest) -> bool:
         """Whether the version stays in its sender's memory."""
@@ -203,15 +244,9 @@ class Subscriber(Participant):
             manifest, session = job.manifest, job.link.session
             try:
                 started = time.perf_counter()
-                lent = None
-                if self._looks_at(manifest):
-                    lent = self._look(job)
-                else:
-                    self._receive(job)
+                self._stage(job)
                 seconds = time.perf_counter() - started
-                if session == self.session:
-                    self._staging.complete(manifest, lent)
-                nbytes = manifest.total_bytes
+                nbytes = manifest.wire_bytes
                 facts = {"seconds": seconds, "nbytes": nbytes, "participant": self.name}
                 self.hooks.version_staged(version=manifest.version, facts=facts)
                 staged = Staged(
@@ -221,7 +256,27 @@ class Subscriber(Participant):
             except Exception as error:  # noqa: BLE001 - the coordinator decides what becomes of the version
                 self._report(manifest.version, session, error)
 
-    def _receive(self, job: _Job) -> None:
+    def _stage(self, job: _Job) -> None:
+        manifest = job.manifest
+        lent, delta = None, None
+        if self._looks_at(manifest):
+            lent = self._look(job)
+        else:
+            received = self._receive(job)
+            if manifest.is_delta:
+                delta = StagedDelta.decode(manifest, received.cpu())
+        with self._turn:
+            if job.link.session != self.session:
+                return
+            if delta is None:
+                self._staging.complete(manifest, lent)
+            elif self.scatters:
+                self._delta = delta
+            else:
+                self._staging.apply(delta)
+            self._staged_identity = (manifest.version, manifest.identity)
+
+    def _receive(self, job: _Job) -> torch.Tensor:
         """Receive every bucket into memory of our own."""
         manifest, link = job.manifest, job.link
         memory = self._staging.memory(manifest)
@@ -230,6 +285,7 @@ class Subscriber(Participant):
             started, deadline = time.perf_counter(), job.deadline.within(job.stall_s)
             link.receiver.receive(Bucket(manifest.version, index, memory[start:stop]), link.sender, deadline)
             self._arrived(job, index, memory[start:stop], started, deadline)
+        return memory
 
     def _look(self, job: _Job) -> torch.Tensor | None:
         """Look at every bucket; the whole stream where it lies, or None after copying it where it is in pieces."""
@@ -261,7 +317,7 @@ class Subscriber(Participant):
     def _settle(self, version: int) -> None:
         """Give a version's memory back to its sender once nobody here looks at it."""
         try:
-            if version not in self._shown or not self._staging.settle(version):
+            if version not in self._shown or not self._staging.settle(version, scatters=self.scatters):
                 return
             link = self._shown.pop(version)
             link.receiver.release(version, Deadline.after(_RELEASE_S))

@@ -89,6 +89,8 @@ class TrainerRank:
             bucket_bytes=sync.bucket_bytes,
             deadline_s=sync.deadline_s,
             integrity=sync.integrity,
+            codec=sync.codec,
+            full_every=sync.full_every,
         )
 
     def publish(self, version: int) -> float:

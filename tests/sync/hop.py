@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, WeightlaneError
-from weightlane.sync import Expectation, ExpectedTensor, LocalShard, Publisher, Subscriber, TensorSpec
+from weightlane.sync import Expectation, ExpectedTensor, LocalShard, Publisher, StagedDelta, Subscriber, TensorSpec
 from weightlane.sync.checksum import sums
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -34,6 +34,26 @@ def weights(version: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 def digest(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     """A checksum per tensor."""
     return {name: sums(tensor.detach().reshape(-1).clone().view(torch.uint8)) for name, tensor in tensors.items()}
+
+
+_ODD_BITS = (1, -0x8000_0000, 0x7FC0_1234)
+"""A denormal, negative zero, and a NaN with a payload."""
+
+
+def nudge_one(flat: torch.Tensor, version: int, every: int) -> None:
+    """Change one element in `every` of a float32 tensor, in place."""
+    odd = torch.tensor(_ODD_BITS[version % 3], dtype=torch.int64).to(torch.int32)
+    flat.view(torch.int32)[version % every :: every] = odd if version % 2 else version
+
+
+def nudged(first: int, versions: list[int], every: int) -> dict[str, torch.Tensor]:
+    """`weights(first)` after `nudge` for each of `versions`."""
+    tensors = weights(first, torch.float32)
+    for version in versions:
+        for tensor in tensors.values():
+            if tensor.numel():
+                nudge_one(tensor.view(-1), version, every)
+    return tensors
 
 
 class Trainer:
@@ -70,6 +90,7 @@ class Trainer:
             engine=CheckpointEngineRegistry().create(backend, options),
             bucket_bytes=more.pop("bucket_bytes", 1024),
             deadline_s=more.pop("deadline_s", 20.0),
+            **more,
         )
 
     def _cut(self, full: torch.Tensor) -> tuple[int, int]:
@@ -84,6 +105,16 @@ class Trainer:
         waited = self._publisher.fence()
         for shard, full in zip(self._shards, weights(version, torch.float32).values(), strict=True):
             shard.data.copy_(full.reshape(-1)[shard.start : shard.start + shard.numel])
+        return waited
+
+    def nudge(self, version: int, every: int) -> float:
+        """As `step`, but of each tensor only one element in so many changes, and that to what `nudged` says."""
+        waited = self._publisher.fence()
+        for shard in self._shards:
+            full = torch.zeros(max(shard.spec.numel, 1))
+            full[shard.start : shard.start + shard.numel] = shard.data
+            nudge_one(full, version, every)
+            shard.data.copy_(full[shard.start : shard.start + shard.numel])
         return waited
 
     def publish(self, version: int) -> None:
@@ -110,15 +141,26 @@ class Rollout:
         expectation = Expectation({key: ExpectedTensor(shape, frozenset({wire})) for key, shape in shapes.items()})
         limit = more.get("staging_limit_bytes", 0)
         self._subscriber = Subscriber(name, rendezvous, backend, options, expectation, staging_limit_bytes=limit)
+        self._subscriber.scatters = more.get("scatters", False)
+        self._undo: StagedDelta | None = None
 
     def commit(self, version: int) -> dict[str, str]:
         """Load the staged version; answers with a digest of the live weights."""
+        self._undo = self._subscriber.take_delta(version)
+        if self._undo is not None:
+            self._undo.swap(self.live)
+            return digest(self.live)
         self.live = {name: tensor.clone() for name, tensor in self._subscriber.take(version).items()}
         self._subscriber.release(version)
         return digest(self.live)
 
     def rollback(self, version: int) -> None:
         """Load what served before `version`."""
+        if self._undo is not None and self._undo.version == version:
+            self._undo.swap(self.live)
+            self._undo = None
+            self._subscriber.restored()
+            return
         previous, tensors = self._subscriber.take_previous(version)
         self.live = {name: tensor.clone() for name, tensor in tensors.items()}
         self._subscriber.release(previous)

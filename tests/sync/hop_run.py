@@ -166,10 +166,10 @@ class Run:
         self.replicas[number].ranks[name] = self._start("rollout", name=name)
         assert self.replicas[number].ranks[name].answer() == "ready"
 
-    def restart_trainer(self) -> None:
+    def restart_trainer(self, **more: Any) -> None:
         """The only trainer is killed, and another one started in its place."""
         self.trainers[0].kill()
-        self.trainers[0] = self._start("trainer", name="trainer-0", rank=0, world=1)
+        self.trainers[0] = self._start("trainer", name="trainer-0", rank=0, world=1, **more)
         assert self.trainers[0].answer() == "ready"
 
     def participants(self) -> list[Participant]:

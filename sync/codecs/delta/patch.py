@@ -71,7 +71,9 @@ class Patch:
     def positions_and_values(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions (int64, ascending, in the segment) and the new values there (integers of the element size)."""
         positions = [run.positions.long() + run.base for run in self.scattered]
-        positions += [torch.arange(run.base, run.base + run.values.numel(), device=run.values.device) for run in self.contiguous]
+        positions += [
+            torch.arange(run.base, run.base + run.values.numel(), device=run.values.device) for run in self.contiguous
+        ]
         values = [run.values for run in (*self.scattered, *self.contiguous)]
         if not positions:
             return torch.empty(0, dtype=torch.int64), integer_view(torch.empty(0, dtype=_integers(self.itemsize)))

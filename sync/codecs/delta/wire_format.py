@@ -102,9 +102,7 @@ def runs_of(methods: Bytes, method: int, elements: int) -> list[Run]:
     chosen[1:-1] = methods == method
     edges = np.diff(chosen)
     runs, offset = [], 0
-    for first, last in zip(
-        (edges == 1).nonzero()[0].tolist(), (edges == -1).nonzero()[0].tolist(), strict=True
-    ):
+    for first, last in zip((edges == 1).nonzero()[0].tolist(), (edges == -1).nonzero()[0].tolist(), strict=True):
         start, stop = first * BLOCK, min(last * BLOCK, elements)
         runs.append(Run(start, stop, offset))
         offset += stop - start

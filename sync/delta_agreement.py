@@ -1,0 +1,66 @@
+"""How several trainer ranks agree on a delta: each says what it has to send, and whoever needs the whole reads all.
+
+Rank 0 reads it for the manifest; another rank, when it is to give its pieces, so that it knows where they belong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weightlane.ckpt_engines import Deadline, Mailbox, ProtocolError
+
+from .delta_encoding import delta_manifest, delta_tables, segments_from_plain, segments_to_plain
+from .gather import GatherPlan
+from .manifest import Manifest, Segment
+from .publication import Publication
+
+_PART = "delta agreement"
+
+
+class DeltaAgreement:
+    """Of one session.
+
+    Args:
+        mailbox: Private to the session.
+        names: The ranks' publishers, in rank order.
+        rank: This rank.
+    """
+
+    def __init__(self, mailbox: Mailbox, names: Sequence[str], rank: int) -> None:
+        self._mailbox = mailbox
+        self._names = list(names)
+        self._rank = rank
+
+    def say(self, held: Publication) -> None:
+        """What this rank has of `held`: its segments and the version they apply to, or nothing if it has no delta."""
+        mine = None
+        if held.is_delta and held.delta is not None and held.base is not None:
+            mine = [held.base.version, segments_to_plain(held.delta.segments)]
+        self._mailbox.put(_key(held.version, self._names[self._rank]), mine)
+
+    def hear(self, held: Publication, deadline: Deadline) -> list[tuple[Segment, ...]]:
+        """The segments of every rank, in rank order; none at all unless every rank has a delta to the same version.
+
+        Raises `DeadlineExceededError` when a rank says nothing.
+        """
+        base = held.base.version if held.base is not None else -1
+        segments: list[tuple[Segment, ...]] = []
+        for name in self._names:
+            said = self._mailbox.get(_key(held.version, name), deadline)
+            if not isinstance(said, list) or len(said) != 2 or said[0] != base:  # noqa: PLR2004 - version and segments
+                return []
+            segments.append(segments_from_plain(said[1]))
+        return segments
+
+    def plan(self, layout: Manifest, held: Publication, deadline: Deadline) -> GatherPlan:
+        """Who sends which of the delta's bytes. `ProtocolError` when the ranks have none."""
+        segments = self.hear(held, deadline)
+        if not segments or held.base is None:
+            raise ProtocolError(f"the ranks have no delta of version {held.version}.", part=_PART)
+        base = (held.base.version, held.base.identity)
+        manifest = delta_manifest(layout, held.version, base, held.identity, segments)
+        return GatherPlan(manifest, dict(zip(self._names, delta_tables(segments), strict=True)))
+
+
+def _key(version: int, name: str) -> str:
+    return f"{version}/{name}"

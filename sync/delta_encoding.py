@@ -1,0 +1,153 @@
+"""The sender's side of a delta: what changed in a rank's snapshot since the version that the receivers have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field, Strict, TypeAdapter, ValidationError
+
+from weightlane.ckpt_engines import ProtocolError
+
+from .codecs.delta import Encoded, TooDense, encode
+from .manifest import CODEC_DELTA, Manifest, Segment
+from .packing import Run, RunTable
+from .tensor_spec import LocalShard
+
+_PART = "delta"
+_Count = Annotated[int, Field(ge=0, lt=2**63), Strict()]
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SEGMENTS: TypeAdapter[list[tuple[int, int, int, int]]] = TypeAdapter(list[tuple[_Count, _Count, _Count, _Count]])
+
+
+@dataclass(frozen=True, slots=True)
+class RankDelta:
+    """What one rank has to send of a delta."""
+
+    segments: tuple[Segment, ...]
+    parts: tuple[Encoded, ...]
+    """The segments' bytes, in their order."""
+    changed: int
+    """Elements whose bits differ."""
+    elements: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of all segments."""
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def density(self) -> float:
+        """Share of elements that changed."""
+        return self.changed / self.elements if self.elements else 0.0
+
+    def write_into(self, memory: torch.Tensor) -> None:
+        """Write the segments back to back into `memory`, 1-D uint8 on CPU."""
+        at = 0
+        for part in self.parts:
+            at += part.write_into(memory[at:])
+
+
+class DeltaEncoder:
+    """Compares two snapshots of a rank's shards.
+
+    Args:
+        shards: What the rank holds.
+        places: First byte of each in a snapshot.
+        layout: Where each tensor stands in the manifest.
+    """
+
+    def __init__(self, shards: Sequence[LocalShard], places: Sequence[int], layout: Manifest) -> None:
+        numbers = {spec.name: number for number, spec in enumerate(layout.specs)}
+        self._pieces = [
+            (numbers[shard.spec.name], place, shard)
+            for place, shard in sorted(zip(places, shards, strict=True), key=lambda placed: placed[0])
+            if shard.numel
+        ]
+        self._elements = sum(shard.numel for shard in shards)
+        self.dense_bytes = sum(shard.nbytes for shard in shards)
+        """Bytes of all shards."""
+
+    def encode(
+        self, base: torch.Tensor, snapshot: torch.Tensor, capacity_bytes: int, ready: Callable[[int], None]
+    ) -> RankDelta | TooDense:
+        """What turns the snapshot `base` into `snapshot`, both 1-D uint8, in at most `capacity_bytes`.
+
+        ``ready(n)`` returns once the snapshot's first `n` bytes are there: it may be encoded while it is being taken.
+        """
+        segments: list[Segment] = []
+        parts: list[Encoded] = []
+        room = capacity_bytes
+        for tensor, place, shard in self._pieces:
+            end = place + shard.nbytes
+            ready(end)
+            dtype = shard.spec.dtype
+            part = encode(base[place:end].view(dtype), snapshot[place:end].view(dtype), capacity_bytes=room)
+            if isinstance(part, TooDense):
+                return part
+            room -= part.nbytes
+            segments.append(Segment(tensor, shard.start, shard.numel, part.nbytes))
+            parts.append(part)
+        return RankDelta(tuple(segments), tuple(parts), sum(part.changed for part in parts), self._elements)
+
+    @torch.no_grad()
+    def sampled_density(self, base: torch.Tensor, elements: int = 1 << 17) -> float:
+        """About which share of the elements differs between the live shards and the snapshot `base`; looks at `elements`."""
+        seen = changed = 0
+        for _, place, shard in self._pieces:
+            step = max(1, self._elements // elements)
+            old = base[place : place + shard.nbytes].view(shard.spec.dtype)[::step]
+            new = shard.data.detach().reshape(-1)[::step].to(old.device, old.dtype)
+            integers = _INTEGERS[old.dtype.itemsize]
+            changed += int((old.contiguous().view(integers) != new.contiguous().view(integers)).sum())
+            seen += old.numel()
+        return changed / seen if seen else 0.0
+
+
+def delta_manifest(
+    layout: Manifest, version: int, base: tuple[int, str], identity: str, segments: Sequence[Sequence[Segment]]
+) -> Manifest:
+    """The manifest of a delta to which every rank contributes `segments`, in rank order.
+
+    Args:
+        layout: That of dense versions.
+        version: What it is a delta to.
+        base: Version and identity of what it applies to.
+        identity: Of the version itself.
+        segments: By rank.
+    """
+    return replace(
+        layout,
+        version=version,
+        codec=CODEC_DELTA,
+        base_version=base[0],
+        base_identity=base[1],
+        identity=identity,
+        lasting=False,
+        segments=tuple(segment for mine in segments for segment in mine),
+    )
+
+
+def delta_tables(segments: Sequence[Sequence[Segment]]) -> list[RunTable]:
+    """Where each rank's segments, which lie back to back in its memory, belong on the wire; by rank."""
+    tables, offset = [], 0
+    for mine in segments:
+        nbytes = sum(segment.nbytes for segment in mine)
+        tables.append(RunTable([Run(offset, 0, nbytes)] if nbytes else []))
+        offset += nbytes
+    return tables
+
+
+def segments_to_plain(segments: Sequence[Segment]) -> list[list[int]]:
+    """As JSON."""
+    return [segment.to_plain() for segment in segments]
+
+
+def segments_from_plain(plain: Any) -> tuple[Segment, ...]:
+    """Parse another rank's segments; `ProtocolError` for anything else."""
+    try:
+        return tuple(Segment(*segment) for segment in _SEGMENTS.validate_python(plain))
+    except ValidationError as error:
+        raise ProtocolError(f"not a list of segments: {error.errors()[0]['msg']}.", part=_PART) from None
