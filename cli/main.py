@@ -111,6 +111,69 @@ def conformance(
 
 
 @app.command()
+def bench(
+    *,
+    engine: Annotated[str, typer.Option(metavar="A,B", help="Checkpoint engines to measure.")] = "shm",
+    codec: Annotated[str, typer.Option(metavar="A,B", help="Codecs to measure each with.")] = "dense",
+    integrity: Annotated[str, typer.Option(metavar="A,B", help="Levels of integrity to measure each with.")] = "full",
+    model: Annotated[
+        str, typer.Option(help="tiny, qwen3-0.6b, qwen3-1.7b, many-small, or a directory of safetensors files.")
+    ] = "tiny",
+    receivers: Annotated[int, typer.Option(help="Processes that take the weights.")] = 2,
+    density: Annotated[float, typer.Option(help="Share of the elements that changes from version to version.")] = 0.01,
+    rounds: Annotated[int, typer.Option(help="How often everything is measured; one more is left out.")] = 5,
+    step_s: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds from publishing to the fence; by default 1.5 times the snapshot.", show_default=False
+        ),
+    ] = None,
+    loops: Annotated[bool, typer.Option("--loops", help="Measure, too, how loops of computation slow down.")] = False,
+    bucket_mib: Annotated[
+        float | None, typer.Option(help="Size of a bucket; by default that of sync.bucket_mib.", show_default=False)
+    ] = None,
+    threads: Annotated[int, typer.Option(help="Threads of torch in every process.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of the weights and of what changes.")] = 0,
+    deadline_s: Annotated[float, typer.Option(help="Seconds any single thing may take.")] = 120.0,
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="For files; a temporary one by default.", show_default=False)
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="ENGINE.K=V", help="An option of an engine; repeatable.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw them.")] = None,
+) -> None:
+    """Measure what a sync costs here, against plain copies, bare transports and the way that stops both sides.
+
+    Exit code 1 when no engine could run, or when what arrived was not what was sent.
+    """
+    from .bench import listed, measure  # noqa: PLC0415 - loads torch
+
+    done = measure(
+        settings or [],
+        json_file=json_file,
+        plot_file=plot_file,
+        engines=listed(engine),
+        codecs=listed(codec),
+        integrity=listed(integrity),
+        model=model,
+        receivers=receivers,
+        density=density,
+        rounds=rounds,
+        step_s=step_s,
+        loops=loops,
+        bucket_mib=bucket_mib,
+        threads=threads,
+        seed=seed,
+        deadline_s=deadline_s,
+        directory=directory,
+    )
+    if not done:
+        raise typer.Exit(1)
+
+
+@app.command()
 def config(path: ConfigArgument, override: SetOption = None) -> None:
     """Print the resolved configuration as TOML, every key with its meaning and default."""
     typer.echo(explain(load_config(path, override or [])))

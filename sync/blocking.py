@@ -181,6 +181,7 @@ class CollectivePublisher:
             engine=CheckpointEngineRegistry().create(backend, options),
             bucket_bytes=self._config.bucket_bytes,
             deadline_s=self._config.deadline_s,
+            integrity=self._config.integrity,
         )
 
     def _running(self) -> Publisher:

@@ -6,6 +6,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+Integrity = Literal["full", "off"]
+"""Whether every bucket has a checksum that receivers verify."""
+
 
 class CheckpointEngineConfig(BaseModel):
     """Which transport carries the weights."""
@@ -51,6 +54,11 @@ class SyncConfig(BaseModel):
     )
     wire_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Dtype in which floating tensors travel; auto is the rollout's dtype."
+    )
+    integrity: Integrity = Field(
+        "full",
+        description="full: both sides compute a checksum of every bucket, and a version that differs is not committed."
+        " off: the transport's own checks must do.",
     )
     host: str = Field(
         "127.0.0.1",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -89,9 +89,20 @@ class ShardGather:
             )
         return RunTable.from_plain(plain[1])
 
-    def fill(self, snapshot: torch.Tensor, index: int, payload: torch.Tensor, deadline: Deadline) -> None:
-        """Fill bucket `index` from this rank's snapshot and the other ranks' pieces (rank 0)."""
+    def fill(
+        self,
+        snapshot: torch.Tensor,
+        index: int,
+        payload: torch.Tensor,
+        ready: Callable[[int], None],
+        deadline: Deadline,
+    ) -> None:
+        """Fill bucket `index` from this rank's snapshot and the other ranks' pieces (rank 0).
+
+        ``ready(n)`` returns once the snapshot's first `n` bytes are there.
+        """
         start, stop = self._layout.window(index)
+        ready(self._tables[self._names[0]].snapshot_end(start, stop))
         copy_runs(snapshot, self._tables[self._names[0]], start, stop, payload)
         for rank, name in enumerate(self._names):
             if rank == 0:
@@ -103,13 +114,14 @@ class ShardGather:
                 self._run("recv", piece, rank, deadline)
                 scatter_runs(piece, table, start, stop, payload)
 
-    def give(self, snapshot: torch.Tensor, deadline: Deadline) -> int:
-        """Send this rank's pieces of every bucket to rank 0; returns the bytes sent (every other rank)."""
+    def give(self, snapshot: torch.Tensor, ready: Callable[[int], None], deadline: Deadline) -> int:
+        """Send this rank's pieces of every bucket to rank 0; returns the bytes sent (every other rank). `ready` as for `fill`."""
         table, total = self._tables[self._names[self._rank]], 0
         for index in range(self._layout.bucket_count):
             start, stop = self._layout.window(index)
             nbytes = table.bytes_within(start, stop)
             if nbytes:
+                ready(table.snapshot_end(start, stop))
                 self._run("send", gather_runs(snapshot, table, start, stop, self._room(nbytes)), 0, deadline)
                 total += nbytes
         return total

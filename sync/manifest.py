@@ -34,7 +34,7 @@ ALIGNMENT_BYTES = 64
 CODEC_DENSE = "dense"
 _PART = "manifest"
 _LIMIT = 2**63
-"""Versions, sizes and offsets are signed 64-bit numbers in trailers and in torch."""
+"""Versions, sizes and offsets are signed 64-bit numbers in torch."""
 
 
 class _ManifestOnWire(BaseModel):
@@ -45,6 +45,8 @@ class _ManifestOnWire(BaseModel):
     base_version: None
     bucket_bytes: Annotated[int, Field(gt=0, lt=_LIMIT)]
     whole_tensors: bool = False
+    sealed: bool = True
+    lasting: bool = False
     # JSON has lists only, which strict mode would not take for tuples.
     tensors: list[
         Annotated[
@@ -82,6 +84,10 @@ class Manifest:
     """The version a delta applies to; None for the dense codec."""
     whole_tensors: bool = False
     """Whether buckets are cut between tensors."""
+    sealed: bool = True
+    """Whether every bucket has a seal, which receivers verify."""
+    lasting: bool = False
+    """Whether receivers may look at the buckets where they lie until they say that they are done."""
 
     def __post_init__(self) -> None:
         if self.bucket_bytes <= 0 or self.bucket_bytes % ALIGNMENT_BYTES:
@@ -168,6 +174,8 @@ class Manifest:
             "base_version": self.base_version,
             "bucket_bytes": self.bucket_bytes,
             "whole_tensors": self.whole_tensors,
+            "sealed": self.sealed,
+            "lasting": self.lasting,
             "tensors": [spec.to_plain() for spec in self.specs],
         }
 
@@ -183,7 +191,16 @@ class Manifest:
         specs: Sequence[TensorSpec] = [
             TensorSpec(name, tuple(shape), dtype_of(dtype)) for name, shape, dtype in wire.tensors
         ]
-        return cls(wire.version, tuple(specs), wire.bucket_bytes, wire.codec, wire.base_version, wire.whole_tensors)
+        return cls(
+            wire.version,
+            tuple(specs),
+            wire.bucket_bytes,
+            wire.codec,
+            wire.base_version,
+            wire.whole_tensors,
+            wire.sealed,
+            wire.lasting,
+        )
 
 
 def _aligned(nbytes: int) -> int:

@@ -141,7 +141,7 @@ class Connected(_Message):
 
 
 class Offer(_Message):
-    """A version is snapshot and ready to stream."""
+    """A version is being snapshot; it can be streamed as far as it is."""
 
     type: Literal["offer"] = "offer"
     name: str

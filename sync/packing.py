@@ -1,7 +1,8 @@
 """From local shards to buckets: where each byte of a rank's snapshot belongs in the stream.
 
-Every trainer rank copies its own shards, and nothing else, into one flat *snapshot* in the wire dtype. A bucket is then
-filled from the snapshots of all ranks: no rank ever holds a full large tensor.
+Every trainer rank copies its own shards, and nothing else, into one flat *snapshot* in the wire dtype. Where one rank holds
+everything its snapshot is the stream, and buckets are sent from it in place. Elsewhere a bucket is filled from the snapshots of
+all ranks: no rank ever holds a full large tensor.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ class RunTable:
         self._starts = [run.stream for run in self.runs]
 
     @classmethod
-    def of_shards(cls, shards: Sequence[LocalShard], manifest: Manifest) -> RunTable:
-        """The runs of `shards`, whose snapshot places follow `snapshot_offsets`."""
+    def of_shards(cls, shards: Sequence[LocalShard], places: Sequence[int], manifest: Manifest) -> RunTable:
+        """The runs of `shards`, which lie at `places` of the rank's snapshot."""
         offsets = {entry.spec.name: entry.offset for entry in manifest.entries}
         return cls(
             [
                 Run(offsets[shard.spec.name] + shard.start * shard.spec.dtype.itemsize, place, shard.nbytes)
-                for shard, place in zip(shards, snapshot_offsets(shards), strict=True)
+                for shard, place in zip(shards, places, strict=True)
                 if shard.nbytes
             ]
         )
@@ -66,6 +67,10 @@ class RunTable:
         """How many bytes of the window this rank holds."""
         return sum(run.nbytes for run in self.within(start, stop))
 
+    def snapshot_end(self, start: int, stop: int) -> int:
+        """One past the last byte of the snapshot that is needed for the window."""
+        return max((run.snapshot + run.nbytes for run in self.within(start, stop)), default=0)
+
     def to_plain(self) -> list[list[int]]:
         """As JSON."""
         return [[run.stream, run.snapshot, run.nbytes] for run in self.runs]
@@ -81,18 +86,19 @@ class RunTable:
             raise ProtocolError(f"not a table of runs: {where}: {first['msg']}.", part=_PART) from None
 
 
-def snapshot_offsets(shards: Sequence[LocalShard]) -> list[int]:
-    """First byte of each shard in the rank's snapshot, aligned."""
-    offsets, place = [], 0
+def compact_places(shards: Sequence[LocalShard]) -> list[int]:
+    """First byte of each shard in a snapshot that holds nothing else, aligned."""
+    places, place = [], 0
     for shard in shards:
-        offsets.append(place)
+        places.append(place)
         place += -(-shard.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    return offsets
+    return places
 
 
-def snapshot_bytes(shards: Sequence[LocalShard]) -> int:
-    """Size of the rank's snapshot buffer."""
-    return sum(-(-shard.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for shard in shards)
+def stream_places(shards: Sequence[LocalShard], manifest: Manifest) -> list[int]:
+    """First byte of each shard in a snapshot that is the stream itself: a rank that holds everything sends from it in place."""
+    offsets = {entry.spec.name: entry.offset for entry in manifest.entries}
+    return [offsets[shard.spec.name] + shard.start * shard.spec.dtype.itemsize for shard in shards]
 
 
 def check_complete(manifest: Manifest, tables: Mapping[str, RunTable]) -> None:

@@ -1,8 +1,8 @@
 """`Publisher`: the trainer rank's end. Snapshots behind the optimizer's back, packs, seals and sends.
 
-On every trainer rank there is one. Each copies its own shards into a snapshot; the rank with an engine sender (rank 0)
-fills buckets from all ranks' snapshots and sends them, the others hand it their pieces over a process group of their own
-that the training never uses.
+On every trainer rank there is one. Each copies its own shards into a snapshot, on one thread; on another, the rank with an
+engine sender (rank 0) sends what is there already, in place where it holds everything. Else it fills buckets from all ranks'
+snapshots: the others hand it their pieces over a process group of their own that the training never uses.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,33 +29,41 @@ from weightlane.ckpt_engines import (
 )
 from weightlane.plugins import RunHooks
 
+from .bucket_source import BucketSource, InPlace, Packed
+from .config import Integrity
 from .devices import buffer_device
 from .gather import ShardGather
 from .manifest import Manifest
 from .messages import Connect, EngineTraits, Go, Message, Offer, Sent
-from .packing import RunTable
+from .packing import RunTable, compact_places, stream_places
 from .participant import Participant
+from .progress import Progress
 from .rendezvous import RendezvousAddress
-from .send_pipeline import SendPipeline
+from .seal import SealMail
+from .send_memory import SendMemory
+from .send_pipeline import IN_FLIGHT, SendPipeline
 from .snapshot import Snapshot
 from .tensor_spec import LocalShard, TensorSpec
 
 _log = logging.getLogger(__name__)
+_NOTABLE_S = 0.05
+"""A fence that takes longer is worth a line in the log, once."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Publication:
     version: int
     mark: torch.cuda.Event | None
-    snapshot_done: threading.Event = field(default_factory=threading.Event)
-    error: BaseException | None = None
+    progress: Progress
+    """Of its snapshot."""
 
 
 class Publisher(Participant):
     """Publishes weight versions of one trainer rank.
 
     The newest snapshot is kept until the next `publish`: it can be sent again, on another connection after a failure or to a
-    replica that joins late.
+    replica that joins late. It is streamed while it is being taken. Where one rank holds everything, it is taken in memory of
+    the engine and sent from there in place.
 
     Args:
         name: This participant's name, e.g. ``"trainer-0"``.
@@ -67,7 +75,11 @@ class Publisher(Participant):
         engine: The transport; used by rank 0 only.
         bucket_bytes: Payload of a bucket.
         deadline_s: Longest time the fence waits for a snapshot, in seconds.
+        integrity: ``"full"`` to seal every bucket, ``"off"`` to leave it to the transport.
         hooks: Observers; those of this process by default.
+
+    Raises:
+        StorageError: There is no room for the snapshot in the engine's memory.
     """
 
     def __init__(
@@ -82,31 +94,55 @@ class Publisher(Participant):
         engine: CheckpointEngine,
         bucket_bytes: int,
         deadline_s: float = 60.0,
+        integrity: Integrity = "full",
         hooks: RunHooks | None = None,
     ) -> None:
-        super().__init__(name, rendezvous, hooks)
+        self._in_place = world == 1
         self._rank, self._world = rank, world
         self._engine = engine
-        self._layout = Manifest(0, tuple(specs), bucket_bytes, whole_tensors=engine.capabilities.persistent)
-        self._table = RunTable.of_shards(shards, self._layout)
+        self._layout = Manifest(
+            0,
+            tuple(specs),
+            bucket_bytes,
+            whole_tensors=engine.capabilities.persistent,
+            sealed=integrity == "full",
+            lasting=self._in_place and engine.capabilities.views,
+        )
+        places = stream_places(shards, self._layout) if self._in_place else compact_places(shards)
+        self._table = RunTable.of_shards(shards, places, self._layout)
         self._deadline_s = deadline_s
-        self._snapshot = Snapshot(shards, buffer_device(engine, next((shard.data.device for shard in shards), None)))
+        self._snapshot = Snapshot(shards, places)
+        device = buffer_device(engine, next((shard.data.device for shard in shards), None))
+        nbytes = self._layout.total_bytes if self._in_place else self._snapshot.nbytes
+        self._memory = SendMemory(engine if self._in_place else None, nbytes, device, pinned=self._snapshot.from_cuda)
+        self._buffers: list[SendMemory] = []
+        """Two to fill with what several ranks hold, on the sending rank."""
+        super().__init__(name, rendezvous, hooks)
         self._sender: WeightSender | None = None
         self._pipeline: SendPipeline | None = None
         self._gather: ShardGather | None = None
         self._changed = threading.Condition()
         self._next: _Publication | None = None
         """Published, its snapshot not begun."""
-        self._held = -1
-        """The version the snapshot holds; -1 while there is none or it is being taken."""
+        self._held: _Publication | None = None
+        """Whose snapshot the memory holds or is getting."""
+        self._streaming = False
+        """Whether the memory is being sent from."""
+        self._exposed: set[tuple[str, int]] = set()
+        """Sessions and versions in which receivers were shown the memory."""
         self._offered_to = ""
         """The session in which the held version was offered."""
         self._go: Go | None = None
         self._unsent = -1
         """The newest published version while nobody has sent it or given it up."""
         self._fence: _Publication | None = None
-        self._worker = threading.Thread(target=self._run, name=f"weightlane-publish-{name}", daemon=True)
-        self._worker.start()
+        self._said_slow = False
+        self._workers = [
+            threading.Thread(target=target, name=f"weightlane-{kind}-{name}", daemon=True)
+            for kind, target in (("snapshot", self._take_all), ("publish", self._run))
+        ]
+        for worker in self._workers:
+            worker.start()
         self.start()
 
     @property
@@ -125,7 +161,8 @@ class Publisher(Participant):
         """
         if self._closed.is_set():
             raise ClosedError("publish was called on a closed publisher.", part=self.name)
-        publication = _Publication(version, self._snapshot.mark())
+        progress = Progress(f"the snapshot of version {version}", self.name)
+        publication = _Publication(version, self._snapshot.mark(), progress)
         self._outcomes.begin(version)
         self._fence = publication
         with self._changed:
@@ -133,25 +170,34 @@ class Publisher(Participant):
             self._unsent = version
             self._changed.notify_all()
         if given_up is not None:
-            given_up.snapshot_done.set()
             self._report_superseded(given_up.version)
 
-    def fence(self) -> float:
+    def fence(self, names: Collection[str] | None = None) -> float:
         """Wait until the newest published version is snapshot, so that parameters may change. Returns the seconds waited.
+
+        With `names`, of checkpoint tensors, wait for what this rank holds of those alone: the others must not change yet.
 
         Raises `DeadlineExceededError` when the snapshot takes longer than the deadline, or what made it fail.
         """
         publication = self._fence
         if publication is None:
             return 0.0
+        until = self._snapshot.nbytes
+        if names is not None:
+            until = max((self._snapshot.ends.get(name, 0) for name in names), default=0)
         started = time.perf_counter()
-        deadline = Deadline.after(self._deadline_s)
-        if not publication.snapshot_done.wait(deadline.remaining_s):
-            raise deadline.error(f"the snapshot of version {publication.version}", part=self.name)
-        if publication.error is not None:
-            raise publication.error
-        self._fence = None
-        return time.perf_counter() - started
+        publication.progress.wait(until, Deadline.after(self._deadline_s))
+        seconds = time.perf_counter() - started
+        if seconds > _NOTABLE_S and not self._said_slow:
+            self._said_slow = True
+            _log.warning(
+                "%s: the optimizer waited %.2f s for the snapshot of version %d, which is slower than a step here;"
+                " not said again.",
+                self.name,
+                seconds,
+                publication.version,
+            )
+        return seconds
 
     def wait(self, version: int, timeout_s: float) -> None:
         """Block until `version` serves. Raises `SyncAbortedError` with the reason everybody got."""
@@ -162,7 +208,10 @@ class Publisher(Participant):
         super().close()
         with self._changed:
             self._changed.notify_all()
-        self._worker.join(5.0)
+        for worker in self._workers:
+            worker.join(5.0)
+        for memory in (self._memory, *self._buffers):
+            memory.close()
 
     # -- control thread -------------------------------------------------------------------------------------------------
 
@@ -186,7 +235,7 @@ class Publisher(Participant):
             self._rank,
             self._table,
             self._layout,
-            self._snapshot.data.device,
+            self._memory.data.device,
             deadline,
         )
         with self._changed:
@@ -197,8 +246,11 @@ class Publisher(Participant):
             gather.close()
             raise self._closed_while_connecting()
         if sender is not None:
-            pipeline = SendPipeline(sender, self._layout, list(topology.receivers), on_sent=self._sent)
+            seals = SealMail(self.rendezvous.mailbox(f"seals/{message.session}"))
+            receivers = list(topology.receivers)
+            pipeline = SendPipeline(message.session, sender, self._layout, receivers, seals, on_sent=self._sent)
             try:
+                self._make_buffers()
                 pipeline.connect(topology, self.rendezvous.mailbox(f"engine/{message.session}"), deadline)
             except BaseException:
                 pipeline.close()
@@ -209,6 +261,12 @@ class Publisher(Participant):
             if not kept:
                 pipeline.close()
                 raise self._closed_while_connecting()
+
+    def _make_buffers(self) -> None:
+        """What is needed to send, got once."""
+        largest, device = self._layout.largest_bucket_bytes, self._memory.data.device
+        while not self._in_place and len(self._buffers) < IN_FLIGHT:
+            self._buffers.append(SendMemory(self._engine, largest, device))
 
     def _is_current(self, session: str) -> bool:
         """Whether what was connected for `session` is to be kept; ask under `_changed`."""
@@ -254,75 +312,108 @@ class Publisher(Participant):
             if self._unsent == version:
                 self._unsent = -1
 
+    # -- snapshot thread ------------------------------------------------------------------------------------------------
+
+    def _take_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._closed.is_set() or (self._next is not None and not self._streaming)
+                )
+                if self._closed.is_set():
+                    return
+                publication, self._next = self._next, None
+                assert publication is not None, "it was waited for"
+                self._held, self._offered_to = None, ""
+            try:
+                self._take(publication)
+            except Exception as error:  # noqa: BLE001 - the fence raises it in the training thread
+                with self._changed:
+                    self._held = None
+                ours = as_weightlane_error(error, self.name)
+                publication.progress.fail(ours)
+                self._report(publication.version, self.session, ours)
+
+    def _take(self, publication: _Publication) -> None:
+        self._have_memory()
+        started = time.perf_counter()
+        with self._changed:  # it can be offered, and streamed as far as it is there
+            self._held = publication
+            self._changed.notify_all()
+        self._snapshot.take(self._memory.data, publication.mark, publication.progress)
+        facts = {
+            "seconds": time.perf_counter() - started,
+            "nbytes": self._snapshot.nbytes,
+            "participant": self.name,
+        }
+        self.hooks.snapshot_taken(version=publication.version, facts=facts)
+
+    def _have_memory(self) -> None:
+        """See to it that nobody looks at the memory: wait for the receivers, or take other memory where they cannot say."""
+        try:
+            for session, version in self._exposed:
+                pipeline = self._pipeline
+                if pipeline is None or pipeline.session != session:
+                    raise ClosedError(f"session {session} is over.", part=self.name)
+                pipeline.reclaim(version, Deadline.after(self._deadline_s))
+        except WeightlaneError as error:
+            if self._closed.is_set():
+                raise
+            _log.info("%s: other memory is taken, receivers may still look at the old: %s", self.name, error)
+            self._memory.renew()
+        self._exposed.clear()
+
     # -- publishing thread ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed.is_set() or self._work_waiting())
+                self._changed.wait_for(lambda: self._closed.is_set() or self._may_stream() or self._may_offer())
                 if self._closed.is_set():
                     return
-                go = publication = None
+                go, held = None, self._held
+                assert held is not None, "it was waited for"
                 if self._may_stream():
                     go, self._go = self._go, None
-                else:
-                    publication, self._next = self._next, None
-            if go is not None and go.version < self._held:
+                    self._streaming = go is not None and go.version == held.version
+            if go is None:
+                self._offer(held)
+            elif go.version < held.version:
                 self._report_superseded(go.version)
-            elif go is not None:
-                self._stream(go)
-            elif publication is not None:
-                self._take(publication)
             else:
-                self._offer()
-
-    def _work_waiting(self) -> bool:
-        return self._may_stream() or self._next is not None or self._may_offer()
+                try:
+                    self._stream(go, held)
+                finally:
+                    with self._changed:
+                        self._streaming = False
+                        self._changed.notify_all()
 
     def _may_stream(self) -> bool:
         # Another rank may have published, and the coordinator gone ahead, before this one.
-        return self._go is not None and self._go.version <= self._held
+        return self._go is not None and self._held is not None and self._go.version <= self._held.version
 
     def _may_offer(self) -> bool:
-        return self._held >= 0 and bool(self.ready_session) and self._offered_to != self.ready_session
+        return self._held is not None and bool(self.ready_session) and self._offered_to != self.ready_session
 
-    def _take(self, publication: _Publication) -> None:
-        given_up = self._held if self._held == self._unsent else -1
-        self._held = -1
-        started = time.perf_counter()
-        try:
-            self._snapshot.take(publication.mark)
-        except Exception as error:  # noqa: BLE001 - the fence raises it in the training thread
-            publication.error = as_weightlane_error(error, self.name)
-        publication.snapshot_done.set()
-        if publication.error is not None:
-            self._report(publication.version, self.session, publication.error)
-            return
-        self._held, self._offered_to = publication.version, ""
-        facts = {
-            "seconds": time.perf_counter() - started,
-            "nbytes": self._snapshot.data.numel(),
-            "participant": self.name,
-        }
-        self.hooks.snapshot_taken(version=publication.version, facts=facts)
-        if given_up >= 0:
-            self._report_superseded(given_up)
-
-    def _offer(self) -> None:
+    def _offer(self, held: _Publication) -> None:
         """Offer the held version in the present session; rank 0 speaks for all ranks."""
-        session = self._offered_to = self.ready_session
+        with self._changed:
+            session = self.ready_session
+            if self._held is not held:
+                return
+            self._offered_to = session
         if self._rank != 0:
             return
         try:
-            manifest = replace(self._layout, version=self._held)
-            self._tell(Offer(name=self.name, session=session, version=self._held, manifest=manifest.to_plain()))
+            manifest = replace(self._layout, version=held.version)
+            self._tell(Offer(name=self.name, session=session, version=held.version, manifest=manifest.to_plain()))
         except WeightlaneError as error:
-            _log.warning("%s: version %d could not be offered: %s", self.name, self._held, error)
+            _log.warning("%s: version %d could not be offered: %s", self.name, held.version, error)
 
-    def _stream(self, go: Go) -> None:
+    def _stream(self, go: Go, held: _Publication) -> None:
         try:
             started = time.perf_counter()
-            nbytes = self._send(go, Deadline.after(go.deadline_s))
+            nbytes = self._send(go, held, Deadline.after(go.deadline_s))
             seconds = time.perf_counter() - started
             self._settled(go.version)
             self._tell(Sent(name=self.name, session=go.session, version=go.version, nbytes=nbytes, seconds=seconds))
@@ -333,19 +424,29 @@ class Publisher(Participant):
     def _report_superseded(self, version: int) -> None:
         self._report(version, self.session, _superseded(version, self.name))
 
-    def _send(self, go: Go, deadline: Deadline) -> int:
+    def _send(self, go: Go, held: _Publication, deadline: Deadline) -> int:
         gather, pipeline = self._gather, self._pipeline
         if gather is None:
             raise ClosedError("the connection was closed before the version was sent.", part=self.name)
+        snapshot = self._memory.data
+
+        def ready(until_bytes: int) -> None:
+            held.progress.wait(until_bytes, deadline)
+
         if pipeline is None:
-            return gather.give(self._snapshot.data, deadline)
-        return pipeline.send_version(
-            go.version,
-            lambda index, payload: gather.fill(self._snapshot.data, index, payload, deadline),
-            deadline,
-            receivers=go.receivers,
-            stall_s=go.stall_s,
-        )
+            return gather.give(snapshot, ready, deadline)
+        source: BucketSource
+        if self._in_place:
+            source = InPlace(snapshot, self._layout, ready)
+        else:
+            source = Packed(
+                [buffer.data for buffer in self._buffers],
+                self._layout,
+                lambda index, data: gather.fill(snapshot, index, data, ready, deadline),
+            )
+        if self._layout.lasting:
+            self._exposed.add((pipeline.session, go.version))
+        return pipeline.send_version(go.version, source, deadline, receivers=go.receivers, stall_s=go.stall_s)
 
     def _sent(self, version: int, index: int, nbytes: int, seconds: float) -> None:
         facts = {"seconds": seconds, "nbytes": nbytes, "participant": self.name}

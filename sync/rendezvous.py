@@ -199,6 +199,15 @@ class StoreMailbox:
                 raise
             raise ProtocolError(f"{key!r} in mailbox {self._scope} is not JSON: {error}.", part="mailbox") from None
 
+    def delete(self, key: str) -> None:
+        """Forget `key`, which need not be there. Nobody may be waiting for it."""
+        try:
+            self._store.delete_key(key)
+        except dist.DistError as error:
+            raise ClosedError(
+                f"the rendezvous store is gone, and with it mailbox {self._scope}.", part="mailbox"
+            ) from error
+
     def _context(self, key: str) -> str:
         return f"mailbox/{self._scope}/{key}"
 

@@ -1,4 +1,4 @@
-"""Double buffering on the sending rank: while the engine sends one bucket, the next one is packed and sealed."""
+"""Double buffering on the sending rank: while the engine sends one bucket, the next one is made ready and sealed."""
 
 from __future__ import annotations
 
@@ -7,20 +7,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import replace
 
-import torch
-
 from weightlane.ckpt_engines import Bucket, ClosedError, Deadline, Mailbox, Topology, WeightlaneError, WeightSender
 
+from .bucket_source import BucketSource
 from .manifest import Manifest
-from .trailer import TRAILER_BYTES, seal
+from .seal import SEALS_FILE, SealMail, seal, seals_document
 from .version_files import version_files
 
-_BUFFERS = 2
+IN_FLIGHT = 2
+"""How many buckets are in the engine's hands or next to be."""
 _PART = "send pipeline"
-
-FillBucket = Callable[[int, torch.Tensor], None]
-"""Fills the payload (uint8, window-sized) of the bucket with the given index."""
-
 
 OnSent = Callable[[int, int, int, float], None]
 """Told of every sent bucket: version, index, bytes, seconds."""
@@ -30,67 +26,75 @@ class SendPipeline:
     """Sends versions through one engine sender, which is called from one thread of this pipeline only.
 
     Args:
+        session: Name of the connection.
         sender: The engine's half; closed by its owner.
-        layout: The stream. If its buckets hold whole tensors, the engine is a persistent one, and told of every version.
+        layout: The stream, and whether its buckets are sealed and lasting. If they hold whole tensors, the engine is a
+            persistent one, and told of every version.
         receivers: Everybody who is connected.
+        seals: Where receivers look for seals.
         on_sent: Called on the pipeline's thread.
     """
 
     def __init__(
-        self, sender: WeightSender, layout: Manifest, receivers: Sequence[str], on_sent: OnSent | None = None
+        self,
+        session: str,
+        sender: WeightSender,
+        layout: Manifest,
+        receivers: Sequence[str],
+        seals: SealMail,
+        on_sent: OnSent | None = None,
     ) -> None:
+        self.session = session
         self._sender = sender
         self._layout = layout
         self._receivers = receivers
+        self._mail = seals
         self._on_sent = on_sent
+        self._seals: dict[int, list[str]] = {}
+        """Of versions that may be committed, with a persistent engine."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weightlane-send")
-        self._buffers: list[torch.Tensor] = []
 
     def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:
-        """Connect the sender and allocate (and touch) the buffers it sends from."""
-
-        def run() -> None:
-            self._sender.connect(topology, mailbox, deadline)
-            largest = self._layout.largest_bucket_bytes + TRAILER_BYTES
-            self._buffers = [
-                self._sender.allocate(largest).zero_() for _ in range(min(_BUFFERS, self._layout.bucket_count))
-            ]
-
-        self._thread.submit(run).result()
+        """Connect the sender."""
+        self._thread.submit(self._sender.connect, topology, mailbox, deadline).result()
 
     def send_version(
         self,
         version: int,
-        fill: FillBucket,
+        source: BucketSource,
         deadline: Deadline,
         *,
         receivers: Sequence[str] | None = None,
         stall_s: float = float("inf"),
     ) -> int:
-        """Fill, seal and send every bucket of `version` to `receivers`, everybody by default; returns the bytes sent.
+        """Seal and send every bucket of `version` to `receivers`, everybody by default; returns the bytes sent.
 
-        No bucket may take longer than `stall_s` seconds. Raises what the engine raises.
+        No bucket may take longer than `stall_s` seconds. Raises what the engine or the source raises.
         """
         to = self._receivers if receivers is None else receivers
         opened = self._thread.submit(self._open_version, version, deadline)
-        sending: list[Future[None] | None] = [None] * _BUFFERS
+        sending: list[Future[None] | None] = [None] * IN_FLIGHT
+        seals: list[str] = []
         total = 0
         for index in range(self._layout.bucket_count):
-            slot = index % _BUFFERS
+            slot = index % IN_FLIGHT
             if (earlier := sending[slot]) is not None:
                 earlier.result()
-            start, stop = self._layout.window(index)
-            framed = self._buffers[slot][: stop - start + TRAILER_BYTES]
-            fill(index, framed[:-TRAILER_BYTES])
-            seal(framed, version, index)
+            data = source.bucket(index)
+            if self._layout.sealed:
+                seals.append(seal(data))
+                self._mail.put(version, index, seals[-1])
             opened.result()
-            bucket = Bucket(version, index, framed, TRAILER_BYTES)
+            bucket = Bucket(version, index, data, self._layout.lasting)
             sending[slot] = self._thread.submit(self._send, bucket, to, deadline, stall_s)
-            total += framed.numel()
+            total += data.numel()
         for future in sending:
             if future is not None:
                 future.result()
         opened.result()
+        if self._layout.whole_tensors and self._layout.sealed:
+            self._seals = {other: kept for other, kept in self._seals.items() if other > version - IN_FLIGHT}
+            self._seals[version] = seals
         return total
 
     def _open_version(self, version: int, deadline: Deadline) -> None:
@@ -105,9 +109,22 @@ class SendPipeline:
 
     def commit_version(self, version: int, deadline: Deadline) -> None:
         """`version` serves: readers of a store find it from now on. Raises what the engine raises."""
-        closed = ClosedError(f"closed before version {version} was committed.", part=_PART)
+        seals = self._seals.get(version)
+        documents = {} if seals is None else {SEALS_FILE: seals_document(seals)}
+        self._wait_for(
+            f"version {version} to be committed",
+            lambda: self._sender.commit_version(version, documents, deadline),
+            deadline,
+        )
+
+    def reclaim(self, version: int, deadline: Deadline) -> None:
+        """Return once no receiver looks at lasting buckets of `version`. Raises what the engine raises."""
+        self._wait_for(f"version {version} to be given back", lambda: self._sender.reclaim(version, deadline), deadline)
+
+    def _wait_for(self, what: str, call: Callable[[], None], deadline: Deadline) -> None:
+        closed = ClosedError(f"closed while waiting for {what}.", part=_PART)
         try:
-            done = self._thread.submit(self._sender.commit_version, version, deadline)
+            done = self._thread.submit(call)
         except RuntimeError as error:  # the executor takes nothing any more
             raise closed from error
         try:
@@ -117,9 +134,8 @@ class SendPipeline:
         except TimeoutError as error:
             if isinstance(error, WeightlaneError):
                 raise
-            raise deadline.error(f"version {version} to be committed", part=_PART) from error
+            raise deadline.error(what, part=_PART) from error
 
     def close(self) -> None:
         """Let the sending thread end; the sender itself is closed by its owner. Idempotent."""
         self._thread.shutdown(wait=False, cancel_futures=True)
-        self._buffers = []

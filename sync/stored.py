@@ -11,7 +11,7 @@ from weightlane.ckpt_engines import Bucket, Deadline, StagingMemoryError, Storag
 from weightlane.ckpt_engines.stored_version import StoredVersion
 
 from .manifest import Manifest
-from .trailer import TRAILER_BYTES, verify
+from .seal import SEALS_FILE, seals_of_document, verify
 from .version_files import MANIFEST_FILE, manifest_of_document
 
 
@@ -19,6 +19,8 @@ def read_version(
     path_or_url: str, storage_options: Mapping[str, Any] | None = None, *, timeout_s: float = 600.0
 ) -> tuple[Manifest, dict[str, torch.Tensor]]:
     """The newest committed version that the ``filesystem`` engine keeps at `path_or_url`, every checksum verified.
+
+    A version that was published with ``sync.integrity = "off"`` has none.
 
     May be called while a run goes on, and after it has ended in whatever way.
 
@@ -54,17 +56,21 @@ def read_version(
 def _read(stored: StoredVersion, deadline: Deadline) -> tuple[Manifest, dict[str, torch.Tensor]]:
     manifest = manifest_of_document(stored.document(MANIFEST_FILE, deadline))
     try:
-        memory = torch.empty(manifest.total_bytes + TRAILER_BYTES, dtype=torch.uint8)
+        memory = torch.empty(manifest.total_bytes, dtype=torch.uint8)
     except RuntimeError as error:
         raise StagingMemoryError(
             f"there is no memory for the {manifest.total_bytes / 2**20:.0f} MiB of version {stored.version}.",
             part=f"stored version {stored.location}",
         ) from error
+    seals = None
+    if manifest.sealed:
+        seals = seals_of_document(stored.document(SEALS_FILE, deadline), manifest.bucket_count)
     for index in range(manifest.bucket_count):
         start, stop = manifest.window(index)
-        framed = memory[start : stop + TRAILER_BYTES]  # as when staging, the next payload overwrites the trailer
-        stored.read(Bucket(stored.version, index, framed, TRAILER_BYTES), deadline)
-        verify(framed, stored.version, index, peer=stored.location)
+        data = memory[start:stop]
+        stored.read(Bucket(stored.version, index, data), deadline)
+        if seals is not None:
+            verify(data, seals[index], stored.version, index, peer=stored.location)
     return manifest, {
         entry.spec.name: memory[entry.offset : entry.end].view(entry.spec.dtype).view(entry.spec.shape)
         for entry in manifest.entries

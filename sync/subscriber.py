@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from weightlane.ckpt_engines import (
     CommitError,
     Deadline,
     Topology,
+    WeightlaneError,
     WeightReceiver,
 )
 from weightlane.plugins import RunHooks
@@ -28,26 +30,47 @@ from .manifest import Manifest
 from .messages import Accepted, Connect, EngineTraits, Message, Open, Staged
 from .participant import Participant
 from .rendezvous import RendezvousAddress
+from .seal import SealMail, verify
 from .staging import Staging
-from .trailer import TRAILER_BYTES, verify
+
+_log = logging.getLogger(__name__)
+_RELEASE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """What a session's buckets come through."""
+
+    session: str
+    receiver: WeightReceiver
+    sender: str
+    seals: SealMail
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
+    """A version to stage."""
+
     manifest: Manifest
-    session: str
-    receiver: WeightReceiver
-    sender: str
+    link: _Link
     deadline: Deadline
     stall_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Settle:
+    """A version that was loaded, or about which the verdict has come."""
+
+    version: int
 
 
 class Subscriber(Participant):
     """Stages weight versions for one rollout rank.
 
     A control thread checks every offered manifest against `expectation` and answers; a staging thread receives the buckets
-    into one buffer and verifies each. Nothing touches the live model: whoever commits calls `take`, loads, and `release`.
-    Where `staging_limit_bytes` allows two versions, the one that serves is kept until the next one has committed:
+    into one buffer, or looks at them in the sender's memory where the engine can, and verifies each. Nothing touches the
+    live model: whoever commits calls `take`, loads, and `release`. Where `staging_limit_bytes` leaves room for it, the version
+    that serves is kept until the next one has committed:
     `take_previous` is what a failed commit is undone with.
 
     Args:
@@ -79,14 +102,16 @@ class Subscriber(Participant):
         self._expectation = expectation
         self._staging = Staging(name, staging_limit_bytes, buffer_device(engine, device))
         self._receiver: WeightReceiver | None = None
-        self._sender = ""
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._link: _Link | None = None
+        self._shown: dict[int, _Link] = {}
+        """Versions that are looked at in their sender's memory; the staging thread's."""
+        self._jobs: queue.SimpleQueue[_Job | _Settle | None] = queue.SimpleQueue()
         self._worker = threading.Thread(target=self._run, name=f"weightlane-stage-{name}", daemon=True)
         self._worker.start()
         self.start()
 
     def take(self, version: int) -> dict[str, torch.Tensor]:
-        """The staged, verified tensors of `version` by name: views of the staging memory, valid until `release`.
+        """The staged, verified tensors of `version` by name: views of memory that must not be written to, valid until `release`.
 
         Raises `SyncAbortedError` if the version was given up, or `CommitError` if it is not staged.
         """
@@ -107,6 +132,7 @@ class Subscriber(Participant):
     def release(self, version: int) -> None:
         """Whoever took `version` is done: its tensors must not be used any more."""
         self._staging.release(version)
+        self._jobs.put(_Settle(version))
 
     def wait(self, version: int, timeout_s: float) -> None:
         """Block until `version` serves. Raises `SyncAbortedError` with the reason everybody got."""
@@ -125,25 +151,30 @@ class Subscriber(Participant):
         return dict(self._receiver.address()), None
 
     def _connect_half(self, message: Connect, topology: Topology, deadline: Deadline) -> None:
+        (sender,) = topology.senders
+        seals = SealMail(self.rendezvous.mailbox(f"seals/{message.session}"))
         with self._turn:  # this thread may be late, and another session begun
             receiver = self._receiver if self.session == message.session else None
             if receiver is not None:
-                (self._sender,) = topology.senders
+                self._link = _Link(message.session, receiver, sender, seals)
         if receiver is None:
             raise ClosedError("the connection was closed while connecting.", part=self.name)
         receiver.connect(topology, self.rendezvous.mailbox(f"engine/{message.session}"), deadline)
 
     def _close_half(self) -> None:
         receiver, self._receiver = self._receiver, None
+        self._link = None
         if receiver is not None:
             receiver.close()
         self._staging.drop()
 
     def _aborted(self, version: int) -> None:
         self._staging.abort(version)
+        self._jobs.put(_Settle(version))
 
     def _committed(self, version: int) -> None:
         self._staging.commit(version)
+        self._jobs.put(_Settle(version))
 
     def _handle(self, message: Message) -> None:
         if not isinstance(message, Open):
@@ -151,44 +182,103 @@ class Subscriber(Participant):
         self._outcomes.begin(message.version)
         manifest = Manifest.from_plain(message.manifest)
         check_coverage(manifest, self._expectation, part=self.name)
-        if self._receiver is None:
+        link = self._link
+        if link is None:
             raise ClosedError("a version was offered on a closed connection.", part=self.name)
-        self._staging.reserve(manifest)
-        deadline = Deadline.after(message.deadline_s)
-        self._jobs.put(_Job(manifest, self.session, self._receiver, self._sender, deadline, message.stall_s))
+        self._staging.reserve(manifest, lent=self._looks_at(manifest))
+        self._jobs.put(_Job(manifest, link, Deadline.after(message.deadline_s), message.stall_s))
         self._tell(Accepted(name=self.name, session=self.session, version=message.version))
+
+    def _looks_at(self, manifest: Manifest) -> bool:
+        """Whether the version stays in its sender's memory."""
+        return manifest.lasting and self._engine.capabilities.views
 
     # -- staging thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            manifest = job.manifest
+            if isinstance(job, _Settle):
+                self._settle(job.version)
+                continue
+            manifest, session = job.manifest, job.link.session
             try:
                 started = time.perf_counter()
-                self._receive(job)
+                lent = None
+                if self._looks_at(manifest):
+                    lent = self._look(job)
+                else:
+                    self._receive(job)
                 seconds = time.perf_counter() - started
-                if job.session == self.session:
-                    self._staging.complete(manifest)
+                if session == self.session:
+                    self._staging.complete(manifest, lent)
                 nbytes = manifest.total_bytes
                 facts = {"seconds": seconds, "nbytes": nbytes, "participant": self.name}
                 self.hooks.version_staged(version=manifest.version, facts=facts)
                 staged = Staged(
-                    name=self.name, session=job.session, version=manifest.version, nbytes=nbytes, seconds=seconds
+                    name=self.name, session=session, version=manifest.version, nbytes=nbytes, seconds=seconds
                 )
                 self._tell(staged)
             except Exception as error:  # noqa: BLE001 - the coordinator decides what becomes of the version
-                self._report(manifest.version, job.session, error)
+                self._report(manifest.version, session, error)
 
     def _receive(self, job: _Job) -> None:
-        manifest = job.manifest
+        """Receive every bucket into memory of our own."""
+        manifest, link = job.manifest, job.link
         memory = self._staging.memory(manifest)
         for index in range(manifest.bucket_count):
             start, stop = manifest.window(index)
-            # The trailer lands on the bytes that the next bucket's payload overwrites.
-            framed = memory[start : stop + TRAILER_BYTES]
-            started = time.perf_counter()
-            bucket = Bucket(manifest.version, index, framed, TRAILER_BYTES)
-            job.receiver.receive(bucket, job.sender, job.deadline.within(job.stall_s))
-            verify(framed, manifest.version, index, peer=job.sender)
-            facts = {"seconds": time.perf_counter() - started, "nbytes": stop - start, "participant": self.name}
-            self.hooks.bucket_received(version=manifest.version, index=index, facts=facts)
+            started, deadline = time.perf_counter(), job.deadline.within(job.stall_s)
+            link.receiver.receive(Bucket(manifest.version, index, memory[start:stop]), link.sender, deadline)
+            self._arrived(job, index, memory[start:stop], started, deadline)
+
+    def _look(self, job: _Job) -> torch.Tensor | None:
+        """Look at every bucket; the whole stream where it lies, or None after copying it where it is in pieces."""
+        manifest, link = job.manifest, job.link
+        # Of older sessions nothing can be given back: their senders take other memory.
+        self._shown = {version: other for version, other in self._shown.items() if other.session == link.session}
+        self._shown[manifest.version] = link
+        shown: list[torch.Tensor] = []
+        for index in range(manifest.bucket_count):
+            start, stop = manifest.window(index)
+            started, deadline = time.perf_counter(), job.deadline.within(job.stall_s)
+            shown.append(link.receiver.view(manifest.version, index, stop - start, link.sender, deadline))
+            self._arrived(job, index, shown[-1], started, deadline)
+        if (stream := adjoined(shown)) is not None:
+            return stream
+        memory = self._staging.memory(manifest)
+        for index, bucket in enumerate(shown):
+            start, stop = manifest.window(index)
+            memory[start:stop].copy_(bucket)
+        return None
+
+    def _arrived(self, job: _Job, index: int, data: torch.Tensor, started: float, deadline: Deadline) -> None:
+        version = job.manifest.version
+        if job.manifest.sealed:
+            verify(data, job.link.seals.get(version, index, deadline), version, index, peer=job.link.sender)
+        facts = {"seconds": time.perf_counter() - started, "nbytes": data.numel(), "participant": self.name}
+        self.hooks.bucket_received(version=version, index=index, facts=facts)
+
+    def _settle(self, version: int) -> None:
+        """Give a version's memory back to its sender once nobody here looks at it."""
+        try:
+            if version not in self._shown or not self._staging.settle(version):
+                return
+            link = self._shown.pop(version)
+            link.receiver.release(version, Deadline.after(_RELEASE_S))
+        except WeightlaneError as error:
+            _log.debug(
+                "%s: version %d was not given back, its sender takes other memory: %s", self.name, version, error
+            )
+
+
+def adjoined(views: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """One view of `views`, 1-D uint8, if each begins where the one before ends in the same storage; else None."""
+    if not views:
+        return torch.empty(0, dtype=torch.uint8)
+    first, total = views[0], sum(view.numel() for view in views)
+    place, storage = first.storage_offset(), first.untyped_storage()
+    for view in views:
+        if view.untyped_storage().data_ptr() != storage.data_ptr() or view.storage_offset() != place:
+            return None
+        place += view.numel()
+    return first.as_strided((total,), (1,), first.storage_offset())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ class TrainingEngine(ABC):
         2. [all]   ``setup(model_dir, seed)``                     joins the other ranks, loads the weights
         3. [all]   ``load(directory)``                            optional: go on from a saved state
         4. [all]   ``forward_backward(batch, loss)``              } once or more, then
-           [all]   ``optim_step(before_step)``                    } once: one training step
+           [all]   ``optim_step(before_change)``                  } once: one training step
         5. [any]   ``local_shards(wire_dtype)``                   whenever no `optim_step` runs; never talks to a peer
         6. [all]   ``save(directory)``, ``export_hf(directory)``  between training steps
         7. [each]  ``close()``                                    any number of times
@@ -79,12 +79,18 @@ class TrainingEngine(ABC):
         """
 
     @abstractmethod
-    def optim_step(self, before_step: Callable[[], None]) -> float:
-        """Clip the gradients, call `before_step`, change the parameters, clear the gradients.
+    def optim_step(self, before_change: Callable[[Collection[str]], None]) -> float:
+        """Clip the gradients over all parameters, then change these part by part, and clear the gradients.
 
-        `before_step` is the publication fence: it returns once nobody reads the parameters any more, and is called directly
-        before they change. When it raises, or when the gradient norm is not finite (`WeightlaneError`, on every rank and
-        before the fence), no parameter has changed.
+        `before_change` is the publication fence. It is called with the names of checkpoint tensors, directly before the first
+        of their elements changes, and returns once nobody reads those tensors any more. Over one step it names every tensor
+        that the step changes exactly once, in the order of `local_shards` and the same on every rank. An engine that steps
+        everything at once calls it once with all names; one that has several parts lets the step begin while a snapshot of
+        the later ones is still running. The result does not depend on the parts, bit for bit.
+
+        When the gradient norm is not finite (`WeightlaneError`, on every rank and before the fence), or when the first
+        `before_change` raises, no parameter has changed. When a later one raises, some have: the engine is then between two
+        steps and refuses everything but `load` and `close`.
 
         Returns:
             The global L2 norm of the gradients before clipping.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ from weightlane.sync.tensor_spec import LocalShard, dtype_of
 from .batch import MicroBatch, TrainBatch
 from .config import TrainerConfig
 from .engine import TrainingEngine
+from .fsdp2_parts import PartwiseAdamW, split_into_parts
 from .fsdp2_shards import checkpoint_tensors, local_shards
-from .fsdp2_state import export_model, init_optimizer_state, load_state, save_state
+from .fsdp2_state import export_model, load_state, save_state
 from .hf_model import check_model_dir
 from .hf_names import checkpoint_runs
 from .losses import LossFn, token_logprobs
@@ -45,6 +46,7 @@ class Fsdp2Engine(TrainingEngine):
         self._device = _device(config, rank)
         self._model: torch.nn.Module | None = None
         self._owns_group = False
+        self._torn = False
         self._step = 0
 
     @property
@@ -72,15 +74,14 @@ class Fsdp2Engine(TrainingEngine):
         with self._collective("the trainer ranks to shard the model"):
             self._shard(model)
         self._model = model
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._optimizer = torch.optim.AdamW(
-            self._parameters,
-            lr=self.config.learning_rate,
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self._parameters = list(trained.values())
+        self._optimizer = PartwiseAdamW(
+            split_into_parts(trained, self._runs),
+            learning_rate=self.config.learning_rate,
             betas=self.config.betas,
             weight_decay=self.config.weight_decay,
-            fused=True,
         )
-        init_optimizer_state(self._optimizer)
 
     def forward_backward(self, batch: TrainBatch, loss: LossFn) -> dict[str, float]:
         """As `TrainingEngine.forward_backward`."""
@@ -99,7 +100,7 @@ class Fsdp2Engine(TrainingEngine):
             dist.all_reduce(totals)
         return {**dict(zip(sums, (totals / tokens).tolist(), strict=True)), "tokens": float(tokens)}
 
-    def optim_step(self, before_step: Callable[[], None]) -> float:
+    def optim_step(self, before_change: Callable[[Collection[str]], None]) -> float:
         """As `TrainingEngine.optim_step`."""
         self._open_model()
         with self._collective("the gradient norm of the other ranks"):
@@ -112,10 +113,16 @@ class Fsdp2Engine(TrainingEngine):
                 part=self._part,
                 hint="Lower trainer.learning_rate, or look for broken log-probabilities or rewards in the batch.",
             )
-        for group in self._optimizer.param_groups:
-            group["lr"] = self.config.learning_rate * min(1.0, (self._step + 1) / max(1, self.config.lr_warmup_steps))
-        before_step()
-        self._optimizer.step()
+        self._optimizer.set_learning_rate(
+            self.config.learning_rate * min(1.0, (self._step + 1) / max(1, self.config.lr_warmup_steps))
+        )
+
+        def about_to_change(names: Collection[str]) -> None:
+            before_change(names)
+            self._torn = True
+
+        self._optimizer.step(about_to_change)
+        self._torn = False
         self._optimizer.zero_grad()
         self._step += 1
         return norm_value
@@ -132,9 +139,10 @@ class Fsdp2Engine(TrainingEngine):
 
     def load(self, directory: Path) -> None:
         """As `TrainingEngine.load`."""
-        tensors = checkpoint_tensors(self._open_model())
+        tensors = checkpoint_tensors(self._loaded_model())
         with self._collective("the trainer ranks to load"):
             self._step = load_state(directory, tensors, self._named_optimizer_state(), self.rank, self._device)
+        self._torn = False
 
     def export_hf(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
         """As `TrainingEngine.export_hf`."""
@@ -151,10 +159,19 @@ class Fsdp2Engine(TrainingEngine):
             self._owns_group = False
             leave_ranks()
 
-    def _open_model(self) -> torch.nn.Module:
+    def _loaded_model(self) -> torch.nn.Module:
         require_open(self._model is not None, self._part)
         assert self._model is not None
         return self._model
+
+    def _open_model(self) -> torch.nn.Module:
+        if self._torn:
+            raise WeightlaneError(
+                f"step {self._step} stopped when some parameters had changed and others had not.",
+                part=self._part,
+                hint="Load a saved state, or end this run; the error of that step says why it stopped.",
+            )
+        return self._loaded_model()
 
     def _collective(self, waiting_for: str) -> AbstractContextManager[None]:
         return typed_collective_errors(waiting_for, self._part, self.config.collective_timeout_s)
@@ -178,10 +195,9 @@ class Fsdp2Engine(TrainingEngine):
         return token_logprobs(output.logits[:, -wanted:-1], micro.targets, temperature)
 
     def _named_optimizer_state(self) -> dict[str, dict[str, torch.Tensor]]:
-        model = self._open_model()
         return {
-            name: self._optimizer.state[parameter]
-            for name, parameter in model.named_parameters()
+            name: self._optimizer.state_of(parameter)
+            for name, parameter in self._loaded_model().named_parameters()
             if parameter.requires_grad
         }
 

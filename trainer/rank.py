@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,7 @@ class TrainerRank:
             engine=CheckpointEngineRegistry().create(transport.backend, transport.options),
             bucket_bytes=sync.bucket_bytes,
             deadline_s=sync.deadline_s,
+            integrity=sync.integrity,
         )
 
     def publish(self, version: int) -> float:
@@ -100,17 +101,17 @@ class TrainerRank:
 
     def train_step(self, batch: TrainBatch) -> StepReport:
         """Forward, backward, fence, optimizer step. Collective."""
-        started = fence_at = time.perf_counter()
-        engine, fence_s = self._open(), 0.0
+        started = time.perf_counter()
+        engine, fence_at, fence_s = self._open(), 0.0, 0.0
 
-        def fence() -> None:
+        def before_change(names: Collection[str]) -> None:
             nonlocal fence_at, fence_s
-            fence_at = time.perf_counter()
+            fence_at = fence_at or time.perf_counter()
             if self._publisher is not None:
-                fence_s = self._publisher.fence()
+                fence_s += self._publisher.fence(names)
 
         metrics = engine.forward_backward(batch, self._loss)
-        grad_norm = engine.optim_step(fence)
+        grad_norm = engine.optim_step(before_change)
         seconds = time.perf_counter() - started
         facts = {
             "participant": publisher_name(self._rank),

@@ -38,7 +38,7 @@ from weightlane.rollout.wire import failure_from_text
 from weightlane.sync import Manifest, Rendezvous, RendezvousAddress
 from weightlane.sync.messages import Stop, decode, encode
 from weightlane.sync.packing import RunTable
-from weightlane.sync.trailer import TRAILER_BYTES, verify
+from weightlane.sync.seal import seals_of_document, verify
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("ckpt_engines", "sync", "trainer", "rollout", "plugins", "cli", "examples", "benchmarks")
@@ -271,16 +271,15 @@ def answer_with(listener: socket.socket, answer: bytes) -> None:
         sock.recv(1)
 
 
-def test_buckets(crater: Path) -> None:
+def test_buckets_and_seals(crater: Path) -> None:
     for bomb in bombs(crater):
-        for framed in (
-            bomb.ljust(TRAILER_BYTES, b"\0"),
-            bomb + b"\0" * TRAILER_BYTES,
-            b"\0" * 64 + bomb[:TRAILER_BYTES],
-        ):
-            data = torch.frombuffer(bytearray(framed.ljust(-(-len(framed) // 8) * 8, b"\0")), dtype=torch.uint8)
+        data = torch.frombuffer(bytearray(bomb), dtype=torch.uint8)
+        text = bomb.decode(errors="replace")
+        for sealed in (bomb, text, f"xxh3:{text}"):
             with pytest.raises(CorruptBucketError):
-                verify(data, 1, 0, peer="s")
+                verify(data, sealed, 1, 0, peer="s")
+        with pytest.raises(ProtocolError):
+            seals_of_document(text, 1)
 
 
 def test_messages_manifests_tables_addresses_and_errors(crater: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, WeightlaneError
 from weightlane.sync import Expectation, ExpectedTensor, LocalShard, Publisher, Subscriber, TensorSpec
-from weightlane.sync.checksum import checksum
+from weightlane.sync.checksum import sums
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "embed": (37, 24),
@@ -31,11 +31,9 @@ def weights(version: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
 
 
-def digest(tensors: dict[str, torch.Tensor]) -> dict[str, list[int]]:
+def digest(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     """A checksum per tensor."""
-    return {
-        name: list(checksum(tensor.detach().reshape(-1).clone().view(torch.uint8))) for name, tensor in tensors.items()
-    }
+    return {name: sums(tensor.detach().reshape(-1).clone().view(torch.uint8)) for name, tensor in tensors.items()}
 
 
 class Trainer:
@@ -113,7 +111,7 @@ class Rollout:
         limit = more.get("staging_limit_bytes", 0)
         self._subscriber = Subscriber(name, rendezvous, backend, options, expectation, staging_limit_bytes=limit)
 
-    def commit(self, version: int) -> dict[str, list[int]]:
+    def commit(self, version: int) -> dict[str, str]:
         """Load the staged version; answers with a digest of the live weights."""
         self.live = {name: tensor.clone() for name, tensor in self._subscriber.take(version).items()}
         self._subscriber.release(version)
@@ -132,13 +130,13 @@ class Rollout:
     def untouched(self, version: int) -> None:
         """A commit that does not begin."""
 
-    def taken_digest(self) -> dict[str, list[int]]:
+    def taken_digest(self) -> dict[str, str]:
         return digest(self._taken)
 
     def release(self, version: int) -> None:
         self._subscriber.release(version)
 
-    def live_digest(self) -> dict[str, list[int]]:
+    def live_digest(self) -> dict[str, str]:
         return digest(self.live)
 
     def wait(self, version: int, timeout_s: float) -> None:

@@ -190,9 +190,9 @@ class Run:
         """Sync `version` and tell what became of it on each replica."""
         return {name: part.outcome.value for name, part in self.sync(version).replicas.items()}
 
-    def live(self) -> list[dict[str, list[int]]]:
+    def live(self) -> list[dict[str, str]]:
         return [rank.call("live_digest") for replica in self.replicas for rank in replica.ranks.values()]
 
 
-def expected(version: int, dtype: torch.dtype = torch.float32) -> dict[str, list[int]]:
+def expected(version: int, dtype: torch.dtype = torch.float32) -> dict[str, str]:
     return hop.digest(hop.weights(version, dtype))

@@ -84,7 +84,7 @@ def test_a_refused_manifest_aborts_on_every_side_and_the_old_version_serves_on(m
 
 
 def test_too_little_memory_for_staging_is_refused_in_words(make_run: Callable[..., Run]) -> None:
-    run = make_run(rollout={"staging_limit_bytes": 4096})
+    run = make_run("gloo", rollout={"staging_limit_bytes": 4096})
     run.publish(1)
     with pytest.raises(SyncAbortedError, match=r"needs 0\.0 MiB") as caught:
         run.sync(1)

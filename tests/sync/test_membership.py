@@ -333,12 +333,26 @@ def test_a_replica_that_has_nothing_to_go_back_to_is_quarantined(make_run: Calla
     assert set(run.outcomes(2).values()) == {"committed"}
 
 
-def test_where_memory_allows_one_version_only_none_is_kept(make_run: Callable[..., Run]) -> None:
-    run = make_run(rollout={"staging_limit_bytes": 20_000})
-    for version in (1, 2):
-        publish_next(run, version)
-        run.sync(version)
-    rank = next(iter(run.replicas[0].ranks.values()))
-    with pytest.raises(CommitError, match="is not kept here"):
-        rank.call("rollback", 2)
-    assert run.live() == [expected(2)]
+@pytest.mark.parametrize(
+    ("backend", "limit_bytes", "state"),
+    [
+        ("gloo", 20_000, ReplicaState.QUARANTINED),  # room for the staged version alone
+        ("shm", 20_000, ReplicaState.SERVING),  # which lies in the sender's memory: room for the one that served
+        ("shm", 4096, ReplicaState.QUARANTINED),
+    ],
+)
+def test_a_version_can_be_taken_back_where_memory_allows_to_keep_the_one_before(
+    make_run: Callable[..., Run], backend: str, limit_bytes: int, state: ReplicaState
+) -> None:
+    run = make_run(backend, replicas=2, sync={"quorum": 1.0}, rollout={"staging_limit_bytes": limit_bytes})
+    publish_next(run, 1)
+    run.sync(1)
+    run.replicas[1].fails_with = QuarantinedError("a rank stopped half-way.", part="rollout-1")
+    publish_next(run, 2)
+    with pytest.raises(SyncAbortedError):
+        run.sync(2)
+    assert run.coordinator.states()["rollout-0"] is state
+    assert run.live()[0] == expected(1 if state is ReplicaState.SERVING else 2)
+    publish_next(run, 3)
+    assert set(run.outcomes(3).values()) == {"committed"}
+    assert run.live() == [expected(3)] * 2

@@ -12,10 +12,12 @@ import json
 import random
 import resource
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from weightlane.ckpt_engines import WeightlaneError
 from weightlane.trainer.batch import Sample, TrainBatch
@@ -34,6 +36,11 @@ def make_batch(step: int, rows: int, vocab: int) -> TrainBatch:
         logprobs = tuple(-rng.uniform(3.0, 5.0) for _ in completion)
         samples.append(Sample(prompt, completion, logprobs, rng.gauss(0.0, 1.0)))
     return TrainBatch(tuple(samples), temperature=0.9)
+
+
+def _bits(parameter: torch.Tensor) -> torch.Tensor:
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local.detach().view(torch.int32)
 
 
 def make_loss(name: str) -> LossFn:
@@ -66,7 +73,7 @@ class Worker:
         reports = []
         for step in range(first, first + count):
             metrics = self._open().forward_backward(make_batch(step, rows, vocab), make_loss(loss))
-            norm = self._open().optim_step(lambda: None)
+            norm = self._open().optim_step(lambda names: None)
             reports.append({**metrics, "norm": norm})
         return reports
 
@@ -95,29 +102,70 @@ class Worker:
     def export(self, directory: str, dtype: str = "float32") -> None:
         self._open().export_hf(Path(directory), getattr(torch, dtype))
 
-    def fence(self, fail: bool) -> dict[str, Any]:
-        """One step whose fence compares the live parameters with those before the gradients were computed."""
+    def fence(self, fail_at: int | None = None) -> dict[str, Any]:
+        """One step that notes, at every call of the fence, what it names and what has changed by then.
+
+        With `fail_at`, that call raises.
+        """
         engine = self._open()
-        shards = engine.local_shards(torch.float32)
-        before = [shard.data.clone() for shard in shards]
+        live = {shard.spec.name: shard.data for shard in engine.local_shards(torch.float32) if shard.data.numel()}
+        before = {name: data.clone() for name, data in live.items()}
 
-        def unchanged() -> bool:
-            return all(torch.equal(shard.data, old) for shard, old in zip(shards, before, strict=True))
+        def changed() -> list[str]:
+            return [name for name, data in live.items() if not torch.equal(data, before[name])]
 
-        seen: list[bool] = []
+        calls: list[dict[str, list[str]]] = []
 
-        def before_step() -> None:
-            seen.append(unchanged())
-            if fail:
+        def before_change(names: Collection[str]) -> None:
+            calls.append({"named": list(names), "changed_before": changed()})
+            if len(calls) - 1 == fail_at:
                 raise WeightlaneError("the fence failed.", part="test")
 
         engine.forward_backward(make_batch(0, 6, 61), make_loss("grpo"))
         error = ""
         try:
-            engine.optim_step(before_step)
+            engine.optim_step(before_change)
         except WeightlaneError as cause:
             error = cause.message
-        return {"unchanged_at_fence": seen, "changed_after": not unchanged(), "error": error, "step": engine.step}
+        return {
+            "calls": calls,
+            "changed": changed(),
+            "published": list(live),
+            "error": error,
+            "step": engine.step,
+        }
+
+    def train_beside_one_whole_step(self, count: int) -> list[list[str]]:
+        """Train, and step a copy of the parameters by one AdamW over all of them with the same, clipped gradients.
+
+        Returns, per step, the parameters that differ in any bit from the copy's.
+        """
+        engine = self._open()
+        assert engine._model is not None
+        live = dict(engine._model.named_parameters())
+        twins = {name: parameter.detach().clone().requires_grad_() for name, parameter in live.items()}
+        config = engine.config
+        whole = torch.optim.AdamW(
+            twins.values(), lr=0.0, betas=config.betas, weight_decay=config.weight_decay, fused=True
+        )
+
+        def copy_gradients(_names: Collection[str]) -> None:
+            for name, parameter in live.items():
+                if twins[name].grad is None:
+                    assert parameter.grad is not None
+                    twins[name].grad = parameter.grad.clone()
+
+        different = []
+        for step in range(count):
+            whole.zero_grad()
+            engine.forward_backward(make_batch(step, 6, 61), make_loss("grpo"))
+            engine.optim_step(copy_gradients)
+            for group in whole.param_groups:
+                group["lr"] = config.learning_rate * min(1.0, (step + 1) / max(1, config.lr_warmup_steps))
+            whole.step()
+            bits = [(name, _bits(live[name]), _bits(twins[name])) for name in live]
+            different.append([name for name, left, right in bits if not torch.equal(left, right)])
+        return different
 
     def overflow(self) -> dict[str, Any]:
         """One step with an advantage whose gradient overflows."""
@@ -127,7 +175,7 @@ class Worker:
         engine.forward_backward(batch, make_loss("grpo"))
         called: list[bool] = []
         try:
-            engine.optim_step(lambda: called.append(True))
+            engine.optim_step(lambda names: called.append(True))
             error = ""
         except WeightlaneError as cause:
             error = cause.message

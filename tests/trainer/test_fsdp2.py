@@ -36,6 +36,7 @@ from transformers import (
 from weightlane.ckpt_engines import ConfigError
 from weightlane.trainer.config import AlgorithmConfig, TrainerConfig
 from weightlane.trainer.fsdp2 import Fsdp2Engine
+from weightlane.trainer.fsdp2_parts import PARTS
 
 WORKER = Path(__file__).with_name("fsdp2_worker.py")
 VOCAB = 61  # odd: the embedding's rows do not divide by two ranks
@@ -343,21 +344,65 @@ def test_training_state_loads_with_another_number_of_ranks(
         torch.testing.assert_close(tensor, right[name], atol=1e-5, rtol=0)
 
 
-def test_the_fence_is_called_once_and_directly_before_parameters_change(ranks: Ranks, models: dict[str, Path]) -> None:
-    ranks.all("setup", model=str(models["qwen3-untied"]), trainer=TRAINER)
-    for report in ranks.all("fence", fail=False):
-        assert report == {"unchanged_at_fence": [True], "changed_after": True, "error": "", "step": 1}
+@pytest.mark.parametrize("name", ["qwen3-tied", "qwen2-moe"])
+def test_the_fence_names_every_checkpoint_tensor_once_and_before_it_changes(
+    ranks: Ranks, models: dict[str, Path], name: str
+) -> None:
+    """The mixture of experts keeps its experts in fused parameters, each of which is several tensors of the checkpoint."""
+    ranks.all("setup", model=str(models[name]), trainer=TRAINER)
+    reports = ranks.all("fence")
+    order = [[call["named"] for call in report["calls"]] for report in reports]
+    assert all(parts == order[0] for parts in order)
+    assert 1 < len(order[0]) <= PARTS
+    named = [tensor for part in order[0] for tensor in part]
+    assert sorted(named) == sorted(checkpoint(models[name]))
+    for report in reports:
+        assert report["published"] == [tensor for tensor in named if tensor in set(report["published"])]
+        assert report["changed"] == report["published"]
+        may_change: set[str] = set()
+        for call in report["calls"]:
+            assert set(call["changed_before"]) == may_change & set(report["published"])
+            may_change |= set(call["named"])
+        assert (report["error"], report["step"]) == ("", 1)
 
 
-def test_nothing_changes_when_the_fence_fails(ranks: Ranks, models: dict[str, Path]) -> None:
+@pytest.mark.parametrize("name", ["qwen3-tied", "qwen2-moe"])
+def test_a_step_in_parts_is_one_whole_step_bit_for_bit(ranks: Ranks, models: dict[str, Path], name: str) -> None:
+    trainer = {**TRAINER, "lr_warmup_steps": 3, "max_grad_norm": 0.1}
+    ranks.all("setup", model=str(models[name]), trainer=trainer)
+    assert ranks.all("train_beside_one_whole_step", count=5) == [[[]] * 5] * len(ranks.processes)
+
+
+def test_nothing_changes_when_the_fence_fails_at_once(ranks: Ranks, models: dict[str, Path]) -> None:
     ranks.all("setup", model=str(models["qwen3-untied"]), trainer=TRAINER)
-    for report in ranks.all("fence", fail=True):
-        assert report == {
-            "unchanged_at_fence": [True],
-            "changed_after": False,
-            "error": "the fence failed.",
-            "step": 0,
-        }
+    for report in ranks.all("fence", fail_at=0):
+        assert report["changed"] == []
+        assert (report["error"], report["step"]) == ("the fence failed.", 0)
+    ranks.all("train", first=0, count=1)
+
+
+def test_an_engine_between_two_steps_refuses_all_but_a_saved_state(
+    ranks: Ranks, models: dict[str, Path], tmp_path: Path
+) -> None:
+    ranks.all("setup", model=str(models["qwen3-untied"]), trainer=TRAINER)
+    ranks.all("save", directory=str(tmp_path / "state"))
+    expected = gathered(ranks, tmp_path / "expected")
+    for report in ranks.all("fence", fail_at=2):
+        assert 0 < len(report["changed"]) < len(report["published"])
+        assert (report["error"], report["step"]) == ("the fence failed.", 0)
+    for do, arguments in {
+        "train": {"first": 0, "count": 1},
+        "shards": {"file": str(tmp_path / "torn")},
+        "save": {"directory": str(tmp_path / "torn")},
+        "export": {"directory": str(tmp_path / "torn")},
+    }.items():
+        for rank in range(len(ranks.processes)):
+            ranks.tell(rank, do, **arguments)
+        for rank in range(len(ranks.processes)):
+            assert "some parameters had changed" in ranks.answer(rank)["message"]
+    ranks.all("load", directory=str(tmp_path / "state"))
+    assert_same(gathered(ranks, tmp_path / "loaded"), expected)
+    ranks.all("train", first=0, count=1)
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing_on_any_rank(ranks: Ranks, models: dict[str, Path]) -> None:

@@ -1,0 +1,69 @@
+"""``weightlane bench``: the benchmark of `weightlane.sync.bench`, as tables, JSON and a plot."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from weightlane.ckpt_engines import ConfigError, StorageError
+from weightlane.sync.bench import BenchReport, BenchSettings, report_tables, run_bench, unavailable_table
+from weightlane.sync.bench.plot import plot_report, require_matplotlib
+
+_PART = "benchmark"
+
+
+def measure(settings: Sequence[str], *, json_file: Path | None, plot_file: Path | None, **values: Any) -> bool:
+    """Run it and print what it finds; False when nothing could run, or something arrived that was not what was sent.
+
+    Args:
+        settings: Options of engines, each ``engine.key=value`` with a TOML value or plain text.
+        json_file: Where to write the report as JSON.
+        plot_file: Where to write a picture of it; the ending says which format.
+        values: Of `BenchSettings`, as the user gave them.
+    """
+    console = Console(highlight=False)
+    chosen = BenchSettings.checked(options=_options(settings), **values)
+    for path in (json_file, plot_file):
+        if path is not None and not path.resolve().parent.is_dir():
+            raise ConfigError(f"there is no directory {path.resolve().parent} to write {path.name} to.", part=_PART)
+    if plot_file is not None:
+        require_matplotlib()
+    found = run_bench(chosen, lambda text: console.print(text, style="dim", markup=False))
+    if not isinstance(found, BenchReport):
+        console.print(unavailable_table(found))
+        return False
+    for part in report_tables(found):
+        console.print(part)
+    if json_file is not None:
+        try:
+            json_file.write_text(json.dumps(found.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise StorageError(f"{json_file} cannot be written: {error}.", part=_PART) from error
+    if plot_file is not None:
+        plot_report(found, plot_file)
+    return found.verified
+
+
+def listed(text: str) -> tuple[str, ...]:
+    """``"a,b"`` as names."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _options(settings: Sequence[str]) -> dict[str, dict[str, Any]]:
+    options: dict[str, dict[str, Any]] = {}
+    for setting in settings:
+        path, equals, text = setting.partition("=")
+        engine, dot, key = path.rpartition(".")
+        if not (equals and dot and engine and key):
+            raise ConfigError(f"--set {setting!r} is not of the form engine.key=value.", part=_PART)
+        try:
+            value = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = text
+        options.setdefault(engine, {})[key] = value
+    return options

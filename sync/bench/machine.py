@@ -1,0 +1,61 @@
+"""Facts about the machine that figures depend on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from .report import Machine
+
+
+def this_machine() -> Machine:
+    """Of this process; no names of hosts or users."""
+    return Machine(
+        cpu=_cpu(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        memory_bytes=_memory_bytes(),
+        system=f"{platform.system()} {platform.machine()}",
+        python=platform.python_version(),
+        torch=torch.__version__,
+        weightlane=_own_version(),
+    )
+
+
+def available_bytes() -> int | None:
+    """Memory that can still be had; None where the system does not tell."""
+    return _meminfo("MemAvailable:")
+
+
+def _cpu() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor()
+
+
+def _memory_bytes() -> int:
+    return _meminfo("MemTotal:") or 0
+
+
+def _meminfo(field: str) -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith(field):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+def _own_version() -> str:
+    try:
+        return version("weightlane")
+    except PackageNotFoundError:  # run from a source tree
+        return "unknown"

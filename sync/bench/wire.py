@@ -1,0 +1,50 @@
+"""One end of a connection between the benchmark and one of its processes: a JSON object per line."""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import time
+from typing import Any
+
+_CHUNK_BYTES = 1 << 16
+
+
+class Line:
+    """JSON objects over a Unix socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._heard = bytearray()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send one object; `OSError` when the peer is gone."""
+        self._sock.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self, timeout_s: float | None = None) -> dict[str, Any] | None:
+        """The next object, or None when the peer is gone; `TimeoutError` after `timeout_s` seconds."""
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        while b"\n" not in self._heard:
+            left = None if end is None else max(0.0, end - time.monotonic())
+            if not select.select([self._sock], [], [], left)[0]:
+                raise TimeoutError
+            try:
+                chunk = self._sock.recv(_CHUNK_BYTES)
+            except OSError:
+                chunk = b""
+            if not chunk:
+                return None
+            self._heard += chunk
+        line, _, rest = bytes(self._heard).partition(b"\n")
+        self._heard = bytearray(rest)
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def fileno(self) -> int:
+        """The socket's file descriptor."""
+        return self._sock.fileno()
+
+    def close(self) -> None:
+        """Hang up. Idempotent."""
+        self._sock.close()

@@ -1,0 +1,159 @@
+"""A received delta, ready to be put into a tensor, and to be taken back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from weightlane.ckpt_engines import ConfigError
+
+from . import cuda_kernels
+from .raw import PART, integer_view, words_of
+
+_CHUNK = 1 << 15
+"""Positions handled at once: what is widened to 64 bits stays in the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScatteredValues:
+    """New values for single elements of a stretch of the segment."""
+
+    base: int
+    """Element that positions are relative to."""
+    positions: torch.Tensor
+    """int32, strictly ascending."""
+    values: torch.Tensor
+    """Integers of the element size, one for each position."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContiguousValues:
+    """New values for a whole stretch."""
+
+    base: int
+    """First element."""
+    values: torch.Tensor
+    """Integers of the element size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """The changes of one segment, decoded and proven valid: positions ascend inside the segment, each occurs once."""
+
+    elements: int
+    """Elements of the segment."""
+    itemsize: int
+    """Bytes of an element."""
+    scattered: tuple[ScatteredValues, ...]
+    contiguous: tuple[ContiguousValues, ...]
+
+    @property
+    def carried(self) -> int:
+        """Number of values."""
+        return sum(run.values.numel() for run in (*self.scattered, *self.contiguous))
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held, in bytes: the values, and 4 bytes for each that is scattered."""
+        return self.carried * self.itemsize + 4 * sum(run.positions.numel() for run in self.scattered)
+
+    def to(self, device: torch.device | str) -> Patch:
+        """The same on another device."""
+        scattered = [
+            ScatteredValues(run.base, run.positions.to(device), run.values.to(device)) for run in self.scattered
+        ]
+        contiguous = [ContiguousValues(run.base, run.values.to(device)) for run in self.contiguous]
+        return Patch(self.elements, self.itemsize, tuple(scattered), tuple(contiguous))
+
+    def positions_and_values(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions (int64, ascending, in the segment) and the new values there (integers of the element size)."""
+        positions = [run.positions.long() + run.base for run in self.scattered]
+        positions += [torch.arange(run.base, run.base + run.values.numel(), device=run.values.device) for run in self.contiguous]
+        values = [run.values for run in (*self.scattered, *self.contiguous)]
+        if not positions:
+            return torch.empty(0, dtype=torch.int64), integer_view(torch.empty(0, dtype=_integers(self.itemsize)))
+        where, order = torch.cat(positions).sort()
+        return where, torch.cat(values)[order]
+
+    def apply_(self, target: torch.Tensor) -> None:
+        """Write the new values into `target`, the segment's base: contiguous, on the patch's device.
+
+        Raises:
+            ConfigError: `target` has another number of elements, element size or layout.
+        """
+        self._exchange(target, keep_old=False)
+
+    def swap_(self, target: torch.Tensor) -> None:
+        """Write the new values into `target` and keep the old ones here, so that doing it again restores them.
+
+        Raises:
+            ConfigError: As `apply_`.
+        """
+        self._exchange(target, keep_old=True)
+
+    def _exchange(self, target: torch.Tensor, *, keep_old: bool) -> None:
+        if (target.numel(), target.itemsize) != (self.elements, self.itemsize):
+            raise ConfigError(
+                f"a patch for {self.elements} elements of {self.itemsize} bytes was to be put into {target.numel()} of "
+                f"{target.itemsize}.",
+                part=PART,
+                hint="Apply it to the segment it was made for.",
+            )
+        flat = integer_view(target)
+        for stretch in self.contiguous:
+            _exchange_contiguous(flat[stretch.base : stretch.base + stretch.values.numel()], stretch.values, keep_old)
+        if flat.device.type != "cpu":
+            for run in self.scattered:
+                cuda_kernels.scatter(flat[run.base :], run.positions, run.values, keep_old=keep_old)
+            return
+        words = words_of(target)
+        scratch = np.empty(_CHUNK, np.int64)
+        for run in self.scattered:
+            _scatter(words[run.base :], run, scratch, keep_old)
+
+
+def _exchange_contiguous(target: torch.Tensor, values: torch.Tensor, keep_old: bool) -> None:
+    if not keep_old:
+        target.copy_(values)
+        return
+    for start in range(0, values.numel(), _CHUNK):
+        mine, theirs = values[start : start + _CHUNK], target[start : start + _CHUNK]
+        old = theirs.clone()
+        theirs.copy_(mine)
+        mine.copy_(old)
+
+
+def _scatter(
+    target: npt.NDArray[np.generic], run: ScatteredValues, scratch: npt.NDArray[np.int64], keep_old: bool
+) -> None:
+    positions, values = run.positions.numpy(), words_of(run.values)
+    for start in range(0, positions.size, _CHUNK):
+        part = positions[start : start + _CHUNK]
+        at = scratch[: part.size]
+        at[:] = part
+        mine = values[start : start + _CHUNK]
+        old = target[at] if keep_old else None
+        target[at] = mine
+        if old is not None:
+            mine[:] = old
+
+
+def _integers(itemsize: int) -> torch.dtype:
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[itemsize]
+
+
+def update_base_(base: torch.Tensor, new: torch.Tensor) -> None:
+    """Make `base` the bits of `new`: what a sender does once everybody has the version.
+
+    Cheaper, where there are two buffers, is to let them change roles.
+
+    Raises:
+        ConfigError: They differ in size.
+    """
+    target, source = integer_view(base), integer_view(new)
+    if target.numel() != source.numel() or target.dtype != source.dtype:
+        raise ConfigError(f"a base of {base.numel()} elements cannot become {new.numel()} others.", part=PART)
+    target.copy_(source)

@@ -1,0 +1,61 @@
+"""Tensors as runs of unsigned integers: the codec compares, moves and counts bits, never numbers."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from weightlane.ckpt_engines import ConfigError
+
+PART = "delta codec"
+
+Words = npt.NDArray[Any]
+"""A 1-D array of uint8, uint16, uint32 or uint64: one entry for each element of the tensor."""
+Bytes = npt.NDArray[np.uint8]
+Positions = npt.NDArray[np.int64]
+
+_UNSIGNED: dict[int, npt.DTypeLike] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+ITEM_SIZES = tuple(_UNSIGNED)
+
+if sys.byteorder != "little":  # pragma: no cover
+    raise ImportError("the delta codec's wire format is little-endian, and so must be the machine.")
+
+
+def unsigned(itemsize: int) -> npt.DTypeLike:
+    """The numpy type for elements of `itemsize` bytes."""
+    return _UNSIGNED[itemsize]
+
+
+def integer_view(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` as a flat view of integers of its element size, on its device.
+
+    Raises:
+        ConfigError: It is not contiguous, so there is no such view, or its elements have more than 8 bytes.
+    """
+    if not tensor.is_contiguous():
+        raise ConfigError(
+            f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous.",
+            part=PART,
+            hint="Pass tensor.contiguous(), or for a target the flat storage it is a view of.",
+        )
+    if tensor.itemsize not in _INTEGERS:
+        raise ConfigError(
+            f"{tensor.dtype} has elements of {tensor.itemsize} bytes.", part=PART, hint="Pass a view as real numbers."
+        )
+    return tensor.detach().reshape(-1).view(_INTEGERS[tensor.itemsize])
+
+
+def words_of(tensor: torch.Tensor) -> Words:
+    """A CPU tensor as a flat array of unsigned integers that shares its memory; raises as `integer_view`."""
+    words: Words = integer_view(tensor).numpy().view(_UNSIGNED[tensor.itemsize])
+    return words
+
+
+def tensor_of(words: Words) -> torch.Tensor:
+    """An array of unsigned words as a tensor of signed integers that shares its memory."""
+    return torch.from_numpy(words.view(np.uint8)).view(_INTEGERS[words.itemsize])

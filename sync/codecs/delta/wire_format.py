@@ -1,0 +1,124 @@
+"""The wire format of a delta: how one segment's changes are cut, what each block is encoded as, and the headers.
+
+A *segment* is a run of elements of one size, e.g. a rank's shard of one tensor. It is cut into *frames* of 2**22 elements,
+and these into *blocks* of 2**16; positions are relative to the frame. All numbers are little-endian, and everything starts at
+a multiple of 8 bytes, filled up with zeros:
+
+    segment = header (32 bytes: magic, format, element size, log2 of elements per block, log2 of blocks per frame,
+                      elements u64, values carried u64, length of all of it in bytes u64), frames
+    frame   = bytes of the frame u32, values carried u32; if anything changed also:
+              method of each block (u8), then a section for each method in use, in the methods' order
+    section = number of values u64, places, values in the order of their places
+    places  = dense: none, the values are all elements of the blocks; bitmap: a bit for each element of the blocks;
+              low bits l: Elias-Fano with l low bits of the positions in the blocks, laid end to end
+
+Blocks choose the method that takes the fewest bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from . import elias_fano
+from .raw import Bytes
+
+MAGIC = b"WLdl"
+FORMAT = 1
+LOG_BLOCK = 16
+LOG_FRAME_BLOCKS = 6
+BLOCK = 1 << LOG_BLOCK
+FRAME_BLOCKS = 1 << LOG_FRAME_BLOCKS
+FRAME = BLOCK * FRAME_BLOCKS
+HEADER = struct.Struct("<4sBBBBQQQ")
+FRAME_HEADER = struct.Struct("<II")
+SECTION_HEADER = struct.Struct("<Q")
+
+UNCHANGED, DENSE, BITMAP, SPARSE = 0, 1, 2, 3
+"""Methods; from `SPARSE` on, ``SPARSE + i`` is Elias-Fano with ``LOW_BITS[i]``."""
+METHODS = SPARSE + len(elias_fano.LOW_BITS)
+HEAVY_SHARE = 4
+"""From one changed element in this many a bitmap takes no more bytes than any coding of gaps, so positions are not needed."""
+_ONE_CLASS_GAIN = 64
+"""A frame's sparse blocks share one number of low bits unless their own save more than this part."""
+
+Counts = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Neighbouring blocks of a frame that are encoded alike."""
+
+    start: int
+    """First element in the frame."""
+    stop: int
+    offset: int
+    """Elements of the section's blocks before these: place in the section = place in the frame - start + offset."""
+
+
+def aligned(nbytes: int) -> int:
+    """`nbytes`, rounded up to a multiple of 8."""
+    return -(-nbytes // 8) * 8
+
+
+def lengths_of_blocks(elements: int) -> Counts:
+    """Elements in each block of a frame of `elements`."""
+    lengths = np.full(-(-elements // BLOCK), BLOCK, np.int64)
+    if lengths.size:
+        lengths[-1] = elements - (lengths.size - 1) * BLOCK
+    return lengths
+
+
+def is_heavy(counts: Counts, lengths: Counts) -> npt.NDArray[np.bool_]:
+    """Which blocks are encoded as a bitmap or dense."""
+    return counts * HEAVY_SHARE >= lengths
+
+
+def choose_methods(counts: Counts, lengths: Counts, itemsize: int) -> Bytes:
+    """The method of each block, given how many of its elements have changed."""
+    low_bits = np.array(elias_fano.LOW_BITS)[:, None]
+    sparse = counts * (low_bits + 1) + ((lengths - 1) >> low_bits)
+    values = counts * itemsize * 8
+    heavy = is_heavy(counts, lengths)
+    bits = np.vstack((lengths * itemsize * 8 - values, (lengths + 7) // 8 * 8, sparse))
+    bits[SPARSE - 1 :, heavy] = np.iinfo(np.int64).max
+    methods = (bits.argmin(0) + 1).astype(np.uint8)
+    methods[counts == 0] = UNCHANGED
+    among = methods >= SPARSE
+    if among.any():
+        together = sparse[:, among].sum(1)
+        best = int(together.argmin())
+        if together[best] * _ONE_CLASS_GAIN <= sparse[:, among].min(0).sum() * (_ONE_CLASS_GAIN + 1):
+            methods[among] = SPARSE + best
+    return methods
+
+
+def runs_of(methods: Bytes, method: int, elements: int) -> list[Run]:
+    """The blocks of a frame that are encoded by `method`, neighbours together."""
+    chosen = np.zeros(methods.size + 2, np.int8)
+    chosen[1:-1] = methods == method
+    edges = np.diff(chosen)
+    runs, offset = [], 0
+    for first, last in zip(
+        (edges == 1).nonzero()[0].tolist(), (edges == -1).nonzero()[0].tolist(), strict=True
+    ):
+        start, stop = first * BLOCK, min(last * BLOCK, elements)
+        runs.append(Run(start, stop, offset))
+        offset += stop - start
+    return runs
+
+
+def elements_in(runs: list[Run]) -> int:
+    """How many elements the runs have together."""
+    return sum(run.stop - run.start for run in runs)
+
+
+def shifts_of(runs: list[Run]) -> Counts | None:
+    """What to add to a place in the section, by the section's block, for the place in the frame; None if it is nothing."""
+    if len(runs) == 1 and not runs[0].start:
+        return None
+    blocks = [np.full(-(-(run.stop - run.start) // BLOCK), run.start - run.offset) for run in runs]
+    return np.concatenate(blocks)

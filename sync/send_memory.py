@@ -1,0 +1,56 @@
+"""Memory that a publisher sends from, got from its engine and kept over connections."""
+
+from __future__ import annotations
+
+import torch
+
+from weightlane.ckpt_engines import CheckpointEngine
+
+
+class SendMemory:
+    """One run of the engine's memory; replaced where somebody may still look at the old one.
+
+    Args:
+        engine: Whose memory; torch's own without one.
+        nbytes: How much, in bytes.
+        device: Where.
+        pinned: Whether a GPU copies into it.
+    """
+
+    def __init__(
+        self, engine: CheckpointEngine | None, nbytes: int, device: torch.device, *, pinned: bool = False
+    ) -> None:
+        self._engine = engine
+        self._nbytes = nbytes
+        self._device = device
+        self._pinned = pinned and device.type == "cpu"
+        self.data = self._new()
+        """1-D uint8, `nbytes` long. Zero where nothing was written, so that what lies between tensors is the same every time."""
+
+    def _new(self) -> torch.Tensor:
+        # Filled once: first-touch page faults would otherwise land in the middle of the first version.
+        if self._engine is None:
+            data = torch.zeros(self._nbytes, dtype=torch.uint8, device=self._device)
+        else:
+            data = self._engine.allocate(self._nbytes, self._device).zero_()
+        if self._pinned and self._nbytes and not data.is_pinned():
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            torch.cuda.check_error(int(runtime.cudaHostRegister(data.data_ptr(), self._nbytes, 0)))
+        return data
+
+    def renew(self) -> None:
+        """Go on with other memory, of the same size. Raises `StorageError` when there is none; nothing is lost then."""
+        old, self.data = self.data, self._new()
+        self._give_back(old)
+
+    def close(self) -> None:
+        """Give it back. Idempotent; `data` is empty then."""
+        old, self.data = self.data, self.data[:0].clone()
+        if old.numel():
+            self._give_back(old)
+
+    def _give_back(self, old: torch.Tensor) -> None:
+        if self._pinned and old.is_pinned():
+            torch.cuda.cudart().cudaHostUnregister(old.data_ptr())  # type: ignore[no-untyped-call]
+        if self._engine is not None:
+            self._engine.free(old)

@@ -1,0 +1,228 @@
+"""A benchmark with real processes: what it reports, what it refuses, and that nothing outlives it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from pydantic import create_model
+
+from weightlane.ckpt_engines import (
+    ConfigError,
+    StagingMemoryError,
+    UnknownEngineError,
+    WeightlaneError,
+    WorkerDiedError,
+)
+from weightlane.sync import SyncConfig
+from weightlane.sync.bench import BenchReport, BenchSettings, measure, participants, run_bench
+from weightlane.sync.bench.processes import Processes
+from weightlane.sync.bench.rows import RowContender, RowFacts
+from weightlane.sync.bench.workload import named_workload
+
+SPREAD = {"median", "min", "max"}
+ROW = {
+    "engine", "codec", "integrity", "density", "payload_bytes", "wire_bytes", "trainer_blocked_s",
+    "trainer_blocked_without_step_s", "rollout_blocked_s", "latency_s", "raw_transport_s", "phases", "extra_bytes",
+    "slowdown", "rounds", "verified",
+}  # fmt: skip
+
+
+def is_running(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in {"Z", "X"}
+    return False
+
+
+def gone(pids: list[int], within_s: float = 10.0) -> bool:
+    end = time.monotonic() + within_s
+    while time.monotonic() < end:
+        if not any(map(is_running, pids)):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def is_spread(plain: Any) -> bool:
+    return set(plain) == SPREAD and 0 <= plain["min"] <= plain["median"] <= plain["max"]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Processes]]:
+    """The processes of every benchmark that the test runs."""
+    made: list[Processes] = []
+
+    class Noted(Processes):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr(measure, "Processes", Noted)
+    yield made
+    assert all(gone(processes.pids) for processes in made)
+
+
+def test_the_report_holds_exactly_what_it_promises(started: list[Processes], tmp_path: Path) -> None:
+    settings = BenchSettings.checked(
+        engines=["shm", "gloo", "filesystem", "hccl"], rounds=2, density=0.5, loops=True, loop_s=0.1, directory=tmp_path
+    )
+    report = run_bench(settings)
+    assert isinstance(report, BenchReport)
+    plain = report.model_dump(mode="json")
+    assert BenchReport.model_validate(plain) == report
+    assert set(plain) == {"machine", "setup", "limits", "blocking", "rows", "unavailable", "notes"}
+    assert set(plain["limits"]) == {"memcpy_s", "memcpy_all_receivers_s", "copy_in_then_out_s"}
+    assert set(plain["blocking"]) == {"trainer_blocked_s", "rollout_blocked_s", "latency_s"}
+    assert all(map(is_spread, [*plain["limits"].values(), *plain["blocking"].values()]))
+    assert plain["unavailable"] == {"hccl": "hccl cannot run here: torch_npu is not installed."}
+    payload = named_workload("tiny").nbytes
+    for row in plain["rows"]:
+        assert set(row) == ROW
+        assert (row["rounds"], row["verified"], row["density"]) == (2, True, 0.5)
+        assert row["payload_bytes"] == payload <= row["wire_bytes"] < 1.02 * payload
+        assert list(row["phases"]) == ["export", "pack", "transfer", "stage", "verify", "commit"]
+        times = [row[key] for key in ROW if key.endswith("_s")]
+        assert all(map(is_spread, [*times, *row["phases"].values()]))
+        assert row["raw_transport_s"]["median"] > 0
+        assert sum(phase["min"] for phase in row["phases"].values()) <= row["latency_s"]["max"]
+        assert sum(phase["max"] for phase in row["phases"].values()) >= row["latency_s"]["min"]
+        assert row["rollout_blocked_s"]["max"] < row["latency_s"]["max"]
+        assert row["extra_bytes"]["trainer"] >= payload / 2
+        assert row["extra_bytes"]["rollout"] >= payload / 2
+        assert row["slowdown"]["trainer"] > 0
+        assert row["slowdown"]["decode"] > 0
+    assert [row.engine for row in report.rows] == ["shm", "gloo", "filesystem"]
+    assert len(started) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_memory_is_short_rows_are_measured_one_at_a_time(
+    started: list[Processes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    payload = named_workload("tiny").nbytes
+    monkeypatch.setattr(measure, "available_bytes", lambda: 8 * payload)
+    report = run_bench(BenchSettings(engines=("shm",), receivers=1, rounds=1))
+    assert isinstance(report, BenchReport)
+    assert report.verified
+    assert any("connected anew" in note for note in report.notes)
+    monkeypatch.setattr(measure, "available_bytes", lambda: 5 * payload)
+    with pytest.raises(StagingMemoryError, match=r"needs .* GiB, .* GiB are left"):
+        run_bench(BenchSettings(receivers=1, rounds=1))
+
+
+def test_what_arrives_changed_is_reported(started: list[Processes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bit of the receivers' parameters is turned behind everybody's back."""
+    with Processes(1, 1 << 20) as processes, asyncio.Runner() as runner:
+        processes.every("prepare", named_workload("tiny").to_plain(), 0, 1, timeout_s=20)
+        config = participants.sync_config(codec="dense", integrity="full", bucket_mib=None, deadline_s=20)
+        row = RowContender(RowFacts("shm", "dense", "full", {}, config), processes, runner, 0.01, None, 20.0)
+        row.open()
+        row.round()
+        assert row.verified
+        ask = processes.every
+
+        def one_bit_off(method: str, *arguments: Any, **more: Any) -> list[Any]:
+            first, *others = ask(method, *arguments, **more)
+            return [first, *(crc ^ 1 for crc in others)] if method == "crc" else [first, *others]
+
+        monkeypatch.setattr(processes, "every", one_bit_off)
+        row.round()
+        assert not row.verified
+        row.close()
+    assert gone(processes.pids)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_process_that_is_killed_in_mid_run_ends_it_with_its_name(victim: int, started: list[Processes]) -> None:
+    def kill() -> None:
+        while not started:
+            time.sleep(0.01)
+        time.sleep(0.7)
+        os.kill(started[0].pids[victim], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    before = time.monotonic()
+    with pytest.raises(WorkerDiedError) as caught:
+        run_bench(BenchSettings(rounds=1000, deadline_s=60))
+    killer.join()
+    assert caught.value.peer == ["sender", "receiver-0", "receiver-1"][victim]
+    assert time.monotonic() - before < 30
+    assert gone(started[0].pids)
+
+
+def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
+    """Also when it is killed outright, in the middle of a call."""
+    program = (
+        "from weightlane.sync.bench.processes import Processes, meeting_point\n"
+        "p = Processes(1, 1)\n"
+        "print(*p.pids, flush=True)\n"
+        "p.every('prepare', {'name': 'x', 'specs': []}, 0, 1, timeout_s=20)\n"
+        "p.every('open_copies', timeout_s=20)\n"
+        "p.receivers[0].call('copy_aside', meeting_point(60), timeout_s=90)\n"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    pids = list(map(int, owner.stdout.readline().split()))
+    assert len(pids) == 2
+    time.sleep(0.2)
+    owner.kill()
+    owner.wait(10)
+    owner.stdout.close()
+    assert gone(pids)
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "said"),
+    [
+        ({"engines": ["shn"]}, UnknownEngineError, ["'shn'", "Did you mean 'shm'?"]),
+        ({"engines": []}, ConfigError, ["engines", "at least 1"]),
+        ({"engines": ["shm", "shm"]}, ConfigError, ["engines", "twice"]),
+        ({"model": "nowhere"}, ConfigError, ["'nowhere'", "qwen3-0.6b"]),
+        ({"receivers": 0}, ConfigError, ["receivers", "greater than or equal to 1"]),
+        ({"density": 1.5}, ConfigError, ["density", "less than or equal to 1"]),
+        ({"codecs": ["morse"]}, ConfigError, ["no codec 'morse'", "offers dense"]),
+        ({"integrity": ["half"]}, ConfigError, ["no integrity 'half'", "full"]),
+        ({"options": {"gloo": {}}}, ConfigError, ["options are given for gloo"]),
+        ({"options": {"shm": {"slot": 3}}}, ConfigError, ["checkpoint_engine.options.slot", "Options of shm"]),
+    ],
+)
+def test_bad_input_is_refused_before_a_process_starts(
+    values: dict[str, Any], error: type[WeightlaneError], said: list[str], started: list[Processes]
+) -> None:
+    with pytest.raises(error) as caught:
+        run_bench(BenchSettings.checked(**values))
+    for text in said:
+        assert text in str(caught.value)
+    assert not started
+
+
+def test_where_nothing_can_run_the_reasons_are_the_answer(started: list[Processes]) -> None:
+    found = run_bench(BenchSettings(engines=("hccl",)))
+    assert found == {"hccl": "hccl cannot run here: torch_npu is not installed."}
+    assert not started
+
+
+def test_what_a_build_offers_is_read_off_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    later = create_model(
+        "Later",
+        __base__=SyncConfig,
+        codec=(Literal["dense", "delta"], "dense"),
+        integrity=(Literal["off", "full"], "full"),
+    )
+    monkeypatch.setattr(participants, "SyncConfig", later)
+    assert participants.offered("codec") == ("dense", "delta")
+    participants.check_offered("integrity", ["off", "full"])
+    config = participants.sync_config(codec="delta", integrity="off", bucket_mib=1.0, deadline_s=3.0)
+    assert (config.model_dump()["codec"], config.model_dump()["integrity"]) == ("delta", "off")
+    assert config.bucket_mib == 1.0

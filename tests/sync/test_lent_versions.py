@@ -1,0 +1,137 @@
+"""Versions that stay in their sender's memory: nobody ever loads what was written over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from hop_run import Run, expected
+
+from weightlane.ckpt_engines import QuarantinedError, StagingMemoryError, SyncAbortedError
+from weightlane.sync import Manifest, TensorSpec
+from weightlane.sync.staging import Staging
+from weightlane.sync.subscriber import adjoined
+
+SPEC = TensorSpec("w", (16,), torch.float32)
+
+
+def publish_next(run: Run, version: int) -> None:
+    run.step(version)
+    run.publish(version)
+
+
+def rank_of(run: Run, number: int = 0):  # type: ignore[no-untyped-def]
+    return next(iter(run.replicas[number].ranks.values()))
+
+
+def test_the_next_snapshot_waits_while_somebody_still_loads(make_run: Callable[..., Run]) -> None:
+    run = make_run(sync={"stall_s": 3.0})
+    publish_next(run, 1)
+    run.replicas[0].method = "take_only"
+    run.sync(1)
+    rank = rank_of(run)
+    publish_next(run, 2)
+    run.trainers[0].tell(
+        "step", 3
+    )  # its fence must not be passed before the snapshot of 2 is taken, which needs the memory
+    time.sleep(0.3)
+    assert rank.call("taken_digest") == expected(1), "what is being loaded was written over"
+    rank.call("release", 1)
+    run.trainers[0].answer()
+    run.replicas[0].method = "commit"
+    run.sync(2)
+    assert run.live() == [expected(2)]
+
+
+def test_what_is_loaded_stays_whole_when_its_session_ends(make_run: Callable[..., Run]) -> None:
+    run = make_run(replicas=2)
+    publish_next(run, 1)
+    run.replicas[0].method = "take_only"
+    run.sync(1)
+    rank_of(run, 1).kill()  # the next version needs another session
+    publish_next(run, 2)
+    run.replicas[0].method = "untouched"
+    with pytest.raises(SyncAbortedError):  # the load of version 1 goes on
+        run.sync(2)
+    publish_next(run, 3)
+    run.trainers[0].call("step", 4)
+    assert rank_of(run).call("taken_digest") == expected(1), "what is being loaded was written over"
+    rank_of(run).call("release", 1)
+    run.publish(4)
+    run.replicas[0].method = "commit"
+    assert run.outcomes(4) == {"rollout-0": "committed", "rollout-1": "lost"}
+    assert rank_of(run).call("live_digest") == expected(4)
+
+
+def test_a_failed_commit_gives_the_memory_back(make_run: Callable[..., Run]) -> None:
+    run = make_run(replicas=2, sync={"quorum": 0.5})
+    publish_next(run, 1)
+    run.sync(1)
+    for version in (2, 3, 4):
+        run.replicas[1].fails_with = QuarantinedError("stopped half-way.", part="rollout-1")
+        publish_next(run, version)
+        assert run.outcomes(version) == {"rollout-0": "committed", "rollout-1": "quarantined"}
+        assert rank_of(run).call("live_digest") == expected(version)
+    began = time.monotonic()
+    publish_next(run, 5)
+    run.step(5)
+    assert time.monotonic() - began < 2.0, "the memory was not given back"
+
+
+def staged(staging: Staging, version: int) -> torch.Tensor:
+    """`version` lies in its sender's memory, which is returned."""
+    manifest = Manifest(version, (SPEC,), 64, lasting=True)
+    lent = torch.full((64,), version, dtype=torch.uint8)
+    staging.reserve(manifest, lent=True)
+    staging.complete(manifest, lent)
+    return lent
+
+
+def value(tensors: dict[str, torch.Tensor]) -> int:
+    return int(tensors["w"].view(torch.uint8)[0])
+
+
+def test_lent_memory_is_needed_until_it_is_loaded_and_its_verdict_is_known() -> None:
+    staging = Staging("rollout-0/0", 0, torch.device("cpu"))
+    lent = staged(staging, 1)
+    assert not staging.settle(1)
+    assert value(staging.take(1)) == 1
+    staging.commit(1)
+    assert not staging.settle(1), "it is being loaded"
+    staging.release(1)
+    assert staging.settle(1)
+    lent.zero_()
+    staged(staging, 2)
+    previous, tensors = staging.take_previous(2)
+    assert (previous, value(tensors)) == (1, 1), "what a rollback needs was not copied"
+    staging.release(1)
+    staging.abort(2)
+    assert staging.settle(2)
+    assert staging.take_previous(2)[0] == 1, "a version that was given up took the place of the one that serves"
+
+
+def test_nothing_is_kept_of_lent_versions_above_the_limit() -> None:
+    staging = Staging("rollout-0/0", 63, torch.device("cpu"))
+    staged(staging, 1)
+    staging.commit(1)
+    assert staging.settle(1)
+    staged(staging, 2)
+    with pytest.raises(Exception, match="is not kept here"):
+        staging.take_previous(2)
+    with pytest.raises(StagingMemoryError):
+        staging.reserve(Manifest(3, (SPEC,), 64))
+
+
+def test_buckets_are_one_stream_only_where_they_adjoin() -> None:
+    memory = torch.arange(100, dtype=torch.uint8)
+    whole = adjoined([memory[10:20], memory[20:20], memory[20:64]])
+    assert whole is not None
+    assert torch.equal(whole, memory[10:64])
+    assert whole.data_ptr() == memory[10:].data_ptr()
+    assert adjoined([memory[10:20], memory[21:30]]) is None
+    assert adjoined([memory[10:20], memory.clone()[20:30]]) is None
+    empty = adjoined([])
+    assert empty is not None
+    assert not empty.numel()

@@ -1,0 +1,81 @@
+"""No changed byte, and no bucket in the place of another, passes its seal."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weightlane.ckpt_engines import CorruptBucketError, Deadline, DeadlineExceededError, ProtocolError
+from weightlane.sync.checksum import sums, xxh3
+from weightlane.sync.rendezvous import Rendezvous
+from weightlane.sync.seal import SealMail, seal, seals_document, seals_of_document, verify
+
+
+@pytest.mark.parametrize("checksum", [sums, xxh3])
+@given(st.integers(0, 70_000), st.data())
+@settings(deadline=None, max_examples=40)
+def test_a_checksum_sees_a_changed_byte_anywhere_and_swapped_words(checksum, size: int, data: st.DataObject) -> None:  # type: ignore[no-untyped-def]
+    payload = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+    before = checksum(payload)
+    assert checksum(payload.clone()) == before
+    if size:
+        changed = payload.clone()
+        changed[data.draw(st.integers(0, size - 1))] ^= 1 << data.draw(st.integers(0, 7))
+        assert checksum(changed) != before
+    if size >= 16:
+        words = size // 8
+        i, j = data.draw(st.integers(0, words - 1)), data.draw(st.integers(0, words - 1))
+        swapped = payload.clone()
+        view = swapped[: words * 8].view(torch.int64)
+        view[[i, j]] = view[[j, i]]
+        assert (checksum(swapped) == before) == bool(torch.equal(swapped, payload))
+
+
+@pytest.mark.parametrize("checksum", [sums, xxh3])
+def test_a_checksum_tells_lengths_apart_even_of_zeros(checksum) -> None:  # type: ignore[no-untyped-def]
+    assert checksum(torch.zeros(8, dtype=torch.uint8)) != checksum(torch.zeros(16, dtype=torch.uint8))
+
+
+def test_the_seal_of_a_known_text_is_the_published_one() -> None:
+    # XXH3 of nothing, with seed 0: https://github.com/Cyan4973/xxHash
+    assert seal(torch.empty(0, dtype=torch.uint8)) == "xxh3:2d06800538d394c2"
+
+
+@pytest.mark.parametrize("make", [seal, lambda data: f"sums:{sums(data)}"])
+def test_a_damaged_bucket_is_refused_and_its_sender_named(make) -> None:  # type: ignore[no-untyped-def]
+    data = torch.arange(256, dtype=torch.int64).view(torch.uint8)
+    sealed = make(data)
+    verify(data, sealed, 3, 1, peer="trainer-0")
+    data[5] ^= 0x10
+    with pytest.raises(CorruptBucketError, match="bucket 1 of version 3 arrived with changed bytes") as caught:
+        verify(data, sealed, 3, 1, peer="trainer-0")
+    assert caught.value.peer == "trainer-0"
+
+
+@pytest.mark.parametrize("sealed", ["", "xxh3", "md5:00", None, 7, ["xxh3:00"]])
+def test_what_is_no_seal_is_refused(sealed: object) -> None:
+    with pytest.raises(CorruptBucketError):
+        verify(torch.zeros(8, dtype=torch.uint8), sealed, 3, 1, peer="trainer-0")
+
+
+def test_a_document_of_seals_says_what_it_lists() -> None:
+    text = seals_document(["xxh3:1", "xxh3:2"])
+    assert seals_of_document(text, 2) == ["xxh3:1", "xxh3:2"]
+    with pytest.raises(ProtocolError, match="2 seals of 3 buckets"):
+        seals_of_document(text, 3)
+    for broken in ("", "{}", "[1]", '["a"'):
+        with pytest.raises(ProtocolError, match=r"seals\.json"):
+            seals_of_document(broken, 1)
+
+
+def test_seals_of_older_versions_leave_the_store() -> None:
+    host = Rendezvous.host()
+    sender, receiver = (SealMail(host.mailbox("seals/s-1")) for _ in range(2))
+    for version in (1, 2):
+        for index in range(3):
+            sender.put(version, index, f"xxh3:{version}{index}")
+    assert [receiver.get(2, index, Deadline.after(5)) for index in range(3)] == ["xxh3:20", "xxh3:21", "xxh3:22"]
+    with pytest.raises(DeadlineExceededError):
+        receiver.get(1, 0, Deadline.after(0.05))

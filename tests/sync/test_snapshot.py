@@ -1,0 +1,111 @@
+"""The snapshot holds what the shards held, in the wire dtype, and says how far it has come."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from weightlane.ckpt_engines import Deadline, DeadlineExceededError, StorageError
+from weightlane.sync import LocalShard, TensorSpec
+from weightlane.sync.packing import compact_places
+from weightlane.sync.progress import Progress
+from weightlane.sync.snapshot import Snapshot
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def random_floats(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Random bit patterns: NaN payloads, denormals and negative zeros included."""
+    generator = torch.Generator().manual_seed(seed)
+    return (
+        torch.randint(-(2**31), 2**31, shape, generator=generator, dtype=torch.int64)
+        .to(torch.int32)
+        .view(torch.float32)
+    )
+
+
+def take(shards: list[LocalShard], places: list[int]) -> tuple[torch.Tensor, list[int]]:
+    """The snapshot, and every point of its progress."""
+    snapshot, progress, seen = Snapshot(shards, places), Progress("a snapshot", "test"), []
+    advance = progress.advance
+    progress.advance = lambda done: (seen.append(done), advance(done))[1]  # type: ignore[method-assign]
+    memory = torch.zeros(snapshot.nbytes, dtype=torch.uint8)
+    snapshot.take(memory, None, progress)
+    return memory, seen
+
+
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float16])
+def test_shards_are_cast_to_the_wire_dtype_exactly_as_torch_does(wire: torch.dtype) -> None:
+    sources = [
+        random_floats(65, 3),
+        random_floats(7, seed=1),
+        random_floats(1, seed=2)[0],
+        random_floats(300, 400, seed=3),
+    ]
+    shards = [LocalShard(TensorSpec(f"t{i}", tuple(data.shape), wire), 0, data) for i, data in enumerate(sources)]
+    places = compact_places(shards)
+    memory, _ = take(shards, places)
+    for shard, place in zip(shards, places, strict=True):
+        assert torch.equal(memory[place : place + shard.nbytes], bits(shard.data.to(wire)))
+
+
+def test_many_small_tensors_back_to_back_are_each_in_their_place() -> None:
+    sources = [random_floats(16, seed=seed) for seed in range(500)]
+    shards = [LocalShard(TensorSpec(f"t{i}", (16,), torch.bfloat16), 0, data) for i, data in enumerate(sources)]
+    places = [32 * index for index in range(500)]
+    memory, seen = take(shards, places)
+    assert torch.equal(memory, bits(torch.cat(sources).bfloat16()))
+    assert len(seen) < 10, "they were copied one by one"
+
+
+def test_a_transposed_parameter_is_read_when_the_snapshot_is_taken_and_not_when_it_is_set_up() -> None:
+    live = random_floats(30, 20)
+    shard = LocalShard(TensorSpec("t", (20, 30), torch.float32), 0, live.t())
+    snapshot, progress = Snapshot([shard], [0]), Progress("a snapshot", "test")
+    live.copy_(random_floats(30, 20, seed=9))
+    memory = torch.zeros(snapshot.nbytes, dtype=torch.uint8)
+    snapshot.take(memory, None, progress)
+    assert torch.equal(memory, bits(live.t()))
+
+
+def test_progress_grows_over_a_large_tensor_and_ends_know_each_tensors_end() -> None:
+    data = torch.arange(10 << 20, dtype=torch.float32)
+    shards = [
+        LocalShard(TensorSpec("large", (10 << 20,), torch.float32), 0, data),
+        LocalShard(TensorSpec("split", (8,), torch.float32), 0, data[:4]),
+        LocalShard(TensorSpec("split", (8,), torch.float32), 4, data[4:8]),
+    ]
+    places = [0, 40 << 20, (40 << 20) + 16]
+    snapshot = Snapshot(shards, places)
+    assert snapshot.ends == {"large": 40 << 20, "split": (40 << 20) + 32}
+    _, seen = take(shards, places)
+    assert seen == sorted(seen)
+    assert seen[0] == 16 << 20
+    assert seen[-1] == snapshot.nbytes
+
+
+def test_whoever_waits_for_a_part_goes_on_when_it_is_there() -> None:
+    progress = Progress("the snapshot of version 3", "trainer-0")
+    passed = threading.Event()
+    waiting = threading.Thread(target=lambda: (progress.wait(10, Deadline.after(10)), passed.set()))
+    waiting.start()
+    progress.advance(9)
+    assert not passed.wait(0.05)
+    progress.advance(10)
+    assert passed.wait(5)
+    waiting.join()
+
+
+def test_whoever_waits_hears_why_nothing_more_comes() -> None:
+    progress = Progress("the snapshot of version 3", "trainer-0")
+    progress.advance(5)
+    with pytest.raises(DeadlineExceededError, match="the snapshot of version 3"):
+        progress.wait(6, Deadline.after(0.01))
+    progress.fail(StorageError("no room.", part="p"))
+    progress.wait(5, Deadline.after(1))
+    with pytest.raises(StorageError, match="no room"):
+        progress.wait(6, Deadline.after(1))
