@@ -93,6 +93,8 @@ def await_acknowledgements(
             answer = waiting[name].receive_json(deadline, "a complete acknowledgement")
             if aside is None or not aside(name, answer):
                 answers[name] = _checked(answer, waiting[name], bucket)
+            else:  # who talks without end must not put off the deadline
+                deadline.check(what, part=waiting[name].part, peer=name)
     return answers
 
 

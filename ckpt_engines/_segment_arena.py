@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import weakref
 
@@ -22,13 +23,13 @@ class SegmentArena:
     Args:
         part: Name of the engine for error messages.
         kind: What the segments are.
-        limit_bytes: How much memory they may take together.
+        limit_bytes: How much memory they may take together; None leaves that to the machine.
     """
 
-    def __init__(self, part: str, kind: SegmentKind, limit_bytes: int) -> None:
+    def __init__(self, part: str, kind: SegmentKind, limit_bytes: int | None) -> None:
         self._part = part
         self._kind = kind
-        self._limit_bytes = limit_bytes
+        self._limit_bytes = sys.maxsize if limit_bytes is None else limit_bytes
         self._lock = threading.Lock()
         self._taken_bytes = 0
         self._numbers = itertools.count()
@@ -62,7 +63,7 @@ class SegmentArena:
             f"{nbytes / _MIB:.1f} MiB for buckets would exceed max_shared_mib ({self._limit_bytes // _MIB} MiB),"
             f" of which {self._taken_bytes / _MIB:.1f} MiB are in use.",
             part=self._part,
-            hint="Use smaller buckets, or raise checkpoint_engine.options.max_shared_mib.",
+            hint="Raise checkpoint_engine.options.max_shared_mib, or leave it out.",
         )
 
     def find(self, data: torch.Tensor) -> tuple[int, OwnedSegment, int] | None:

@@ -16,9 +16,9 @@ from .errors import ProtocolError
 
 
 class SegmentConfig(LocalSocketConfig):
-    """Options that engines with segments have in common; each gives the limit a default and a description of its own."""
+    """Options that engines with segments have in common; each describes the limit in its own words."""
 
-    max_shared_mib: int
+    max_shared_mib: int | None = None
 
 
 class SegmentEngine(CheckpointEngine):
@@ -31,7 +31,8 @@ class SegmentEngine(CheckpointEngine):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._options = cast("SegmentConfig", config)
-        self._arena = SegmentArena(self.label, self.segment_kind(), self._options.max_shared_mib << 20)
+        limit = self._options.max_shared_mib
+        self._arena = SegmentArena(self.label, self.segment_kind(), None if limit is None else limit << 20)
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Memory that receivers can map: a bucket that lies in it is not copied by `send`."""

@@ -115,9 +115,7 @@ class SegmentSender(WeightSender):
             retired: dict[str, list[int]] = {}
             for name, channel in channels.items():
                 retired[name] = self._announce(name, channel, bucket, segment, details, deadline)
-            answers = await_acknowledgements(channels, bucket, deadline, aside=self._note_release)
-            for name, answer in answers.items():
-                self._note_answer(name, answer)
+            for name in await_acknowledgements(channels, bucket, deadline, aside=self._overhear):
                 for gone in retired[name]:  # it has unmapped them before it acknowledged
                     del self._known[name][gone]
 
@@ -185,12 +183,19 @@ class SegmentSender(WeightSender):
                     message = waiting[name].receive_json(deadline, what)
                     if not self._note_release(name, message) and not self._note_answer(name, message):
                         raise ProtocolError(f"unexpected message {message}.", part=self._life.part, peer=name)
+                    if not shown[name].over:
+                        deadline.check(what, part=self._life.part, peer=name)
             self._shown.pop(version, None)
             for number in self._copies.pop(version, ()):
                 self._arena.discard(number)
 
     def _showing(self, version: int, name: str) -> _Showing:
         return self._shown.setdefault(version, {}).setdefault(name, _Showing())
+
+    def _overhear(self, name: str, message: Mapping[str, Any]) -> bool:
+        """Note what a receiver says while a bucket is sent, which may fail for another; whether it is about no bucket."""
+        self._note_answer(name, message)
+        return self._note_release(name, message)
 
     def _note_release(self, name: str, message: Mapping[str, Any]) -> bool:
         """Whether `message` says that its sender has released a version."""

@@ -19,10 +19,11 @@ from .contract import API_VERSION, Capabilities, Delivery
 class CudaIpcConfig(SegmentConfig):
     """Options of ``cuda_ipc``."""
 
-    max_shared_mib: int = Field(
-        4096,
+    max_shared_mib: int | None = Field(
+        None,
         ge=1,
-        description="Most device memory (MiB) that one trainer process holds; what would exceed it is refused in words.",
+        description="Most device memory (MiB) that one trainer process holds; what would exceed it is refused in words."
+        " Without it, as much as the device has.",
     )
 
 

@@ -30,7 +30,8 @@ _SAID = {
     "persistent": "buckets outlive the sender's process",
     "elastic": "receivers may join and leave without a new connection of the others",
     "same_host_only": "both sides on one host",
-    "zero_copy": "the sender makes no further copy",
+    "zero_copy": "the sender makes no further copy of the engine's own memory",
+    "views": "receivers can look at weights in the sender's memory instead of copying them first",
 }
 
 

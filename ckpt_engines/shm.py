@@ -21,10 +21,11 @@ from .contract import API_VERSION, Capabilities, Delivery
 class ShmConfig(SegmentConfig):
     """Options of ``shm``."""
 
-    max_shared_mib: int = Field(
-        8192,
+    max_shared_mib: int | None = Field(
+        None,
         ge=1,
-        description="Most shared memory (MiB) that one trainer process holds; what would exceed it is refused in words.",
+        description="Most shared memory (MiB) that one trainer process holds; what would exceed it is refused in words."
+        " Without it, as much as the machine or container has.",
     )
 
 

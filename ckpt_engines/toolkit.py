@@ -10,6 +10,9 @@ are made of the same parts.
   index and size before the first byte, and the sender learns when its memory is free again. ``announce`` may carry more, for
   example where a receiver finds the bucket in registered memory.
 - `send_payload` and `receive_payload` carry the bytes themselves over the channels, for transports without a wire of their own.
+- `refuse` answers an announcement that cannot be followed, and `await_acknowledgements` can be told what else may be said between
+  acknowledgements, such as that a version is released (`WeightReceiver.release`).
+- `EngineMemory` remembers what an engine has allocated, so that its senders know a bucket that needs no copy.
 - `run_bounded` makes a blocking library call end by the deadline, `poll_until` waits for one that must be polled, and
   `blame` finds out whether a library's error means that a peer is gone.
 
@@ -33,6 +36,7 @@ and the receiver's:
 from __future__ import annotations
 
 from ._channel import Channel, accept_receivers, dial, listen_tcp
+from ._engine_memory import EngineMemory
 from ._handshake import (
     acknowledge,
     announce,
@@ -40,6 +44,7 @@ from ._handshake import (
     choose,
     expect,
     receive_payload,
+    refuse,
     send_payload,
 )
 from ._lifecycle import Lifecycle
@@ -49,6 +54,7 @@ from ._waiting import blame, poll_until, run_bounded
 __all__ = [
     "Channel",
     "Door",
+    "EngineMemory",
     "Lifecycle",
     "accept_receivers",
     "acknowledge",
@@ -63,6 +69,7 @@ __all__ = [
     "listen_tcp",
     "poll_until",
     "receive_payload",
+    "refuse",
     "run_bounded",
     "send_payload",
     "tcp_address",

@@ -155,6 +155,36 @@ class Connection:
         self.start_send(parcels, sender=sender, **more)
         self.check_received(self.receivers, sender or self.sender)
 
+    def show(self, parcels: Sequence[Parcel], **more: Any) -> None:
+        """Have every receiver view `parcels` and check every byte; `more` goes to `HalfProcess.show`."""
+        for half in self.receivers:
+            self.start_view(half, parcels)
+        self.start_show(parcels, **more)
+        self.check_received(self.receivers, self.sender)
+
+    def start_show(self, parcels: Sequence[Parcel], **more: Any) -> None:
+        """Start sending `parcels` as lasting buckets to all receivers; `more` goes to `HalfProcess.show`."""
+        names = [half.name for half in self.receivers]
+        self.sender.start("show", parcels=parcels, receivers=names, **{"deadline_s": self._deadline_s, **more})
+
+    def start_view(self, half: RemoteHalf, parcels: Sequence[Parcel], *, deadline_s: float | None = None) -> None:
+        """Start viewing `parcels`."""
+        half.start("view", parcels=parcels, sender=self.sender.name, deadline_s=deadline_s or self._deadline_s)
+
+    def check_views(self, parcels: Sequence[Parcel]) -> None:
+        """What receivers have viewed must still be there."""
+        for half in self.receivers:
+            half.start("look", parcels=parcels)
+        self.check_received(self.receivers)
+
+    def release(self, version: int) -> None:
+        """Have every receiver release `version`, and the sender reclaim it."""
+        for half in self.receivers:
+            half.start("release", version=version, deadline_s=self._deadline_s)
+        for half in self.receivers:
+            half.result()
+        self.sender.call("reclaim", version=version, deadline_s=self._deadline_s)
+
     def check_received(self, receivers: Sequence[RemoteHalf], sender: RemoteHalf | None = None) -> None:
         """Take the results of receivers, and of `sender` if given: what arrived must be right.
 

@@ -65,6 +65,10 @@ class HalfProcess:
         self._persistent = False
         self._opened: set[int] = set()
         self._buffers: dict[bool, torch.Tensor] = {}
+        self._shown: dict[int, torch.Tensor] = {}
+        """Memory of the engine's that receivers may look at, by a number that the check gives it."""
+        self._views: dict[tuple[int, int], torch.Tensor] = {}
+        """What this half looks at, by version and index."""
         self._device = "cpu"
         self._unpickled = 0
         _watch_pickle(self._count_unpickled)
@@ -164,9 +168,7 @@ class HalfProcess:
         mine = [Parcel(*parcel) for parcel in parcels]
         buffer = self._buffer(max(parcel.nbytes for parcel in mine), allocated=allocated)
         for place, parcel in enumerate(mine):
-            if self._persistent and parcel.version not in self._opened:
-                self._opened.add(parcel.version)
-                self.sender.open_version(_files(parcel.version, everything), deadline)
+            self._open(parcel.version, everything, deadline)
             data = buffer[: parcel.nbytes]
             data.copy_(payload(parcel.nbytes, parcel.seed))
             self.sender.send(_bucket(parcel, data), receivers, deadline)
@@ -174,6 +176,51 @@ class HalfProcess:
             last = place + 1 == len(mine) or mine[place + 1].version != parcel.version
             if self._persistent and last and commit:
                 self.sender.commit_version(parcel.version, {_COMMIT_DOCUMENT: str(parcel.version)}, deadline)
+
+    def _open(self, version: int, plan: Sequence[Parcel], deadline: Deadline) -> None:
+        if self._persistent and version not in self._opened:
+            self._opened.add(version)
+            self.sender.open_version(_files(version, plan), deadline)
+
+    def show(
+        self,
+        parcels: list[list[int]],
+        receivers: list[str],
+        deadline_s: float,
+        slot: int = 0,
+        fill: bool = True,
+        own: bool = False,
+    ) -> None:
+        """Send `parcels` as lasting buckets that lie side by side in the engine's memory, and leave them there.
+
+        Another `slot` is other memory. Without `fill` the memory is sent as it is; with `own` every bucket lies in memory of the
+        caller's own.
+        """
+        deadline = Deadline.after(deadline_s)
+        plan = [Parcel(*parcel) for parcel in parcels]
+        total = sum(parcel.nbytes for parcel in plan)
+        if slot not in self._shown or self._shown[slot].numel() < total:
+            self.free_shown(slot)
+            self._shown[slot] = self.engine.allocate(total, torch.device(self._device))
+        place = 0
+        for parcel in plan:
+            data = self._shown[slot][place : place + parcel.nbytes]
+            place += parcel.nbytes
+            if own:
+                data = payload(parcel.nbytes, parcel.seed, self._device)
+            elif fill:
+                data.copy_(payload(parcel.nbytes, parcel.seed))
+            self._open(parcel.version, plan, deadline)
+            self.sender.send(Bucket(parcel.version, parcel.number, data, lasting=True), receivers, deadline)
+
+    def reclaim(self, version: int, deadline_s: float) -> None:
+        """Wait until nobody looks at `version` any more."""
+        self.sender.reclaim(version, Deadline.after(deadline_s))
+
+    def free_shown(self, slot: int = 0) -> None:
+        """Give memory that `show` took back to the engine."""
+        if slot in self._shown:
+            self.engine.free(self._shown.pop(slot))
 
     def send_while_overwriting(
         self, parcel: list[int], receivers: list[str], deadline_s: float, after_s: float, seed: int, done: str
@@ -225,14 +272,52 @@ class HalfProcess:
                 answers.append(complaint(data, parcel, plan))
         return answers
 
+    def view(self, parcels: list[list[int]], sender: str, deadline_s: float) -> list[str]:
+        """View `parcels` one after the other by one deadline; for each a `complaint`, empty when it is right."""
+        deadline = Deadline.after(deadline_s)
+        for version, number, nbytes, _ in parcels:
+            self._views[version, number] = self.receiver.view(version, number, nbytes, sender, deadline)
+        return self.look(parcels)
+
+    def look(self, parcels: list[list[int]]) -> list[str]:
+        """What is wrong now with what was viewed, for each of `parcels`."""
+        plan = [Parcel(*parcel) for parcel in parcels]
+        return [complaint(self._views[parcel.version, parcel.number], parcel, plan) for parcel in plan]
+
+    def join(self, parcels: list[list[int]]) -> str:
+        """What is wrong with the views of `parcels`, which adjoin, as one tensor; empty when it is right."""
+        views = [self._views[version, number] for version, number, _, _ in parcels]
+        storage, start = views[0].untyped_storage(), views[0].storage_offset()
+        place = start
+        for view in views:
+            if view.untyped_storage().data_ptr() != storage.data_ptr() or view.storage_offset() != place:
+                return "two views of buckets that adjoin do not adjoin in one storage"
+            place += view.numel()
+        joined = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, start, (place - start,), (1,))
+        expected = torch.cat([payload(nbytes, seed, self._device) for _, _, nbytes, seed in parcels])
+        return "" if torch.equal(joined, expected) else "what the joined views show is wrong"
+
+    def release(self, version: int, deadline_s: float) -> None:
+        """Look at no bucket of `version` any more, and say so."""
+        for key in [key for key in self._views if key[0] == version]:
+            del self._views[key]
+        self.receiver.release(version, Deadline.after(deadline_s))
+
     def close_after(self, seconds: float) -> None:
         """Close from another thread, some time later."""
         assert self._half is not None
         threading.Timer(seconds, self._half.close).start()
 
-    def close(self) -> None:
-        """Close twice: the second time must not matter. Memory goes back to the engine, which stays."""
+    def close(self, keep: bool = False) -> None:
+        """Close twice: the second time must not matter. Memory goes back to the engine, which stays.
+
+        With `keep`, what was shown and what is viewed is left.
+        """
         self._free_buffers()
+        for slot in [] if keep else list(self._shown):
+            self.free_shown(slot)
+        if not keep:
+            self._views.clear()
         if self._half is not None:
             self._half.close()
             self._half.close()

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from broken_wrappers import (
     FOREVER_S,
     SHARED_MEMORY_PREFIX,
@@ -117,6 +118,10 @@ class CloseWaitsForCalls(Healthy):
             with self.lock:
                 super().send(bucket, receivers, deadline)
 
+        def reclaim(self, version: int, deadline: Deadline) -> None:
+            with self.lock:
+                super().reclaim(version, deadline)
+
         def close(self) -> None:
             with self.lock:
                 super().close()
@@ -129,6 +134,10 @@ class CloseWaitsForCalls(Healthy):
         def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
             with self.lock:
                 super().receive(bucket, sender, deadline)
+
+        def view(self, version: int, index: int, nbytes: int, sender: str, deadline: Deadline) -> torch.Tensor:
+            with self.lock:
+                return super().view(version, index, nbytes, sender, deadline)
 
         def close(self) -> None:
             with self.lock:

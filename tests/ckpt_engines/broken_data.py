@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from broken_wrappers import (
@@ -201,18 +201,16 @@ class SendsToNobody(Healthy):
 class OnlyOwnMemory(Healthy):
     """Buckets that do not lie in allocated memory go wrong."""
 
+    own: ClassVar[list[tuple[int, int]]] = []
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        buffer = super().allocate(nbytes, device)
+        self.own.append((buffer.data_ptr(), buffer.data_ptr() + nbytes))
+        return buffer
+
     class sender(Sender):  # noqa: N801
-        def __init__(self, real: WeightSender) -> None:
-            super().__init__(real)
-            self.own: list[tuple[int, int]] = []
-
-        def allocate(self, nbytes: int) -> torch.Tensor:
-            buffer = super().allocate(nbytes)
-            self.own.append((buffer.data_ptr(), buffer.data_ptr() + nbytes))
-            return buffer
-
         def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
-            if not any(start <= bucket.data.data_ptr() < end for start, end in self.own):
+            if not any(start <= bucket.data.data_ptr() < end for start, end in OnlyOwnMemory.own):
                 bucket = replace(bucket, data=torch.zeros_like(bucket.data))
             super().send(bucket, receivers, deadline)
 
@@ -259,9 +257,8 @@ class ClaimsPointToPoint(Healthy):
 class ClaimsZeroCopy(Healthy):
     """`allocate` hands out ordinary memory, which `send` copies."""
 
-    class sender(Sender):  # noqa: N801
-        def allocate(self, nbytes: int) -> torch.Tensor:
-            return torch.empty(nbytes, dtype=torch.uint8)
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 class ClaimsPersistence(Healthy):
@@ -311,13 +308,12 @@ class ClaimsNoDeviceOfTorch(Healthy):
 
 
 class AllocatesOneBufferTwice(Healthy):
-    class sender(Sender):  # noqa: N801
-        pool: torch.Tensor | None = None
+    pool: torch.Tensor | None = None
 
-        def allocate(self, nbytes: int) -> torch.Tensor:
-            if self.pool is None:
-                self.pool = torch.empty(4 << 20, dtype=torch.uint8)
-            return self.pool[:nbytes]
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        if self.pool is None:
+            self.pool = torch.empty(4 << 20, dtype=torch.uint8, device=device)
+        return self.pool[:nbytes]
 
 
 class LooseConfig(ShmConfig):

@@ -36,11 +36,11 @@ class Sender(WeightSender):
     def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:
         self.real.connect(topology, mailbox, deadline)
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        return self.real.allocate(nbytes)
-
     def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
         self.real.send(bucket, receivers, deadline)
+
+    def reclaim(self, version: int, deadline: Deadline) -> None:
+        self.real.reclaim(version, deadline)
 
     def close(self) -> None:
         self.real.close()
@@ -58,6 +58,12 @@ class Receiver(WeightReceiver):
 
     def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
         self.real.receive(bucket, sender, deadline)
+
+    def view(self, version: int, index: int, nbytes: int, sender: str, deadline: Deadline) -> torch.Tensor:
+        return self.real.view(version, index, nbytes, sender, deadline)
+
+    def release(self, version: int, deadline: Deadline) -> None:
+        self.real.release(version, deadline)
 
     def close(self) -> None:
         self.real.close()

@@ -6,6 +6,9 @@ Nearly all of it needs a GPU: one is enough, since two processes may share it.
 from __future__ import annotations
 
 import base64
+import socket
+import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +24,11 @@ from weightlane.ckpt_engines import (
     Topology,
     TransportError,
 )
+from weightlane.ckpt_engines._channel import Channel
 from weightlane.ckpt_engines._cuda_driver import HANDLE_BYTES, cuda_driver
 from weightlane.ckpt_engines._cuda_memory import CudaSegments
+from weightlane.ckpt_engines._lifecycle import Lifecycle
+from weightlane.ckpt_engines._segments import OwnedSegment
 from weightlane.ckpt_engines.conformance import run_conformance
 from weightlane.ckpt_engines.conformance.base import ConformanceBase, ConnectionMaker
 from weightlane.ckpt_engines.conformance.payload import Parcel
@@ -108,6 +114,36 @@ def test_a_handle_of_another_form_is_refused_before_the_driver_sees_it(handle: o
 def test_a_bucket_outside_of_cuda_memory_is_refused() -> None:
     with pytest.raises(TransportError, match="cpu"):
         CudaSegments().adopt(MIB, {}, (), torch.device("cpu"))
+
+
+class Something(OwnedSegment):
+    """Stands for device memory."""
+
+    def describe(self) -> tuple[dict[str, Any], tuple[int, ...]]:
+        return {}, ()
+
+    def retire(self) -> None:
+        raise AssertionError("its owner lets go of it, and nobody else does")
+
+
+def test_memory_is_held_until_the_last_receiver_that_may_map_it_has_hung_up() -> None:
+    pairs = [socket.socketpair() for _ in range(2)]
+    life = Lifecycle("sender", lambda: None)
+    segment = Something()
+    gone = weakref.ref(segment)
+    CudaSegments().hang_up([Channel(ours, life, "receiver") for ours, _ in pairs], [segment])
+    del segment
+    (_, first), (_, second) = pairs
+    first.close()
+    time.sleep(0.05)
+    assert gone() is not None
+    assert second.recv(1) == b""  # it is told
+    second.close()
+    deadline = Deadline.after(5)
+    while gone() is not None:
+        deadline.check("the memory to go", part="test")
+        time.sleep(0.005)
+    life.close()
 
 
 @pytest.mark.skipif(NO_GPU is None, reason="this machine has a CUDA device")

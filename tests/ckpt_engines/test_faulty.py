@@ -334,6 +334,100 @@ def test_a_storage_error_is_one_of_the_receiver(pair: Callable[..., Pair]) -> No
         receiving.result()
 
 
+class Viewed:
+    """A pair over shared memory of which the receiver has viewed, or will view, version 1."""
+
+    def __init__(self, pair: Pair, engine: CheckpointEngine) -> None:
+        self.pair = pair
+        self.data = engine.allocate(SIZE, torch.device("cpu")).copy_(payloads(1)[0])
+
+    def show(self, version: int = 1) -> torch.Tensor:
+        deadline = Deadline.after(5)
+        bucket = Bucket(version, 0, self.data, lasting=True)
+        sending = self.pair.threads.submit(self.pair.sender.send, bucket, ["r"], deadline)
+        view = self.pair.receiver.view(version, 0, SIZE, "s", deadline)
+        sending.result()
+        return view
+
+
+@pytest.fixture
+def shown() -> Iterator[Callable[..., Viewed]]:
+    """Makes a connected pair over `faulty:shm`, with other options for either side."""
+    made: list[Pair] = []
+
+    def shown(sender: dict[str, Any] | None = None, receiver: dict[str, Any] | None = None) -> Viewed:
+        create = CheckpointEngineRegistry().create
+        engine = create("faulty:shm", sender or {"rate": 0})
+        made.append(Pair(engine, create("faulty:shm", receiver or {"rate": 0})).connected())
+        return Viewed(made[-1], engine)
+
+    yield shown
+    for pair in made:
+        pair.close()
+
+
+def test_without_faults_what_is_viewed_is_released_and_reclaimed(shown: Callable[..., Viewed]) -> None:
+    both = shown()
+    view = both.show()
+    assert torch.equal(view, both.data)
+    with pytest.raises(DeadlineExceededError):
+        both.pair.sender.reclaim(1, Deadline.after(0.05))
+    both.pair.receiver.release(1, Deadline.after(5))
+    both.pair.sender.reclaim(1, Deadline.after(5))
+
+
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+def test_a_bit_of_a_viewed_bucket_flips_in_a_private_copy(shown: Callable[..., Viewed], side: str) -> None:
+    both = shown(**{side: always(FaultKind.FLIP)})
+    before = both.data.clone()
+    assert changed_bits(both.show(), before) == 1
+    assert torch.equal(both.data, before)
+
+
+def test_a_view_that_fails_fails_as_a_receive_does(shown: Callable[..., Viewed]) -> None:
+    for kind, error in ((FaultKind.STORAGE, StorageError), (FaultKind.LOSE, PeerLostError)):
+        with pytest.raises(error):
+            shown(receiver=always(kind)).pair.receiver.view(1, 0, SIZE, "s", Deadline.after(5))
+
+
+@pytest.mark.parametrize("call", ["release", "reclaim"])
+def test_what_concerns_a_whole_version_is_delayed_hangs_or_is_lost(
+    shown: Callable[..., Viewed], call: str, tmp_path: Path
+) -> None:
+    side = "sender" if call == "reclaim" else "receiver"
+    log = str(tmp_path / "log")
+
+    def run(kind: FaultKind, deadline_s: float) -> None:
+        both = shown(**{side: always(kind, delay_s=0.2, log=log)})
+        getattr(getattr(both.pair, side), call)(1, Deadline.after(deadline_s))
+
+    started = time.monotonic()
+    run(FaultKind.DELAY, 5)
+    assert time.monotonic() - started >= 0.2
+    with pytest.raises(DeadlineExceededError, match="injected hang"):
+        run(FaultKind.HANG, 0.2)
+    with pytest.raises(PeerLostError, match="injected"):
+        run(FaultKind.LOSE, 5)
+    run(FaultKind.FLIP, 5)  # which is about buckets
+    records = [(record.version, record.index, record.kind) for record in read_fault_log(log)]
+    assert records == [(1, NO_BUCKET, kind) for kind in (FaultKind.DELAY, FaultKind.HANG, FaultKind.LOSE)]
+
+
+def test_an_engine_runs_out_of_memory_as_often_as_it_is_told_to(tmp_path: Path) -> None:
+    log = str(tmp_path / "log")
+    engine = CheckpointEngineRegistry().create("faulty:shm", {"rate": 0.3, "kinds": ["exhaust"], "log": log})
+    failed = []
+    for number in range(60):
+        try:
+            engine.free(engine.allocate(10, torch.device("cpu")))
+        except StorageError as error:
+            assert "injected" in str(error)  # noqa: PT017
+            failed.append(number)
+    assert 5 <= len(failed) <= 31  # 18, give or take three and a half standard deviations
+    records = [(record.half, record.version, record.index, record.kind) for record in read_fault_log(log)]
+    assert records == [("engine", NO_BUCKET, number, FaultKind.EXHAUST) for number in failed]
+
+
 def send_much(path: Path, half: str = "s", **options: Any) -> list[FaultRecord]:
     """Faults of 60 versions of 5 buckets, of which one is empty; a store needs no receiver."""
     log = path / f"log-{len(list(path.iterdir()))}"

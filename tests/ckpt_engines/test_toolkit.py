@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -145,3 +146,52 @@ def test_a_librarys_error_is_blamed_on_the_peer_that_hung_up_and_on_nobody_else(
     assert toolkit.blame(error, pair.senders) is error
     pair.to_receiver.close()
     assert isinstance(toolkit.blame(error, pair.senders), PeerLostError)
+
+
+def test_other_messages_may_come_between_acknowledgements_for_whoever_knows_them(pair: Pair) -> None:
+    toolkit.announce(pair.receivers, bucket(), soon())
+    toolkit.expect(pair.to_sender, bucket(), soon())
+    for message in ({"released": 3}, {"released": 4}):
+        pair.to_sender.send_json(message, soon())
+    toolkit.acknowledge(pair.to_sender, bucket(), soon(), viewed=True)
+    heard: list[tuple[str, Any]] = []
+
+    def aside(name: str, message: Mapping[str, Any]) -> bool:
+        heard.append((name, message.get("released")))
+        return "released" in message
+
+    answers = toolkit.await_acknowledgements(pair.receivers, bucket(), soon(), aside=aside)
+    assert heard == [("rollout", 3), ("rollout", 4), ("rollout", None)]
+    assert answers["rollout"]["viewed"] is True
+
+
+def test_who_talks_without_end_does_not_put_off_the_deadline(pair: Pair) -> None:
+    for _ in range(100):
+        pair.to_sender.send_json({"released": 1}, soon())
+    with pytest.raises(DeadlineExceededError, match="rollout"):
+        toolkit.await_acknowledgements(pair.receivers, bucket(), Deadline.after(0), aside=lambda *_: True)
+
+
+def test_a_refusal_says_why(pair: Pair) -> None:
+    toolkit.announce(pair.receivers, bucket(), soon())
+    toolkit.expect(pair.to_sender, bucket(), soon())
+    toolkit.refuse(pair.to_sender, "it has no room", soon())
+    with pytest.raises(ProtocolError, match="was not taken: it has no room"):
+        toolkit.await_acknowledgements(pair.receivers, bucket(), soon())
+
+
+def test_the_memory_of_an_engine_is_found_by_every_part_of_it_until_it_is_discarded() -> None:
+    memory: toolkit.EngineMemory[str] = toolkit.EngineMemory()
+    first, second = (torch.empty(100, dtype=torch.uint8) for _ in range(2))
+    assert memory.add(first, "first") is first
+    memory.add(second, "second")
+    assert [memory.find(data) for data in (first, first[99:], second[3:50])] == ["first", "first", "second"]
+    larger = torch.empty(200, dtype=torch.uint8)
+    memory.add(larger[50:100], "part")
+    assert memory.find(larger[50:100]) == "part"
+    assert [memory.find(data) for data in (larger, larger[40:60], larger[99:101])] == [None] * 3
+    assert memory.discard(first[5:6]) == "first"
+    assert memory.discard(first) is None
+    assert memory.find(first) is None
+    assert sorted(memory.drain()) == ["part", "second"]
+    assert memory.find(second) is None

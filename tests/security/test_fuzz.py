@@ -371,9 +371,9 @@ def test_a_hostile_sender_of_shared_memory_gets_nothing_but_typed_errors(socket_
     topology = Topology(
         "s", {"s": {"socket": "weightlane-0123456789abcdef.sock", "host": host_identity()}}, {"r": {"host": ""}}
     )
-    announced = {**ANNOUNCED, "retired": [], "described": {"nbytes": 4096, "descriptors": 1}}
+    announced = {**ANNOUNCED, "lasting": True, "retired": [], "described": {"nbytes": 4096, "descriptors": 1}}
 
-    def offer(plain: Any) -> None:
+    def offer(plain: Any, *, view: bool = False) -> None:
         receiver = engine.make_receiver("r")
         unsealed = os.memfd_create("weightlane-test")
         os.truncate(unsealed, 4096)
@@ -382,19 +382,25 @@ def test_a_hostile_sender_of_shared_memory_gets_nothing_but_typed_errors(socket_
         serving.start()
         try:
             receiver.connect(topology, None, Deadline.after(2))  # type: ignore[arg-type]
-            receiver.receive(Bucket(1, 0, torch.zeros(4, dtype=torch.uint8)), "s", Deadline.after(2))
+            if view:
+                receiver.view(1, 0, 4, "s", Deadline.after(2))
+            else:
+                receiver.receive(Bucket(1, 0, torch.zeros(4, dtype=torch.uint8)), "s", Deadline.after(2))
         finally:
             receiver.close()
             serving.join()
             os.close(unsealed)
 
-    with pytest.raises(ProtocolError, match="sealed segment"):
-        offer(announced)
+    for view in (False, True):
+        with pytest.raises(ProtocolError, match="sealed segment"):
+            offer(announced, view=view)
+    with pytest.raises(ProtocolError, match="not lasting"):
+        offer({**announced, "lasting": 1}, view=True)
 
     @fuzzed(60)
-    @given(mutated(announced))
-    def fuzz(plain: Any) -> None:
-        survives(lambda: offer(plain))
+    @given(mutated(announced), st.booleans())
+    def fuzz(plain: Any, view: bool) -> None:
+        survives(lambda: offer(plain, view=view))
 
     before = len(list(Path("/proc/self/fd").iterdir()))
     fuzz()

@@ -7,6 +7,7 @@ frozen peer nor that a bucket is not the one the receiver waits for.
 from __future__ import annotations
 
 import importlib.util
+import weakref
 from collections.abc import Sequence
 from typing import Literal, cast
 
@@ -44,6 +45,10 @@ class MooncakeConfig(EngineConfig):
     devices: str = Field("", description="RDMA devices, such as mlx5_0,mlx5_1; empty lets Mooncake choose.")
 
 
+def _process_engine(config: MooncakeConfig) -> ProcessEngine:
+    return ProcessEngine.of_this_process(config.host, config.protocol, config.devices)
+
+
 class _Half:
     """What both sides share."""
 
@@ -52,40 +57,35 @@ class _Half:
         self._name = name
         self._config = config
         self._channels: dict[str, toolkit.Channel] = {}
-        self._memories: list[Memory] = []
         self._scratch: Memory | None = None
 
     def _engine(self) -> ProcessEngine:
-        return ProcessEngine.of_this_process(self._config.host, self._config.protocol, self._config.devices)
-
-    def _allocate(self, nbytes: int) -> Memory:
-        memory = self._engine().allocate(nbytes)
-        self._memories.append(memory)
-        return memory
+        return _process_engine(self._config)
 
     def _scratch_for(self, nbytes: int) -> Memory:
         """Registered memory that holds one bucket, replaced by larger one as needed."""
         if self._scratch is None or self._scratch.data.numel() < nbytes:
-            if self._scratch is not None:
-                self._memories.remove(self._scratch)
-                self._scratch.release()
-            self._scratch = self._allocate(nbytes)
+            self._drop_scratch()
+            self._scratch = self._engine().allocate(nbytes)
         return self._scratch
+
+    def _drop_scratch(self) -> None:
+        scratch, self._scratch = self._scratch, None
+        if scratch is not None:
+            scratch.release()
 
     def _release(self) -> None:
         for channel in self._channels.values():
             channel.close()
-        for memory in self._memories:
-            memory.release()
-        self._memories.clear()
-        self._scratch = None
+        self._drop_scratch()
 
 
 class MooncakeSender(_Half, WeightSender):
     """Says where a bucket lies, and waits until every receiver has read it."""
 
-    def __init__(self, name: str, config: MooncakeConfig) -> None:
+    def __init__(self, name: str, config: MooncakeConfig, memory: toolkit.EngineMemory[Memory]) -> None:
         super().__init__("sender", name, config)
+        self._memory = memory
         self._door = toolkit.Door(config.host, self._life)
 
     def address(self) -> Address:
@@ -99,17 +99,12 @@ class MooncakeSender(_Half, WeightSender):
             self._engine()
             self._channels = self._door.let_in(topology, deadline)
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """Registered memory: a bucket that lies in it is not copied by `send`."""
-        with self._life.call():
-            return self._allocate(nbytes).data[:nbytes]
-
     def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
         """Announce the bucket and its place, and wait until all have read it."""
         with self._life.call():
             channels = toolkit.choose(self._channels, receivers, self._life)
             start = bucket.data.data_ptr()
-            if bucket.nbytes and not any(memory.holds(bucket.data) for memory in self._memories):
+            if bucket.nbytes and self._memory.find(bucket.data) is None:
                 scratch = self._scratch_for(bucket.nbytes)
                 scratch.data[: bucket.nbytes].copy_(bucket.data)
                 start = scratch.start
@@ -196,10 +191,32 @@ class MooncakeEngine(CheckpointEngine):
             return f"mooncake cannot be imported: {error}"
         return None
 
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._memory: toolkit.EngineMemory[Memory] = toolkit.EngineMemory()
+        weakref.finalize(self, _release_all, self._memory).atexit = False
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Registered memory: a bucket that lies in it is not copied by `send`."""
+        if device.type != "cpu":
+            raise ProtocolError(f"it has cpu memory only, not {device.type}.", part="mooncake")
+        memory = _process_engine(cast("MooncakeConfig", self.config)).allocate(nbytes)
+        return self._memory.add(memory.data, memory)[:nbytes]
+
+    def free(self, memory: torch.Tensor) -> None:
+        """See `CheckpointEngine.free`."""
+        if registered := self._memory.discard(memory):
+            registered.release()
+
     def make_sender(self, name: str) -> WeightSender:
         """See `CheckpointEngine.make_sender`."""
-        return MooncakeSender(name, cast("MooncakeConfig", self.config))
+        return MooncakeSender(name, cast("MooncakeConfig", self.config), self._memory)
 
     def make_receiver(self, name: str) -> WeightReceiver:
         """See `CheckpointEngine.make_receiver`."""
         return MooncakeReceiver(name, cast("MooncakeConfig", self.config))
+
+
+def _release_all(memory: toolkit.EngineMemory[Memory]) -> None:
+    for registered in memory.drain():
+        registered.release()

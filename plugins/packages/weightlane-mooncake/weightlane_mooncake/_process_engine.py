@@ -42,10 +42,6 @@ class Memory:
         self._reads = 0
         self.released = False
 
-    def holds(self, data: torch.Tensor) -> bool:
-        """Whether `data` lies in here."""
-        return self.start <= data.data_ptr() and data.data_ptr() + data.numel() <= self.start + self.data.numel()
-
     def __enter__(self) -> None:
         with self._lock:
             self._reads += 1

@@ -84,8 +84,9 @@ class _Half:
 class NixlSender(_Half, WeightSender):
     """Writes into the receivers' memory."""
 
-    def __init__(self, name: str, config: NixlConfig) -> None:
+    def __init__(self, name: str, config: NixlConfig, memory: toolkit.EngineMemory[torch.Tensor]) -> None:
         super().__init__("sender", name, config)
+        self._memory = memory
         self._door = toolkit.Door(config.host, self._life)
 
     def address(self) -> Address:
@@ -99,19 +100,18 @@ class NixlSender(_Half, WeightSender):
             self._open_agent()
             self._channels = self._door.let_in(topology, deadline)
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """Registered memory: a bucket that lies in it is not copied by `send`."""
-        with self._life.call():
-            return self._connected().allocate(nbytes)
-
     def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
         """Ask every receiver where it wants the bucket, write it there, and say so."""
         with self._life.call():
             agent = self._connected()
             channels = toolkit.choose(self._channels, receivers, self._life)
             source = bucket.data
-            if bucket.nbytes and not agent.is_registered(source):
-                source = self._scratch_of(bucket.nbytes).copy_(source)
+            if bucket.nbytes:
+                memory = self._memory.find(source)
+                if memory is None:
+                    source = self._scratch_of(bucket.nbytes).copy_(source)
+                else:  # registered once for this connection, with its first bucket
+                    agent.borrow(memory)
             toolkit.announce(channels, bucket, deadline)
             places = toolkit.await_acknowledgements(channels, bucket, deadline)
             if not bucket.nbytes or not channels:
@@ -199,9 +199,22 @@ class NixlEngine(CheckpointEngine):
             return f"nixl cannot be imported: {error}"
         return None
 
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._memory: toolkit.EngineMemory[torch.Tensor] = toolkit.EngineMemory()
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Memory that every sender registers once: a bucket that lies in it is not copied by `send`."""
+        memory = super().allocate(nbytes, device)
+        return self._memory.add(memory, memory)
+
+    def free(self, memory: torch.Tensor) -> None:
+        """See `CheckpointEngine.free`. Senders that have registered it keep it until they close."""
+        self._memory.discard(memory)
+
     def make_sender(self, name: str) -> WeightSender:
         """See `CheckpointEngine.make_sender`."""
-        return NixlSender(name, cast("NixlConfig", self.config))
+        return NixlSender(name, cast("NixlConfig", self.config), self._memory)
 
     def make_receiver(self, name: str) -> WeightReceiver:
         """See `CheckpointEngine.make_receiver`."""

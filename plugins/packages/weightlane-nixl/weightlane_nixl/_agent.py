@@ -31,7 +31,20 @@ def import_nixl() -> Any:
     return api
 
 
-class Memory:
+class Region:
+    """Memory that is registered with an agent. Keeps it alive."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+        self.start = data.data_ptr()
+        self.nbytes = data.numel()
+
+    def holds(self, data: torch.Tensor) -> bool:
+        """Whether `data` lies in here."""
+        return self.start <= data.data_ptr() and data.data_ptr() + data.numel() <= self.start + self.nbytes
+
+
+class Memory(Region):
     """Page-aligned memory of its own, to be registered.
 
     Args:
@@ -42,13 +55,7 @@ class Memory:
 
     def __init__(self, nbytes: int) -> None:
         self._pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.data = torch.frombuffer(self._pages, dtype=torch.uint8)
-        self.start = self.data.data_ptr()
-        self.nbytes = nbytes
-
-    def holds(self, data: torch.Tensor) -> bool:
-        """Whether `data` lies in here."""
-        return self.start <= data.data_ptr() and data.data_ptr() + data.numel() <= self.start + self.nbytes
+        super().__init__(torch.frombuffer(self._pages, dtype=torch.uint8))
 
     def abandon(self) -> None:
         """Give the pages back but keep the addresses for ever: a peer may still be writing there.
@@ -78,6 +85,7 @@ class Agent:
         api = import_nixl()
         self._part = part
         self._memories: list[Memory] = []
+        self._borrowed: list[Region] = []
         self._registrations: list[Any] = []
         self._known: dict[str, tuple[str, str]] = {}
         config = api.nixl_agent_config(backends=["UCX"], enable_prog_thread=False)
@@ -89,14 +97,20 @@ class Agent:
     def allocate(self, nbytes: int) -> torch.Tensor:
         """`nbytes` of registered memory; valid until `close`."""
         memory = Memory(max(1, nbytes))
-        with self._typed(f"register {nbytes} bytes"):
-            self._registrations.append(self._nixl.register_memory([(memory.start, memory.nbytes, 0, "")], _DRAM))
+        self._register(memory)
         self._memories.append(memory)
         return memory.data[:nbytes]
 
-    def is_registered(self, data: torch.Tensor) -> bool:
-        """Whether all of `data` lies in memory from `allocate`."""
-        return any(memory.holds(data) for memory in self._memories)
+    def borrow(self, memory: torch.Tensor) -> None:
+        """Register `memory` that belongs to somebody else, unless it is already. It is kept until `close`."""
+        if memory.numel() and not any(region.holds(memory) for region in self._borrowed):
+            region = Region(memory)
+            self._register(region)
+            self._borrowed.append(region)
+
+    def _register(self, region: Region) -> None:
+        with self._typed(f"register {region.nbytes} bytes"):
+            self._registrations.append(self._nixl.register_memory([(region.start, region.nbytes, 0, "")], _DRAM))
 
     def place(self, data: torch.Tensor) -> dict[str, Any]:
         """Where a peer's `write` finds `data`, memory of `allocate`, as plain data."""
@@ -142,6 +156,7 @@ class Agent:
             for memory in self._memories:
                 memory.abandon()
         self._memories.clear()
+        self._borrowed.clear()
         self._registrations.clear()
         del self._nixl
 

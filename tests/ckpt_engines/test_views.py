@@ -1,0 +1,297 @@
+"""What `shm` keeps beyond the conformance suite's checks: whose memory it is, when it goes, and who may write to it."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from weightlane.ckpt_engines import (
+    Bucket,
+    CheckpointEngine,
+    CheckpointEngineRegistry,
+    Deadline,
+    DeadlineExceededError,
+    PeerLostError,
+    ProtocolError,
+    StorageError,
+    Topology,
+)
+from weightlane.ckpt_engines._segment_engine import SegmentEngine
+from weightlane.ckpt_engines._segment_receiver import SegmentReceiver
+from weightlane.ckpt_engines._segment_sender import SegmentSender
+
+MIB = 1 << 20
+CPU = torch.device("cpu")
+NAMES = ("a", "b")
+
+
+def soon() -> Deadline:
+    return Deadline.after(5)
+
+
+class Session:
+    """A connected sender with two receivers in this process."""
+
+    def __init__(self, engine: CheckpointEngine, session: str = "session") -> None:
+        self.sender = cast("SegmentSender", engine.make_sender("s"))
+        self.receivers = {name: cast("SegmentReceiver", engine.make_receiver(name)) for name in NAMES}
+        self.threads = ThreadPoolExecutor(4)
+        addresses = {name: receiver.address() for name, receiver in self.receivers.items()}
+        topology = Topology(session, {"s": self.sender.address()}, addresses, b"key")
+        halves = (self.sender, *self.receivers.values())
+        for future in [self.threads.submit(half.connect, topology, None, soon()) for half in halves]:  # type: ignore[arg-type]
+            future.result()
+
+    def view(self, name: str, version: int, nbytes: int, index: int = 0) -> Future[torch.Tensor]:
+        return self.threads.submit(self.receivers[name].view, version, index, nbytes, "s", soon())
+
+    def send(self, version: int, data: torch.Tensor, *, lasting: bool = True) -> Future[None]:
+        return self.threads.submit(
+            self.sender.send, Bucket(version, 0, data, lasting=lasting), list(self.receivers), soon()
+        )
+
+    def show(self, version: int, data: torch.Tensor) -> list[torch.Tensor]:
+        """Send one lasting bucket, which both view."""
+        viewing = [self.view(name, version, data.numel()) for name in NAMES]
+        self.send(version, data).result()
+        return [future.result() for future in viewing]
+
+    def release(self, version: int) -> None:
+        for receiver in self.receivers.values():
+            receiver.release(version, soon())
+        self.sender.reclaim(version, soon())
+
+    def close(self) -> None:
+        for half in (self.sender, *self.receivers.values()):
+            half.close()
+        self.threads.shutdown()
+
+
+@pytest.fixture
+def engine(socket_dir: Path) -> SegmentEngine:
+    options = {"socket_dir": str(socket_dir), "max_shared_mib": 4}
+    return cast("SegmentEngine", CheckpointEngineRegistry().create("shm", options))
+
+
+@pytest.fixture
+def session(engine: SegmentEngine) -> Iterator[Session]:
+    made = Session(engine)
+    yield made
+    made.close()
+
+
+def mappings() -> list[str]:
+    """Permissions of the mappings of memory files in this process."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sorted(line.split()[1] for line in lines if "memfd:weightlane" in line)
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def filled(engine: CheckpointEngine, nbytes: int, value: int) -> torch.Tensor:
+    return engine.allocate(nbytes, CPU).fill_(value)
+
+
+def test_a_view_is_the_senders_memory_mapped_to_be_read_and_nothing_is_copied(
+    engine: SegmentEngine, session: Session
+) -> None:
+    data = filled(engine, MIB, 1)
+    views = session.show(1, data)
+    assert mappings() == ["r--s", "r--s", "rw-s"]
+    data[5] = 9  # which nobody may do before the version is reclaimed
+    assert [int(view[5]) for view in views] == [9, 9]
+
+
+def test_nobody_but_the_sender_can_map_the_memory_to_write_to_it(engine: SegmentEngine) -> None:
+    memory = filled(engine, MIB, 1)
+    found = engine._arena.find(memory)
+    assert found is not None
+    _, (descriptor,) = found[1].describe()
+    with pytest.raises(PermissionError):
+        mmap.mmap(descriptor, MIB)
+    memory.fill_(2)
+
+
+def test_memory_and_descriptors_go_with_the_last_who_looks(engine: SegmentEngine) -> None:
+    before = descriptors()
+    session = Session(engine)
+    data = filled(engine, MIB, 7)
+    views = session.show(1, data)
+    session.close()
+    engine.free(data)
+    del data
+    assert mappings() == ["r--s", "r--s"]
+    part = views[0][10:20]
+    del views
+    assert mappings() == ["r--s"]
+    assert part.tolist() == [7] * 10
+    del part
+    assert mappings() == []
+    assert descriptors() == before
+
+
+def test_memory_goes_with_an_engine_that_nobody_has_any_more(socket_dir: Path) -> None:
+    before = descriptors()
+    engine = CheckpointEngineRegistry().create("shm", {"socket_dir": str(socket_dir)})
+    engine.allocate(MIB, CPU)
+    assert mappings() == ["rw-s"]
+    del engine
+    gc.collect()
+    assert mappings() == []
+    assert descriptors() == before
+
+
+def test_a_freed_segment_is_unmapped_by_receivers_with_the_next_bucket_and_held_by_the_sender_until_then(
+    engine: SegmentEngine, session: Session
+) -> None:
+    first, second = filled(engine, MIB, 1), filled(engine, MIB, 2)
+    session.show(1, first)
+    session.release(1)
+    found = engine._arena.find(first)
+    assert found is not None
+    segment = weakref.ref(found[1])
+    del found
+    engine.free(first)
+    del first
+    assert segment() is not None  # device memory must not be freed while a receiver maps it
+    assert len(mappings()) == 3
+    session.show(2, second)
+    assert segment() is None
+    assert mappings() == ["r--s", "r--s", "rw-s"]
+
+
+def test_the_limit_is_for_what_is_held_and_not_for_what_others_still_look_at(
+    engine: SegmentEngine, session: Session
+) -> None:
+    for version in (1, 2, 3):
+        data = filled(engine, 3 * MIB, version)
+        views = session.show(version, data)
+        with pytest.raises(StorageError, match="max_shared_mib"):
+            engine.allocate(2 * MIB, CPU)
+        engine.free(data)
+        assert int(views[0][-1]) == version
+
+
+def test_a_failed_allocation_takes_nothing_of_the_limit(engine: SegmentEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        before = descriptors()
+        for _ in range(3):
+            with pytest.raises(StorageError, match="No space left"):
+                engine.allocate(3 * MIB, CPU)
+        assert descriptors() == before
+    engine.free(engine.allocate(4 * MIB, CPU))
+
+
+def test_memory_of_another_kind_is_refused(engine: SegmentEngine) -> None:
+    with pytest.raises(ProtocolError, match="cpu memory only, not meta"):
+        engine.allocate(10, torch.device("meta"))
+
+
+def test_threads_may_allocate_and_free_while_others_send(engine: SegmentEngine, session: Session) -> None:
+    data = filled(engine, MIB, 3)
+
+    def churn() -> None:
+        for number in range(60):
+            memory = filled(engine, 4096 + number, number)
+            assert memory.eq(number).all()
+            engine.free(memory)
+
+    churning = [session.threads.submit(churn) for _ in range(2)]
+    for version in range(20):
+        for name in NAMES:
+            session.threads.submit(session.receivers[name].view, version, 0, MIB, "s", soon())
+        session.sender.send(Bucket(version, 0, data, lasting=True), NAMES, soon())
+    for future in churning:
+        future.result()
+    engine.free(data)
+    with pytest.raises(StorageError, match=r"0\.0 MiB are in use"):
+        engine.allocate(5 * MIB, CPU)
+
+
+def test_a_bucket_that_was_taken_after_its_send_had_failed_still_counts_as_looked_at(
+    engine: SegmentEngine, session: Session
+) -> None:
+    data = filled(engine, 100, 1)
+    prompt = session.view("a", 1, 100)
+    with pytest.raises(DeadlineExceededError, match="b"):
+        session.sender.send(Bucket(1, 0, data, lasting=True), NAMES, Deadline.after(0.2))
+    prompt.result()
+    session.receivers["a"].release(1, soon())
+    with pytest.raises(DeadlineExceededError, match="b"):  # it may come to look
+        session.sender.reclaim(1, Deadline.after(0.2))
+    session.view("b", 1, 100).result()
+    with pytest.raises(DeadlineExceededError, match="b"):  # and now it does
+        session.sender.reclaim(1, Deadline.after(0.2))
+    session.receivers["b"].release(1, soon())
+    session.sender.reclaim(1, soon())
+
+
+def test_only_what_was_viewed_is_released_and_once(engine: SegmentEngine, session: Session) -> None:
+    session.show(1, filled(engine, 100, 1))
+    channel = session.sender._channels["a"]
+    receiver = session.receivers["a"]
+    for version in (7, 1, 1):
+        receiver.release(version, soon())
+    assert channel.receive_json(soon(), "the release") == {"released": 1}
+    with pytest.raises(DeadlineExceededError):
+        channel.receive_json(Deadline.after(0.05), "another one")
+
+
+def test_a_version_that_was_never_shown_is_reclaimed_at_once(session: Session) -> None:
+    session.sender.reclaim(1, Deadline.after(0))
+
+
+def test_what_a_receiver_should_not_say_fails_the_reclaim_and_what_it_says_without_end_does_not_put_off_the_deadline(
+    engine: SegmentEngine, session: Session
+) -> None:
+    session.show(1, filled(engine, 100, 1))
+    channel = session.receivers["a"]._channels["s"]
+    for nonsense in ({"released": "1"}, {"version": 1, "taken": 5}, {"version": 1, "taken": 0}, {}):
+        channel.send_json(nonsense, soon())
+        with pytest.raises(ProtocolError, match="unexpected message"):
+            session.sender.reclaim(1, soon())
+    for _ in range(100):
+        channel.send_json({"released": 12345}, soon())
+    with pytest.raises(DeadlineExceededError):
+        session.sender.reclaim(1, Deadline.after(0))
+
+
+def test_releasing_to_a_sender_that_is_gone_says_so(engine: SegmentEngine, session: Session) -> None:
+    (view, _) = session.show(1, filled(engine, 100, 5))
+    session.sender.close()
+    with pytest.raises(PeerLostError):
+        session.receivers["a"].release(1, soon())
+    assert view.eq(5).all()
+
+
+def test_copies_of_lasting_buckets_go_when_they_are_reclaimed_or_their_sender_closes(
+    engine: SegmentEngine, session: Session
+) -> None:
+    session.show(1, torch.ones(3 * MIB, dtype=torch.uint8))
+    with pytest.raises(StorageError):
+        engine.allocate(2 * MIB, CPU)
+    session.release(1)
+    session.show(2, torch.ones(3 * MIB, dtype=torch.uint8))
+    session.close()
+    engine.free(engine.allocate(4 * MIB, CPU))
+
+
+def test_an_empty_bucket_is_viewed_and_owes_nothing(session: Session) -> None:
+    (view, _) = session.show(1, torch.empty(0, dtype=torch.uint8))
+    assert view.numel() == 0
+    session.sender.reclaim(1, soon())
