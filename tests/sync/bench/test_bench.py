@@ -164,13 +164,15 @@ def test_a_process_that_is_killed_in_mid_run_ends_it_with_its_name(victim: int, 
 def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
     """Also when it is killed outright, in the middle of a call."""
     program = (
+        "from pathlib import Path\n"
         "from weightlane.sync.bench.processes import Processes, meeting_point\n"
-        "p = Processes(1, 1)\n"
+        f"p = Processes(1, 1, Path({str(tmp_path / 'store')!r}))\n"
         "print(*p.pids, flush=True)\n"
         "p.every('prepare', {'name': 'x', 'specs': []}, 0, 1, timeout_s=20)\n"
         "p.every('open_copies', timeout_s=20)\n"
         "p.receivers[0].call('copy_aside', meeting_point(60), timeout_s=90)\n"
     )
+    (tmp_path / "store" / "deep").mkdir(parents=True)
     owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     pids = list(map(int, owner.stdout.readline().split()))
@@ -180,6 +182,10 @@ def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
     owner.wait(10)
     owner.stdout.close()
     assert gone(pids)
+    end = time.monotonic() + 10
+    while (tmp_path / "store").exists() and time.monotonic() < end:
+        time.sleep(0.02)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
