@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import signal
+import threading
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +37,8 @@ def measure(settings: Sequence[str], *, json_file: Path | None, plot_file: Path 
             raise ConfigError(f"there is no directory {path.resolve().parent} to write {path.name} to.", part=_PART)
     if plot_file is not None:
         require_matplotlib()
-    found = run_bench(chosen, lambda text: console.print(text, style="dim", markup=False))
+    with _terminable():
+        found = run_bench(chosen, lambda text: console.print(text, style="dim", markup=False))
     if not isinstance(found, BenchReport):
         console.print(unavailable_table(found))
         return False
@@ -47,6 +52,23 @@ def measure(settings: Sequence[str], *, json_file: Path | None, plot_file: Path 
     if plot_file is not None:
         plot_report(found, plot_file)
     return found.verified
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends the block as an interrupt does: with everything it started."""
+
+    def end(*_: object) -> None:
+        raise asyncio.CancelledError
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def listed(text: str) -> tuple[str, ...]:

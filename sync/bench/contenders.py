@@ -57,7 +57,8 @@ class Copies:
         out = processes.every_receiver("copy_out", meeting_point(), timeout_s=timeout_s)
         return {
             "memcpy_s": duration_s([alone]),
-            "memcpy_all_receivers_s": duration_s(together),
+            # As a commit is timed: how long the slowest one takes, whenever each begins.
+            "memcpy_all_receivers_s": max(end - start for start, end in together),
             "copy_in_then_out_s": duration_s([into]) + duration_s(out),
         }
 

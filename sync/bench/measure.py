@@ -65,7 +65,10 @@ def run_bench(settings: BenchSettings, say: Say = lambda _: None) -> BenchReport
         say(
             f"{workload.name}: {len(workload.specs)} tensors, {workload.nbytes / 1e6:.0f} MB, {settings.receivers} receivers"
         )
-        with Processes(settings.receivers, workload.flat_bytes) as processes, asyncio.Runner() as runner:
+        with (
+            Processes(settings.receivers, workload.flat_bytes, Path(directory)) as processes,
+            asyncio.Runner() as runner,
+        ):
             bench = _Bench(settings, workload, processes, runner, rows, Path(directory), keep_open=keep_open, say=say)
             try:
                 return bench.report(unavailable)

@@ -1,9 +1,9 @@
 """A process that has torch loaded and forks the benchmark's sender and receivers, and ends them with itself.
 
-Run as ``python -m weightlane.sync.bench.nursery CONTROL BYTES FD...``: one end of a Unix socket pair per worker, the first
-one the sender's, and BYTES of memory that all of them share. The process ids are told over CONTROL, one JSON line. When its
-other end closes, because whoever started the benchmark is done or was killed outright, every worker is killed; and when
-this process is killed, the kernel kills them.
+Run as ``python -m weightlane.sync.bench.nursery DIRECTORY CONTROL BYTES FD...``: one end of a Unix socket pair per worker, the
+first one the sender's, and BYTES of memory that all of them share. The process ids are told over CONTROL, one JSON line. When its
+other end closes, because whoever started the benchmark is done or was killed outright, every worker is killed, and
+DIRECTORY, if any is named, removed with all that they wrote there. When this process is killed, the kernel kills them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -26,7 +27,8 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Fork the workers, and wait for the end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; whoever started us decides
-    control, nbytes, *descriptors = map(int, sys.argv[1:])
+    directory = sys.argv[1]
+    control, nbytes, *descriptors = map(int, sys.argv[2:])
     shared = mmap.mmap(-1, max(1, nbytes))
     line = Line(socket.socket(fileno=control))
     sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
@@ -46,6 +48,8 @@ def main() -> None:
             os.kill(pid, signal.SIGKILL)
     for pid in forked:
         os.waitpid(pid, 0)
+    if directory:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _be_worker(

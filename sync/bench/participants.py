@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Mapping, Sequence
+from threading import Lock
 from typing import Any, Literal, get_args, get_origin
 
 import torch
@@ -145,12 +146,18 @@ class ReceivingSide:
             **_taken_by(Subscriber, settings),
         )
 
-    def commit(self, version: int, live: Mapping[str, torch.Tensor]) -> tuple[float, float]:
-        """Copy the staged version over the `live` parameters; when that began and ended: nothing is decoded meanwhile."""
-        started = time.monotonic()
+    def commit(self, version: int, live: Mapping[str, torch.Tensor], pause: Lock) -> tuple[float, float]:
+        """Copy the staged version over the `live` parameters, holding `pause` from the first byte to the last.
+
+        Where the staged tensors are is found out before: nothing needs to stand still for that. Returns `time.monotonic` when the
+        pause began and when it ended.
+        """
         staged = self._subscriber.take(version)
-        torch._foreach_copy_(list(live.values()), [staged[name] for name in live])
-        ended = time.monotonic()
+        into, source = list(live.values()), [staged[name] for name in live]
+        with pause:
+            started = time.monotonic()
+            torch._foreach_copy_(into, source)
+            ended = time.monotonic()
         self._subscriber.release(version)
         return started, ended
 

@@ -59,7 +59,7 @@ def plot_report(report: BenchReport, path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("ms from publishing to the last receiver's commit (medians)")
     axes.set_title(plot_title(report), fontsize=10)
-    axes.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.28))
+    figure.legend(fontsize=8, ncols=4, loc="outside lower center")
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:

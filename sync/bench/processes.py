@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -77,12 +78,12 @@ class Worker:
 class Processes:
     """One sender and `receivers` receivers, with `shared_bytes` of memory in common; a context manager that ends them.
 
-    They end with this process, too, even if it is killed outright.
+    They end with this process, too, even if it is killed outright, and `directory` is then removed with what they wrote there.
 
     Raises `WorkerDiedError` or `DeadlineExceededError` when they do not start.
     """
 
-    def __init__(self, receivers: int, shared_bytes: int) -> None:
+    def __init__(self, receivers: int, shared_bytes: int, directory: Path | None = None) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `close`
         names = ["sender", *(f"receiver-{number}" for number in range(receivers))]
         ours, theirs = zip(*(socket.socketpair() for _ in names), strict=True)
@@ -95,7 +96,7 @@ class Processes:
         self._threads = ThreadPoolExecutor(len(names), thread_name_prefix="weightlane-bench")
         descriptors = [their_control.fileno(), shared_bytes, *(sock.fileno() for sock in theirs)]
         self._nursery = subprocess.Popen(  # noqa: S603 - this program itself
-            [sys.executable, "-m", "weightlane.sync.bench.nursery", *map(str, descriptors)],
+            [sys.executable, "-m", "weightlane.sync.bench.nursery", str(directory or ""), *map(str, descriptors)],
             pass_fds=[descriptors[0], *descriptors[2:]],
             stdin=subprocess.DEVNULL,
             stdout=self._log,

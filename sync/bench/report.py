@@ -64,7 +64,7 @@ class Limits(_Model):
     memcpy_s: Spread
     """One process copies the payload, once, memory warm."""
     memcpy_all_receivers_s: Spread
-    """Every receiver does so at the same time."""
+    """Every receiver does so at the same time; the slowest one."""
     copy_in_then_out_s: Spread
     """The sender copies into shared memory; then every receiver copies out at the same time."""
 
@@ -93,7 +93,7 @@ class Phases(_Model):
     stage: Spread
     """Until the last receiver has everything, each bucket checked."""
     verify: Spread
-    """Until the first commit begins: every receiver has said that it is complete."""
+    """Until the first copy of a commit begins: every receiver has said that it is complete, and knows where things lie."""
     commit: Spread
     """Until the last receiver serves the version."""
 

@@ -169,14 +169,14 @@ class RowContender:
         version = next(self._versions)
         published, sent_bytes = self.runner.run(self._carry(version, step_s))
         sender, *receivers = self.processes.every("moments", self.name, version, timeout_s=self.timeout_s)
-        self._snapshot_s = sender["snapshot_s"]
+        self._snapshot_s = sender.get("snapshot_s", 0.0)
         commits = [receiver.committed for receiver in self._receivers]
         begun, ended = published["started"], max(end for _, end in commits)
-        moments = [
-            sender["snapshot_ended"],
+        moments = [  # an engine may have had nothing to send
+            sender.get("snapshot_ended", begun),
             sender.get("send_began", begun),
             sender.get("send_ended", begun),
-            max(receiver["staged"] for receiver in receivers),
+            max(receiver.get("staged", begun) for receiver in receivers),
             min(start for start, _ in commits),
             ended,
         ]

@@ -18,29 +18,29 @@ class BenchSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    engines: tuple[str, ...] = Field(("shm",), min_length=1)
-    codecs: tuple[str, ...] = Field(("dense",), min_length=1)
-    integrity: tuple[str, ...] = Field(("full",), min_length=1)
-    model: str = "tiny"
-    receivers: int = Field(2, ge=1, le=64)
-    density: float = Field(0.01, ge=0, le=1)
-    rounds: int = Field(5, ge=1, le=1000)
-    step_s: float | None = Field(None, ge=0, le=600)
-    """Seconds between publishing and the fence; None is one and a half times as long as the snapshot takes."""
-    loops: bool = False
-    """Measure, too, how much a training and a decode loop slow down."""
-    loop_s: float = Field(2.0, gt=0, le=600)
-    """Seconds each of these measurements takes at least."""
-    seed: int = Field(0, ge=0, lt=2**32)
-    threads: int = Field(1, ge=1, le=1024)
-    bucket_mib: float | None = Field(None, gt=0, le=4096)
-    """None is the default of `SyncConfig`."""
-    deadline_s: float = Field(120.0, gt=0)
-    """Longest time that any single thing may take."""
-    directory: Path | None = None
-    """For what engines and limits write to files; a temporary one of the system by default."""
-    options: Mapping[str, Mapping[str, Any]] = Field(default_factory=dict)
-    """Options by engine."""
+    engines: tuple[str, ...] = Field(("shm",), min_length=1, description="Names of checkpoint engines.")
+    codecs: tuple[str, ...] = Field(("dense",), min_length=1, description="Values of `sync.codec`.")
+    integrity: tuple[str, ...] = Field(("full",), min_length=1, description="Values of `sync.integrity`.")
+    model: str = Field("tiny", description="A name of `MODELS`, or a directory of safetensors files.")
+    receivers: int = Field(2, ge=1, le=64, description="Processes that take the weights.")
+    density: float = Field(0.01, ge=0, le=1, description="Share of the elements that changes from version to version.")
+    rounds: int = Field(5, ge=1, le=1000, description="How often everything is measured; one more is left out.")
+    step_s: float | None = Field(
+        None,
+        ge=0,
+        le=600,
+        description="Seconds between publishing and the fence; None is one and a half times what the snapshot takes.",
+    )
+    loops: bool = Field(False, description="Measure, too, how much a training and a decode loop slow down.")
+    loop_s: float = Field(2.0, gt=0, le=600, description="Seconds each of these measurements takes at least.")
+    seed: int = Field(0, ge=0, lt=2**32, description="Of the parameters and of what changes.")
+    threads: int = Field(1, ge=1, le=1024, description="Threads of torch in every process.")
+    bucket_mib: float | None = Field(None, gt=0, le=4096, description="None is the default of `sync.bucket_mib`.")
+    deadline_s: float = Field(120.0, gt=0, description="Longest time in seconds that any single thing may take.")
+    directory: Path | None = Field(
+        None, description="For what engines and limits write to files; a temporary one of the system by default."
+    )
+    options: Mapping[str, Mapping[str, Any]] = Field(default_factory=dict, description="Options by engine.")
 
     @field_validator("engines", "codecs", "integrity")
     @classmethod

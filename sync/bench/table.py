@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
+from rich import box
 from rich.console import RenderableType
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
-from .report import PHASES, BenchReport, Row, Spread
+from .report import PHASES, BenchReport, Spread
 
 
 def report_tables(report: BenchReport) -> Iterator[RenderableType]:
@@ -22,7 +23,8 @@ def report_tables(report: BenchReport) -> Iterator[RenderableType]:
     if report.unavailable:
         yield unavailable_table(report.unavailable)
     yield _phases(report)
-    floor = Table("limits, and the way that stops both sides", "ms", "min", "max")
+    yield _costs(report)
+    floor = _table("limits, and the way that stops both sides", ("ms", "min", "max"))
     floor.add_row("one copy of the payload", *_three(limits.memcpy_s))
     floor.add_row("every receiver copies it at once", *_three(limits.memcpy_all_receivers_s))
     floor.add_row("copy into shared memory, then all copy out", *_three(limits.copy_in_then_out_s))
@@ -41,46 +43,69 @@ def unavailable_table(reasons: Mapping[str, str]) -> Table:
 
 
 def _rows(report: BenchReport) -> Table:
-    table = Table(
-        "engine", "codec", "integrity", "trainer\nblocked", "(no step\nbetween)", "rollout\nblocked", "x one copy\neach",
-        "latency", "x its\nlimit", "wire", "extra trainer,\nrollout (MB)", "loops: train,\ndecode", "verified",
-    )  # fmt: skip
+    columns = (
+        "trainer\nstops",
+        "no step\nbetween",
+        "rollout\nstops",
+        "x one\ncopy",
+        "latency",
+        "x its\nlimit",
+        "bits\nequal",
+    )
+    table = _table("", columns)
     for row in report.rows:
         table.add_row(
-            row.engine,
-            row.codec,
-            row.integrity,
+            row.name,
             _ms(row.trainer_blocked_s),
             _ms(row.trainer_blocked_without_step_s),
             _ms(row.rollout_blocked_s),
             _ratio(row.rollout_blocked_s.median, report.limits.memcpy_all_receivers_s.median),
             _ms(row.latency_s),
             _ratio(row.latency_s.median, report.limit_s(row)),
-            f"{100 * row.wire_bytes / row.payload_bytes:.1f} %",
-            f"{row.extra_bytes.trainer / 1e6:.1f}, {row.extra_bytes.rollout / 1e6:.1f}",
-            _slowdown(row),
             "[green]yes[/green]" if row.verified else "[bold red]NO[/bold red]",
         )
     return table
 
 
+def _costs(report: BenchReport) -> Table:
+    columns = ("wire", "trainer\n+ MB", "rollout\n+ MB", "training\nspeed", "decoding\nspeed")
+    table = _table("", columns)
+    for row in report.rows:
+        slowdown = ("", "") if row.slowdown is None else (f"{row.slowdown.trainer:.2f}", f"{row.slowdown.decode:.2f}")
+        extra = row.extra_bytes
+        wire = f"{100 * row.wire_bytes / row.payload_bytes:.2f} %"
+        table.add_row(row.name, wire, f"{extra.trainer / 1e6:.1f}", f"{extra.rollout / 1e6:.1f}", *slowdown)
+    return table
+
+
 def _phases(report: BenchReport) -> Table:
-    table = Table("of the latency", *PHASES)
+    table = _table("of the latency", PHASES)
     for row in report.rows:
         table.add_row(row.name, *(_ms(getattr(row.phases, name)) for name in PHASES))
     return table
 
 
-def _slowdown(row: Row) -> str:
-    return "" if row.slowdown is None else f"{row.slowdown.trainer:.2f}, {row.slowdown.decode:.2f}"
+def _table(name: str, columns: Sequence[str]) -> Table:
+    return Table(
+        Column(name, no_wrap=True),
+        *(Column(text, justify="right", no_wrap=True) for text in columns),
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
 
 
 def _three(spread: Spread) -> tuple[str, str, str]:
-    return _ms(spread), f"{1e3 * spread.min:.2f}", f"{1e3 * spread.max:.2f}"
+    return _ms(spread), _number(spread.min), _number(spread.max)
 
 
 def _ms(spread: Spread) -> str:
-    return f"{1e3 * spread.median:.2f}"
+    return _number(spread.median)
+
+
+def _number(seconds: float) -> str:
+    ms = 1e3 * seconds
+    return f"{ms:.2f}" if ms < 10 else f"{ms:.1f}" if ms < 100 else f"{ms:.0f}"  # noqa: PLR2004 - three digits
 
 
 def _ratio(value: float, of: float) -> str:

@@ -218,8 +218,7 @@ class Receiver(WorkerMethods):
 
     def commit(self, row: str, version: int) -> Span:
         """See `ReceivingSide.commit`; between two steps of the decode loop."""
-        with self._decoding:
-            return self._rows[row].commit(version, self._payload.tensors)
+        return self._rows[row].commit(version, self._payload.tensors, self._decoding)
 
     def moments(self, row: str, version: int) -> dict[str, float]:
         """See `Moments.of`."""

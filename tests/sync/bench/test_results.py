@@ -1,0 +1,93 @@
+"""RESULTS.md is what the committed baselines give, and marks what became slower."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from weightlane.sync.bench import PHASES, BenchReport
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def program() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("benchmark_results", ROOT / "benchmarks" / "results.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+def spread(value: float) -> dict[str, float]:
+    return {"median": value, "min": value, "max": value}
+
+
+def report(*, latency_s: float = 0.4, rollout_s: float = 0.2, trainer_s: float = 1e-4) -> dict[str, Any]:
+    row = {
+        "engine": "shm", "codec": "dense", "integrity": "full", "density": 0.01, "payload_bytes": 1000, "wire_bytes": 1010,
+        "trainer_blocked_s": spread(trainer_s), "trainer_blocked_without_step_s": spread(0.1),
+        "rollout_blocked_s": spread(rollout_s), "latency_s": spread(latency_s), "raw_transport_s": spread(0.4),
+        "phases": {name: spread(0.05) for name in PHASES}, "extra_bytes": {"trainer": 1, "rollout": 2},
+        "slowdown": None, "rounds": 2, "verified": True,
+    }  # fmt: skip
+    return {
+        "machine": {
+            "cpu": "", "cores": 2, "memory_bytes": 2**34, "system": "Linux", "python": "3.11", "torch": "2", "weightlane": "0",
+        },
+        "setup": {
+            "date": "2026-11-22", "model": "m", "tensors": 1, "payload_bytes": 1000, "receivers": 2, "rounds": 2, "seed": 0,
+            "threads": 1, "bucket_bytes": 64,
+        },
+        "limits": {key: spread(0.2) for key in ("memcpy_s", "memcpy_all_receivers_s", "copy_in_then_out_s")},
+        "blocking": {key: spread(1.0) for key in ("trainer_blocked_s", "rollout_blocked_s", "latency_s")},
+        "rows": [row],
+        "unavailable": {"nccl": "no CUDA device"},
+        "notes": ["not quiet"],
+    }  # fmt: skip
+
+
+def keep(folder: Path, machine: str, date: str, plain: dict[str, Any]) -> None:
+    path = folder / machine / f"{date}-m.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(BenchReport.model_validate(plain).model_dump_json())
+
+
+def test_the_committed_results_are_those_of_the_committed_baselines(program: ModuleType) -> None:
+    assert program.main(["--check"]) == 0, "run python benchmarks/results.py"
+    assert program.read_baselines(ROOT / "benchmarks" / "baselines")
+
+
+def test_a_ratio_that_grew_by_more_than_a_fifth_is_marked(program: ModuleType, tmp_path: Path) -> None:
+    keep(tmp_path, "a", "2026-01-01", report())
+    keep(tmp_path, "a", "2026-01-02", report(latency_s=0.49, rollout_s=0.23))
+    keep(tmp_path, "b", "2026-01-03", report(latency_s=4.0))
+    text = program.results(program.read_baselines(tmp_path))
+    assert text.count("regressed**") == 2
+    assert "| 490 | **1.23 regressed** (was 1.00) |" in text
+    assert "| 230 | 1.15 |" in text
+    assert text.index("### 2026-01-02") < text.index("### 2026-01-01") < text.index("## b, m")
+    assert "nccl: no CUDA device" in text
+    assert "Note: not quiet" in text
+
+
+@pytest.mark.parametrize(("now_s", "marked"), [(0.009, False), (0.011, True)])
+def test_the_trainer_counts_only_above_a_hundredth_of_the_blocking_way(
+    program: ModuleType, tmp_path: Path, now_s: float, marked: bool
+) -> None:
+    keep(tmp_path, "a", "2026-01-01", report(trainer_s=1e-4))
+    keep(tmp_path, "a", "2026-01-02", report(trainer_s=now_s))
+    assert ("regressed" in program.results(program.read_baselines(tmp_path))) is marked
+
+
+def test_what_is_no_baseline_is_refused(program: ModuleType, tmp_path: Path) -> None:
+    keep(tmp_path, "a", "yesterday", report())
+    with pytest.raises(ValueError, match="is not called <date>-<model>"):
+        program.read_baselines(tmp_path)
