@@ -35,7 +35,9 @@ def main() -> int:
         metavar="NAME=PATH",
         help="measure the peers whose name begins so with this interpreter",
     )
-    parser.add_argument("--lock", type=Path, metavar="FILE", help="hold this file's lock during each peer's turn")
+    parser.add_argument(
+        "--lock", type=Path, metavar="FILE", help="hold this file's lock while peers run, some minutes at a time"
+    )
     parser.add_argument(
         "--quiet-s", type=float, default=30.0, help="longest wait for a quiet machine per turn; 0 for none"
     )

@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -51,7 +52,9 @@ class Plan:
     interpreters: Mapping[str, str] = field(default_factory=dict)
     """Other Python interpreters, by peer: for those whose dependencies exclude each other."""
     lock: Path | None = None
-    """A file that is locked during each peer's turn, where several programs share the machine."""
+    """A file that is locked while peers run, where several programs share the machine."""
+    lock_s: float = 150.0
+    """How long the lock is held before others get their turn, plus the rest of a peer's."""
 
 
 def run(plan: Plan, names: Sequence[str], said: Callable[[str], None] = print) -> dict[str, Any]:
@@ -66,12 +69,13 @@ def run(plan: Plan, names: Sequence[str], said: Callable[[str], None] = print) -
     peers = {name: peer for name, peer in catalogue().items() if name in set(names)}
     words: dict[str, list[dict[str, Any]]] = {name: [] for name in peers}
     passes = min(plan.passes, plan.rounds)
+    lock = _SharedLock(plan.lock, plan.lock_s)
     for turn in range(passes):
         rounds = plan.rounds * (turn + 1) // passes - plan.rounds * turn // passes
         # Back and forth, so that a machine that slows down does not favour whoever comes first.
         for name in list(peers) if turn % 2 == 0 else reversed(list(peers)):
             if not any("unavailable" in word or "failed" in word for word in words[name]):
-                heard = _block(plan, peers[name], rounds)
+                heard = _block(plan, peers[name], rounds, lock)
                 words[name] += heard
                 said(f"pass {turn + 1}/{passes}  {name}: {_outcome(heard)}")
     return {
@@ -106,9 +110,9 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _block(plan: Plan, peer: Peer, rounds: int) -> list[dict[str, Any]]:
+def _block(plan: Plan, peer: Peer, rounds: int, lock: _SharedLock) -> list[dict[str, Any]]:
     """One peer's turn, in a process of its own that is gone afterwards with everything it started."""
-    with _locked(plan.lock), _folders() as (memory_dir, disk_dir):
+    with lock.held(), _folders() as (memory_dir, disk_dir):
         quiet = wait_until_quiet(plan.quiet_s) if plan.quiet_s else True
         order = {
             "peer": peer.name,
@@ -167,14 +171,28 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-@contextlib.contextmanager
-def _locked(path: Path | None) -> Iterator[None]:
-    if path is None:
+class _SharedLock:
+    """A file lock that is given to others now and then, between two peers' turns."""
+
+    def __init__(self, path: Path | None, longest_s: float) -> None:
+        self._longest_s = longest_s
+        self._file = path.open("a") if path is not None else None
+        self._since = 0.0
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the lock during the block, and maybe on to the next one."""
+        if self._file is None:
+            yield
+            return
+        if not self._since:
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            self._since = time.monotonic()
         yield
-        return
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        if time.monotonic() - self._since > self._longest_s:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+            self._since = 0.0
+            time.sleep(1.0)  # or we would have it back before anybody noticed
 
 
 @contextlib.contextmanager
