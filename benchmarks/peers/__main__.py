@@ -1,0 +1,89 @@
+"""The command line; see README.md."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from .catalogue import catalogue
+from .runner import Plan, run
+from .table import markdown
+
+
+def main() -> int:
+    """Measure, print the table, write the JSON. Exit code 1 when a peer that ran delivered wrong values or failed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
+    parser.add_argument("--model", default="qwen3-0.6b", choices=["qwen3-0.6b", "tiny"], help="shapes to carry")
+    parser.add_argument("--receivers", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds per peer")
+    parser.add_argument(
+        "--passes", type=int, default=2, help="how often to go through the list, a part of the rounds each"
+    )
+    parser.add_argument("--only", type=_names, help="names, or beginnings of names, separated by commas")
+    parser.add_argument("--json", type=Path, help="write the report there")
+    parser.add_argument(
+        "--show", type=Path, metavar="JSON", help="print the table of an earlier report and measure nothing"
+    )
+    parser.add_argument("--list", action="store_true", help="print what there is and measure nothing")
+    parser.add_argument(
+        "--python",
+        type=_interpreter,
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="measure the peers whose name begins so with this interpreter",
+    )
+    parser.add_argument(
+        "--lock", type=Path, metavar="FILE", help="hold this file's lock while peers run, some minutes at a time"
+    )
+    parser.add_argument(
+        "--quiet-s", type=float, default=30.0, help="longest wait for a quiet machine per turn; 0 for none"
+    )
+    parser.add_argument("--deadline-s", type=float, default=60.0, help="for every single wait of a peer")
+    arguments = parser.parse_args()
+    if arguments.show:
+        print(markdown(json.loads(arguments.show.read_text())))
+        return 0
+    everything = catalogue()
+    names = [name for name in everything if arguments.only is None or name.startswith(arguments.only)]
+    if not names:
+        parser.error(f"nothing begins with {', '.join(arguments.only)}; there are {', '.join(everything)}")
+    if arguments.list:
+        for name in names:
+            print(f"{name:30} {everything[name].what}")
+        return 0
+    interpreters = {
+        name: path for beginning, path in arguments.python for name in everything if name.startswith(beginning)
+    }
+    plan = Plan(
+        arguments.model,
+        arguments.receivers,
+        arguments.rounds,
+        arguments.passes,
+        deadline_s=arguments.deadline_s,
+        quiet_s=arguments.quiet_s,
+        interpreters=interpreters,
+        lock=arguments.lock,
+    )
+    report = run(plan, names, lambda line: print(line, file=sys.stderr, flush=True))
+    print(markdown(report))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    return int(any("failed" in row or not row.get("verified", True) for row in report["rows"]))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name for name in text.split(",") if name)
+
+
+def _interpreter(text: str) -> tuple[str, str]:
+    name, found, path = text.partition("=")
+    if not found or not Path(path).is_file():
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=PATH of a Python interpreter")
+    return name, path
+
+
+if __name__ == "__main__":
+    sys.exit(main())

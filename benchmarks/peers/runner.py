@@ -1,0 +1,247 @@
+"""Runs the peers in turns and puts together what they measured."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .catalogue import catalogue
+from .cpu_guard import descendants, wait_until_quiet
+from .peer import Peer
+from .workload import workload_named
+
+_ROOT = Path(__file__).resolve().parents[2]
+_MEASURE = f"from {__package__}.measure import main; main()"
+"""Not run by ``-m``: the processes that the peer spawns would import this main module again, and with it every other peer."""
+_TIMES = ("trainer_blocked_s", "rollout_blocked_s", "latency_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to run."""
+
+    workload: str
+    receivers: int
+    rounds: int
+    """Per peer, over all passes; each pass has a warm-up round beside."""
+    passes: int = 2
+    """How often the whole list is gone through: what changes on the machine meanwhile then meets everybody."""
+    deadline_s: float = 60.0
+    """For every single wait of a peer."""
+    block_s: float = 240.0
+    """For one peer in one pass, from starting its process to its end."""
+    quiet_s: float = 30.0
+    """How long to wait for a quiet machine before a peer's turn."""
+    interpreters: Mapping[str, str] = field(default_factory=dict)
+    """Other Python interpreters, by peer: for those whose dependencies exclude each other."""
+    lock: Path | None = None
+    """A file that is locked while peers run, where several programs share the machine."""
+    lock_s: float = 150.0
+    """How long the lock is held before others get their turn, plus the rest of a peer's."""
+
+
+def run(plan: Plan, names: Sequence[str], said: Callable[[str], None] = print) -> dict[str, Any]:
+    """Measure the peers `names` and return the report, as README.md describes it.
+
+    Raises:
+        ValueError: there is no such workload, or plan makes no sense.
+    """
+    if plan.receivers < 1 or plan.rounds < 1 or plan.passes < 1:
+        raise ValueError("receivers, rounds and passes must be at least 1")
+    workload = workload_named(plan.workload)
+    peers = {name: peer for name, peer in catalogue().items() if name in set(names)}
+    words: dict[str, list[dict[str, Any]]] = {name: [] for name in peers}
+    passes = min(plan.passes, plan.rounds)
+    lock = _SharedLock(plan.lock, plan.lock_s)
+    for turn in range(passes):
+        rounds = plan.rounds * (turn + 1) // passes - plan.rounds * turn // passes
+        # Back and forth, so that a machine that slows down does not favour whoever comes first.
+        for name in list(peers) if turn % 2 == 0 else reversed(list(peers)):
+            if not any("unavailable" in word or "failed" in word for word in words[name]):
+                heard = _block(plan, peers[name], rounds, lock)
+                words[name] += heard
+                said(f"pass {turn + 1}/{passes}  {name}: {_outcome(heard)}")
+    return {
+        "benchmark": "peers",
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "machine": machine(),
+        "workload": {
+            "name": workload.name,
+            "payload_bytes": workload.nbytes,
+            "tensors": len(workload.shapes),
+            "receivers": plan.receivers,
+        },
+        "passes": passes,
+        "rows": [_row(peer, words[name]) for name, peer in peers.items()],
+    }
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on, and nothing that names the machine."""
+    processor = ""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return {
+        "cpus": os.cpu_count(),
+        "cpu": processor,
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30), 1),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "threads_per_process": 1,
+    }
+
+
+def _block(plan: Plan, peer: Peer, rounds: int, lock: _SharedLock) -> list[dict[str, Any]]:
+    """One peer's turn, in a process of its own that is gone afterwards with everything it started."""
+    with lock.held(), _folders() as (memory_dir, disk_dir):
+        quiet = wait_until_quiet(plan.quiet_s) if plan.quiet_s else True
+        order = {
+            "peer": peer.name,
+            "workload": plan.workload,
+            "receivers": plan.receivers,
+            "rounds": rounds,
+            "deadline_s": plan.deadline_s,
+            "memory_dir": str(memory_dir),
+            "disk_dir": str(disk_dir),
+        }
+        home = memory_dir / "home"  # some peers leave files there
+        home.mkdir()
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+            "HOME": str(home),
+            **peer.environment,
+        }
+        python = plan.interpreters.get(peer.name, sys.executable)
+        with tempfile.TemporaryFile("w+") as complaints:
+            process = subprocess.Popen(  # noqa: S603 - this program
+                [python, "-c", _MEASURE, json.dumps(order)],
+                cwd=_ROOT,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=complaints,
+                text=True,
+                start_new_session=True,
+            )
+            late = False
+            try:
+                answer, _ = process.communicate(timeout=plan.block_s)
+            except subprocess.TimeoutExpired:
+                late = True
+            finally:
+                _end(process)
+            if late:
+                return [{"failed": f"it did not end within {plan.block_s:.0f} s"}]
+            words = [json.loads(line) for line in answer.splitlines()]
+            if not words or not words[-1].keys() & {"done", "failed", "unavailable"}:
+                complaints.seek(0)
+                last = (complaints.read().strip().splitlines() or ["without a word"])[-1]
+                words.append({"failed": f"its process ended with exit code {process.returncode}: {last}"})
+            return [{**word, "quiet": quiet} for word in words]
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Kill the process, its group, and whatever else it started and is still there."""
+    family = descendants(process.pid)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for pid in family:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.communicate()
+
+
+class _SharedLock:
+    """A file lock that is given to others now and then, between two peers' turns."""
+
+    def __init__(self, path: Path | None, longest_s: float) -> None:
+        self._longest_s = longest_s
+        self._file = path.open("a") if path is not None else None
+        self._since = 0.0
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the lock during the block, and maybe on to the next one."""
+        if self._file is None:
+            yield
+            return
+        if not self._since:
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            self._since = time.monotonic()
+        yield
+        if time.monotonic() - self._since > self._longest_s:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+            self._since = 0.0
+            time.sleep(1.0)  # or we would have it back before anybody noticed
+
+
+@contextlib.contextmanager
+def _folders() -> Iterator[tuple[Path, Path]]:
+    """A folder on tmpfs and one on disk."""
+    memory = Path(tempfile.mkdtemp(prefix="peers-", dir="/dev/shm"))
+    disk = Path(tempfile.mkdtemp(prefix="peers-", dir=os.environ.get("PEERS_DISK_DIR")))
+    try:
+        yield memory, disk
+    finally:
+        for folder in (memory, disk):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _row(peer: Peer, words: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": peer.name, "group": peer.group, "what": peer.what}
+    for word in words:
+        for kind in ("unavailable", "failed"):
+            if kind in word:
+                return {**row, kind: word[kind]}
+    measured = [word for word in words if "round" in word and not word["warm_up"]]
+    clean = [word for word in measured if word["clean"]]
+    counted = clean or measured
+    return {
+        **row,
+        "versions": next(word["versions"] for word in words if "versions" in word),
+        **{time_: _spread([word[time_] for word in counted]) for time_ in _TIMES},
+        "first_round_s": next(word["latency_s"] for word in words if word.get("warm_up")),
+        "setup_s": next(word["setup_s"] for word in words if "setup_s" in word),
+        "rounds": len(counted),
+        "disturbed_rounds": len(measured) - len(clean),
+        "clean": bool(clean),
+        "verified": all(word["verified"] for word in words if "round" in word),
+    }
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    return {
+        "median": round(statistics.median(values), 5),
+        "min": round(min(values), 5),
+        "max": round(max(values), 5),
+    }
+
+
+def _outcome(words: Sequence[dict[str, Any]]) -> str:
+    for word in words:
+        for kind in ("unavailable", "failed"):
+            if kind in word:
+                return f"{kind}: {word[kind]}"
+    times = [f"{word['latency_s']:.3f}{'' if word['clean'] else '*'}" for word in words if "round" in word]
+    wrong = [word["round"] for word in words if "round" in word and not word["verified"]]
+    return " ".join(times) + " s" + (f"; rounds {wrong} delivered WRONG values" if wrong else "")
