@@ -139,6 +139,13 @@ class WorkerDiedError(WeightlaneError, RuntimeError):
     """A trainer rank or a rollout replica is gone."""
 
 
+class DeltaBaseError(WeightlaneError, LookupError):
+    """A delta needs a base version that this side does not hold, or holds with other bits.
+
+    The message says which version is held and which is needed; a full version helps.
+    """
+
+
 class SyncAbortedError(WeightlaneError, RuntimeError):
     """A version was given up on; the previous one keeps serving.
 

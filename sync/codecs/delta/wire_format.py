@@ -1,6 +1,6 @@
 """The wire format of a delta: how one segment's changes are cut, what each block is encoded as, and the headers.
 
-A *segment* is a run of elements of one size, e.g. a rank's shard of one tensor. It is cut into *frames* of 2**22 elements,
+A *segment* is a run of elements of one size, e.g. a rank's shard of one tensor. It is cut into *frames* of 2**21 elements,
 and these into *blocks* of 2**16; positions are relative to the frame. All numbers are little-endian, and everything starts at
 a multiple of 8 bytes, filled up with zeros:
 
@@ -29,7 +29,7 @@ from .raw import Bytes
 MAGIC = b"WLdl"
 FORMAT = 1
 LOG_BLOCK = 16
-LOG_FRAME_BLOCKS = 6
+LOG_FRAME_BLOCKS = 5
 BLOCK = 1 << LOG_BLOCK
 FRAME_BLOCKS = 1 << LOG_FRAME_BLOCKS
 FRAME = BLOCK * FRAME_BLOCKS
