@@ -44,6 +44,7 @@ HEAVY_SHARE = 4
 """From one changed element in this many a bitmap takes no more bytes than any coding of gaps, so positions are not needed."""
 _ONE_CLASS_GAIN = 64
 """A frame's sparse blocks share one number of low bits unless their own save more than this part."""
+_LOW_BITS = np.array(elias_fano.LOW_BITS)[:, None]
 
 Counts = npt.NDArray[np.int64]
 
@@ -79,13 +80,12 @@ def is_heavy(counts: Counts, lengths: Counts) -> npt.NDArray[np.bool_]:
 
 def choose_methods(counts: Counts, lengths: Counts, itemsize: int) -> Bytes:
     """The method of each block, given how many of its elements have changed."""
-    low_bits = np.array(elias_fano.LOW_BITS)[:, None]
-    sparse = counts * (low_bits + 1) + ((lengths - 1) >> low_bits)
+    sparse = counts * (_LOW_BITS + 1) + ((lengths - 1) >> _LOW_BITS)
     values = counts * itemsize * 8
     heavy = is_heavy(counts, lengths)
     bits = np.vstack((lengths * itemsize * 8 - values, (lengths + 7) // 8 * 8, sparse))
     bits[SPARSE - 1 :, heavy] = np.iinfo(np.int64).max
-    methods = (bits.argmin(0) + 1).astype(np.uint8)
+    methods: Bytes = (bits.argmin(0) + 1).astype(np.uint8)
     methods[counts == 0] = UNCHANGED
     among = methods >= SPARSE
     if among.any():
@@ -102,9 +102,7 @@ def runs_of(methods: Bytes, method: int, elements: int) -> list[Run]:
     chosen[1:-1] = methods == method
     edges = np.diff(chosen)
     runs, offset = [], 0
-    for first, last in zip(
-        (edges == 1).nonzero()[0].tolist(), (edges == -1).nonzero()[0].tolist(), strict=True
-    ):
+    for first, last in zip((edges == 1).nonzero()[0].tolist(), (edges == -1).nonzero()[0].tolist(), strict=True):
         start, stop = first * BLOCK, min(last * BLOCK, elements)
         runs.append(Run(start, stop, offset))
         offset += stop - start
@@ -121,4 +119,5 @@ def shifts_of(runs: list[Run]) -> Counts | None:
     if len(runs) == 1 and not runs[0].start:
         return None
     blocks = [np.full(-(-(run.stop - run.start) // BLOCK), run.start - run.offset) for run in runs]
-    return np.concatenate(blocks)
+    shifts: Counts = np.concatenate(blocks)
+    return shifts

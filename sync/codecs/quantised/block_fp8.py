@@ -111,9 +111,7 @@ def dequantise(quantised: torch.Tensor, first_row: int, scales: torch.Tensor) ->
     return restored
 
 
-def report(
-    shard: torch.Tensor, quantised: torch.Tensor, first_row: int, scales: torch.Tensor
-) -> QuantisationReport:
+def report(shard: torch.Tensor, quantised: torch.Tensor, first_row: int, scales: torch.Tensor) -> QuantisationReport:
     """The error of `quantised` against `shard`."""
     total = QuantisationReport()
     for before, band, scale in zip(_bands(shard, first_row), _bands(quantised, first_row), scales, strict=True):

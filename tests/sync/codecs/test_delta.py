@@ -117,9 +117,7 @@ def test_blocks_of_all_densities_stand_beside_each_other(densities: list[float],
     numel = (len(densities) - 1) * BLOCK + tail
     share = torch.tensor(densities).repeat_interleave(BLOCK)[:numel]
     old = random_bits(numel, torch.bfloat16, seed)
-    check_round_trip(
-        old, flipped(old, torch.rand(numel, generator=torch.Generator().manual_seed(seed)) < share, seed)
-    )
+    check_round_trip(old, flipped(old, torch.rand(numel, generator=torch.Generator().manual_seed(seed)) < share, seed))
 
 
 def test_frames_meet_without_a_gap() -> None:
@@ -164,9 +162,7 @@ def test_a_delta_is_about_as_small_as_it_can_be(density: float, most: float) -> 
     assert encoded.density == pytest.approx(density, rel=0.05)
 
 
-@pytest.mark.parametrize(
-    ("density", "sparse_bits"), [(0.001, 11.41), (0.01, 8.08), (0.05, 5.73), (0.2, 3.61)]
-)
+@pytest.mark.parametrize(("density", "sparse_bits"), [(0.001, 11.41), (0.01, 8.08), (0.05, 5.73), (0.2, 3.61)])
 def test_sparse_positions_take_little_more_than_their_entropy(density: float, sparse_bits: float) -> None:
     entropy = (-density * math.log2(density) - (1 - density) * math.log2(1 - density)) / density
     assert entropy == pytest.approx(sparse_bits, abs=0.01)

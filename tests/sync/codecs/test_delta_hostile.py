@@ -72,7 +72,10 @@ BROKEN: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
     "filling that is not zero": (poke(_METHODS + 7, 1), "filling bytes"),
     "a section of nothing": (lambda wire: _zero(wire, _FIRST_SECTION, 8), "0 values"),
     "a section of 2**56 values": (poke(_FIRST_SECTION + 7, 1), "values for"),
-    "a dense section of fewer": (lambda wire: poke(_FIRST_SECTION, 1)(_zero(wire, _FIRST_SECTION, 8)), "1 values for all of"),
+    "a dense section of fewer": (
+        lambda wire: poke(_FIRST_SECTION, 1)(_zero(wire, _FIRST_SECTION, 8)),
+        "1 values for all of",
+    ),
 }
 
 
