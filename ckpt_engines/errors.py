@@ -119,10 +119,6 @@ class StagingMemoryError(WeightlaneError, MemoryError):
     """Staging a version would need more memory than the receiver may use."""
 
 
-class DeltaBaseError(WeightlaneError, LookupError):
-    """A delta applies to a version that this side does not have, or not exactly."""
-
-
 class CommitError(WeightlaneError, RuntimeError):
     """A staged version could not be put into service."""
 
@@ -141,6 +137,13 @@ class SupersededError(WeightlaneError, RuntimeError):
 
 class WorkerDiedError(WeightlaneError, RuntimeError):
     """A trainer rank or a rollout replica is gone."""
+
+
+class DeltaBaseError(WeightlaneError, LookupError):
+    """A delta needs a base version that this side does not hold, or holds with other bits.
+
+    The message says which version is held and which is needed; a full version helps.
+    """
 
 
 class SyncAbortedError(WeightlaneError, RuntimeError):

@@ -73,4 +73,4 @@ def _kernels() -> ModuleType | None:
     """The Triton programs, or None where Triton is not installed."""
     from . import triton_kernels  # noqa: PLC0415 - importing Triton takes a second, and few need it
 
-    return triton_kernels if triton_kernels.triton is not None else None
+    return triton_kernels if triton_kernels.AVAILABLE else None

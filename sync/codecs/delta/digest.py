@@ -26,7 +26,7 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> str:
     for tensor in tensors:
         raw = words_of(tensor).view(np.uint8)
         total.update(raw.size.to_bytes(8, "little"))
-        total.update(xxhash.xxh3_128_digest(raw))
+        total.update(xxhash.xxh3_128_digest(raw.data))
     return total.hexdigest()
 
 

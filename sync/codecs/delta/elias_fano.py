@@ -45,7 +45,7 @@ def encode(positions: Positions, universe: int, low_bits: int) -> list[Bytes]:
     """Positions, strictly ascending and below `universe`, as arrays of bytes that stand one after the other."""
     count = positions.size
     low = positions.astype(np.uint16)
-    parts = [_pack(low >> first if first else low, width) for first, width in planes(low_bits)]
+    parts = [_pack(low >> np.uint16(first) if first else low, width) for first, width in planes(low_bits)]
     bits = np.zeros(count + ((universe - 1) >> low_bits), np.uint8)
     at = positions >> low_bits
     at += _RAMP[:count]

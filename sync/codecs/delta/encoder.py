@@ -112,7 +112,7 @@ def encode(
         new: The new version: same dtype, number of elements, and device.
         capacity_bytes: Give up as soon as the delta cannot fit; None for no limit. Without one the result is
             at most 0.01 % and 200 bytes longer than `new`.
-        threads: Encodes frames (4,194,304 elements) beside each other; None for the calling thread.
+        threads: Encodes frames (2,097,152 elements) beside each other; None for the calling thread.
 
     Raises:
         ConfigError: The tensors cannot be compared.

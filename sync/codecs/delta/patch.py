@@ -11,7 +11,7 @@ import torch
 from weightlane.ckpt_engines import ConfigError
 
 from . import cuda_kernels
-from .raw import PART, integer_view, words_of
+from .raw import INTEGERS, PART, integer_view, words_of
 
 _CHUNK = 1 << 15
 """Positions handled at once: what is widened to 64 bits stays in the cache."""
@@ -53,7 +53,7 @@ class Patch:
     @property
     def carried(self) -> int:
         """Number of values."""
-        return sum(run.values.numel() for run in (*self.scattered, *self.contiguous))
+        return sum(values.numel() for values in self._values())
 
     @property
     def nbytes(self) -> int:
@@ -74,11 +74,13 @@ class Patch:
         positions += [
             torch.arange(run.base, run.base + run.values.numel(), device=run.values.device) for run in self.contiguous
         ]
-        values = [run.values for run in (*self.scattered, *self.contiguous)]
         if not positions:
-            return torch.empty(0, dtype=torch.int64), integer_view(torch.empty(0, dtype=_integers(self.itemsize)))
+            return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=INTEGERS[self.itemsize])
         where, order = torch.cat(positions).sort()
-        return where, torch.cat(values)[order]
+        return where, torch.cat(self._values())[order]
+
+    def _values(self) -> list[torch.Tensor]:
+        return [*(run.values for run in self.scattered), *(run.values for run in self.contiguous)]
 
     def apply_(self, target: torch.Tensor) -> None:
         """Write the new values into `target`, the segment's base: contiguous, on the patch's device.
@@ -141,10 +143,6 @@ def _scatter(
         target[at] = mine
         if old is not None:
             mine[:] = old
-
-
-def _integers(itemsize: int) -> torch.dtype:
-    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[itemsize]
 
 
 def update_base_(base: torch.Tensor, new: torch.Tensor) -> None:

@@ -19,7 +19,8 @@ Bytes = npt.NDArray[np.uint8]
 Positions = npt.NDArray[np.int64]
 
 _UNSIGNED: dict[int, npt.DTypeLike] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The torch types of whole numbers by size in bytes; torch compares and moves signed ones on every device."""
 ITEM_SIZES = tuple(_UNSIGNED)
 
 if sys.byteorder != "little":  # pragma: no cover
@@ -43,11 +44,11 @@ def integer_view(tensor: torch.Tensor) -> torch.Tensor:
             part=PART,
             hint="Pass tensor.contiguous(), or for a target the flat storage it is a view of.",
         )
-    if tensor.itemsize not in _INTEGERS:
+    if tensor.itemsize not in INTEGERS:
         raise ConfigError(
             f"{tensor.dtype} has elements of {tensor.itemsize} bytes.", part=PART, hint="Pass a view as real numbers."
         )
-    return tensor.detach().reshape(-1).view(_INTEGERS[tensor.itemsize])
+    return tensor.detach().reshape(-1).view(INTEGERS[tensor.itemsize])
 
 
 def words_of(tensor: torch.Tensor) -> Words:
@@ -58,4 +59,4 @@ def words_of(tensor: torch.Tensor) -> Words:
 
 def tensor_of(words: Words) -> torch.Tensor:
     """An array of unsigned words as a tensor of signed integers that shares its memory."""
-    return torch.from_numpy(words.view(np.uint8)).view(_INTEGERS[words.itemsize])
+    return torch.from_numpy(words.view(np.uint8)).view(INTEGERS[words.itemsize])

@@ -3,6 +3,9 @@
 They see integers only: what floats mean plays no part in comparing and moving them.
 """
 
+# What Triton compiles cannot be typed as Python, and its package has no types.
+# mypy: disable-error-code="import-untyped,import-not-found,no-untyped-def,untyped-decorator"
+
 from __future__ import annotations
 
 try:
@@ -11,10 +14,12 @@ try:
 except ImportError:  # pragma: no cover - tests that need it say so
     triton = None
 
+AVAILABLE = triton is not None
+
 BLOCK = 4096
 """Elements per program."""
 
-if triton is not None:
+if AVAILABLE:
 
     @triton.jit
     def count_kernel(old, new, counts, size, BLOCK: tl.constexpr):  # noqa: N803 - Triton's habit

@@ -1,6 +1,6 @@
 """The wire format of a delta: how one segment's changes are cut, what each block is encoded as, and the headers.
 
-A *segment* is a run of elements of one size, e.g. a rank's shard of one tensor. It is cut into *frames* of 2**22 elements,
+A *segment* is a run of elements of one size, e.g. a rank's shard of one tensor. It is cut into *frames* of 2**21 elements,
 and these into *blocks* of 2**16; positions are relative to the frame. All numbers are little-endian, and everything starts at
 a multiple of 8 bytes, filled up with zeros:
 
@@ -29,7 +29,7 @@ from .raw import Bytes
 MAGIC = b"WLdl"
 FORMAT = 1
 LOG_BLOCK = 16
-LOG_FRAME_BLOCKS = 6
+LOG_FRAME_BLOCKS = 5
 BLOCK = 1 << LOG_BLOCK
 FRAME_BLOCKS = 1 << LOG_FRAME_BLOCKS
 FRAME = BLOCK * FRAME_BLOCKS
@@ -44,6 +44,7 @@ HEAVY_SHARE = 4
 """From one changed element in this many a bitmap takes no more bytes than any coding of gaps, so positions are not needed."""
 _ONE_CLASS_GAIN = 64
 """A frame's sparse blocks share one number of low bits unless their own save more than this part."""
+_LOW_BITS = np.array(elias_fano.LOW_BITS)[:, None]
 
 Counts = npt.NDArray[np.int64]
 
@@ -79,13 +80,12 @@ def is_heavy(counts: Counts, lengths: Counts) -> npt.NDArray[np.bool_]:
 
 def choose_methods(counts: Counts, lengths: Counts, itemsize: int) -> Bytes:
     """The method of each block, given how many of its elements have changed."""
-    low_bits = np.array(elias_fano.LOW_BITS)[:, None]
-    sparse = counts * (low_bits + 1) + ((lengths - 1) >> low_bits)
+    sparse = counts * (_LOW_BITS + 1) + ((lengths - 1) >> _LOW_BITS)
     values = counts * itemsize * 8
     heavy = is_heavy(counts, lengths)
     bits = np.vstack((lengths * itemsize * 8 - values, (lengths + 7) // 8 * 8, sparse))
     bits[SPARSE - 1 :, heavy] = np.iinfo(np.int64).max
-    methods = (bits.argmin(0) + 1).astype(np.uint8)
+    methods: Bytes = (bits.argmin(0) + 1).astype(np.uint8)
     methods[counts == 0] = UNCHANGED
     among = methods >= SPARSE
     if among.any():
@@ -119,4 +119,5 @@ def shifts_of(runs: list[Run]) -> Counts | None:
     if len(runs) == 1 and not runs[0].start:
         return None
     blocks = [np.full(-(-(run.stop - run.start) // BLOCK), run.start - run.offset) for run in runs]
-    return np.concatenate(blocks)
+    shifts: Counts = np.concatenate(blocks)
+    return shifts

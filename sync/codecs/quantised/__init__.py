@@ -1,0 +1,28 @@
+"""Quantisers of the trainer's side: fewer bytes, in formats that inference engines load as their own checkpoints.
+
+`block_fp8` makes e4m3 with a scale for each 128 x 128 block, `channel_int8` int8 with a scale for each row.
+
+>>> import torch
+>>> from weightlane.sync.codecs.quantised import block_fp8
+>>> weight = torch.linspace(-2, 2, 200 * 130).view(200, 130)
+>>> scales = block_fp8.scales_of(block_fp8.block_amax(weight, 0))
+>>> quantised = block_fp8.quantise(weight, 0, scales)
+>>> quantised.dtype, tuple(scales.shape)
+(torch.float8_e4m3fn, (2, 2))
+>>> block_fp8.report(weight, quantised, 0, scales).relative_rms < 0.03
+True
+"""
+
+from . import block_fp8, channel_int8
+from .checkpoint import Scheme, quantization_config, scale_name, scale_shape
+from .report import QuantisationReport
+
+__all__ = [
+    "QuantisationReport",
+    "Scheme",
+    "block_fp8",
+    "channel_int8",
+    "quantization_config",
+    "scale_name",
+    "scale_shape",
+]

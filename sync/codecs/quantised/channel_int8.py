@@ -1,0 +1,73 @@
+"""int8 with a float32 scale for each row (output channel): the format of compressed-tensors' W8A8 checkpoints.
+
+A matrix ``w`` of shape [r, c] becomes ``weight`` (int8, [r, c]) and ``weight_scale`` (float32, [r, 1]), which vLLM loads with
+``quant_method: compressed-tensors``. For every row, in float32::
+
+    scale = max |w| / 127.5      1 where the row is zero, at least 2**-126
+    q = clamp(round(w / scale), -128, 127)       ties to even;  w is about q * scale
+
+Source: ``compressed_tensors.quantization.utils.calculate_qparams`` for symmetric 8-bit integers. A row lies in one shard, so
+nothing is exchanged.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .checks import check_finite, check_scales, check_shard, scales_from
+from .report import QuantisationReport
+
+STEPS = 127.5
+_BAND_ROWS = 256
+"""Rows that are widened to float32 at once."""
+
+
+def channel_amax(shard: torch.Tensor, *, name: str = "the tensor") -> torch.Tensor:
+    """Largest magnitude of each row, float32 [rows, 1], of a shard [rows, c] of float32, bfloat16 or float16.
+
+    Raises:
+        ManifestError: There is an inf or a NaN.
+        ConfigError: `shard` is no matrix of floats.
+    """
+    check_shard(shard, name)
+    amax = torch.zeros(shard.shape[0], 1, dtype=torch.float32, device=shard.device)
+    if shard.numel():
+        for start in range(0, shard.shape[0], _BAND_ROWS):
+            amax[start : start + _BAND_ROWS, 0] = shard[start : start + _BAND_ROWS].abs().amax(1)
+    check_finite(amax, name)
+    return amax
+
+
+def scales_of(amax: torch.Tensor) -> torch.Tensor:
+    """Scales for largest magnitudes; both float32 [rows, 1]."""
+    return scales_from(amax, STEPS)
+
+
+def quantise(shard: torch.Tensor, scales: torch.Tensor, *, name: str = "the tensor") -> torch.Tensor:
+    """The shard's elements as int8, with the scales of its rows (float32 [rows, 1]).
+
+    Raises:
+        ConfigError: `scales` has another shape.
+    """
+    check_shard(shard, name)
+    check_scales(scales, (shard.shape[0], 1), name)
+    quantised = torch.empty(shard.shape, dtype=torch.int8, device=shard.device)
+    for start in range(0, shard.shape[0], _BAND_ROWS):
+        rows = slice(start, start + _BAND_ROWS)
+        quantised[rows] = (shard[rows].float() / scales[rows]).round_().clamp_(-128, 127)
+    return quantised
+
+
+def dequantise(quantised: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """What quantised elements stand for: float32 of the same shape."""
+    check_scales(scales, (quantised.shape[0], 1), "the quantised tensor")
+    return quantised.float() * scales
+
+
+def report(shard: torch.Tensor, quantised: torch.Tensor, scales: torch.Tensor) -> QuantisationReport:
+    """The error of `quantised` against `shard`."""
+    total = QuantisationReport()
+    for start in range(0, shard.shape[0], _BAND_ROWS):
+        rows = slice(start, start + _BAND_ROWS)
+        total += QuantisationReport.of(shard[rows].float(), dequantise(quantised[rows], scales[rows]))
+    return total

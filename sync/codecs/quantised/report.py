@@ -1,0 +1,47 @@
+"""How far quantised values are from what they stand for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisationReport:
+    """The error of a tensor or of several, against the values before, in float32. Reports of shards add up with ``+``."""
+
+    elements: int = 0
+    max_abs: float = 0.0
+    """Largest absolute error."""
+    squared_error: float = 0.0
+    """Sum of the squared errors."""
+    squared: float = 0.0
+    """Sum of the squared values before."""
+
+    @property
+    def relative_rms(self) -> float:
+        """Root mean square of the error over that of the values; 0 where all values are 0."""
+        return math.sqrt(self.squared_error / self.squared) if self.squared else 0.0
+
+    def __add__(self, other: QuantisationReport) -> QuantisationReport:
+        return QuantisationReport(
+            self.elements + other.elements,
+            max(self.max_abs, other.max_abs),
+            self.squared_error + other.squared_error,
+            self.squared + other.squared,
+        )
+
+    @classmethod
+    def of(cls, before: torch.Tensor, after: torch.Tensor) -> QuantisationReport:
+        """Compare two float32 tensors of one shape."""
+        if not before.numel():
+            return cls()
+        error = after - before
+        return cls(
+            before.numel(),
+            float(error.abs().max()),
+            float(error.double().square().sum()),
+            float(before.double().square().sum()),
+        )

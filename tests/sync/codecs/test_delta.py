@@ -1,0 +1,264 @@
+"""The delta codec: what comes out is the new version, bit for bit, and nothing but a delta is taken for one."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weightlane.ckpt_engines import ConfigError
+from weightlane.sync.codecs.delta import (
+    Encoded,
+    Patch,
+    TooDense,
+    decode,
+    digest_after,
+    digest_of,
+    encode,
+    read_header,
+    update_base_,
+)
+from weightlane.sync.codecs.delta.wire_format import (
+    BITMAP,
+    BLOCK,
+    DENSE,
+    FRAME,
+    METHODS,
+    SPARSE,
+    UNCHANGED,
+    choose_methods,
+    lengths_of_blocks,
+)
+
+DTYPES = [
+    torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32,
+    torch.int64, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2,
+]  # fmt: skip
+
+
+def random_bits(numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """A tensor of random bit patterns: NaN payloads, denormals and negative zeros included."""
+    generator = torch.Generator().manual_seed(seed)
+    high = 2 if dtype is torch.bool else 256
+    return torch.randint(0, high, (numel * dtype.itemsize,), dtype=torch.uint8, generator=generator).view(dtype)
+
+
+def flipped(old: torch.Tensor, where: torch.Tensor, seed: int = 1) -> torch.Tensor:
+    """`old` with one bit of every element in the mask `where` flipped; of a bool the value."""
+    new = old.clone()
+    items = new.view(torch.uint8).view(-1, old.itemsize)
+    byte = seed % old.itemsize
+    items[where, byte] ^= 1 if old.dtype is torch.bool else 1 << seed % 8
+    return new
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)
+
+
+def check_round_trip(old: torch.Tensor, new: torch.Tensor) -> tuple[Encoded, Patch]:
+    """Encode, write, decode, apply and swap; every result is what it should be to the bit."""
+    encoded = encode(old, new)
+    assert isinstance(encoded, Encoded)
+    items = bits(old).view(-1, old.itemsize) != bits(new).view(-1, old.itemsize)
+    differ = items.any(1).nonzero().squeeze(1)
+    assert encoded.changed == differ.numel() <= encoded.carried
+    wire = encoded.to_bytes()
+    assert wire.numel() == encoded.nbytes == read_header(wire).nbytes
+    assert encoded.nbytes <= new.nbytes * 1.0001 + 200
+    patch = decode(wire, elements=new.numel(), itemsize=new.itemsize)
+    bits(wire).fill_(255)  # the patch owns its memory
+    held = old.clone()
+    patch.apply_(held)
+    assert torch.equal(bits(held), bits(new))
+    held = old.clone()
+    patch.swap_(held)
+    assert torch.equal(bits(held), bits(new))
+    patch.swap_(held)
+    assert torch.equal(bits(held), bits(old))
+    positions, values = patch.positions_and_values()
+    assert (positions[1:] > positions[:-1]).all()
+    assert torch.equal(bits(values), bits(new).view(-1, new.itemsize)[positions].reshape(-1))
+    assert torch.isin(differ, positions).all()
+    return encoded, patch
+
+
+@settings(max_examples=60)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    numel=st.one_of(
+        st.integers(0, 300),
+        st.sampled_from([BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 17]),
+    ),
+    density=st.sampled_from([0.0, 1e-4, 0.01, 0.1, 0.24, 0.26, 0.5, 0.9, 0.97, 1.0]),
+    seed=st.integers(0, 2**16),
+)
+def test_a_delta_turns_the_base_into_the_new_version_whatever_the_dtype(
+    dtype: torch.dtype, numel: int, density: float, seed: int
+) -> None:
+    old = random_bits(numel, dtype, seed)
+    where = torch.rand(numel, generator=torch.Generator().manual_seed(seed)) < density
+    encoded, _ = check_round_trip(old, flipped(old, where, seed))
+    assert encoded.changed == int(where.sum())
+
+
+@settings(max_examples=25)
+@given(
+    densities=st.lists(st.sampled_from([0.0, 1e-4, 0.003, 0.05, 0.3, 1.0]), min_size=1, max_size=6),
+    tail=st.integers(0, BLOCK - 1),
+    seed=st.integers(0, 2**16),
+)
+def test_blocks_of_all_densities_stand_beside_each_other(densities: list[float], tail: int, seed: int) -> None:
+    numel = (len(densities) - 1) * BLOCK + tail
+    share = torch.tensor(densities).repeat_interleave(BLOCK)[:numel]
+    old = random_bits(numel, torch.bfloat16, seed)
+    check_round_trip(old, flipped(old, torch.rand(numel, generator=torch.Generator().manual_seed(seed)) < share, seed))
+
+
+def test_frames_meet_without_a_gap() -> None:
+    """Changes on both sides of every boundary, in a segment of more than two frames, on several threads too."""
+    numel = 2 * FRAME + 3
+    old = random_bits(numel, torch.uint8)
+    edges = torch.arange(0, numel, BLOCK)
+    where = torch.zeros(numel, dtype=torch.bool)
+    where[edges] = True
+    where[edges[1:] - 1] = True
+    where[-1] = True
+    where[FRAME + 5 * BLOCK : FRAME + 7 * BLOCK] = True
+    new = flipped(old, where)
+    encoded, patch = check_round_trip(old, new)
+    assert [run.base for run in patch.contiguous] == [FRAME + 5 * BLOCK, 2 * FRAME]
+    with ThreadPoolExecutor(3) as threads:
+        again = encode(old, new, threads=threads)
+    assert isinstance(again, Encoded)
+    assert torch.equal(again.to_bytes(), encoded.to_bytes())
+
+
+def test_equal_and_unequal_are_a_matter_of_bits() -> None:
+    nan = torch.tensor([0x7FC00001, 0x7FC00001, 0x00000001], dtype=torch.int32).view(torch.float32)
+    other = torch.tensor([0x7FC00001, 0x7FC00002, 0x00000002], dtype=torch.int32).view(torch.float32)
+    encoded, _ = check_round_trip(nan, other)
+    assert encoded.changed == 2
+    encoded, _ = check_round_trip(torch.tensor([0.0, 0.0]), torch.tensor([-0.0, 0.0]))
+    assert encoded.changed == 1
+
+
+@pytest.mark.parametrize(
+    ("density", "most"),
+    [(0.0, 0.0001), (0.001, 0.00185), (0.01, 0.0156), (0.1, 0.137), (0.5, 0.565), (1.0, 1.0001)],
+)
+def test_a_delta_is_about_as_small_as_it_can_be(density: float, most: float) -> None:
+    """Of bf16 with random positions; at 1 % the entropy of the positions alone is 1.01 bytes of 3.01 per change."""
+    numel = 1 << 21
+    old = random_bits(numel, torch.bfloat16)
+    encoded = encode(old, flipped(old, torch.rand(numel, generator=torch.Generator().manual_seed(0)) < density))
+    assert isinstance(encoded, Encoded)
+    assert encoded.nbytes / old.nbytes < most
+    assert encoded.density == pytest.approx(density, rel=0.05)
+
+
+@pytest.mark.parametrize(("density", "sparse_bits"), [(0.001, 11.41), (0.01, 8.08), (0.05, 5.73), (0.2, 3.61)])
+def test_sparse_positions_take_little_more_than_their_entropy(density: float, sparse_bits: float) -> None:
+    entropy = (-density * math.log2(density) - (1 - density) * math.log2(1 - density)) / density
+    assert entropy == pytest.approx(sparse_bits, abs=0.01)
+    numel = 1 << 21
+    old = random_bits(numel, torch.uint8)
+    encoded = encode(old, flipped(old, torch.rand(numel, generator=torch.Generator().manual_seed(0)) < density))
+    assert isinstance(encoded, Encoded)
+    headers = 100
+    assert (encoded.nbytes - headers - encoded.changed) * 8 / encoded.changed < entropy + 0.65
+
+
+def test_every_block_gets_the_method_that_takes_least() -> None:
+    lengths = lengths_of_blocks(7 * BLOCK + 100)
+    counts = np.array([0, 1, 60, 700, 9000, BLOCK // 3, BLOCK, 100])
+    methods = choose_methods(counts, lengths, 2)
+    assert methods[[0, 5, 6, 7]].tolist() == [UNCHANGED, BITMAP, DENSE, DENSE]
+    assert (methods[1:5] >= SPARSE).all()
+    assert (np.diff(methods[1:5].astype(int)) < 0).all(), "the sparser, the more low bits"
+    assert methods.max() < METHODS
+    alike = choose_methods(np.array([600, 700, 650]), lengths_of_blocks(3 * BLOCK), 2)
+    assert len(set(alike.tolist())) == 1
+
+
+def test_a_delta_over_its_capacity_is_given_up_early() -> None:
+    old = random_bits(3 * FRAME, torch.uint8)
+    new = flipped(old, torch.ones(old.numel(), dtype=torch.bool))
+    found = encode(old, new, capacity_bytes=FRAME // 2)
+    assert isinstance(found, TooDense)
+    assert found.reached_bytes > found.capacity_bytes == FRAME // 2
+    assert found.compared == pytest.approx(1 / 3)
+    assert "33%" in str(found)
+    assert isinstance(encode(old, old, capacity_bytes=10), TooDense)
+    exact = encode(old, old)
+    assert isinstance(exact, Encoded)
+    assert isinstance(encode(old, old, capacity_bytes=exact.nbytes), Encoded)
+    assert isinstance(encode(old[:0], old[:0], capacity_bytes=0), TooDense)
+
+
+def test_tensors_that_cannot_be_compared_are_refused() -> None:
+    base = torch.zeros(4)
+    for other in (torch.zeros(5), torch.zeros(4, dtype=torch.int32), torch.zeros(4, device="meta")):
+        with pytest.raises(ConfigError, match="compared with"):
+            encode(base, other)
+    with pytest.raises(ConfigError, match="not contiguous"):
+        encode(torch.zeros(4, 4).T, torch.zeros(4, 4))
+    with pytest.raises(ConfigError, match="16 bytes"):
+        encode(torch.zeros(4, dtype=torch.complex128), torch.zeros(4, dtype=torch.complex128))
+
+
+def test_a_patch_goes_only_where_it_belongs() -> None:
+    old = torch.zeros(64, dtype=torch.bfloat16)
+    encoded = encode(old, torch.ones_like(old))
+    assert isinstance(encoded, Encoded)
+    with pytest.raises(ConfigError, match="buffer"):
+        encoded.write_into(torch.empty(encoded.nbytes - 1, dtype=torch.uint8))
+    patch = decode(encoded.to_bytes(), elements=64, itemsize=2)
+    for wrong in (torch.zeros(65, dtype=torch.bfloat16), torch.zeros(64)):
+        with pytest.raises(ConfigError, match="64 elements of 2 bytes"):
+            patch.apply_(wrong)
+    with pytest.raises(ConfigError, match="not contiguous"):
+        patch.swap_(torch.zeros(64, 2, dtype=torch.bfloat16)[:, 0])
+    held = torch.zeros(8, 8, dtype=torch.bfloat16)
+    patch.to("cpu").apply_(held)
+    assert held.eq(1).all()
+
+
+def test_a_patch_holds_three_times_the_changed_bytes_of_bf16() -> None:
+    old = random_bits(1 << 20, torch.bfloat16)
+    new = flipped(old, torch.rand(old.numel(), generator=torch.Generator().manual_seed(0)) < 0.01)
+    encoded, patch = check_round_trip(old, new)
+    assert patch.nbytes == 3 * encoded.changed * old.itemsize
+    assert patch.carried == encoded.carried
+
+
+def test_a_digest_tells_contents_sizes_and_order() -> None:
+    a, b = random_bits(100, torch.bfloat16, 1), random_bits(50, torch.float32, 2)
+    digest = digest_of([a, b])
+    assert len(digest) == 32
+    assert digest == digest_of([a.clone(), b.clone()])
+    assert digest == digest_of([a.view(10, 10), bits(b)]), "bytes count, not what they mean"
+    others = [
+        digest_of([b, a]),
+        digest_of([torch.cat((bits(a), bits(b)))]),
+        digest_of([a]),
+        digest_of([a, b, a[:0]]),
+        digest_of([flipped(a, torch.arange(100) == 57), b]),
+        digest_after(digest, []),
+        digest_after(digest, [a]),
+    ]
+    assert len({digest, *others}) == 1 + len(others)
+    assert digest_after(digest, [a]) == digest_after(digest, [a.clone()])
+
+
+def test_a_base_becomes_the_new_version() -> None:
+    base, new = random_bits(100, torch.float32, 1), random_bits(100, torch.float32, 2)
+    update_base_(base, new)
+    assert torch.equal(bits(base), bits(new))
+    with pytest.raises(ConfigError, match="cannot become"):
+        update_base_(base, new[:50])

@@ -1,0 +1,161 @@
+"""What a peer sends in place of a delta is refused in words, and never written anywhere."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from weightlane.ckpt_engines import ProtocolError
+from weightlane.sync.codecs.delta import Encoded, decode, encode, read_header
+from weightlane.sync.codecs.delta.wire_format import BLOCK, FRAME_HEADER, HEADER, SECTION_HEADER
+
+ELEMENTS = 5 * BLOCK + 1000
+
+
+def delta(seed: int = 0) -> torch.Tensor:
+    """A valid delta with unchanged, sparse, bitmap and dense blocks and a short last one."""
+    generator = torch.Generator().manual_seed(seed)
+    share = torch.tensor([0.001, 0.0, 0.4, 1.0, 0.01, 0.02]).repeat_interleave(BLOCK)[:ELEMENTS]
+    old = torch.randint(0, 2**15, (ELEMENTS,), dtype=torch.int16, generator=generator)
+    encoded = encode(old, old ^ (torch.rand(ELEMENTS, generator=generator) < share).short())
+    assert isinstance(encoded, Encoded)
+    return encoded.to_bytes()
+
+
+def read(wire: torch.Tensor | bytes) -> None:
+    decode(wire, elements=ELEMENTS, itemsize=2)
+
+
+def test_the_valid_delta_is_taken_from_any_buffer() -> None:
+    wire = delta()
+    read(wire)
+    read(wire.numpy().tobytes())
+    decode(memoryview(wire.numpy()), elements=ELEMENTS, itemsize=2)
+    assert read_header(wire[: HEADER.size]).elements == ELEMENTS
+
+
+def test_another_segments_delta_is_refused() -> None:
+    wire = delta()
+    with pytest.raises(ProtocolError, match=f"for {ELEMENTS} elements of 2 bytes, the segment has {ELEMENTS - 1}"):
+        decode(wire, elements=ELEMENTS - 1, itemsize=2)
+    with pytest.raises(ProtocolError, match="of 4"):
+        decode(wire, elements=ELEMENTS, itemsize=4)
+
+
+def poke(offset: int, value: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def change(wire: torch.Tensor) -> torch.Tensor:
+        wire[offset] = value
+        return wire
+
+    return change
+
+
+_METHODS = HEADER.size + FRAME_HEADER.size
+_FIRST_SECTION = _METHODS + 8
+BROKEN: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "nothing": (lambda wire: wire[:0], "not even a header"),
+    "half a header": (lambda wire: wire[:20], "not even a header"),
+    "no magic": (poke(0, 0), "not a delta"),
+    "a format of the future": (poke(4, 9), "format 9"),
+    "elements of three bytes": (poke(5, 3), "elements of 3 bytes"),
+    "other blocks": (poke(6, 12), "blocks of 2\\*\\*12"),
+    "too short": (lambda wire: wire[:-8], "says to have"),
+    "too long": (lambda wire: torch.cat((wire, wire[:8])), "says to have"),
+    "more values than carried": (poke(16, 0), "its header says"),
+    "a frame of odd length": (poke(HEADER.size, 3), "a frame of"),
+    "a frame longer than all": (poke(HEADER.size + 3, 255), "were to follow"),
+    "an unknown method": (poke(_METHODS, 77), "method 77"),
+    "filling that is not zero": (poke(_METHODS + 7, 1), "filling bytes"),
+    "a section of nothing": (lambda wire: _zero(wire, _FIRST_SECTION, 8), "0 values"),
+    "a section of 2**56 values": (poke(_FIRST_SECTION + 7, 1), "values for"),
+    "a dense section of fewer": (
+        lambda wire: poke(_FIRST_SECTION, 1)(_zero(wire, _FIRST_SECTION, 8)),
+        "1 values for all of",
+    ),
+}
+
+
+def _zero(wire: torch.Tensor, start: int, count: int) -> torch.Tensor:
+    wire[start : start + count] = 0
+    return wire
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_damaged_delta_is_refused_in_words(kind: str) -> None:
+    change, says = BROKEN[kind]
+    with pytest.raises(ProtocolError, match=says) as caught:
+        read(change(delta()))
+    assert caught.value.hint
+
+
+def sparse_wire() -> tuple[torch.Tensor, int]:
+    """A delta of one sparse section, and where its places begin."""
+    old = torch.zeros(ELEMENTS, dtype=torch.int16)
+    new = old.clone()
+    new[50::200] = 1
+    new[51::200] = 1  # the same high bits
+    encoded = encode(old, new)
+    assert isinstance(encoded, Encoded)
+    return encoded.to_bytes(), _FIRST_SECTION + SECTION_HEADER.size
+
+
+def test_positions_that_do_not_ascend_or_lie_outside_are_refused() -> None:
+    wire, places = sparse_wire()
+    count = len(range(50, ELEMENTS, 200)) + len(range(51, ELEMENTS, 200))
+    nibbles = -(-count // 2)
+    assert wire[_METHODS] == 3 + 2, "six low bits: a plane of 4, a plane of 2"
+    with pytest.raises(ProtocolError, match="do not ascend"):
+        read(_zero(wire.clone(), places, nibbles + -(-count // 4)))
+    high = places + nibbles + -(-count // 4)
+    emptied = wire.clone()
+    emptied[high] = 0
+    with pytest.raises(ProtocolError, match="positions instead of"):
+        read(emptied)
+    # The last position moves behind the end of the segment: its last bit to the last of the bitmap, its low bits all set.
+    moved = wire.clone()
+    size = -(-(count + ((ELEMENTS - 1) >> 6)) // 8)
+    bits = np.unpackbits(moved[high : high + size].numpy(), bitorder="little")
+    bits[bits.nonzero()[0][-1]] = 0
+    bits[-1] = 1
+    moved[high : high + size] = torch.from_numpy(np.packbits(bits, bitorder="little"))
+    with pytest.raises(ProtocolError, match=f"position .* of {ELEMENTS}"):
+        read(moved)
+
+
+def test_no_damage_is_ever_taken_for_anything_but_a_delta_of_the_segment() -> None:
+    """Random damage is refused, or what is left is a valid delta, whose values alone may be wrong."""
+    dice = random.Random(7)
+    refused = 0
+    start = delta(3)
+    for _ in range(300):
+        wire = start.clone()
+        for _ in range(dice.choice([1, 1, 1, 2, 8])):
+            at = dice.choice([dice.randrange(200), dice.randrange(wire.numel())])
+            wire[at] = dice.choice([0, 255, int(wire[at]) ^ 1 << dice.randrange(8)])
+        if dice.random() < 0.2:
+            wire = wire[: dice.randrange(wire.numel())]
+        try:
+            patch = decode(wire, elements=ELEMENTS, itemsize=2)
+        except ProtocolError:
+            refused += 1
+            continue
+        positions, _ = patch.positions_and_values()
+        assert (positions[1:] > positions[:-1]).all()
+        assert positions[0] >= 0
+        assert positions[-1] < ELEMENTS
+        patch.apply_(torch.zeros(ELEMENTS, dtype=torch.int16))
+    assert refused > 100
+
+
+def test_random_bytes_with_a_good_header_are_refused() -> None:
+    generator = torch.Generator().manual_seed(0)
+    start = delta()
+    for _ in range(100):
+        wire = start.clone()
+        wire[_METHODS:] = torch.randint(0, 12, (wire.numel() - _METHODS,), dtype=torch.uint8, generator=generator)
+        with pytest.raises(ProtocolError):
+            read(wire)

@@ -1,0 +1,98 @@
+"""The device programs: exact in Triton's interpreter on integers, and they compile for the GPUs that are meant.
+
+Both run in processes of their own, since whether programs are interpreted is decided when Triton is imported, and Triton
+itself is imported nowhere else in the suite.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from weightlane.sync.codecs.delta import Encoded, cuda_kernels, decode, encode, encoder
+from weightlane.sync.codecs.delta.frame_changes import DeviceChanges
+from weightlane.sync.codecs.delta.raw import words_of
+from weightlane.sync.codecs.delta.wire_format import BLOCK, FRAME
+
+PROGRAM = str(Path(__file__).with_name("triton_program.py"))
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+@needs_triton
+@pytest.mark.parametrize(("what", "says"), [("interpret", "48 cases"), ("compile", "12 programs")])
+def test_the_programs_are_exact_and_compile(children: Any, tmp_path: Path, what: str, says: str) -> None:
+    env = {"TRITON_CACHE_DIR": str(tmp_path)}
+    code, output, errors = children.run([PROGRAM, what], timeout_s=240, env=env)
+    assert code == 0, errors
+    assert output.strip() == says
+
+
+@pytest.fixture
+def no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device for which there is no Triton."""
+    monkeypatch.setattr(cuda_kernels, "_kernels", lambda: None)
+
+
+@pytest.mark.usefixtures("no_triton")
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int64])
+def test_without_triton_torch_does_the_same(dtype: torch.dtype) -> None:
+    old = torch.arange(1000).to(dtype)
+    new = old.clone()
+    new[::7] += 1
+    counted = cuda_kernels.count_changes(old, new)
+    positions, values = counted.compact()
+    assert positions.tolist() == list(range(0, 1000, 7))
+    assert counted.total == len(positions)
+    held = old.clone()
+    cuda_kernels.scatter(held, positions.int(), values, keep_old=True)
+    assert torch.equal(held, new)
+    cuda_kernels.scatter(held, positions.int(), values, keep_old=False)
+    assert torch.equal(held, old)
+
+
+@pytest.mark.usefixtures("no_triton")
+def test_a_device_and_the_cpu_write_the_same_delta() -> None:
+    """From positions and values that a device compacted, or from a mask: every method, more than one frame."""
+    numel = FRAME + 9 * BLOCK + 77
+    share = torch.tensor([0.001, 0.0, 0.4, 1.0, 0.01]).repeat(100).repeat_interleave(BLOCK)[:numel]
+    generator = torch.Generator().manual_seed(0)
+    old = torch.randint(0, 2**15, (numel,), dtype=torch.int16, generator=generator)
+    new = old ^ (torch.rand(numel, generator=generator) < share).short()
+    direct = encode(old, new)
+    assert isinstance(direct, Encoded)
+    positions, values = cuda_kernels.count_changes(old, new).compact()
+    changes = DeviceChanges(positions.numpy(), words_of(values), new)
+    at = 0
+    parts = []
+    for start in range(0, numel, FRAME):
+        stop = min(start + FRAME, numel)
+        parts += encoder._encode_frame(changes.frame(start, stop), stop - start, 2).parts
+    for mine, theirs in zip(parts, direct.parts[1:], strict=True):
+        assert mine.tobytes() == theirs.tobytes()
+        at += mine.size
+    assert at == direct.nbytes - direct.parts[0].size
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+def test_on_a_gpu_the_delta_is_the_same_and_goes_in_and_out(dtype: torch.dtype) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    numel = FRAME + 3 * BLOCK + 5
+    old = torch.randint(0, 256, (numel * dtype.itemsize,), dtype=torch.uint8).view(dtype)
+    new = old.clone()
+    new.view(torch.uint8).view(numel, -1)[torch.rand(numel) < 0.01, 0] ^= 1
+    here, there = encode(old, new), encode(old.cuda(), new.cuda())
+    assert isinstance(here, Encoded)
+    assert isinstance(there, Encoded)
+    assert torch.equal(here.to_bytes(), there.to_bytes())
+    patch = decode(there.to_bytes(), elements=numel, itemsize=dtype.itemsize).to("cuda")
+    held = old.cuda()
+    patch.swap_(held)
+    assert torch.equal(held.cpu().view(torch.uint8), new.view(torch.uint8))
+    patch.swap_(held)
+    assert torch.equal(held.cpu().view(torch.uint8), old.view(torch.uint8))

@@ -1,0 +1,214 @@
+"""Quantisers: bit for bit what a naive loop over blocks gives, for any cut into shards."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weightlane.ckpt_engines import ConfigError, ManifestError
+from weightlane.sync.codecs.quantised import (
+    QuantisationReport,
+    block_fp8,
+    channel_int8,
+    quantization_config,
+    scale_name,
+    scale_shape,
+)
+
+SOURCES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def weights(rows: int, columns: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """Normal values of very different magnitude by row and column, with zeros, denormals and negative zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    matrix = torch.randn(rows, columns, generator=generator)
+    matrix *= torch.logspace(-6, 2, rows)[:, None] * torch.logspace(-1, 1, columns)
+    matrix[torch.rand(rows, columns, generator=generator) < 0.1] = 0.0
+    matrix[torch.rand(rows, columns, generator=generator) < 0.1] = -0.0
+    matrix[torch.rand(rows, columns, generator=generator) < 0.02] = 1e-42
+    return matrix.to(dtype)
+
+
+def reference_fp8(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Block after block, in float32."""
+    rows, columns = matrix.shape
+    scales = torch.empty(-(-rows // 128), -(-columns // 128))
+    quantised = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
+    for i, j in itertools.product(range(scales.shape[0]), range(scales.shape[1])):
+        block = matrix[128 * i : 128 * i + 128, 128 * j : 128 * j + 128].to(torch.float32)
+        largest = block.abs().max()
+        scale = torch.tensor(1.0) if largest == 0 else torch.maximum(largest / 448, torch.tensor(2.0**-126))
+        scales[i, j] = scale
+        quantised[128 * i : 128 * i + 128, 128 * j : 128 * j + 128] = torch.clamp(block / scale, -448, 448).to(
+            torch.float8_e4m3fn
+        )
+    return quantised, scales
+
+
+def reference_int8(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scales = torch.empty(matrix.shape[0], 1)
+    quantised = torch.empty(matrix.shape, dtype=torch.int8)
+    for i, row in enumerate(matrix.to(torch.float32)):
+        largest = row.abs().max() if row.numel() else torch.tensor(0.0)
+        scale = torch.tensor(1.0) if largest == 0 else torch.maximum(largest / 127.5, torch.tensor(2.0**-126))
+        scales[i, 0] = scale
+        quantised[i] = torch.clamp(torch.round(row / scale), -128, 127).to(torch.int8)
+    return quantised, scales
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+SHAPES = [(1, 1), (128, 128), (129, 127), (300, 200), (5, 700), (256, 384), (0, 5), (5, 0)]
+
+
+@pytest.mark.parametrize("dtype", SOURCES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fp8_is_what_the_reference_gives(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    matrix = weights(*shape, dtype)
+    scales = block_fp8.scales_of(block_fp8.block_amax(matrix, 0))
+    quantised = block_fp8.quantise(matrix, 0, scales)
+    assert tuple(scales.shape) == scale_shape(shape, "fp8")
+    if matrix.numel():
+        expected, expected_scales = reference_fp8(matrix)
+        assert same(scales, expected_scales)
+        assert same(quantised, expected)
+        assert not block_fp8.dequantise(quantised, 0, scales).isnan().any()
+    else:
+        assert quantised.shape == shape
+
+
+@pytest.mark.parametrize("dtype", SOURCES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_int8_is_what_the_reference_gives(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    matrix = weights(*shape, dtype)
+    scales = channel_int8.scales_of(channel_int8.channel_amax(matrix))
+    quantised = channel_int8.quantise(matrix, scales)
+    expected, expected_scales = reference_int8(matrix)
+    assert tuple(scales.shape) == scale_shape(shape, "int8")
+    assert same(scales, expected_scales)
+    assert same(quantised, expected)
+
+
+def merged(shards: list[torch.Tensor], starts: list[int]) -> list[torch.Tensor]:
+    """Each shard's magnitudes after the exchange of the shared ones."""
+    amax = [block_fp8.block_amax(shard, start) for shard, start in zip(shards, starts, strict=True)]
+    bounds = [(start, shard.shape[0]) for shard, start in zip(shards, starts, strict=True)]
+    for block_row, ranks in block_fp8.shared_block_rows(bounds).items():
+        index = {rank: block_fp8.block_rows(*bounds[rank]).index(block_row) for rank in ranks}
+        most = torch.stack([amax[rank][at] for rank, at in index.items()]).amax(0)
+        for rank, at in index.items():
+            amax[rank][at] = most
+    return amax
+
+
+@settings(max_examples=25)
+@given(
+    cuts=st.lists(st.integers(0, 500), max_size=5),
+    columns=st.sampled_from([1, 100, 128, 300]),
+    dtype=st.sampled_from(SOURCES),
+    seed=st.integers(0, 1000),
+)
+def test_uneven_shards_together_are_the_whole(cuts: list[int], columns: int, dtype: torch.dtype, seed: int) -> None:
+    matrix = weights(500, columns, dtype, seed)
+    edges = [0, *sorted(cuts), 500]
+    shards = [matrix[start:stop] for start, stop in itertools.pairwise(edges)]
+    starts = edges[:-1]
+    expected, expected_scales = reference_fp8(matrix)
+    quantised, total = [], QuantisationReport()
+    for shard, start, amax in zip(shards, starts, merged(shards, starts), strict=True):
+        scales = block_fp8.scales_of(amax)
+        rows = block_fp8.block_rows(start, shard.shape[0])
+        assert same(scales, expected_scales[rows.start : rows.stop])
+        quantised.append(block_fp8.quantise(shard, start, scales))
+        total += block_fp8.report(shard, quantised[-1], start, scales)
+    assert same(torch.cat(quantised), expected)
+    whole = block_fp8.report(matrix, expected, 0, expected_scales)
+    assert total.elements == whole.elements
+    assert total.max_abs == whole.max_abs
+    assert total.relative_rms == pytest.approx(whole.relative_rms)
+    by_row = [channel_int8.quantise(s, channel_int8.scales_of(channel_int8.channel_amax(s))) for s in shards]
+    assert same(torch.cat(by_row), reference_int8(matrix)[0])
+
+
+def test_only_blocks_that_ranks_share_are_exchanged() -> None:
+    assert block_fp8.shared_block_rows([(0, 128), (128, 256)]) == {}
+    assert block_fp8.shared_block_rows([(0, 100), (100, 20), (120, 0), (120, 200)]) == {0: [0, 1, 3]}
+    assert block_fp8.shared_block_rows([(0, 130), (130, 130), (260, 130)]) == {1: [0, 1], 2: [1, 2]}
+
+
+def test_the_error_is_told() -> None:
+    matrix = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+    scales = block_fp8.scales_of(block_fp8.block_amax(matrix, 0))
+    quantised = block_fp8.quantise(matrix, 0, scales)
+    told = block_fp8.report(matrix, quantised, 0, scales)
+    error = block_fp8.dequantise(quantised, 0, scales) - matrix
+    assert told.max_abs == error.abs().max().item()
+    assert told.relative_rms == pytest.approx((error.norm() / matrix.norm()).item(), rel=1e-4)
+    assert 0.02 < told.relative_rms < 0.03, "three bits of mantissa"
+    scales = channel_int8.scales_of(channel_int8.channel_amax(matrix))
+    told = channel_int8.report(matrix, channel_int8.quantise(matrix, scales), scales)
+    assert 0.004 < told.relative_rms < 0.01
+    assert QuantisationReport().relative_rms == 0.0
+
+
+def test_magnitudes_too_small_for_a_normal_scale_survive() -> None:
+    tiny = torch.full((2, 3), 2.0**-149)
+    scales = block_fp8.scales_of(block_fp8.block_amax(tiny, 0))
+    assert scales.item() == 2.0**-126
+    assert block_fp8.quantise(tiny, 0, scales).float().eq(0).all()
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("dtype", SOURCES)
+def test_a_diverged_tensor_is_refused_by_name(bad: float, dtype: torch.dtype) -> None:
+    matrix = weights(200, 150, dtype)
+    matrix[170, 149] = bad
+    with pytest.raises(ManifestError, match=r"model\.w holds inf or NaN"):
+        block_fp8.block_amax(matrix, 0, name="model.w")
+    with pytest.raises(ManifestError, match=r"model\.w holds inf or NaN"):
+        channel_int8.channel_amax(matrix, name="model.w")
+
+
+def test_what_is_no_matrix_of_floats_is_refused_by_name() -> None:
+    for wrong in (torch.zeros(3), torch.zeros(2, 2, 2), torch.zeros(2, 2, dtype=torch.int32)):
+        with pytest.raises(ConfigError, match=r"model\.w has shape"):
+            block_fp8.block_amax(wrong, 0, name="model.w")
+        with pytest.raises(ConfigError, match=r"model\.w has shape"):
+            channel_int8.quantise(wrong, torch.ones(1), name="model.w")
+    matrix = torch.ones(130, 4)
+    with pytest.raises(ConfigError, match=r"scales of shape \(2, 1\)"):
+        block_fp8.quantise(matrix, 0, torch.ones(1, 1))
+    with pytest.raises(ConfigError, match=r"scales of shape \(3, 1\)"):
+        block_fp8.quantise(matrix, 127, torch.ones(2, 1))
+    with pytest.raises(ConfigError, match=r"scales of shape \(130, 1\)"):
+        channel_int8.quantise(matrix, torch.ones(130))
+
+
+def test_names_and_configuration_are_those_of_the_checkpoint_formats() -> None:
+    assert scale_name("a.weight", "fp8") == "a.weight_scale_inv"
+    assert scale_name("a.weight", "int8") == "a.weight_scale"
+    fp8 = quantization_config("fp8", ["lm_head"])
+    assert (fp8["quant_method"], fp8["weight_block_size"], fp8["modules_to_not_convert"]) == (
+        "fp8",
+        [128, 128],
+        ["lm_head"],
+    )
+    compressed = pytest.importorskip("compressed_tensors.quantization", reason="compressed-tensors is not installed")
+    parsed = compressed.QuantizationConfig.model_validate(quantization_config("int8", ["lm_head"]))
+    weights_scheme = parsed.config_groups["group_0"].weights
+    assert (weights_scheme.num_bits, str(weights_scheme.strategy)) == (8, "channel")
+    assert parsed.ignore == ["lm_head"]
+
+
+def test_int8_agrees_with_compressed_tensors() -> None:
+    helpers = pytest.importorskip("compressed_tensors.quantization.utils", reason="compressed-tensors is not installed")
+    arguments = pytest.importorskip("compressed_tensors.quantization").QuantizationArgs(num_bits=8, strategy="channel")
+    matrix = torch.randn(40, 60, generator=torch.Generator().manual_seed(0))
+    theirs, _ = helpers.calculate_qparams(matrix.amin(1, keepdim=True), matrix.amax(1, keepdim=True), arguments)
+    assert same(channel_int8.scales_of(channel_int8.channel_amax(matrix)), theirs)
