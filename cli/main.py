@@ -111,6 +111,28 @@ def conformance(
 
 
 @app.command()
+def layout(
+    model: Annotated[
+        str, typer.Argument(help="Checkpoint directory, or a model whose files are here.", show_default=False)
+    ],
+    *,
+    tp: Annotated[int, typer.Option(metavar="N", help="Tensor-parallel ranks of a replica.")] = 1,
+    dtype: Annotated[str, typer.Option(help="Data type the replica computes in; auto: the checkpoint's.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Show where vLLM puts each tensor of a model, rank by rank, and what cannot be committed by copies."""
+    from weightlane.rollout.layout.report import layout_report  # noqa: PLC0415 - loads torch
+
+    from .layout import print_layout  # noqa: PLC0415 - for this command only
+
+    report = layout_report(model, tensor_parallel=tp, dtype=dtype)
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+        return
+    print_layout(Console(soft_wrap=True, highlight=False), report)
+
+
+@app.command()
 def config(path: ConfigArgument, override: SetOption = None) -> None:
     """Print the resolved configuration as TOML, every key with its meaning and default."""
     typer.echo(explain(load_config(path, override or [])))

@@ -1,8 +1,8 @@
 """Decides what of a traced layout may be committed by copies, and what has to go through vLLM's own loading.
 
 The rule: no tensor refused, nothing unmapped or doubly mapped, nothing unused over all ranks, no layer that holds its weights in
-a form of its own. What breaks it is reloaded layer by layer in the same commit, if that is a small, closed part of the model; else
-the whole version is. That equal parameters mean equal compute is for `equal_compute` to show.
+a form of its own. What breaks it is reloaded layer by layer in the same commit, if that is a small, closed part of the model;
+else the whole version is. That equal parameters mean equal compute is for `equal_compute` to show.
 """
 
 from __future__ import annotations

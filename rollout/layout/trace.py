@@ -381,7 +381,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         changed = args[0] if args and isinstance(args[0], torch.Tensor) else None
         target = None if changed is None else self._targets.get(_storage(changed))
         if changed is not None and target is not None:
-            if name in {"fill_", "zero_"} and not known:
+            if name in {"fill_", "zero_"} and not known and changed.dtype == self._live[target].dtype:
                 value = args[1] if len(args) > 1 else 0.0
                 view = (_offset(changed), tuple(changed.stride()), tuple(changed.size()))
                 number = float(value.item() if isinstance(value, torch.Tensor) else value)
