@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from .geometry import Dimensions
@@ -33,7 +35,7 @@ def strided_runs(targets: torch.Tensor, sources: torch.Tensor, limit: int) -> li
             to = torch.cat([part for part, _ in parts])
             come = torch.cat([part for _, part in parts])
             order = to.argsort()
-            for dimension, starts_to, starts_come in _level(to[order], come[order]):
+            for dimension, starts_to, starts_come in _level(to[order], come[order], _reach(dimensions)):
                 grown = dimensions if dimension is None else (dimension, *dimensions)
                 changed |= dimension is not None
                 found.setdefault(grown, []).append((starts_to, starts_come))
@@ -48,14 +50,22 @@ def strided_runs(targets: torch.Tensor, sources: torch.Tensor, limit: int) -> li
     ]
 
 
+def _reach(dimensions: Sequence[tuple[int, int, int]]) -> int:
+    """How far from its start a block reads."""
+    return sum((length - 1) * step for length, step, _ in dimensions)
+
+
 def _level(
-    to: torch.Tensor, come: torch.Tensor
+    to: torch.Tensor, come: torch.Tensor, reach: int
 ) -> list[tuple[tuple[int, int, int] | None, torch.Tensor, torch.Tensor]]:
-    """One more dimension: length and steps of each run, and where runs of that length start."""
+    """One more dimension: length and steps of each run, and where runs of that length start.
+
+    Steps are larger than `reach`: the source strides of a block are a mixed radix, and as_strided cannot walk backwards.
+    """
     if len(to) == 1:
         return [(None, to, come)]
     step_to, step_come = to.diff(), come.diff()
-    forward = step_come > 0  # as_strided cannot walk backwards
+    forward = step_come > reach
     pairs = torch.stack([step_to, step_come])[:, :_SAMPLE][:, forward[:_SAMPLE]]
     if pairs.shape[1] == 0:
         return [(None, to, come)]

@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from .element_runs import strided_runs
-from .geometry import Block, Cover, Dimensions, joined, make_slice, overlaps_itself, repeated_parts, target_block
+from .geometry import Cover, joined, make_slice, overlaps_itself, repeated_parts, target_block
 from .layout_map import Constant, LayoutMap, Refusal, Slice, SourceSpec, TargetSpec
 from .untouched import Untouched
 
@@ -370,7 +370,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     return
                 mine = ids >> _ELEMENT_BITS == index
                 runs = strided_runs(places[mine], ids[mine] & _ELEMENT, _MOST_PIECES)
-                if runs is None or any(overlaps_itself(_source_of(parts)) for _, _, parts in runs):
+                if runs is None:
                     self.refuse(target, f"elements of {name} are scattered over it", self._named_by(source))
                     return
                 self._slices += [make_slice(name, start, target, offset, parts) for start, offset, parts in runs]
@@ -450,10 +450,6 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def _is_in(tensor: torch.Tensor, storages: Mapping[int, object]) -> bool:
     return _storage(tensor) in storages
-
-
-def _source_of(dimensions: Dimensions) -> Block:
-    return 0, tuple(step for _, step, _ in dimensions), tuple(length for length, _, _ in dimensions)
 
 
 def _stored(tensor: torch.Tensor) -> int:
