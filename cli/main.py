@@ -111,6 +111,7 @@ def conformance(
 
 
 @app.command()
+<<<<<<< HEAD
 def bench(
     *,
     engine: Annotated[str, typer.Option(metavar="A,B", help="Checkpoint engines to measure.")] = "shm",
@@ -171,6 +172,27 @@ def bench(
     )
     if not done:
         raise typer.Exit(1)
+=======
+def layout(
+    model: Annotated[
+        str, typer.Argument(help="Checkpoint directory, or a model whose files are here.", show_default=False)
+    ],
+    *,
+    tp: Annotated[int, typer.Option(metavar="N", help="Tensor-parallel ranks of a replica.")] = 1,
+    dtype: Annotated[str, typer.Option(help="Data type the replica computes in; auto: the checkpoint's.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Show where vLLM puts each tensor of a model, rank by rank, and what cannot be committed by copies."""
+    from weightlane.rollout.layout.report import layout_report  # noqa: PLC0415 - loads torch
+
+    from .layout import print_layout  # noqa: PLC0415 - for this command only
+
+    report = layout_report(model, tensor_parallel=tp, dtype=dtype)
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+        return
+    print_layout(Console(soft_wrap=True, highlight=False), report)
+>>>>>>> layout
 
 
 @app.command()

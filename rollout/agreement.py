@@ -8,6 +8,7 @@ taken for that of the next call. When the last rank raises, every other answer h
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,16 +29,22 @@ class RankGroup:
 
     def first_error(self, error: WeightlaneError | None) -> WeightlaneError | None:
         """The error of the lowest failed rank, or None when every rank is well. All ranks call this together."""
+        answers = self.exchange(None if error is None else error.to_wire())
+        return next((error_from_wire(answer) for answer in answers if answer is not None), None)
+
+    def exchange(self, fact: Any) -> list[Any]:
+        """What each rank knows, in their order; JSON data, None where a rank has nothing to say. All ranks call this together."""
         if self._group is None:
-            return error
-        data = b"" if error is None else json.dumps(error.to_wire()).encode()
+            return [fact]
+        data = b"" if fact is None else json.dumps(fact).encode()
         sizes = self._gather(torch.tensor([len(data)]))
         longest = int(max(size.item() for size in sizes))
         if longest == 0:
-            return None
+            return [None for _ in sizes]
         texts = self._gather(torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8))
-        failed = next(bytes(text.tolist()) for text, size in zip(texts, sizes, strict=True) if size.item())
-        return error_from_wire(json.loads(failed))
+        return [
+            json.loads(bytes(text.numpy())) if size.item() else None for text, size in zip(texts, sizes, strict=True)
+        ]
 
     def _gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         assert self._group is not None

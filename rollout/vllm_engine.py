@@ -37,8 +37,9 @@ from weightlane.sync import Expectation, Subscriber
 
 from .agreement import RankGroup
 from .expectation import expectation_of
+from .layout.loader import VersionLoader
 from .transfer_calls import ConnectRequest, UpdateRequest, validated
-from .weight_loading import load_version, refuse_unsupported
+from .weight_loading import refuse_unsupported
 from .wire import RemoteFailure, RemoteFailureError
 
 logger = init_logger("vllm.weightlane")
@@ -67,6 +68,8 @@ class _Change:
     """Views of staging memory; empty while nothing of it is taken."""
     before: int | None = None
     """The version that serves until then, if it can be gone back to."""
+    way: str = ""
+    """How it was loaded: see `weightlane.rollout.layout`."""
 
 
 class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]  # vLLM is untyped to us
@@ -88,6 +91,8 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         """Which version; None while it is the checkpoint's, or not intact."""
         self._before: int | None = None
         """What was held before `_held`; None when that cannot be gone back to."""
+        self._loader: VersionLoader | None = None
+        """Made once: what it has learned about the model holds for every publisher."""
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
         """Accept any fields: vLLM calls this outside the point where ranks agree, so it must not raise."""
@@ -160,6 +165,10 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
             dtype=model_config.dtype,
             tied_embeddings=bool(getattr(model_config.hf_text_config, "tie_word_embeddings", False)),
         )
+        if self._loader is None:
+            self._loader = VersionLoader(
+                self.model, self.vllm_config, self.device, part=self._part, tied=self._expectation.tied
+            )
         self._subscriber = type(self).subscriber_type(
             f"{request.replica}/{self.parallel_config.rank}",
             request.rendezvous,
@@ -200,10 +209,15 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         """Load on every rank. After a failure the version before is put back; returns the error, and sets `_intact`."""
         began = time.perf_counter()
         held, self._held, self._intact = self._held, None, False
-        error = group.first_error(self._caught(lambda: self._load(change.tensors)))
+        error = group.first_error(self._caught(lambda: self._load(group, change)))
         if error is None:
             self._held, self._before, self._intact = change.version, change.before, True
-            logger.debug("weightlane: version %d loaded in %.4f s", change.version, time.perf_counter() - began)
+            logger.debug(
+                "weightlane: version %d loaded in %.4f s (%s)",
+                change.version,
+                time.perf_counter() - began,
+                change.way,
+            )
             return None
         if change.before is None:
             return _mixture(error, "No version from before is kept.", self._part)
@@ -215,7 +229,7 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
 
         trouble = group.first_error(self._caught(take))
         if trouble is None:
-            trouble = group.first_error(self._caught(lambda: self._load(previous.tensors)))
+            trouble = group.first_error(self._caught(lambda: self._load(group, previous)))
         self._release(previous)
         if trouble is not None:
             return _mixture(error, f"The version before it could not be put back: {trouble}", self._part)
@@ -240,8 +254,9 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         if absent:
             raise ProtocolError(f"version {version} lacks {', '.join(sorted(absent)[:3])}.", part=self._part)
 
-    def _load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        load_version(self.model, self.model_config, tensors, part=self._part)
+    def _load(self, group: RankGroup, change: _Change) -> None:
+        assert self._loader is not None, "it comes with the subscriber"
+        change.way = self._loader.load(change.tensors, group)
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)  # The staging memory is reused as soon as this returns.
 

@@ -63,7 +63,7 @@ def load_version(model: torch.nn.Module, model_config: Any, tensors: Mapping[str
 
     # Before the reload: it separates tied parameters for its duration.
     names = {name for name, _ in model.named_parameters()}
-    with torch.no_grad(), _quiet_reload():
+    with torch.no_grad(), quiet_reload():
         try:
             initialize_layerwise_reload(model)
             loaded = model.load_weights(iter(tensors.items()))  # type: ignore[operator]
@@ -77,7 +77,7 @@ def load_version(model: torch.nn.Module, model_config: Any, tensors: Mapping[str
 
 
 @contextmanager
-def _quiet_reload() -> Iterator[None]:
+def quiet_reload() -> Iterator[None]:
     """Without vLLM's warning, at every commit, about layers such as rotary embeddings that have nothing to load."""
     logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     level = logger.level

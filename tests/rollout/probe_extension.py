@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -31,36 +32,49 @@ class ProbeExtension:
 
     def probe_fail_loading(self, rank: int, after: int, times: int) -> None:
         """Let the next `times` loads of one rank fail once they have put `after` tensors into the model."""
-        model = self.model_runner.get_model()  # type: ignore[attr-defined]
-        model.__dict__.pop("load_weights", None)
+        plan = self._plan()
+        plan.__dict__.pop("commit", None)
         if self.rank != rank:  # type: ignore[attr-defined]
             return
-        load, failures = model.load_weights, itertools.count(1)
+        commit, failures = plan.commit, itertools.count(1)
 
-        def failing(weights: Iterator[tuple[str, torch.Tensor]]) -> object:
-            def cut() -> Iterator[tuple[str, torch.Tensor]]:
-                yield from itertools.islice(weights, after)
-                raise MemoryError("out of memory, on purpose")
-
+        def failing(tensors: Mapping[str, torch.Tensor]) -> None:
             if next(failures) > times:
-                model.__dict__.pop("load_weights", None)
-                return load(weights)
-            return load(cut())
+                plan.__dict__.pop("commit", None)
+                commit(tensors)
+                return
+            for name in itertools.islice(plan.sources, after):
+                plan.write(name, tensors[name])
+            raise MemoryError("out of memory, on purpose")
 
-        model.load_weights = failing
+        plan.commit = failing
 
     def probe_slow_loading(self, seconds: float) -> None:
         """From now on, let every load take at least so long; 0 ends that."""
-        model = self.model_runner.get_model()  # type: ignore[attr-defined]
-        model.__dict__.pop("load_weights", None)
+        plan = self._plan()
+        plan.__dict__.pop("commit", None)
         if seconds:
-            load = model.load_weights
+            commit = plan.commit
 
-            def slow(weights: Iterator[tuple[str, torch.Tensor]]) -> object:
+            def slow(tensors: Mapping[str, torch.Tensor]) -> None:
                 time.sleep(seconds)
-                return load(weights)
+                commit(tensors)
 
-            model.load_weights = slow
+            plan.commit = slow
+
+    def probe_way(self) -> list[str]:
+        """How versions are loaded, and why not by copies alone."""
+        verdict = self.weight_transfer_engine._loader.verdict  # type: ignore[attr-defined]
+        return [str(verdict.way), verdict.summary]
+
+    def probe_layout(self) -> dict[str, Any]:
+        """Where this rank's loading puts what."""
+        return self._plan().layout.to_plain()
+
+    def _plan(self) -> Any:
+        plan = self.weight_transfer_engine._loader.plan  # type: ignore[attr-defined]
+        assert plan is not None, "no version was committed yet, or versions are not copied"
+        return plan
 
     def probe_poison_staging(self) -> int:
         """Overwrite whatever staging memory this rank's subscriber has; returns its size in bytes."""

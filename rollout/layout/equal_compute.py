@@ -1,0 +1,119 @@
+"""Does a model compute from the tensors that are copied into, and from nothing else?
+
+Equal parameters are no proof of equal compute: a layer may hold a second copy of a weight in a kernel's own format. What each
+layer gives for the same few tokens is therefore compared between two states that have equal parameters and different histories.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_TOKENS = 4
+_aten = torch.ops.aten
+_EMPTY = frozenset(
+    {
+        _aten.empty.memory_format,
+        _aten.empty_like.default,
+        _aten.empty_strided.default,
+        _aten.new_empty.default,
+        _aten.new_empty_strided.default,
+    }
+)
+
+
+def layer_digests(model: torch.nn.Module, vllm_config: Any, device: torch.device) -> dict[str, str]:
+    """A digest of what each layer, and the whole model, gives for the first few token ids.
+
+    One forward pass without attention over earlier tokens: what vLLM runs to measure memory. Attention and state-space kernels
+    leave their outputs unfilled in it; a fixed pattern stands for these, so that the layers behind still tell something. All
+    tensor-parallel ranks call this together.
+
+    Raises:
+        Exception: What the forward pass raised.
+    """
+    from vllm.forward_context import set_forward_context  # noqa: PLC0415 - only in a vLLM worker
+
+    digests: dict[str, str] = {}
+    hooks = []
+    for name, module in model.named_modules():
+        if not any(True for _ in module.children()):
+            hooks.append(module.register_forward_hook(_recorder(digests, name)))
+    tokens = torch.arange(_TOKENS, device=device)
+    try:
+        with (
+            torch.no_grad(),
+            _Patterned(),  # type: ignore[no-untyped-call]
+            set_forward_context(None, vllm_config, num_tokens=_TOKENS, skip_compiled=True),
+        ):
+            hidden = model(input_ids=tokens, positions=tokens, intermediate_tensors=None, inputs_embeds=None)
+            digests["hidden states"] = _digest(hidden)
+            if (logits := model.compute_logits(hidden)) is not None:  # type: ignore[operator]
+                digests["logits"] = _digest(logits)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return digests
+
+
+def first_difference(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
+    """The first layer in order of computation that gave something else, or None."""
+    return next((name for name in {**one, **other} if one.get(name) != other.get(name)), None)
+
+
+class OtherValues(Mapping[str, torch.Tensor]):
+    """A version in which every element of every tensor is another: made when asked for, one tensor at a time."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor = self._tensors[name]
+        if tensor.is_floating_point():
+            return torch.where(tensor.abs() < 1, 0.5 - 0.25 * tensor, 0.125).to(tensor.dtype)
+        return tensor.logical_not() if tensor.dtype == torch.bool else tensor ^ 1
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+class _Patterned(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Fills memory that nobody has written with a pattern, so that results are the same in every run."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _EMPTY and not result.is_meta:
+            if result.is_floating_point() and result.is_contiguous():
+                flat = result.view(-1)
+                flat.copy_(torch.arange(flat.numel(), device=flat.device) % 13 * 0.125 - 0.75)
+            else:
+                result.zero_()
+        return result
+
+
+def _recorder(digests: dict[str, str], name: str) -> Any:
+    def record(module: torch.nn.Module, inputs: Any, output: Any) -> None:  # noqa: ARG001 - torch's signature
+        digests[name] = _digest(output)
+
+    return record
+
+
+def _digest(value: Any) -> str:
+    seen = hashlib.sha256()
+    for item in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(item, torch.Tensor):
+            seen.update(item.detach().to("cpu").reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+    return seen.hexdigest()

@@ -1,0 +1,158 @@
+"""Strided blocks of elements: simplified, joined, laid over each other."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from .layout_map import Slice
+
+Block = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""Offset, strides and shape, in elements."""
+Dimensions = list[tuple[int, int, int]]
+"""Length, source stride and target stride of each dimension, outermost first."""
+
+
+def simplified(dimensions: Iterable[tuple[int, int, int]]) -> Dimensions:
+    """Without dimensions of length one, neighbours joined where both sides go on without a gap; at least one is left."""
+    joined: Dimensions = []
+    for length, source, target in dimensions:
+        if length == 1:
+            continue
+        if joined and joined[-1][1] == source * length and joined[-1][2] == target * length:
+            joined[-1] = (joined[-1][0] * length, source, target)
+        else:
+            joined.append((length, source, target))
+    return joined or [(1, 1, 1)]
+
+
+def repeated_parts(offset: int, dimensions: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, Dimensions]]:
+    """Target offset and remaining dimensions of each copy that a broadcast source (stride 0) is put into place with."""
+    wide = [(length, target) for length, source, target in dimensions if source == 0 and length != 1]
+    rest = [item for item in dimensions if item[1] != 0]
+    for index in itertools.product(*(range(length) for length, _ in wide)):
+        yield offset + sum(at * stride for at, (_, stride) in zip(index, wide, strict=True)), rest
+
+
+def overlaps_itself(block: Block) -> bool:
+    """Whether two indices of `block` may mean one element; never False when they do."""
+    reach = 0
+    for stride, length in sorted(item for item in zip(block[1], block[2], strict=True) if item[1] != 1):
+        if stride <= reach:
+            return True
+        reach += stride * (length - 1)
+    return False
+
+
+def make_slice(source: str, start: int, target: str, offset: int, dimensions: Iterable[tuple[int, int, int]]) -> Slice:
+    """A slice of simplified `dimensions`."""
+    simple = simplified(dimensions)
+    lengths, steps, strides = (tuple(column) for column in zip(*simple, strict=True))
+    return Slice(source, start, steps, target, offset, strides, lengths)
+
+
+def joined(slices: Iterable[Slice]) -> list[Slice]:
+    """`slices` in their order, each joined with the one before where it goes on in the outermost dimension on both sides.
+
+    Loaders split fused tensors into one copy per part, which often lie side by side on both sides.
+    """
+    result: list[Slice] = []
+    for piece in slices:
+        last = result[-1] if result else None
+        if last is not None and _goes_on(last, piece):
+            dimensions = zip(
+                (last.shape[0] + piece.shape[0], *last.shape[1:]), last.source_strides, last.target_strides, strict=True
+            )
+            result[-1] = make_slice(last.source, last.source_offset, last.target, last.target_offset, dimensions)
+        else:
+            result.append(piece)
+    return result
+
+
+def _goes_on(last: Slice, piece: Slice) -> bool:
+    return (
+        (last.source, last.target, last.source_strides, last.target_strides, last.shape[1:])
+        == (piece.source, piece.target, piece.source_strides, piece.target_strides, piece.shape[1:])
+        and piece.source_offset == last.source_offset + last.shape[0] * last.source_strides[0]
+        and piece.target_offset == last.target_offset + last.shape[0] * last.target_strides[0]
+    )
+
+
+def source_block(piece: Slice) -> Block:
+    """What `piece` reads."""
+    return piece.source_offset, piece.source_strides, piece.shape
+
+
+def target_block(piece: Slice) -> Block:
+    """What `piece` writes."""
+    return piece.target_offset, piece.target_strides, piece.shape
+
+
+class Cover:
+    """How often blocks cover each element of a stretch of memory, counted in units of their common contiguous run.
+
+    Layouts of real models are made of long runs, so this is exact and still needs only thousands of counters for parameters of
+    millions of elements. Everything that is added or asked about later has to be among `blocks`.
+    """
+
+    def __init__(self, blocks: Iterable[Block]) -> None:
+        self._blocks = [_sorted(block) for block in blocks]
+        self.unit = math.gcd(*(number for block in self._blocks for number in _granularity(block))) or 1
+        end = max((_end(block) for block in self._blocks), default=0)
+        self.counts = torch.zeros(-(-end // self.unit), dtype=torch.int32)
+        """How often each unit is covered by what was added."""
+
+    def add(self, block: Block) -> None:
+        """Count `block`, which must be among those this was made for."""
+        self.view(block).add_(1)
+
+    def view(self, block: Block) -> torch.Tensor:
+        """The counters of `block`."""
+        offset, strides, shape = _sorted(block)
+        if self.unit > 1:  # Then every block runs along stride 1.
+            shape = (*shape[:-1], shape[-1] // self.unit)
+            strides = (*(stride // self.unit for stride in strides[:-1]), 1)
+        return self.counts.as_strided(shape, strides, offset // self.unit)
+
+
+def _sorted(block: Block) -> Block:
+    """The same elements with the smallest stride last, neighbouring dimensions joined."""
+    offset, strides, shape = block
+    order = sorted((item for item in zip(strides, shape, strict=True) if item[1] != 1), reverse=True)
+    merged: list[tuple[int, int]] = []
+    for stride, length in order:
+        if merged and merged[-1][0] == stride * length:
+            merged[-1] = (stride, merged[-1][1] * length)
+        else:
+            merged.append((stride, length))
+    if not merged:
+        return offset, (1,), (1,)
+    return offset, tuple(stride for stride, _ in merged), tuple(length for _, length in merged)
+
+
+def _granularity(block: Block) -> Iterator[int]:
+    offset, strides, shape = block
+    yield offset
+    if strides[-1] == 1:
+        yield shape[-1]
+        yield from strides[:-1]
+    else:
+        yield 1
+
+
+def _end(block: Block) -> int:
+    offset, strides, shape = block
+    if 0 in shape:
+        return 0
+    return offset + 1 + sum((length - 1) * stride for stride, length in zip(strides, shape, strict=True))
+
+
+def elements_of(shape: Sequence[int]) -> Block:
+    """All elements of a contiguous tensor of `shape`."""
+    strides = [1]
+    for length in itertools.islice(reversed(shape), max(len(shape) - 1, 0)):
+        strides.append(strides[-1] * max(length, 1))
+    return 0, tuple(reversed(strides[: len(shape)])), tuple(shape)

@@ -1,0 +1,225 @@
+"""`VersionLoader`: puts complete versions into a live vLLM model, by copies where these are known to be right.
+
+The first version shows whether they are. Something else is loaded through vLLM's own loading, the version is committed by copies
+over it, and then the version is loaded through vLLM's own loading too: parameters must be equal bit for bit, and so must be what
+every layer computes. Whatever comes out, the version is in place as vLLM itself would have put it there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+
+from weightlane.ckpt_engines import CommitError, WeightlaneError
+
+from ..agreement import RankGroup
+from ..weight_loading import load_version
+from .acceptance import Verdict, Way, judge, whole_reload
+from .commit_plan import CommitPlan
+from .equal_compute import OtherValues, first_difference, layer_digests
+from .layout_map import LayoutMap, Refusal, SourceSpec
+from .partial_reload import reload_layers
+from .trace import trace_loading
+
+logger = init_logger("vllm.weightlane")
+
+_Signature = dict[str, SourceSpec]
+
+
+class VersionLoader:
+    """Loads versions into one rank's model. Every call is made by all ranks together, inside vLLM's current config.
+
+    Args:
+        model: The live model.
+        vllm_config: vLLM's configuration.
+        device: Device of the model.
+        part: Name of this rank for error messages.
+        tied: Checkpoint names that loading may ignore, since they are another tensor under a second name.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        vllm_config: Any,
+        device: torch.device,
+        *,
+        part: str,
+        tied: Collection[str] = (),
+    ) -> None:
+        self._model = model
+        self._config = vllm_config
+        self._device = device
+        self._part = part
+        self._tied = tied
+        self._signature: _Signature = {}
+        self._verdict: Verdict | None = None
+        self._plan: CommitPlan | None = None
+        self._shown = False
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """What was decided about the versions that come; None before the first."""
+        return self._verdict
+
+    @property
+    def plan(self) -> CommitPlan | None:
+        """The copies of a version, for what goes by copies; None where nothing does, and before the first version."""
+        return self._plan
+
+    def load(self, tensors: Mapping[str, torch.Tensor], group: RankGroup) -> Way:
+        """Replace every weight of the model by `tensors` (Hugging Face names, full shapes), in place.
+
+        On a CUDA device the copies are queued on the current stream when this returns.
+
+        Raises:
+            CommitError: On a rank where it failed: its model may be partly old and partly new, and must not serve until a
+                version was loaded completely.
+        """
+        self._prepare(tensors, group)
+        assert self._verdict is not None, "prepared"
+        if self._verdict.way is Way.RELOAD:
+            self._reload(tensors)
+        elif self._shown:
+            self._commit(tensors)
+        else:
+            self._show(tensors, group)
+        return self._verdict.way
+
+    def _prepare(self, tensors: Mapping[str, torch.Tensor], group: RankGroup) -> None:
+        """Trace and judge, unless every rank still has what it learned from a version like this one."""
+        signature = {name: SourceSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+        same = self._verdict is not None and signature == self._signature
+        if all(group.exchange(same and not (self._plan is not None and self._plan.moved()))):
+            return
+        if same:
+            logger.info("weightlane: parameters have moved, %s learns anew where weights go", self._part)
+        self._signature, self._plan, self._shown = signature, None, False
+        self._verdict = self._judged(group)
+        if self._verdict.way is not Way.RELOAD:
+            self._plan = CommitPlan(self._verdict.layout, self._model)
+
+    def _judged(self, group: RankGroup) -> Verdict:
+        began = time.perf_counter()
+        layout: LayoutMap | None = None
+        fact: dict[str, Any] = {}
+        try:
+            layout = trace_loading(self._model, self._signature)
+            fact["layout"] = layout.to_plain()
+        except Exception as cause:  # noqa: BLE001 - a model's loader may raise anything; the version is loaded without copies then
+            fact["error"] = f"its loading cannot be traced: {type(cause).__name__}: {str(cause)[:200]}"
+        facts = group.exchange(fact)
+        errors = [fact["error"] for fact in facts if "error" in fact]
+        if errors or layout is None:
+            verdict = whole_reload([Refusal("the model", error) for error in errors])
+        else:
+            verdict = judge(
+                self._model, layout, [LayoutMap.from_plain(fact["layout"]) for fact in facts], tied=self._tied
+            )
+        if verdict.way is Way.RELOAD:
+            logger.warning("weightlane: versions go through vLLM's own loading: %s", verdict.summary)
+        elif verdict.way is Way.MIXED:
+            logger.warning(
+                "weightlane: %s go through vLLM's own loading, the rest is copied: %s",
+                ", ".join(verdict.modules),
+                verdict.summary,
+            )
+        agreed = self._agreed(verdict, group)
+        logger.info(
+            "weightlane: %s: %d copies of %.1f MB, learned in %.3f s",
+            agreed.way,
+            len(agreed.layout.slices),
+            agreed.layout.bytes_copied / 1e6,
+            time.perf_counter() - began,
+        )
+        return agreed
+
+    def _agreed(self, verdict: Verdict, group: RankGroup) -> Verdict:
+        """A whole reload unless no rank needs one: ranks must not differ in what the version's first load consists of."""
+        reasons = [fact for fact in group.exchange(verdict.summary if verdict.way is Way.RELOAD else None) if fact]
+        return (
+            whole_reload([Refusal("the model", reasons[0])]) if reasons and verdict.way is not Way.RELOAD else verdict
+        )
+
+    def _commit(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        assert self._plan is not None, "a version goes by copies"
+        assert self._verdict is not None, "as above"
+        self._plan.commit(tensors)
+        if self._verdict.modules:
+            reload_layers(
+                self._model,
+                self._config.model_config,
+                tensors,
+                modules=self._verdict.modules,
+                sources=self._verdict.sources,
+                part=self._part,
+            )
+
+    def _reload(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        load_version(self._model, self._config.model_config, tensors, part=self._part)
+
+    def _show(self, tensors: Mapping[str, torch.Tensor], group: RankGroup) -> None:
+        """See the module's docstring. Each rank takes part in every exchange, whatever has failed on it."""
+        assert self._plan is not None, "there is something to show"
+        began = time.perf_counter()
+
+        def overwrite_and_commit() -> None:
+            self._reload(OtherValues(tensors))
+            self._commit(tensors)
+
+        copied: dict[str, str] = {}
+        loaded: dict[str, str] = {}
+        trouble = self._step(group, overwrite_and_commit)
+        if trouble is None:
+            trouble = self._step(group, lambda: copied.update(self._compute()))
+        failure: WeightlaneError | None = None
+        try:
+            self._reload(tensors)
+        except WeightlaneError as error:
+            failure = error
+        if any(group.exchange(failure is not None)):
+            self._verdict = None  # The next version begins anew.
+            if failure is not None:
+                raise failure
+            return
+        if trouble is None:
+            trouble = self._step(group, lambda: loaded.update(self._compute()))
+        if trouble is None:
+            trouble = self._step(group, lambda: self._compare(tensors, copied, loaded))
+        if trouble is None:
+            self._shown = True
+            logger.info(
+                "weightlane: copies give what vLLM's loading gives, seen in %.3f s", time.perf_counter() - began
+            )
+            return
+        logger.warning("weightlane: versions go through vLLM's own loading: %s", trouble)
+        self._verdict, self._plan = whole_reload([Refusal("the model", trouble)]), None
+
+    def _compute(self) -> dict[str, str]:
+        return layer_digests(self._model, self._config, self._device)
+
+    def _compare(
+        self, tensors: Mapping[str, torch.Tensor], copied: Mapping[str, str], loaded: Mapping[str, str]
+    ) -> None:
+        assert self._plan is not None, "there is something to compare"
+        if differing := self._plan.differing(tensors):
+            raise CommitError(f"loading leaves something else than copies in {differing[0]}", part=self._part)
+        if (layer := first_difference(copied, loaded)) is not None:
+            raise CommitError(
+                f"{layer or 'the model'} does not compute from its parameters alone, or not the same twice",
+                part=self._part,
+            )
+
+    def _step(self, group: RankGroup, step: Callable[[], None]) -> str | None:
+        """What the first rank on which `step` failed says of it."""
+        said: str | None = None
+        try:
+            step()
+        except WeightlaneError as error:
+            said = error.message
+        except Exception as cause:  # noqa: BLE001 - other ranks wait; without proof there are no copies
+            said = f"they cannot be compared with copies: {type(cause).__name__}: {str(cause)[:200]}"
+        return next((fact for fact in group.exchange(said) if fact), None)

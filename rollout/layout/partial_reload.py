@@ -1,0 +1,57 @@
+"""Reloads some layers of a live model through vLLM's own layerwise reload, and leaves the others as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from weightlane.ckpt_engines import CommitError
+
+from ..weight_loading import quiet_reload
+
+
+def reload_layers(
+    model: torch.nn.Module,
+    model_config: Any,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    modules: Collection[str],
+    sources: Collection[str],
+    part: str,
+) -> None:
+    """Load the layers `modules`, layers inside of them included, from the checkpoint tensors `sources`.
+
+    Everything that `sources` are loaded into has to be in `modules`, and everything that `modules` are made of in `sources`.
+    Like `weightlane.rollout.weight_loading.load_version` in every other respect.
+
+    Raises:
+        CommitError: The layers are partly old and partly new. The next load starts from a sound state.
+    """
+    from vllm.model_executor.model_loader.reload import (  # noqa: PLC0415 - only in a vLLM worker
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
+
+    layers = {name: model.get_submodule(name) for name in modules}
+    wanted = {f"{name}.{inner}" for name, layer in layers.items() for inner, _ in layer.named_parameters()}
+    begun: list[torch.nn.Module] = []
+    with torch.no_grad(), quiet_reload():
+        try:
+            for layer in layers.values():
+                begun.append(layer)
+                initialize_layerwise_reload(layer)
+            loaded = model.load_weights(  # type: ignore[operator]
+                (name, tensor) for name, tensor in tensors.items() if name in sources
+            )
+        except Exception as cause:
+            raise CommitError(f"loading stopped half-way: {type(cause).__name__}: {cause}.", part=part) from cause
+        finally:
+            for layer in begun:
+                finalize_layerwise_reload(layer, model_config)
+    if loaded is not None and (missing := sorted(wanted - loaded)):
+        raise CommitError(
+            f"loading stopped half-way: {len(missing)} parameters were not replaced, among them {', '.join(missing[:3])}.",
+            part=part,
+        )

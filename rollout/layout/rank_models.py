@@ -1,0 +1,123 @@
+"""Models as each rank of a replica would build them, one after the other in one process, with no weights loaded.
+
+Memory for parameters is asked for and never touched, so that it costs next to none on a CPU. Which part of a tensor a rank owns
+depends on nothing but its number and the size of its group, and vLLM asks its group for both: a group of one that claims to be
+rank r of n is enough to build rank r's model and to trace its loading, and no process has to wait for another.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weightlane.ckpt_engines import ConfigError
+
+from ..cpu_layers import BACKEND
+
+_PART = "layout"
+
+
+def engine_config(model: str, *, tensor_parallel: int, dtype: str) -> Any:
+    """vLLM's configuration of a replica of `model`.
+
+    Args:
+        model: Checkpoint directory, or the name of a model whose files are on this machine.
+        tensor_parallel: Ranks of the replica.
+        dtype: Data type to compute in; ``auto`` takes the checkpoint's.
+
+    Raises:
+        ConfigError: vLLM does not know the architecture, or cannot divide it between so many ranks.
+    """
+    from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415 - takes seconds
+    from vllm.plugins import load_general_plugins  # noqa: PLC0415 - as above
+
+    load_general_plugins()
+    try:
+        return EngineArgs(
+            model=model,
+            dtype=dtype,
+            tensor_parallel_size=tensor_parallel,
+            distributed_executor_backend="mp" if tensor_parallel > 1 else None,
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+            kv_cache_memory_bytes=1 << 20,
+            weight_transfer_config={"backend": BACKEND},
+        ).create_engine_config()
+    except (ValueError, OSError, RuntimeError, KeyError, AttributeError) as cause:
+        raise ConfigError(
+            f"vLLM cannot run {model} on {tensor_parallel} ranks: {_in_short(cause)}",
+            part=_PART,
+            hint="Name a causal language model that vLLM supports, and a --tp that divides its heads.",
+        ) from cause
+
+
+@contextmanager
+def model_of_rank(config: Any, rank: int) -> Iterator[torch.nn.Module]:
+    """The model that rank `rank` of `config` computes with, its parameters uninitialised; inside, vLLM takes us for that rank.
+
+    Raises:
+        ConfigError: The model cannot be built.
+    """
+    from vllm.config import set_current_vllm_config  # noqa: PLC0415 - slow to import
+    from vllm.distributed import parallel_state  # noqa: PLC0415
+    from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading  # noqa: PLC0415
+    from vllm.utils.torch_utils import set_default_torch_dtype  # noqa: PLC0415
+
+    device = torch.device(config.device_config.device)
+    _join_group_of_one(config)
+    real = parallel_state.get_tp_group()
+    claimed = copy.copy(real)
+    claimed.world_size = config.parallel_config.tensor_parallel_size
+    claimed.rank_in_group = rank
+    claimed.ranks = list(range(claimed.world_size))
+    before = config.parallel_config.rank
+    with set_current_vllm_config(config):
+        parallel_state._TP = claimed
+        config.parallel_config.rank = rank
+        try:
+            with set_default_torch_dtype(config.model_config.dtype), device:
+                model = initialize_model(config)
+            process_weights_after_loading(model, config.model_config, device)
+            yield model.eval()
+        except (ValueError, AssertionError, NotImplementedError, ImportError) as cause:
+            raise ConfigError(f"vLLM cannot build the model of rank {rank}: {_in_short(cause)}", part=_PART) from cause
+        finally:
+            parallel_state._TP = real
+            config.parallel_config.rank = before
+            # Layers are registered by name, and the next rank's have the same.
+            config.compilation_config.static_forward_context.clear()
+
+
+def _join_group_of_one(config: Any) -> None:
+    from vllm.config import set_current_vllm_config  # noqa: PLC0415 - slow to import
+    from vllm.distributed import parallel_state  # noqa: PLC0415
+
+    if parallel_state.model_parallel_is_initialized():
+        return
+    with tempfile.TemporaryDirectory() as directory, set_current_vllm_config(config):
+        # A file, since any port may be somebody's.
+        where = f"file://{Path(directory) / 'group'}"
+        parallel_state.init_distributed_environment(1, 0, where, 0, "gloo")
+        parallel_state.initialize_model_parallel(1, 1)
+
+
+def _in_short(cause: BaseException) -> str:
+    """The first lines of an error that say something, without pydantic's frame."""
+    lines = [line.strip() for line in str(cause).splitlines()]
+    told = [line for line in lines if line and not line.startswith(("For further information", "1 validation error"))]
+    text = (told or [type(cause).__name__])[0].removeprefix("Value error, ")
+    return text.partition(" [type=")[0].rstrip(".") + "."
+
+
+def quiet_vllm() -> None:
+    """Set up this process's environment for a vLLM that only builds models; call it before anything imports vLLM."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

@@ -1,0 +1,25 @@
+"""Random bits, in every tensor that a test commits: among them -0.0, denormals and NaNs with payloads."""
+
+from __future__ import annotations
+
+import torch
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def random_bits(shape: tuple[int, ...], dtype: torch.dtype, *, seed: int) -> torch.Tensor:
+    """Any bits at all."""
+    integer = INTEGERS[dtype.itemsize]
+    limits = torch.iinfo(integer)
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randint(limits.min, limits.max, shape, dtype=integer, generator=generator)
+    special = torch.tensor([0x8001, 0x0001, 0x7FA1, 0x8000], dtype=torch.int64) << (8 * (dtype.itemsize - 2))
+    flat = numbers.view(-1)
+    count = min(len(special), flat.numel())
+    flat[:count] = special[:count].to(integer)
+    return numbers.view(dtype)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of the raw bytes."""
+    return tensor.detach().clone().reshape(-1).view(torch.uint8)

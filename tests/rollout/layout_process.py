@@ -1,0 +1,207 @@
+"""Builds tiny vLLM models one after the other, without an engine, and compares ways to load them.
+
+Commands come as JSON lists on standard input, one per line; each is answered with one line on standard output that begins
+with ``SAY``. One process for all models: importing vLLM takes longer than building one.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from layout_models import bits, random_bits
+
+from weightlane.rollout.agreement import RankGroup
+from weightlane.rollout.layout import CommitPlan, SourceSpec, VersionLoader, trace_loading
+from weightlane.rollout.layout.rank_models import engine_config, model_of_rank
+from weightlane.rollout.weight_loading import load_version
+
+
+def tensors_of(path: str, dtype: str) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return {
+        name: tensor.to(getattr(torch, dtype)) for name, tensor in load_file(Path(path) / "model.safetensors").items()
+    }
+
+
+def other(tensors: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    """The same names and shapes, any bits."""
+    return {
+        name: random_bits(tuple(tensor.shape), tensor.dtype, seed=seed + place)
+        for place, (name, tensor) in enumerate(tensors.items())
+    }
+
+
+def state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The bytes of every parameter and buffer, and of tensors that layers keep beside them."""
+    found = {name: bits(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                found[f"{prefix}.{name}"] = bits(value)
+    return found
+
+
+def differing(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> list[str]:
+    return [
+        name
+        for name in one.keys() | two.keys()
+        if name not in one or name not in two or not torch.equal(one[name], two[name])
+    ]
+
+
+def compare(path: str, dtype: str) -> dict[str, Any]:
+    """Commit by a loader and by vLLM's reload: the way, what differs after a dense version, and after one of few changes."""
+    config = engine_config(path, tensor_parallel=1, dtype=dtype)
+    first = tensors_of(path, dtype)
+    with model_of_rank(config, 0) as model:
+
+        def reload(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            load_version(model, config.model_config, tensors, part="test")
+            return state(model)
+
+        loader = VersionLoader(model, config, torch.device("cpu"), part="test")
+        ways = [loader.load(first, RankGroup(None))]
+        after_first = differing(state(model), reload(first))
+        second = other(first, seed=1000)
+        wanted = reload(second)
+        reload(first)
+        ways.append(loader.load(second, RankGroup(None)))
+        after_second = differing(state(model), wanted)
+        verdict = loader.verdict
+        assert verdict is not None
+        sparse: list[str] = []
+        oracle: list[str] = []
+        if (plan := loader.plan) is not None:
+            third = {name: tensor.clone() for name, tensor in second.items()}
+            for name in plan.sources:
+                flat, new = third[name].view(-1), random_bits((third[name].numel(),), third[name].dtype, seed=len(name))
+                positions = torch.arange(len(name) % 3, flat.numel(), 3)
+                flat[positions] = new[positions]
+                plan.scatter(name, positions, new[positions])
+            sparse = differing(state(model), reload(third))
+            oracle = probed(model, config, plan, first)
+        return {
+            "ways": ways,
+            "reloaded": list(verdict.modules),
+            "summary": verdict.summary,
+            "after_first": after_first,
+            "after_second": after_second,
+            "sparse": sparse,
+            "oracle": oracle,
+            "slices": len(verdict.layout.slices),
+        }
+
+
+def probed(model: torch.nn.Module, config: Any, plan: CommitPlan, tensors: dict[str, torch.Tensor]) -> list[str]:
+    """Parameters for which loading numbered elements tells another origin than the layout does.
+
+    Every element of the checkpoint has a number. vLLM's own loading carries its base-256 digits to the parameters, one version
+    per digit, and the layout's slices carry the whole number: no copy of ours is involved in the first and no value in the second.
+    """
+    first: dict[str, int] = {}
+    count = 1  # 0 is what padding is made of.
+    for name, tensor in tensors.items():
+        first[name] = count
+        count += tensor.numel()
+    seen = {name: torch.zeros(spec.shape, dtype=torch.int64) for name, spec in plan.layout.targets.items()}
+    live = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for digit in range((count.bit_length() + 7) // 8):
+        version = {
+            name: (torch.arange(first[name], first[name] + tensor.numel()) >> 8 * digit & 255)
+            .view(tensor.shape)
+            .to(tensor.dtype)
+            for name, tensor in tensors.items()
+        }
+        load_version(model, config.model_config, version, part="test")
+        for name, numbers in seen.items():
+            numbers += live[name].to(torch.int64) << 8 * digit
+    wrong = []
+    for name, spec in plan.layout.targets.items():
+        size = live[name].untyped_storage().nbytes() // spec.dtype.itemsize
+        told = torch.zeros(size, dtype=torch.int64)
+        for piece in plan.layout.slices:
+            if piece.target == name:
+                source = torch.arange(first[piece.source], first[piece.source] + tensors[piece.source].numel())
+                value = source.as_strided(piece.shape, piece.source_strides, piece.source_offset)
+                told.as_strided(piece.shape, piece.target_strides, piece.target_offset).copy_(value)
+        if not torch.equal(told.as_strided(spec.shape, spec.strides, spec.offset), seen[name]):
+            wrong.append(name)
+    return wrong
+
+
+def moved(path: str, dtype: str) -> dict[str, Any]:
+    """What a loader does when a parameter gets other memory between two versions, and another set of tensors comes."""
+    config = engine_config(path, tensor_parallel=1, dtype=dtype)
+    first = tensors_of(path, dtype)
+    with model_of_rank(config, 0) as model:
+        loader = VersionLoader(model, config, torch.device("cpu"), part="test")
+        loader.load(first, RankGroup(None))
+        before = loader.plan
+        parameter = next(model.parameters())
+        parameter.data = parameter.data.clone()
+        second = other(first, seed=5)
+        loader.load(second, RankGroup(None))
+        after = loader.plan
+        got = state(model)
+        load_version(model, config.model_config, second, part="test")
+        loader.load(second, RankGroup(None))
+        wide = {name: tensor.float() for name, tensor in second.items()}
+        loader.load(wide, RankGroup(None))
+        return {
+            "traced_again": before is not after,
+            "differing": differing(got, state(model)),
+            "kept": loader.plan is not after,
+        }
+
+
+def stale(path: str, dtype: str) -> dict[str, Any]:
+    """A layer that secretly computes from a copy of its weight: the way its versions go, and why."""
+    config = engine_config(path, tensor_parallel=1, dtype=dtype)
+    first = tensors_of(path, dtype)
+    with model_of_rank(config, 0) as model:
+        name, layer = next((name, item) for name, item in model.named_modules() if name.endswith("down_proj"))
+        method = layer.quant_method
+
+        class Packing(type(method)):  # type: ignore[misc]  # whatever it is
+            """Keeps what it computes from out of sight."""
+
+            def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+                super().process_weights_after_loading(layer)
+                packed = layer.weight.detach().clone()
+                self.kernel = lambda x: torch.nn.functional.linear(x, packed)
+
+            def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+                return self.kernel(x)
+
+        method.__class__ = Packing
+        method.process_weights_after_loading(layer)
+        loader = VersionLoader(model, config, torch.device("cpu"), part="test")
+        way = loader.load(first, RankGroup(None))
+        assert loader.verdict is not None
+        return {"way": way, "why": loader.verdict.summary, "layer": name}
+
+
+def rank_layout(path: str, dtype: str, rank: int, world: int) -> dict[str, Any]:
+    """The layout that one rank of several would trace."""
+    config = engine_config(path, tensor_parallel=world, dtype=dtype)
+    with model_of_rank(config, rank) as model:
+        specs = {
+            name: SourceSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors_of(path, dtype).items()
+        }
+        return trace_loading(model, specs).to_plain()
+
+
+def main() -> None:
+    for line in sys.stdin:
+        method, *arguments = json.loads(line)
+        answer = {"compare": compare, "moved": moved, "stale": stale, "rank_layout": rank_layout}[method](*arguments)
+        print(f"SAY{json.dumps(answer)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

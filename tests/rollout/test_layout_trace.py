@@ -1,0 +1,234 @@
+"""Tracing follows every copy of a loader and refuses, by name, whatever is more than a copy; live weights are never touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - everybody's name for it
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layout_models import bits, random_bits
+
+from weightlane.ckpt_engines import CommitError, ProtocolError
+from weightlane.rollout.layout import CommitPlan, LayoutMap, SourceSpec, trace_loading
+from weightlane.rollout.layout.coverage import target_coverage, unused_elements
+from weightlane.rollout.layout.element_runs import strided_runs
+
+Loader = Callable[[torch.nn.Parameter, torch.Tensor], Any]
+
+
+class Model(torch.nn.Module):
+    """One parameter, and a loader for every tensor that comes."""
+
+    def __init__(self, loader: Loader, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(random_bits((6, 8), dtype, seed=9), requires_grad=False)
+        self.aside = torch.zeros(6, 8)
+        self.loader = loader
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        for _, tensor in weights:
+            self.loader(self.w, tensor)
+        return {"w"}
+
+
+def through_a_buffer(w: torch.nn.Parameter, t: torch.Tensor) -> None:
+    buffer = torch.zeros(6, 8)
+    buffer[:3].copy_(t[3:])
+    buffer[3:].copy_(t[:3])
+    w.data.copy_(buffer)
+
+
+def filled_then_copied(w: torch.nn.Parameter, t: torch.Tensor) -> None:
+    w.data.zero_()
+    w.data[:4].copy_(t)
+
+
+def padded(w: torch.nn.Parameter, t: torch.Tensor) -> None:
+    w[: t.shape[0]].data.copy_(t)
+    w[t.shape[0] :].data.fill_(-0.0)
+
+
+COPIES: dict[str, tuple[Loader, tuple[int, ...], torch.dtype]] = {
+    "whole": (lambda w, t: w.data.copy_(t), (6, 8), torch.float32),
+    "by index": (lambda w, t: w.data.__setitem__(slice(None), t), (6, 8), torch.float32),
+    "transposed view": (lambda w, t: w.data.copy_(t.t()), (8, 6), torch.float32),
+    "transposed, made contiguous": (lambda w, t: w.data.copy_(t.t().contiguous().view(6, 8)), (8, 6), torch.float32),
+    "interleaved heads": (
+        lambda w, t: w.data.copy_(t.view(2, 3, 1, 8).transpose(0, 1).reshape(6, 8)),
+        (6, 8),
+        torch.float32,
+    ),
+    "halves swapped": (lambda w, t: w.data.copy_(torch.cat([t[3:], t[:3]])), (6, 8), torch.float32),
+    "rows by an index": (lambda w, t: w.data.copy_(t[torch.tensor([5, 3, 1, 0, 2, 4])]), (6, 8), torch.float32),
+    "upside down": (lambda w, t: w.data.copy_(t.flip(0)), (6, 8), torch.float32),
+    "a column slice": (lambda w, t: w.data.copy_(t.narrow(1, 8, 8)), (6, 24), torch.float32),
+    "through a buffer": (through_a_buffer, (6, 8), torch.float32),
+    "a row for all": (lambda w, t: w.data.copy_(t), (8,), torch.float32),
+    "rows repeated": (lambda w, t: w.data.copy_(t.repeat_interleave(2, 0)), (3, 8), torch.float32),
+    "padding rows": (padded, (4, 8), torch.float32),
+    "zeroed first": (filled_then_copied, (4, 8), torch.float32),
+    "cast while copying": (lambda w, t: w.data.copy_(t), (6, 8), torch.bfloat16),
+    "cast before": (lambda w, t: w.data.copy_(t.to(w.dtype)), (6, 8), torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("case", COPIES)
+def test_a_loader_that_copies_is_followed_bit_for_bit_and_leaves_live_weights_alone(case: str) -> None:
+    loader, shape, dtype = COPIES[case]
+    model, twin = Model(loader), Model(loader)
+    before = bits(model.w)
+    layout = trace_loading(model, {"a": SourceSpec(shape, dtype)})
+    assert torch.equal(bits(model.w), before)
+    assert not layout.refused_targets
+    assert not layout.refused_sources
+    (counts,) = target_coverage(layout).values()
+    assert (counts.unmapped, counts.doubled) == (0, 0)
+    tensor = random_bits(shape, dtype, seed=1)
+    twin.load_weights([("a", tensor.clone())])
+    plan = CommitPlan(LayoutMap.from_plain(layout.to_plain()), model)
+    plan.commit({"a": tensor})
+    assert torch.equal(bits(model.w), bits(twin.w))
+    assert plan.differing({"a": tensor}) == []
+
+
+@pytest.mark.parametrize("case", COPIES)
+def test_single_elements_land_where_a_dense_commit_puts_them_and_swapping_takes_them_back(case: str) -> None:
+    loader, shape, dtype = COPIES[case]
+    model, twin = Model(loader), Model(loader)
+    plans = [CommitPlan(trace_loading(one, {"a": SourceSpec(shape, dtype)}), one) for one in (model, twin)]
+    old, new = random_bits(shape, dtype, seed=2), random_bits(shape, dtype, seed=3)
+    for plan in plans:
+        plan.commit({"a": old})
+    before = bits(model.w)
+    positions = (
+        torch.randperm(old.numel(), generator=torch.Generator().manual_seed(4))[: old.numel() // 3].sort().values
+    )
+    changed = old.clone()
+    changed.view(-1)[positions] = new.view(-1)[positions]
+    values = new.view(-1)[positions]
+    was = plans[0].swap("a", positions, values)
+    plans[1].commit({"a": changed})
+    assert torch.equal(bits(model.w), bits(twin.w))
+    held = plans[0].gather("a", positions)
+    plans[1].scatter("a", positions, values)
+    assert torch.equal(bits(model.w), bits(twin.w))
+    assert held.dtype == was.dtype == model.w.dtype
+    plans[0].scatter("a", positions, was)
+    assert torch.equal(bits(model.w), before)
+
+
+COMPUTED: dict[str, tuple[Loader, str]] = {
+    "one is added": (lambda w, t: w.data.copy_(1 + t), "transformed (add)"),
+    "added afterwards": (lambda w, t: (w.data.copy_(t), w.data.add_(1)), "changed in place (add_)"),
+    "minus exp of itself": (lambda w, t: (w.data.copy_(t), w.data.copy_(-torch.exp(w.float()))), "reads it back"),
+    "normalized": (lambda w, t: w.data.copy_(F.normalize(t, dim=0)), "transformed"),
+    "doubled in place": (lambda w, t: w.data.copy_(t.mul_(2)), "transformed (mul_)"),
+    "masked": (lambda w, t: w.data.copy_(torch.where(torch.eye(6, 8).bool(), t, 0)), "needs its values"),
+    "cast there and back": (lambda w, t: w.data.copy_(t.to(torch.bfloat16)), "is cast to torch.bfloat16 on its way"),
+    "bits of another type": (lambda w, t: w.data.copy_(t.view(torch.int32)), "bits of torch.float32 are read as"),
+    "its sum": (lambda w, t: w.data.fill_(t.sum().item()), "needs its values"),
+    "a look at the data": (lambda w, t: w.data.copy_(t if bool((t > 0).any()) else -t), "needs its values"),
+    "by way of numpy": (lambda w, t: w.data.copy_(torch.from_numpy(t.numpy())), "needs its values"),
+    "another tensor": (lambda w, t: setattr(w, "data", t.clone()), ""),
+    "padding in the middle": (lambda w, t: w.data.copy_(F.pad(t[:, :6], (1, 1))), "filled with something"),
+    "a constant on top": (lambda w, t: (w.data.copy_(t), w.data[2:3].fill_(3.0)), "constant after it was loaded"),
+}
+
+
+@pytest.mark.parametrize("case", COMPUTED)
+def test_a_loader_that_does_more_than_copy_is_refused_by_name(case: str) -> None:
+    loader, why = COMPUTED[case]
+    model = Model(loader)
+    before, storage = bits(model.w), model.w.data_ptr()
+    layout = trace_loading(model, {"a": SourceSpec((6, 8), torch.float32)})
+    (refusal,) = [*layout.refused_targets, *layout.refused_sources][:1]
+    assert refusal.tensor in {"a", "w"}
+    assert why in refusal.why
+    assert model.w.data_ptr() == storage
+    assert torch.equal(bits(model.w), before)
+
+
+def test_what_a_refused_parameter_is_made_of_is_named() -> None:
+    layout = trace_loading(Model(COMPUTED["one is added"][0]), {"a": SourceSpec((6, 8), torch.float32)})
+    assert layout.feeds == [("a", "w")]
+    assert LayoutMap.from_plain(layout.to_plain()) == layout
+
+
+def test_a_tensor_that_is_kept_where_nobody_looks_is_refused() -> None:
+    model = Model(lambda w, t: None)
+    model.loader = lambda w, t: (w.data.copy_(t), model.aside.copy_(t))
+    (refusal,) = trace_loading(model, {"a": SourceSpec((6, 8), torch.float32)}).refused_sources
+    assert refusal.tensor == "a"
+    assert "neither parameter nor buffer" in refusal.why
+    assert not model.aside.any()
+
+
+def test_an_attribute_that_loading_replaces_is_put_back_and_named() -> None:
+    model = Model(lambda w, t: None)
+    model.loader = lambda w, t: (w.data.copy_(t), setattr(model, "aside", t))
+    aside = model.aside
+    (refusal,) = trace_loading(model, {"a": SourceSpec((6, 8), torch.float32)}).refused_targets
+    assert refusal.tensor == "aside"
+    assert model.aside is aside
+
+
+def test_coverage_counts_what_is_missing_doubled_and_unused() -> None:
+    spec = {name: SourceSpec((6, 8), torch.float32) for name in "ab"}
+    twice = trace_loading(Model(COPIES["whole"][0]), spec)
+    assert target_coverage(twice)["w"].doubled == 48
+    half = trace_loading(Model(lambda w, t: w.data[:3].copy_(t[:3])), {"a": spec["a"]})
+    assert target_coverage(half)["w"].unmapped == 24
+    assert unused_elements([half]) == {"a": 24}
+    other = trace_loading(Model(lambda w, t: w.data[:3].copy_(t[3:])), {"a": spec["a"]})
+    assert unused_elements([half, other]) == {}
+
+
+def test_what_is_not_as_it_was_traced_is_refused_before_anything_is_copied() -> None:
+    model = Model(COPIES["whole"][0])
+    plan = CommitPlan(trace_loading(model, {"a": SourceSpec((6, 8), torch.float32)}), model)
+    before = bits(model.w)
+    good = torch.zeros(6, 8)
+    for tensors in ({}, {"a": good.bfloat16()}, {"a": torch.zeros(8, 6)}, {"a": torch.zeros(8, 6).t()}):
+        with pytest.raises(CommitError, match="a"):
+            plan.commit(tensors)
+    ascending = torch.tensor([3, 5])
+    for positions in (torch.tensor([5, 3]), torch.tensor([3, 3]), torch.tensor([-1, 3]), torch.tensor([3, 48])):
+        with pytest.raises(CommitError, match="between 0 and 47"):
+            plan.scatter("a", positions, torch.zeros(2))
+    with pytest.raises(CommitError, match="2 positions in a came with 3 values"):
+        plan.scatter("a", ascending, torch.zeros(3))
+    with pytest.raises(CommitError, match="b does not go by copies"):
+        plan.scatter("b", ascending, torch.zeros(2))
+    assert torch.equal(bits(model.w), before)
+    with pytest.raises(ProtocolError, match="not a layout map"):
+        LayoutMap.from_plain({"sources": 3})
+
+
+def test_a_plan_notices_that_a_parameter_has_moved() -> None:
+    model = Model(COPIES["whole"][0])
+    plan = CommitPlan(trace_loading(model, {"a": SourceSpec((6, 8), torch.float32)}), model)
+    plan.commit({"a": torch.ones(6, 8)})
+    assert not plan.moved()
+    model.w.data = model.w.data.clone()
+    assert plan.moved()
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 2)), min_size=1, max_size=4), st.randoms())
+@settings(max_examples=30)
+def test_any_permuted_block_is_found_again(dimensions: list[tuple[int, int]], random: Any) -> None:
+    shape = [length for length, _ in dimensions]
+    count = torch.Size(shape).numel()
+    order = random.sample(range(len(shape)), len(shape))
+    sources = torch.arange(count).reshape(shape).permute(order).flatten() * (1 + dimensions[0][1])
+    runs = strided_runs(torch.arange(count), sources, 1 << 14)
+    assert runs is not None
+    found = torch.full((count,), -1)
+    memory = torch.arange(int(sources.max()) + 1)
+    for start, offset, parts in runs:
+        lengths, steps, strides = zip(*(parts or [(1, 1, 1)]), strict=True)
+        found.as_strided(lengths, strides, offset).copy_(memory.as_strided(lengths, steps, start))
+    assert torch.equal(found, sources)
