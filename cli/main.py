@@ -111,7 +111,6 @@ def conformance(
 
 
 @app.command()
-<<<<<<< HEAD
 def bench(
     *,
     engine: Annotated[str, typer.Option(metavar="A,B", help="Checkpoint engines to measure.")] = "shm",
@@ -172,7 +171,9 @@ def bench(
     )
     if not done:
         raise typer.Exit(1)
-=======
+
+
+@app.command()
 def layout(
     model: Annotated[
         str, typer.Argument(help="Checkpoint directory, or a model whose files are here.", show_default=False)
@@ -192,7 +193,6 @@ def layout(
         typer.echo(json.dumps(report, indent=2))
         return
     print_layout(Console(soft_wrap=True, highlight=False), report)
->>>>>>> layout
 
 
 @app.command()

@@ -53,6 +53,10 @@ from .tensor_spec import LocalShard, TensorSpec
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.5
+_PATIENCE_S = 2.0
+_PATIENCE_SNAPSHOTS = 4.0
+"""How long, in seconds and in times of a snapshot, receivers may look at memory that is needed before other memory is taken:
+loading and copying what they look at takes about as long as a snapshot."""
 _NOTABLE_S = 0.05
 """A fence that takes longer is worth a line in the log, once."""
 
@@ -142,6 +146,8 @@ class Publisher(Participant):
         self._undecided = -1
         """The version that was sent and whose verdict has not come; nobody waits for that beyond `_decided_by`."""
         self._decided_by = 0.0
+        self._snapshot_s = 0.0
+        """How long the last one took."""
         self._agreement: DeltaAgreement | None = None
         self._offered_to = ""
         """The session in which the held version was offered."""
@@ -392,6 +398,7 @@ class Publisher(Participant):
             self._changed.notify_all()
         self._snapshot.take(slot.memory.data, publication.mark, publication.progress)
         seconds = time.perf_counter() - publication.began
+        self._snapshot_s = seconds
         self._chooser.snapshot_taken(seconds)
         facts = {"seconds": seconds, "nbytes": self._snapshot.nbytes, "participant": self.name}
         self.hooks.snapshot_taken(version=publication.version, facts=facts)
@@ -403,7 +410,8 @@ class Publisher(Participant):
                 pipeline = self._pipeline
                 if pipeline is None or pipeline.session != session:
                     raise ClosedError(f"session {session} is over.", part=self.name)
-                pipeline.reclaim(version, Deadline.after(self._deadline_s))
+                patience_s = _PATIENCE_S + _PATIENCE_SNAPSHOTS * self._snapshot_s
+                pipeline.reclaim(version, Deadline.after(min(patience_s, self._deadline_s)))
         except WeightlaneError as error:
             if self._closed.is_set():
                 raise

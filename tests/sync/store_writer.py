@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ class Writer:
         snapshot.take(memory, None, progress)
         deadline = Deadline.after(SECONDS)
         source = InPlace(memory, self.layout, lambda until: progress.wait(until, deadline))
-        self.pipeline.send_version(version, source, deadline)
+        self.pipeline.send_version(replace(self.layout, version=version), source, deadline)
 
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
         self.send(version, tensors_of(version) if tensors is None else tensors)
