@@ -122,7 +122,7 @@ def _section(baseline: Baseline, worse: dict[tuple[str, str], float]) -> Iterato
     for note in report.notes:
         yield f"\nNote: {note}"
     if worse:
-        yield f"\n**{len(worse)} figures have regressed** against the baseline before."
+        yield f"\n**Regressed: {len(worse)}** of the ratios, against the baseline before."
 
 
 def _cells(report: BenchReport, row: Row, worse: dict[tuple[str, str], float]) -> Iterator[str]:

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from weightlane.ckpt_engines import ConfigError, StorageError
 from weightlane.sync.bench import BenchReport, BenchSettings, report_tables, run_bench, unavailable_table
-from weightlane.sync.bench.plot import plot_report, require_matplotlib
+from weightlane.sync.bench.plot import check_plot, plot_report
 
 _PART = "benchmark"
 
@@ -36,7 +36,7 @@ def measure(settings: Sequence[str], *, json_file: Path | None, plot_file: Path 
         if path is not None and not path.resolve().parent.is_dir():
             raise ConfigError(f"there is no directory {path.resolve().parent} to write {path.name} to.", part=_PART)
     if plot_file is not None:
-        require_matplotlib()
+        check_plot(plot_file)
     with _terminable():
         found = run_bench(chosen, lambda text: console.print(text, style="dim", markup=False))
     if not isinstance(found, BenchReport):

@@ -15,10 +15,20 @@ _INCHES_PER_ROW = 0.5
 _COLOURS = dict(zip(PHASES, ("#4e79a7", "#f28e2b", "#59a14f", "#76b7b2", "#edc948", "#e15759"), strict=True))
 
 
-def require_matplotlib() -> None:
-    """Raise `ConfigError` where there is no matplotlib to draw with."""
+def check_plot(path: Path) -> None:
+    """Raise `ConfigError` where there is no matplotlib to draw with, or it cannot write a file of that name."""
+    known = _figure().canvas.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in known:
+        raise ConfigError(
+            f"{path.name} names no format that a plot can have.",
+            part=_PART,
+            hint=f"Endings: {', '.join(sorted(known))}.",
+        )
+
+
+def _figure(**how: Any) -> Any:
     try:
-        importlib.import_module("matplotlib.figure")
+        return importlib.import_module("matplotlib.figure").Figure(**how)
     except ImportError as error:
         raise ConfigError(
             "a plot needs matplotlib, which is not installed.", part=_PART, hint="pip install matplotlib."
@@ -38,11 +48,9 @@ def plot_title(report: BenchReport) -> str:
 
 
 def plot_report(report: BenchReport, path: Path) -> None:
-    """Draw `report` into `path`; raises `ConfigError` without matplotlib, `StorageError` when the file cannot be written."""
-    require_matplotlib()
-    figure: Any = importlib.import_module("matplotlib.figure").Figure(
-        figsize=(9, 2.4 + _INCHES_PER_ROW * len(report.rows)), layout="constrained"
-    )
+    """Draw `report` into `path`; raises what `check_plot` raises, or `StorageError` when the file cannot be written."""
+    check_plot(path)
+    figure = _figure(figsize=(9, 2.4 + _INCHES_PER_ROW * len(report.rows)), layout="constrained")
     axes = figure.subplots()
     names = [row.name for row in report.rows]
     left = [0.0] * len(names)
@@ -62,5 +70,5 @@ def plot_report(report: BenchReport, path: Path) -> None:
     figure.legend(fontsize=8, ncols=4, loc="outside lower center")
     try:
         figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise StorageError(f"{path} cannot be written: {error}.", part=_PART) from error

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -48,6 +51,7 @@ def test_tables_json_and_a_plot_come_of_one_run(tmp_path: Path) -> None:
         (["--set", "gloo.host=1"], 2, "options are given for gloo, which is not measured"),
         (["--json", "/nowhere/at/all.json"], 2, "there is no directory /nowhere/at"),
         (["--dir", "/nowhere/at/all"], 2, "there is no directory /nowhere/at/all"),
+        (["--plot", "report.docx"], 2, "report.docx names no format that a plot can have. Endings: "),
         (["--rounds", "many"], 2, "Usage: "),
     ],
 )
@@ -56,3 +60,30 @@ def test_what_cannot_be_done_is_said_in_words(arguments: list[str], code: int, s
     assert result.exit_code == code
     assert said in " ".join(result.output.split())
     assert "Traceback" not in result.output
+
+
+def test_a_command_that_is_told_to_end_leaves_nothing(children: Any, tmp_path: Path) -> None:
+    """Neither processes nor files; `tests/sync/bench` kills it outright."""
+    bench = children.start(
+        ["-c", "from weightlane.cli.main import main; main()", "bench", "--rounds", "1000", "--dir", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    for line in bench.stdout:
+        if line.startswith("round 3"):
+            break
+    group = [path for path in Path("/proc").glob("[0-9]*/stat") if in_group(path, bench.pid)]
+    assert len(group) == 5, "the command, the process that forks, the sender and two receivers"
+    assert list(tmp_path.iterdir())
+    bench.send_signal(signal.SIGTERM)
+    said, _ = bench.communicate(timeout=30)
+    assert (bench.returncode, said.splitlines()[-1]) == (143, "terminated; everything this run started has ended")
+    assert not [path for path in group if in_group(path, bench.pid)]
+    assert list(tmp_path.iterdir()) == []
+
+
+def in_group(stat: Path, group: int) -> bool:
+    try:
+        return int(stat.read_text().rpartition(")")[2].split()[2]) == group
+    except OSError:
+        return False
