@@ -21,6 +21,8 @@ from .errors import ProtocolError, StorageError
 _PART = "shared memory"
 _F_SEAL_FUTURE_WRITE = 0x10
 """From <linux/fcntl.h>; Linux 5.1."""
+_NOW = mmap.MAP_SHARED | mmap.MAP_POPULATE
+"""Page faults come while a bucket is staged, and not when its version is committed."""
 
 
 class Segment(OwnedSegment):
@@ -81,7 +83,7 @@ class MappedFile(MappedSegment):
         try:
             sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
             if sealed and os.fstat(descriptor).st_size == nbytes:
-                self.data = _read_only(mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ))
+                self.data = _read_only(mmap.mmap(descriptor, nbytes, flags=_NOW, prot=mmap.PROT_READ))
                 return
         except (OSError, ValueError) as error:
             problem = str(error)

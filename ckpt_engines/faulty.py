@@ -89,7 +89,10 @@ class FaultyConfig(EngineConfig):
     seed: int = Field(0, description="Other seeds inject other faults.")
     rate: float = Field(0.1, ge=0, le=1, description="Probability of a fault per bucket, and per connect.")
     kinds: tuple[FaultKind, ...] = Field(
-        tuple(FaultKind), min_length=1, description="Which faults to inject; each half takes those it can do."
+        tuple(kind for kind in FaultKind if kind is not FaultKind.EXHAUST),
+        min_length=1,
+        description="Which faults to inject; each half takes those it can do. All but exhaust unless set: what needs memory to"
+        " begin with does not start without it.",
     )
     delay_s: float = Field(0.1, ge=0, description="Length of an injected delay, in seconds.")
     log: str = Field(

@@ -326,6 +326,7 @@ class TakesAnyOption(Healthy):
 
 class SilentConfig(EngineConfig):
     socket_dir: str = "/dev/shm"
+    max_shared_mib: int | None = None
     retries: int = Field(3)
 
 

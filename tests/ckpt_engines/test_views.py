@@ -91,11 +91,13 @@ def session(engine: SegmentEngine) -> Iterator[Session]:
 
 def mappings() -> list[str]:
     """Permissions of the mappings of memory files in this process."""
+    gc.collect()  # engines of other tests
     lines = Path("/proc/self/maps").read_text().splitlines()
     return sorted(line.split()[1] for line in lines if "memfd:weightlane" in line)
 
 
 def descriptors() -> int:
+    gc.collect()
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
@@ -147,7 +149,6 @@ def test_memory_goes_with_an_engine_that_nobody_has_any_more(socket_dir: Path) -
     engine.allocate(MIB, CPU)
     assert mappings() == ["rw-s"]
     del engine
-    gc.collect()
     assert mappings() == []
     assert descriptors() == before
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+from typing import Any
 
+import pytest
 import torch
 from weightlane_mooncake._process_engine import Memory
+
+from weightlane.ckpt_engines import CheckpointEngineRegistry, ProtocolError
+
+REASON = next(row.unavailable for row in CheckpointEngineRegistry().list() if row.name == "mooncake")
 
 
 def test_memory_is_unregistered_only_when_the_read_that_uses_it_has_ended() -> None:
@@ -36,3 +43,27 @@ def test_memory_that_nobody_reads_into_is_unregistered_at_once() -> None:
     assert unregistered == []
     memory.release()
     assert unregistered == [memory.start]
+
+
+@pytest.mark.skipif(REASON is not None, reason=f"mooncake cannot run here: {REASON}")
+def test_memory_is_registered_until_it_is_freed_or_its_engine_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    released: list[int] = []
+    release = Memory.release
+
+    def noting(memory: Memory) -> None:
+        released.append(memory.start)
+        release(memory)
+
+    monkeypatch.setattr(Memory, "release", noting)
+    engine: Any = CheckpointEngineRegistry().create("mooncake")
+    first, second = (engine.allocate(nbytes, torch.device("cpu")) for nbytes in (1000, 0))
+    assert (first.numel(), second.numel()) == (1000, 0)
+    engine.free(first[10:20])
+    assert released == [first.data_ptr()]
+    engine.free(first)
+    assert len(released) == 1
+    with pytest.raises(ProtocolError, match="cpu memory only"):
+        engine.allocate(10, torch.device("meta"))
+    del engine
+    gc.collect()
+    assert len(released) == 2

@@ -26,9 +26,13 @@ class NoMailbox:
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Any, Any]]:
+def engine() -> Any:
+    return CheckpointEngineRegistry().create("nixl")
+
+
+@pytest.fixture
+def pair(engine: Any) -> Iterator[tuple[Any, Any]]:
     """A connected sender and receiver of this process."""
-    engine = CheckpointEngineRegistry().create("nixl")
     sender, receiver = engine.make_sender("trainer"), engine.make_receiver("rollout")
     topology = Topology("session-1", {"trainer": sender.address()}, {"rollout": {}}, b"secret")
     thread = threading.Thread(target=sender.connect, args=(topology, NoMailbox(), Deadline.after(10)))
@@ -64,3 +68,28 @@ def test_addresses_of_memory_that_a_peer_may_still_write_to_are_not_used_again(p
     del exposed
     later = [Memory(nbytes) for _ in range(8)]
     assert all(memory.start + nbytes <= start or start + nbytes <= memory.start for memory in later)
+
+
+def deliver(pair: tuple[Any, Any], version: int, data: torch.Tensor) -> None:
+    sender, receiver = pair
+    received = torch.zeros_like(data)
+    arguments = (Bucket(version, 0, data), ["rollout"], Deadline.after(10))
+    thread = threading.Thread(target=sender.send, args=arguments)
+    thread.start()
+    receiver.receive(Bucket(version, 0, received), "trainer", Deadline.after(10))
+    thread.join(10)
+    assert torch.equal(received, data)
+
+
+def test_memory_of_the_engine_is_registered_once_for_a_connection_and_other_memory_is_copied(
+    engine: Any, pair: tuple[Any, Any]
+) -> None:
+    sender, _ = pair
+    memory = engine.allocate(1 << 20, torch.device("cpu")).fill_(7)
+    for version, (start, stop) in enumerate([(0, 1 << 20), (5, 70_000), (70_000, 70_001)]):
+        deliver(pair, version, memory[start:stop])
+    assert [region.nbytes for region in sender._agent._borrowed] == [1 << 20]
+    assert sender._scratch.numel() == 0
+    engine.free(memory)
+    deliver(pair, 9, memory[:100])  # which is nobody's now
+    assert sender._scratch.numel() >= 100
