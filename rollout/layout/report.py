@@ -55,7 +55,9 @@ def layout_report(model: str, *, tensor_parallel: int, dtype: str = "auto", time
         WorkerDiedError: The process ended without an answer.
     """
     if tensor_parallel < 1:
-        raise ConfigError(f"{tensor_parallel} ranks are not at least one.", part=_PART, hint="Give --tp a number from 1.")
+        raise ConfigError(
+            f"{tensor_parallel} ranks are not at least one.", part=_PART, hint="Give --tp a number from 1."
+        )
     path = Path(model)
     name = str(path.resolve()) if path.exists() else model
     arguments = json.dumps({"model": name, "tensor_parallel": tensor_parallel, "dtype": dtype})

@@ -23,7 +23,9 @@ from weightlane.rollout.weight_loading import load_version
 def tensors_of(path: str, dtype: str) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    return {name: tensor.to(getattr(torch, dtype)) for name, tensor in load_file(Path(path) / "model.safetensors").items()}
+    return {
+        name: tensor.to(getattr(torch, dtype)) for name, tensor in load_file(Path(path) / "model.safetensors").items()
+    }
 
 
 def other(tensors: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
@@ -45,7 +47,11 @@ def state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def differing(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> list[str]:
-    return [name for name in one.keys() | two.keys() if name not in one or name not in two or not torch.equal(one[name], two[name])]
+    return [
+        name
+        for name in one.keys() | two.keys()
+        if name not in one or name not in two or not torch.equal(one[name], two[name])
+    ]
 
 
 def compare(path: str, dtype: str) -> dict[str, Any]:
@@ -53,6 +59,7 @@ def compare(path: str, dtype: str) -> dict[str, Any]:
     config = engine_config(path, tensor_parallel=1, dtype=dtype)
     first = tensors_of(path, dtype)
     with model_of_rank(config, 0) as model:
+
         def reload(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             load_version(model, config.model_config, tensors, part="test")
             return state(model)
@@ -105,12 +112,14 @@ def probed(model: torch.nn.Module, config: Any, plan: CommitPlan, tensors: dict[
     live = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for digit in range((count.bit_length() + 7) // 8):
         version = {
-            name: (torch.arange(first[name], first[name] + tensor.numel()) >> 8 * digit & 255).view(tensor.shape).to(tensor.dtype)
+            name: (torch.arange(first[name], first[name] + tensor.numel()) >> 8 * digit & 255)
+            .view(tensor.shape)
+            .to(tensor.dtype)
             for name, tensor in tensors.items()
         }
         load_version(model, config.model_config, version, part="test")
         for name, numbers in seen.items():
-            numbers += live[name].to(torch.int64) << 8 * digit
+            numbers.add_(live[name].to(torch.int64) << 8 * digit)
     wrong = []
     for name, spec in plan.layout.targets.items():
         size = live[name].untyped_storage().nbytes() // spec.dtype.itemsize
@@ -140,14 +149,17 @@ def moved(path: str, dtype: str) -> dict[str, Any]:
         after = loader.plan
         got = state(model)
         load_version(model, config.model_config, second, part="test")
-        loader.load(second, RankGroup(None))
-        wide = {name: tensor.float() for name, tensor in second.items()}
-        loader.load(wide, RankGroup(None))
-        return {
-            "traced_again": before is not after,
-            "differing": differing(got, state(model)),
-            "kept": loader.plan is not after,
-        }
+        answer = {"traced_again": before is not after, "differing": differing(got, state(model))}
+        loader.load(first, RankGroup(None))
+        answer["kept"] = loader.plan is after
+        wide = {name: random_bits(tuple(tensor.shape), torch.float32, seed=7) for name, tensor in first.items()}
+        loader.load({name: tensor.float() for name, tensor in first.items()}, RankGroup(None))
+        answer["ways"] = [loader.load(wide, RankGroup(None))]
+        assert loader.plan is not None
+        answer["sent"] = sorted({str(spec.dtype) for spec in loader.plan.sources.values()})
+        got = state(model)
+        load_version(model, config.model_config, wide, part="test")
+        return answer | {"cast": differing(got, state(model))}
 
 
 def stale(path: str, dtype: str) -> dict[str, Any]:
@@ -181,11 +193,15 @@ def rank_layout(path: str, dtype: str, rank: int, world: int) -> dict[str, Any]:
     """The layout that one rank of several would trace."""
     config = engine_config(path, tensor_parallel=world, dtype=dtype)
     with model_of_rank(config, rank) as model:
-        specs = {name: SourceSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors_of(path, dtype).items()}
+        specs = {
+            name: SourceSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors_of(path, dtype).items()
+        }
         return trace_loading(model, specs).to_plain()
 
 
 def main() -> None:
+    # A CPU worker does the same before it runs a model.
+    torch.accelerator.empty_cache = lambda: None
     for line in sys.stdin:
         method, *arguments = json.loads(line)
         answer = {"compare": compare, "moved": moved, "stale": stale, "rank_layout": rank_layout}[method](*arguments)

@@ -104,7 +104,9 @@ def test_single_elements_land_where_a_dense_commit_puts_them_and_swapping_takes_
     for plan in plans:
         plan.commit({"a": old})
     before = bits(model.w)
-    positions = torch.randperm(old.numel(), generator=torch.Generator().manual_seed(4))[: old.numel() // 3].sort().values
+    positions = (
+        torch.randperm(old.numel(), generator=torch.Generator().manual_seed(4))[: old.numel() // 3].sort().values
+    )
     changed = old.clone()
     changed.view(-1)[positions] = new.view(-1)[positions]
     values = new.view(-1)[positions]
