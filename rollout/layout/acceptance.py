@@ -7,7 +7,7 @@ else the whole version is. That equal parameters mean equal compute is for `equa
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -39,7 +39,7 @@ class Verdict:
     layout: LayoutMap
     """The part that is committed by copies; empty for `Way.RELOAD`."""
     modules: tuple[str, ...]
-    """Layers that are reloaded; none for `Way.RELOAD`."""
+    """Layers that are reloaded, layers inside of them not included; none for `Way.RELOAD`."""
     sources: frozenset[str]
     """The checkpoint tensors that they are made of."""
     reasons: tuple[Refusal, ...]
@@ -103,26 +103,26 @@ def whole_reload(reasons: Iterable[Refusal]) -> Verdict:
 def _mixed(model: torch.nn.Module, layout: LayoutMap, modules: set[str], reasons: tuple[Refusal, ...]) -> Verdict:
     """Close the refused part over layers and tensors: a layer is reloaded whole, a tensor goes one way only."""
     sources = {refusal.tensor for refusal in layout.refused_sources}
-    flows = {(piece.source, piece.target) for piece in layout.slices} | set(layout.feeds)
+    owners = {target: _owner(target, model) for target in layout.targets}
+    flows = {(piece.source, owners[piece.target]) for piece in layout.slices}
+    flows |= {(source, owners.get(target, _owner(target, model))) for source, target in layout.feeds}
     while True:
-        inside = {source for source, target in flows if _under(target, modules)}
-        fed = {_owner(target, model) for source, target in flows if source in sources | inside}
-        if inside <= sources and all(_under(f"{module}.", modules) for module in fed):
+        inside = {source for source, owner in flows if owner in modules}
+        fed = {owner for source, owner in flows if source in sources | inside}
+        if inside <= sources and fed <= modules:
             break
         sources |= inside
         modules |= fed
-    outer = {module for module in modules if not _under(module, modules - {module})}
-    targets = {name for name in layout.targets if _under(name, outer)}
-    kept = layout.without(sources, targets)
+    kept = layout.without(sources, [target for target, owner in owners.items() if owner in modules])
     total = sum(spec.numel * spec.dtype.itemsize for spec in layout.sources.values())
     share = sum(spec.numel * spec.dtype.itemsize for name, spec in layout.sources.items() if name in sources) / total
-    if "" in outer or share > _LARGEST_RELOADED_SHARE:
+    if share > _LARGEST_RELOADED_SHARE:
         return whole_reload((*reasons, Refusal("the model", f"{share:.0%} of it would have to be reloaded")))
-    if (tie := _tied_across(model, outer)) is not None:
+    if (tie := _tied_across(model, modules)) is not None:
         return whole_reload((*reasons, Refusal(tie, "it is shared with a layer that need not be reloaded")))
-    if not outer:
+    if not modules:
         return whole_reload((*reasons, Refusal("the model", "what is refused belongs to no layer")))
-    return Verdict(Way.MIXED, kept, tuple(sorted(outer)), frozenset(sources), reasons)
+    return Verdict(Way.MIXED, kept, tuple(sorted(modules)), frozenset(sources), reasons)
 
 
 def repacked(model: torch.nn.Module) -> dict[str, str]:
@@ -175,16 +175,14 @@ def _owner(target: str, model: torch.nn.Module) -> str:
     return ".".join(parts)
 
 
-def _under(name: str, modules: Collection[str]) -> bool:
-    return any(module == "" or name.startswith(f"{module}.") for module in modules)
-
-
 def _tied_across(model: torch.nn.Module, modules: Collection[str]) -> str | None:
     """A parameter of `modules` that a layer outside of them computes with too."""
-    inside: Mapping[int, str]
-    every = list(model.named_parameters(remove_duplicate=False))
-    inside = {tensor.untyped_storage()._cdata: name for name, tensor in every if _under(name, modules)}
-    for name, tensor in every:
-        if not _under(name, modules) and tensor.untyped_storage()._cdata in inside:
-            return inside[tensor.untyped_storage()._cdata]
-    return None
+    inside: dict[int, str] = {}
+    outside: set[int] = set()
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        storage = tensor.untyped_storage()._cdata
+        if _owner(name, model) in modules:
+            inside[storage] = name
+        else:
+            outside.add(storage)
+    return next((name for storage, name in inside.items() if storage in outside), None)

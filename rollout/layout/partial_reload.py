@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,17 @@ import torch
 from weightlane.ckpt_engines import CommitError
 
 from ..weight_loading import quiet_reload
+
+
+class _SomeLayers:
+    """What vLLM's reload asks of a model: its layers."""
+
+    def __init__(self, layers: list[torch.nn.Module]) -> None:
+        self._layers = layers
+
+    def modules(self) -> Iterator[torch.nn.Module]:
+        """The layers to reload."""
+        return iter(self._layers)
 
 
 def reload_layers(
@@ -21,7 +32,7 @@ def reload_layers(
     sources: Collection[str],
     part: str,
 ) -> None:
-    """Load the layers `modules`, layers inside of them included, from the checkpoint tensors `sources`.
+    """Load the layers `modules`, layers inside of them not included, from the checkpoint tensors `sources`.
 
     Everything that `sources` are loaded into has to be in `modules`, and everything that `modules` are made of in `sources`.
     Like `weightlane.rollout.weight_loading.load_version` in every other respect.
@@ -35,21 +46,23 @@ def reload_layers(
     )
 
     layers = {name: model.get_submodule(name) for name in modules}
-    wanted = {f"{name}.{inner}" for name, layer in layers.items() for inner, _ in layer.named_parameters()}
-    begun: list[torch.nn.Module] = []
+    wanted = {
+        f"{name}.{inner}".lstrip(".")
+        for name, layer in layers.items()
+        for inner, tensor in layer._parameters.items()
+        if tensor is not None
+    }
+    some = _SomeLayers(list(layers.values()))
     with torch.no_grad(), quiet_reload():
         try:
-            for layer in layers.values():
-                begun.append(layer)
-                initialize_layerwise_reload(layer)
+            initialize_layerwise_reload(some)
             loaded = model.load_weights(  # type: ignore[operator]
                 (name, tensor) for name, tensor in tensors.items() if name in sources
             )
         except Exception as cause:
             raise CommitError(f"loading stopped half-way: {type(cause).__name__}: {cause}.", part=part) from cause
         finally:
-            for layer in begun:
-                finalize_layerwise_reload(layer, model_config)
+            finalize_layerwise_reload(some, model_config)
     if loaded is not None and (missing := sorted(wanted - loaded)):
         raise CommitError(
             f"loading stopped half-way: {len(missing)} parameters were not replaced, among them {', '.join(missing[:3])}.",

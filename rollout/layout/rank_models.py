@@ -25,7 +25,7 @@ _PART = "layout"
 
 
 def engine_config(model: str, *, tensor_parallel: int, dtype: str) -> Any:
-    """vLLM's configuration of a replica of `model`.
+    """Configure a replica of `model` as vLLM does.
 
     Args:
         model: Checkpoint directory, or the name of a model whose files are on this machine.

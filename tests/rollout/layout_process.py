@@ -119,7 +119,7 @@ def probed(model: torch.nn.Module, config: Any, plan: CommitPlan, tensors: dict[
         }
         load_version(model, config.model_config, version, part="test")
         for name, numbers in seen.items():
-            numbers += live[name].to(torch.int64) << 8 * digit
+            numbers.add_(live[name].to(torch.int64) << 8 * digit)
     wrong = []
     for name, spec in plan.layout.targets.items():
         size = live[name].untyped_storage().nbytes() // spec.dtype.itemsize
@@ -149,14 +149,17 @@ def moved(path: str, dtype: str) -> dict[str, Any]:
         after = loader.plan
         got = state(model)
         load_version(model, config.model_config, second, part="test")
-        loader.load(second, RankGroup(None))
-        wide = {name: tensor.float() for name, tensor in second.items()}
-        loader.load(wide, RankGroup(None))
-        return {
-            "traced_again": before is not after,
-            "differing": differing(got, state(model)),
-            "kept": loader.plan is not after,
-        }
+        answer = {"traced_again": before is not after, "differing": differing(got, state(model))}
+        loader.load(first, RankGroup(None))
+        answer["kept"] = loader.plan is after
+        wide = {name: random_bits(tuple(tensor.shape), torch.float32, seed=7) for name, tensor in first.items()}
+        loader.load({name: tensor.float() for name, tensor in first.items()}, RankGroup(None))
+        answer["ways"] = [loader.load(wide, RankGroup(None))]
+        assert loader.plan is not None
+        answer["sent"] = sorted({str(spec.dtype) for spec in loader.plan.sources.values()})
+        got = state(model)
+        load_version(model, config.model_config, wide, part="test")
+        return answer | {"cast": differing(got, state(model))}
 
 
 def stale(path: str, dtype: str) -> dict[str, Any]:
@@ -197,6 +200,8 @@ def rank_layout(path: str, dtype: str, rank: int, world: int) -> dict[str, Any]:
 
 
 def main() -> None:
+    # A CPU worker does the same before it runs a model.
+    torch.accelerator.empty_cache = lambda: None
     for line in sys.stdin:
         method, *arguments = json.loads(line)
         answer = {"compare": compare, "moved": moved, "stale": stale, "rank_layout": rank_layout}[method](*arguments)

@@ -165,3 +165,54 @@ def _greedy(model: torch.nn.Module, prompt: Sequence[int], count: int) -> list[i
     for _ in range(count):
         ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
     return ids[len(prompt) :]
+
+
+def make_architecture(kind: str, path: Path, *, seed: int = 0) -> Path:
+    """A tiny model of one of several architectures, in float32.
+
+    ``gpt2`` keeps linear weights transposed, ``bloom`` interleaves queries, keys and values per head, ``phi3`` has them fused on
+    disk, and ``mamba2`` has a parameter that loading computes something from.
+    """
+    if kind in {"qwen3-tied", "qwen3"}:
+        return make_qwen3(path, seed=seed, tied=kind == "qwen3-tied", vocab=300)
+    if kind == "llama":
+        return make_llama(path, seed=seed, vocab=300)
+    sizes: dict[str, object] = {
+        "vocab_size": 300,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    t = transformers
+    model, config = {
+        "gpt2": lambda: (
+            t.GPT2LMHeadModel,
+            t.GPT2Config(vocab_size=300, n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS, n_positions=256, **ends),
+        ),
+        "bloom": lambda: (
+            t.BloomForCausalLM,
+            t.BloomConfig(vocab_size=300, hidden_size=HIDDEN, n_layer=LAYERS, n_head=HEADS, **ends),
+        ),
+        "gemma2": lambda: (t.Gemma2ForCausalLM, t.Gemma2Config(head_dim=HEAD_DIM, **sizes)),
+        "phi3": lambda: (t.Phi3ForCausalLM, t.Phi3Config(max_position_embeddings=256, **sizes)),
+        "mamba2": lambda: (
+            t.Mamba2ForCausalLM,
+            t.Mamba2Config(
+                vocab_size=300,
+                hidden_size=HIDDEN,
+                num_hidden_layers=LAYERS,
+                num_heads=8,
+                head_dim=16,
+                state_size=16,
+                n_groups=1,
+                **ends,
+            ),
+        ),
+    }[kind]()
+    return _save(model, config, path, seed, torch.float32)
