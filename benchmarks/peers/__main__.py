@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from .catalogue import catalogue
 from .runner import Plan, run
@@ -67,10 +68,13 @@ def main() -> int:
         interpreters=interpreters,
         lock=arguments.lock,
     )
-    report = run(plan, names, lambda line: print(line, file=sys.stderr, flush=True))
+
+    def save(report: dict[str, Any]) -> None:
+        if arguments.json:
+            arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+
+    report = run(plan, names, lambda line: print(line, file=sys.stderr, flush=True), save)
     print(markdown(report))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     return int(any("failed" in row or not row.get("verified", True) for row in report["rows"]))
 
 
