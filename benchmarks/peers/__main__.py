@@ -67,6 +67,7 @@ def main() -> int:
         quiet_s=arguments.quiet_s,
         interpreters=interpreters,
         lock=arguments.lock,
+        lock_s=arguments.lock_s,
     )
 
     def save(report: dict[str, Any]) -> None:
