@@ -202,13 +202,23 @@ def _percent(share: float) -> str:
 MODELS = {"demo": ("arithmetic demo", demo), "bytes": ("byte-level Qwen3", byte_model)}
 
 
+def _report(kept: dict[str, list[dict[str, Any]]], threads: int) -> dict[str, Any]:
+    return {
+        "benchmark": "density",
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "machine": {**machine(), "threads_per_process": threads},
+        "optimizer": {"name": "AdamW", "betas": BETAS, "weight_decay": 0.0, "max_grad_norm": MAX_GRAD_NORM},
+        "runs": [run for name, _ in MODELS.values() for run in kept.get(name, [])],
+    }
+
+
 def main() -> None:
     """Measure one model or both, print the table, draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=[*MODELS], action="append", help="all of them by default")
     parser.add_argument("--steps", type=int, default=40, help="per learning rate")
     parser.add_argument(
-        "--before", type=int, help="most steps before counting; 300 of the demo's own, 60 for the other"
+        "--before", type=int, help="most steps before counting; 300 of the demo's own, 40 for the other"
     )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, help="the report; what it has of other models stays there")
@@ -220,19 +230,14 @@ def main() -> None:
     if arguments.json and arguments.json.exists():
         for run in json.loads(arguments.json.read_text())["runs"]:
             kept.setdefault(run["model"], []).append(run)
+    report = _report(kept, arguments.threads)
     for model in () if arguments.show else arguments.model or MODELS:
         torch.manual_seed(0)
-        before = arguments.before or {"demo": 300, "bytes": 60}[model]
+        before = arguments.before or {"demo": 300, "bytes": 40}[model]
         kept[MODELS[model][0]] = [asdict(run) for run in measure(model, arguments.steps, before)]
-    report: dict[str, Any] = {
-        "benchmark": "density",
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "machine": {**machine(), "threads_per_process": arguments.threads},
-        "optimizer": {"name": "AdamW", "betas": BETAS, "weight_decay": 0.0, "max_grad_norm": MAX_GRAD_NORM},
-        "runs": [run for name, _ in MODELS.values() for run in kept.get(name, [])],
-    }
-    if arguments.json and not arguments.show:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        report = _report(kept, arguments.threads)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     print(markdown(report["runs"]))
     if arguments.plot:
         plot(report, arguments.plot)
