@@ -39,6 +39,7 @@ def main() -> int:
     parser.add_argument(
         "--lock", type=Path, metavar="FILE", help="hold this file's lock while peers run, some minutes at a time"
     )
+    parser.add_argument("--lock-s", type=float, default=150.0, help="after how long others get a turn at that lock")
     parser.add_argument(
         "--quiet-s", type=float, default=30.0, help="longest wait for a quiet machine per turn; 0 for none"
     )
