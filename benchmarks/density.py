@@ -125,18 +125,16 @@ def byte_model(steps: int) -> tuple[torch.nn.Module, LossOf]:
     return model, loss_of
 
 
-def measure(steps: int, demo_steps: int, byte_steps: int) -> list[Run]:
-    """Every learning rate on both models."""
+def measure(model: str, steps: int, before_steps: int) -> list[Run]:
+    """Every learning rate on one of `MODELS`."""
+    name, make = MODELS[model]
+    prepared, loss_of = make(before_steps)
     runs = []
-    for name, (model, loss_of) in (
-        ("arithmetic demo", demo(demo_steps)),
-        ("byte-level Qwen3", byte_model(byte_steps)),
-    ):
-        for learning_rate in LEARNING_RATES:
-            torch.manual_seed(1)  # the same batches for each
-            run = train(name, model, loss_of, learning_rate, steps)
-            print(f"{name}, {learning_rate:g}: {_percent(statistics.median(run.density))}", flush=True)
-            runs.append(run)
+    for learning_rate in LEARNING_RATES:
+        torch.manual_seed(1)  # the same batches for each
+        run = train(name, prepared, loss_of, learning_rate, steps)
+        print(f"{name}, {learning_rate:g}: {_percent(statistics.median(run.density))}", flush=True)
+        runs.append(run)
     return runs
 
 
@@ -167,8 +165,8 @@ def plot(report: dict[str, Any], path: Path) -> None:
     models = list(dict.fromkeys(run["model"] for run in runs))
     lowest = [run["density"][1:] for run in runs if run["learning_rate"] == min(LEARNING_RATES)]
     low, high = (choose(statistics.median(each) for each in lowest) for choose in (min, max))
-    figure, axes = plt.subplots(1, len(models), figsize=(10, 4.2), sharey=True, layout="constrained")
-    for axis, model in zip(axes, models, strict=True):
+    figure, axes = plt.subplots(1, len(models), figsize=(10, 4.2), sharey=True, layout="constrained", squeeze=False)
+    for axis, model in zip(axes[0], models, strict=True):
         for run in (each for each in runs if each["model"] == model):
             percent = [100 * value for value in run["density"]]
             (line,) = axis.plot(range(1, len(percent) + 1), percent, linewidth=1.8)
@@ -188,7 +186,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
         axis.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
         axis.grid(axis="y", alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("bfloat16 elements that changed")
+    axes[0][0].set_ylabel("bfloat16 elements that changed")
     figure.suptitle(
         f"The smaller the learning rate, the less there is to send: at {min(LEARNING_RATES):g}"
         f" a step changes {_percent(low)} to {_percent(high)} of the wire"
@@ -201,30 +199,43 @@ def _percent(share: float) -> str:
     return f"{100 * share:.2g} %"
 
 
+MODELS = {"demo": ("arithmetic demo", demo), "bytes": ("byte-level Qwen3", byte_model)}
+
+
+def _report(kept: dict[str, list[dict[str, Any]]], threads: int) -> dict[str, Any]:
+    return {
+        "benchmark": "density",
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "machine": {**machine(), "threads_per_process": threads},
+        "optimizer": {"name": "AdamW", "betas": BETAS, "weight_decay": 0.0, "max_grad_norm": MAX_GRAD_NORM},
+        "runs": [run for name, _ in MODELS.values() for run in kept.get(name, [])],
+    }
+
+
 def main() -> None:
-    """Measure, or read an earlier report; print the table; draw."""
+    """Measure one model or both, print the table, draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=[*MODELS], action="append", help="all of them by default")
     parser.add_argument("--steps", type=int, default=40, help="per learning rate")
-    parser.add_argument("--demo-steps", type=int, default=300, help="most steps of the demo's own preparation")
-    parser.add_argument("--byte-steps", type=int, default=60, help="steps of the larger model before counting")
+    parser.add_argument(
+        "--before", type=int, help="most steps before counting; 300 of the demo's own, 40 for the other"
+    )
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="write the report there, or with --show read it")
-    parser.add_argument("--plot", type=Path, help="draw it there")
-    parser.add_argument("--show", action="store_true", help="measure nothing, use the report in --json")
+    parser.add_argument("--json", type=Path, help="the report; what it has of other models stays there")
+    parser.add_argument("--plot", type=Path, help="draw the report there")
+    parser.add_argument("--show", action="store_true", help="measure nothing, only print and draw the report in --json")
     arguments = parser.parse_args()
-    if arguments.show:
-        report = json.loads(arguments.json.read_text())
-    else:
-        torch.set_num_threads(arguments.threads)
+    torch.set_num_threads(arguments.threads)
+    kept: dict[str, list[dict[str, Any]]] = {}
+    if arguments.json and arguments.json.exists():
+        for run in json.loads(arguments.json.read_text())["runs"]:
+            kept.setdefault(run["model"], []).append(run)
+    report = _report(kept, arguments.threads)
+    for model in () if arguments.show else arguments.model or MODELS:
         torch.manual_seed(0)
-        runs = measure(arguments.steps, arguments.demo_steps, arguments.byte_steps)
-        report = {
-            "benchmark": "density",
-            "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-            "machine": {**machine(), "threads_per_process": arguments.threads},
-            "optimizer": {"name": "AdamW", "betas": BETAS, "weight_decay": 0.0, "max_grad_norm": MAX_GRAD_NORM},
-            "runs": [asdict(run) for run in runs],
-        }
+        before = arguments.before or {"demo": 300, "bytes": 40}[model]
+        kept[MODELS[model][0]] = [asdict(run) for run in measure(model, arguments.steps, before)]
+        report = _report(kept, arguments.threads)
         if arguments.json:
             arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     print(markdown(report["runs"]))

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from .catalogue import catalogue
 from .runner import Plan, run
@@ -38,6 +39,7 @@ def main() -> int:
     parser.add_argument(
         "--lock", type=Path, metavar="FILE", help="hold this file's lock while peers run, some minutes at a time"
     )
+    parser.add_argument("--lock-s", type=float, default=150.0, help="after how long others get a turn at that lock")
     parser.add_argument(
         "--quiet-s", type=float, default=30.0, help="longest wait for a quiet machine per turn; 0 for none"
     )
@@ -66,11 +68,15 @@ def main() -> int:
         quiet_s=arguments.quiet_s,
         interpreters=interpreters,
         lock=arguments.lock,
+        lock_s=arguments.lock_s,
     )
-    report = run(plan, names, lambda line: print(line, file=sys.stderr, flush=True))
+
+    def save(report: dict[str, Any]) -> None:
+        if arguments.json:
+            arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+
+    report = run(plan, names, lambda line: print(line, file=sys.stderr, flush=True), save)
     print(markdown(report))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     return int(any("failed" in row or not row.get("verified", True) for row in report["rows"]))
 
 

@@ -25,11 +25,13 @@ import torch
 from .catalogue import catalogue
 from .cpu_guard import descendants, wait_until_quiet
 from .peer import Peer
-from .workload import workload_named
+from .workload import Workload, workload_named
 
 _ROOT = Path(__file__).resolve().parents[2]
 _MEASURE = f"from {__package__}.measure import main; main()"
 """Not run by ``-m``: the processes that the peer spawns would import this main module again, and with it every other peer."""
+_TERM_S = 3.0
+_TMPFS = "/dev/shm"  # noqa: S108 - everything goes into fresh folders below it
 _TIMES = ("trainer_blocked_s", "rollout_blocked_s", "latency_s")
 
 
@@ -57,8 +59,19 @@ class Plan:
     """How long the lock is held before others get their turn, plus the rest of a peer's."""
 
 
-def run(plan: Plan, names: Sequence[str], said: Callable[[str], None] = print) -> dict[str, Any]:
+def run(
+    plan: Plan,
+    names: Sequence[str],
+    said: Callable[[str], None] = print,
+    save: Callable[[dict[str, Any]], None] | None = None,
+) -> dict[str, Any]:
     """Measure the peers `names` and return the report, as README.md describes it.
+
+    Args:
+        plan: How.
+        names: Of rows of the catalogue.
+        said: Called with a line after every turn.
+        save: Called with what the report is so far after every turn: an interrupted run is not lost.
 
     Raises:
         ValueError: there is no such workload, or plan makes no sense.
@@ -77,7 +90,13 @@ def run(plan: Plan, names: Sequence[str], said: Callable[[str], None] = print) -
             if not any("unavailable" in word or "failed" in word for word in words[name]):
                 heard = _block(plan, peers[name], rounds, lock)
                 words[name] += heard
+                if save is not None:
+                    save(_report(plan, workload, peers, words))
                 said(f"pass {turn + 1}/{passes}  {name}: {_outcome(heard)}")
+    return _report(plan, workload, peers, words)
+
+
+def _report(plan: Plan, workload: Workload, peers: Mapping[str, Peer], words: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "benchmark": "peers",
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
@@ -88,8 +107,8 @@ def run(plan: Plan, names: Sequence[str], said: Callable[[str], None] = print) -
             "tensors": len(workload.shapes),
             "receivers": plan.receivers,
         },
-        "passes": passes,
-        "rows": [_row(peer, words[name]) for name, peer in peers.items()],
+        "passes": plan.passes,
+        "rows": [_row(peer, words[name]) for name, peer in peers.items() if words[name]],
     }
 
 
@@ -161,13 +180,17 @@ def _block(plan: Plan, peer: Peer, rounds: int, lock: _SharedLock) -> list[dict[
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Kill the process, its group, and whatever else it started and is still there."""
-    family = descendants(process.pid)
+    """End the process, its group, and whatever else it started and is still there."""
+    family = [process.pid, *descendants(process.pid)]
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.communicate(timeout=_TERM_S)
     for pid in family:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        # Python's own tracker ends when the others have, after removing the semaphores they left in shared memory.
+        with contextlib.suppress(OSError):
+            if b"multiprocessing.resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
     process.communicate()
 
 
@@ -198,7 +221,7 @@ class _SharedLock:
 @contextlib.contextmanager
 def _folders() -> Iterator[tuple[Path, Path]]:
     """A folder on tmpfs and one on disk."""
-    memory = Path(tempfile.mkdtemp(prefix="peers-", dir="/dev/shm"))
+    memory = Path(tempfile.mkdtemp(prefix="peers-", dir=_TMPFS))
     disk = Path(tempfile.mkdtemp(prefix="peers-", dir=os.environ.get("PEERS_DISK_DIR")))
     try:
         yield memory, disk

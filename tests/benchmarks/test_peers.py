@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -12,6 +14,14 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+HANGS = """
+import multiprocessing, pathlib, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+lock = multiprocessing.get_context("spawn").Semaphore(0)
+pathlib.Path({path!r}).write_text(lock._semlock.name)
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+time.sleep(600)
+"""
 
 
 @pytest.fixture
@@ -21,12 +31,20 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("benchmarks.peers.runner")
 
 
+@pytest.fixture
+def tmpfs(peers: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for the peers' shared memory, which must be empty in the end."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        monkeypatch.setattr(peers, "_TMPFS", folder)
+        yield Path(folder)
+        assert list(Path(folder).iterdir()) == []
+
+
 def module(name: str) -> ModuleType:
     return importlib.import_module(f"benchmarks.peers.{name}")
 
 
-def test_two_peers_are_measured_and_verified_and_nothing_is_left(peers: ModuleType) -> None:
-    began = {entry.name for entry in Path("/dev/shm").iterdir()}
+def test_two_peers_are_measured_and_verified_and_nothing_is_left(peers: ModuleType, tmpfs: Path) -> None:
     plan = peers.Plan("tiny", receivers=1, rounds=1, passes=1, quiet_s=0.0, block_s=60.0)
     said: list[str] = []
     report = peers.run(plan, ["copy-in-then-out", "gloo-flat"], said.append)
@@ -38,7 +56,6 @@ def test_two_peers_are_measured_and_verified_and_nothing_is_left(peers: ModuleTy
         assert row["trainer_blocked_s"]["median"] > 0
     assert len(said) == 2
     assert module("cpu_guard").descendants(os.getpid()) == []
-    assert {entry.name for entry in Path("/dev/shm").iterdir() if entry.name.startswith("peers-")} <= began
     table = module("table").markdown(report)
     assert "| gloo-flat |" in table
 
@@ -97,3 +114,19 @@ def test_the_cpu_time_of_this_process_is_not_held_against_a_round(peers: ModuleT
     foreign_s, _ = guard.stop()
     assert own >= 0.25
     assert foreign_s >= 0.0
+
+
+def test_a_peer_that_hangs_is_ended_with_all_its_processes(
+    peers: ModuleType, tmpfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "_MEASURE", HANGS.format(path=str(tmp_path / "semaphore")))
+    plan = peers.Plan("tiny", receivers=1, rounds=1, passes=1, quiet_s=0.0, block_s=4.0)
+    row = peers.run(plan, ["memcpy"], lambda line: None)["rows"][0]
+    assert row["failed"] == "it did not end within 4 s"
+    assert "latency_s" not in row
+    assert module("cpu_guard").descendants(os.getpid()) == []
+    semaphore = Path("/dev/shm") / f"sem.{(tmp_path / 'semaphore').read_text().lstrip('/')}"
+    until = time.monotonic() + 10.0
+    while semaphore.exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not semaphore.exists()
