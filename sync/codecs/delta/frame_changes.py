@@ -57,7 +57,10 @@ class FrameChanges:
     def bitmap(self, runs: list[Run]) -> tuple[Bytes, Words]:
         """Bitmap and changed elements of `runs`, which are heavy."""
         masks = [self.mask[run.start : run.stop] for run in runs]
-        values = [self.words[run.start : run.stop][mask] for run, mask in zip(runs, masks, strict=True)]
+        # Not words[mask]: that branches on every element, which costs nine times as much.
+        values = [
+            self.words[run.start : run.stop].take(mask.nonzero()[0]) for run, mask in zip(runs, masks, strict=True)
+        ]
         bits = [np.packbits(mask, bitorder="little") for mask in masks]
         return np.concatenate(bits), np.concatenate(values)
 

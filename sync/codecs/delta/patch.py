@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from weightlane.ckpt_engines import ConfigError
 
 from . import cuda_kernels
-from .raw import INTEGERS, PART, integer_view, words_of
+from .raw import INTEGERS, PART, integer_view
 
 _CHUNK = 1 << 15
 """Positions handled at once: what is widened to 64 bits stays in the cache."""
@@ -113,10 +111,9 @@ class Patch:
             for run in self.scattered:
                 cuda_kernels.scatter(flat[run.base :], run.positions, run.values, keep_old=keep_old)
             return
-        words = words_of(target)
-        scratch = np.empty(_CHUNK, np.int64)
+        scratch = torch.empty(_CHUNK, dtype=torch.int64)
         for run in self.scattered:
-            _scatter(words[run.base :], run, scratch, keep_old)
+            _scatter(flat[run.base :], run, scratch, keep_old)
 
 
 def _exchange_contiguous(target: torch.Tensor, values: torch.Tensor, keep_old: bool) -> None:
@@ -130,19 +127,16 @@ def _exchange_contiguous(target: torch.Tensor, values: torch.Tensor, keep_old: b
         mine.copy_(old)
 
 
-def _scatter(
-    target: npt.NDArray[np.generic], run: ScatteredValues, scratch: npt.NDArray[np.int64], keep_old: bool
-) -> None:
-    positions, values = run.positions.numpy(), words_of(run.values)
-    for start in range(0, positions.size, _CHUNK):
-        part = positions[start : start + _CHUNK]
-        at = scratch[: part.size]
-        at[:] = part
-        mine = values[start : start + _CHUNK]
-        old = target[at] if keep_old else None
-        target[at] = mine
+def _scatter(target: torch.Tensor, run: ScatteredValues, scratch: torch.Tensor, keep_old: bool) -> None:
+    for start in range(0, run.positions.numel(), _CHUNK):
+        part = run.positions[start : start + _CHUNK]
+        at = scratch[: part.numel()]
+        at.copy_(part)
+        mine = run.values[start : start + _CHUNK]
+        old = target.index_select(0, at) if keep_old else None
+        target.scatter_(0, at, mine)
         if old is not None:
-            mine[:] = old
+            mine.copy_(old)
 
 
 def update_base_(base: torch.Tensor, new: torch.Tensor) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -79,21 +80,42 @@ def is_heavy(counts: Counts, lengths: Counts) -> npt.NDArray[np.bool_]:
 
 
 def choose_methods(counts: Counts, lengths: Counts, itemsize: int) -> Bytes:
-    """The method of each block, given how many of its elements have changed."""
-    sparse = counts * (_LOW_BITS + 1) + ((lengths - 1) >> _LOW_BITS)
+    """The method of each block of a frame, given how many of its elements have changed."""
+    table = _method_by_count(itemsize)
+    methods: Bytes = table.take(counts)
+    if lengths[-1] != BLOCK:
+        methods[-1:] = _cheapest(counts[-1:], lengths[-1:], itemsize)
+    among = methods[methods >= SPARSE]
+    if among.size and (among != among[0]).any():
+        chosen = methods >= SPARSE
+        sparse = _sparse_bits(counts[chosen], lengths[chosen])
+        together = sparse.sum(1)
+        best = int(together.argmin())
+        if together[best] * _ONE_CLASS_GAIN <= sparse.min(0).sum() * (_ONE_CLASS_GAIN + 1):
+            methods[chosen] = SPARSE + best
+    return methods
+
+
+@cache
+def _method_by_count(itemsize: int) -> Bytes:
+    """The method of a full block by its number of changed elements."""
+    return _cheapest(np.arange(BLOCK + 1), np.full(BLOCK + 1, BLOCK), itemsize)
+
+
+def _cheapest(counts: Counts, lengths: Counts, itemsize: int) -> Bytes:
+    """The method that takes the fewest bits for each block, whatever the others."""
     values = counts * itemsize * 8
-    heavy = is_heavy(counts, lengths)
-    bits = np.vstack((lengths * itemsize * 8 - values, (lengths + 7) // 8 * 8, sparse))
-    bits[SPARSE - 1 :, heavy] = np.iinfo(np.int64).max
+    bits = np.vstack((lengths * itemsize * 8 - values, (lengths + 7) // 8 * 8, _sparse_bits(counts, lengths)))
+    bits[SPARSE - 1 :, is_heavy(counts, lengths)] = np.iinfo(np.int64).max
     methods: Bytes = (bits.argmin(0) + 1).astype(np.uint8)
     methods[counts == 0] = UNCHANGED
-    among = methods >= SPARSE
-    if among.any():
-        together = sparse[:, among].sum(1)
-        best = int(together.argmin())
-        if together[best] * _ONE_CLASS_GAIN <= sparse[:, among].min(0).sum() * (_ONE_CLASS_GAIN + 1):
-            methods[among] = SPARSE + best
     return methods
+
+
+def _sparse_bits(counts: Counts, lengths: Counts) -> Counts:
+    """Bits that the positions take, by number of low bits and block."""
+    bits: Counts = counts * (_LOW_BITS + 1) + ((lengths - 1) >> _LOW_BITS)
+    return bits
 
 
 def runs_of(methods: Bytes, method: int, elements: int) -> list[Run]:
