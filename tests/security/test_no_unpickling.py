@@ -62,6 +62,12 @@ ALLOWED = {
     ("cli/cluster.py", "ray"): "Ray between its own processes",
     # Hooks into the module, so that the suite notices an engine that unpickles.
     ("ckpt_engines/conformance/half_process.py", "pickle"): "watches for unpickling",
+    # What is measured there is what others do; none of it is installed.
+    ("benchmarks/peers/file_peers.py", "torch.distributed.checkpoint"): "a peer that is measured",
+    ("benchmarks/peers/halves.py", "multiprocessing"): "processes of a benchmark",
+    ("benchmarks/peers/ray_peers.py", "ray"): "a peer that is measured",
+    ("benchmarks/peers/verl_peers.py", "pickle"): "a peer that is measured",
+    ("benchmarks/peers/verl_peers.py", "ray"): "a peer that is measured",
     # ``parent_process()`` only: which process to outlive.
     ("rollout/watchdog.py", "multiprocessing"): "asks for the parent's process id",
 }

@@ -57,7 +57,7 @@ class Writer:
         self.layout = Manifest(0, specs, 4096, whole_tensors=True)
         self.sender = CheckpointEngineRegistry().create("filesystem", options).make_sender("trainer-0")
         self.topology = Topology(session, {"trainer-0": self.sender.address()}, {})
-        self.pipeline = SendPipeline(session, self.sender, self.layout, [], SealMail(NoMailbox()))
+        self.pipeline = SendPipeline(session, self.sender, [], SealMail(NoMailbox()))
         self.pipeline.connect(self.topology, NoMailbox(), Deadline.after(SECONDS))
 
     def send(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
