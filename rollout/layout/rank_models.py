@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import copy
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -99,19 +97,21 @@ def _join_group_of_one(config: Any) -> None:
     from vllm.config import set_current_vllm_config  # noqa: PLC0415 - slow to import
     from vllm.distributed import parallel_state  # noqa: PLC0415
 
-    if parallel_state.model_parallel_is_initialized():
-        return
-    with tempfile.TemporaryDirectory() as directory, set_current_vllm_config(config):
-        # A file, since any port may be somebody's.
-        where = f"file://{Path(directory) / 'group'}"
-        parallel_state.init_distributed_environment(1, 0, where, 0, "gloo")
+    with set_current_vllm_config(config):
+        if parallel_state.model_parallel_is_initialized():
+            # Which groups there are depends on the model: only some have experts.
+            parallel_state.destroy_model_parallel()
+        else:
+            # Nobody else is to find this group, so that it needs neither a port nor a file.
+            torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+            parallel_state.init_distributed_environment(1, 0, "env://", 0, "gloo")
         parallel_state.initialize_model_parallel(1, 1)
 
 
 def _in_short(cause: BaseException) -> str:
     """The first lines of an error that say something, without pydantic's frame."""
     lines = [line.strip() for line in str(cause).splitlines()]
-    told = [line for line in lines if line and not line.startswith(("For further information", "1 validation error"))]
+    told = [line for line in lines if line and "validation error" not in line and not line.startswith("For further")]
     text = (told or [type(cause).__name__])[0].removeprefix("Value error, ")
     return text.partition(" [type=")[0].rstrip(".") + "."
 

@@ -30,6 +30,7 @@ from .rank_models import engine_config, model_of_rank, quiet_vllm
 from .trace import trace_loading
 
 _PART = "layout"
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def layout_report(model: str, *, tensor_parallel: int, dtype: str = "auto", timeout_s: float = 600.0) -> dict[str, Any]:
@@ -58,6 +59,8 @@ def layout_report(model: str, *, tensor_parallel: int, dtype: str = "auto", time
         raise ConfigError(
             f"{tensor_parallel} ranks are not at least one.", part=_PART, hint="Give --tp a number from 1."
         )
+    if dtype not in _DTYPES:
+        raise ConfigError(f"{dtype!r} is none of {', '.join(_DTYPES)}.", part=_PART, hint="Choose one for --dtype.")
     path = Path(model)
     name = str(path.resolve()) if path.exists() else model
     arguments = json.dumps({"model": name, "tensor_parallel": tensor_parallel, "dtype": dtype})
@@ -86,8 +89,6 @@ def layout_report(model: str, *, tensor_parallel: int, dtype: str = "auto", time
 
 def make_report(model: str, *, tensor_parallel: int, dtype: str) -> dict[str, Any]:
     """`layout_report` in this process, which must not have built a vLLM model before."""
-    # Before anything of vLLM: headers tell most of what can be wrong.
-    config = None
     layouts: list[LayoutMap] = []
     seconds: list[float] = []
     verdicts = []

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from layout_models import bits, random_bits
 
+from weightlane.ckpt_engines import WeightlaneError
 from weightlane.rollout.agreement import RankGroup
 from weightlane.rollout.layout import CommitPlan, SourceSpec, VersionLoader, trace_loading
 from weightlane.rollout.layout.rank_models import engine_config, model_of_rank
+from weightlane.rollout.layout.report import make_report
 from weightlane.rollout.weight_loading import load_version
 
 
@@ -101,7 +103,7 @@ def probed(model: torch.nn.Module, config: Any, plan: CommitPlan, tensors: dict[
     """Parameters for which loading numbered elements tells another origin than the layout does.
 
     Every element of the checkpoint has a number. vLLM's own loading carries its base-256 digits to the parameters, one version
-    per digit, and the layout's slices carry the whole number: no copy of ours is involved in the first and no value in the second.
+    per digit, and the layout's slices carry the whole number: none of our copies is in the first, no value in the second.
     """
     first: dict[str, int] = {}
     count = 1  # 0 is what padding is made of.
@@ -199,12 +201,22 @@ def rank_layout(path: str, dtype: str, rank: int, world: int) -> dict[str, Any]:
         return trace_loading(model, specs).to_plain()
 
 
+def refused(path: str, tensor_parallel: int) -> list[str]:
+    """What a report of that model ends with."""
+    try:
+        make_report(path, tensor_parallel=tensor_parallel, dtype="float32")
+    except WeightlaneError as error:
+        return [type(error).__name__, str(error)]
+    return []
+
+
 def main() -> None:
     # A CPU worker does the same before it runs a model.
     torch.accelerator.empty_cache = lambda: None
+    commands = (compare, moved, stale, rank_layout, refused)
     for line in sys.stdin:
         method, *arguments = json.loads(line)
-        answer = {"compare": compare, "moved": moved, "stale": stale, "rank_layout": rank_layout}[method](*arguments)
+        answer = next(command for command in commands if command.__name__ == method)(*arguments)
         print(f"SAY{json.dumps(answer)}", flush=True)
 
 

@@ -3,61 +3,38 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import make_architecture
+from layout_models import LayoutProcess
+from tiny_models import make_architecture, make_qwen3_moe
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-PROGRAM = str(Path(__file__).with_name("layout_process.py"))
-ENVIRONMENT = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "OMP_NUM_THREADS": "1",
-}
-
-
-class Process:
-    """`layout_process.py`, called by method name."""
-
-    def __init__(self, children: Any) -> None:
-        self._child = children.start([PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENVIRONMENT)
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        self._child.stdin.write(json.dumps([method, *map(str, arguments[:2]), *arguments[2:]]) + "\n")
-        self._child.stdin.flush()
-        for line in self._child.stdout:
-            if line.startswith("SAY"):
-                return json.loads(line.removeprefix("SAY"))
-        raise AssertionError(f"the process ended with {self._child.wait(30.0)}")
-
 
 @pytest.fixture(scope="module")
-def process(session_children: Any) -> Iterator[Process]:
-    started = Process(session_children)
+def process(session_children: Any) -> Iterator[LayoutProcess]:
+    started = LayoutProcess(session_children)
     yield started
-    started._child.kill()
+    started.close()
 
 
 @pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3", "llama", "gpt2", "bloom", "gemma2", "phi3"])
 def test_copies_leave_what_reloading_leaves_and_numbered_elements_arrive_where_the_layout_says(
-    kind: str, process: Process, tmp_path: Path
+    kind: str, process: LayoutProcess, tmp_path: Path
 ) -> None:
-    answer = process.call("compare", make_architecture(kind, tmp_path), "float32")
+    answer = process.call("compare", str(make_architecture(kind, tmp_path)), "float32")
     assert answer["ways"] == ["traced", "traced"], answer["summary"]
     assert answer["slices"] > 10
     assert answer["after_first"] == answer["after_second"] == answer["sparse"] == answer["oracle"] == []
 
 
 def test_what_is_computed_while_loading_is_refused_by_name_and_right_nevertheless(
-    process: Process, tmp_path: Path
+    process: LayoutProcess, tmp_path: Path
 ) -> None:
-    answer = process.call("compare", make_architecture("mamba2", tmp_path), "float32")
+    answer = process.call("compare", str(make_architecture("mamba2", tmp_path)), "float32")
     assert answer["ways"] == ["mixed", "mixed"]
     assert answer["reloaded"] == ["backbone.layers.0.mixer", "backbone.layers.1.mixer"]
     assert "backbone.layers.0.mixer.A: loading reads it back (exp)" in answer["summary"]
@@ -65,8 +42,8 @@ def test_what_is_computed_while_loading_is_refused_by_name_and_right_nevertheles
     assert answer["after_first"] == answer["after_second"] == answer["sparse"] == answer["oracle"] == []
 
 
-def test_parameters_that_move_and_other_types_are_learned_anew(process: Process, tmp_path: Path) -> None:
-    answer = process.call("moved", make_architecture("qwen3-tied", tmp_path), "bfloat16")
+def test_parameters_that_move_and_other_types_are_learned_anew(process: LayoutProcess, tmp_path: Path) -> None:
+    answer = process.call("moved", str(make_architecture("qwen3-tied", tmp_path)), "bfloat16")
     assert answer == {
         "traced_again": True,
         "differing": [],
@@ -78,8 +55,23 @@ def test_parameters_that_move_and_other_types_are_learned_anew(process: Process,
 
 
 def test_a_layer_that_computes_from_a_hidden_copy_is_found_out_by_what_it_computes(
-    process: Process, tmp_path: Path
+    process: LayoutProcess, tmp_path: Path
 ) -> None:
-    answer = process.call("stale", make_architecture("llama", tmp_path), "float32")
+    answer = process.call("stale", str(make_architecture("llama", tmp_path)), "float32")
     assert answer["way"] == "reload"
     assert f"{answer['layer']} does not compute from its parameters alone" in answer["why"]
+
+
+def test_what_vllm_cannot_run_is_told_in_words(process: LayoutProcess, tmp_path: Path) -> None:
+    model = make_architecture("qwen3", tmp_path)
+    kind, text = process.call("refused", str(model), 7)
+    assert kind == "ConfigError"
+    assert "heads (4) must be divisible by tensor parallel size (7)" in text
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"architectures": ["NobodysModel"], "model_type": "nobody"}))
+    kind, text = process.call("refused", str(model), 1)
+    assert kind == "ConfigError"
+    assert "nobody" in text.lower()
+    kind, text = process.call("refused", str(make_qwen3_moe(tmp_path / "moe", seed=0)), 1)
+    assert kind == "ConfigError"
+    assert "mixture-of-experts" in text

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from typing import Any
 
 import pytest
+from layout_models import LayoutProcess
 from running_worker import Setup
 from tiny_models import greedy_tokens, is_greedy, load_tensors, sampled_logprobs
 
@@ -31,6 +33,18 @@ def test_parameters_equal_an_independent_mapping_bit_for_bit_even_after_staging_
         sent = sum(tensor.nbytes for tensor in load_tensors(setup.models[model]).values())
         assert min(setup.probe("probe_poison_staging")) >= sent
         setup.check_parameters(model)
+
+
+def test_versions_go_by_copies_where_a_model_built_for_each_rank_alone_says(
+    setup: Setup, session_children: Any
+) -> None:
+    setup.serve(1)
+    assert setup.probe("probe_way") == [["traced", ""]] * setup.world
+    if setup.world > 1:
+        alone = LayoutProcess(session_children)
+        for rank, layout in enumerate(setup.probe("probe_layout")):
+            assert layout == alone.call("rank_layout", str(setup.models[1]), "float32", rank, setup.world)
+        alone.close()
 
 
 def test_greedy_tokens_equal_those_of_transformers_on_the_committed_weights_and_carry_its_version(setup: Setup) -> None:
