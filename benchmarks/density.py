@@ -28,6 +28,7 @@ from .peers.runner import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 LEARNING_RATES = (1e-4, 1e-5, 1e-6)
+TICKS_PERCENT = (1, 2, 5, 10, 20, 50, 100)
 BETAS, MAX_GRAD_NORM = (0.9, 0.95), 1.0
 LossOf = Callable[[torch.nn.Module], torch.Tensor]
 
@@ -181,15 +182,17 @@ def plot(report: dict[str, Any], path: Path) -> None:
         size = next(run["parameters"] for run in runs if run["model"] == model)
         axis.set_title(f"{model}, {size / 1e6:.1f} M parameters", fontsize=10)
         axis.set_yscale("log")
+        axis.set_yticks(TICKS_PERCENT, [f"{tick} %" for tick in TICKS_PERCENT])
+        axis.minorticks_off()
+        axis.set_ylim(0.8, 110)
         axis.set_xlabel("optimizer step")
-        axis.set_xlim(0, len(runs[0]["density"]) * 1.22)
-        axis.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
+        axis.set_xlim(0, max(len(run["density"]) for run in runs) * 1.25)
         axis.grid(axis="y", alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0][0].set_ylabel("bfloat16 elements that changed")
     figure.suptitle(
         f"The smaller the learning rate, the less there is to send: at {min(LEARNING_RATES):g}"
-        f" a step changes {_percent(low)} to {_percent(high)} of the wire"
+        f" a step changes {_percent(low)}{'' if low == high else f' to {_percent(high)}'} of the wire"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)

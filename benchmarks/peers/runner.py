@@ -122,7 +122,7 @@ def machine() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "cpu": processor,
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30), 1),
-        "kernel": platform.release(),
+        "kernel": platform.release().partition("-")[0],
         "python": platform.python_version(),
         "torch": torch.__version__,
         "threads_per_process": 1,
