@@ -8,8 +8,6 @@ order, in all ranks at once; a round of a way takes as long as its slowest rank.
 one piece. After the last round, and outside the timing, parameters are compared with the version bit for bit.
 """
 
-# ruff: noqa: PLC0415 - each process imports what it needs, and vLLM after its environment is set
-
 from __future__ import annotations
 
 import argparse

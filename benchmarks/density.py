@@ -157,10 +157,10 @@ def markdown(runs: list[dict[str, Any]]) -> str:
 
 def plot(report: dict[str, Any], path: Path) -> None:
     """One panel per model, one line per learning rate."""
-    import matplotlib as mpl  # noqa: PLC0415 - optional
+    import matplotlib as mpl
 
     mpl.use("Agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415 - as above
+    from matplotlib import pyplot as plt
 
     runs = report["runs"]
     models = list(dict.fromkeys(run["model"] for run in runs))

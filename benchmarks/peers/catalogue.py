@@ -20,7 +20,7 @@ def catalogue() -> dict[str, Peer]:
 
 def _weightlane() -> tuple[Peer, ...]:
     try:
-        from .weightlane_peers import WEIGHTLANE  # noqa: PLC0415 - a peer's own environment may lack it
+        from .weightlane_peers import WEIGHTLANE
     except ModuleNotFoundError:
         return ()
     return WEIGHTLANE

@@ -53,14 +53,14 @@ class _Loads(_InFolder, Receiver):
 
 class _SafetensorsSender(_Saves):
     def save(self, path: Path) -> None:
-        from safetensors.torch import save_file  # noqa: PLC0415 - optional
+        from safetensors.torch import save_file
 
         save_file(self.tensors, path)
 
 
 class _SafetensorsReceiver(_Loads):
     def load(self, path: Path) -> None:
-        from safetensors.torch import load_file  # noqa: PLC0415 - optional
+        from safetensors.torch import load_file
 
         copy_all(self.tensors, load_file(path))
 
@@ -77,7 +77,7 @@ class _TorchSaveReceiver(_Loads):
 
 class _DcpSender(_Saves):
     def save(self, path: Path) -> None:
-        from torch.distributed.checkpoint.state_dict_saver import save  # noqa: PLC0415 - slow to import
+        from torch.distributed.checkpoint.state_dict_saver import save
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it says that it saves from a single process
@@ -86,7 +86,7 @@ class _DcpSender(_Saves):
 
 class _DcpReceiver(_Loads):
     def load(self, path: Path) -> None:
-        from torch.distributed.checkpoint.state_dict_loader import load  # noqa: PLC0415 - slow to import
+        from torch.distributed.checkpoint.state_dict_loader import load
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # as above

@@ -39,7 +39,7 @@ class _Node:
 
     def put_arrays(self, per_tensor: bool) -> tuple[float, float, list[Any]]:
         """Into the object store: one dictionary of numpy views, or an object per tensor."""
-        import ray  # noqa: PLC0415 - optional
+        import ray
 
         began = time.monotonic()
         arrays = {name: as_bytes(tensor).numpy() for name, tensor in self.state.tensors.items()}
@@ -48,7 +48,7 @@ class _Node:
 
     def get_arrays(self, references: list[Any]) -> tuple[float, float]:
         """Out of the object store, which maps the objects, into this actor's tensors."""
-        import ray  # noqa: PLC0415 - optional
+        import ray
 
         began = time.monotonic()
         objects = ray.get(references)
@@ -74,7 +74,7 @@ class _Node:
 
     def put_nixl(self) -> tuple[float, float, list[Any]]:
         """RDT over NIXL: registers the tensors, moves nothing."""
-        import ray  # noqa: PLC0415 - optional
+        import ray
 
         began = time.monotonic()
         reference = ray.put(self.state.tensors, _tensor_transport="nixl")
@@ -82,8 +82,8 @@ class _Node:
 
     def get_nixl(self, references: list[Any]) -> tuple[float, float]:
         """RDT over NIXL: read straight into this actor's tensors."""
-        import ray  # noqa: PLC0415 - optional
-        from ray.experimental import set_target_for_ref  # noqa: PLC0415 - optional
+        import ray
+        from ray.experimental import set_target_for_ref
 
         began = time.monotonic()
         set_target_for_ref(references[0], list(self.state.tensors.values()))
@@ -109,7 +109,7 @@ class _RaySession(Session):
 
     def get(self, references: Any) -> Any:
         """The values of `references`, by the deadline."""
-        import ray  # noqa: PLC0415 - optional
+        import ray
 
         return ray.get(references, timeout=self.deadline_s)
 
@@ -176,7 +176,7 @@ class _Ray(Peer):
     @contextmanager
     def open(self, task: Task) -> Iterator[Session]:
         """As `Peer.open`: in a cluster of its own, with room for three payloads in the object store."""
-        import ray  # noqa: PLC0415 - optional
+        import ray
 
         with tempfile.TemporaryDirectory(
             prefix="ray", ignore_cleanup_errors=True
@@ -206,15 +206,15 @@ class _ObjectStore(_Ray):
         self._per_tensor = per_tensor
 
     def connect(self, task: Task) -> Session:
-        import ray  # noqa: PLC0415 - optional
+        import ray
 
         return _Pulls(task, ray.remote(num_cpus=0)(_Node), "put_arrays", (self._per_tensor,), "get_arrays")
 
 
 class _RdtGloo(_Ray):
     def connect(self, task: Task) -> Session:
-        import ray  # noqa: PLC0415 - optional
-        from ray.experimental.collective import create_collective_group  # noqa: PLC0415 - optional
+        import ray
+        from ray.experimental.collective import create_collective_group
 
         class Lender(_Node):
             @ray.method(tensor_transport="gloo")  # type: ignore[untyped-decorator]
@@ -228,7 +228,7 @@ class _RdtGloo(_Ray):
 
 class _RdtNixl(_Ray):
     def connect(self, task: Task) -> Session:
-        import ray  # noqa: PLC0415 - optional
+        import ray
 
         actor = ray.remote(num_cpus=0, enable_tensor_transport=True)(_Node)
         return _Pulls(task, actor, "put_nixl", (), "get_nixl")

@@ -19,8 +19,8 @@ T = TypeVar("T")
 
 def _node_class() -> Any:
     """The actor, whose base class is there only where Monarch is installed."""
-    import torchstore  # noqa: PLC0415 - optional
-    from monarch.actor import Actor, endpoint  # noqa: PLC0415 - optional
+    import torchstore
+    from monarch.actor import Actor, endpoint
 
     class Node(Actor):  # type: ignore[misc]
         """A sender or receiver."""
@@ -65,8 +65,8 @@ class _TorchStoreSession(Session):
         self.run(self._start())
 
     async def _start(self) -> None:
-        import torchstore  # noqa: PLC0415 - optional
-        from monarch.actor import this_host  # noqa: PLC0415 - optional
+        import torchstore
+        from monarch.actor import this_host
 
         kind = _node_class()
         self._nodes = []
@@ -94,7 +94,7 @@ class _TorchStoreSession(Session):
         return self._loop.run_until_complete(asyncio.wait_for(work, self._deadline_s))
 
     def close(self) -> None:
-        import torchstore  # noqa: PLC0415 - optional
+        import torchstore
 
         self.run(torchstore.shutdown())
 

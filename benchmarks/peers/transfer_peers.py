@@ -14,7 +14,7 @@ from .workload import as_bytes
 class _Agent(Half):
     def make_agent(self) -> Any:
         """A NIXL agent with this half's tensors registered, one descriptor per tensor."""
-        from nixl._api import nixl_agent, nixl_agent_config  # noqa: PLC0415 - optional
+        from nixl._api import nixl_agent, nixl_agent_config
 
         self._agent: Any = nixl_agent(f"agent-{self.rank}", nixl_agent_config(backends=["UCX"]))
         memory = [as_bytes(tensor) for tensor in self.tensors.values()]
@@ -83,7 +83,7 @@ class _Nixl(HalvesPeer):
 class _Engine(Half):
     def make_engine(self) -> tuple[str, list[int]]:
         """Start a Mooncake engine with the tensors registered; returns its address and theirs."""
-        from mooncake.engine import TransferEngine  # noqa: PLC0415 - optional
+        from mooncake.engine import TransferEngine
 
         self._engine: Any = TransferEngine()
         if self._engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") != 0:

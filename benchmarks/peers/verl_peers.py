@@ -70,7 +70,7 @@ def _stand_ins(kind: str) -> None:
     torch.zeros = zeros  # type: ignore[assignment]
     torch.cuda.synchronize = lambda *_: None
     if kind == "mooncake":
-        import mooncake.engine  # noqa: PLC0415 - optional
+        import mooncake.engine
 
         class OverTcp(mooncake.engine.TransferEngine):  # type: ignore[misc]
             def initialize(self, host: str, metadata: str, _protocol: str, device: str) -> Any:
@@ -87,12 +87,12 @@ class _Verl(Half):
         os.environ["RANK"] = str(self.rank)
         kind = self.options["kind"]
         _stand_ins(kind)
-        import ray.util  # noqa: PLC0415 - optional
-        from verl.checkpoint_engine import CheckpointEngineRegistry  # noqa: PLC0415 - optional
+        import ray.util
+        from verl.checkpoint_engine import CheckpointEngineRegistry
 
         ray.util.get_node_ip_address = lambda *_: "127.0.0.1"
         if kind == "mooncake":
-            import verl.checkpoint_engine.mooncake_checkpoint_engine as module  # noqa: PLC0415 - optional
+            import verl.checkpoint_engine.mooncake_checkpoint_engine as module
 
             module.get_torch_device = lambda: torch.cpu
         self._loop = asyncio.new_event_loop()
