@@ -29,6 +29,8 @@ class RankGroup:
 
     def first_error(self, error: WeightlaneError | None) -> WeightlaneError | None:
         """The error of the lowest failed rank, or None when every rank is well. All ranks call this together."""
+        if self._group is None:
+            return error
         answers = self.exchange(None if error is None else error.to_wire())
         return next((error_from_wire(answer) for answer in answers if answer is not None), None)
 
