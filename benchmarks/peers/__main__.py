@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,8 @@ def main() -> int:
         if arguments.json:
             arguments.json.write_text(json.dumps(report, indent=1) + "\n")
 
+    # Told to end, it ends what it started and removes its folders.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     report = run(plan, names, lambda line: print(line, file=sys.stderr, flush=True), save)
     print(markdown(report))
     return int(any("failed" in row or not row.get("verified", True) for row in report["rows"]))
