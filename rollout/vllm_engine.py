@@ -32,11 +32,19 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.logger import init_logger
 
-from weightlane.ckpt_engines import CommitError, ProtocolError, QuarantinedError, WeightlaneError, as_weightlane_error
-from weightlane.sync import Expectation, Subscriber
+from weightlane.ckpt_engines import (
+    CommitError,
+    DeltaBaseError,
+    ProtocolError,
+    QuarantinedError,
+    WeightlaneError,
+    as_weightlane_error,
+)
+from weightlane.sync import Expectation, StagedDelta, Subscriber
 
 from .agreement import RankGroup
 from .expectation import expectation_of
+from .layout.live_delta import LiveDelta
 from .layout.loader import VersionLoader
 from .transfer_calls import ConnectRequest, UpdateRequest, validated
 from .weight_loading import refuse_unsupported
@@ -66,6 +74,8 @@ class _Change:
     version: int = -1
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Views of staging memory; empty while nothing of it is taken."""
+    delta: LiveDelta | None = None
+    """What changes places with live elements, instead of `tensors`."""
     before: int | None = None
     """The version that serves until then, if it can be gone back to."""
     way: str = ""
@@ -91,6 +101,8 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         """Which version; None while it is the checkpoint's, or not intact."""
         self._before: int | None = None
         """What was held before `_held`; None when that cannot be gone back to."""
+        self._undo: LiveDelta | None = None
+        """What takes `_held` back, if it came as a delta."""
         self._loader: VersionLoader | None = None
         """Made once: what it has learned about the model holds for every publisher."""
 
@@ -133,7 +145,9 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         group = self._group()
         change = _Change()
         error = group.first_error(self._caught(lambda: self._prepare(change, update_info.fields)))
-        if error is None and change.tensors:
+        if error is None and change.delta is not None:
+            error = self._exchange(group, change)
+        elif error is None and change.tensors:
             error = self._replace(group, change)
         self._release(change)
         if error is None:
@@ -184,7 +198,11 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         request = validated(UpdateRequest, fields)
         if request.version is not None:
             change.version, change.before = request.version, self._held
-            change.tensors = self._subscribed(request.version).take(request.version)
+            subscriber = self._subscribed(request.version)
+            if (delta := subscriber.take_delta(request.version)) is not None:
+                change.delta = self._located(delta)
+                return
+            change.tensors = subscriber.take(request.version)
             self._check_complete(request.version, change.tensors)
             return
         version = request.rollback_of
@@ -195,7 +213,47 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         if self._held != version:
             held = "the weights" if self._held is None else f"version {self._held}"
             raise CommitError(f"version {version} cannot be taken back, {held} came after it.", part=self._part)
+        if self._undo is not None and self._before is not None:
+            change.version, change.delta = self._before, self._undo
+            return
         self._take_previous(subscriber, change, version, self._before)
+
+    def _located(self, delta: StagedDelta) -> LiveDelta:
+        base = delta.manifest.base_version
+        if not self._intact or self._held != base:
+            held = "unknown weights" if self._held is None or not self._intact else f"version {self._held}"
+            raise DeltaBaseError(
+                f"version {delta.version} is a delta to version {base}, {held} are here.", part=self._part
+            )
+        assert self._loader is not None, "it comes with the subscriber"
+        return self._loader.live_delta(delta)
+
+    def _exchange(self, group: RankGroup, change: _Change) -> WeightlaneError | None:
+        """Let live elements and those of a delta, or of one that is undone, change places on every rank, or on none."""
+        delta, held, undoing = change.delta, self._held, change.delta is self._undo
+        assert delta is not None
+        self._held, self._intact = None, False
+        exchanged = False
+
+        def exchange() -> None:
+            nonlocal exchanged
+            delta.exchange()
+            exchanged = True
+
+        error = group.first_error(self._caught(exchange))
+        if error is not None:
+            trouble = group.first_error(self._caught(delta.exchange if exchanged else lambda: None))
+            if trouble is not None:
+                return _mixture(error, f"The version before it could not be put back: {trouble}", self._part)
+            self._held, self._intact = held, True
+            return error
+        self._held, self._intact = change.version, True
+        if undoing:
+            self._before, self._undo = None, None
+            self._subscribed(change.version).restored()
+        else:
+            self._before, self._undo = change.before, delta
+        return None
 
     def _take_previous(self, subscriber: Subscriber, change: _Change, version: int, wanted: int | None) -> None:
         change.version, change.tensors = subscriber.take_previous(version)
@@ -209,6 +267,7 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         """Load on every rank. After a failure the version before is put back; returns the error, and sets `_intact`."""
         began = time.perf_counter()
         held, self._held, self._intact = self._held, None, False
+        self._undo = None
         error = group.first_error(self._caught(lambda: self._load(group, change)))
         if error is None:
             self._held, self._before, self._intact = change.version, change.before, True
@@ -257,6 +316,8 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
     def _load(self, group: RankGroup, change: _Change) -> None:
         assert self._loader is not None, "it comes with the subscriber"
         change.way = self._loader.load(change.tensors, group)
+        if self._subscriber is not None:
+            self._subscriber.scatters = self._loader.takes_deltas
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)  # The staging memory is reused as soon as this returns.
 

@@ -15,6 +15,7 @@ import torch
 from vllm.logger import init_logger
 
 from weightlane.ckpt_engines import CommitError, WeightlaneError
+from weightlane.sync import StagedDelta
 
 from ..agreement import RankGroup
 from ..weight_loading import load_version
@@ -22,6 +23,7 @@ from .acceptance import Verdict, Way, judge, whole_reload
 from .commit_plan import CommitPlan
 from .equal_compute import OtherValues, first_difference, layer_digests
 from .layout_map import LayoutMap, Refusal, SourceSpec
+from .live_delta import LiveDelta
 from .partial_reload import reload_layers
 from .trace import trace_loading
 
@@ -69,6 +71,24 @@ class VersionLoader:
     def plan(self) -> CommitPlan | None:
         """The copies of a version, for what goes by copies; None where nothing does, and before the first version."""
         return self._plan
+
+    @property
+    def takes_deltas(self) -> bool:
+        """Whether changed elements can be put straight into the parameters: every weight goes by copies, and that was shown."""
+        return self._shown and self._verdict is not None and self._verdict.way is Way.TRACED
+
+    def live_delta(self, delta: StagedDelta) -> LiveDelta:
+        """Find out where the elements of `delta` live on this rank. Nothing is changed.
+
+        Raises:
+            CommitError: They cannot be put there.
+        """
+        if self._plan is None or not self.takes_deltas:
+            raise CommitError(
+                f"version {delta.version} is a delta, and {self._part} has not loaded a full version by copies.",
+                part=self._part,
+            )
+        return LiveDelta(self._plan, delta)
 
     def load(self, tensors: Mapping[str, torch.Tensor], group: RankGroup) -> Way:
         """Replace every weight of the model by `tensors` (Hugging Face names, full shapes), in place.

@@ -49,6 +49,28 @@ class ProbeExtension:
 
         plan.commit = failing
 
+    def probe_takes_deltas(self) -> bool:
+        """Whether the last version was put into the parameters as a delta."""
+        engine = self.weight_transfer_engine  # type: ignore[attr-defined]
+        return engine._loader.takes_deltas and engine._undo is not None
+
+    def probe_fail_exchange(self, rank: int, after: int) -> None:
+        """Let the next delta of one rank fail once `after` tensors have been exchanged."""
+        loader = self.weight_transfer_engine._loader  # type: ignore[attr-defined]
+        loader.__dict__.pop("live_delta", None)
+        if self.rank != rank:  # type: ignore[attr-defined]
+            return
+        locate = loader.live_delta
+
+        def failing(delta: Any) -> Any:
+            loader.__dict__.pop("live_delta", None)
+            live = locate(delta)
+            storage, offsets, values = live._places[after]
+            live._places[after] = (storage, offsets, values[:-1])  # not as many as there are places
+            return live
+
+        loader.live_delta = failing
+
     def probe_slow_loading(self, seconds: float) -> None:
         """From now on, let every load take at least so long; 0 ends that."""
         plan = self._plan()

@@ -22,12 +22,15 @@ from weightlane.sync import (
     SyncReport,
     TensorSpec,
 )
+from weightlane.sync.config import CodecPolicy
 
 
 class OneRankTrainer:
     """Holds live tensors, as a trainer does, and publishes whatever is copied into them."""
 
-    def __init__(self, model: Path, backend: str = "shm", options: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, model: Path, backend: str = "shm", options: dict[str, Any] | None = None, codec: CodecPolicy = "dense"
+    ) -> None:
         self.live = {name: tensor.clone() for name, tensor in load_tensors(model).items()}
         self.backend = backend
         self.version = 0
@@ -42,6 +45,7 @@ class OneRankTrainer:
             shards=[LocalShard(spec, 0, self.live[spec.name]) for spec in specs],
             engine=CheckpointEngineRegistry().create(backend, options),
             bucket_bytes=1 << 16,
+            codec=codec,
         )
         self._coordinator: Coordinator | None = None
 
@@ -61,10 +65,14 @@ class OneRankTrainer:
 
     async def sync(self, model: Path) -> SyncReport:
         """Take over the weights of `model` and carry them to the replicas as the next version."""
-        assert self._coordinator is not None
         with torch.no_grad():
             for name, tensor in load_tensors(model).items():
                 self.live[name].copy_(tensor)
+        return await self.sync_live()
+
+    async def sync_live(self) -> SyncReport:
+        """Carry the live tensors, as they are, to the replicas as the next version."""
+        assert self._coordinator is not None
         self.version += 1
         self._publisher.publish(self.version)
         syncing = asyncio.create_task(self._coordinator.sync(self.version))

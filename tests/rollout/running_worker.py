@@ -14,6 +14,7 @@ from tiny_models import load_tensors, vllm_parameters
 
 from weightlane.rollout import CommitReport, Completion, RolloutWorker
 from weightlane.sync import Replica
+from weightlane.sync.config import CodecPolicy
 
 T = TypeVar("T")
 
@@ -41,9 +42,9 @@ class Setup:
     def run(self, call: Coroutine[Any, Any, T], timeout_s: float = 60.0) -> T:
         return self.runner.run(asyncio.wait_for(call, timeout_s))
 
-    def new_trainer(self) -> OneRankTrainer:
+    def new_trainer(self, backend: str = "shm", codec: CodecPolicy = "dense") -> OneRankTrainer:
         """Put a new trainer in the place of the one before."""
-        self.trainer = OneRankTrainer(self.models[0])
+        self.trainer = OneRankTrainer(self.models[0], backend, codec=codec)
         return self.trainer
 
     def connect(self, *, quorum: float = 0.5, others: Iterable[Replica] = ()) -> None:
@@ -73,7 +74,10 @@ class Setup:
 
     def check_parameters(self, model: int) -> None:
         """Every live parameter is that of a model, bit for bit, by a mapping that owes nothing to vLLM's loaders."""
-        tensors = load_tensors(self.models[model])
+        self.check_tensors(load_tensors(self.models[model]))
+
+    def check_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
+        """As `check_parameters`, of given checkpoint tensors."""
         for rank, live in enumerate(self.probe("probe_parameters")):
             wanted = vllm_parameters(tensors, rank=rank, world=self.world)
             assert live.keys() == wanted.keys()
