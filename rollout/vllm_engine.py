@@ -40,7 +40,7 @@ from weightlane.ckpt_engines import (
     WeightlaneError,
     as_weightlane_error,
 )
-from weightlane.sync import Expectation, StagedDelta, Subscriber
+from weightlane.sync import Expectation, Subscriber
 
 from .agreement import RankGroup
 from .expectation import expectation_of
@@ -199,8 +199,9 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         if request.version is not None:
             change.version, change.before = request.version, self._held
             subscriber = self._subscribed(request.version)
-            if (delta := subscriber.take_delta(request.version)) is not None:
-                change.delta = self._located(delta)
+            change.delta = subscriber.take_delta(request.version)
+            if change.delta is not None:
+                self._check_base(change.delta)
                 return
             change.tensors = subscriber.take(request.version)
             self._check_complete(request.version, change.tensors)
@@ -218,15 +219,13 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
             return
         self._take_previous(subscriber, change, version, self._before)
 
-    def _located(self, delta: StagedDelta) -> LiveDelta:
-        base = delta.manifest.base_version
-        if not self._intact or self._held != base:
-            held = "unknown weights" if self._held is None or not self._intact else f"version {self._held}"
+    def _check_base(self, delta: LiveDelta) -> None:
+        if not self._intact or self._held != delta.base_version:
+            held = "unknown weights are" if self._held is None or not self._intact else f"version {self._held} is"
             raise DeltaBaseError(
-                f"version {delta.version} is a delta to version {base}, {held} are here.", part=self._part
+                f"version {delta.version} is a delta to version {delta.base_version}, {held} here.", part=self._part
             )
-        assert self._loader is not None, "it comes with the subscriber"
-        return self._loader.live_delta(delta)
+        delta.check()
 
     def _exchange(self, group: RankGroup, change: _Change) -> WeightlaneError | None:
         """Let live elements and those of a delta, or of one that is undone, change places on every rank, or on none."""
@@ -246,11 +245,14 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
             if trouble is not None:
                 return _mixture(error, f"The version before it could not be put back: {trouble}", self._part)
             self._held, self._intact = held, True
+            if not undoing and self._subscriber is not None:
+                self._subscriber.restored()
             return error
         self._held, self._intact = change.version, True
         if undoing:
             self._before, self._undo = None, None
-            self._subscribed(change.version).restored()
+            if self._subscriber is not None:
+                self._subscriber.restored()
         else:
             self._before, self._undo = change.before, delta
         return None
@@ -317,7 +319,7 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         assert self._loader is not None, "it comes with the subscriber"
         change.way = self._loader.load(change.tensors, group)
         if self._subscriber is not None:
-            self._subscriber.scatters = self._loader.takes_deltas
+            self._subscriber.prepare_delta = self._loader.live_delta if self._loader.takes_deltas else None
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)  # The staging memory is reused as soon as this returns.
 

@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,11 +106,15 @@ class Subscriber(Participant):
         self._link: _Link | None = None
         self._shown: dict[int, _Link] = {}
         """Versions that are looked at in their sender's memory; the staging thread's."""
-        self.scatters = False
-        """Whether whoever commits puts deltas straight into the live weights, with `take_delta`; else deltas are applied to the
-        copy of the version that serves, and `take` gives the whole. May be set at any time between two versions."""
-        self._delta: StagedDelta | None = None
-        """The staged delta, if it is for the live weights."""
+        self.prepare_delta: Callable[[StagedDelta], Any] | None = None
+        """Set by whoever commits, between two versions, if deltas can be put straight into the live weights.
+
+        Called on the staging thread with each delta, when it is complete, to do beforehand what can be done while the live weights
+        stay as they are; `take_delta` gives what it returns. Without it deltas are applied to the copy of the version that
+        serves, and `take` gives the whole.
+        """
+        self._delta: tuple[int, Any] | None = None
+        """Version of the staged delta that is for the live weights, and what was prepared."""
         self._live = self._live_before = ""
         """Which publication the live weights are, and were before the last `take`; empty when that is not certain."""
         self._staged_identity = (-1, "")
@@ -133,16 +137,13 @@ class Subscriber(Participant):
         self._live, self._live_before = "", self._live
         return tensors
 
-    def take_delta(self, version: int) -> StagedDelta | None:
-        """The staged, verified delta that turns the live weights into `version`; None when `take` has it in full.
-
-        Only if this subscriber `scatters`. Exchanging its values with those of the live weights keeps what `restored` needs.
-        """
+    def take_delta(self, version: int) -> Any | None:
+        """What `prepare_delta` made of the delta that turns the live weights into `version`; None when `take` has it in full."""
         delta = self._delta
-        if delta is None or delta.version != version:
+        if delta is None or delta[0] != version:
             return None
         self._live, self._live_before = "", self._live
-        return delta
+        return delta[1]
 
     def restored(self) -> None:
         """What was taken last was taken back: the live weights are, bit for bit, what they were before."""
@@ -196,7 +197,7 @@ class Subscriber(Participant):
 
     def _aborted(self, version: int) -> None:
         self._staging.abort(version)
-        if self._delta is not None and self._delta.version == version:
+        if self._delta is not None and self._delta[0] == version:
             self._delta = None
         self._jobs.put(_Settle(version))
 
@@ -204,7 +205,7 @@ class Subscriber(Participant):
         self._staging.commit(version)
         staged, identity = self._staged_identity
         self._live = identity if staged == version else ""
-        if self._delta is not None and self._delta.version == version:
+        if self._delta is not None and self._delta[0] == version:
             self._delta = None
         self._jobs.put(_Settle(version))
 
@@ -224,10 +225,10 @@ class Subscriber(Participant):
         self._tell(Accepted(name=self.name, session=self.session, version=message.version))
 
     def _check_base(self, manifest: Manifest) -> None:
-        have = self._live if self.scatters else self._staging.kept_identity
+        have = self._live if self.prepare_delta else self._staging.kept_identity
         if have != manifest.base_identity:
             raise lacks_base(manifest, self.name, have or "no known version")
-        if self.scatters:
+        if self.prepare_delta:
             self._staging.forget_kept()  # exchanging values is what takes a delta back
 
     def _looks_at(self, manifest: Manifest) -> bool:
@@ -258,20 +259,21 @@ class Subscriber(Participant):
 
     def _stage(self, job: _Job) -> None:
         manifest = job.manifest
-        lent, delta = None, None
+        lent, delta, prepared, prepare = None, None, None, self.prepare_delta
         if self._looks_at(manifest):
             lent = self._look(job)
         else:
             received = self._receive(job)
             if manifest.is_delta:
                 delta = StagedDelta.decode(manifest, received.cpu())
+                prepared = prepare(delta) if prepare else None
         with self._turn:
             if job.link.session != self.session:
                 return
             if delta is None:
                 self._staging.complete(manifest, lent)
-            elif self.scatters:
-                self._delta = delta
+            elif prepare:
+                self._delta = manifest.version, prepared
             else:
                 self._staging.apply(delta)
             self._staged_identity = (manifest.version, manifest.identity)
@@ -317,7 +319,7 @@ class Subscriber(Participant):
     def _settle(self, version: int) -> None:
         """Give a version's memory back to its sender once nobody here looks at it."""
         try:
-            if version not in self._shown or not self._staging.settle(version, scatters=self.scatters):
+            if version not in self._shown or not self._staging.settle(version, scatters=self.prepare_delta is not None):
                 return
             link = self._shown.pop(version)
             link.receiver.release(version, Deadline.after(_RELEASE_S))

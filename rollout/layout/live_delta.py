@@ -1,6 +1,8 @@
-"""`LiveDelta`: a staged delta whose values change places with elements of live parameters, there and back."""
+"""`LiveDelta`: a staged delta that can be put into live parameters, and taken back."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
@@ -10,10 +12,27 @@ from weightlane.sync import StagedDelta
 from .commit_plan import CommitPlan
 
 _PART = "delta commit"
+_CHUNK = 1 << 15
+"""Elements written at once: their offsets and values stay in the cache."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where changed elements of one tensor live on this rank."""
+
+    storage: torch.Tensor
+    """All elements of the parameter's storage, as integers of their size."""
+    offsets: torch.Tensor
+    """int64."""
+    new: torch.Tensor
+    old: torch.Tensor
 
 
 class LiveDelta:
-    """Where each changed element lives on this rank, found out beforehand, and its other value.
+    """Everything that can be found out before the weights change: where each element lives, and what is there now.
+
+    The live parameters must be the delta's base, and stay it until `exchange`.
 
     Args:
         plan: Copies that are known to be right, and to be all that loading does.
@@ -24,42 +43,57 @@ class LiveDelta:
     """
 
     def __init__(self, plan: CommitPlan, delta: StagedDelta) -> None:
-        if plan.moved():
-            raise CommitError(
-                "parameters have moved since it was learned where weights go.",
-                part=_PART,
-                hint="The next full version learns it anew.",
-            )
         self.version = delta.version
-        self._places: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        """Storage, offsets in it (int64), and the values that are not there now."""
+        self.base_version = delta.manifest.base_version
+        self._plan = plan
+        self._there = False
+        """Whether the new values are in the parameters."""
+        self.check()
+        self._places: list[_Place] = []
         for segment, patch in delta.patches:
             spec = delta.manifest.specs[segment.tensor]
             positions, bits = patch.positions_and_values()
             values = bits.view(spec.dtype)
             for found in plan.locate(spec.name, positions + segment.start):
-                self._places.append((found.storage, found.offsets, values[found.chosen].to(found.storage)))
+                integers = _INTEGERS[found.storage.itemsize]
+                storage, new = found.storage.view(integers), values[found.chosen].to(found.storage).view(integers)
+                self._places.append(_Place(storage, found.offsets, new, storage.index_select(0, found.offsets)))
+
+    def check(self) -> None:
+        """Raise `CommitError` if a parameter has got other memory."""
+        if self._plan.moved():
+            raise CommitError(
+                "parameters have moved since it was learned where weights go.",
+                part=_PART,
+                hint="The next full version learns it anew.",
+            )
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Let all values change places; doing it again takes it back, bit for bit.
+        """Put the new values where the old ones are; doing it again takes it back, bit for bit.
 
         Raises:
-            CommitError: It failed, and what was exchanged already was taken back.
+            CommitError: It failed, and what was written already was taken back.
         """
-        for count, _ in enumerate(self._places):
-            try:
-                self._exchange(count)
-            except Exception as cause:
-                for earlier in range(count):
-                    self._exchange(earlier)
-                raise CommitError(
-                    f"version {self.version} could not be put into the weights: {type(cause).__name__}: {cause}.",
-                    part=_PART,
-                ) from cause
+        done = 0
+        try:
+            for place in self._places:
+                _write(place, place.old if self._there else place.new)
+                done += 1
+        except Exception as cause:
+            for place in self._places[: done + 1]:
+                _write(place, place.new if self._there else place.old)
+            raise CommitError(
+                f"version {self.version} could not be put into the weights: {type(cause).__name__}: {cause}.",
+                part=_PART,
+            ) from cause
+        self._there = not self._there
 
-    def _exchange(self, number: int) -> None:
-        storage, offsets, values = self._places[number]
-        before = storage.index_select(0, offsets)
-        storage.index_copy_(0, offsets, values)
-        self._places[number] = (storage, offsets, before)
+
+def _write(place: _Place, values: torch.Tensor) -> None:
+    if place.storage.device.type != "cpu":
+        place.storage.index_copy_(0, place.offsets, values)
+        return
+    storage, offsets, bits = place.storage.numpy(), place.offsets.numpy(), values.numpy()
+    for start in range(0, offsets.size, _CHUNK):
+        storage[offsets[start : start + _CHUNK]] = bits[start : start + _CHUNK]

@@ -16,6 +16,7 @@ import torch
 from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError
 from weightlane.plugins import RunHooks
 
+from ..codecs.delta import Patch
 from ..config import SyncConfig
 from ..coordinator import Coordinator
 from ..coverage import Expectation, ExpectedTensor
@@ -23,6 +24,7 @@ from ..publisher import Publisher
 from ..rendezvous import Rendezvous
 from ..report import SyncReport
 from ..roster import Replica
+from ..staged_delta import StagedDelta
 from ..subscriber import Subscriber
 from ..tensor_spec import LocalShard, TensorSpec
 from .moments import Moments
@@ -145,13 +147,23 @@ class ReceivingSide:
             hooks=hooks,
             **_taken_by(Subscriber, settings),
         )
+        self._live: dict[str, torch.Tensor] = {}
 
     def commit(self, version: int, live: Mapping[str, torch.Tensor], pause: Lock) -> tuple[float, float]:
         """Copy the staged version over the `live` parameters, holding `pause` from the first byte to the last.
 
-        Where the staged tensors are is found out before: nothing needs to stand still for that. Returns `time.monotonic` when the
-        pause began and when it ended.
+        Where the staged tensors are is found out before: nothing needs to stand still for that. Of a delta, only what has changed
+        is written. Returns `time.monotonic` when the pause began and when it ended.
         """
+        if not self._live:
+            self._live = dict(live)
+            self._subscriber.prepare_delta = self._prepared
+        if (delta := self._subscriber.take_delta(version)) is not None:
+            with pause:
+                started = time.monotonic()
+                for patch, target, _ in delta:
+                    patch.apply_(target)
+                return started, time.monotonic()
         staged = self._subscriber.take(version)
         into, source = list(live.values()), [staged[name] for name in live]
         with pause:
@@ -160,6 +172,15 @@ class ReceivingSide:
             ended = time.monotonic()
         self._subscriber.release(version)
         return started, ended
+
+    def _prepared(self, delta: StagedDelta) -> list[tuple[Patch, torch.Tensor, torch.Tensor]]:
+        """Patches, what each is applied to, and the values that are there now, as a replica needs them to take it back."""
+        prepared = []
+        for segment, patch in delta.patches:
+            flat = self._live[delta.manifest.specs[segment.tensor].name].view(-1)
+            target = flat[segment.start : segment.start + segment.numel]
+            prepared.append((patch, target, target.index_select(0, patch.positions_and_values()[0])))
+        return prepared
 
     def close(self) -> None:
         """Leave."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import time
@@ -55,21 +56,22 @@ class ProbeExtension:
         return engine._loader.takes_deltas and engine._undo is not None
 
     def probe_fail_exchange(self, rank: int, after: int) -> None:
-        """Let the next delta of one rank fail once `after` tensors have been exchanged."""
-        loader = self.weight_transfer_engine._loader  # type: ignore[attr-defined]
-        loader.__dict__.pop("live_delta", None)
+        """Let the next delta of one rank fail once `after` tensors, and half of another, have their new values."""
+        from weightlane.rollout.layout import live_delta
+
         if self.rank != rank:  # type: ignore[attr-defined]
             return
-        locate = loader.live_delta
+        write, calls = live_delta._write, itertools.count()
 
-        def failing(delta: Any) -> Any:
-            loader.__dict__.pop("live_delta", None)
-            live = locate(delta)
-            storage, offsets, values = live._places[after]
-            live._places[after] = (storage, offsets, values[:-1])  # not as many as there are places
-            return live
+        def failing(place: Any, values: Any) -> None:
+            if next(calls) == after:
+                live_delta._write = write
+                half = len(values) // 2
+                write(dataclasses.replace(place, offsets=place.offsets[:half]), values[:half])
+                raise MemoryError("out of memory, on purpose")
+            write(place, values)
 
-        loader.live_delta = failing
+        live_delta._write = failing
 
     def probe_slow_loading(self, seconds: float) -> None:
         """From now on, let every load take at least so long; 0 ends that."""

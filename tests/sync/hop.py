@@ -141,7 +141,8 @@ class Rollout:
         expectation = Expectation({key: ExpectedTensor(shape, frozenset({wire})) for key, shape in shapes.items()})
         limit = more.get("staging_limit_bytes", 0)
         self._subscriber = Subscriber(name, rendezvous, backend, options, expectation, staging_limit_bytes=limit)
-        self._subscriber.scatters = more.get("scatters", False)
+        if more.get("scatters"):
+            self._subscriber.prepare_delta = lambda delta: delta
         self._undo: StagedDelta | None = None
 
     def commit(self, version: int) -> dict[str, str]:
