@@ -4,8 +4,8 @@
 
 A model of Qwen3-0.6B's width, cut to the layers that make a checkpoint of about 400 MB in bfloat16, runs in vLLM with random
 weights. Every rank holds one version in memory, as staging does. In each round the ways follow one another, in changing order,
-in all ranks at once; a round of a way takes as long as its slowest rank. memcpy moves as many bytes as the copies do, in one piece;
-"agreement" is the message between ranks that a traced commit begins with. After the last round, and outside the timing,
+in all ranks at once; a round of a way takes as long as its slowest rank. memcpy moves as many bytes as the copies do, in one
+piece; "agreement" is the message between ranks that a traced commit begins with. After the last round, and outside the timing,
 parameters are compared with the version bit for bit.
 """
 
