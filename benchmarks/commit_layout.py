@@ -3,9 +3,10 @@
     python benchmarks/commit_layout.py --tp 1 --tp 2 --rounds 15 --json commit_layout.json
 
 A model of Qwen3-0.6B's width, cut to the layers that make a checkpoint of about 400 MB in bfloat16, runs in vLLM with random
-weights. Every rank holds one version in memory, as staging does. In each round the three ways follow one another, in changing
-order, in all ranks at once; a round of a way takes as long as its slowest rank. memcpy moves as many bytes as the copies do, in
-one piece. After the last round, and outside the timing, parameters are compared with the version bit for bit.
+weights. Every rank holds one version in memory, as staging does. In each round the ways follow one another, in changing order,
+in all ranks at once; a round of a way takes as long as its slowest rank. memcpy moves as many bytes as the copies do, in one
+piece; "agreement" is the message between ranks that a traced commit begins with. After the last round, and outside the timing,
+parameters are compared with the version bit for bit.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 1024, 3072, 16, 8, 128, 32768
-WAYS = ("memcpy", "traced", "reload")
+WAYS = ("memcpy", "traced", "reload", "agreement")
 TARGETS = {"memcpy": 1.2, "reload": 0.5}
 """Most that the traced commit may take, in shares of each."""
 
@@ -79,6 +80,8 @@ class CommitWorker:
             began = time.perf_counter()
             if way == "memcpy":
                 self._to.copy_(self._from)
+            elif way == "agreement":
+                self._group.exchange(None)
             elif way == "traced":
                 self._loader.load(self._version, self._group)
             else:
@@ -140,7 +143,8 @@ def measure(tensor_parallel: int, layers: int, rounds: int) -> dict[str, Any]:
         learned = engine.collective_rpc("bench_prepare", args=(specs,))
         times: dict[str, list[float]] = {way: [] for way in WAYS}
         for index in range(rounds + 2):
-            for way in WAYS[index % 3 :] + WAYS[: index % 3]:
+            turn = index % len(WAYS)
+            for way in WAYS[turn:] + WAYS[:turn]:
                 slowest = max(engine.collective_rpc("bench_round", args=(way,)))
                 if index > 1:  # The first rounds touch memory for the first time.
                     times[way].append(slowest)
