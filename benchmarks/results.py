@@ -30,6 +30,10 @@ _COLUMNS = (
 )  # fmt: skip
 
 
+_OTHERS = ("peers-", "density-")
+"""Figures of other benchmarks, kept beside these."""
+
+
 @dataclass(frozen=True)
 class Baseline:
     """One committed run."""
@@ -41,9 +45,11 @@ class Baseline:
 
 
 def read_baselines(folder: Path) -> list[Baseline]:
-    """Every baseline below `folder`, oldest first. Raises `ValueError` for a file that is none."""
+    """Every baseline of ``weightlane bench`` below `folder`, oldest first. Raises `ValueError` for a file that is none."""
     found = []
     for path in sorted(folder.glob("*/*.json")):
+        if path.name.startswith(_OTHERS):
+            continue
         if (name := _NAME.fullmatch(path.name)) is None:
             raise ValueError(f"{path} is not called <date>-<model>.json")
         report = BenchReport.model_validate_json(path.read_text(encoding="utf-8"))
