@@ -110,8 +110,8 @@ class Subscriber(Participant):
         """Set by whoever commits, between two versions, if deltas can be put straight into the live weights.
 
         Called on the staging thread with each delta, when it is complete, to do beforehand what can be done while the live
-        weights stay as they are; `take_delta` gives what it returns. Without it deltas are applied to the copy of the version that
-        serves, and `take` gives the whole.
+        weights stay as they are; `take_delta` gives what it returns. Without it deltas are applied to the copy of the
+        version that serves, and `take` gives the whole.
         """
         self._delta: tuple[int, Any] | None = None
         """Version of the staged delta that is for the live weights, and what was prepared."""
