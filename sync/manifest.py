@@ -19,12 +19,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
 from weightlane.ckpt_engines import ProtocolError
@@ -244,24 +244,47 @@ class Manifest:
             "identity": self.identity,
             "base_identity": self.base_identity,
             "segments": [segment.to_plain() for segment in self.segments],
-            "tensors": [spec.to_plain() for spec in self.specs],
+            "tensors": self._plain_specs,
         }
 
+    def views(self, stream: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Every tensor by name, as a view of the version's stream (1-D uint8, `total_bytes` long)."""
+        typed: dict[torch.dtype, torch.Tensor] = {}
+        views: dict[str, torch.Tensor] = {}
+        for entry in self.entries:
+            dtype = entry.spec.dtype
+            if (flat := typed.get(dtype)) is None:
+                whole = stream.numel() // dtype.itemsize * dtype.itemsize
+                flat = typed[dtype] = stream[:whole].view(dtype)
+            shape, first = entry.spec.shape, flat.storage_offset() + entry.offset // dtype.itemsize
+            views[entry.spec.name] = flat.as_strided(shape, entry.spec.strides, first)
+        return views
+
+    @cached_property
+    def _plain_specs(self) -> list[list[Any]]:
+        return [spec.to_plain() for spec in self.specs]
+
     @classmethod
-    def from_plain(cls, plain: Any) -> Manifest:
-        """Parse what a peer sent; `ProtocolError` for anything that is not a manifest."""
+    def from_plain(cls, plain: Any, like: Manifest | None = None) -> Manifest:
+        """Parse what a peer sent; `ProtocolError` for anything that is not a manifest.
+
+        It is quicker if its tensors are those of another manifest, `like`.
+        """
+        known = like is not None and isinstance(plain, dict) and plain.get("tensors") == like._plain_specs
         try:
-            wire = _ManifestOnWire.model_validate(plain)
+            wire = _ManifestOnWire.model_validate(plain | {"tensors": []} if known else plain)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
             raise ProtocolError(f"not a valid manifest: {where}: {first['msg']}.", part=_PART) from None
-        specs: Sequence[TensorSpec] = [
-            TensorSpec(name, tuple(shape), dtype_of(dtype)) for name, shape, dtype in wire.tensors
-        ]
+        specs: tuple[TensorSpec, ...]
+        if known and like is not None:
+            specs = like.specs
+        else:
+            specs = tuple(TensorSpec(name, tuple(shape), dtype_of(dtype)) for name, shape, dtype in wire.tensors)
         return cls(
             wire.version,
-            tuple(specs),
+            specs,
             wire.bucket_bytes,
             wire.codec,
             wire.base_version,

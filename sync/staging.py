@@ -33,10 +33,7 @@ class _Slot:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Views of its tensors by name."""
         assert self.manifest is not None
-        return {
-            entry.spec.name: self.data[entry.offset : entry.end].view(entry.spec.dtype).view(entry.spec.shape)
-            for entry in self.manifest.entries
-        }
+        return self.manifest.views(self.data[: self.manifest.total_bytes])
 
 
 @dataclass(slots=True)

@@ -71,7 +71,4 @@ def _read(stored: StoredVersion, deadline: Deadline) -> tuple[Manifest, dict[str
         stored.read(Bucket(stored.version, index, data), deadline)
         if seals is not None:
             verify(data, seals[index], stored.version, index, peer=stored.location)
-    return manifest, {
-        entry.spec.name: memory[entry.offset : entry.end].view(entry.spec.dtype).view(entry.spec.shape)
-        for entry in manifest.entries
-    }
+    return manifest, manifest.views(memory)

@@ -104,6 +104,8 @@ class Subscriber(Participant):
         self._staging = Staging(name, staging_limit_bytes, buffer_device(engine, device))
         self._receiver: WeightReceiver | None = None
         self._link: _Link | None = None
+        self._manifest: Manifest | None = None
+        """The newest that was offered."""
         self._shown: dict[int, _Link] = {}
         """Versions that are looked at in their sender's memory; the staging thread's."""
         self.prepare_delta: Callable[[StagedDelta], Any] | None = None
@@ -213,7 +215,7 @@ class Subscriber(Participant):
         if not isinstance(message, Open):
             return
         self._outcomes.begin(message.version)
-        manifest = Manifest.from_plain(message.manifest)
+        manifest = self._manifest = Manifest.from_plain(message.manifest, self._manifest)
         check_coverage(manifest, self._expectation, part=self.name)
         link = self._link
         if link is None:

@@ -53,6 +53,15 @@ class TensorSpec:
         """Size on the wire in bytes."""
         return self.numel * self.dtype.itemsize
 
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Elements from one index to the next, in row-major order, by dimension."""
+        strides, step = [], 1
+        for size in reversed(self.shape):
+            strides.append(step)
+            step *= max(size, 1)
+        return tuple(reversed(strides))
+
     def to_plain(self) -> list[Any]:
         """As JSON: ``[name, [sizes], dtype]``."""
         return [self.name, list(self.shape), dtype_name(self.dtype)]
