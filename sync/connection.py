@@ -11,7 +11,6 @@ from weightlane.ckpt_engines import (
     Deadline,
     DeadlineExceededError,
     DeltaBaseError,
-    ProtocolError,
     QuorumError,
     WeightlaneError,
 )
@@ -55,6 +54,8 @@ class Connection:
         self._traits: EngineTraits | None = None
         self._stored: dict[int, Offer] = {}
         """Versions that were sent in full and can be read again without the sender."""
+        self._as_delta: set[int] = set()
+        """Versions that were sent as deltas in this session: what a store has of them must not be taken for the whole."""
         self._full = -1
         """The version that somebody refused as a delta."""
         self._up = False
@@ -93,6 +94,7 @@ class Connection:
         session = f"s-{secrets.token_hex(6)}"
         self._letters.begin(session)
         self._stored.clear()
+        self._as_delta.clear()
         self._letters.post_all([*publishers, *subscribers], Reset(session=session))
         self._letters.collect(Hello, publishers, -1, deadline, "to answer")
         leader = self._letters.hellos[publishers[0]]
@@ -149,7 +151,10 @@ class Connection:
         offer = self._stored.get(version) or self._offer(version, deadline)
         base = offer.manifest.get("base_version")
         if base is not None and (version == self._full or any(member.version != base for member in targets)):
+            if version in self._as_delta and self._traits and self._traits.persistent:
+                raise self._without_delta(version, TroubleError(_sent_as_delta(version)))
             offer = self._offer_in_full(version, deadline)
+            base = None
         accepting, refused = self._open(offer, [name for name in _names(targets) if name in self._receivers], deadline)
         members = [member for member in targets if all(name in accepting for name in member.names)]
         for member in targets:
@@ -169,6 +174,8 @@ class Connection:
                 stall_s=self._config.stall_s,
             )
             self._letters.post_all(self._roster.publishers, go)
+        if base is not None:
+            self._as_delta.add(version)
         try:
             replies = self._letters.gather(awaited, version, deadline, f"to finish version {version}")
         except TroubleError as trouble:
@@ -182,13 +189,7 @@ class Connection:
     def _offer(self, version: int, deadline: Deadline) -> Offer:
         leader = self._roster.publishers[0]
         if version not in self._letters.offers:
-            if newer := [other for other in self._letters.offers if other > version]:
-                error = ProtocolError(
-                    f"version {version} is not held any more, {leader} has published {max(newer)}.",
-                    part="coordinator",
-                    peer=leader,
-                )
-                raise TroubleError(error, hopeless=True)
+            self._letters.check_held(version, leader)
             self._letters.collect(Offer, [leader], version, deadline, f"to offer version {version}")
         return self._letters.offers[version]
 
@@ -197,6 +198,7 @@ class Connection:
         leader = self._roster.publishers[0]
         self._stored.pop(version, None)
         self._letters.offers.pop(version, None)
+        self._letters.check_held(version, leader)
         self._letters.post_all(self._roster.publishers, Full(session=self.session, version=version))
         self._letters.collect(Offer, [leader], version, deadline, f"to offer version {version} in full")
         return self._letters.offers[version]
@@ -247,6 +249,14 @@ class Connection:
 
 def _names(members: Iterable[Member]) -> list[str]:
     return [name for member in members for name in member.names]
+
+
+def _sent_as_delta(version: int) -> DeltaBaseError:
+    return DeltaBaseError(
+        f"version {version} was sent as a delta, and somebody lacks what it applies to.",
+        part="coordinator",
+        hint="It is sent in full on another connection.",
+    )
 
 
 def _unreachable(member: Member) -> QuorumError:

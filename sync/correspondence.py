@@ -12,6 +12,7 @@ from weightlane.ckpt_engines import (
     DeadlineExceededError,
     ManifestError,
     PeerLostError,
+    ProtocolError,
     SupersededError,
     TransportError,
     WeightlaneError,
@@ -126,6 +127,8 @@ class Correspondence:
             if isinstance(message, Left | Joined) and any(name == message.name for _, name in awaited):
                 owner = self._roster.owner(message.name)
                 raise TroubleError(_gone(message), [owner.name] if owner else [])
+            if isinstance(message, Offer) and (Offer, message.name) in missing:
+                self.check_held(version, message.name)
             key = (type(message), getattr(message, "name", ""))
             if (
                 key in missing
@@ -136,6 +139,16 @@ class Correspondence:
                 missing.discard(key)
                 replies.append(message)
         return replies
+
+    def check_held(self, version: int, publisher: str) -> None:
+        """`TroubleError` if a newer version was offered in this session: `publisher` cannot offer `version` any more."""
+        if newer := [other for other in self.offers if other > version]:
+            error = ProtocolError(
+                f"version {version} is not held any more, {publisher} has published {max(newer)}.",
+                part="coordinator",
+                peer=publisher,
+            )
+            raise TroubleError(error, hopeless=True)
 
     def answers(
         self, kind: type[M], names: Iterable[str], version: int, deadline: Deadline, what: str

@@ -5,9 +5,11 @@ Rank 0 reads it for the manifest; another rank, when it is to give its pieces, s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
-from weightlane.ckpt_engines import Deadline, Mailbox, ProtocolError
+from weightlane.ckpt_engines import ClosedError, Deadline, ProtocolError
 
 from .delta_encoding import delta_manifest, delta_tables, segments_from_plain, segments_to_plain
 from .gather import GatherPlan
@@ -15,42 +17,81 @@ from .manifest import Manifest, Segment
 from .publication import Publication
 
 _PART = "delta agreement"
+_LOOK_S = 0.002
+"""Between two looks for what another rank has to say."""
+_REMEMBERED = 2
+"""How many of its newest versions a rank leaves in the store: others may still be sending the one before."""
+
+
+class Board(Protocol):
+    """Where the ranks say what they have: a mailbox that can be looked into, and can forget."""
+
+    def put(self, key: str, value: Any) -> None:
+        """As `Mailbox.put`."""
+
+    def get(self, key: str, deadline: Deadline) -> Any:
+        """As `Mailbox.get`."""
+
+    def has(self, key: str) -> bool:
+        """Whether `get` would find `key` now."""
+
+    def delete(self, key: str) -> None:
+        """Forget `key`."""
 
 
 class DeltaAgreement:
     """Of one session.
 
     Args:
-        mailbox: Private to the session.
+        board: Private to the session.
         names: The ranks' publishers, in rank order.
         rank: This rank.
     """
 
-    def __init__(self, mailbox: Mailbox, names: Sequence[str], rank: int) -> None:
-        self._mailbox = mailbox
+    def __init__(self, board: Board, names: Sequence[str], rank: int) -> None:
+        self._board = board
         self._names = list(names)
         self._rank = rank
+        self._said: list[int] = []
+        self._closed = threading.Event()
+
+    def close(self) -> None:
+        """The session is over: whoever waits need not any more. Idempotent."""
+        self._closed.set()
 
     def say(self, held: Publication) -> None:
         """What this rank has of `held`: its segments and the version they apply to, or nothing if it has no delta."""
         mine = None
         if held.is_delta and held.delta is not None and held.base is not None:
             mine = [held.base.version, segments_to_plain(held.delta.segments)]
-        self._mailbox.put(_key(held.version, self._names[self._rank]), mine)
+        self._board.put(_key(held.version, self._names[self._rank]), mine)
+        self._said = [version for version in self._said if version != held.version] + [held.version]
+        while len(self._said) > _REMEMBERED:
+            self._board.delete(_key(self._said.pop(0), self._names[self._rank]))
 
-    def hear(self, held: Publication, deadline: Deadline) -> list[tuple[Segment, ...]]:
+    def hear(
+        self, held: Publication, deadline: Deadline, wanted: Callable[[], bool] = lambda: True
+    ) -> list[tuple[Segment, ...]]:
         """The segments of every rank, in rank order; none at all unless every rank has a delta to the same version.
 
-        Raises `DeadlineExceededError` when a rank says nothing.
+        Raises `DeadlineExceededError` when a rank says nothing, or `ClosedError` as soon as the session is over or the version
+        not `wanted` any more: a rank that has gone on to a newer one says nothing of it.
         """
         base = held.base.version if held.base is not None else -1
         segments: list[tuple[Segment, ...]] = []
         for name in self._names:
-            said = self._mailbox.get(_key(held.version, name), deadline)
+            self._wait_for(_key(held.version, name), name, deadline, wanted)
+            said = self._board.get(_key(held.version, name), deadline)
             if not isinstance(said, list) or len(said) != 2 or said[0] != base:  # noqa: PLR2004 - version and segments
                 return []
             segments.append(segments_from_plain(said[1]))
         return segments
+
+    def _wait_for(self, key: str, name: str, deadline: Deadline, wanted: Callable[[], bool]) -> None:
+        while not self._board.has(key):
+            if self._closed.wait(_LOOK_S) or not wanted():
+                raise ClosedError("the ranks need not agree on a delta any more.", part=_PART)
+            deadline.check("what it has of a delta", part=_PART, peer=name)
 
     def plan(self, layout: Manifest, held: Publication, deadline: Deadline) -> GatherPlan:
         """Who sends which of the delta's bytes. `ProtocolError` when the ranks have none."""

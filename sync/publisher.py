@@ -128,7 +128,7 @@ class Publisher(Participant):
         elements = sum(shard.numel for shard in shards)
         self._chooser = CodecChooser(codec, elements, self._encoder.dense_bytes, full_every)
         self._incarnation = secrets.token_hex(8)
-        self._delta_memory = SendMemory(owner, 0, torch.device("cpu"))
+        self._delta_memory = SendMemory(owner, 0, device)
         """What is encoded; grows."""
         self._buffers: list[SendMemory] = []
         """Two to fill with what several ranks hold, on the sending rank."""
@@ -230,6 +230,8 @@ class Publisher(Participant):
             self._changed.notify_all()
         for worker in self._workers:
             worker.join(5.0)
+        if self._fence is not None:  # its snapshot may never have begun
+            self._fence.progress.fail(ClosedError("the publisher was closed.", part=self.name))
         self._slots.close()
         for memory in (self._delta_memory, *self._buffers):
             memory.close()
@@ -289,6 +291,8 @@ class Publisher(Participant):
     def _make_buffers(self) -> None:
         """What is needed to send, got once."""
         largest, device = self._layout.largest_bucket_bytes, self._slots.device
+        if self._chooser.uses_deltas:  # their buckets are not cut between tensors
+            largest = max(largest, min(self._layout.bucket_bytes, self._layout.total_bytes))
         while not self._in_place and len(self._buffers) < IN_FLIGHT:
             self._buffers.append(SendMemory(self._engine, largest, device))
 
@@ -301,7 +305,7 @@ class Publisher(Participant):
 
     def _close_half(self) -> None:
         with self._changed:
-            parts = (self._sender, self._pipeline, self._gather)
+            parts = (self._sender, self._pipeline, self._gather, self._agreement)
             self._sender = self._pipeline = self._gather = self._go = self._agreement = None
         for part in parts:
             if part is not None:
@@ -490,7 +494,11 @@ class Publisher(Participant):
             held.send_in_full(delta)
             return
         self._delta_memory.grow(delta.nbytes)
-        delta.write_into(self._delta_memory.data)
+        memory = self._delta_memory.data[: delta.nbytes]
+        encoded = memory if memory.device.type == "cpu" else torch.empty(delta.nbytes, dtype=torch.uint8)
+        delta.write_into(encoded)
+        if encoded is not memory:
+            memory.copy_(encoded)
         held.delta = delta
         self._chooser.encoded(time.perf_counter() - held.began, delta.density)
 
@@ -499,7 +507,7 @@ class Publisher(Participant):
         if held.is_delta and held.delta is not None and held.base is not None:
             base, segments = held.base, [held.delta.segments]
             if agreement is not None:
-                segments = agreement.hear(held, Deadline.after(self._deadline_s))
+                segments = agreement.hear(held, Deadline.after(self._deadline_s), lambda: self._held is held)
             if segments:
                 return delta_manifest(
                     self._layout, held.version, (base.version, base.identity), held.identity, segments
@@ -524,7 +532,7 @@ class Publisher(Participant):
 
     def _send(self, go: Go, held: Publication, deadline: Deadline) -> int:
         gather, pipeline, agreement = self._gather, self._pipeline, self._agreement
-        if gather is None or held.slot is None:
+        if gather is None or held.slot is None or self.session != go.session:  # another one may have begun meanwhile
             raise ClosedError("the connection was closed before the version was sent.", part=self.name)
         manifest = replace(self._layout, version=go.version, identity=held.identity)
         plan, memory = gather.dense, held.slot.memory.data

@@ -199,6 +199,15 @@ class StoreMailbox:
                 raise
             raise ProtocolError(f"{key!r} in mailbox {self._scope} is not JSON: {error}.", part="mailbox") from None
 
+    def has(self, key: str) -> bool:
+        """Whether `key` is there."""
+        try:
+            return bool(self._store.check([key]))
+        except dist.DistError as error:
+            raise ClosedError(
+                f"the rendezvous store is gone, and with it mailbox {self._scope}.", part="mailbox"
+            ) from error
+
     def delete(self, key: str) -> None:
         """Forget `key`, which need not be there. Nobody may be waiting for it."""
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from weightlane.ckpt_engines import CheckpointEngine
+from weightlane.ckpt_engines import CheckpointEngine, StorageError
 
 
 class SendMemory:
@@ -39,8 +39,16 @@ class SendMemory:
         return data
 
     def renew(self) -> None:
-        """Go on with other memory, of the same size. Raises `StorageError` when there is none; nothing is lost then."""
-        old, self.data = self.data, self._new()
+        """Go on with other memory, of the same size. Raises `StorageError` when there is none; try again then.
+
+        Where there is no room for both, the old goes first.
+        """
+        try:
+            new = self._new()
+        except StorageError:
+            self.close()
+            new = self._new()
+        old, self.data = self.data, new
         self._give_back(old)
 
     def grow(self, nbytes: int) -> None:

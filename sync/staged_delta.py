@@ -56,8 +56,12 @@ class StagedDelta:
         """The manifest of the version it leads to, as if it had been sent in full."""
         return replace(self.manifest, codec=CODEC_DENSE, base_version=None, base_identity="", segments=())
 
+    def to(self, device: torch.device) -> StagedDelta:
+        """The same on the device of what it is to be put into."""
+        return replace(self, patches=tuple((segment, patch.to(device)) for segment, patch in self.patches))
+
     def swap(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Exchange the changed elements of `tensors` (by name, contiguous) with those held here.
+        """Exchange the changed elements of `tensors` (by name, contiguous, on this device) with those held here.
 
         That turns the base into the version; doing it again restores the base.
         """

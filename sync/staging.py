@@ -72,6 +72,8 @@ class Staging:
         self._base_manifest: Manifest | None = None
         """Of what it turns the slot back into."""
         self._taken: int | None = None
+        self._committed = -1
+        """The version that serves; what is kept may be an older one."""
 
     @property
     def kept_identity(self) -> str:
@@ -87,6 +89,7 @@ class Staging:
         """The version that serves need not be kept any more."""
         with self._lock:
             if self._taken is None:
+                self._delta = None  # there is nothing to take it back from
                 self._serving = self._empty()
 
     def _keeps(self, lent: _Lent) -> bool:
@@ -150,15 +153,19 @@ class Staging:
             kept = self._serving.manifest
             if kept is None or self._delta is not None or kept.identity != delta.manifest.base_identity:
                 raise lacks_base(delta.manifest, self._part, "nothing" if kept is None else f"version {kept.version}")
-            delta.swap(self._serving.tensors())
+            delta = delta.to(self._device)
+            tensors, self._serving.manifest = self._serving.tensors(), None  # a mixture, should it stop half-way
+            delta.swap(tensors)
             self._serving.manifest, self._delta, self._delta_aborted = delta.as_dense, delta, False
             self._base_manifest = kept
 
     def _take_back(self) -> None:
         """Undo a delta that did not commit."""
-        if self._delta is not None:
-            self._delta.swap(self._serving.tensors())
-            self._serving.manifest, self._delta = self._base_manifest, None
+        delta, self._delta = self._delta, None
+        if delta is not None:
+            tensors, self._serving.manifest = self._serving.tensors(), None
+            delta.swap(tensors)
+            self._serving.manifest = self._base_manifest
 
     def take(self, version: int) -> dict[str, torch.Tensor]:
         """Views of the staged tensors of `version`; `CommitError` if it is not staged."""
@@ -186,7 +193,8 @@ class Staging:
         with self._lock:
             if self._delta is not None and self._delta.version == version:
                 self._take_back()
-            if self._serving.manifest is None or self._serving.version >= version:
+            kept = self._serving.version
+            if self._serving.manifest is None or kept >= version or kept != self._committed:
                 raise CommitError(
                     f"the version before {version} is not kept here.",
                     part=self._part,
@@ -204,6 +212,7 @@ class Staging:
     def commit(self, version: int) -> None:
         """`version` serves: keep it, and give the memory of the one before for the next. A lent one waits for `settle`."""
         with self._lock:
+            self._committed = version
             if self._delta is not None and self._delta.version == version:
                 self._delta = None
                 return
@@ -219,7 +228,7 @@ class Staging:
     def abort(self, version: int) -> None:
         """`version` will not be committed."""
         with self._lock:
-            if self._lent is not None and self._lent.version == version:
+            if self._lent is not None and self._lent.version == version and self._lent.committed is None:
                 self._lent.committed = False
             if self._delta is not None and self._delta.version == version:
                 self._delta_aborted = True
@@ -247,10 +256,14 @@ class Staging:
             if self._keeps(lent) and self._taken is None and not (scatters and deltas_follow):
                 serving = self._serving
                 serving.manifest = None
-        if serving is not None:
-            if serving.data.numel() < lent.data.numel():
-                serving = self._serving = self._empty()  # the old memory goes before the new one comes
+        if serving is not None and serving.data.numel() < lent.data.numel():
+            serving = self._serving = self._empty()  # the old memory goes before the new one comes
+            try:
                 serving = self._serving = self._new(lent.data.numel())
+            except (RuntimeError, MemoryError) as error:
+                serving = None
+                _log.warning("%s: version %d is not kept, there is no memory for it: %s", self._part, version, error)
+        if serving is not None:
             serving.data[: lent.data.numel()].copy_(lent.data)
         with self._lock:
             if serving is not None:

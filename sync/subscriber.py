@@ -195,6 +195,7 @@ class Subscriber(Participant):
         self._link = None
         if receiver is not None:
             receiver.close()
+        self._delta = None
         self._staging.drop()
 
     def _aborted(self, version: int) -> None:
@@ -206,7 +207,7 @@ class Subscriber(Participant):
     def _committed(self, version: int) -> None:
         self._staging.commit(version)
         staged, identity = self._staged_identity
-        self._live = identity if staged == version else ""
+        self._live, self._live_before = (identity if staged == version else ""), ""
         if self._delta is not None and self._delta[0] == version:
             self._delta = None
         self._jobs.put(_Settle(version))
@@ -222,6 +223,7 @@ class Subscriber(Participant):
             raise ClosedError("a version was offered on a closed connection.", part=self.name)
         if manifest.is_delta:
             self._check_base(manifest)
+        self._delta = None  # as `reserve`: what was staged before is dropped
         self._staging.reserve(manifest, lent=self._looks_at(manifest))
         self._jobs.put(_Job(manifest, link, Deadline.after(message.deadline_s), message.stall_s))
         self._tell(Accepted(name=self.name, session=self.session, version=message.version))
@@ -321,7 +323,8 @@ class Subscriber(Participant):
     def _settle(self, version: int) -> None:
         """Give a version's memory back to its sender once nobody here looks at it."""
         try:
-            if version not in self._shown or not self._staging.settle(version, scatters=self.prepare_delta is not None):
+            scatters = self.prepare_delta is not None
+            if not self._staging.settle(version, scatters=scatters) or version not in self._shown:
                 return
             link = self._shown.pop(version)
             link.receiver.release(version, Deadline.after(_RELEASE_S))
@@ -329,6 +332,8 @@ class Subscriber(Participant):
             _log.debug(
                 "%s: version %d was not given back, its sender takes other memory: %s", self.name, version, error
             )
+        except Exception:  # noqa: BLE001 - without this thread nothing would ever be staged again
+            _log.exception("%s: version %d was not given back", self.name, version)
 
 
 def adjoined(views: Sequence[torch.Tensor]) -> torch.Tensor | None:
