@@ -162,8 +162,8 @@ def offered(manifest: Manifest) -> Open:
 
 
 def test_a_delta_of_an_attempt_that_failed_is_not_taken_for_what_came_after(subscriber: Subscriber) -> None:
-    subscriber.scatters = True
-    subscriber._delta = delta_to(2.0, DENSE, 1.0)
+    subscriber.prepare_delta = lambda delta: delta
+    subscriber._delta = (2, delta_to(2.0, DENSE, 1.0))
     subscriber._link = _Link("", FarAway(), "t-0", FarAway())  # type: ignore[arg-type]
     subscriber._handle(offered(replace(DENSE, version=2, identity="b/2")))  # of a trainer that was started anew
     assert subscriber.take_delta(2) is None, "another publication's values would be put into the live weights"
@@ -187,7 +187,7 @@ def test_a_delta_that_is_given_up_while_it_is_loaded_is_taken_back_once_it_is_re
 
 
 def test_a_delta_does_not_outlive_its_session(subscriber: Subscriber) -> None:
-    subscriber._delta = delta_to(2.0, DENSE, 1.0)
+    subscriber._delta = (2, delta_to(2.0, DENSE, 1.0))
     subscriber._close_half()
     assert subscriber.take_delta(2) is None
 
