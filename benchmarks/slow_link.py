@@ -38,6 +38,7 @@ from weightlane.sync.bench.machine import this_machine
 from weightlane.sync.bench.network import enter_network, new_network
 from weightlane.sync.bench.participants import sync_config
 from weightlane.sync.bench.processes import Processes
+from weightlane.sync.bench.report import PHASES
 from weightlane.sync.bench.rows import RowContender, RowFacts
 from weightlane.sync.bench.workload import MODELS, Workload, named_workload
 
@@ -233,6 +234,7 @@ def run(
         row.facts.codec: {
             "latency_s": _spread([figures["latency_s"] for figures in found[row.facts.codec]]),
             "rollout_blocked_s": _spread([figures["rollout_blocked_s"] for figures in found[row.facts.codec]]),
+            "phases": {phase: _spread([figures[phase] for figures in found[row.facts.codec]]) for phase in PHASES},
             "wire_bytes": round(statistics.median(figures["wire_bytes"] for figures in found[row.facts.codec])),
             "sent_as": sent_as[row.facts.codec],
             "verified": row.verified,
@@ -254,9 +256,7 @@ def run(
         "verified": all(row.verified for row in rows),
     }
     if {"dense", "delta"} <= table.keys():
-        report["dense_over_delta"] = (
-            table["dense"]["latency_s"]["median"] / table["delta"]["latency_s"]["median"]
-        )
+        report["dense_over_delta"] = table["dense"]["latency_s"]["median"] / table["delta"]["latency_s"]["median"]
     return report
 
 
@@ -279,6 +279,9 @@ def text(report: dict[str, Any]) -> str:
             f"{codec:6} {latency['median']:10.3f} {latency['min']:8.3f} {latency['max']:8.3f} {row['wire_bytes']:14,}"
             f" {row['wire_bytes'] / report['payload_bytes']:9.2%}{'' if row['verified'] else '  NOT VERIFIED'}"
         )
+    lines.append("what the latency consists of, in ms: " + ", ".join(PHASES))
+    for codec, row in report["rows"].items():
+        lines.append(f"{codec:6} " + " ".join(f"{1e3 * row['phases'][phase]['median']:8.0f}" for phase in PHASES))
     if "dense_over_delta" in report:
         lines.append(f"a delta is there {report['dense_over_delta']:.1f} times sooner")
     return "\n".join(lines)
@@ -287,7 +290,9 @@ def text(report: dict[str, Any]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print a table, write JSON if asked to; 1 if any bit was wrong, 2 where it cannot run here."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="qwen3-0.6b", help=f"{', '.join(MODELS)}, or a directory of safetensors files")
+    parser.add_argument(
+        "--model", default="qwen3-0.6b", help=f"{', '.join(MODELS)}, or a directory of safetensors files"
+    )
     parser.add_argument("--receivers", type=int, default=1)
     parser.add_argument("--rate-mbit", type=float, default=1000.0)
     parser.add_argument("--rounds", type=int, default=3)
