@@ -196,7 +196,7 @@ class Meeting:
     """
 
     def __init__(self, config: SyncConfig, replicas: Sequence[Replica]) -> None:
-        self._rendezvous = Rendezvous.host()
+        self._rendezvous = Rendezvous.host(config.host, config.port)
         self.address = self._rendezvous.address.to_plain()
         self.coordinator = Coordinator(self._rendezvous, [SENDER], replicas, config, RunHooks())
 

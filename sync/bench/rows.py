@@ -12,7 +12,7 @@ from typing import Any
 from weightlane.ckpt_engines import WeightlaneError, WorkerDiedError
 
 from ..config import SyncConfig
-from ..report import CommitReport
+from ..report import CommitReport, SyncReport
 from .contenders import Figures
 from .participants import Meeting
 from .processes import Processes, Worker
@@ -85,6 +85,8 @@ class RowContender:
     verified: bool = True
     peak_trainer_bytes: int = 0
     peak_rollout_bytes: int = 0
+    last: SyncReport | None = None
+    """Of the newest version."""
     _versions: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     _receivers: list[_Receiver] = field(default_factory=list)
     _meeting: Meeting | None = None
@@ -109,7 +111,7 @@ class RowContender:
         # One is enough from the second time on: the first version of a round warms up, too, what is measured in it.
         for _ in range(1 if self.peak_trainer_bytes else _WARM_UP_VERSIONS):
             self.processes.sender.call("change", self.density, timeout_s=self.timeout_s)
-            self._version(step_s=0.0)
+            self.carry(step_s=0.0)
         trainer, *rollouts = self.processes.every("peak_bytes", self.name, timeout_s=self.timeout_s)
         self.peak_trainer_bytes = max(self.peak_trainer_bytes, trainer)
         self.peak_rollout_bytes = max(self.peak_rollout_bytes, *rollouts)
@@ -155,19 +157,24 @@ class RowContender:
         while time.monotonic() < end:
             if self.facts.codec != "dense":  # which costs the same whatever changed
                 self.processes.sender.call("change", self.density, timeout_s=self.timeout_s)
-            self._version(step_s=0.0)
+            self.carry(step_s=0.0)
 
     def _changed_version(self, step_s: float) -> Figures:
         """Change the parameters, carry them over, and compare."""
         self.processes.sender.call("change", self.density, timeout_s=self.timeout_s)
-        figures = self._version(step_s)
-        expected, *found = self.processes.every("crc", timeout_s=self.timeout_s)
-        self.verified = self.verified and found == [expected] * len(found)
+        figures = self.carry(step_s)
+        self.verify()
         return figures
 
-    def _version(self, step_s: float) -> Figures:
+    def verify(self) -> None:
+        """Compare all receivers' parameters with the sender's."""
+        expected, *found = self.processes.every("crc", timeout_s=self.timeout_s)
+        self.verified = self.verified and found == [expected] * len(found)
+
+    def carry(self, step_s: float) -> Figures:
+        """Carry the parameters over as they are, with a step of so many seconds between publication and fence."""
         version = next(self._versions)
-        published, sent_bytes = self.runner.run(self._carry(version, step_s))
+        published, self.last = self.runner.run(self._carry(version, step_s))
         sender, *receivers = self.processes.every("moments", self.name, version, timeout_s=self.timeout_s)
         self._snapshot_s = sender.get("snapshot_s", 0.0)
         commits = [receiver.committed for receiver in self._receivers]
@@ -186,11 +193,11 @@ class RowContender:
             "trainer_blocked_s": published["publish_s"] + published["fence_s"],
             "rollout_blocked_s": max(end - start for start, end in commits),
             "latency_s": ended - begun,
-            "wire_bytes": sent_bytes,
+            "wire_bytes": self.last.sent_bytes,
             **{name: after - before for name, before, after in zip(PHASES, ends, ends[1:], strict=False)},
         }
 
-    async def _carry(self, version: int, step_s: float) -> tuple[dict[str, float], int]:
+    async def _carry(self, version: int, step_s: float) -> tuple[dict[str, float], SyncReport]:
         assert self._meeting is not None
         timeout_s = self.timeout_s + step_s + _GRACE_S
         publishing = asyncio.create_task(
@@ -209,7 +216,7 @@ class RowContender:
             await asyncio.gather(syncing, return_exceptions=True)
             raise error
         await asyncio.gather(publishing, return_exceptions=True)
-        return (await publishing), (await syncing).sent_bytes
+        return (await publishing), (await syncing)
 
     def _died(self, worker: Worker, error: WorkerDiedError) -> None:
         if (meeting := self._meeting) is not None:

@@ -16,6 +16,7 @@ from weightlane.ckpt_engines import as_weightlane_error
 
 from .loops import Loop
 from .memory import PeakMemory
+from .network import enter_network
 from .participants import ReceivingSide, SendingSide
 from .raw import RawGloo, load, save
 from .wire import Line
@@ -50,6 +51,10 @@ class WorkerMethods:
         self._payload = Payload(self._workload.specs)
         if self._index == 0:
             self._payload.fill(seed)
+
+    def enter_network(self, path: str) -> None:
+        """See `network.enter_network`; everything that is opened from now on is there."""
+        enter_network(path)
 
     def crc(self) -> int:
         """Of the parameters as they are now."""

@@ -1,0 +1,230 @@
+"""Dense, delta and auto at densities from 0 to 1: what each takes, what auto chooses, and how far that is from the better choice.
+
+    python -m benchmarks.densities --json densities.json
+
+Every version goes through all three in turns, in changing order: the parameters change, and each carries that very change. The
+connections stay open from one density to the next, as in training that changes its pace. Of every density the first --warm
+versions are left out: auto measures before it decides, and needs some versions to notice that the density is another one.
+
+Two ratios tell how good auto is. *measured* is its median latency over that of the faster one of the two. *by choice* takes the
+medians of dense and delta for what auto chose, version by version: noise that hit auto alone is not in it, nor is what deciding costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weightlane.ckpt_engines import WeightlaneError
+from weightlane.sync import TensorSpec
+from weightlane.sync.bench.machine import this_machine
+from weightlane.sync.bench.participants import sync_config
+from weightlane.sync.bench.processes import Processes
+from weightlane.sync.bench.rows import RowContender, RowFacts
+from weightlane.sync.bench.workload import MODELS, Workload, named_workload
+
+DENSITIES = (0.0, 0.0001, 0.001, 0.01, 0.05, 0.1, 0.3, 0.5, 1.0)
+CODECS = ("dense", "delta", "auto")
+MIDDLE = "32-matrices"
+"""268 MB of bfloat16."""
+AT_MOST = 1.05
+
+
+def workload_named(model: str) -> Workload:
+    """`MIDDLE`, or what `weightlane bench` knows by that name."""
+    if model != MIDDLE:
+        return named_workload(model)
+    return Workload(MIDDLE, tuple(TensorSpec(f"layer.{n}", (2048, 2048), torch.bfloat16) for n in range(32)))
+
+
+def measure_engine(
+    engine: str,
+    processes: Processes,
+    runner: asyncio.Runner,
+    *,
+    densities: Sequence[float],
+    warm: int,
+    versions: int,
+    timeout_s: float,
+    say: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """One entry per density; what is carried must have been prepared."""
+    rows = []
+    for codec in CODECS:
+        config = sync_config(codec=codec, integrity="off", bucket_mib=None, deadline_s=timeout_s)
+        rows.append(RowContender(RowFacts(engine, codec, "off", {}, config), processes, runner, 0.0, 0.0, timeout_s))
+    for row in rows:
+        row.open()
+    found = []
+    for density in densities:
+        say(f"{engine}, density {density:g}")
+        latency: dict[str, list[float]] = {codec: [] for codec in CODECS}
+        told: list[tuple[str, str]] = []
+        wire = 0.0
+        for row in rows:
+            row.verified = True
+        for number in range(warm + versions):
+            processes.sender.call("change", density, timeout_s=timeout_s)
+            first = number % len(rows)
+            for position, row in enumerate([*rows[first:], *rows[:first]]):
+                figures = row.carry(0.0)
+                if position == 0:  # later ones find in place what the first one wrote
+                    row.verify()
+                if number >= warm:
+                    latency[row.facts.codec].append(figures["latency_s"])
+                    if row.facts.codec == "delta":
+                        wire = figures["wire_bytes"]
+                assert row.last is not None, "a version was carried"
+                if row.facts.codec == "auto":
+                    told.append((row.last.codec, row.last.codec_reason))
+        found.append(_figures(density, latency, told, warm, wire, verified=all(row.verified for row in rows)))
+        found[-1]["engine"] = engine
+    for row in rows:
+        row.close()
+    return found
+
+
+def _figures(
+    density: float,
+    latency: dict[str, list[float]],
+    told: list[tuple[str, str]],
+    warm: int,
+    wire_bytes: float,
+    *,
+    verified: bool,
+) -> dict[str, Any]:
+    median = {codec: statistics.median(seconds) for codec, seconds in latency.items()}
+    best = min(median["dense"], median["delta"])
+    chosen = [codec for codec, _ in told]
+    return {
+        "density": density,
+        "latency_s": {
+            codec: {"median": median[codec], "min": min(seconds), "max": max(seconds)}
+            for codec, seconds in latency.items()
+        },
+        "delta_wire_bytes": round(wire_bytes),
+        "best": "dense" if median["dense"] <= median["delta"] else "delta",
+        "ratio_measured": median["auto"] / best,
+        "ratio_by_choice": statistics.fmean(median[codec] for codec in chosen[warm:]) / best,
+        "chosen": chosen,
+        "left_out": warm,
+        "reasons": [reason for _, reason in told],
+        "verified": verified,
+    }
+
+
+def run(
+    workload: Workload,
+    *,
+    engines: Sequence[str],
+    densities: Sequence[float],
+    receivers: int,
+    warm: int,
+    versions: int,
+    timeout_s: float,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Measure every engine at every density."""
+    with Processes(receivers, workload.flat_bytes) as processes, asyncio.Runner() as runner:
+        processes.every("prepare", workload.to_plain(), 0, 1, timeout_s=timeout_s)
+        rows = []
+        try:
+            for engine in engines:
+                rows += measure_engine(
+                    engine,
+                    processes,
+                    runner,
+                    densities=densities,
+                    warm=warm,
+                    versions=versions,
+                    timeout_s=timeout_s,
+                    say=say,
+                )
+        except WeightlaneError as error:
+            processes.raise_if_dead(error)
+            raise
+    return {
+        "machine": this_machine().model_dump(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "model": workload.name,
+        "payload_bytes": workload.nbytes,
+        "receivers": receivers,
+        "versions": versions,
+        "left_out": warm,
+        "rows": rows,
+        "worst_measured": max(row["ratio_measured"] for row in rows),
+        "worst_by_choice": max(row["ratio_by_choice"] for row in rows),
+        "verified": all(row["verified"] for row in rows),
+    }
+
+
+def text(report: dict[str, Any]) -> str:
+    """The report as a table."""
+    lines = [
+        f"{report['model']}: {report['payload_bytes'] / 1e6:.1f} MB, {report['receivers']} receivers, integrity off, medians of"
+        f" {report['versions']} versions, the first {report['left_out']} of each density left out",
+        "engine  density  dense ms  delta ms   auto ms  best   auto chose            measured  by choice",
+    ]
+    for row in report["rows"]:
+        seconds = row["latency_s"]
+        counted = row["chosen"][row["left_out"] :]
+        chose = ", ".join(f"{counted.count(codec)} {codec}" for codec in ("dense", "delta") if codec in counted)
+        times = " ".join(f"{1e3 * seconds[codec]['median']:9.1f}" for codec in CODECS)
+        mark = "  worse" if row["ratio_by_choice"] > AT_MOST else ""
+        lines.append(
+            f"{row['engine']:7} {row['density']:7g} {times}  {row['best']:6} {chose:20} {row['ratio_measured']:9.3f}"
+            f"  {row['ratio_by_choice']:9.3f}{mark}{'' if row['verified'] else '  NOT VERIFIED'}"
+        )
+    lines.append(f"worst: measured {report['worst_measured']:.3f}, by choice {report['worst_by_choice']:.3f}")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print a table, write JSON if asked to; 1 if any bit was wrong, 2 where it cannot run here."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model", default=MIDDLE, help=f"{MIDDLE}, {', '.join(MODELS)}, or a directory of safetensors files"
+    )
+    parser.add_argument("--engine", default="shm,gloo")
+    parser.add_argument("--density", type=float, nargs="*", default=DENSITIES)
+    parser.add_argument("--receivers", type=int, default=2)
+    parser.add_argument("--warm", type=int, default=4, help="versions of each density that are left out")
+    parser.add_argument("--versions", type=int, default=9, help="versions of each density that count")
+    parser.add_argument("--deadline-s", type=float, default=120.0, help="for any single thing")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    if min(options.receivers, options.versions) < 1 or options.warm < 0:
+        parser.error("--receivers and --versions must be positive, --warm not negative")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was begun is ended
+    try:
+        report = run(
+            workload_named(options.model),
+            engines=options.engine.split(","),
+            densities=options.density,
+            receivers=options.receivers,
+            warm=options.warm,
+            versions=options.versions,
+            timeout_s=options.deadline_s,
+            say=lambda what: print(what, file=sys.stderr, flush=True),
+        )
+    except WeightlaneError as error:
+        print(f"densities: {error}", file=sys.stderr)
+        return 2
+    print(text(report))
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 0 if report["verified"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
