@@ -128,6 +128,7 @@ class Publisher(Participant):
         elements = sum(shard.numel for shard in shards)
         self._chooser = CodecChooser(codec, elements, self._encoder.dense_bytes, full_every)
         self._incarnation = secrets.token_hex(8)
+        self._published = 0
         self._delta_memory = SendMemory(owner, 0, device)
         """What is encoded; grows."""
         self._buffers: list[SendMemory] = []
@@ -181,7 +182,8 @@ class Publisher(Participant):
         if self._closed.is_set():
             raise ClosedError("publish was called on a closed publisher.", part=self.name)
         progress = Progress(f"the snapshot of version {version}", self.name)
-        identity = f"{self._incarnation}/{version}" if self._chooser.uses_deltas else ""
+        self._published += 1  # a version that was given up may be published again, with other weights
+        identity = f"{self._incarnation}/{version}/{self._published}" if self._chooser.uses_deltas else ""
         publication = Publication(version, identity, self._snapshot.mark(), progress)
         self._outcomes.begin(version)
         self._fence = publication

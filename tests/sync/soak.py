@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from hop_run import Run, expected
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, CommitError, QuarantinedError, SyncAbortedError
-from weightlane.ckpt_engines.faulty import FaultKind, FaultRecord, read_fault_log
+from weightlane.ckpt_engines.faulty import NO_BUCKET, FaultKind, FaultRecord, read_fault_log
 from weightlane.plugins import hookimpl, make_hooks
 from weightlane.sync import ReplicaState
 
@@ -122,9 +122,16 @@ def soak(engine: str, options: dict[str, Any], *, versions: int, seed: int, rate
     result.engine_faults = Counter(fault.kind.value for fault in faults)
     absorbed = harmless(engine)
     result.unaccounted = [
-        fault for fault in faults if fault.kind not in absorbed and fault.session not in ledger.failed_sessions
+        fault
+        for fault in faults
+        if fault.kind not in absorbed and not _gives_back(fault) and fault.session not in ledger.failed_sessions
     ]
     return result
+
+
+def _gives_back(fault: FaultRecord) -> bool:
+    """Whether it struck while memory was given back: the sender takes other memory then, and no version suffers."""
+    return fault.index == NO_BUCKET and fault.version != NO_BUCKET
 
 
 def _disturb(run: Run, chance: random.Random, result: Result) -> None:
