@@ -281,6 +281,11 @@ class Staging:
             if self._lent is not None and self._lent.committed is None and self._taken != self._lent.version:
                 self._lent = None
 
+    def close(self) -> None:
+        """Let go of all memory; whoever still looks at some keeps that alive."""
+        with self._lock:
+            self._incoming, self._serving, self._lent, self._delta = self._empty(), self._empty(), None, None
+
     def _empty(self) -> _Slot:
         return _Slot(torch.empty(0, dtype=torch.uint8, device=self._device))
 

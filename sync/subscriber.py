@@ -172,6 +172,8 @@ class Subscriber(Participant):
         super().close()
         self._jobs.put(None)
         self._worker.join(5.0)
+        self._staging.close()  # whoever keeps this object does not keep the versions
+        self.prepare_delta = self._delta = None
 
     # -- control thread -------------------------------------------------------------------------------------------------
 

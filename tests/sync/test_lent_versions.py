@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from hop_run import Run, expected
@@ -122,6 +124,22 @@ def test_nothing_is_kept_of_lent_versions_above_the_limit() -> None:
         staging.take_previous(2)
     with pytest.raises(StagingMemoryError):
         staging.reserve(Manifest(3, (SPEC,), 64))
+
+
+def test_closed_staging_keeps_no_memory_but_what_somebody_looks_at() -> None:
+    staging = Staging("rollout-0/0", 0, torch.device("cpu"))
+    memory = np.ones(64, dtype=np.uint8)
+    alive = weakref.ref(memory)
+    manifest = Manifest(1, (SPEC,), 64, lasting=True)
+    staging.reserve(manifest, lent=True)
+    staging.complete(manifest, torch.from_numpy(memory))
+    del memory
+    tensors = staging.take(1)
+    staging.close()
+    assert value(tensors) == 1
+    assert alive() is not None
+    del tensors
+    assert alive() is None, "the memory of a closed subscriber is kept"
 
 
 def test_buckets_are_one_stream_only_where_they_adjoin() -> None:
