@@ -53,10 +53,11 @@ from .tensor_spec import LocalShard, TensorSpec
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.5
-_PATIENCE_S = 2.0
-_PATIENCE_SNAPSHOTS = 4.0
+_PATIENCE_S = 4.0
+_PATIENCE_SNAPSHOTS = 10.0
 """How long, in seconds and in times of a snapshot, receivers may look at memory that is needed before other memory is taken:
-loading and copying what they look at takes about as long as a snapshot."""
+loading and copying what they look at takes about as long as a snapshot, and several times that at first, when the memory that
+it is copied to is new. Other memory costs as much."""
 _NOTABLE_S = 0.05
 """A fence that takes longer is worth a line in the log, once."""
 

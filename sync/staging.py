@@ -259,7 +259,7 @@ class Staging:
         if serving is not None and serving.data.numel() < lent.data.numel():
             serving = self._serving = self._empty()  # the old memory goes before the new one comes
             try:
-                serving = self._serving = self._new(lent.data.numel())
+                serving = self._serving = _Slot(torch.empty_like(lent.data, device=self._device))
             except (RuntimeError, MemoryError) as error:
                 serving = None
                 _log.warning("%s: version %d is not kept, there is no memory for it: %s", self._part, version, error)

@@ -30,6 +30,8 @@ from .workload import Workload, named_workload
 
 _PART = "benchmark"
 _NOISY = 1.25
+_SHARE_OF_MEMORY = 0.7
+"""What may be taken of what is free, with all rows open: transports need some, too."""
 _STAGED_VERSIONS = 2
 """That a subscriber may keep."""
 Say = Callable[[str], None]
@@ -123,7 +125,7 @@ def _keep_open(settings: BenchSettings, workload: Workload, rows: int) -> bool:
             part=_PART,
             hint="Measure a smaller model, or with fewer --receivers.",
         )
-    return (parameters + rows * row) * workload.nbytes < room / 2
+    return (parameters + rows * row) * workload.nbytes < _SHARE_OF_MEMORY * room
 
 
 class _Bench:
