@@ -320,6 +320,8 @@ def main(arguments: list[str] | None = None) -> int:
     except WeightlaneError as error:
         print(f"slow_link: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     print(text(report))
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -50,6 +50,7 @@ class Choice:
 class _DeltaTime:
     """How long deltas take: a fixed time, and one in proportion to the density.
 
+    The first delta does not count, as both sides touch memory for it for the first time; of the next two the faster one does.
     What a delta took other than expected is put down to the two parts by the squares of their shares in what was expected, as for
     two quantities whose errors are in proportion to them: deltas of few changes teach the first part, those of many the second.
     """
@@ -59,14 +60,6 @@ class _DeltaTime:
         self._per_density_s = 0.0
         self._seen = 0
         self._density = 0.0
-
-    @property
-    def measured(self) -> bool:
-        """Whether it is more than a guess.
-
-        The first delta does not count, as both sides touch memory for it for the first time; of the next two the faster one does.
-        """
-        return self._seen >= _FIRST_DELTAS
 
     def guess(self, fixed_s: float, per_density_s: float) -> None:
         """What to expect until deltas are measured."""
@@ -158,7 +151,7 @@ class CodecChooser:
                 return False
             if self._dense_seen < _FIRST_DENSE:
                 return False
-            return not (self._delta.measured and self._is_hopeless(self._delta.fixed_s))
+            return not self._is_hopeless(self._delta.fixed_s)
 
     @property
     def capacity_bytes(self) -> int:
