@@ -20,6 +20,8 @@ _SELDOM = 10
 """At most every so many versions it is tried."""
 _FIRST_DENSE, _FIRST_DELTAS = 3, 3
 """Versions that are sent by a codec before it is believed to be known."""
+_WORTH_A_TRY = 3.0
+"""Deltas are measured where they are guessed to take less than so many times what dense does."""
 _KEPT = 3
 """Dense versions of which the median is taken."""
 _NEWEST = 0.5
@@ -60,6 +62,11 @@ class _DeltaTime:
         self._per_density_s = 0.0
         self._seen = 0
         self._density = 0.0
+
+    @property
+    def known(self) -> bool:
+        """Whether it is more than a guess."""
+        return self._seen >= _FIRST_DELTAS
 
     def guess(self, fixed_s: float, per_density_s: float) -> None:
         """What to expect until deltas are measured."""
@@ -187,6 +194,8 @@ class CodecChooser:
         if self.wire_bytes(density) > self.capacity_bytes:
             self._current = CODEC_DENSE
             return Choice(CODEC_DENSE, f"{said}, and too many bytes")
+        if not self._delta.known and delta_s < _WORTH_A_TRY * dense_s:
+            return Choice(CODEC_DELTA, f"{said}; deltas are being measured")
         expected = {CODEC_DENSE: dense_s, CODEC_DELTA: delta_s}
         other = CODEC_DENSE if self._current == CODEC_DELTA else CODEC_DELTA
         if expected[other] < expected[self._current] * (1 - _BETTER_BY):
@@ -205,6 +214,8 @@ class CodecChooser:
 
     def _is_hopeless(self, delta_s: float) -> bool:
         """Whether no delta is sent if it takes at least so long."""
+        if not self._delta.known:
+            return delta_s >= _WORTH_A_TRY * self._dense_s
         loss = delta_s / self._dense_s - 1
         return self._current == CODEC_DENSE and loss > 0 and not self._is_due(CODEC_DELTA, loss)
 
