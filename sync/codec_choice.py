@@ -22,6 +22,9 @@ _FIRST_DENSE, _FIRST_DELTAS = 3, 3
 """Versions that are sent by a codec before it is believed to be known."""
 _WORTH_A_TRY = 3.0
 """Deltas are measured where they are guessed to take less than so many times what dense does."""
+_IN_VAIN = 3
+_PAUSE = 50
+"""After so many deltas in a row that were sent in full after all, refused or too large, none is tried for so many versions."""
 _KEPT = 3
 """Dense versions of which the median is taken."""
 _NEWEST = 0.5
@@ -136,6 +139,10 @@ class CodecChooser:
         self._since = {CODEC_DENSE: 0, CODEC_DELTA: 0}
         """Versions sent since one of each codec was."""
         self._current = CODEC_DENSE
+        self._chosen = CODEC_DENSE
+        """For the newest version."""
+        self._in_vain = 0
+        """Deltas since the last one that was sent as such."""
         self._snapshot_s = 0.0
         self._dense_seen = 0
         self._dense: deque[float] = deque(maxlen=_KEPT)
@@ -168,19 +175,26 @@ class CodecChooser:
     def choose(self, density: float | None, *, has_base: bool) -> Choice:
         """What the next version is sent as; `density` is the expected share of changed elements, if it was looked at."""
         with self._lock:
-            if not self.uses_deltas:
-                return Choice(CODEC_DENSE, "asked for")
-            if not has_base:
-                return Choice(CODEC_DENSE, "nothing is known to be there that a delta could apply to")
-            if self._since[CODEC_DENSE] + 1 >= self._full_every:
-                return Choice(CODEC_DENSE, f"every {self._full_every} versions one is sent in full")
-            if self._policy == CODEC_DELTA:
-                return Choice(CODEC_DELTA, "asked for")
-            return self._by_time(density)
+            choice = self._choice(density, has_base=has_base)
+            self._chosen = choice.codec
+            return choice
+
+    def _choice(self, density: float | None, *, has_base: bool) -> Choice:
+        if not self.uses_deltas:
+            return Choice(CODEC_DENSE, "asked for")
+        if not has_base:
+            return Choice(CODEC_DENSE, "nothing is known to be there that a delta could apply to")
+        if self._since[CODEC_DENSE] + 1 >= self._full_every:
+            return Choice(CODEC_DENSE, f"every {self._full_every} versions one is sent in full")
+        if self._policy == CODEC_DELTA:
+            return Choice(CODEC_DELTA, "asked for")
+        return self._by_time(density)
 
     def _by_time(self, density: float | None) -> Choice:
         if self._dense_seen < _FIRST_DENSE:
             return Choice(CODEC_DENSE, "dense is being measured")
+        if self._in_vain >= _IN_VAIN and self._since[CODEC_DELTA] % _PAUSE:
+            return Choice(CODEC_DENSE, "the last deltas had to be sent in full")
         dense_s = self._dense_s
         # At worst, all of a dense version's time is transfer.
         per_density_s = _PER_CHANGE * self._snapshot_s + dense_s * self.wire_bytes(1.0) / max(self._dense_bytes, 1)
@@ -196,6 +210,10 @@ class CodecChooser:
             return Choice(CODEC_DENSE, f"{said}, and too many bytes")
         if not self._delta.known and delta_s < _WORTH_A_TRY * dense_s:
             return Choice(CODEC_DELTA, f"{said}; deltas are being measured")
+        return self._faster(delta_s, dense_s, said)
+
+    def _faster(self, delta_s: float, dense_s: float, said: str) -> Choice:
+        """Whichever is expected to take less, if the difference is worth a change; or the other one, to measure it."""
         expected = {CODEC_DENSE: dense_s, CODEC_DELTA: delta_s}
         other = CODEC_DENSE if self._current == CODEC_DELTA else CODEC_DELTA
         if expected[other] < expected[self._current] * (1 - _BETTER_BY):
@@ -240,6 +258,10 @@ class CodecChooser:
             for other in self._since:
                 self._since[other] += 1
             self._since[codec] = 0
+            if codec == CODEC_DELTA:
+                self._in_vain = 0
+            elif self._chosen == CODEC_DELTA:
+                self._in_vain += 1
             before_s = self._encoded[0] if codec == CODEC_DELTA else 0.0
             self._sent = (version, codec, before_s + seconds, self._clock())
 

@@ -57,20 +57,20 @@ class World:
     def seconds(self, codec: str, density: float) -> float:
         return sum(self.dense_parts() if codec == "dense" else self.delta_parts(density))
 
-    def carry(self, density: float, *, has_base: bool = True, commits: bool = True) -> str:
+    def carry(self, density: float, *, has_base: bool = True, commits: bool = True, refused: bool = False) -> str:
         self.version += 1
         looked = density if self.chooser.wants_density else None
         choice = self.chooser.choose(looked, has_base=has_base and self.version > 1)
         slow = self.noise() * (4 if choice.codec not in self.taken else 1)  # memory is touched for the first time
         self.chooser.snapshot_taken(0.02 * slow)
-        if choice.codec == "delta":
+        if choice.codec == "delta" and not refused:
             encode, send, commit = (slow * part for part in self.delta_parts(density))
             self.now += encode
             self.chooser.encoded(encode, density)
         else:
             send, commit = (slow * part for part in self.dense_parts())
         self.now += send
-        self.chooser.sent(self.version, choice.codec, send)
+        self.chooser.sent(self.version, "dense" if refused else choice.codec, send)
         if commits:
             self.now += commit
             self.chooser.committed(self.version)
@@ -182,3 +182,11 @@ def test_what_is_never_committed_teaches_nothing() -> None:
     for _ in range(10):
         assert world.carry(0.01, commits=False) == "dense"
     assert set(world.run(0.01, 10)[3:]) == {"delta"}
+
+
+def test_where_deltas_are_refused_auto_stops_offering_them_but_for_one_now_and_then() -> None:
+    world = World(1e6)
+    offered = [world.carry(0.01, refused=True) for _ in range(203)]
+    assert offered.count("delta") <= 3 + 203 // 50
+    assert "had to be sent in full" in world.reasons[-1]
+    assert world.run(0.01, 60)[-1] == "delta"
