@@ -7,7 +7,8 @@ connections stay open from one density to the next, as in training that changes 
 versions are left out: auto measures before it decides, and needs some versions to notice that the density is another one.
 
 Two ratios tell how good auto is. *measured* is its median latency over that of the faster one of the two. *by choice* takes the
-medians of dense and delta for what auto chose, version by version: noise that hit auto alone is not in it, nor is what deciding costs.
+medians of dense and delta for what auto chose, version by version: noise that hit auto alone is not in it, nor is what
+deciding costs. Both are medians: a version by which auto measures the codec it does not use shows in what it chose, not in them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import signal
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ from weightlane.ckpt_engines import WeightlaneError
 from weightlane.sync import TensorSpec
 from weightlane.sync.bench.machine import this_machine
 from weightlane.sync.bench.participants import sync_config
-from weightlane.sync.bench.processes import Processes
+from weightlane.sync.bench.processes import Processes, Worker
 from weightlane.sync.bench.rows import RowContender, RowFacts
 from weightlane.sync.bench.workload import MODELS, Workload, named_workload
 
@@ -38,6 +40,16 @@ CODECS = ("dense", "delta", "auto")
 MIDDLE = "32-matrices"
 """268 MB of bfloat16."""
 AT_MOST = 1.05
+
+
+@dataclass(frozen=True, slots=True)
+class _Carried:
+    """A version by one row."""
+
+    latency_s: float
+    wire_bytes: int
+    sent_as: str
+    reason: str
 
 
 def workload_named(model: str) -> Workload:
@@ -68,57 +80,54 @@ def measure_engine(
     found = []
     for density in densities:
         say(f"{engine}, density {density:g}")
-        latency: dict[str, list[float]] = {codec: [] for codec in CODECS}
-        told: list[tuple[str, str]] = []
-        wire = 0.0
         for row in rows:
             row.verified = True
-        for number in range(warm + versions):
-            processes.sender.call("change", density, timeout_s=timeout_s)
-            first = number % len(rows)
-            for position, row in enumerate([*rows[first:], *rows[:first]]):
-                figures = row.carry(0.0)
-                if position == 0:  # later ones find in place what the first one wrote
-                    row.verify()
-                if number >= warm:
-                    latency[row.facts.codec].append(figures["latency_s"])
-                    if row.facts.codec == "delta":
-                        wire = figures["wire_bytes"]
-                assert row.last is not None, "a version was carried"
-                if row.facts.codec == "auto":
-                    told.append((row.last.codec, row.last.codec_reason))
-        found.append(_figures(density, latency, told, warm, wire, verified=all(row.verified for row in rows)))
+        sender = processes.sender
+        steps = [_step(number, rows, sender, density, timeout_s) for number in range(warm + versions)]
+        verified = all(row.verified for row in rows)
+        found.append(_figures(density, steps, warm, verified=verified))
         found[-1]["engine"] = engine
     for row in rows:
         row.close()
     return found
 
 
-def _figures(
-    density: float,
-    latency: dict[str, list[float]],
-    told: list[tuple[str, str]],
-    warm: int,
-    wire_bytes: float,
-    *,
-    verified: bool,
-) -> dict[str, Any]:
+def _step(
+    number: int, rows: Sequence[RowContender], sender: Worker, density: float, timeout_s: float
+) -> dict[str, _Carried]:
+    """The parameters change, and every row carries that; by codec."""
+    sender.call("change", density, timeout_s=timeout_s)
+    first = number % len(rows)
+    carried = {}
+    for position, row in enumerate([*rows[first:], *rows[:first]]):
+        figures = row.carry(0.0)
+        if position == 0:  # later ones find in place what the first one wrote
+            row.verify()
+        assert row.last is not None, "a version was carried"
+        carried[row.facts.codec] = _Carried(
+            figures["latency_s"], round(figures["wire_bytes"]), row.last.codec, row.last.codec_reason
+        )
+    return carried
+
+
+def _figures(density: float, steps: Sequence[dict[str, _Carried]], warm: int, *, verified: bool) -> dict[str, Any]:
+    latency = {codec: [step[codec].latency_s for step in steps[warm:]] for codec in CODECS}
     median = {codec: statistics.median(seconds) for codec, seconds in latency.items()}
     best = min(median["dense"], median["delta"])
-    chosen = [codec for codec, _ in told]
+    chosen = [step["auto"].sent_as for step in steps]
     return {
         "density": density,
         "latency_s": {
             codec: {"median": median[codec], "min": min(seconds), "max": max(seconds)}
             for codec, seconds in latency.items()
         },
-        "delta_wire_bytes": round(wire_bytes),
+        "delta_wire_bytes": round(statistics.median(step["delta"].wire_bytes for step in steps[warm:])),
         "best": "dense" if median["dense"] <= median["delta"] else "delta",
         "ratio_measured": median["auto"] / best,
-        "ratio_by_choice": statistics.fmean(median[codec] for codec in chosen[warm:]) / best,
+        "ratio_by_choice": statistics.median(median[codec] for codec in chosen[warm:]) / best,
         "chosen": chosen,
         "left_out": warm,
-        "reasons": [reason for _, reason in told],
+        "reasons": [step["auto"].reason for step in steps],
         "verified": verified,
     }
 
@@ -171,8 +180,8 @@ def run(
 def text(report: dict[str, Any]) -> str:
     """The report as a table."""
     lines = [
-        f"{report['model']}: {report['payload_bytes'] / 1e6:.1f} MB, {report['receivers']} receivers, integrity off, medians of"
-        f" {report['versions']} versions, the first {report['left_out']} of each density left out",
+        f"{report['model']}: {report['payload_bytes'] / 1e6:.1f} MB, receivers: {report['receivers']}, integrity off",
+        f"medians of {report['versions']} versions, the first {report['left_out']} of each density left out",
         "engine  density  dense ms  delta ms   auto ms  best   auto chose            measured  by choice",
     ]
     for row in report["rows"]:
@@ -220,6 +229,8 @@ def main(arguments: list[str] | None = None) -> int:
     except WeightlaneError as error:
         print(f"densities: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     print(text(report))
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -2,10 +2,10 @@
 
     python -m benchmarks.slow_link --model qwen3-0.6b --json slow_link.json
 
-The sender and the coordinator live in one network namespace, the receivers in another; a veth pair joins them, both ends limited by
-tc (token bucket) to --rate-mbit. Weights, manifests and all control messages cross it; only the benchmark's own calls to its
-processes go through Unix sockets. Each version changes 1 % (--density) of the elements, at random positions. Before the first
-round, and after the last, a plain TCP transfer shows what the link carries.
+The sender and the coordinator live in one network namespace, the receivers in another; a veth pair joins them, both ends
+limited by tc (token bucket) to --rate-mbit. Weights, manifests and all control messages cross it; only the benchmark's own calls
+to its processes go through Unix sockets. Each version changes 1 % (--density) of the elements, at random positions. Before the
+first round, and after the last, a plain TCP transfer shows what the link carries.
 
 Linux only; it takes root and the programs ip and tc (Debian's iproute2). The namespaces have no names: they go with the last
 process in them, however the benchmark ends.
@@ -268,8 +268,8 @@ def text(report: dict[str, Any]) -> str:
     """The report as a table."""
     rates = " and ".join(f"{rate:.0f}" for rate in report["raw_mbit"])
     lines = [
-        f"{report['model']}: {report['payload_bytes'] / 1e6:.1f} MB, {report['receivers']} receivers, {report['density']:.2%}"
-        f" changed, gloo, integrity {report['integrity']}",
+        f"{report['model']}: {report['payload_bytes'] / 1e6:.1f} MB, receivers: {report['receivers']}, gloo",
+        f"{report['density']:.2%} of the elements change, integrity {report['integrity']}",
         f"link limited to {report['rate_mbit']:.0f} Mbit/s, carried {rates} Mbit/s before and after (TCP payload)",
         f"{'codec':6} {'latency s':>10} {'least':>8} {'most':>8} {'wire bytes':>14} {'of dense':>9}",
     ]
@@ -320,6 +320,8 @@ def main(arguments: list[str] | None = None) -> int:
     except WeightlaneError as error:
         print(f"slow_link: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     print(text(report))
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -523,7 +523,7 @@ class Publisher(Participant):
             started = time.perf_counter()
             nbytes = self._send(go, held, Deadline.after(go.deadline_s))
             seconds = time.perf_counter() - started
-            self._chooser.sent(go.version, go.codec, nbytes, seconds)
+            self._chooser.sent(go.version, go.codec, seconds)
             self._settled(go.version)
             self._tell(Sent(name=self.name, session=go.session, version=go.version, nbytes=nbytes, seconds=seconds))
         except Exception as error:  # noqa: BLE001 - the coordinator decides what becomes of the version

@@ -136,6 +136,8 @@ def test_now_and_then_a_version_is_sent_in_full(make_run: Callable[..., Run]) ->
 
 def test_auto_measures_dense_first_and_gives_its_reasons(make_run: Callable[..., Run]) -> None:
     run = begun(make_run, trainer={"codec": "auto"})
-    reasons = [nudge(run, version).codec_reason for version in range(2, 6)]
-    assert all("changed: a delta is expected to take" in reason for reason in reasons)
-    assert run.live() == [after(0, list(range(2, 6)))]
+    reports = [nudge(run, version) for version in range(2, 8)]
+    assert [report.codec for report in reports[:2]] == ["dense"] * 2
+    assert all("dense is being measured" in report.codec_reason for report in reports[:2])
+    assert all("a delta is expected to take" in report.codec_reason for report in reports[2:])
+    assert run.live() == [after(0, list(range(2, 8)))]
