@@ -18,7 +18,9 @@ _MASK = (1 << 64) - 1
 def xxh3(data: torch.Tensor) -> str:
     """XXH3 with 64 bits of `data`, contiguous 1-D uint8 in host memory, as 16 hexadecimal digits."""
     hashed = xxhash.xxh3_64()
-    hashed.update(data.numpy().data)  # lets other threads run meanwhile, which the function that does all at once does not
+    hashed.update(
+        data.numpy().data
+    )  # lets other threads run meanwhile, which the function that does all at once does not
     return hashed.hexdigest()
 
 

@@ -259,7 +259,7 @@ class Staging:
         if serving is not None and serving.data.numel() < lent.data.numel():
             serving = self._serving = self._empty()  # the old memory goes before the new one comes
             try:
-                serving = self._serving = _Slot(torch.empty_like(lent.data, device=self._device))
+                serving = self._serving = self._room(lent.data.numel())
             except (RuntimeError, MemoryError) as error:
                 serving = None
                 _log.warning("%s: version %d is not kept, there is no memory for it: %s", self._part, version, error)
@@ -288,6 +288,9 @@ class Staging:
 
     def _empty(self) -> _Slot:
         return _Slot(torch.empty(0, dtype=torch.uint8, device=self._device))
+
+    def _room(self, nbytes: int) -> _Slot:
+        return _Slot(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
 
     def _new(self, nbytes: int) -> _Slot:
         # Filled once: first-touch page faults would otherwise land in the middle of the first version.

@@ -131,7 +131,7 @@ def test_lent_memory_is_given_back_where_there_is_none_for_a_copy(monkeypatch: p
     def full(_: int) -> Any:
         raise RuntimeError("can't allocate memory")
 
-    monkeypatch.setattr(staging, "_new", full)
+    monkeypatch.setattr(staging, "_room", full)
     assert staging.settle(1)
     with pytest.raises(CommitError):
         staging.take_previous(2)
