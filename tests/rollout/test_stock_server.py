@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "torchrun" / "train_and_publish.py"
 PROMPT = [5, 6, 7]
-LONG = 4000
+LONG = 1000
 """Tokens that take longer than whatever happens while they are decoded."""
 
 
