@@ -208,6 +208,13 @@ class PickyReplica:
         raise AssertionError("it always knows what it holds")
 
 
+async def unfinished(server: StockServer) -> dict[str, Any]:
+    """Send requests, one after the other, until one does not end by itself: a busy server is slow to pause."""
+    while (done := await asyncio.to_thread(server.complete, PROMPT, LONG))["finish_reason"] == "length":
+        pass
+    return done
+
+
 def test_the_coordinator_commits_and_takes_back_and_quarantines_over_http(
     server: StockServer, model: Path, other_models: list[Path]
 ) -> None:
@@ -241,13 +248,13 @@ def test_the_coordinator_commits_and_takes_back_and_quarantines_over_http(
         impatient = ServerReplica(url, tensor_parallel=2, commit_timeout_s=8.0)
         for wire.hangs_up, cause in ((False, "DeadlineExceeded"), (True, "WorkerDied")):
             server.ask("POST", "/resume", {})
-            flying = asyncio.create_task(asyncio.to_thread(server.complete, PROMPT, LONG))
+            flying = asyncio.create_task(unfinished(server))
             while not server.running():  # noqa: ASYNC110 - only its metrics tell
                 await asyncio.sleep(0.01)
             with pytest.raises(QuarantinedError, match=rf"cannot be trusted.*{cause}.*update_weights"):
                 await impatient.commit(4)
             assert not impatient.serving
-            assert (await flying)["finish_reason"] == "abort"
+            assert (await asyncio.wait_for(flying, 60.0))["finish_reason"] == "abort"
         wire.swallow = b""
         await replica.quarantine(WeightlaneError("told to"))
         assert not replica.serving
