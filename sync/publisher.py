@@ -22,6 +22,7 @@ from weightlane.ckpt_engines import (
     ClosedError,
     Deadline,
     Delivery,
+    ProtocolError,
     SupersededError,
     Topology,
     WeightlaneError,
@@ -546,6 +547,9 @@ class Publisher(Participant):
                 manifest = plan.layout
             else:
                 manifest = self._manifest_of(held, None)
+
+        if manifest.codec != go.codec:
+            raise ProtocolError(f"version {go.version} is not held as {go.codec} any more.", part=self.name)
 
         def ready(until_bytes: int) -> None:
             if go.codec == CODEC_DENSE:
