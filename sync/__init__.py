@@ -41,7 +41,7 @@ from .publisher import Publisher
 from .rendezvous import Rendezvous, RendezvousAddress
 from .report import CommitOutcome, CommitReport, FailedAttempt, Outcome, ReplicaReport, SyncReport
 from .roster import Replica, ReplicaState
-from .staged_delta import StagedDelta
+from .staged_delta import IncomingDelta, StagedDelta
 from .stored import read_version
 from .subscriber import Subscriber
 from .tensor_spec import LocalShard, TensorSpec, dtype_name, dtype_of
@@ -55,6 +55,7 @@ __all__ = [
     "Expectation",
     "ExpectedTensor",
     "FailedAttempt",
+    "IncomingDelta",
     "LocalShard",
     "Manifest",
     "Outcome",

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Annotated, Any
 
 import torch
@@ -12,7 +16,8 @@ from pydantic import Field, Strict, TypeAdapter, ValidationError
 from weightlane.ckpt_engines import ProtocolError
 
 from .codecs.delta import Encoded, TooDense, encode
-from .manifest import CODEC_DELTA, Manifest, Segment
+from .devices import usable_cpus
+from .manifest import ALIGNMENT_BYTES, CODEC_DELTA, Manifest, Segment
 from .packing import Run, RunTable
 from .tensor_spec import LocalShard
 
@@ -22,6 +27,15 @@ _FEW_NUMEL = 1024
 _LOOKED_AT = 128
 """How much is looked at to tell about how much has changed: so many runs of so many elements, so many elements of a shard that
 is shorter than runs are apart, and about so many shards."""
+_PIECE_NUMEL = 1 << 23
+"""Elements of a segment at most, so that large tensors are encoded by several threads, and decoded as they arrive."""
+_MOST_THREADS = 4
+"""That encode. Comparing is limited by memory, which few threads saturate, and the trainer has work of its own."""
+_AHEAD = 2
+"""Pieces per thread that are encoded before the ones in front are taken."""
+_BUCKETS = 16
+_LEAST_BUCKET_BYTES = 512 << 10
+"""A delta is cut into so many buckets, unless they would be smaller than this."""
 _Count = Annotated[int, Field(ge=0, lt=2**63), Strict()]
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SEGMENTS: TypeAdapter[list[tuple[int, int, int, int]]] = TypeAdapter(list[tuple[_Count, _Count, _Count, _Count]])
@@ -55,8 +69,27 @@ class RankDelta:
             at += part.write_into(memory[at:])
 
 
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A run of one shard's elements, which becomes a segment."""
+
+    tensor: int
+    """Place of the tensor in the manifest."""
+    start: int
+    """First element of the row-major flattened tensor."""
+    numel: int
+    place: int
+    """First byte in a snapshot."""
+    dtype: torch.dtype
+
+    @property
+    def end(self) -> int:
+        """One past its last byte in a snapshot."""
+        return self.place + self.numel * self.dtype.itemsize
+
+
 class DeltaEncoder:
-    """Compares two snapshots of a rank's shards.
+    """Compares two snapshots of a rank's shards, on CPU with several threads.
 
     Args:
         shards: What the rank holds.
@@ -66,14 +99,18 @@ class DeltaEncoder:
 
     def __init__(self, shards: Sequence[LocalShard], places: Sequence[int], layout: Manifest) -> None:
         numbers = {spec.name: number for number, spec in enumerate(layout.specs)}
-        self._pieces = [
+        self._shards = [
             (numbers[shard.spec.name], place, shard)
             for place, shard in sorted(zip(places, shards, strict=True), key=lambda placed: placed[0])
             if shard.numel
         ]
+        self._pieces = list(chain.from_iterable(_cut(*placed) for placed in self._shards))
         self._elements = sum(shard.numel for shard in shards)
         self.dense_bytes = sum(shard.nbytes for shard in shards)
         """Bytes of all shards."""
+        self._workers = min(_MOST_THREADS, usable_cpus())
+        self._threads: ThreadPoolExecutor | None = None
+        """There from the first delta on: its threads keep memory for what they compare."""
 
     def encode(
         self, base: torch.Tensor, snapshot: torch.Tensor, capacity_bytes: int, ready: Callable[[int], None]
@@ -84,18 +121,56 @@ class DeltaEncoder:
         """
         segments: list[Segment] = []
         parts: list[Encoded] = []
-        room = capacity_bytes
-        for tensor, place, shard in self._pieces:
-            end = place + shard.nbytes
-            ready(end)
-            dtype = shard.spec.dtype
-            part = encode(base[place:end].view(dtype), snapshot[place:end].view(dtype), capacity_bytes=room)
-            if isinstance(part, TooDense):
-                return part
-            room -= part.nbytes
-            segments.append(Segment(tensor, shard.start, shard.numel, part.nbytes))
-            parts.append(part)
+        room, compared = capacity_bytes, 0
+        with closing(self._encoded(base, snapshot, capacity_bytes, ready)) as encoded:
+            for piece, part in encoded:
+                if isinstance(part, TooDense):
+                    return part
+                room -= part.nbytes
+                compared += piece.numel
+                if room < 0:
+                    return TooDense(capacity_bytes, capacity_bytes - room, compared / self._elements)
+                segments.append(Segment(piece.tensor, piece.start, piece.numel, part.nbytes))
+                parts.append(part)
         return RankDelta(tuple(segments), tuple(parts), sum(part.changed for part in parts), self._elements)
+
+    def _encoded(
+        self, base: torch.Tensor, snapshot: torch.Tensor, capacity_bytes: int, ready: Callable[[int], None]
+    ) -> Generator[tuple[_Piece, Encoded | TooDense], None, None]:
+        """Every piece and its delta, in order; a few are encoded ahead of who asks."""
+
+        def one(piece: _Piece) -> Encoded | TooDense:
+            old, new = (memory[piece.place : piece.end].view(piece.dtype) for memory in (base, snapshot))
+            return encode(old, new, capacity_bytes=capacity_bytes)
+
+        if snapshot.device.type != "cpu":
+            for piece in self._pieces:
+                ready(piece.end)
+                yield piece, one(piece)
+            return
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(self._workers, thread_name_prefix="weightlane-encode")
+        begun: deque[tuple[_Piece, Future[Encoded | TooDense]]] = deque()
+        try:
+            for piece in self._pieces:
+                ready(piece.end)
+                begun.append((piece, self._threads.submit(one, piece)))
+                while begun and (len(begun) > _AHEAD * self._workers or begun[0][1].done()):
+                    first, part = begun.popleft()
+                    yield first, part.result()
+            while begun:
+                first, part = begun.popleft()
+                yield first, part.result()
+        finally:
+            # Nobody may look at the snapshots any more when this returns: the next one is taken in that memory.
+            for _, part in begun:
+                part.cancel()
+            wait([part for _, part in begun])
+
+    def close(self) -> None:
+        """Let the threads end. Idempotent."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
 
     @torch.no_grad()
     def sampled_density(self, base: torch.Tensor) -> float:
@@ -106,14 +181,22 @@ class DeltaEncoder:
         """
         changed = spoken_for = 0.0
         step = max(_RUN_NUMEL, self._elements // _RUNS)
-        for number, (_, place, shard) in enumerate(self._pieces, start=1):
+        for number, (_, place, shard) in enumerate(self._shards, start=1):
             spoken_for += shard.numel
-            if spoken_for * _LOOKED_AT < self._elements and number < len(self._pieces):
+            if spoken_for * _LOOKED_AT < self._elements and number < len(self._shards):
                 continue
             old = base[place : place + shard.nbytes].view(shard.spec.dtype)
             changed += spoken_for * _sampled(old, shard.data.detach().reshape(-1), step)
             spoken_for = 0.0
         return changed / self._elements if self._elements else 0.0
+
+
+def _cut(tensor: int, place: int, shard: LocalShard) -> Iterator[_Piece]:
+    """A shard's pieces: small enough to be encoded, and decoded, beside each other."""
+    width = shard.spec.dtype.itemsize
+    for first in range(0, shard.numel, _PIECE_NUMEL):
+        numel = min(_PIECE_NUMEL, shard.numel - first)
+        yield _Piece(tensor, shard.start + first, numel, place + first * width, shard.spec.dtype)
 
 
 def _sampled(old: torch.Tensor, live: torch.Tensor, step: int) -> float:
@@ -132,6 +215,8 @@ def delta_manifest(
 ) -> Manifest:
     """The manifest of a delta to which every rank contributes `segments`, in rank order.
 
+    It is cut into smaller buckets than full versions, so that there is something to decode while the rest is on its way.
+
     Args:
         layout: That of dense versions.
         version: What it is a delta to.
@@ -139,9 +224,12 @@ def delta_manifest(
         identity: Of the version itself.
         segments: By rank.
     """
+    nbytes = sum(segment.nbytes for mine in segments for segment in mine)
+    bucket_bytes = max(_LEAST_BUCKET_BYTES, -(-nbytes // _BUCKETS // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
     return replace(
         layout,
         version=version,
+        bucket_bytes=min(bucket_bytes, layout.bucket_bytes),
         codec=CODEC_DELTA,
         base_version=base[0],
         base_identity=base[1],

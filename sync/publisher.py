@@ -236,6 +236,7 @@ class Publisher(Participant):
             worker.join(5.0)
         if self._fence is not None:  # its snapshot may never have begun
             self._fence.progress.fail(ClosedError("the publisher was closed.", part=self.name))
+        self._encoder.close()
         self._slots.close()
         for memory in (self._delta_memory, *self._buffers):
             memory.close()

@@ -1,8 +1,8 @@
-"""The receiver's side of a delta: decoded, proven valid, and ready to be put into what it applies to."""
+"""The receiver's side of a delta: decoded while it arrives, proven valid, and ready to be put into what it applies to."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,6 +11,42 @@ from weightlane.ckpt_engines import ProtocolError
 
 from .codecs.delta import Patch, decode
 from .manifest import CODEC_DENSE, Manifest, Segment
+
+
+class IncomingDelta:
+    """A delta of which the beginning has arrived: decoded segment by segment, each as soon as it is there.
+
+    Args:
+        manifest: What is to come.
+        received: Filled from the front with what crosses the wire: 1-D uint8, not needed once `patches` has ended.
+        ready: ``ready(n)`` returns once the first `n` bytes are there and verified, or raises why they never will be.
+    """
+
+    def __init__(
+        self, manifest: Manifest, received: torch.Tensor, ready: Callable[[int], None] = lambda _: None
+    ) -> None:
+        self.manifest = manifest
+        self.patches = self._decoded(received, ready)
+        """By segment, once; none for a segment without a change. Raises `ProtocolError` at what is not a delta of its segment."""
+
+    @property
+    def version(self) -> int:
+        """The version it leads to."""
+        return self.manifest.version
+
+    def _decoded(self, received: torch.Tensor, ready: Callable[[int], None]) -> Iterator[tuple[Segment, Patch]]:
+        at = 0
+        for segment in self.manifest.segments:
+            spec = self.manifest.specs[segment.tensor]
+            ready(at + segment.nbytes)
+            data = received[at : at + segment.nbytes].cpu()
+            try:
+                patch = decode(data, elements=segment.numel, itemsize=spec.dtype.itemsize)
+            except ProtocolError as error:
+                raise ProtocolError(f"the delta of {spec.name}: {error.message}", part=error.part) from error
+            if patch.carried:
+                yield segment, patch
+            at += segment.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,24 +58,9 @@ class StagedDelta:
     """By segment; none for a segment without a change."""
 
     @classmethod
-    def decode(cls, manifest: Manifest, received: torch.Tensor) -> StagedDelta:
-        """Decode what arrived: `received` is 1-D uint8 on CPU, and not needed afterwards.
-
-        Raises `ProtocolError` for anything that is not a delta of the manifest's segments.
-        """
-        patches: list[tuple[Segment, Patch]] = []
-        at = 0
-        for segment in manifest.segments:
-            spec = manifest.specs[segment.tensor]
-            data = received[at : at + segment.nbytes]
-            try:
-                patch = decode(data, elements=segment.numel, itemsize=spec.dtype.itemsize)
-            except ProtocolError as error:
-                raise ProtocolError(f"the delta of {spec.name}: {error.message}", part=error.part) from error
-            if patch.carried:
-                patches.append((segment, patch))
-            at += segment.nbytes
-        return cls(manifest, tuple(patches))
+    def of(cls, delta: IncomingDelta) -> StagedDelta:
+        """All of `delta`, once it has arrived. Raises what `IncomingDelta.patches` raises."""
+        return cls(delta.manifest, tuple(delta.patches))
 
     @property
     def version(self) -> int:

@@ -25,13 +25,14 @@ from weightlane.ckpt_engines import (
 from weightlane.plugins import RunHooks
 
 from .coverage import Expectation, check_coverage
+from .delta_decoding import DeltaDecoding
 from .devices import buffer_device
 from .manifest import Manifest
 from .messages import Accepted, Connect, EngineTraits, Message, Open, Staged
 from .participant import Participant
 from .rendezvous import RendezvousAddress
 from .seal import SealMail, verify
-from .staged_delta import StagedDelta
+from .staged_delta import IncomingDelta, StagedDelta
 from .staging import Staging, lacks_base
 
 _log = logging.getLogger(__name__)
@@ -108,12 +109,12 @@ class Subscriber(Participant):
         """The newest that was offered."""
         self._shown: dict[int, _Link] = {}
         """Versions that are looked at in their sender's memory; the staging thread's."""
-        self.prepare_delta: Callable[[StagedDelta], Any] | None = None
+        self.prepare_delta: Callable[[IncomingDelta], Any] | None = None
         """Set by whoever commits, between two versions, if deltas can be put straight into the live weights.
 
-        Called on the staging thread with each delta, when it is complete, to do beforehand what can be done while the live
-        weights stay as they are; `take_delta` gives what it returns. Without it deltas are applied to the copy of the
-        version that serves, and `take` gives the whole.
+        Called on a thread of its own with each delta, when its first bytes are to come, to do beforehand what can be done while
+        the live weights stay as they are; `take_delta` gives what it returns, once everything has arrived and was verified.
+        Without it deltas are applied to the copy of the version that serves, and `take` gives the whole.
         """
         self._delta: tuple[int, Any] | None = None
         """Version of the staged delta that is for the live weights, and what was prepared."""
@@ -264,36 +265,46 @@ class Subscriber(Participant):
                 self._report(manifest.version, session, error)
 
     def _stage(self, job: _Job) -> None:
-        manifest = job.manifest
-        lent, delta, prepared, prepare = None, None, None, self.prepare_delta
-        if self._looks_at(manifest):
+        manifest, prepare = job.manifest, self.prepare_delta
+        lent: torch.Tensor | None = None
+        delta: Any = None
+        if manifest.is_delta:
+            delta = self._receive_delta(job, prepare or StagedDelta.of)
+        elif self._looks_at(manifest):
             lent = self._look(job)
         else:
-            received = self._receive(job)
-            if manifest.is_delta:
-                delta = StagedDelta.decode(manifest, received.cpu())
-                prepared = prepare(delta) if prepare else None
+            self._receive(job, self._staging.memory(manifest))
         with self._turn:
             if job.link.session != self.session:
                 return
-            if delta is None:
+            if not manifest.is_delta:
                 self._staging.complete(manifest, lent)
             elif prepare:
-                self._delta = manifest.version, prepared
+                self._delta = manifest.version, delta
             else:
                 self._staging.apply(delta)
             self._staged_identity = (manifest.version, manifest.identity)
 
-    def _receive(self, job: _Job) -> torch.Tensor:
-        """Receive every bucket into memory of our own."""
+    def _receive(self, job: _Job, memory: torch.Tensor, arrived: Callable[[int], None] = lambda _: None) -> None:
+        """Receive every bucket into `memory` of our own; `arrived` learns how many bytes are there and verified."""
         manifest, link = job.manifest, job.link
-        memory = self._staging.memory(manifest)
         for index in range(manifest.bucket_count):
             start, stop = manifest.window(index)
             started, deadline = time.perf_counter(), job.deadline.within(job.stall_s)
             link.receiver.receive(Bucket(manifest.version, index, memory[start:stop]), link.sender, deadline)
             self._arrived(job, index, memory[start:stop], started, deadline)
-        return memory
+            arrived(stop)
+
+    def _receive_delta(self, job: _Job, prepare: Callable[[IncomingDelta], Any]) -> Any:
+        """What `prepare` makes of a delta: each segment is decoded while the buckets behind it are on their way."""
+        memory = self._staging.memory(job.manifest)
+        decoding = DeltaDecoding(job.manifest, memory, prepare, job.deadline, self.name)
+        try:
+            self._receive(job, memory, decoding.arrived)
+        except Exception as error:
+            decoding.give_up(error)
+            raise
+        return decoding.result()
 
     def _look(self, job: _Job) -> torch.Tensor | None:
         """Look at every bucket; the whole stream where it lies, or None after copying it where it is in pieces."""

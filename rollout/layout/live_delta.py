@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from weightlane.ckpt_engines import CommitError
-from weightlane.sync import StagedDelta
+from weightlane.sync import IncomingDelta
 
 from .commit_plan import CommitPlan
 
@@ -42,7 +42,7 @@ class LiveDelta:
         CommitError: A tensor of it does not go by copies, or a parameter has got other memory.
     """
 
-    def __init__(self, plan: CommitPlan, delta: StagedDelta) -> None:
+    def __init__(self, plan: CommitPlan, delta: IncomingDelta) -> None:
         self.version = delta.version
         self.base_version = delta.manifest.base_version
         self._plan = plan

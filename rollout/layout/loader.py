@@ -15,7 +15,7 @@ import torch
 from vllm.logger import init_logger
 
 from weightlane.ckpt_engines import CommitError, WeightlaneError
-from weightlane.sync import StagedDelta
+from weightlane.sync import IncomingDelta
 
 from ..agreement import RankGroup
 from ..weight_loading import load_version
@@ -77,7 +77,7 @@ class VersionLoader:
         """Whether changed elements can be put straight into the parameters: every weight goes by copies, and that was shown."""
         return self._shown and self._verdict is not None and self._verdict.way is Way.TRACED
 
-    def live_delta(self, delta: StagedDelta) -> LiveDelta:
+    def live_delta(self, delta: IncomingDelta) -> LiveDelta:
         """Find out where the elements of `delta` live on this rank. Nothing is changed.
 
         Raises:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
+from ..devices import usable_cpus
 from .report import Machine
 
 
@@ -16,7 +16,7 @@ def this_machine() -> Machine:
     """Of this process; no names of hosts or users."""
     return Machine(
         cpu=_cpu(),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=usable_cpus(),
         memory_bytes=_memory_bytes(),
         system=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),

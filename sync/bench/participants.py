@@ -24,7 +24,7 @@ from ..publisher import Publisher
 from ..rendezvous import Rendezvous
 from ..report import SyncReport
 from ..roster import Replica
-from ..staged_delta import StagedDelta
+from ..staged_delta import IncomingDelta
 from ..subscriber import Subscriber
 from ..tensor_spec import LocalShard, TensorSpec
 from .moments import Moments
@@ -173,7 +173,7 @@ class ReceivingSide:
         self._subscriber.release(version)
         return started, ended
 
-    def _prepared(self, delta: StagedDelta) -> list[tuple[Patch, torch.Tensor, torch.Tensor]]:
+    def _prepared(self, delta: IncomingDelta) -> list[tuple[Patch, torch.Tensor, torch.Tensor]]:
         """Patches, what each is applied to, and the values that are there now, as a replica needs them to take it back."""
         prepared = []
         for segment, patch in delta.patches:

@@ -142,7 +142,7 @@ class Rollout:
         limit = more.get("staging_limit_bytes", 0)
         self._subscriber = Subscriber(name, rendezvous, backend, options, expectation, staging_limit_bytes=limit)
         if more.get("scatters"):
-            self._subscriber.prepare_delta = lambda delta: delta
+            self._subscriber.prepare_delta = StagedDelta.of
         self._undo: StagedDelta | None = None
 
     def commit(self, version: int) -> dict[str, str]:

@@ -31,7 +31,7 @@ from weightlane.sync.manifest import Segment
 from weightlane.sync.messages import Open
 from weightlane.sync.progress import Progress
 from weightlane.sync.publication import Base, Publication, Slot
-from weightlane.sync.staged_delta import StagedDelta
+from weightlane.sync.staged_delta import IncomingDelta, StagedDelta
 from weightlane.sync.staging import Staging
 from weightlane.sync.subscriber import _Link
 
@@ -56,7 +56,7 @@ def delta_to(new: float, base: Manifest, old: float) -> StagedDelta:
         lasting=False,
         segments=tuple(Segment(0, 8 * number, 8, part.numel()) for number, part in enumerate(parts)),
     )
-    return StagedDelta.decode(manifest, torch.cat(parts))
+    return StagedDelta.of(IncomingDelta(manifest, torch.cat(parts)))
 
 
 def keep_dense(staging: Staging, manifest: Manifest, filled: float) -> None:
@@ -162,7 +162,7 @@ def offered(manifest: Manifest) -> Open:
 
 
 def test_a_delta_of_an_attempt_that_failed_is_not_taken_for_what_came_after(subscriber: Subscriber) -> None:
-    subscriber.prepare_delta = lambda delta: delta
+    subscriber.prepare_delta = StagedDelta.of
     subscriber._delta = (2, delta_to(2.0, DENSE, 1.0))
     subscriber._link = _Link("", FarAway(), "t-0", FarAway())  # type: ignore[arg-type]
     subscriber._handle(offered(replace(DENSE, version=2, identity="b/2")))  # of a trainer that was started anew

@@ -83,12 +83,12 @@ class TooDense:
     reached_bytes: int
     """What the delta had come to, at least, when it was given up."""
     compared: float
-    """Share of the segment that had been compared by then."""
+    """Share of the elements that had been compared by then."""
 
     def __str__(self) -> str:
         return (
             f"the delta reached {self.reached_bytes} bytes, more than the {self.capacity_bytes} allowed, "
-            f"after {self.compared:.0%} of the segment"
+            f"after {self.compared:.0%} of the elements"
         )
 
 

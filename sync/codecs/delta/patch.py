@@ -10,6 +10,7 @@ from weightlane.ckpt_engines import ConfigError
 
 from . import cuda_kernels
 from .raw import INTEGERS, PART, integer_view
+from .wire_format import FRAME
 
 _CHUNK = 1 << 15
 """Positions handled at once: what is widened to 64 bits stays in the cache."""
@@ -17,10 +18,10 @@ _CHUNK = 1 << 15
 
 @dataclass(frozen=True, slots=True)
 class ScatteredValues:
-    """New values for single elements of a stretch of the segment."""
+    """New values for single elements of a frame of the segment."""
 
     base: int
-    """Element that positions are relative to."""
+    """Element that positions are relative to: the frame's first."""
     positions: torch.Tensor
     """int32, strictly ascending."""
     values: torch.Tensor
@@ -29,7 +30,7 @@ class ScatteredValues:
 
 @dataclass(frozen=True, slots=True)
 class ContiguousValues:
-    """New values for a whole stretch."""
+    """New values for a whole stretch inside a frame."""
 
     base: int
     """First element."""
@@ -67,15 +68,21 @@ class Patch:
         return Patch(self.elements, self.itemsize, tuple(scattered), tuple(contiguous))
 
     def positions_and_values(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions (int64, ascending, in the segment) and the new values there (integers of the element size)."""
-        positions = [run.positions.long() + run.base for run in self.scattered]
-        positions += [
-            torch.arange(run.base, run.base + run.values.numel(), device=run.values.device) for run in self.contiguous
-        ]
-        if not positions:
+        """Positions (int64, ascending, in the segment) and the new values there (integers of the element size).
+
+        The values may be the patch's own memory, which `swap_` changes.
+        """
+        frames: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for run in self.scattered:
+            frames.setdefault(run.base // FRAME, []).append((run.positions.long().add_(run.base), run.values))
+        for stretch in self.contiguous:
+            where = torch.arange(stretch.base, stretch.base + stretch.values.numel(), device=stretch.values.device)
+            frames.setdefault(stretch.base // FRAME, []).append((where, stretch.values))
+        if not frames:
             return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=INTEGERS[self.itemsize])
-        where, order = torch.cat(positions).sort()
-        return where, torch.cat(self._values())[order]
+        # Sorting takes ten times as long as all the rest: only frames whose runs may interleave are sorted.
+        ordered = [_in_order(runs) for _, runs in sorted(frames.items(), key=lambda frame: frame[0])]
+        return _joined([positions for positions, _ in ordered]), _joined([values for _, values in ordered])
 
     def _values(self) -> list[torch.Tensor]:
         return [*(run.values for run in self.scattered), *(run.values for run in self.contiguous)]
@@ -114,6 +121,18 @@ class Patch:
         scratch = torch.empty(_CHUNK, dtype=torch.int64)
         for run in self.scattered:
             _scatter(flat[run.base :], run, scratch, keep_old)
+
+
+def _in_order(runs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions and values of all `runs`, each of which ascends."""
+    if len(runs) == 1:
+        return runs[0]
+    positions, order = torch.cat([positions for positions, _ in runs]).sort()
+    return positions, torch.cat([values for _, values in runs])[order]
+
+
+def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def _exchange_contiguous(target: torch.Tensor, values: torch.Tensor, keep_old: bool) -> None:

@@ -1,0 +1,88 @@
+"""The sender's side of a delta: large tensors in pieces, by several threads, while the snapshot is being taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from weightlane.ckpt_engines import SyncAbortedError
+from weightlane.sync import IncomingDelta, LocalShard, Manifest, StagedDelta, TensorSpec
+from weightlane.sync.codecs.delta import TooDense
+from weightlane.sync.delta_encoding import DeltaEncoder, RankDelta, delta_manifest
+from weightlane.sync.manifest import Segment
+
+SPECS = (
+    TensorSpec("large", (9, 1_000_000), torch.uint8),
+    TensorSpec("small", (5,), torch.float32),
+    TensorSpec("scalar", (), torch.float32),
+)
+LAYOUT = Manifest(1, SPECS, 16 << 20, identity="t/1")
+PLACES = [entry.offset for entry in LAYOUT.entries]
+
+
+@pytest.fixture
+def encoder() -> Iterator[DeltaEncoder]:
+    shards = [LocalShard(spec, 0, torch.zeros(spec.numel, dtype=spec.dtype)) for spec in SPECS]
+    made = DeltaEncoder(shards, PLACES, LAYOUT)
+    yield made
+    made.close()
+
+
+def snapshots(every: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two, of which every so many bytes differ."""
+    base = torch.randint(0, 256, (LAYOUT.total_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    new = base.clone()
+    new[::every] ^= 1
+    return base, new
+
+
+def at_once(_: int) -> None:
+    """Everything is there."""
+
+
+def test_what_several_threads_have_encoded_in_pieces_leads_to_the_new_version(encoder: DeltaEncoder) -> None:
+    base, new = snapshots(100)
+    asked: list[int] = []
+    delta = encoder.encode(base, new, base.numel(), asked.append)
+    assert isinstance(delta, RankDelta)
+    assert asked == sorted(asked), "later parts of the snapshot are waited for before earlier ones are encoded"
+    assert [segment.tensor for segment in delta.segments] == [0, 0, 1, 2], "a large tensor goes in pieces"
+    wire = torch.empty(delta.nbytes, dtype=torch.uint8)
+    delta.write_into(wire)
+    manifest = delta_manifest(LAYOUT, 2, (1, "t/1"), "t/2", [delta.segments])
+    StagedDelta.of(IncomingDelta(manifest, wire)).swap(LAYOUT.views(base))
+    assert all(torch.equal(tensor, LAYOUT.views(new)[name]) for name, tensor in LAYOUT.views(base).items())
+    assert delta.changed == 90_000 + 1  # one of the small tensors' bytes is a multiple of a hundred
+
+
+def test_a_delta_that_becomes_too_large_is_given_up(encoder: DeltaEncoder) -> None:
+    base, new = snapshots(2)
+    found = encoder.encode(base, new, base.numel() // 2, at_once)
+    assert isinstance(found, TooDense)
+    assert found.reached_bytes > found.capacity_bytes == base.numel() // 2
+
+
+@pytest.mark.parametrize("after_bytes", [0, 8_500_000])
+def test_nothing_looks_at_a_snapshot_that_has_failed(encoder: DeltaEncoder, after_bytes: int) -> None:
+    base, new = snapshots(100)
+
+    def ready(until_bytes: int) -> None:
+        if until_bytes > after_bytes:
+            raise SyncAbortedError("given up.", part="a test")
+
+    with pytest.raises(SyncAbortedError):
+        encoder.encode(base, new, base.numel(), ready)
+    new.fill_(0)
+    _, new = snapshots(50)
+    assert isinstance(encoder.encode(base, new, base.numel(), at_once), RankDelta)
+
+
+@pytest.mark.parametrize(("nbytes", "buckets"), [(1, 1), (512 << 10, 1), (2 << 20, 4), (100 << 20, 16), (1 << 30, 64)])
+def test_a_delta_is_cut_so_that_there_is_something_to_decode_while_the_rest_comes(nbytes: int, buckets: int) -> None:
+    spec = TensorSpec("w", (1 << 30,), torch.uint8)
+    layout = Manifest(1, (spec,), 16 << 20, identity="t/1")
+    manifest = delta_manifest(layout, 2, (1, "t/1"), "t/2", [[Segment(0, 0, spec.numel, nbytes)]])
+    assert manifest.bucket_count == buckets
+    assert manifest.bucket_bytes <= layout.bucket_bytes

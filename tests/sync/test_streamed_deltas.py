@@ -1,0 +1,261 @@
+"""Deltas are decoded while they arrive, and nothing of one is used unless all of it came, verified and valid."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from weightlane.ckpt_engines import Bucket, ClosedError, CommitError, Deadline, ProtocolError, WeightlaneError
+from weightlane.sync import Expectation, ExpectedTensor, IncomingDelta, Manifest, Rendezvous, Subscriber, TensorSpec
+from weightlane.sync.codecs.delta import Encoded, encode
+from weightlane.sync.delta_decoding import DeltaDecoding
+from weightlane.sync.manifest import Segment
+from weightlane.sync.messages import Accepted, Failed, Message, Open, Staged
+from weightlane.sync.rendezvous import COORDINATOR
+from weightlane.sync.seal import seal
+from weightlane.sync.staged_delta import StagedDelta
+from weightlane.sync.subscriber import _Link
+
+SPECS = tuple(TensorSpec(name, (8,), torch.float32) for name in "abc")
+BASE = Manifest(1, SPECS, 64, identity="t/1")
+WAIT_S = 5.0
+
+
+def delta_of(parts: list[torch.Tensor], version: int = 2) -> Manifest:
+    """Of `parts`, one for each tensor, to `BASE`; every bucket is 64 bytes."""
+    return replace(
+        BASE,
+        version=version,
+        codec="delta",
+        base_version=1,
+        base_identity="t/1",
+        identity=f"t/{version}",
+        segments=tuple(Segment(number, 0, 8, part.numel()) for number, part in enumerate(parts)),
+    )
+
+
+def parts_to(filled: float) -> list[torch.Tensor]:
+    """What turns tensors of ones into others."""
+    parts = []
+    for _ in SPECS:
+        part = encode(torch.ones(8), torch.full((8,), filled))
+        assert isinstance(part, Encoded)
+        parts.append(part.to_bytes())
+    return parts
+
+
+class Line:
+    """A transport, and the seals beside it: a bucket arrives when it is let through, and nothing does once it is cut."""
+
+    def __init__(self, wire: torch.Tensor, manifest: Manifest) -> None:
+        self.wire, self.manifest = wire, manifest
+        self.passed: queue.SimpleQueue[WeightlaneError | None] = queue.SimpleQueue()
+        self.seals = [seal(wire[slice(*manifest.window(index))]) for index in range(manifest.bucket_count)]
+
+    def let_through(self, buckets: int) -> None:
+        for _ in range(buckets):
+            self.passed.put(None)
+
+    def cut(self) -> None:
+        self.passed.put(ClosedError("closed.", part="a test"))
+
+    def receive(self, bucket: Bucket, _sender: str, deadline: Deadline) -> None:
+        if (error := self.passed.get(timeout=deadline.remaining_s)) is not None:
+            raise error
+        bucket.data.copy_(self.wire[slice(*self.manifest.window(bucket.index))])
+
+    def get(self, _version: int, index: int, _deadline: Deadline) -> str:
+        return self.seals[index]
+
+
+class Rollout:
+    """A subscriber that serves version 1, whose tensors are ones, and what it says to the coordinator."""
+
+    def __init__(self, rendezvous: Rendezvous, subscriber: Subscriber, *, scatters: bool) -> None:
+        self.rendezvous, self.subscriber = rendezvous, subscriber
+        self.inbox = rendezvous.inbox(COORDINATOR)
+        self.live = {spec.name: torch.ones(8) for spec in SPECS}
+        self.seen: queue.SimpleQueue[str] = queue.SimpleQueue()
+        staging = subscriber._staging
+        staging.reserve(BASE)
+        staging.memory(BASE).view(torch.float32).fill_(1)
+        staging.complete(BASE)
+        subscriber._staged_identity = (1, BASE.identity)
+        subscriber._committed(1)
+        if scatters:
+            subscriber.prepare_delta = self.prepare
+
+    def prepare(self, delta: IncomingDelta) -> StagedDelta:
+        patches = []
+        for segment, patch in delta.patches:
+            patches.append((segment, patch))
+            self.seen.put(delta.manifest.specs[segment.tensor].name)
+        return StagedDelta(delta.manifest, tuple(patches))
+
+    def offer(self, line: Line) -> None:
+        manifest = line.manifest
+        self.subscriber._link = _Link("", line, "t-0", line)  # type: ignore[arg-type]
+        plain = manifest.to_plain()
+        self.subscriber._dispatch(
+            Open(session="", version=manifest.version, manifest=plain, deadline_s=WAIT_S, stall_s=WAIT_S)
+        )
+
+    def hears(self, kind: type[Message]) -> Any:
+        while not isinstance(message := self.inbox.get(Deadline.after(WAIT_S)), kind):
+            assert not isinstance(message, Failed | Staged), message
+        return message
+
+    def serves(self, version: int, filled: float) -> None:
+        """Commit, and look."""
+        if (delta := self.subscriber.take_delta(version)) is not None:
+            delta.swap(self.live)
+        else:
+            self.live = {name: tensor.clone() for name, tensor in self.subscriber.take(version).items()}
+            self.subscriber.release(version)
+        assert all(tensor.eq(filled).all() for tensor in self.live.values())
+
+    def nothing_is_staged(self, version: int) -> None:
+        assert self.subscriber.take_delta(version) is None
+        with pytest.raises(CommitError):
+            self.subscriber.take(version)
+
+
+@pytest.fixture(params=[False, True], ids=["copies", "scatters"])
+def rollout(request: pytest.FixtureRequest, socket_dir: Any) -> Iterator[Rollout]:
+    rendezvous = Rendezvous.host()
+    expectation = Expectation({spec.name: ExpectedTensor(spec.shape, frozenset({spec.dtype})) for spec in SPECS})
+    subscriber = Subscriber("r/0", rendezvous.address, "shm", {"socket_dir": str(socket_dir)}, expectation)
+    yield Rollout(rendezvous, subscriber, scatters=request.param)
+    subscriber.close()
+
+
+def line_of(parts: list[torch.Tensor], version: int = 2) -> Line:
+    return Line(torch.cat(parts), delta_of(parts, version))
+
+
+def begun(rollout: Rollout, line: Line) -> None:
+    """All but the last bucket has arrived, and where one can look, the first tensors were decoded."""
+    rollout.offer(line)
+    line.let_through(line.manifest.bucket_count - 1)
+    if rollout.subscriber.prepare_delta is not None:
+        assert [rollout.seen.get(timeout=WAIT_S) for _ in range(2)] == ["a", "b"], "nothing is decoded before the end"
+
+
+def goes_on(rollout: Rollout) -> None:
+    """The next delta to what serves arrives."""
+    line = line_of(parts_to(3.0), version=3)
+    rollout.offer(line)
+    line.let_through(line.manifest.bucket_count)
+    rollout.hears(Staged)
+    rollout.serves(3, 3.0)
+
+
+def test_each_tensor_is_decoded_as_soon_as_it_is_there(rollout: Rollout) -> None:
+    line = line_of(parts_to(2.0))
+    begun(rollout, line)
+    rollout.nothing_is_staged(2)
+    line.let_through(1)
+    assert rollout.hears(Staged).nbytes == line.manifest.wire_bytes
+    rollout.serves(2, 2.0)
+
+
+def test_a_connection_that_ends_in_the_middle_leaves_nothing_behind(rollout: Rollout) -> None:
+    line = line_of(parts_to(2.0))
+    begun(rollout, line)
+    line.cut()
+    rollout.subscriber._aborted(2)
+    rollout.nothing_is_staged(2)
+    end = time.monotonic() + WAIT_S
+    while any(thread.name == "weightlane-decode-r/0" for thread in threading.enumerate()):
+        assert time.monotonic() < end, "it waits for what will never come"
+        time.sleep(0.01)
+    goes_on(rollout)
+
+
+def test_a_last_bucket_that_is_not_what_was_sealed_spoils_all_that_was_decoded(rollout: Rollout) -> None:
+    line = line_of(parts_to(2.0))
+    begun(rollout, line)
+    line.wire[-1] ^= 1
+    line.let_through(1)
+    assert rollout.hears(Failed).error["type"] == "CorruptBucketError"
+    rollout.nothing_is_staged(2)
+    goes_on(rollout)
+
+
+def test_a_tensor_that_is_no_delta_is_refused_when_others_were_decoded_before_it(rollout: Rollout) -> None:
+    parts = parts_to(2.0)
+    parts[2][0] ^= 1
+    line = line_of(parts)
+    begun(rollout, line)
+    line.let_through(1)
+    failed = rollout.hears(Failed).error
+    assert failed["type"] == "ProtocolError"
+    assert "the delta of c" in failed["message"]
+    rollout.nothing_is_staged(2)
+    goes_on(rollout)
+
+
+def test_a_tensor_that_is_no_delta_is_told_before_the_rest_has_come(rollout: Rollout) -> None:
+    parts = parts_to(2.0)
+    parts[0][0] ^= 1
+    line = line_of(parts)
+    rollout.offer(line)
+    for _ in range(line.manifest.bucket_count - 1):
+        line.let_through(1)
+        time.sleep(0.05)  # the other thread decodes
+    assert "the delta of a" in rollout.hears(Failed).error["message"]
+    goes_on(rollout)
+
+
+def test_a_delta_to_another_base_is_refused_before_its_first_byte(rollout: Rollout) -> None:
+    line = line_of(parts_to(2.0))
+    line.manifest = replace(line.manifest, base_identity="another trainer's/1")
+    with pytest.raises(WeightlaneError, match="is a delta to version 1"):
+        rollout.offer(line)
+    rollout.nothing_is_staged(2)
+    goes_on(rollout)
+
+
+def test_what_is_left_out_by_whoever_prepares_must_be_valid_too() -> None:
+    parts = parts_to(2.0)
+    parts[1][0] ^= 1
+    manifest = delta_of(parts)
+    decoding = DeltaDecoding(manifest, torch.cat(parts), lambda _: "made", Deadline.after(WAIT_S), "r/0")
+
+    def all_of_it() -> None:
+        decoding.arrived(manifest.wire_bytes)
+        decoding.result()
+
+    with pytest.raises(ProtocolError, match="the delta of b"):
+        all_of_it()
+
+
+def test_a_delta_whose_decoding_does_not_end_is_given_up() -> None:
+    parts = parts_to(2.0)
+    manifest = delta_of(parts)
+    end = threading.Event()
+
+    def prepare(delta: IncomingDelta) -> None:
+        end.wait(WAIT_S)
+        StagedDelta.of(delta)
+
+    decoding = DeltaDecoding(manifest, torch.cat(parts), prepare, Deadline.after(0.2), "r/0")
+    decoding.arrived(manifest.wire_bytes)
+    with pytest.raises(WeightlaneError, match="waiting for the delta of version 2 to be decoded"):
+        decoding.result()
+    end.set()
+
+
+def test_an_offer_is_accepted_before_anything_is_decoded(rollout: Rollout) -> None:
+    line = line_of(parts_to(2.0))
+    rollout.offer(line)
+    assert rollout.hears(Accepted).version == 2
+    line.let_through(line.manifest.bucket_count)
+    rollout.hears(Staged)
