@@ -3,17 +3,59 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 
-from weightlane.ckpt_engines import Deadline, WeightlaneError, as_weightlane_error
+from weightlane.ckpt_engines import ClosedError, Deadline, WeightlaneError, as_weightlane_error
 
 from .manifest import Manifest
-from .progress import Progress
 from .staged_delta import IncomingDelta
+
+_WAITING = 1
+"""Buckets that have arrived and that nobody has begun to decode, at most: so much memory do they take beside what was decoded."""
+
+
+class _Arrived:
+    """Buckets between whoever receives and whoever decodes. Thread-safe."""
+
+    def __init__(self, what: str, part: str, deadline: Deadline) -> None:
+        self._what = what
+        self._part = part
+        self._deadline = deadline
+        self._changed = threading.Condition()
+        self._buckets: deque[torch.Tensor] = deque()
+        self._error: WeightlaneError | None = None
+
+    def put(self, bucket: torch.Tensor) -> None:
+        """Once the ones before were taken. Returns as well when nobody will take it."""
+        with self._changed:
+            self._wait_for(lambda: len(self._buckets) < _WAITING, f"{self._what} to be decoded")
+            self._buckets.append(bucket)
+            self._changed.notify_all()
+
+    def take(self) -> torch.Tensor:
+        """The next one. Raises why there will be none."""
+        with self._changed:
+            self._wait_for(lambda: len(self._buckets) > 0, self._what)
+            if self._error is not None:
+                raise self._error
+            self._changed.notify_all()
+            return self._buckets.popleft()
+
+    def end(self, error: WeightlaneError) -> None:
+        """Nobody puts, or takes, any more."""
+        with self._changed:
+            self._error = self._error or error
+            self._buckets.clear()
+            self._changed.notify_all()
+
+    def _wait_for(self, there: Callable[[], bool], what: str) -> None:
+        if not self._changed.wait_for(lambda: self._error is not None or there(), self._deadline.remaining_s):
+            raise self._deadline.error(what, part=self._part)
 
 
 class DeltaDecoding:
@@ -21,27 +63,21 @@ class DeltaDecoding:
 
     Args:
         manifest: What is to come.
-        memory: Filled from the front: 1-D uint8, `manifest.wire_bytes` long.
         prepare: What is to be made of it.
         deadline: Nobody waits longer.
         part: Whose it is, for errors.
     """
 
     def __init__(
-        self,
-        manifest: Manifest,
-        memory: torch.Tensor,
-        prepare: Callable[[IncomingDelta], Any],
-        deadline: Deadline,
-        part: str,
+        self, manifest: Manifest, prepare: Callable[[IncomingDelta], Any], deadline: Deadline, part: str
     ) -> None:
         self._what = f"the delta of version {manifest.version}"
         self._part = part
         self._deadline = deadline
-        self._progress = Progress(self._what, part)
+        self._arrived = _Arrived(self._what, part, deadline)
         self._made: Future[Any] = Future()
-        progress, made = self._progress, self._made
-        incoming = IncomingDelta(manifest, memory, lambda until_bytes: progress.wait(until_bytes, deadline))
+        arrived, made = self._arrived, self._made
+        incoming = IncomingDelta(manifest, arrived.take)
 
         def run() -> None:
             try:
@@ -52,18 +88,19 @@ class DeltaDecoding:
                 made.set_exception(error)
             else:
                 made.set_result(prepared)
+            arrived.end(ClosedError("it was decoded, or could not be.", part=part))
 
         threading.Thread(target=run, name=f"weightlane-decode-{part}", daemon=True).start()
 
-    def arrived(self, until_bytes: int) -> None:
-        """The first so many bytes are there and verified. Raises what decoding the ones before has failed with."""
-        self._progress.advance(until_bytes)
+    def arrived(self, bucket: torch.Tensor) -> None:
+        """The next bucket is there and verified; it is not written to again. Raises what decoding has failed with."""
+        self._arrived.put(bucket)
         if self._made.done():
             self._made.result()
 
     def give_up(self, error: Exception) -> None:
-        """Nothing more will come: the thread ends at the next segment."""
-        self._progress.fail(as_weightlane_error(error, self._part))
+        """Nothing more will come: the thread ends."""
+        self._arrived.end(as_weightlane_error(error, self._part))
 
     def result(self) -> Any:
         """What `prepare` has made of all of it. Raises what it raised, or `DeadlineExceededError`."""

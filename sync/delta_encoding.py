@@ -47,7 +47,7 @@ class RankDelta:
 
     segments: tuple[Segment, ...]
     parts: tuple[Encoded, ...]
-    """The segments' bytes, in their order."""
+    """The segments' bytes, in their order, until they were written somewhere."""
     changed: int
     """Elements whose bits differ."""
     elements: int
@@ -55,7 +55,7 @@ class RankDelta:
     @property
     def nbytes(self) -> int:
         """Of all segments."""
-        return sum(part.nbytes for part in self.parts)
+        return sum(segment.nbytes for segment in self.segments)
 
     @property
     def density(self) -> float:

@@ -504,7 +504,7 @@ class Publisher(Participant):
         delta.write_into(encoded)
         if encoded is not memory:
             memory.copy_(encoded)
-        held.delta = delta
+        held.delta = replace(delta, parts=())
         self._chooser.encoded(time.perf_counter() - held.began, delta.density)
 
     def _manifest_of(self, held: Publication, agreement: DeltaAgreement | None) -> Manifest:

@@ -18,15 +18,13 @@ class IncomingDelta:
 
     Args:
         manifest: What is to come.
-        received: Filled from the front with what crosses the wire: 1-D uint8, not needed once `patches` has ended.
-        ready: ``ready(n)`` returns once the first `n` bytes are there and verified, or raises why they never will be.
+        next_bucket: The next piece of what crosses the wire, 1-D uint8 of any length, once it is there and verified; raises why
+            there is none.
     """
 
-    def __init__(
-        self, manifest: Manifest, received: torch.Tensor, ready: Callable[[int], None] = lambda _: None
-    ) -> None:
+    def __init__(self, manifest: Manifest, next_bucket: Callable[[], torch.Tensor]) -> None:
         self.manifest = manifest
-        self.patches = self._decoded(received, ready)
+        self.patches = self._decoded(next_bucket)
         """By segment, once; none for a segment without a change. Raises `ProtocolError` at what is not a delta of its segment."""
 
     @property
@@ -34,19 +32,22 @@ class IncomingDelta:
         """The version it leads to."""
         return self.manifest.version
 
-    def _decoded(self, received: torch.Tensor, ready: Callable[[int], None]) -> Iterator[tuple[Segment, Patch]]:
-        at = 0
+    def _decoded(self, next_bucket: Callable[[], torch.Tensor]) -> Iterator[tuple[Segment, Patch]]:
+        left = torch.empty(0, dtype=torch.uint8)
         for segment in self.manifest.segments:
             spec = self.manifest.specs[segment.tensor]
-            ready(at + segment.nbytes)
-            data = received[at : at + segment.nbytes].cpu()
+            pieces, missing = [left], segment.nbytes - left.numel()
+            while missing > 0:
+                pieces.append(next_bucket().cpu())
+                missing -= pieces[-1].numel()
+            data = torch.cat(pieces) if len(pieces) > 1 else left
+            left, data = data[segment.nbytes :], data[: segment.nbytes]
             try:
                 patch = decode(data, elements=segment.numel, itemsize=spec.dtype.itemsize)
             except ProtocolError as error:
                 raise ProtocolError(f"the delta of {spec.name}: {error.message}", part=error.part) from error
             if patch.carried:
                 yield segment, patch
-            at += segment.nbytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,14 +127,16 @@ class Staging:
                 self._serving = self._empty()
 
     def memory(self, manifest: Manifest) -> torch.Tensor:
-        """The bytes to fill: uint8, as long as the version's stream, or as what crosses the wire of a delta."""
-        if manifest.is_delta:
-            return torch.empty(manifest.wire_bytes, dtype=torch.uint8, device=self._device)
+        """The bytes to fill: uint8, as long as the version's stream."""
         needed = manifest.total_bytes
         if self._incoming.data.numel() < needed:
             self._incoming = self._empty()  # the old memory goes before the new one comes
             self._incoming = self._new(needed)
         return self._incoming.data[:needed]
+
+    def bucket(self, nbytes: int) -> torch.Tensor:
+        """Memory for a piece of a delta, uint8; its owner's alone."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def complete(self, manifest: Manifest, lent: torch.Tensor | None = None) -> None:
         """Everything has arrived and was verified: in `memory`, or in the sender's memory `lent`."""

@@ -273,7 +273,7 @@ class Subscriber(Participant):
         elif self._looks_at(manifest):
             lent = self._look(job)
         else:
-            self._receive(job, self._staging.memory(manifest))
+            self._receive(job)
         with self._turn:
             if job.link.session != self.session:
                 return
@@ -285,26 +285,33 @@ class Subscriber(Participant):
                 self._staging.apply(delta)
             self._staged_identity = (manifest.version, manifest.identity)
 
-    def _receive(self, job: _Job, memory: torch.Tensor, arrived: Callable[[int], None] = lambda _: None) -> None:
-        """Receive every bucket into `memory` of our own; `arrived` learns how many bytes are there and verified."""
-        manifest, link = job.manifest, job.link
-        for index in range(manifest.bucket_count):
-            start, stop = manifest.window(index)
-            started, deadline = time.perf_counter(), job.deadline.within(job.stall_s)
-            link.receiver.receive(Bucket(manifest.version, index, memory[start:stop]), link.sender, deadline)
-            self._arrived(job, index, memory[start:stop], started, deadline)
-            arrived(stop)
+    def _receive(self, job: _Job) -> None:
+        """Receive every bucket into memory of our own."""
+        memory = self._staging.memory(job.manifest)
+        for index in range(job.manifest.bucket_count):
+            start, stop = job.manifest.window(index)
+            self._receive_bucket(job, index, memory[start:stop])
 
     def _receive_delta(self, job: _Job, prepare: Callable[[IncomingDelta], Any]) -> Any:
         """What `prepare` makes of a delta: each segment is decoded while the buckets behind it are on their way."""
-        memory = self._staging.memory(job.manifest)
-        decoding = DeltaDecoding(job.manifest, memory, prepare, job.deadline, self.name)
+        manifest = job.manifest
+        decoding = DeltaDecoding(manifest, prepare, job.deadline, self.name)
         try:
-            self._receive(job, memory, decoding.arrived)
+            for index in range(manifest.bucket_count):
+                start, stop = manifest.window(index)
+                bucket = self._staging.bucket(stop - start)
+                self._receive_bucket(job, index, bucket)
+                decoding.arrived(bucket)
         except Exception as error:
             decoding.give_up(error)
             raise
         return decoding.result()
+
+    def _receive_bucket(self, job: _Job, index: int, data: torch.Tensor) -> None:
+        version, link = job.manifest.version, job.link
+        started, deadline = time.perf_counter(), job.deadline.within(job.stall_s)
+        link.receiver.receive(Bucket(version, index, data), link.sender, deadline)
+        self._arrived(job, index, data, started, deadline)
 
     def _look(self, job: _Job) -> torch.Tensor | None:
         """Look at every bucket; the whole stream where it lies, or None after copying it where it is in pieces."""

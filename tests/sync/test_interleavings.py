@@ -56,7 +56,7 @@ def delta_to(new: float, base: Manifest, old: float) -> StagedDelta:
         lasting=False,
         segments=tuple(Segment(0, 8 * number, 8, part.numel()) for number, part in enumerate(parts)),
     )
-    return StagedDelta.of(IncomingDelta(manifest, torch.cat(parts)))
+    return StagedDelta.of(IncomingDelta(manifest, iter(parts).__next__))
 
 
 def keep_dense(staging: Staging, manifest: Manifest, filled: float) -> None:

@@ -227,10 +227,10 @@ def test_what_is_left_out_by_whoever_prepares_must_be_valid_too() -> None:
     parts = parts_to(2.0)
     parts[1][0] ^= 1
     manifest = delta_of(parts)
-    decoding = DeltaDecoding(manifest, torch.cat(parts), lambda _: "made", Deadline.after(WAIT_S), "r/0")
+    decoding = DeltaDecoding(manifest, lambda _: "made", Deadline.after(WAIT_S), "r/0")
 
     def all_of_it() -> None:
-        decoding.arrived(manifest.wire_bytes)
+        decoding.arrived(torch.cat(parts))
         decoding.result()
 
     with pytest.raises(ProtocolError, match="the delta of b"):
@@ -246,8 +246,8 @@ def test_a_delta_whose_decoding_does_not_end_is_given_up() -> None:
         end.wait(WAIT_S)
         StagedDelta.of(delta)
 
-    decoding = DeltaDecoding(manifest, torch.cat(parts), prepare, Deadline.after(0.2), "r/0")
-    decoding.arrived(manifest.wire_bytes)
+    decoding = DeltaDecoding(manifest, prepare, Deadline.after(0.2), "r/0")
+    decoding.arrived(torch.cat(parts))
     with pytest.raises(WeightlaneError, match="waiting for the delta of version 2 to be decoded"):
         decoding.result()
     end.set()
@@ -259,3 +259,26 @@ def test_an_offer_is_accepted_before_anything_is_decoded(rollout: Rollout) -> No
     assert rollout.hears(Accepted).version == 2
     line.let_through(line.manifest.bucket_count)
     rollout.hears(Staged)
+
+
+def test_no_more_is_received_than_is_decoded(rollout: Rollout) -> None:
+    go_on = threading.Event()
+
+    def prepare(delta: IncomingDelta) -> StagedDelta:
+        go_on.wait(WAIT_S)
+        return StagedDelta.of(delta)
+
+    rollout.subscriber._live = BASE.identity
+    rollout.subscriber.prepare_delta = prepare
+    line = line_of(parts_to(2.0))
+    count = line.manifest.bucket_count
+    rollout.offer(line)
+    line.let_through(count)
+    end = time.monotonic() + WAIT_S
+    while line.passed.qsize() > count - 2 and time.monotonic() < end:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert line.passed.qsize() == count - 2, "one waits for whoever decodes, the next one for that"
+    go_on.set()
+    rollout.hears(Staged)
+    rollout.serves(2, 2.0)
