@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import signal
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -34,6 +32,8 @@ from weightlane.sync.bench.participants import sync_config
 from weightlane.sync.bench.processes import Processes, Worker
 from weightlane.sync.bench.rows import RowContender, RowFacts
 from weightlane.sync.bench.workload import MODELS, Workload, named_workload
+
+from .command import finish, say
 
 DENSITIES = (0.0, 0.0001, 0.001, 0.01, 0.05, 0.1, 0.3, 0.5, 1.0)
 CODECS = ("dense", "delta", "auto")
@@ -214,9 +214,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if min(options.receivers, options.versions) < 1 or options.warm < 0:
         parser.error("--receivers and --versions must be positive, --warm not negative")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was begun is ended
-    try:
-        report = run(
+    return finish(
+        "densities",
+        lambda: run(
             workload_named(options.model),
             engines=options.engine.split(","),
             densities=options.density,
@@ -224,17 +224,11 @@ def main(arguments: list[str] | None = None) -> int:
             warm=options.warm,
             versions=options.versions,
             timeout_s=options.deadline_s,
-            say=lambda what: print(what, file=sys.stderr, flush=True),
-        )
-    except WeightlaneError as error:
-        print(f"densities: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    print(text(report))
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    return 0 if report["verified"] else 1
+            say=say,
+        ),
+        text,
+        options.json,
+    )
 
 
 if __name__ == "__main__":

@@ -16,10 +16,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import shutil
-import signal
 import socket
 import statistics
 import subprocess
@@ -41,6 +39,8 @@ from weightlane.sync.bench.processes import Processes
 from weightlane.sync.bench.report import PHASES
 from weightlane.sync.bench.rows import RowContender, RowFacts
 from weightlane.sync.bench.workload import MODELS, Workload, named_workload
+
+from .command import finish, say
 
 INTERFACE = "wl0"
 """Of both ends, each in its own namespace."""
@@ -304,9 +304,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if min(options.receivers, options.rounds) < 1 or options.rate_mbit <= 0:
         parser.error("--receivers, --rounds and --rate-mbit must be positive")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was begun is ended
-    try:
-        report = run(
+    return finish(
+        "slow_link",
+        lambda: run(
             named_workload(options.model),
             receivers=options.receivers,
             rate_mbit=options.rate_mbit,
@@ -315,17 +315,11 @@ def main(arguments: list[str] | None = None) -> int:
             codecs=tuple(options.codec.split(",")),
             integrity=options.integrity,
             timeout_s=options.deadline_s,
-            say=lambda what: print(what, file=sys.stderr, flush=True),
-        )
-    except WeightlaneError as error:
-        print(f"slow_link: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    print(text(report))
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    return 0 if report["verified"] else 1
+            say=say,
+        ),
+        text,
+        options.json,
+    )
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import torch
 
 from weightlane.ckpt_engines import ConfigError
 from weightlane.sync import Expectation, ExpectedTensor
+from weightlane.sync.tensor_spec import SAFETENSORS_DTYPES
 
 _PART = "model directory"
 _SINGLE = "model.safetensors"
@@ -24,20 +25,6 @@ _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "e
 """How causal language models of Hugging Face end the name of their input embedding."""
 _NOT_WEIGHTS = ("rotary_pos_emb.inv_freq", "rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 """Buffers that old checkpoints carry; vLLM computes them itself and a trainer does not send them."""
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 def expectation_of(model: str | os.PathLike[str], *, dtype: torch.dtype, tied_embeddings: bool) -> Expectation:
@@ -125,7 +112,7 @@ def _header(file: Path) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - not a mapping
                 view = opened.get_slice(name)
-                yield name, tuple(view.get_shape()), _DTYPES[view.get_dtype()]
+                yield name, tuple(view.get_shape()), SAFETENSORS_DTYPES[view.get_dtype()]
     except KeyError as cause:
         raise ConfigError(f"{file} holds a tensor of type {cause}, which is not supported.", part=_PART) from cause
     except (SafetensorError, OSError) as cause:

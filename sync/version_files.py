@@ -10,32 +10,19 @@ import json
 import struct
 from typing import Any
 
-import torch
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from weightlane.ckpt_engines import ManifestError, ProtocolError, VersionFiles, bucket_file_name
 
 from .manifest import ALIGNMENT_BYTES, Manifest
+from .tensor_spec import SAFETENSORS_DTYPES
 
 MANIFEST_FILE = "manifest.json"
 INDEX_FILE = "model.safetensors.index.json"
 _PART = "version files"
 _METADATA = "__metadata__"
 _LENGTH = struct.Struct("<Q")
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 
 class _ManifestFile(BaseModel):
@@ -86,7 +73,7 @@ def _header(manifest: Manifest, index: int) -> bytes:
     content: dict[str, Any] = {_METADATA: {"format": "pt", "weightlane_version": str(manifest.version)}}
     for entry in manifest.tensors_of(index):
         content[entry.spec.name] = {
-            "dtype": _DTYPES[entry.spec.dtype],
+            "dtype": _DTYPE_NAMES[entry.spec.dtype],
             "shape": list(entry.spec.shape),
             "data_offsets": [entry.offset - start, entry.end - start],
         }

@@ -23,10 +23,11 @@ import torch
 
 from ..contract import Bucket, CheckpointEngine, Topology, VersionFiles, WeightReceiver, WeightSender
 from ..deadline import Deadline
+from ..json_line import Line
 from . import leftovers
 from .payload import OVERWRITTEN, UNTOUCHED, Parcel, complaint, payload
 from .resolve import create_engine
-from .wire import Line, error_to_line
+from .wire import error_to_line
 
 _FILE_WAIT_S = 0.003
 _COMMIT_DOCUMENT = "checksums.json"

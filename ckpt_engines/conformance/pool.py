@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..json_line import Line
 from .nursery import FORK, PID
-from .wire import Line, error_from_line
+from .wire import error_from_line
 
 GRACE_S = 10.0
 """How long after its deadline a call counts as hanging."""

@@ -15,25 +15,14 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from weightlane.ckpt_engines import ConfigError
 
-from ..tensor_spec import TensorSpec
+from ..tensor_spec import SAFETENSORS_DTYPES, TensorSpec
 
 _PART = "benchmark model"
 _LENGTH = struct.Struct("<Q")
 _LONGEST_HEADER_BYTES = 100_000_000
 _METADATA = "__metadata__"
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-}
+_DTYPES = {name: dtype for name, dtype in SAFETENSORS_DTYPES.items() if dtype is not torch.bool}
+"""Without bool: it has two values, and a benchmark counts up."""
 
 
 class _Entry(BaseModel):

@@ -18,7 +18,8 @@ import socket
 import sys
 from typing import NoReturn
 
-from .wire import Line
+from weightlane.ckpt_engines.json_line import Line
+
 from .worker import serve
 
 _PR_SET_PDEATHSIG = 1

@@ -18,8 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from weightlane.ckpt_engines import DeadlineExceededError, WeightlaneError, WorkerDiedError, error_from_wire
-
-from .wire import Line
+from weightlane.ckpt_engines.json_line import Line
 
 _PART = "benchmark"
 _START_S = 120.0

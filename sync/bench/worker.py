@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from weightlane.ckpt_engines import as_weightlane_error
+from weightlane.ckpt_engines.json_line import Line
 
 from .loops import Loop
 from .memory import PeakMemory
 from .network import enter_network
 from .participants import ReceivingSide, SendingSide
 from .raw import RawGloo, load, save
-from .wire import Line
 from .workload import Payload, Workload
 
 Span = tuple[float, float]

@@ -37,7 +37,7 @@ from weightlane.ckpt_engines._memory import available_memory_bytes
 from weightlane.ckpt_engines.conformance.base import ConformanceBase, ConnectionMaker
 from weightlane.ckpt_engines.conformance.payload import Parcel
 from weightlane.ckpt_engines.conformance.pool import RemoteHalf
-from weightlane.ckpt_engines.conformance.wire import Line
+from weightlane.ckpt_engines.json_line import Line
 
 SECONDS = 5.0
 MIB = 1 << 20

@@ -1,7 +1,8 @@
-"""One end of a connection between the benchmark and one of its processes: a JSON object per line."""
+"""How the conformance suite and the benchmark talk to the processes they start: JSON objects over a Unix socket, a line each."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import select
 import socket
@@ -12,15 +13,16 @@ _CHUNK_BYTES = 1 << 16
 
 
 class Line:
-    """JSON objects over a Unix socket."""
+    """One end of a connection that carries JSON objects, a line each."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._heard = bytearray()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send one object; `OSError` when the peer is gone."""
-        self._sock.sendall(json.dumps(message).encode() + b"\n")
+        """Send one object; a peer that is gone is noticed by the next `receive`."""
+        with contextlib.suppress(OSError):
+            self._sock.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, timeout_s: float | None = None) -> dict[str, Any] | None:
         """The next object, or None when the peer is gone; `TimeoutError` after `timeout_s` seconds."""
@@ -45,6 +47,11 @@ class Line:
         """The socket's file descriptor."""
         return self._sock.fileno()
 
+    @property
+    def buffered(self) -> bool:
+        """Whether `receive` has an object already, whatever the socket says."""
+        return b"\n" in self._heard
+
     def close(self) -> None:
-        """Hang up. Idempotent."""
+        """Close the socket."""
         self._sock.close()
