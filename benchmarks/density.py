@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from .peers.runner import machine
+from .peers.report import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 LEARNING_RATES = (1e-4, 1e-5, 1e-6)

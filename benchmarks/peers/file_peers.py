@@ -94,6 +94,7 @@ class _DcpReceiver(_Loads):
 
 
 class _Safetensors(HalvesPeer):
+    through = "files"
     packages = ("safetensors",)
     sender = _SafetensorsSender
     receiver = _SafetensorsReceiver
@@ -104,12 +105,14 @@ class _Safetensors(HalvesPeer):
 
 
 class _TorchSave(HalvesPeer):
+    through = "files"
     packages = ("torch",)
     sender = _TorchSaveSender
     receiver = _TorchSaveReceiver
 
 
 class _Dcp(HalvesPeer):
+    through = "files"
     packages = ("torch",)
     sender = _DcpSender
     receiver = _DcpReceiver

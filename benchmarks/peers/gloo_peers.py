@@ -67,6 +67,7 @@ class _FlatReceiver(_Joined, Receiver):
 
 
 class _Gloo(HalvesPeer):
+    through = "network"
     packages = ("torch",)
 
     @property

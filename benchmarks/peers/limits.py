@@ -35,6 +35,7 @@ class _CopiesItsOwn(Receiver):
 
 class _Memcpy(HalvesPeer):
     group = "limit"
+    through = "memory"
     packages = ("torch",)
     sender = _Signals
     receiver = _CopiesItsOwn
@@ -79,6 +80,7 @@ class _CopiesOut(Receiver):
 
 class _InThenOut(HalvesPeer):
     group = "limit"
+    through = "memory"
     packages = ("torch",)
     sender = _CopiesIn
     receiver = _CopiesOut

@@ -1,6 +1,6 @@
-"""Measures one peer in this process and prints a line of JSON per round: the program that the runner starts per block.
+"""Measures one peer in this process and prints a line of JSON per round: the program that the runner starts per turn.
 
-python -m benchmarks.peers.measure '{"peer": "gloo-flat", "workload": "tiny", ...}'
+What to measure comes as JSON on standard input: ``{"peer": "gloo-flat", "workload": {...}, ...}``.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 from .catalogue import catalogue
 from .cpu_guard import CpuGuard
 from .peer import Peer, Session, Task
-from .workload import workload_named
+from .workload import Workload
 
 
 def main() -> None:
     """Read the order, measure, say what was found or why nothing was."""
-    order: dict[str, Any] = json.loads(sys.argv[1])
+    order: dict[str, Any] = json.load(sys.stdin)
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a peer prints is no answer of ours
     torch.set_num_threads(1)
@@ -40,7 +40,7 @@ def main() -> None:
 
 def _measure(peer: Peer, order: dict[str, Any], out: Any) -> None:
     task = Task(
-        workload_named(order["workload"]),
+        Workload.from_plain(order["workload"]),
         order["receivers"],
         order["deadline_s"],
         Path(order["memory_dir"]),
@@ -51,12 +51,16 @@ def _measure(peer: Peer, order: dict[str, Any], out: Any) -> None:
     with peer.open(task) as session:
         _say(out, opened=True, versions=peer.versions(), setup_s=time.monotonic() - began)
         clean, number = 0, 0
+        until = time.monotonic() + order["turn_s"]
         # The first round warms up. Rounds that others disturbed are done again, up to twice as many in all.
         while clean < order["rounds"] and number <= 2 * order["rounds"]:
             found = _round(session, number, guard)
             clean += bool(number) and found["clean"]
             _say(out, round=number, warm_up=number == 0, **found)
             number += 1
+            if clean and time.monotonic() > until:
+                _say(out, out_of_time=True)
+                break
     _say(out, done=True)
 
 

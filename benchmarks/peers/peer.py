@@ -14,6 +14,7 @@ from typing import Literal
 from .workload import Workload
 
 Group = Literal["limit", "weightlane", "peer"]
+Through = Literal["memory", "network", "files"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,8 @@ class Peer(ABC):
 
     name: str
     group: Group = "peer"
+    through: Through
+    """What the weights go through: only rows of the same kind can take each other's place."""
     what: str
     """What it does, in a few words, for the table."""
     packages: tuple[str, ...] = ()

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .peer import Needs, Peer, Session, Task, Times
+from .peer import Needs, Peer, Session, Task, Through, Times
 from .workload import State, Workload, as_bytes, copy_all
 
 _ROOT = str(Path(__file__).resolve().parents[2])
@@ -147,6 +147,7 @@ class _Lends(_RaySession):
 
 
 class _Ray(Peer):
+    through: Through = "memory"
     packages = ("ray",)
 
     def __init__(self, name: str, what: str, modules: tuple[str, ...] = ("ray",)) -> None:
@@ -212,6 +213,8 @@ class _ObjectStore(_Ray):
 
 
 class _RdtGloo(_Ray):
+    through: Through = "network"
+
     def connect(self, task: Task) -> Session:
         import ray
         from ray.experimental.collective import create_collective_group

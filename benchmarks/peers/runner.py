@@ -6,33 +6,32 @@ import contextlib
 import fcntl
 import json
 import os
-import platform
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from weightlane.sync.bench import named_workload
+
 from .catalogue import catalogue
 from .cpu_guard import descendants, wait_until_quiet
 from .peer import Peer
-from .workload import Workload, workload_named
+from .report import report_of
+from .workload import Workload
 
 _ROOT = Path(__file__).resolve().parents[2]
 _MEASURE = f"from {__package__}.measure import main; main()"
 """Not run by ``-m``: the processes that the peer spawns would import this main module again, and with it every other peer."""
 _TERM_S = 3.0
 _TMPFS = "/dev/shm"  # noqa: S108 - everything goes into fresh folders below it
-_TIMES = ("trainer_blocked_s", "rollout_blocked_s", "latency_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +39,16 @@ class Plan:
     """What to run."""
 
     workload: str
+    """As `weightlane bench` knows it: a name, or a directory of safetensors files."""
     receivers: int
     rounds: int
     """Per peer, over all passes; each pass has a warm-up round beside."""
     passes: int = 2
     """How often the whole list is gone through: what changes on the machine meanwhile then meets everybody."""
+    repeats: int = 2
+    """How often, after that, peers have another turn of which others disturbed more than half of the rounds."""
+    turn_s: float = 20.0
+    """After so many seconds of rounds a turn ends early, with one round that counts at least: slow peers have fewer."""
     deadline_s: float = 60.0
     """For every single wait of a peer."""
     block_s: float = 240.0
@@ -74,7 +78,8 @@ def run(
         save: Called with what the report is so far after every turn: an interrupted run is not lost.
 
     Raises:
-        ValueError: there is no such workload, or plan makes no sense.
+        ConfigError: there is no such workload.
+        ValueError: plan makes no sense, or the workload is not all bfloat16.
     """
     if plan.receivers < 1 or plan.rounds < 1 or plan.passes < 1:
         raise ValueError("receivers, rounds and passes must be at least 1")
@@ -83,61 +88,52 @@ def run(
     words: dict[str, list[dict[str, Any]]] = {name: [] for name in peers}
     passes = min(plan.passes, plan.rounds)
     lock = _SharedLock(plan.lock, plan.lock_s)
-    for turn in range(passes):
-        rounds = plan.rounds * (turn + 1) // passes - plan.rounds * turn // passes
+    for turn in range(passes + plan.repeats):
         # Back and forth, so that a machine that slows down does not favour whoever comes first.
         for name in list(peers) if turn % 2 == 0 else reversed(list(peers)):
-            if not any("unavailable" in word or "failed" in word for word in words[name]):
-                heard = _block(plan, peers[name], rounds, lock)
+            if turn < passes:
+                rounds = plan.rounds * (turn + 1) // passes - plan.rounds * turn // passes
+            else:
+                rounds = _missing_rounds(plan, words[name])
+            if rounds and not any("unavailable" in word or "failed" in word for word in words[name]):
+                heard = _block(plan, workload, peers[name], rounds, lock)
                 words[name] += heard
                 if save is not None:
-                    save(_report(plan, workload, peers, words))
-                said(f"pass {turn + 1}/{passes}  {name}: {_outcome(heard)}")
-    return _report(plan, workload, peers, words)
+                    save(report_of(plan.passes, plan.receivers, workload, peers, words))
+                said(f"{f'pass {turn + 1}/{passes}' if turn < passes else 'again'}  {name}: {_outcome(heard)}")
+    return report_of(plan.passes, plan.receivers, workload, peers, words)
 
 
-def _report(plan: Plan, workload: Workload, peers: Mapping[str, Peer], words: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "benchmark": "peers",
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "machine": machine(),
-        "workload": {
-            "name": workload.name,
-            "payload_bytes": workload.nbytes,
-            "tensors": len(workload.shapes),
-            "receivers": plan.receivers,
-        },
-        "passes": plan.passes,
-        "rows": [_row(peer, words[name]) for name, peer in peers.items() if words[name]],
-    }
+def workload_named(name: str) -> Workload:
+    """What `weightlane bench` calls so.
+
+    Raises:
+        ConfigError: there is no such thing.
+        ValueError: not all of its tensors are bfloat16.
+    """
+    specs = named_workload(name).specs
+    if any(spec.dtype is not torch.bfloat16 for spec in specs):
+        raise ValueError(f"not all tensors of {name} are bfloat16, which is what peers carry here")
+    return Workload(name, {spec.name: spec.shape for spec in specs})
 
 
-def machine() -> dict[str, Any]:
-    """What the figures depend on, and nothing that names the machine."""
-    processor = ""
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        processor = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return {
-        "cpus": os.cpu_count(),
-        "cpu": processor,
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30), 1),
-        "kernel": platform.release().partition("-")[0],
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "threads_per_process": 1,
-    }
+def _missing_rounds(plan: Plan, words: Sequence[Mapping[str, Any]]) -> int:
+    """How many more rounds a peer should have; none when the undisturbed ones are half of what was wanted."""
+    clean = sum("round" in word and not word["warm_up"] and word["clean"] for word in words)
+    short = any(word.get("out_of_time") for word in words)
+    return 0 if clean >= (1 if short else (plan.rounds + 1) // 2) else plan.rounds - clean
 
 
-def _block(plan: Plan, peer: Peer, rounds: int, lock: _SharedLock) -> list[dict[str, Any]]:
+def _block(plan: Plan, workload: Workload, peer: Peer, rounds: int, lock: _SharedLock) -> list[dict[str, Any]]:
     """One peer's turn, in a process of its own that is gone afterwards with everything it started."""
     with lock.held(), _folders() as (memory_dir, disk_dir):
         quiet = wait_until_quiet(plan.quiet_s) if plan.quiet_s else True
         order = {
             "peer": peer.name,
-            "workload": plan.workload,
+            "workload": workload.to_plain(),
             "receivers": plan.receivers,
             "rounds": rounds,
+            "turn_s": plan.turn_s,
             "deadline_s": plan.deadline_s,
             "memory_dir": str(memory_dir),
             "disk_dir": str(disk_dir),
@@ -154,9 +150,10 @@ def _block(plan: Plan, peer: Peer, rounds: int, lock: _SharedLock) -> list[dict[
         python = plan.interpreters.get(peer.name, sys.executable)
         with tempfile.TemporaryFile("w+") as complaints:
             process = subprocess.Popen(  # noqa: S603 - this program
-                [python, "-c", _MEASURE, json.dumps(order)],
+                [python, "-c", _MEASURE],
                 cwd=_ROOT,
                 env=environment,
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=complaints,
                 text=True,
@@ -164,7 +161,7 @@ def _block(plan: Plan, peer: Peer, rounds: int, lock: _SharedLock) -> list[dict[
             )
             late = False
             try:
-                answer, _ = process.communicate(timeout=plan.block_s)
+                answer, _ = process.communicate(json.dumps(order), timeout=plan.block_s)
             except subprocess.TimeoutExpired:
                 late = True
             finally:
@@ -228,36 +225,6 @@ def _folders() -> Iterator[tuple[Path, Path]]:
     finally:
         for folder in (memory, disk):
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _row(peer: Peer, words: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    row: dict[str, Any] = {"name": peer.name, "group": peer.group, "what": peer.what}
-    for word in words:
-        for kind in ("unavailable", "failed"):
-            if kind in word:
-                return {**row, kind: word[kind]}
-    measured = [word for word in words if "round" in word and not word["warm_up"]]
-    clean = [word for word in measured if word["clean"]]
-    counted = clean or measured
-    return {
-        **row,
-        "versions": next(word["versions"] for word in words if "versions" in word),
-        **{time_: _spread([word[time_] for word in counted]) for time_ in _TIMES},
-        "first_round_s": next(word["latency_s"] for word in words if word.get("warm_up")),
-        "setup_s": next(word["setup_s"] for word in words if "setup_s" in word),
-        "rounds": len(counted),
-        "disturbed_rounds": len(measured) - len(clean),
-        "clean": bool(clean),
-        "verified": all(word["verified"] for word in words if "round" in word),
-    }
-
-
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    return {
-        "median": round(statistics.median(values), 5),
-        "min": round(min(values), 5),
-        "max": round(max(values), 5),
-    }
 
 
 def _outcome(words: Sequence[dict[str, Any]]) -> str:

@@ -101,6 +101,7 @@ class _TorchStoreSession(Session):
 
 class _TorchStore(Peer):
     name = "torchstore"
+    through = "network"
     what = "put_state_dict into one storage volume, get_state_dict into the tensors, over Monarch RPC"
     packages = ("torchstore", "torchmonarch")
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .halves import Half, HalvesPeer, Receiver, Sender
-from .peer import Needs, Peer
+from .peer import Needs, Peer, Through
 from .workload import as_bytes
 
 
@@ -65,6 +65,7 @@ class _NixlReceiver(_Agent, Receiver):
 
 
 class _Nixl(HalvesPeer):
+    through: Through = "memory"
     packages = ("nixl", "nixl-cu12")
     sender = _NixlSender
     receiver = _NixlReceiver
@@ -117,7 +118,12 @@ class _MooncakeReceiver(_Engine, Receiver):
         self.link.signal_sender(self.receiver)
 
 
+class _NixlTcp(_Nixl):
+    through: Through = "network"
+
+
 class _Mooncake(HalvesPeer):
+    through: Through = "network"
     packages = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
     sender = _MooncakeSender
     receiver = _MooncakeReceiver
@@ -138,6 +144,6 @@ TRANSFERS: tuple[Peer, ...] = (
     _Nixl(
         "nixl", "READ into the receivers' tensors, UCX picks the transport (same host: one copy by the kernel)", tls=""
     ),
-    _Nixl("nixl-tcp", "the same with UCX_TLS=tcp, as between machines without RDMA", tls="tcp"),
+    _NixlTcp("nixl-tcp", "the same with UCX_TLS=tcp, as between machines without RDMA", tls="tcp"),
     _Mooncake("mooncake-tcp", "batch_transfer_sync_read into the receivers' tensors over TCP"),
 )

@@ -148,6 +148,7 @@ class _VerlPeer(HalvesPeer):
 
     def __init__(self, name: str, what: str, kind: str, package: str, bucket_mib: int) -> None:
         super().__init__(name, what, kind=kind, bucket_mib=bucket_mib)
+        self.through = "memory" if kind == "nixl" else "network"
         self.packages = ("verl", package)
 
     @property

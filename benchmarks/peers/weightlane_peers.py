@@ -28,7 +28,7 @@ from weightlane.sync import (
 )
 
 from .halves import HalvesPeer, Link, Receiver, Sender
-from .peer import Peer
+from .peer import Peer, Through
 from .workload import copy_all
 
 
@@ -66,17 +66,19 @@ class _Publishes(Sender):
             LocalShard(TensorSpec(name, tuple(tensor.shape), torch.bfloat16), 0, tensor.view(-1))
             for name, tensor in self.tensors.items()
         ]
-        engine: dict[str, Any] = self.options["engine_options"]
+        engine: dict[str, Any] = {}
         if self.options["engine"] == "filesystem":
-            folder = self.link.memory_dir if self.options["tmpfs"] else self.link.disk_dir
-            engine = {**engine, "path": str(folder / "versions"), "keep_versions": 1}
+            engine = {"path": str(self.link.disk_dir / "versions"), "keep_versions": 1}
         self._publisher = CollectivePublisher(
             shards,
             [_Replica(self.link, number) for number in range(self.link.receivers)],
             backend=self.options["engine"],
             options=engine,
             config=SyncConfig(
-                deadline_s=self.link.deadline_s, stall_s=self.link.deadline_s, quorum=1.0, **self.options["sync"]
+                deadline_s=self.link.deadline_s,
+                stall_s=self.link.deadline_s,
+                quorum=1.0,
+                integrity=self.options["integrity"],
             ),
             max_failed=1,
         )
@@ -120,32 +122,29 @@ class _Subscribes(Receiver):
             self._subscriber.close()
 
 
+_ENGINES: tuple[tuple[str, Through, str], ...] = (
+    ("shm", "memory", "buckets in shared memory"),
+    ("gloo", "network", "buckets broadcast over gloo"),
+    ("filesystem", "files", "files through the page cache"),
+)
+
+
 class _Weightlane(HalvesPeer):
     group = "weightlane"
     packages = ("weightlane",)
     sender = _Publishes
     receiver = _Subscribes
 
-    def unavailable_reason(self) -> str | None:
-        """As `Peer.unavailable_reason`."""
-        unknown = sorted(set(self.options["sync"]) - set(SyncConfig.model_fields))
-        return f"this version of weightlane has no sync.{unknown[0]}" if unknown else None
-
-
-def _row(name: str, engine: str, integrity: str | None, what: str, **options: Any) -> Peer:
-    sync = {"integrity": integrity} if integrity else {}
-    return _Weightlane(name, what, engine=engine, engine_options=options, sync=sync, tmpfs=False)
+    def __init__(self, engine: str, through: Through, how: str, suffix: str, integrity: str, said: str) -> None:
+        super().__init__(f"weightlane-{engine}{suffix}", f"{how}; {said}", engine=engine, integrity=integrity)
+        self.through = through
 
 
 WEIGHTLANE: tuple[Peer, ...] = tuple(
-    _row(f"weightlane-{engine}{suffix}", engine, integrity, f"{how}; {said}")
-    for engine, how in {
-        "shm": "buckets in shared memory",
-        "gloo": "buckets broadcast over gloo",
-        "filesystem": "files through the page cache",
-    }.items()
+    _Weightlane(engine, through, how, suffix, integrity, said)
+    for engine, through, how in _ENGINES
     for suffix, integrity, said in (
-        ("", None, "every bucket checksummed on both sides"),
+        ("", "full", "every bucket checksummed on both sides"),
         ("-unchecked", "off", "integrity off, as every peer"),
     )
 )

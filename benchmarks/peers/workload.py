@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -25,38 +27,14 @@ class Workload:
         """Bytes of all tensors together."""
         return 2 * sum(math.prod(shape) for shape in self.shapes.values())
 
+    def to_plain(self) -> dict[str, Any]:
+        """As JSON: whoever measures a peer may have no weightlane to ask for the shapes."""
+        return {"name": self.name, "shapes": self.shapes}
 
-def workload_named(name: str) -> Workload:
-    """``qwen3-0.6b`` (310 tensors, 1.19 GB) or ``tiny`` (24 tensors, 0.2 MB). Raises ValueError for another name."""
-    if name == "qwen3-0.6b":
-        return Workload(name, qwen3_shapes(1024, 28, 3072, 16, 8, 128, 151_936))
-    if name == "tiny":
-        return Workload(name, qwen3_shapes(64, 2, 128, 2, 1, 32, 512))
-    raise ValueError(f"there is no workload {name!r}: take qwen3-0.6b or tiny")
-
-
-def qwen3_shapes(
-    hidden: int, layers: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int
-) -> dict[str, tuple[int, ...]]:
-    """The checkpoint tensors of a dense Qwen3 with tied embeddings, in the order of the file."""
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
-    for layer in range(layers):
-        of_layer = {
-            "self_attn.q_proj": (heads * head_dim, hidden),
-            "self_attn.k_proj": (kv_heads * head_dim, hidden),
-            "self_attn.v_proj": (kv_heads * head_dim, hidden),
-            "self_attn.o_proj": (hidden, heads * head_dim),
-            "self_attn.q_norm": (head_dim,),
-            "self_attn.k_norm": (head_dim,),
-            "mlp.gate_proj": (intermediate, hidden),
-            "mlp.up_proj": (intermediate, hidden),
-            "mlp.down_proj": (hidden, intermediate),
-            "input_layernorm": (hidden,),
-            "post_attention_layernorm": (hidden,),
-        }
-        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in of_layer.items()}
-    shapes["model.norm.weight"] = (hidden,)
-    return shapes
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Workload:
+        """What `to_plain` gave."""
+        return cls(plain["name"], {name: tuple(shape) for name, shape in plain["shapes"].items()})
 
 
 class State:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ _WARM_UP_VERSIONS = 2
 """Both of the two places in which a subscriber may keep a version get their memory, and are watched while they do."""
 _STEP_PER_SNAPSHOT = 1.5
 _GRACE_S = 10.0
+_SLOWDOWN_TURNS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,15 +135,25 @@ class RowContender:
             self.processes.every("close_row", self.name, timeout_s=self.timeout_s)
 
     def slowdown(self, seconds: float) -> Figures:
-        """How many steps loops take while versions follow each other, as a share of what they take alone."""
+        """How many steps loops take while versions follow each other, as a share of what they take alone.
+
+        Alone and beside take turns, so that a machine that changes meanwhile changes for both; the medians are compared.
+        """
         self.processes.on_death(self._died)
         self.processes.every("start_loop", timeout_s=self.timeout_s)
+        alone: list[list[float]] = []
+        beside: list[list[float]] = []
         try:
-            alone = self._rates(lambda: time.sleep(seconds))
-            beside = self._rates(lambda: self._versions_for(seconds))
+            self._rates(lambda: self._versions_for(0.0))  # one version: both loops and the row are under way
+            for _ in range(_SLOWDOWN_TURNS):
+                alone.append(self._rates(lambda: time.sleep(seconds / _SLOWDOWN_TURNS)))
+                beside.append(self._rates(lambda: self._versions_for(seconds / _SLOWDOWN_TURNS)))
         finally:
             self.processes.every("stop_loop", timeout_s=self.timeout_s)
-        trainer, *decode = [after / before for before, after in zip(alone, beside, strict=True)]
+        trainer, *decode = [
+            statistics.median(after) / statistics.median(before)
+            for before, after in zip(zip(*alone, strict=True), zip(*beside, strict=True), strict=True)
+        ]
         return {"trainer": trainer, "decode": sum(decode) / len(decode)}
 
     def _rates(self, meanwhile: Any) -> list[float]:
@@ -154,10 +166,12 @@ class RowContender:
 
     def _versions_for(self, seconds: float) -> None:
         end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        while True:  # one at least
             if self.facts.codec != "dense":  # which costs the same whatever changed
                 self.processes.sender.call("change", self.density, timeout_s=self.timeout_s)
             self.carry(step_s=0.0)
+            if time.monotonic() >= end:
+                return
 
     def _changed_version(self, step_s: float) -> Figures:
         """Change the parameters, carry them over, and compare."""

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+
+from weightlane.ckpt_engines import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 HANGS = """
@@ -62,7 +66,7 @@ def test_two_peers_are_measured_and_verified_and_nothing_is_left(peers: ModuleTy
 
 def test_a_digest_notices_any_bit_and_any_place_and_every_round_changes_every_element(peers: ModuleType) -> None:
     workload = module("workload")
-    tiny = workload.workload_named("tiny")
+    tiny = peers.workload_named("tiny")
     sender, receiver = workload.State(tiny, 1), workload.State(tiny, 2, flat=True)
     assert sender.digest() != receiver.digest()
     before = {name: tensor.clone().view(torch.int16) for name, tensor in sender.tensors.items()}
@@ -82,11 +86,67 @@ def test_a_digest_notices_any_bit_and_any_place_and_every_round_changes_every_el
     assert sender.digest() != receiver.digest()
 
 
-def test_the_shapes_are_those_of_the_model(peers: ModuleType) -> None:
-    real = module("workload").workload_named("qwen3-0.6b")
+def test_the_shapes_are_those_of_the_model_and_survive_the_way_to_another_interpreter(peers: ModuleType) -> None:
+    real = peers.workload_named("qwen3-0.6b")
     assert (len(real.shapes), real.nbytes) == (310, 1_192_099_840)
-    with pytest.raises(ValueError, match="take qwen3"):
-        module("workload").workload_named("other")
+    assert module("workload").Workload.from_plain(json.loads(json.dumps(real.to_plain()))) == real
+    with pytest.raises(ConfigError, match="qwen3"):
+        peers.workload_named("other")
+
+
+def row_of(peers: ModuleType, name: str, seconds: float, limit_s: float) -> dict[str, Any]:
+    """A row as one run gives it in which `memcpy-all` took `limit_s`."""
+    catalogue = module("catalogue").catalogue()
+
+    def words(took: float) -> list[dict[str, Any]]:
+        times = dict.fromkeys(("trainer_blocked_s", "rollout_blocked_s", "latency_s"), took)
+        first = {"round": 0, "warm_up": True, "clean": True, "verified": True, **times}
+        return [{"versions": {}, "setup_s": 0.0}, first, {**first, "round": 1, "warm_up": False}]
+
+    both = {"memcpy-all": words(limit_s), name: words(seconds)}
+    tiny = peers.workload_named("tiny")
+    report: dict[str, Any] = module("report").report_of(1, 2, tiny, {each: catalogue[each] for each in both}, both)
+    return report
+
+
+def test_rows_of_two_runs_compare_by_what_they_are_of_their_own_runs_limit(peers: ModuleType) -> None:
+    report = module("report")
+    order = list(module("catalogue").catalogue())
+    peer, slow_peer = row_of(peers, "nixl", 4.0, 2.0), row_of(peers, "ray-object-store", 3.0, 1.0)
+    ours = row_of(peers, "weightlane-shm-unchecked", 1.0, 1.0)
+    whole = report.merged(report.merged(peer, slow_peer, order), ours, order)
+    assert [row["name"] for row in whole["rows"]] == [
+        "memcpy-all",
+        "weightlane-shm-unchecked",
+        "nixl",
+        "ray-object-store",
+    ]
+    assert report.fastest_peers(whole)["memory"]["name"] == "nixl"
+    assert "| 1.0 | 0.50 (nixl) |" in module("table").markdown(whole)
+    again = row_of(peers, "nixl", 9.0, 1.0)
+    assert report.fastest_peers(report.merged(whole, again, order))["memory"]["name"] == "ray-object-store"
+    with pytest.raises(ValueError, match="another workload"):
+        report.merged({**peer, "workload": {}}, ours, order)
+
+
+def test_a_peer_of_which_others_disturbed_most_rounds_has_another_turn(
+    peers: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = peers.Plan("tiny", receivers=1, rounds=4, passes=2, repeats=1)
+    turns: list[tuple[str, int]] = []
+
+    def turn(_plan: object, _workload: object, peer: Any, rounds: int, _lock: object) -> list[dict[str, Any]]:
+        turns.append((peer.name, rounds))
+        times = dict.fromkeys(("trainer_blocked_s", "rollout_blocked_s", "latency_s"), 1.0)
+        clean = peer.name == "memcpy" or len(turns) == 5
+        words = [{"round": n, "warm_up": n == 0, "clean": clean, "verified": True, **times} for n in range(rounds + 1)]
+        return [{"versions": {}, "setup_s": 0.0}, *words]
+
+    monkeypatch.setattr(peers, "_block", turn)
+    report = peers.run(plan, ["memcpy", "gloo-flat"], lambda line: None)
+    assert turns == [("memcpy", 2), ("gloo-flat", 2), ("gloo-flat", 2), ("memcpy", 2), ("gloo-flat", 4)]
+    row = report["rows"][1]
+    assert (row["rounds"], row["disturbed_rounds"], row["clean"]) == (4, 4, True)
 
 
 def test_a_peer_that_cannot_run_says_what_is_missing_and_how_to_get_it(peers: ModuleType) -> None:
@@ -94,10 +154,10 @@ def test_a_peer_that_cannot_run_says_what_is_missing_and_how_to_get_it(peers: Mo
     assert reason is not None
     assert "no_such_module_at_all" in reason
     assert reason.endswith("pip install it")
-    row = peers._row(module("catalogue").catalogue()["nixl"], [{"unavailable": reason}])
+    row = module("report")._row(module("catalogue").catalogue()["nixl"], [{"unavailable": reason}])
     report = {
         "workload": {"name": "tiny", "payload_bytes": 1, "tensors": 1, "receivers": 1},
-        "machine": peers.machine(),
+        "machine": module("report").machine(),
         "date": "2026-01-01",
         "rows": [row],
     }

@@ -1,0 +1,329 @@
+"""How many tokens per second real vLLM decodes while versions of its model arrive without a break, against undisturbed.
+
+    python -m benchmarks.decode_while_syncing --engine shm,gloo --threads 1,2 --json decode_while_syncing.json
+
+A model of Qwen3-0.6B's width, cut to some layers, decodes for --concurrency requests that follow one another. A trainer's process
+beside it changes 1 % of the weights, publishes, and does it again as soon as the version is in service: no pause between
+versions, which is far more than any training asks for. In every round each way of syncing has its turn, and before it a turn
+without any; a figure is the median over the rounds of the one over the other. Every turn begins with a version that is not
+counted.
+
+--threads 1 leaves a core of two to the trainer's process; with 2 vLLM computes on both, and syncing takes from it whatever it
+costs. --kv is `rollout.kv_on_commit`: with *recompute* every request in flight prefills again after every version, which is what
+costs most where versions come so often; *keep* shows the syncing alone.
+
+After the last round, outside the timing, the parameters in vLLM are compared with the trainer's bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weightlane.rollout import RolloutConfig, RolloutWorker
+from weightlane.sync import Outcome
+from weightlane.sync.bench import Workload, named_workload
+from weightlane.sync.bench.machine import this_machine
+from weightlane.sync.bench.participants import Meeting, sync_config
+from weightlane.sync.bench.processes import Processes, Worker
+
+from .command import finish, say
+from .commit_layout import write_config
+
+KV = ("keep", "recompute")
+DENSITY = 0.01
+PROMPT_TOKENS, NEW_TOKENS = 16, 112
+_BETWEEN_S = 0.2
+
+
+class Checks:
+    """Mixed into vLLM's worker by ``worker_extension_cls``."""
+
+    def bench_differing(self, path: str) -> list[str]:
+        """Parameters that are not what the safetensors file at `path` makes of them."""
+        from safetensors.torch import load_file
+
+        plan = self.weight_transfer_engine._loader.plan  # type: ignore[attr-defined]
+        if plan is None:
+            raise RuntimeError("versions are not copied along a traced layout, so that there is nothing to compare by")
+        return list(plan.differing(load_file(path)))
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What happened in one turn."""
+
+    tokens_per_s: float
+    versions: int
+    blocked_s: float
+    """Of all commits together."""
+    seconds: float
+
+
+@dataclass(slots=True)
+class Way:
+    """One engine and one setting of ``rollout.kv_on_commit``, and its turns, each behind one without versions."""
+
+    engine: str
+    kv: str
+    pairs: list[tuple[Turn, Turn]] = field(default_factory=list)
+
+    def figures(self) -> dict[str, Any]:
+        """The way's row."""
+        alone, beside = zip(*self.pairs, strict=True)
+        versions = sum(turn.versions for turn in beside)
+        return {
+            "engine": self.engine,
+            "kv_on_commit": self.kv,
+            "alone_tokens_per_s": _spread([turn.tokens_per_s for turn in alone]),
+            "tokens_per_s": _spread([turn.tokens_per_s for turn in beside]),
+            "share": _spread([after.tokens_per_s / before.tokens_per_s for before, after in self.pairs]),
+            "versions": versions,
+            "versions_per_s": versions / sum(turn.seconds for turn in beside),
+            "blocked_s_per_version": sum(turn.blocked_s for turn in beside) / max(1, versions),
+        }
+
+
+class Measured:
+    """A replica that decodes, and a trainer's process that publishes to it over one engine at a time."""
+
+    def __init__(self, worker: RolloutWorker, sender: Worker, directory: Path, timeout_s: float) -> None:
+        self._worker = worker
+        self._sender = sender
+        self._directory = directory
+        self._timeout_s = timeout_s
+        self._versions = itertools.count(1)
+
+    @contextlib.asynccontextmanager
+    async def decoding(self, concurrency: int) -> AsyncIterator[None]:
+        """So many requests are in flight all the time."""
+        tasks = [asyncio.create_task(self._requests(number)) for number in range(concurrency)]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+        for error in ended:
+            if not isinstance(error, asyncio.CancelledError):
+                raise error if isinstance(error, BaseException) else RuntimeError("requests came to an end")
+
+    async def _requests(self, number: int) -> None:
+        for turn in itertools.count():
+            prompt = [1 + (number * 31 + turn * 7 + position) % 1000 for position in range(PROMPT_TOKENS)]
+            # Not all at the same place: requests end, and others begin, in any step.
+            new = NEW_TOKENS - (number * NEW_TOKENS // 16 if turn == 0 else 0)
+            await self._worker.generate(f"{number}-{turn}", prompt, max(8, new))
+
+    async def alone(self, seconds: float) -> Turn:
+        """A turn without versions."""
+        return await self._turn(lambda: asyncio.sleep(seconds))
+
+    async def beside(self, way: Way, seconds: float) -> Turn:
+        """A turn with one version after the other."""
+        self._worker.config = self._worker.config.model_copy(update={"kv_on_commit": way.kv})
+        config = sync_config(codec="dense", integrity="full", bucket_mib=None, deadline_s=self._timeout_s)
+        options = {"path": str(self._directory / "versions")} if way.engine == "filesystem" else {}
+        meeting = Meeting(config, [self._worker])
+        try:
+            await self._call(
+                "open_row", way.engine, meeting.address, way.engine, options, config.model_dump(mode="json")
+            )
+            await self._call("peak_bytes", way.engine)
+            await self._worker.connect(meeting.address, way.engine, options)
+            await self._carry(way.engine, meeting)
+            return await self._turn(lambda: self._carry_for(way.engine, meeting, seconds))
+        finally:
+            meeting.close()
+            await self._call("close_row", way.engine)
+
+    async def _turn(self, meanwhile: Callable[[], Any]) -> Turn:
+        await asyncio.sleep(_BETWEEN_S)
+        before, began = self._worker.stats(), time.monotonic()
+        await meanwhile()
+        after, seconds = self._worker.stats(), time.monotonic() - began
+        return Turn(
+            (after.tokens - before.tokens) / seconds,
+            after.commits - before.commits,
+            after.blocked_s - before.blocked_s,
+            seconds,
+        )
+
+    async def _carry_for(self, row: str, meeting: Meeting, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            await self._carry(row, meeting)
+
+    async def _carry(self, row: str, meeting: Meeting) -> None:
+        """The weights change, and the next version of them goes into service."""
+        version = next(self._versions)
+        await self._call("change", DENSITY)
+        publishing = asyncio.create_task(self._call("publish", row, version, 0.0))
+        report = await meeting.sync(version)
+        await publishing
+        if any(replica.outcome is not Outcome.COMMITTED for replica in report.replicas.values()):
+            raise RuntimeError(f"version {version} was not committed: {report}")
+
+    async def differing(self) -> list[str]:
+        """Parameters in vLLM that are not the trainer's."""
+        path = str(self._directory / "now.safetensors")
+        await self._call("save", path)
+        found: list[list[str]] = await self._worker._engine.collective_rpc("bench_differing", args=(path,))
+        return [name for rank in found for name in rank]
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        return await asyncio.to_thread(self._sender.call, method, *arguments, timeout_s=self._timeout_s)
+
+
+def write_model(directory: Path, layers: int) -> Workload:
+    """A checkpoint with random weights."""
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: torch.ones(shape, dtype=torch.bfloat16)
+        if len(shape) == 1
+        else (0.02 * torch.randn(shape, generator=generator)).to(torch.bfloat16)
+        for name, shape in write_config(directory, layers)
+    }
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return named_workload(str(directory))
+
+
+async def measure(
+    model: Path, workload: Workload, ways: Sequence[Way], options: argparse.Namespace, threads: int
+) -> tuple[list[dict[str, Any]], bool]:
+    """The rows of one number of threads, and whether every bit was right in the end."""
+    # What vLLM's processes get; a replica sets only what is not set yet.
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    config = RolloutConfig(
+        dtype="bfloat16",
+        max_model_len=256,
+        max_num_seqs=options.concurrency,
+        threads_per_rank=threads,
+        extra_engine_args={"worker_extension_cls": f"{_MODULE}.Checks"},
+    )
+    worker = RolloutWorker("rollout-0", config, model)
+    with tempfile.TemporaryDirectory() as directory, Processes(0, 1) as processes:
+        sender = processes.sender
+        await asyncio.to_thread(sender.call, "prepare", workload.to_plain(), 0, 1, timeout_s=options.deadline_s)
+        file = str(model / "model.safetensors")
+        await asyncio.to_thread(sender.call, "load", file, 0.0, timeout_s=options.deadline_s)
+        measured = Measured(worker, sender, Path(directory), options.deadline_s)
+        say(f"vLLM on {threads} thread(s) starts")
+        await worker.start()
+        try:
+            async with measured.decoding(options.concurrency):
+                await measured.alone(2 * options.turn_s)  # warms up
+                for number in range(options.rounds):
+                    for way in ways if number % 2 == 0 else reversed(ways):
+                        pair = await measured.alone(options.turn_s), await measured.beside(way, options.turn_s)
+                        say(
+                            f"round {number + 1} of {options.rounds}: {way.engine}, kv {way.kv}:"
+                            f" {pair[1].tokens_per_s:.0f} of {pair[0].tokens_per_s:.0f} tokens/s, {pair[1].versions} versions"
+                        )
+                        way.pairs.append(pair)
+            differing = await measured.differing()
+        finally:
+            await worker.close()
+    return [{"threads": threads, **way.figures()} for way in ways], not differing
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure everything that was asked for."""
+    rows, verified = [], True
+    with tempfile.TemporaryDirectory() as directory:
+        workload = write_model(Path(directory), options.layers)
+        for threads in options.threads:
+            ways = [Way(engine, kv) for engine in options.engine for kv in options.kv]
+            found, equal = asyncio.run(measure(Path(directory), workload, ways, options, threads))
+            rows += found
+            verified = verified and equal
+    return {
+        "benchmark": "decode_while_syncing",
+        "machine": this_machine().model_dump(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "payload_bytes": workload.nbytes,
+        "tensors": len(workload.specs),
+        "concurrency": options.concurrency,
+        "integrity": "full",
+        "rounds": options.rounds,
+        "turn_s": options.turn_s,
+        "rows": rows,
+        "verified": verified,
+    }
+
+
+def text(report: dict[str, Any]) -> str:
+    """The report as a table."""
+    setup = (
+        f"{report['payload_bytes'] / 1e6:.0f} MB of bfloat16 in {report['tensors']} tensors, {report['concurrency']} requests in"
+        f" flight, {report['machine']['cores']} cores; medians of {report['rounds']} rounds"
+    )
+    head = (
+        f"{'threads':>7} {'engine':11} {'kv':10} {'alone tok/s':>12} {'syncing':>9} {'share':>7} {'min':>6} {'max':>6}"
+        f" {'versions/s':>11} {'commit ms':>10}"
+    )
+    lines = [setup, head]
+    for row in report["rows"]:
+        share = row["share"]
+        lines.append(
+            f"{row['threads']:7} {row['engine']:11} {row['kv_on_commit']:10} {row['alone_tokens_per_s']['median']:12.0f}"
+            f" {row['tokens_per_s']['median']:9.0f} {share['median']:7.2f} {share['min']:6.2f} {share['max']:6.2f}"
+            f" {row['versions_per_s']:11.2f} {1e3 * row['blocked_s_per_version']:10.1f}"
+        )
+    if not report["verified"]:
+        lines.append("NOT VERIFIED: parameters in vLLM are not the trainer's")
+    return "\n".join(lines)
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+_MODULE = "benchmarks.decode_while_syncing"
+"""What vLLM's processes import this as."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print a table, write JSON if asked to; 1 if any bit was wrong, 2 where it cannot run here."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", type=_words, default=["shm", "gloo"], help="of shm, gloo, filesystem")
+    parser.add_argument("--kv", type=_words, default=list(KV), help="of keep, recompute")
+    parser.add_argument("--threads", type=_numbers, default=[1, 2], help="of torch in vLLM")
+    parser.add_argument("--layers", type=int, default=6, help="of 31.5 MB each, beside an embedding of 67 MB")
+    parser.add_argument("--concurrency", type=int, default=8, help="requests in flight")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--turn-s", type=float, default=5.0)
+    parser.add_argument("--deadline-s", type=float, default=120.0, help="for any single thing")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    if min(options.rounds, options.layers, options.concurrency, *options.threads) < 1 or set(options.kv) - set(KV):
+        parser.error("--rounds, --layers, --concurrency and --threads must be positive, --kv of keep and recompute")
+    return finish("decode_while_syncing", lambda: run(options), text, options.json)
+
+
+def _words(given: str) -> list[str]:
+    return given.split(",")
+
+
+def _numbers(given: str) -> list[int]:
+    return [int(number) for number in given.split(",")]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
