@@ -18,7 +18,8 @@ import torch
 from .peer import Peer, Session, Task, Times
 from .workload import State, Workload
 
-_SPAWN = multiprocessing.get_context("spawn")
+_PROCESSES = multiprocessing.get_context("forkserver")
+"""Each half is forked from a process that has torch, and nothing else, loaded: importing it takes longer than most rounds."""
 _JOIN_S = 10.0
 
 
@@ -30,10 +31,10 @@ class Link:
         self.deadline_s = task.deadline_s
         self.memory_dir: Path = task.memory_dir
         self.disk_dir: Path = task.disk_dir
-        self._ready = [_SPAWN.Semaphore(0) for _ in range(task.receivers)]
-        self._done = [_SPAWN.Semaphore(0) for _ in range(task.receivers)]
-        self._down: list[Any] = [_SPAWN.Queue() for _ in range(task.receivers)]
-        self._up: list[Any] = [_SPAWN.Queue() for _ in range(task.receivers)]
+        self._ready = [_PROCESSES.Semaphore(0) for _ in range(task.receivers)]
+        self._done = [_PROCESSES.Semaphore(0) for _ in range(task.receivers)]
+        self._down: list[Any] = [_PROCESSES.Queue() for _ in range(task.receivers)]
+        self._up: list[Any] = [_PROCESSES.Queue() for _ in range(task.receivers)]
 
     def signal_receivers(self) -> None:
         """Sender: the weights are there to be taken."""
@@ -184,14 +185,15 @@ class HalvesPeer(Peer):
 
 class _HalvesSession(Session):
     def __init__(self, peer: HalvesPeer, task: Task) -> None:
+        _PROCESSES.set_forkserver_preload([__name__, type(peer).__module__])
         self._deadline_s = task.deadline_s
         self._link = Link(task)  # its semaphores last as long as it does
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(task.receivers + 1):
-            mine, theirs = _SPAWN.Pipe()
+            mine, theirs = _PROCESSES.Pipe()
             kind = peer.receiver if rank else peer.sender
-            process = _SPAWN.Process(
+            process = _PROCESSES.Process(
                 target=_serve,
                 args=(theirs, kind, self._link, rank, task.workload, peer.options),
                 name=f"{peer.name}/{rank}",

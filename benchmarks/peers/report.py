@@ -112,6 +112,7 @@ def _row(peer: Peer, words: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "rounds": len(counted),
         "disturbed_rounds": len(measured) - len(clean),
         "clean": bool(clean),
+        "failed_turns": [word["failed_before"] for word in words if "failed_before" in word],
         "verified": all(word["verified"] for word in words if "round" in word),
     }
 

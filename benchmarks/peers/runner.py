@@ -47,6 +47,8 @@ class Plan:
     """How often the whole list is gone through: what changes on the machine meanwhile then meets everybody."""
     repeats: int = 2
     """How often, after that, peers have another turn of which others disturbed more than half of the rounds."""
+    retries: int = 1
+    """How often a turn that failed is repeated at once."""
     turn_s: float = 20.0
     """After so many seconds of rounds a turn ends early, with one round that counts at least: slow peers have fewer."""
     deadline_s: float = 60.0
@@ -96,12 +98,25 @@ def run(
             else:
                 rounds = _missing_rounds(plan, words[name])
             if rounds and not any("unavailable" in word or "failed" in word for word in words[name]):
-                heard = _block(plan, workload, peers[name], rounds, lock)
+                heard = _turn(plan, workload, peers[name], rounds, lock, said)
                 words[name] += heard
                 if save is not None:
                     save(report_of(plan.passes, plan.receivers, workload, peers, words))
                 said(f"{f'pass {turn + 1}/{passes}' if turn < passes else 'again'}  {name}: {_outcome(heard)}")
     return report_of(plan.passes, plan.receivers, workload, peers, words)
+
+
+def _turn(
+    plan: Plan, workload: Workload, peer: Peer, rounds: int, lock: _SharedLock, said: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """One peer's turn, repeated when it failed: on a busy machine a deadline passes, or somebody tidies shared memory up."""
+    heard = _block(plan, workload, peer, rounds, lock)
+    for _ in range(plan.retries):
+        if not any("failed" in word for word in heard):
+            break
+        said(f"{peer.name}: {_outcome(heard)}; once more")
+        heard = [{"failed_before": heard[-1]["failed"]}, *_block(plan, workload, peer, rounds, lock)]
+    return heard
 
 
 def workload_named(name: str) -> Workload:

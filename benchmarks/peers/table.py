@@ -36,7 +36,7 @@ def markdown(report: dict[str, Any]) -> str:
                 _median(row["trainer_blocked_s"]),
                 _median(row["rollout_blocked_s"]),
                 f"{row['first_round_s']:.2f}",
-                f"{row['rounds']}" + ("" if row["clean"] else " (disturbed)"),
+                _rounds(row),
                 "yes" if row["verified"] else "**no**",
                 ", ".join(f"{name} {version}" for name, version in row["versions"].items()),
             )
@@ -47,6 +47,13 @@ def markdown(report: dict[str, Any]) -> str:
                 rest = [""] * (len(_COLUMNS) - 3)
                 lines.append(_line(row["name"], row["through"], f"{words}: {_cell(reason)}", *rest))
     return "\n".join(lines) + "\n"
+
+
+def _rounds(row: dict[str, Any]) -> str:
+    beside = [] if row["clean"] else ["disturbed"]
+    if failed := row["failed_turns"]:
+        beside.append(f"a turn failed and was repeated: {_cell(failed[0])}")
+    return f"{row['rounds']}" + (f" ({'; '.join(beside)})" if beside else "")
 
 
 def _line(*cells: str) -> str:

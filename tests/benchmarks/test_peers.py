@@ -164,6 +164,23 @@ def test_a_peer_that_cannot_run_says_what_is_missing_and_how_to_get_it(peers: Mo
     assert "cannot run here: no_such_module_at_all" in module("table").markdown(report)
 
 
+def test_a_turn_that_failed_is_repeated_and_the_row_says_so(peers: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = dict.fromkeys(("trainer_blocked_s", "rollout_blocked_s", "latency_s"), 1.0)
+    found = {"round": 0, "warm_up": True, "clean": True, "verified": True, **times}
+    sound = [{"versions": {}, "setup_s": 0.0}, found, {**found, "round": 1, "warm_up": False}]
+    turns = [
+        [{"failed": "no word from the sender within 60 s"}],
+        sound,
+        [{"failed": "again"}],
+        [{"failed": "and again"}],
+    ]
+    monkeypatch.setattr(peers, "_block", lambda *_: turns.pop(0))
+    plan = peers.Plan("tiny", receivers=1, rounds=1, passes=1)
+    report = peers.run(plan, ["memcpy", "gloo-flat"], lambda line: None)
+    assert [row.get("failed") for row in report["rows"]] == [None, "and again"]
+    assert "a turn failed and was repeated: no word from the sender" in module("table").markdown(report)
+
+
 def test_the_cpu_time_of_this_process_is_not_held_against_a_round(peers: ModuleType) -> None:
     guard = module("cpu_guard").CpuGuard()
     used = time.process_time()
@@ -180,7 +197,7 @@ def test_a_peer_that_hangs_is_ended_with_all_its_processes(
     peers: ModuleType, tmpfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peers, "_MEASURE", HANGS.format(path=str(tmp_path / "semaphore")))
-    plan = peers.Plan("tiny", receivers=1, rounds=1, passes=1, quiet_s=0.0, block_s=4.0)
+    plan = peers.Plan("tiny", receivers=1, rounds=1, passes=1, quiet_s=0.0, block_s=4.0, retries=0)
     row = peers.run(plan, ["memcpy"], lambda line: None)["rows"][0]
     assert row["failed"] == "it did not end within 4 s"
     assert "latency_s" not in row
