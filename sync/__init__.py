@@ -36,6 +36,7 @@ from .blocking import CollectivePublisher
 from .config import CheckpointEngineConfig, SyncConfig
 from .coordinator import Coordinator
 from .coverage import Expectation, ExpectedTensor, check_coverage
+from .live_stream import LiveStream, Piece
 from .manifest import Manifest
 from .publisher import Publisher
 from .rendezvous import Rendezvous, RendezvousAddress
@@ -43,12 +44,13 @@ from .report import CommitOutcome, CommitReport, FailedAttempt, Outcome, Replica
 from .roster import Replica, ReplicaState
 from .staged_delta import IncomingDelta, StagedDelta
 from .stored import read_version
-from .subscriber import Subscriber
+from .subscriber import CommitMode, Subscriber
 from .tensor_spec import LocalShard, TensorSpec, dtype_name, dtype_of
 
 __all__ = [
     "CheckpointEngineConfig",
     "CollectivePublisher",
+    "CommitMode",
     "CommitOutcome",
     "CommitReport",
     "Coordinator",
@@ -56,9 +58,11 @@ __all__ = [
     "ExpectedTensor",
     "FailedAttempt",
     "IncomingDelta",
+    "LiveStream",
     "LocalShard",
     "Manifest",
     "Outcome",
+    "Piece",
     "Publisher",
     "Rendezvous",
     "RendezvousAddress",

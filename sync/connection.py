@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,21 @@ from weightlane.ckpt_engines import (
 
 from .config import SyncConfig
 from .correspondence import Correspondence, Reply, TroubleError
-from .messages import Accepted, Connect, Connected, EngineTraits, Full, Go, Hello, Offer, Open, Reset, Sent, Staged
+from .messages import (
+    Accepted,
+    Connect,
+    Connected,
+    EngineTraits,
+    Full,
+    Go,
+    Hello,
+    Offer,
+    Open,
+    Ready,
+    Reset,
+    Sent,
+    Staged,
+)
 from .roster import Member, Roster
 
 # Whoever is closest to the cause of a stall gives up first, so that the reason everybody gets names the right peer.
@@ -29,7 +43,7 @@ _RECEIVERS_PATIENCE = 1.2
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """A version that lies complete in the staging memory of `members`."""
+    """A version that `members` have complete: in their staging memory, or already written into their weights."""
 
     offer: Offer
     members: list[Member]
@@ -143,10 +157,18 @@ class Connection:
         self._letters.collect(Connected, names, -1, deadline, "to connect")
         self._inboxes |= {name: self._roster.inboxes[name] for name in names if name in self._roster.inboxes}
 
-    def stream(self, version: int, targets: Sequence[Member], needed: int, deadline: Deadline) -> Streamed:
+    def stream(
+        self,
+        version: int,
+        targets: Sequence[Member],
+        needed: int,
+        deadline: Deadline,
+        begin: Callable[[Member], None],
+    ) -> Streamed:
         """Carry `version` into the staging memory of `targets`, or of those who accept it if they are at least `needed`.
 
-        Raises `TroubleError`; the connection is not usable any more then.
+        A replica that takes it in place has to begin its commit meanwhile, else nothing is written: `begin` is called with it
+        when all its ranks are ready. Raises `TroubleError`; the connection is not usable any more then.
         """
         offer = self._stored.get(version) or self._offer(version, deadline)
         base = offer.manifest.get("base_version")
@@ -155,7 +177,9 @@ class Connection:
                 raise self._without_delta(version, TroubleError(_sent_as_delta(version)))
             offer = self._offer_in_full(version, deadline)
             base = None
-        accepting, refused = self._open(offer, [name for name in _names(targets) if name in self._receivers], deadline)
+        accepting, in_place, refused = self._open(
+            offer, [name for name in _names(targets) if name in self._receivers], deadline
+        )
         members = [member for member in targets if all(name in accepting for name in member.names)]
         for member in targets:
             if member not in members and member.name not in refused:
@@ -163,6 +187,7 @@ class Connection:
         self._check_refusals(version, members, refused, needed)
         names = _names(members)
         awaited: set[tuple[type[Reply], str]] = {(Staged, name) for name in names}
+        awaited |= {(Ready, name) for name in names if name in in_place}
         if version not in self._stored:
             awaited |= {(Sent, name) for name in self._roster.publishers}
             go = Go(
@@ -177,7 +202,8 @@ class Connection:
         if base is not None:
             self._as_delta.add(version)
         try:
-            replies = self._letters.gather(awaited, version, deadline, f"to finish version {version}")
+            heard = _Beginning(members, begin)
+            replies = self._letters.gather(awaited, version, deadline, f"to finish version {version}", heard)
         except TroubleError as trouble:
             raise self._without_delta(version, trouble) from trouble
         if self._traits and self._traits.persistent:
@@ -205,8 +231,8 @@ class Connection:
 
     def _open(
         self, offer: Offer, names: Sequence[str], deadline: Deadline
-    ) -> tuple[set[str], dict[str, WeightlaneError]]:
-        """Offer the version to subscribers. Who accepts, and which replicas do not."""
+    ) -> tuple[set[str], set[str], dict[str, WeightlaneError]]:
+        """Offer the version to subscribers. Who accepts, who of them takes it in place, and which replicas do not accept."""
         message = Open(
             session=self.session,
             version=offer.version,
@@ -220,7 +246,8 @@ class Connection:
             Accepted, names, offer.version, limit, f"to accept version {offer.version}"
         )
         refused = {owner.name: error for name, error in errors.items() if (owner := self._roster.owner(name))}
-        return {reply.name for reply in replies}, refused
+        in_place = {reply.name for reply in replies if reply.in_place}
+        return {reply.name for reply in replies}, in_place, refused
 
     def _without_delta(self, version: int, trouble: TroubleError) -> TroubleError:
         """The trouble, or if somebody lacked the base of a delta, that the version is to be sent in full at the next try."""
@@ -245,6 +272,23 @@ class Connection:
             raise TroubleError(first, hopeless=True)
         if partly or silent or not selective:
             raise TroubleError(first, refused)
+
+
+class _Beginning:
+    """Tells when all ranks of a replica are ready to take a version in place."""
+
+    def __init__(self, members: Sequence[Member], begin: Callable[[Member], None]) -> None:
+        self._waiting = {member.name: (member, set(member.names)) for member in members}
+        self._begin = begin
+
+    def __call__(self, reply: Reply) -> None:
+        if not isinstance(reply, Ready):
+            return
+        for member, names in self._waiting.values():
+            if reply.name in names:
+                names.discard(reply.name)
+                if not names:
+                    self._begin(member)
 
 
 def _names(members: Iterable[Member]) -> list[str]:

@@ -7,6 +7,8 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from weightlane.ckpt_engines import (
@@ -27,13 +29,23 @@ from weightlane.plugins import RunHooks, process_hooks
 from .config import SyncConfig
 from .connection import Connection, Streamed
 from .correspondence import Correspondence, TroubleError
-from .messages import Abort, Committed, Lost, Stop
+from .messages import Abort, Committed, Failed, Lost, Stop
 from .rendezvous import COORDINATOR, Rendezvous
 from .report import CommitOutcome, FailedAttempt, Outcome, ReplicaReport, SyncReport
 from .roster import Member, Replica, ReplicaState, Roster
 
 _log = logging.getLogger(__name__)
 _QUARANTINE_S = 10.0
+_CLEAN_UP_S = 60.0
+"""How much longer than the sync commits that were interrupted may take to end, at the very most."""
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """A commit that has begun before the version was there in full."""
+
+    member: Member
+    ended: Future[CommitOutcome | WeightlaneError]
 
 
 @dataclass(slots=True)
@@ -45,6 +57,12 @@ class _Tally:
     failures: list[FailedAttempt] = field(default_factory=list)
     excluded: dict[str, WeightlaneError] = field(default_factory=dict)
     """Replicas the version goes on without, and why."""
+    under_way: dict[str, _UnderWay] = field(default_factory=dict)
+    """Replicas that write the version into their weights while it is sent."""
+    early: dict[str, ReplicaReport] = field(default_factory=dict)
+    """Those of them that had it before an attempt failed for others."""
+    before: dict[str, int] = field(default_factory=dict)
+    """What these served until then."""
 
 
 class Coordinator:
@@ -115,10 +133,13 @@ class Coordinator:
         deadline = Deadline.after(self._config.deadline_s)
         self._hooks.version_opened(version=version, facts={"replicas": list(self._roster.members)})
         try:
-            streamed = await asyncio.to_thread(self._stage, tally, deadline)
+            streamed = await asyncio.to_thread(self._stage, tally, deadline, asyncio.get_running_loop())
             reports = await self._commit(streamed, tally, deadline)
         except WeightlaneError as error:
             self._abort(version, error)
+            await self._end_under_way(tally)
+            had = [member for name in tally.early if (member := self._roster.members.get(name))]
+            await self._roll_back(had, version, tally.before)
             facts = {
                 "error": str(error),
                 "seconds": time.perf_counter() - tally.started,
@@ -203,7 +224,7 @@ class Coordinator:
                 raise trouble.error from trouble
             self._met = True
 
-    def _stage(self, tally: _Tally, deadline: Deadline) -> Streamed:
+    def _stage(self, tally: _Tally, deadline: Deadline, loop: asyncio.AbstractEventLoop) -> Streamed:
         """Try until the version is staged on enough replicas, or nothing more can be done."""
         with self._turn:
             self._roster.settle()
@@ -219,15 +240,29 @@ class Coordinator:
                     # Connecting may have found that somebody is gone.
                     targets = self._targets(tally)
                     needed = self._needed(tally.version)
-                    streamed = self._connection.stream(tally.version, targets, needed, deadline)
+                    streamed = self._connection.stream(
+                        tally.version,
+                        targets,
+                        needed,
+                        deadline,
+                        lambda member: self._begin(member, tally, deadline, loop),
+                    )
                 except TroubleError as trouble:
                     self._connection.give_up()
+                    offer = self._letters.offers.get(tally.version)
+                    self._interrupt(tally, trouble.error)
+                    ending = asyncio.run_coroutine_threadsafe(self._end_under_way(tally), loop)
+                    ending.result(deadline.remaining_s + _CLEAN_UP_S)
+                    targets = [member for member in targets if member.version != tally.version]
                     exclude = trouble.culprits & {member.name for member in targets if self._met}
                     spared = len(targets) - len(exclude) >= max(1, self._needed(tally.version))
                     tally.failures.append(
                         FailedAttempt(self._connection.session, trouble.error, tuple(exclude if spared else ()))
                     )
                     _log.warning("version %d: %s", tally.version, trouble.error)
+                    if offer is not None and self._enough_have(tally, exclude):
+                        tally.excluded |= dict.fromkeys(exclude, trouble.error)
+                        return Streamed(offer, [], [], [], {})
                     may_go_on = trouble.again or (exclude and spared) or retries
                     if trouble.hopeless or deadline.expired or not may_go_on:
                         raise trouble.error from trouble
@@ -287,6 +322,50 @@ class Coordinator:
             if member := self._roster.members.get(name):
                 self._letters.post_all(member.names, message)
 
+    # -- versions that are taken in place -------------------------------------------------------------------------------
+
+    def _begin(self, member: Member, tally: _Tally, deadline: Deadline, loop: asyncio.AbstractEventLoop) -> None:
+        """A replica takes the version in place: its commit goes on while the version is sent."""
+        version, session = tally.version, self._connection.session
+
+        def tell(ended: Future[CommitOutcome | WeightlaneError]) -> None:
+            """A commit that fails must not leave the others waiting for buckets."""
+            if not ended.cancelled() and isinstance(error := ended.result(), WeightlaneError):
+                with suppress(WeightlaneError):  # The store is gone, and with it everybody.
+                    failed = Failed(name=member.names[0], session=session, version=version, error=error.to_wire())
+                    self._rendezvous.post(COORDINATOR, failed)
+
+        ended = asyncio.run_coroutine_threadsafe(self._commit_one(member, version, deadline), loop)
+        tally.under_way[member.name] = _UnderWay(member, ended)
+        ended.add_done_callback(tell)
+
+    def _interrupt(self, tally: _Tally, error: WeightlaneError) -> None:
+        """What commits that are under way wait for will not come."""
+        session, version = self._connection.session, tally.version
+        verdict = Abort(session=session, version=version, error=error.to_wire(), disconnect=True)
+        for item in tally.under_way.values():
+            self._letters.post_all(item.member.names, verdict)
+
+    async def _end_under_way(self, tally: _Tally) -> None:
+        """Wait for commits that were interrupted. Whoever has written something, and not everything, is quarantined."""
+        under_way = list(tally.under_way.values())
+        tally.under_way.clear()
+        for item in under_way:
+            member, result = item.member, await asyncio.wrap_future(item.ended)
+            if isinstance(result, WeightlaneError):
+                await self._settle(member, result, tally.version)
+                continue
+            tally.before[member.name] = member.version
+            member.state, member.version, member.error = ReplicaState.SERVING, tally.version, None
+            tally.early[member.name] = ReplicaReport(Outcome.COMMITTED, blocked_s=result.blocked_s)
+
+    def _enough_have(self, tally: _Tally, exclude: Iterable[str]) -> bool:
+        """Whether the version counts although an attempt failed, because everybody but the culprits has it already."""
+        have = [member for member in self._roster.members.values() if member.version == tally.version]
+        gone = {*tally.excluded, *exclude}
+        left = [member for member in self._roster.reachable() if member.name not in gone]
+        return bool(tally.early) and len(have) >= self._roster.needed and all(member in have for member in left)
+
     # -- commit ---------------------------------------------------------------------------------------------------------
 
     async def _commit(self, streamed: Streamed, tally: _Tally, deadline: Deadline) -> dict[str, ReplicaReport]:
@@ -294,8 +373,9 @@ class Coordinator:
         version, members = tally.version, streamed.members
         needed = self._needed(version)
         before = {member.name: member.version for member in members}
-        results = await asyncio.gather(*(self._commit_one(member, version, deadline) for member in members))
-        reports = {name: self._left_behind(name, error) for name, error in tally.excluded.items()}
+        results = await asyncio.gather(*(self._ended(member, tally, deadline) for member in members))
+        tally.under_way.clear()
+        reports = tally.early | {name: self._left_behind(name, error) for name, error in tally.excluded.items()}
         failures: dict[str, WeightlaneError] = {}
         for member, result in zip(members, results, strict=True):
             mine = [message for message in streamed.staged if message.name in member.names]
@@ -321,6 +401,12 @@ class Coordinator:
                 await self._roll_back([member for member in members if member.name not in failures], version, before)
                 raise error
         return reports
+
+    async def _ended(self, member: Member, tally: _Tally, deadline: Deadline) -> CommitOutcome | WeightlaneError:
+        """What a replica's commit, which may be under way, ends with."""
+        if (item := tally.under_way.get(member.name)) is not None:
+            return await asyncio.wrap_future(item.ended)
+        return await self._commit_one(member, tally.version, deadline)
 
     async def _commit_one(self, member: Member, version: int, deadline: Deadline) -> CommitOutcome | WeightlaneError:
         try:

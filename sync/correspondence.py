@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from weightlane.ckpt_engines import (
@@ -13,21 +13,22 @@ from weightlane.ckpt_engines import (
     ManifestError,
     PeerLostError,
     ProtocolError,
+    QuarantinedError,
     SupersededError,
     TransportError,
     WeightlaneError,
     error_from_wire,
 )
 
-from .messages import Accepted, Connected, Failed, Hello, Joined, Left, Lost, Message, Offer, Sent, Staged, Stop
+from .messages import Accepted, Connected, Failed, Hello, Joined, Left, Lost, Message, Offer, Ready, Sent, Staged, Stop
 from .rendezvous import COORDINATOR, Rendezvous
 from .roster import Roster
 
 _SETTLE_S = 0.1
 """How long the first failure waits for others: whoever knows whose fault it was may not have been the first to speak."""
 
-Reply = Hello | Connected | Offer | Accepted | Sent | Staged
-M = TypeVar("M", Hello, Connected, Offer, Accepted, Sent, Staged)
+Reply = Hello | Connected | Offer | Accepted | Ready | Sent | Staged
+M = TypeVar("M", Hello, Connected, Offer, Accepted, Ready, Sent, Staged)
 
 
 class TroubleError(Exception):
@@ -104,10 +105,17 @@ class Correspondence:
         replies = self.gather({(kind, name) for name in names}, version, deadline, what)
         return [message for message in replies if isinstance(message, kind)]
 
-    def gather(self, awaited: set[tuple[type[Reply], str]], version: int, deadline: Deadline, what: str) -> list[Reply]:
+    def gather(
+        self,
+        awaited: set[tuple[type[Reply], str]],
+        version: int,
+        deadline: Deadline,
+        what: str,
+        heard: Callable[[Reply], None] = lambda _: None,
+    ) -> list[Reply]:
         """One message of each awaited kind from each awaited name; `version` is -1 while connecting.
 
-        Raises `TroubleError` when somebody reports a failure, dies, or does not answer in time.
+        Each is `heard` when it comes. Raises `TroubleError` when somebody reports a failure, dies, or does not answer in time.
         """
         missing = set(awaited)
         replies: list[Reply] = []
@@ -138,6 +146,7 @@ class Correspondence:
             ):
                 missing.discard(key)
                 replies.append(message)
+                heard(message)
         return replies
 
     def check_held(self, version: int, publisher: str) -> None:
@@ -257,7 +266,8 @@ class Correspondence:
         # A receiver that lost the sender, or waited for it in vain, says nothing about itself.
         for failure in failures:
             error, owner = error_from_wire(failure.error), self._roster.owner(failure.name)
-            network = isinstance(error, TransportError | DeadlineExceededError)
+            # One that took the version in place, and was interrupted in it by the sender's end, does not either.
+            network = isinstance(error, TransportError | DeadlineExceededError | QuarantinedError)
             if owner is not None and not (network and error.peer in self._roster.publishers):
                 blamed = {
                     member.name

@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_right
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -211,6 +213,19 @@ class Manifest:
             return tensors[0].offset, tensors[-1].end
         start = index * self.bucket_bytes
         return start, min(start + self.bucket_bytes, self.wire_bytes)
+
+    def pieces(self, start: int, stop: int) -> Iterator[tuple[StreamEntry, int, int]]:
+        """Which bytes of which tensors lie in the window [`start`, `stop`) of the stream: first byte and one past the last."""
+        for entry in self.entries[max(0, bisect_right(self._ends, start)) :]:
+            if entry.offset >= stop:
+                return
+            low, high = max(entry.offset, start), min(entry.end, stop)
+            if low < high:
+                yield entry, low, high
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return [entry.end for entry in self.entries]
 
     @cached_property
     def largest_bucket_bytes(self) -> int:

@@ -1,7 +1,7 @@
 """The control messages of a sync, as typed plain data.
 
     coordinator -> participant   Reset, Connect, Open (subscribers), Go (publishers), Committed, Abort, Stop
-    participant -> coordinator   Joined, Hello, Connected, Offer (sending publisher), Accepted, Sent, Staged, Failed, Left
+    participant -> coordinator   Joined, Hello, Connected, Offer (sending publisher), Accepted, Ready, Sent, Staged, Failed, Left
     whoever watches processes -> coordinator   Lost
 
 All but the first and the last few name their session; whoever gets one of an older session drops it.
@@ -163,9 +163,20 @@ class Offer(_Message):
 
 
 class Accepted(_Message):
-    """The manifest fits and there is room to stage it."""
+    """The manifest fits and there is room for it."""
 
     type: Literal["accepted"] = "accepted"
+    name: str
+    session: str
+    version: int
+    in_place: bool = False
+    """It is going to be written straight into the live weights; `Ready` follows."""
+
+
+class Ready(_Message):
+    """The first bucket of a version that is taken in place is there and verified: let the replica commit, for the others."""
+
+    type: Literal["ready"] = "ready"
     name: str
     session: str
     version: int
@@ -183,7 +194,7 @@ class Sent(_Message):
 
 
 class Staged(_Message):
-    """Every byte arrived and every checksum holds."""
+    """Every byte arrived and every checksum holds; if it is taken in place, every byte was written, too."""
 
     type: Literal["staged"] = "staged"
     name: str
@@ -219,6 +230,7 @@ Message = Annotated[
     | Connected
     | Offer
     | Accepted
+    | Ready
     | Sent
     | Staged
     | Failed,

@@ -20,7 +20,9 @@ from .checksum import sums, xxh3
 SEALS_FILE = "seals.json"
 """The document of a stored version that lists the seals of its buckets."""
 _PART = "bucket check"
-_HINT = "The old version keeps serving; if this repeats, suspect the transport or the memory of this host."
+_HINT = (
+    "A version with such a bucket is never served; if this repeats, suspect the transport or the memory of this host."
+)
 _SEALS: TypeAdapter[list[str]] = TypeAdapter(list[str])
 
 

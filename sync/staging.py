@@ -108,7 +108,8 @@ class Staging:
             raise StagingMemoryError(
                 f"staging version {manifest.version} needs {needed / 2**20:.1f} MiB, {self._limit / 2**20:.1f} MiB are allowed.",
                 part=self._part,
-                hint="Raise rollout.staging_limit_bytes, or give the rollout less KV cache.",
+                hint="Raise rollout.staging_limit_bytes (with less KV cache, if need be), or set rollout.commit to in_place,"
+                " which needs one bucket.",
             )
         with self._lock:
             if self._taken is not None:

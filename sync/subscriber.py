@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -18,6 +18,7 @@ from weightlane.ckpt_engines import (
     ClosedError,
     CommitError,
     Deadline,
+    StagingMemoryError,
     Topology,
     WeightlaneError,
     WeightReceiver,
@@ -27,8 +28,9 @@ from weightlane.plugins import RunHooks
 from .coverage import Expectation, check_coverage
 from .delta_decoding import DeltaDecoding
 from .devices import buffer_device
+from .live_stream import LiveStream
 from .manifest import Manifest
-from .messages import Accepted, Connect, EngineTraits, Message, Open, Staged
+from .messages import Accepted, Connect, EngineTraits, Message, Open, Ready, Staged
 from .participant import Participant
 from .rendezvous import RendezvousAddress
 from .seal import SealMail, verify
@@ -37,6 +39,9 @@ from .staging import Staging, lacks_base
 
 _log = logging.getLogger(__name__)
 _RELEASE_S = 5.0
+
+CommitMode = Literal["staged", "in_place"]
+"""Whether a version in full is put aside until it is complete, or written into the live weights as it comes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,8 @@ class _Job:
     link: _Link
     deadline: Deadline
     stall_s: float
+    stream: LiveStream | None = None
+    """Where the buckets of a version go that is taken in place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +79,10 @@ class Subscriber(Participant):
     A control thread checks every offered manifest against `expectation` and answers; a staging thread receives the buckets
     into one buffer, or looks at them in the sender's memory where the engine can, and verifies each. Nothing touches the
     live model: whoever commits calls `take`, loads, and `release`. Where `staging_limit_bytes` leaves room for it, the version
-    that serves is kept until the next one has committed:
-    `take_previous` is what a failed commit is undone with.
+    that serves is kept until the next one has committed: `take_previous` is what a failed commit is undone with.
+
+    With `commit="in_place"` nothing is put aside: whoever commits writes what `take_stream` gives, one verified bucket after
+    the other, while nothing else uses the weights.
 
     Args:
         name: This participant's name, e.g. ``"rollout-0/1"``.
@@ -82,6 +91,7 @@ class Subscriber(Participant):
         options: Options of that engine.
         expectation: The tensors this rank's model is made of.
         staging_limit_bytes: Most memory staged versions may take together; 0 means no limit.
+        commit: How versions in full are taken; deltas are staged in any case.
         device: Device of the live model; staging stays on it if the engine can deliver there, else on the CPU.
         hooks: Observers; those of this process by default.
     """
@@ -95,6 +105,7 @@ class Subscriber(Participant):
         expectation: Expectation,
         *,
         staging_limit_bytes: int = 0,
+        commit: CommitMode = "staged",
         device: torch.device | None = None,
         hooks: RunHooks | None = None,
     ) -> None:
@@ -102,7 +113,14 @@ class Subscriber(Participant):
         super().__init__(name, rendezvous, hooks)
         self._engine = engine
         self._expectation = expectation
-        self._staging = Staging(name, staging_limit_bytes, buffer_device(engine, device))
+        self._limit = staging_limit_bytes
+        self._device = buffer_device(engine, device)
+        self._staging = Staging(name, staging_limit_bytes, self._device)
+        self._in_place = commit == "in_place"
+        self._bucket = torch.empty(0, dtype=torch.uint8, device=self._device)
+        """What buckets are received into that are not staged; the staging thread's."""
+        self._stream: LiveStream | None = None
+        """The newest version that is taken in place."""
         self._receiver: WeightReceiver | None = None
         self._link: _Link | None = None
         self._manifest: Manifest | None = None
@@ -140,6 +158,22 @@ class Subscriber(Participant):
         self._live, self._live_before = "", self._live
         return tensors
 
+    def take_stream(self, version: int) -> LiveStream | None:
+        """The buckets of `version` for whoever writes them into the live weights; None when it is staged, or is not known here.
+
+        Of what it gives only `LiveStream.begin` and `LiveStream.pieces` are for the caller. If nothing was written in the end,
+        `restored` says so.
+
+        Raises `SyncAbortedError` if the version was given up.
+        """
+        stream = self._stream
+        if stream is None or stream.version != version:
+            return None
+        if failure := self._outcomes.failure(version):
+            raise failure
+        self._live, self._live_before = "", self._live
+        return stream
+
     def take_delta(self, version: int) -> Any | None:
         """What `prepare_delta` made of the delta that turns the live weights into `version`; None when `take` has it in full."""
         delta = self._delta
@@ -172,7 +206,9 @@ class Subscriber(Participant):
         """Stop staging; see `Participant.close`."""
         super().close()
         self._jobs.put(None)
+        self._give_stream_up("this participant was closed.")
         self._worker.join(5.0)
+        self._bucket = self._bucket[:0].clone()
         self._staging.close()  # whoever keeps this object does not keep the versions
         self.prepare_delta = self._delta = None
 
@@ -199,9 +235,16 @@ class Subscriber(Participant):
         if receiver is not None:
             receiver.close()
         self._delta = None
+        self._give_stream_up("the connection was closed.")
         self._staging.drop()
 
+    def _give_stream_up(self, why: str, version: int | None = None) -> None:
+        stream = self._stream
+        if stream is not None and version in (None, stream.version):
+            stream.fail(ClosedError(f"version {stream.version} was given up: {why}", part=self.name))
+
     def _aborted(self, version: int) -> None:
+        self._give_stream_up("the coordinator aborted it.", version)
         self._staging.abort(version)
         if self._delta is not None and self._delta[0] == version:
             self._delta = None
@@ -227,9 +270,27 @@ class Subscriber(Participant):
         if manifest.is_delta:
             self._check_base(manifest)
         self._delta = None  # as `reserve`: what was staged before is dropped
-        self._staging.reserve(manifest, lent=self._looks_at(manifest))
-        self._jobs.put(_Job(manifest, link, Deadline.after(message.deadline_s), message.stall_s))
-        self._tell(Accepted(name=self.name, session=self.session, version=message.version))
+        deadline, stream = Deadline.after(message.deadline_s), None
+        if self._in_place and not manifest.is_delta:
+            self._check_room_for_bucket(manifest)
+            self._give_stream_up("another one was offered.")
+            self._stream = stream = LiveStream(manifest, self.name, deadline)
+        else:
+            self._staging.reserve(manifest, lent=self._looks_at(manifest))
+        self._jobs.put(_Job(manifest, link, deadline, message.stall_s, stream))
+        in_place = stream is not None
+        self._tell(Accepted(name=self.name, session=self.session, version=message.version, in_place=in_place))
+
+    def _check_room_for_bucket(self, manifest: Manifest) -> None:
+        needed = 0 if self._looks_at(manifest) else manifest.largest_bucket_bytes
+        if self._limit and needed > self._limit:
+            raise StagingMemoryError(
+                f"taking version {manifest.version} in place needs a bucket of {needed / 2**20:.1f} MiB,"
+                f" {self._limit / 2**20:.1f} MiB are allowed.",
+                part=self.name,
+                hint="Lower sync.bucket_mib, or raise rollout.staging_limit_bytes. Engines that store need room for the"
+                " largest tensor.",
+            )
 
     def _check_base(self, manifest: Manifest) -> None:
         have = self._live if self.prepare_delta else self._staging.kept_identity
@@ -262,9 +323,14 @@ class Subscriber(Participant):
                 )
                 self._tell(staged)
             except Exception as error:  # noqa: BLE001 - the coordinator decides what becomes of the version
-                self._report(manifest.version, session, error)
+                self._report(manifest.version, session, error)  # before whoever writes it learns of it, and tells, too
+                if job.stream is not None:
+                    job.stream.fail(error)
 
     def _stage(self, job: _Job) -> None:
+        if job.stream is not None:
+            self._pass_on(job, job.stream)
+            return
         manifest, prepare = job.manifest, self.prepare_delta
         lent: torch.Tensor | None = None
         delta: Any = None
@@ -284,6 +350,44 @@ class Subscriber(Participant):
             else:
                 self._staging.apply(delta)
             self._staged_identity = (manifest.version, manifest.identity)
+
+    def _pass_on(self, job: _Job, stream: LiveStream) -> None:
+        """Hand one bucket after the other to whoever writes it into the live weights; see `take_stream`."""
+        manifest, link = job.manifest, job.link
+        looks = self._looks_at(manifest)
+        if looks:
+            self._show_from(manifest.version, link)
+        elif self._bucket.numel() < manifest.largest_bucket_bytes:
+            self._bucket = self._bucket[:0].clone()  # the old memory goes before the new one comes
+            self._bucket = torch.empty(manifest.largest_bucket_bytes, dtype=torch.uint8, device=self._device)
+        ready = Ready(name=self.name, session=link.session, version=manifest.version)
+        for index in range(manifest.bucket_count):
+            start, stop = manifest.window(index)
+            started, deadline = time.perf_counter(), job.deadline.within(job.stall_s)
+            if looks:
+                data = link.receiver.view(manifest.version, index, stop - start, link.sender, deadline)
+            else:
+                data = self._bucket[: stop - start]
+                link.receiver.receive(Bucket(manifest.version, index, data), link.sender, deadline)
+            self._arrived(job, index, data, started, deadline)
+            if index == 0:
+                self._tell(ready)
+            stream.offer(index, data)
+        if not manifest.bucket_count:
+            self._tell(ready)
+        with self._turn:
+            if job.link.session != self.session:
+                raise ClosedError("the connection was closed.", part=self.name)
+            stream.finish()
+            self._staged_identity = (manifest.version, manifest.identity)
+        if looks:
+            self._settle(manifest.version)
+
+    def _show_from(self, version: int, link: _Link) -> None:
+        """`version` is looked at from now on."""
+        # Of older sessions nothing can be given back: their senders take other memory.
+        self._shown = {shown: other for shown, other in self._shown.items() if other.session == link.session}
+        self._shown[version] = link
 
     def _receive(self, job: _Job) -> None:
         """Receive every bucket into memory of our own."""
@@ -316,9 +420,7 @@ class Subscriber(Participant):
     def _look(self, job: _Job) -> torch.Tensor | None:
         """Look at every bucket; the whole stream where it lies, or None after copying it where it is in pieces."""
         manifest, link = job.manifest, job.link
-        # Of older sessions nothing can be given back: their senders take other memory.
-        self._shown = {version: other for version, other in self._shown.items() if other.session == link.session}
-        self._shown[manifest.version] = link
+        self._show_from(manifest.version, link)
         shown: list[torch.Tensor] = []
         for index in range(manifest.bucket_count):
             start, stop = manifest.window(index)

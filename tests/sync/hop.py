@@ -6,13 +6,23 @@
 from __future__ import annotations
 
 import signal
+import time
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
-from weightlane.ckpt_engines import CheckpointEngineRegistry, WeightlaneError
-from weightlane.sync import Expectation, ExpectedTensor, LocalShard, Publisher, StagedDelta, Subscriber, TensorSpec
+from weightlane.ckpt_engines import CheckpointEngineRegistry, CommitError, QuarantinedError, WeightlaneError
+from weightlane.sync import (
+    Expectation,
+    ExpectedTensor,
+    LiveStream,
+    LocalShard,
+    Publisher,
+    StagedDelta,
+    Subscriber,
+    TensorSpec,
+)
 from weightlane.sync.checksum import sums
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -139,20 +149,54 @@ class Rollout:
         wire = getattr(torch, more.get("wire_dtype", "float32"))
         shapes = dict(SHAPES, **{key: tuple(value) for key, value in more.get("shapes", {}).items()})
         expectation = Expectation({key: ExpectedTensor(shape, frozenset({wire})) for key, shape in shapes.items()})
-        limit = more.get("staging_limit_bytes", 0)
-        self._subscriber = Subscriber(name, rendezvous, backend, options, expectation, staging_limit_bytes=limit)
+        self._subscriber = Subscriber(
+            name,
+            rendezvous,
+            backend,
+            options,
+            expectation,
+            staging_limit_bytes=more.get("staging_limit_bytes", 0),
+            commit=more.get("commit", "staged"),
+        )
+        self._trips_after = -1
+        self._slowness_s = 0.0
         if more.get("scatters"):
             self._subscriber.prepare_delta = StagedDelta.of
         self._undo: StagedDelta | None = None
 
     def commit(self, version: int) -> dict[str, str]:
-        """Load the staged version; answers with a digest of the live weights."""
+        """Load the staged version, or the one that comes; answers with a digest of the live weights."""
+        if (stream := self._subscriber.take_stream(version)) is not None:
+            return self._write(stream)
         self._undo = self._subscriber.take_delta(version)
         if self._undo is not None:
             self._undo.swap(self.live)
             return digest(self.live)
         self.live = {name: tensor.clone() for name, tensor in self._subscriber.take(version).items()}
         self._subscriber.release(version)
+        return digest(self.live)
+
+    def trip(self, after: int, slowness_s: float = 0.0) -> None:
+        """From now on, fail to write a version in place after so many pieces (never if negative), each taking so long."""
+        self._trips_after, self._slowness_s = after, slowness_s
+
+    def _write(self, stream: LiveStream) -> dict[str, str]:
+        """Overwrite the live weights piece by piece."""
+        written = 0
+        try:
+            stream.begin()
+            for piece in stream.pieces():
+                if written == self._trips_after:
+                    raise CommitError("tripped, on purpose.", part="hop")
+                time.sleep(self._slowness_s)
+                live = self.live[piece.name].view(-1)
+                live[piece.start : piece.start + piece.values.numel()] = piece.values
+                written += 1
+        except WeightlaneError as error:
+            if not written:
+                self._subscriber.restored()
+                raise CommitError(f"nothing was written: {error}", part="hop") from error
+            raise QuarantinedError(f"a mixture: {error}", part="hop", peer=error.peer) from error
         return digest(self.live)
 
     def rollback(self, version: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import hop
 import torch
 
-from weightlane.ckpt_engines import WeightlaneError, error_from_wire
+from weightlane.ckpt_engines import QuarantinedError, WeightlaneError, error_from_wire
 from weightlane.plugins import RunHooks
 from weightlane.sync import CommitReport, Coordinator, Rendezvous, SyncConfig
 
@@ -84,8 +84,10 @@ class Replica:
         if self.refuses_with is not None:
             refusal, self.refuses_with = self.refuses_with, None
             raise refusal
-        for rank in self.ranks.values():
-            await asyncio.to_thread(rank.call, self.method, version)
+        calls = [asyncio.to_thread(rank.call, self.method, version) for rank in self.ranks.values()]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        if errors := [answer for answer in answers if isinstance(answer, BaseException)]:
+            raise next((error for error in errors if isinstance(error, QuarantinedError)), errors[0])
         if self.fails_with is not None:
             failure, self.fails_with = self.fails_with, None
             raise failure
@@ -105,6 +107,7 @@ class Run:
     def __init__(self, backend: str, options: dict[str, Any]) -> None:
         self._started: list[Participant] = []
         self._plain = {"backend": backend, "options": options}
+        self._rollout: dict[str, Any] = {}
         self.rendezvous = Rendezvous.host()
         self.trainers: list[Participant] = []
         self.replicas: list[Replica] = []
@@ -138,8 +141,9 @@ class Run:
         for rank in range(trainers):
             more = {"deadline_s": deadline_s} | (trainer or {})
             self.trainers.append(self._start("trainer", name=f"trainer-{rank}", rank=rank, world=trainers, **more))
+        self._rollout = rollout or {}
         for number in range(replicas):
-            self.replicas.append(self._start_replica(number, ranks, **(rollout or {})))
+            self.replicas.append(self._start_replica(number, ranks, **self._rollout))
         for participant in self.participants():
             assert participant.answer() == "ready"
         publishers = [f"trainer-{rank}" for rank in range(trainers)]
@@ -163,7 +167,7 @@ class Run:
         """The only rank of a replica is killed, and another process started in its place."""
         (name,) = self.replicas[number].ranks
         self.replicas[number].ranks[name].kill()
-        self.replicas[number].ranks[name] = self._start("rollout", name=name)
+        self.replicas[number].ranks[name] = self._start("rollout", name=name, **self._rollout)
         assert self.replicas[number].ranks[name].answer() == "ready"
 
     def restart_trainer(self, **more: Any) -> None:

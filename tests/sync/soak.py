@@ -101,13 +101,22 @@ class Result:
         ]
 
 
-def soak(engine: str, options: dict[str, Any], *, versions: int, seed: int, rate: float, log: Path) -> Result:
+def soak(
+    engine: str,
+    options: dict[str, Any],
+    *,
+    versions: int,
+    seed: int,
+    rate: float,
+    log: Path,
+    commit: str = "staged",
+) -> Result:
     """Run it. `rate` is the probability of a fault per call of a half; `log` is where the faults are written."""
     chance = random.Random(seed)
     faulty = {"inner": options, "seed": seed, "rate": rate, "delay_s": 0.05, "log": str(log)}
     run = Run(f"faulty:{engine}", faulty)
     ledger = Ledger()
-    run.begin(replicas=2, deadline_s=DEADLINE_S, sync=IMPATIENT, hooks=make_hooks([ledger]))
+    run.begin(replicas=2, deadline_s=DEADLINE_S, rollout={"commit": commit}, sync=IMPATIENT, hooks=make_hooks([ledger]))
     result = Result(engine, versions, 0, 0, Counter(), 0, 0, [], [], 0.0, 0.0, ledger)
     started = time.monotonic()
     try:
@@ -185,6 +194,7 @@ def main() -> int:
     parser.add_argument("--options", default="{}", type=json.loads, help="JSON")
     parser.add_argument("--versions", default=200, type=int)
     parser.add_argument("--seed", default=0, type=int)
+    parser.add_argument("--commit", default="staged", choices=["staged", "in_place"])
     parser.add_argument("--rate", default=0.03, type=float, help="probability of a fault per bucket and half")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
@@ -196,6 +206,7 @@ def main() -> int:
             seed=arguments.seed,
             rate=arguments.rate,
             log=Path(directory) / "faults.jsonl",
+            commit=arguments.commit,
         )
     print("\n".join(result.lines()))
     return 1 if result.wrong or result.unaccounted else 0
