@@ -44,12 +44,22 @@ class RolloutConfig(BaseModel):
     gpus_per_rank: float = Field(
         0.0, ge=0.0, description="GPUs Ray reserves for each rollout rank; 1 on a GPU machine."
     )
+    commit: Literal["staged", "in_place"] = Field(
+        "staged",
+        description=(
+            "How a version in full gets into the weights. staged: it is received beside them while requests are served, and"
+            " copied in one go, which can be undone. in_place: for tight memory; requests wait while bucket after bucket is"
+            " received and written straight into the weights, which needs memory for one bucket and cannot be undone: a"
+            " replica that fails half-way is out of service until the next version. rollout.commit_timeout_s must then allow"
+            " for the transfer."
+        ),
+    )
     staging_limit_bytes: int = Field(
         8 << 30,
         ge=1,
         description=(
-            "Most memory a rollout rank may use to stage versions, in bytes. Room for two lets it keep the one that serves, so"
-            " that a commit that fails half-way is undone."
+            "Most memory a rollout rank may use to stage versions, in bytes; with commit = in_place it must hold one bucket. Room"
+            " for two versions lets it keep the one that serves, so that a commit that fails half-way is undone."
         ),
     )
     replace_dead: bool = Field(

@@ -41,9 +41,7 @@ def expectation_of(model: str | os.PathLike[str], *, dtype: torch.dtype, tied_em
     directory = _directory(model)
     tensors = {
         name: ExpectedTensor(shape, frozenset({on_disk, dtype} if on_disk.is_floating_point else {on_disk}))
-        for file in _files(directory)
-        for name, shape, on_disk in _header(file)
-        if not name.endswith(_NOT_WEIGHTS)
+        for name, (shape, on_disk) in stored_tensors(model).items()
     }
     if not tensors:
         raise ConfigError(f"{directory} holds no weights.", part=_PART, hint="Export the model again.")
@@ -53,6 +51,21 @@ def expectation_of(model: str | os.PathLike[str], *, dtype: torch.dtype, tied_em
         tied[_LM_HEAD] = embedding
         tensors.setdefault(_LM_HEAD, tensors[embedding])
     return Expectation(tensors=tensors, tied=tied)
+
+
+def stored_tensors(model: str | os.PathLike[str]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and type of every weight in a checkpoint's files. Raises as `expectation_of`."""
+    return {
+        name: (shape, on_disk)
+        for file in checkpoint_files(model)
+        for name, shape, on_disk in _header(file)
+        if not name.endswith(_NOT_WEIGHTS)
+    }
+
+
+def checkpoint_files(model: str | os.PathLike[str]) -> list[Path]:
+    """The safetensors files of a checkpoint. Raises as `expectation_of`."""
+    return _files(_directory(model))
 
 
 def _directory(model: str | os.PathLike[str]) -> Path:

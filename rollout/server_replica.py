@@ -28,7 +28,7 @@ from weightlane.ckpt_engines import (
     WeightlaneError,
     WorkerDiedError,
 )
-from weightlane.sync import CommitReport
+from weightlane.sync import CommitMode, CommitReport
 
 from .server_calls import CallFailedError, ServerCalls
 
@@ -47,6 +47,8 @@ class ServerReplica:
         connect_timeout_s: Most seconds `connect` may take.
         commit_timeout_s: Most seconds a commit may take; a server that needs longer is not trusted until the next one.
         staging_limit_bytes: Most memory a rank may use to stage a version; None leaves it at the server's default.
+        commit: ``"in_place"`` writes versions in full into the weights as they come, while the server is paused; see
+            `RolloutConfig.commit`. `commit_timeout_s` must then allow for the transfer.
 
     Raises:
         ConfigError: `url` is not one of a server.
@@ -62,6 +64,7 @@ class ServerReplica:
         connect_timeout_s: float = 60.0,
         commit_timeout_s: float = 60.0,
         staging_limit_bytes: int | None = None,
+        commit: CommitMode = "staged",
     ) -> None:
         self.url, default_name = _checked(url)
         self.name = name or default_name
@@ -72,7 +75,9 @@ class ServerReplica:
         self._token = token
         self._connect_timeout_s = connect_timeout_s
         self._commit_timeout_s = commit_timeout_s
-        self._limit = {} if staging_limit_bytes is None else {"staging_limit_bytes": staging_limit_bytes}
+        self._staging: dict[str, Any] = {"commit": commit}
+        if staging_limit_bytes is not None:
+            self._staging["staging_limit_bytes"] = staging_limit_bytes
         self._sound = True
         self._control = asyncio.Lock()
 
@@ -117,7 +122,7 @@ class ServerReplica:
                     )
                 if (await server.get("is_paused", deadline)).get("is_paused"):
                     await _ignoring_failure(server, "finish_weight_update", deadline)
-                await server.post("init_weight_transfer_engine", deadline, {"init_info": info | self._limit})
+                await server.post("init_weight_transfer_engine", deadline, {"init_info": info | self._staging})
             except CallFailedError as cause:
                 raise _with_hint(cause.failure.error) from cause
 

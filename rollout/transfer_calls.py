@@ -8,6 +8,7 @@ from typing import Any, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from weightlane.ckpt_engines import ConfigError
+from weightlane.sync import CommitMode
 
 _Request = TypeVar("_Request", bound=BaseModel)
 
@@ -21,6 +22,9 @@ class ConnectRequest(BaseModel):
     replica: str = Field(min_length=1, description="Name of this replica; ranks are called <replica>/<rank>.")
     backend: str = Field(min_length=1, description="Name of the checkpoint engine.")
     options: dict[str, Any] = Field(default_factory=dict, description="Options of the checkpoint engine.")
+    commit: CommitMode = Field(
+        "staged", description="staged, or in_place: full versions are written into the weights as they come."
+    )
     staging_limit_bytes: int = Field(8 << 30, ge=1, description="Most memory a rank may use for staging, in bytes.")
 
 

@@ -10,6 +10,9 @@ weight-transfer calls is therefore only the control, and the whole commit happen
 
 ``update_weights({"rollback_of": 7})`` in the same place takes version 7 back; the caller then names the version before it.
 
+With ``"commit": "in_place"`` nothing is staged: ``update_weights`` itself receives the version, bucket after bucket, and writes
+each into the parameters. What fails before the first is written leaves the old weights in place, later it leaves a mixture.
+
 Any client can drive that, an HTTP client of a stock server included. A version that cannot be loaded is undone by the same
 call, on every rank, where the one before is still kept. A failed ``update_weights`` raises; its text says whether the old
 weights are in place, bit for bit, on every rank. After a failure the client calls ``finish_weight_update`` once, without a
@@ -20,10 +23,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -40,10 +45,12 @@ from weightlane.ckpt_engines import (
     WeightlaneError,
     as_weightlane_error,
 )
-from weightlane.sync import Expectation, Subscriber
+from weightlane.sync import Expectation, LiveStream, Subscriber
 
 from .agreement import RankGroup
+from .checkpoint_values import CheckpointValues, checkpoint_specs
 from .expectation import expectation_of
+from .layout import SourceSpec
 from .layout.live_delta import LiveDelta
 from .layout.loader import VersionLoader
 from .transfer_calls import ConnectRequest, UpdateRequest, validated
@@ -76,6 +83,8 @@ class _Change:
     """Views of staging memory; empty while nothing of it is taken."""
     delta: LiveDelta | None = None
     """What changes places with live elements, instead of `tensors`."""
+    stream: LiveStream | None = None
+    """What is written as it comes, instead of `tensors`."""
     before: int | None = None
     """The version that serves until then, if it can be gone back to."""
     way: str = ""
@@ -103,6 +112,7 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         """What was held before `_held`; None when that cannot be gone back to."""
         self._undo: LiveDelta | None = None
         """What takes `_held` back, if it came as a delta."""
+        self._in_place = False
         self._loader: VersionLoader | None = None
         """Made once: what it has learned about the model holds for every publisher."""
 
@@ -122,7 +132,12 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         """
         self.shutdown()
         group = self._group()
-        if error := group.first_error(self._caught(lambda: self._subscribe(init_info.fields))):
+        error = group.first_error(self._caught(lambda: self._subscribe(init_info.fields)))
+        if error is None and self._in_place:
+            # Now, so that the first version need not wait for it, nor its sender.
+            with set_current_vllm_config(self.vllm_config):
+                error = self._prove(group, None)
+        if error is not None:
             self.shutdown()
             self._raise(group, error)
 
@@ -145,7 +160,9 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         group = self._group()
         change = _Change()
         error = group.first_error(self._caught(lambda: self._prepare(change, update_info.fields)))
-        if error is None and change.delta is not None:
+        if change.stream is not None:
+            error = self._write_arriving(group, change.stream, error)
+        elif error is None and change.delta is not None:
             error = self._exchange(group, change)
         elif error is None and change.tensors:
             error = self._replace(group, change)
@@ -159,6 +176,60 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
                 hint="Send a complete version again.",
             )
         self._raise(group, error)
+
+    def _write_arriving(
+        self, group: RankGroup, stream: LiveStream, error: WeightlaneError | None
+    ) -> WeightlaneError | None:
+        """Write every bucket of a version into the parameters as it comes, on every rank, unless there was an `error` before."""
+        assert self._loader is not None, "it comes with the subscriber"
+        loader, subscriber, touched = self._loader, self._subscribed(stream.version), False
+        if error is None:
+            specs = {name: SourceSpec(spec.shape, spec.dtype) for name, spec in stream.specs.items()}
+            was_intact = self._intact
+            error = self._prove(group, specs)
+            touched = self._intact != was_intact
+        if error is None:
+            self._held, self._before, self._undo, self._intact, touched = None, None, None, False, True
+            error = group.first_error(self._caught(lambda: loader.load_pieces(stream.pieces())))
+        if error is None:
+            self._held, self._intact = stream.version, True
+            subscriber.prepare_delta = loader.live_delta if loader.takes_deltas else None
+            return None
+        stream.fail(error)  # whoever receives must not wait for this rank
+        if not touched:
+            subscriber.restored()
+            return error
+        return _mixture(error, "It was written in place, nothing is left to go back to.", self._part)
+
+    def _prove(self, group: RankGroup, specs: Mapping[str, SourceSpec] | None) -> WeightlaneError | None:
+        """Show, if that is still to be done, that versions of these tensors may be written piece by piece.
+
+        The values for that are the checkpoint's, and replace whatever was there. By default it is shown for the checkpoint's
+        tensors as they are usually sent, unless that would change something.
+        """
+        assert self._loader is not None, "it comes with the subscriber"
+        loader, model = self._loader, self.vllm_config.model_config
+        opened: list[CheckpointValues] = []
+        with ExitStack() as stack:
+
+            def look() -> None:
+                wanted = checkpoint_specs(model.model, model.dtype) if specs is None else specs
+                if not loader.proven(wanted, group):
+                    tied = {} if self._expectation is None else self._expectation.tied
+                    opened.append(stack.enter_context(CheckpointValues(model.model, wanted, tied)))
+
+            error = group.first_error(self._caught(look))
+            if error is not None or not opened:
+                return error
+            (values,) = opened
+            same = self._intact and self._held is None and all(map(loader.holds_as_sent, values.converted))
+            same = all(group.exchange(same))
+            if specs is None and not same:
+                return None
+            self._held, self._before, self._undo, self._intact = None, None, None, False
+            error = group.first_error(self._caught(lambda: loader.prove(values, group)))
+            self._intact = error is None and same
+        return error
 
     def shutdown(self) -> None:
         """Leave the publisher. The model keeps the weights it has; idempotent."""
@@ -174,6 +245,7 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         request = validated(ConnectRequest, fields)
         refuse_unsupported(self.model, self.vllm_config, self.device)
         model_config = self.vllm_config.model_config
+        self._in_place = request.commit == "in_place"
         self._expectation = expectation_of(
             model_config.model,
             dtype=model_config.dtype,
@@ -190,6 +262,7 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
             request.options,
             self._expectation,
             staging_limit_bytes=request.staging_limit_bytes,
+            commit=request.commit,
             device=self.device,
         )
 
@@ -199,6 +272,11 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         if request.version is not None:
             change.version, change.before = request.version, self._held
             subscriber = self._subscribed(request.version)
+            change.stream = subscriber.take_stream(request.version)
+            if change.stream is not None:
+                change.stream.begin()
+                self._check_complete(request.version, change.stream.specs)
+                return
             change.delta = subscriber.take_delta(request.version)
             if change.delta is not None:
                 self._check_base(change.delta)
@@ -214,6 +292,12 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         if self._held != version:
             held = "the weights" if self._held is None else f"version {self._held}"
             raise CommitError(f"version {version} cannot be taken back, {held} came after it.", part=self._part)
+        if self._in_place and self._undo is None:
+            raise CommitError(
+                f"version {version} cannot be taken back, it was written in place.",
+                part=self._part,
+                hint="Set rollout.commit to staged where memory allows to keep two versions.",
+            )
         if self._undo is not None and self._before is not None:
             change.version, change.delta = self._before, self._undo
             return
@@ -309,7 +393,7 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
             )
         return self._subscriber
 
-    def _check_complete(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _check_complete(self, version: int, tensors: Mapping[str, object]) -> None:
         assert self._expectation is not None, "it comes with the subscriber"
         absent = self._expectation.tensors.keys() - tensors.keys() - self._expectation.tied.keys()
         if absent:
@@ -333,7 +417,7 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         except Exception as trouble:  # noqa: BLE001 - it fails the next sync, with its own error; this change is done
             logger.warning("weightlane: staging of version %d could not be released: %s", change.version, trouble)
 
-    def _caught(self, step: Callable[[], None]) -> WeightlaneError | None:
+    def _caught(self, step: Callable[[], object]) -> WeightlaneError | None:
         """Run this rank's share of a step and return what it raised: ranks must agree before any of them raises."""
         try:
             step()
@@ -354,5 +438,6 @@ def _mixture(error: WeightlaneError, why: str, part: str) -> QuarantinedError:
     return QuarantinedError(
         f"the weights are a mixture of two versions: {error} {why}",
         part=part,
+        peer=error.peer,
         hint="The replica must not serve until a complete version has been committed.",
     )

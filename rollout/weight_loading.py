@@ -45,8 +45,16 @@ def refuse_unsupported(model: torch.nn.Module, vllm_config: Any, device: torch.d
             )
 
 
-def load_version(model: torch.nn.Module, model_config: Any, tensors: Mapping[str, torch.Tensor], *, part: str) -> None:
+def load_version(
+    model: torch.nn.Module,
+    model_config: Any,
+    tensors: Mapping[str, torch.Tensor] | Iterator[tuple[str, torch.Tensor]],
+    *,
+    part: str,
+) -> None:
     """Replace every weight of `model` by `tensors` (Hugging Face names, full shapes), in place.
+
+    Of an iterator one tensor is asked for after the other, as loading goes on; what it gave is kept until its layer is complete.
 
     vLLM's own loaders map, fuse, slice and convert; its layerwise reload runs whatever a layer needs after loading and copies
     the result into the storage that is there, so that captured graphs and views stay valid. When this returns nothing refers
@@ -66,7 +74,7 @@ def load_version(model: torch.nn.Module, model_config: Any, tensors: Mapping[str
     with torch.no_grad(), quiet_reload():
         try:
             initialize_layerwise_reload(model)
-            loaded = model.load_weights(iter(tensors.items()))  # type: ignore[operator]
+            loaded = model.load_weights(iter(tensors.items()) if isinstance(tensors, Mapping) else tensors)  # type: ignore[operator]
         except Exception as cause:
             raise _half_loaded(f"{type(cause).__name__}: {cause}", part) from cause
         finally:

@@ -121,6 +121,7 @@ class RolloutWorker:
             "replica": self.name,
             "backend": backend,
             "options": dict(options or {}),
+            "commit": self.config.commit,
             "staging_limit_bytes": self.config.staging_limit_bytes,
         }
         async with self._control:

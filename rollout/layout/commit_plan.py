@@ -11,7 +11,7 @@ import torch
 
 from weightlane.ckpt_engines import CommitError
 
-from .geometry import Cover, target_block
+from .geometry import Cover, blocks_between, target_block
 from .layout_map import Constant, LayoutMap, Slice, SourceSpec
 
 _PART = "commit plan"
@@ -99,8 +99,7 @@ class CommitPlan:
             CommitError: A tensor is missing or is not what was traced. Nothing has been copied.
         """
         pairs = self._pairs(tensors)
-        for live, constant in self._fills:
-            live.fill_(constant.value)
+        self.fill()
         _copy_all(pairs)
 
     @torch.no_grad()
@@ -109,11 +108,44 @@ class CommitPlan:
         _copy_all(self._pairs({name: tensor}, [name]))
 
     @torch.no_grad()
+    def fill(self) -> None:
+        """Write the constants, as `commit` does before it copies."""
+        for live, constant in self._fills:
+            live.fill_(constant.value)
+
+    @torch.no_grad()
+    def write_part(self, name: str, start: int, values: torch.Tensor) -> None:
+        """Copy a run of one checkpoint tensor's elements into the parameters.
+
+        On a CUDA device `values` may be used until the current stream has got there.
+
+        Args:
+            name: The checkpoint tensor.
+            start: The first of them in the row-major flattened tensor.
+            values: They themselves, 1-D, contiguous, in the type that was traced.
+
+        Raises:
+            CommitError: That is no part of what was traced. Nothing has been copied.
+        """
+        spec = self.sources.get(name)
+        stop = start + values.numel()
+        if spec is None or values.dtype != spec.dtype or values.ndim != 1 or not 0 <= start <= stop <= spec.numel:
+            raise CommitError(f"elements {start} to {stop} of {name} do not go by copies.", part=_PART)
+        pairs = []
+        for copy in self._copies.get(name, ()):
+            piece, storage = copy.piece, self._storages[copy.piece.target]
+            for shape, source, target in blocks_between(piece, start, stop):
+                value = values.as_strided(shape, piece.source_strides, values.storage_offset() + source - start)
+                pairs.append((storage.as_strided(shape, piece.target_strides, target), value))
+        _copy_all(pairs)
+
+    @torch.no_grad()
     def differing(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
         """Parameters that are not bit for bit what `commit` of `tensors` makes them. Raises as `commit`."""
         found = {
             copy.piece.target: None
-            for copy, value in zip(self._in_order(self.sources), self._values(tensors, self.sources), strict=True)
+            for name in self.sources  # one after the other: `tensors` may be made when they are asked for
+            for copy, value in zip(self._copies.get(name, ()), self._values(tensors, [name]), strict=True)
             if not _same_bits(copy.live, value.to(device=copy.live.device, dtype=copy.live.dtype))
         }
         for live, constant in self._fills:

@@ -91,6 +91,48 @@ def target_block(piece: Slice) -> Block:
     return piece.target_offset, piece.target_strides, piece.shape
 
 
+def blocks_between(piece: Slice, start: int, stop: int) -> Iterator[tuple[tuple[int, ...], int, int]]:
+    """The part of `piece` whose source elements lie in [`start`, `stop`), as few blocks with the strides of `piece`.
+
+    Yields shape, source offset and target offset of each. The source strides of a slice are a mixed radix: ordered by stride,
+    indices are in the order of the elements.
+    """
+    order = sorted(range(len(piece.shape)), key=lambda axis: -piece.source_strides[axis])
+    reach = [0]  # of the axes from the last one back
+    for axis in reversed(order):
+        reach.append(reach[-1] + (piece.shape[axis] - 1) * piece.source_strides[axis])
+    reach.reverse()
+    shape, indices = list(piece.shape), [0] * len(piece.shape)
+
+    def inside(depth: int, low: int, high: int) -> Iterator[tuple[tuple[int, ...], int, int]]:
+        """Blocks of the axes from `depth` on, between `low` and `high` from where the outer ones stand."""
+        if high <= 0 or low > reach[depth] or 0 in piece.shape:
+            return
+        if depth == len(order) or (low <= 0 and high > reach[depth]):
+            source = sum(at * step for at, step in zip(indices, piece.source_strides, strict=True))
+            target = sum(at * stride for at, stride in zip(indices, piece.target_strides, strict=True))
+            yield tuple(shape), piece.source_offset + source, piece.target_offset + target
+            return
+        axis = order[depth]
+        step, length = piece.source_strides[axis], piece.shape[axis]
+        first = max(0, -(-(low - reach[depth + 1]) // step))  # the first index with anything in it
+        last = min(length - 1, (high - 1) // step)
+        whole = max(first, -(-low // step)), min(last, (high - 1 - reach[depth + 1]) // step)
+        index = first
+        while index <= last:
+            if whole[0] <= index <= whole[1]:
+                shape[axis], indices[axis] = whole[1] - index + 1, index
+                yield from inside(len(order), 0, 1)
+                index = whole[1] + 1
+            else:
+                shape[axis], indices[axis] = 1, index
+                yield from inside(depth + 1, low - index * step, high - index * step)
+                index += 1
+        shape[axis], indices[axis] = length, 0
+
+    yield from inside(0, start - piece.source_offset, stop - piece.source_offset)
+
+
 class Cover:
     """How often blocks cover each element of a stretch of memory, counted in units of their common contiguous run.
 

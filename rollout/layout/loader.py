@@ -8,14 +8,14 @@ every layer computes. Whatever comes out, the version is in place as vLLM itself
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from vllm.logger import init_logger
 
 from weightlane.ckpt_engines import CommitError, WeightlaneError
-from weightlane.sync import IncomingDelta
+from weightlane.sync import IncomingDelta, Piece
 
 from ..agreement import RankGroup
 from ..weight_loading import load_version
@@ -30,6 +30,7 @@ from .trace import trace_loading
 logger = init_logger("vllm.weightlane")
 
 _Signature = dict[str, SourceSpec]
+_PARTS = 3
 
 
 class VersionLoader:
@@ -99,19 +100,102 @@ class VersionLoader:
             CommitError: On a rank where it failed: its model may be partly old and partly new, and must not serve until a
                 version was loaded completely.
         """
-        self._prepare(tensors, group)
+        self._prepare(_signature_of(tensors), group)
         assert self._verdict is not None, "prepared"
         if self._verdict.way is Way.RELOAD:
             self._reload(tensors)
         elif self._shown:
             self._commit(tensors)
         else:
-            self._show(tensors, group)
+            self._show(tensors, group, lambda: self._commit(tensors))
         return self._verdict.way
 
-    def _prepare(self, tensors: Mapping[str, torch.Tensor], group: RankGroup) -> None:
+    def proven(self, signature: Mapping[str, SourceSpec], group: RankGroup) -> bool:
+        """Find out how versions of these tensors go. Nothing is written.
+
+        Returns whether that has been shown to be right. If not, `prove` has to, before `load_pieces`.
+        """
+        self._prepare(dict(signature), group)
+        assert self._verdict is not None, "prepared"
+        return self._shown or self._verdict.way is Way.RELOAD
+
+    def holds_as_sent(self, name: str) -> bool:
+        """Whether all parameters that a tensor goes to have the type in which it is sent, as far as that is known."""
+        layout = None if self._plan is None else self._plan.layout
+        if layout is None or name not in layout.sources:
+            return False
+        dtype = layout.sources[name].dtype
+        return all(layout.targets[piece.target].dtype == dtype for piece in layout.slices if piece.source == name)
+
+    def prove(self, tensors: Mapping[str, torch.Tensor], group: RankGroup) -> None:
+        """Show it with `tensors`, which are loaded as a first version is, in pieces; they may be made when they are asked for.
+
+        Raises:
+            CommitError: As `load`.
+        """
+        self._show(tensors, group, lambda: self.load_pieces(_pieces_of(tensors)))
+
+    def load_pieces(self, pieces: Iterator[Piece]) -> Way:
+        """As `load`, for a version that comes in pieces, of which one is kept at a time.
+
+        What goes through vLLM's own loading is put together first: all of it where the rest is copied, else a tensor at a time
+        until vLLM has a layer complete. Call `proven`, and `prove` if need be, before.
+
+        Raises:
+            WeightlaneError: What `pieces` raised, or `CommitError` as `load`.
+        """
+        assert self._verdict is not None, "see proven"
+        if self._verdict.way is Way.RELOAD:
+            self._reload_arriving(pieces)
+            return self._verdict.way
+        assert self._plan is not None, "a version goes by copies"
+        self._plan.fill()
+        apart: dict[str, torch.Tensor] = {}
+        for piece in pieces:
+            if piece.name not in self._verdict.sources:
+                self._plan.write_part(piece.name, piece.start, piece.values)
+                self._settle_copies()
+                continue
+            collect(piece, self._signature[piece.name], apart, self._device)
+        for name in self._verdict.sources - apart.keys():
+            apart[name] = torch.empty(self._signature[name].shape, dtype=self._signature[name].dtype)
+        if self._verdict.modules:
+            self._reload_layers(apart)
+        return self._verdict.way
+
+    def _reload_arriving(self, pieces: Iterator[Piece]) -> None:
+        """Feed vLLM's own loading with whole tensors as they become complete."""
+        failure: list[WeightlaneError] = []
+
+        def whole() -> Iterator[tuple[str, torch.Tensor]]:
+            apart: dict[str, torch.Tensor] = {}
+            try:
+                for name, spec in self._signature.items():
+                    if not spec.numel:
+                        yield name, torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+                for piece in pieces:
+                    spec = self._signature[piece.name]
+                    collect(piece, spec, apart, self._device)
+                    if piece.start + piece.values.numel() == spec.numel:
+                        yield piece.name, apart.pop(piece.name)
+            except WeightlaneError as error:
+                failure.append(error)
+                raise
+
+        arriving = whole()
+        try:
+            load_version(self._model, self._config.model_config, arriving, part=self._part)
+        except CommitError as error:
+            raise (failure[0] if failure else error) from error
+        for _ in arriving:  # Loading need not look at everything, but the sender must get rid of it.
+            pass
+
+    def _settle_copies(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)  # The piece's memory is received into as soon as it is dropped.
+
+    def _prepare(self, signature: _Signature, group: RankGroup) -> None:
         """Trace and judge, unless every rank still has what it learned from a version like this one."""
-        signature = {name: SourceSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
         same = self._verdict is not None and signature == self._signature
         known = same and not (self._plan is not None and self._plan.moved())
         # Nothing is said where all is well, which costs one small message.
@@ -171,26 +255,30 @@ class VersionLoader:
         assert self._verdict is not None, "as above"
         self._plan.commit(tensors)
         if self._verdict.modules:
-            reload_layers(
-                self._model,
-                self._config.model_config,
-                tensors,
-                modules=self._verdict.modules,
-                sources=self._verdict.sources,
-                part=self._part,
-            )
+            self._reload_layers(tensors)
+
+    def _reload_layers(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        assert self._verdict is not None, "a version goes by copies"
+        reload_layers(
+            self._model,
+            self._config.model_config,
+            tensors,
+            modules=self._verdict.modules,
+            sources=self._verdict.sources,
+            part=self._part,
+        )
 
     def _reload(self, tensors: Mapping[str, torch.Tensor]) -> None:
         load_version(self._model, self._config.model_config, tensors, part=self._part)
 
-    def _show(self, tensors: Mapping[str, torch.Tensor], group: RankGroup) -> None:
+    def _show(self, tensors: Mapping[str, torch.Tensor], group: RankGroup, commit: Callable[[], object]) -> None:
         """See the module's docstring. Each rank takes part in every exchange, whatever has failed on it."""
         assert self._plan is not None, "there is something to show"
         began = time.perf_counter()
 
         def overwrite_and_commit() -> None:
             self._reload(OtherValues(tensors))
-            self._commit(tensors)
+            commit()
 
         copied: dict[str, str] = {}
         loaded: dict[str, str] = {}
@@ -245,3 +333,23 @@ class VersionLoader:
         except Exception as cause:  # noqa: BLE001 - other ranks wait; without proof there are no copies
             said = f"they cannot be compared with copies: {type(cause).__name__}: {str(cause)[:200]}"
         return next((fact for fact in group.exchange(said) if fact), None)
+
+
+def collect(piece: Piece, spec: SourceSpec, apart: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Put a piece into the tensor of its name in `apart`."""
+    if (whole := apart.get(piece.name)) is None:
+        whole = apart[piece.name] = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+    whole.view(-1)[piece.start : piece.start + piece.values.numel()].copy_(piece.values)
+
+
+def _pieces_of(tensors: Mapping[str, torch.Tensor]) -> Iterator[Piece]:
+    """A version in pieces of which some are not whole rows."""
+    for name, tensor in tensors.items():
+        flat = tensor.reshape(-1)
+        length = flat.numel() // _PARTS + 1
+        for start in range(0, flat.numel(), length):
+            yield Piece(name, start, flat[start : start + length])
+
+
+def _signature_of(tensors: Mapping[str, torch.Tensor]) -> _Signature:
+    return {name: SourceSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from layout_models import bits, random_bits
 
 from weightlane.ckpt_engines import WeightlaneError
 from weightlane.rollout.agreement import RankGroup
+from weightlane.rollout.checkpoint_values import CheckpointValues
 from weightlane.rollout.layout import CommitPlan, SourceSpec, VersionLoader, trace_loading
 from weightlane.rollout.layout.rank_models import engine_config, model_of_rank
 from weightlane.rollout.layout.report import make_report
 from weightlane.rollout.weight_loading import load_version
+from weightlane.sync import Manifest, Piece, TensorSpec
 
 
 def tensors_of(path: str, dtype: str) -> dict[str, torch.Tensor]:
@@ -136,6 +139,53 @@ def probed(model: torch.nn.Module, config: Any, plan: CommitPlan, tensors: dict[
     return wrong
 
 
+def arriving(tensors: dict[str, torch.Tensor], bucket_bytes: int) -> Iterator[Piece]:
+    """A version as a rank that takes it in place sees it: every bucket lies where the one before lay."""
+    specs = tuple(TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
+    manifest = Manifest(2, specs, bucket_bytes)
+    stream = torch.zeros(manifest.total_bytes, dtype=torch.uint8)
+    for name, view in manifest.views(stream).items():
+        view.copy_(tensors[name])
+    bucket = torch.empty(bucket_bytes, dtype=torch.uint8)
+    for index in range(manifest.bucket_count):
+        start, stop = manifest.window(index)
+        bucket.fill_(0xA5)[: stop - start] = stream[start:stop]
+        for entry, low, high in manifest.pieces(start, stop):
+            values = bucket[low - start : high - start].view(entry.spec.dtype)
+            yield Piece(entry.spec.name, (low - entry.offset) // entry.spec.dtype.itemsize, values)
+    bucket.fill_(0xA5)
+
+
+def in_place(path: str, dtype: str, bucket_bytes: int, stale: str) -> dict[str, Any]:
+    """Take versions bucket after bucket: the way, what differs from a reload, whether the proof left the checkpoint."""
+    config = engine_config(path, tensor_parallel=1, dtype=dtype)
+    first = tensors_of(path, dtype)
+    specs = {name: SourceSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in first.items()}
+    with model_of_rank(config, 0) as model:
+        load_version(model, config.model_config, first, part="test")
+        if stale:
+            pack_secretly(model, stale)
+        loader = VersionLoader(model, config, torch.device("cpu"), part="test")
+        before, alone = state(model), RankGroup(None)
+        if not loader.proven(specs, alone):
+            with CheckpointValues(path, specs, {}) as values:
+                loader.prove(values, alone)
+        after_proof = differing(before, state(model))
+        second = other(first, seed=2000)
+        for tensors in (first, second):
+            assert loader.proven(specs, alone)
+            way = loader.load_pieces(arriving(tensors, bucket_bytes))
+        got = state(model)
+        load_version(model, config.model_config, second, part="test")
+        assert loader.verdict is not None
+        return {
+            "way": way,
+            "reloaded": list(loader.verdict.modules),
+            "after_proof": after_proof,
+            "after": differing(got, state(model)),
+        }
+
+
 def moved(path: str, dtype: str) -> dict[str, Any]:
     """What a loader does when a parameter gets other memory between two versions, and another set of tensors comes."""
     config = engine_config(path, tensor_parallel=1, dtype=dtype)
@@ -164,27 +214,33 @@ def moved(path: str, dtype: str) -> dict[str, Any]:
         return answer | {"cast": differing(got, state(model))}
 
 
+def pack_secretly(model: torch.nn.Module, ending: str) -> str:
+    """Let the first layer of that name compute from a copy of its weight that nobody sees; its full name."""
+    name, layer = next((name, item) for name, item in model.named_modules() if name.endswith(ending))
+    method = layer.quant_method
+
+    class Packing(type(method)):  # type: ignore[misc]  # whatever it is
+        """Keeps what it computes from out of sight."""
+
+        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+            super().process_weights_after_loading(layer)
+            packed = layer.weight.detach().clone()
+            self.kernel = lambda x: torch.nn.functional.linear(x, packed)
+
+        def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+            return self.kernel(x)
+
+    method.__class__ = Packing
+    method.process_weights_after_loading(layer)
+    return name
+
+
 def stale(path: str, dtype: str) -> dict[str, Any]:
     """A layer that secretly computes from a copy of its weight: the way its versions go, and why."""
     config = engine_config(path, tensor_parallel=1, dtype=dtype)
     first = tensors_of(path, dtype)
     with model_of_rank(config, 0) as model:
-        name, layer = next((name, item) for name, item in model.named_modules() if name.endswith("down_proj"))
-        method = layer.quant_method
-
-        class Packing(type(method)):  # type: ignore[misc]  # whatever it is
-            """Keeps what it computes from out of sight."""
-
-            def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-                super().process_weights_after_loading(layer)
-                packed = layer.weight.detach().clone()
-                self.kernel = lambda x: torch.nn.functional.linear(x, packed)
-
-            def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-                return self.kernel(x)
-
-        method.__class__ = Packing
-        method.process_weights_after_loading(layer)
+        name = pack_secretly(model, "down_proj")
         loader = VersionLoader(model, config, torch.device("cpu"), part="test")
         way = loader.load(first, RankGroup(None))
         assert loader.verdict is not None
@@ -213,7 +269,7 @@ def refused(path: str, tensor_parallel: int) -> list[str]:
 def main() -> None:
     # A CPU worker does the same before it runs a model.
     torch.accelerator.empty_cache = lambda: None
-    commands = (compare, moved, stale, rank_layout, refused)
+    commands = (compare, in_place, moved, stale, rank_layout, refused)
     for line in sys.stdin:
         method, *arguments = json.loads(line)
         answer = next(command for command in commands if command.__name__ == method)(*arguments)

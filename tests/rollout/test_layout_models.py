@@ -42,6 +42,25 @@ def test_what_is_computed_while_loading_is_refused_by_name_and_right_nevertheles
     assert answer["after_first"] == answer["after_second"] == answer["sparse"] == answer["oracle"] == []
 
 
+@pytest.mark.parametrize("bucket_bytes", [192, 4096])
+@pytest.mark.parametrize("kind", ["qwen3-tied", "gpt2", "bloom", "mamba2"])
+def test_versions_that_are_written_bucket_after_bucket_are_those_that_reloading_makes(
+    kind: str, bucket_bytes: int, process: LayoutProcess, tmp_path: Path
+) -> None:
+    answer = process.call("in_place", str(make_architecture(kind, tmp_path)), "float32", bucket_bytes, "")
+    mixers = [f"backbone.layers.{layer}.mixer" for layer in range(2)]
+    assert [answer["way"], answer["reloaded"]] == (["mixed", mixers] if kind == "mamba2" else ["traced", []])
+    assert answer["after_proof"] == answer["after"] == []
+
+
+def test_a_model_that_is_not_copied_into_is_loaded_by_vllm_as_its_tensors_become_complete(
+    process: LayoutProcess, tmp_path: Path
+) -> None:
+    answer = process.call("in_place", str(make_architecture("llama", tmp_path)), "float32", 4096, "down_proj")
+    assert answer["way"] == "reload"
+    assert answer["after_proof"] == answer["after"] == []
+
+
 def test_parameters_that_move_and_other_types_are_learned_anew(process: LayoutProcess, tmp_path: Path) -> None:
     answer = process.call("moved", str(make_architecture("qwen3-tied", tmp_path)), "bfloat16")
     assert answer == {
