@@ -91,6 +91,10 @@ class ProbeExtension:
         verdict = self.weight_transfer_engine._loader.verdict  # type: ignore[attr-defined]
         return [str(verdict.way), verdict.summary]
 
+    def probe_forget_layout(self) -> None:
+        """Let the worker know nothing of where weights go, as before its first version."""
+        self.weight_transfer_engine._loader = None  # type: ignore[attr-defined]
+
     def probe_layout(self) -> dict[str, Any]:
         """Where this rank's loading puts what."""
         return self._plan().layout.to_plain()
