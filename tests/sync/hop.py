@@ -23,6 +23,7 @@ from weightlane.sync import (
     Subscriber,
     TensorSpec,
 )
+from weightlane.sync.bench.memory import PeakMemory
 from weightlane.sync.checksum import sums
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -35,10 +36,13 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }
 
 
-def weights(version: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The tensors of a version, the same in every process."""
+def weights(version: int, dtype: torch.dtype, big_mib: int = 0) -> dict[str, torch.Tensor]:
+    """The tensors of a version, the same in every process; with `big_mib` one more, of that size."""
     generator = torch.Generator().manual_seed(version)
-    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+    tensors = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+    if big_mib:
+        tensors["big"] = torch.full(((big_mib << 20) // dtype.itemsize,), float(version), dtype=dtype)
+    return tensors
 
 
 def digest(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
@@ -82,7 +86,8 @@ class Trainer:
         self._rank, self._world = rank, world
         wire = getattr(torch, more.pop("wire_dtype", "float32"))
         shards = []
-        for tensor_name, full in weights(0, torch.float32).items():
+        self._big_mib = more.pop("big_mib", 0)
+        for tensor_name, full in weights(0, torch.float32, self._big_mib).items():
             start, stop = self._cut(full)
             shards.append(
                 LocalShard(
@@ -113,7 +118,7 @@ class Trainer:
     def step(self, version: int) -> float:
         """Pass the fence, then change the parameters."""
         waited = self._publisher.fence()
-        for shard, full in zip(self._shards, weights(version, torch.float32).values(), strict=True):
+        for shard, full in zip(self._shards, weights(version, torch.float32, self._big_mib).values(), strict=True):
             shard.data.copy_(full.reshape(-1)[shard.start : shard.start + shard.numel])
         return waited
 
@@ -145,9 +150,12 @@ class Rollout:
     def __init__(
         self, name: str, rendezvous: dict[str, Any], backend: str, options: dict[str, Any], **more: Any
     ) -> None:
-        self.live = weights(0, torch.float32)
+        self.live = weights(0, torch.float32, more.get("big_mib", 0))
         wire = getattr(torch, more.get("wire_dtype", "float32"))
-        shapes = dict(SHAPES, **{key: tuple(value) for key, value in more.get("shapes", {}).items()})
+        shapes = dict(
+            {key: tuple(tensor.shape) for key, tensor in self.live.items()},
+            **{key: tuple(value) for key, value in more.get("shapes", {}).items()},
+        )
         expectation = Expectation({key: ExpectedTensor(shape, frozenset({wire})) for key, shape in shapes.items()})
         self._subscriber = Subscriber(
             name,
@@ -165,9 +173,10 @@ class Rollout:
         self._undo: StagedDelta | None = None
 
     def commit(self, version: int) -> dict[str, str]:
-        """Load the staged version, or the one that comes; answers with a digest of the live weights."""
+        """Load the staged version, or the one that comes; answers with a digest of the staged one's weights."""
         if (stream := self._subscriber.take_stream(version)) is not None:
-            return self._write(stream)
+            self._write(stream)
+            return {}  # a digest takes memory
         self._undo = self._subscriber.take_delta(version)
         if self._undo is not None:
             self._undo.swap(self.live)
@@ -176,11 +185,19 @@ class Rollout:
         self._subscriber.release(version)
         return digest(self.live)
 
+    def watch_memory(self) -> None:
+        """From now on, look how much memory this process takes."""
+        self._memory = PeakMemory(shared=False)
+
+    def extra_memory(self) -> int:
+        """By how many bytes its peak was above what it took when the watch began."""
+        return self._memory.stop()
+
     def trip(self, after: int, slowness_s: float = 0.0) -> None:
         """From now on, fail to write a version in place after so many pieces (never if negative), each taking so long."""
         self._trips_after, self._slowness_s = after, slowness_s
 
-    def _write(self, stream: LiveStream) -> dict[str, str]:
+    def _write(self, stream: LiveStream) -> None:
         """Overwrite the live weights piece by piece."""
         written = 0
         try:
@@ -197,7 +214,6 @@ class Rollout:
                 self._subscriber.restored()
                 raise CommitError(f"nothing was written: {error}", part="hop") from error
             raise QuarantinedError(f"a mixture: {error}", part="hop", peer=error.peer) from error
-        return digest(self.live)
 
     def rollback(self, version: int) -> None:
         """Load what served before `version`."""

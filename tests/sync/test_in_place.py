@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hop
 import pytest
 import torch
 from hop_run import Run, expected
@@ -49,6 +50,20 @@ def test_versions_arrive_bit_for_bit(make_run: Callable[..., Run], backend: str,
         publish_next(run, version)
         assert run.outcomes(version) == {"rollout-0": "committed", "rollout-1": "committed"}
         assert run.live() == [expected(version)] * 2 * ranks
+
+
+@every_engine
+def test_it_takes_the_memory_of_a_bucket(make_run: Callable[..., Run], backend: str) -> None:
+    big, bucket = {"big_mib": 96}, 1 << 20
+    run = make_run(backend, trainer=big | {"bucket_bytes": bucket}, rollout=big | IN_PLACE)
+    for version in (1, 2):
+        rank_of(run).call("watch_memory")
+        publish_next(run, version)
+        run.sync(version)
+        extra = rank_of(run).call("extra_memory")
+        # A stored bucket holds whole tensors. What the seals, messages and sockets of a hundred buckets take is not counted.
+        assert extra < (96 << 20) * (backend == "filesystem") + bucket + (12 << 20), f"{extra / 2**20:.1f} MiB"
+    assert run.live() == [hop.digest(hop.weights(2, torch.float32, 96))]
 
 
 def test_replicas_of_both_kinds_take_one_version(make_run: Callable[..., Run]) -> None:
@@ -241,8 +256,6 @@ def test_deltas_follow_versions_that_were_taken_in_place(make_run: Callable[...,
     report = run.sync(5)
     assert report.codec == "dense", "a mixture is no base"
     digests = run.live()
-    import hop
-
     wanted = hop.nudged(4, [5], 17)
     assert digests == [hop.digest(wanted)]
 
