@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
+from operator import mul
 from typing import Any
 
 import pytest
@@ -13,9 +15,10 @@ from hypothesis import strategies as st
 from layout_models import bits, random_bits
 
 from weightlane.ckpt_engines import CommitError, ProtocolError
-from weightlane.rollout.layout import CommitPlan, LayoutMap, SourceSpec, trace_loading
+from weightlane.rollout.layout import CommitPlan, LayoutMap, Slice, SourceSpec, trace_loading
 from weightlane.rollout.layout.coverage import target_coverage, unused_elements
 from weightlane.rollout.layout.element_runs import strided_runs
+from weightlane.rollout.layout.geometry import blocks_between
 
 Loader = Callable[[torch.nn.Parameter, torch.Tensor], Any]
 
@@ -119,6 +122,24 @@ def test_single_elements_land_where_a_dense_commit_puts_them_and_swapping_takes_
     assert held.dtype == was.dtype == model.w.dtype
     plans[0].scatter("a", positions, was)
     assert torch.equal(bits(model.w), before)
+
+
+@pytest.mark.parametrize("case", COPIES)
+@pytest.mark.parametrize("length", [1, 5, 13, 1000])
+def test_a_version_in_pieces_lands_where_a_dense_commit_puts_it(case: str, length: int) -> None:
+    loader, shape, dtype = COPIES[case]
+    model, twin = Model(loader), Model(loader)
+    tensor = random_bits(shape, dtype, seed=5)
+    plans = [CommitPlan(trace_loading(one, {"a": SourceSpec(shape, dtype)}), one) for one in (model, twin)]
+    plans[0].commit({"a": tensor})
+    plans[1].fill()
+    for start in range(0, tensor.numel(), length):
+        plans[1].write_part("a", start, tensor.view(-1)[start : start + length].clone())
+    assert torch.equal(bits(model.w), bits(twin.w))
+    for start, values in ((0, torch.zeros(1, dtype=torch.int8)), (tensor.numel(), tensor.view(-1)[:1])):
+        with pytest.raises(CommitError, match="of a do not go by copies"):
+            plans[1].write_part("a", start, values)
+    assert torch.equal(bits(model.w), bits(twin.w))
 
 
 COMPUTED: dict[str, tuple[Loader, str]] = {
@@ -232,3 +253,28 @@ def test_any_permuted_block_is_found_again(dimensions: list[tuple[int, int]], ra
         lengths, steps, strides = zip(*(parts or [(1, 1, 1)]), strict=True)
         found.as_strided(lengths, strides, offset).copy_(memory.as_strided(lengths, steps, start))
     assert torch.equal(found, sources)
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 2)), min_size=1, max_size=4), st.randoms())
+@settings(max_examples=60)
+def test_a_window_on_a_strided_block_is_a_few_blocks(dimensions: list[tuple[int, int]], random: Any) -> None:
+    shape = tuple(length for length, _ in dimensions)
+    order, step = random.sample(range(len(shape)), len(shape)), 1 + random.randrange(2)
+    steps, strides = [0] * len(shape), tuple(random.randrange(1, 40) for _ in shape)
+    for axis in order:  # a mixed radix, with room between
+        steps[axis], step = step, step * shape[axis] + dimensions[axis][1]
+    piece = Slice("a", random.randrange(5), tuple(steps), "w", 7, strides, shape)
+
+    def elements(lengths: tuple[int, ...], source: int, target: int) -> list[tuple[int, int]]:
+        return [
+            (source + sum(map(mul, at, steps)), target + sum(map(mul, at, strides)))
+            for at in itertools.product(*map(range, lengths))
+        ]
+
+    every = elements(shape, piece.source_offset, piece.target_offset)
+    start = random.randrange(max(source for source, _ in every) + 2)
+    stop = start + random.randrange(max(source for source, _ in every) + 2)
+    found = list(blocks_between(piece, start, stop))
+    assert len(found) <= max(1, 2 * len(shape) - 1)
+    inside = [pair for block in found for pair in elements(*block)]
+    assert sorted(inside) == sorted(pair for pair in every if start <= pair[0] < stop)
