@@ -363,13 +363,11 @@ class Subscriber(Participant):
         ready = Ready(name=self.name, session=link.session, version=manifest.version)
         for index in range(manifest.bucket_count):
             start, stop = manifest.window(index)
-            started, deadline = time.perf_counter(), job.deadline.within(job.stall_s)
             if looks:
-                data = link.receiver.view(manifest.version, index, stop - start, link.sender, deadline)
+                data = self._view_bucket(job, index)
             else:
                 data = self._bucket[: stop - start]
-                link.receiver.receive(Bucket(manifest.version, index, data), link.sender, deadline)
-            self._arrived(job, index, data, started, deadline)
+                self._receive_bucket(job, index, data)
             if index == 0:
                 self._tell(ready)
             stream.offer(index, data)
@@ -417,16 +415,21 @@ class Subscriber(Participant):
         link.receiver.receive(Bucket(version, index, data), link.sender, deadline)
         self._arrived(job, index, data, started, deadline)
 
+    def _view_bucket(self, job: _Job, index: int) -> torch.Tensor:
+        version, link = job.manifest.version, job.link
+        start, stop = job.manifest.window(index)
+        started, deadline = time.perf_counter(), job.deadline.within(job.stall_s)
+        data = link.receiver.view(version, index, stop - start, link.sender, deadline)
+        self._arrived(job, index, data, started, deadline)
+        return data
+
     def _look(self, job: _Job) -> torch.Tensor | None:
         """Look at every bucket; the whole stream where it lies, or None after copying it where it is in pieces."""
         manifest, link = job.manifest, job.link
         self._show_from(manifest.version, link)
         shown: list[torch.Tensor] = []
         for index in range(manifest.bucket_count):
-            start, stop = manifest.window(index)
-            started, deadline = time.perf_counter(), job.deadline.within(job.stall_s)
-            shown.append(link.receiver.view(manifest.version, index, stop - start, link.sender, deadline))
-            self._arrived(job, index, shown[-1], started, deadline)
+            shown.append(self._view_bucket(job, index))
         if (stream := adjoined(shown)) is not None:
             return stream
         memory = self._staging.memory(manifest)
