@@ -427,9 +427,7 @@ class Subscriber(Participant):
         """Look at every bucket; the whole stream where it lies, or None after copying it where it is in pieces."""
         manifest, link = job.manifest, job.link
         self._show_from(manifest.version, link)
-        shown: list[torch.Tensor] = []
-        for index in range(manifest.bucket_count):
-            shown.append(self._view_bucket(job, index))
+        shown = [self._view_bucket(job, index) for index in range(manifest.bucket_count)]
         if (stream := adjoined(shown)) is not None:
             return stream
         memory = self._staging.memory(manifest)

@@ -23,7 +23,6 @@ from weightlane.sync import (
     Subscriber,
     TensorSpec,
 )
-from weightlane.sync.bench.memory import PeakMemory
 from weightlane.sync.checksum import sums
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -187,6 +186,8 @@ class Rollout:
 
     def watch_memory(self) -> None:
         """From now on, look how much memory this process takes."""
+        from weightlane.sync.bench.memory import PeakMemory
+
         self._memory = PeakMemory(shared=False)
 
     def extra_memory(self) -> int:
