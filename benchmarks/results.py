@@ -30,7 +30,7 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-_OTHERS = ("peers-", "density-")
+_OTHERS = ("peers-", "density-", "commit-layout-", "small-tensors-", "delta-codec-")
 """Figures of other benchmarks, kept beside these."""
 
 

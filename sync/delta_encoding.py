@@ -18,7 +18,8 @@ from weightlane.ckpt_engines import ProtocolError
 from .codecs.delta import Encoded, TooDense, encode
 from .devices import usable_cpus
 from .manifest import ALIGNMENT_BYTES, CODEC_DELTA, Manifest, Segment
-from .packing import Run, RunTable
+from .packing import RunTable
+from .strips import Run
 from .tensor_spec import LocalShard
 
 _PART = "delta"

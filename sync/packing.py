@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
@@ -18,20 +17,12 @@ from pydantic import Field, Strict, TypeAdapter, ValidationError
 from weightlane.ckpt_engines import ManifestError, ProtocolError
 
 from .manifest import ALIGNMENT_BYTES, Manifest
+from .strips import Run, Window, copy_rows
 from .tensor_spec import LocalShard
 
 _PART = "bucket packing"
 _Place = Annotated[int, Field(ge=0, lt=2**63), Strict()]
 _RUNS: TypeAdapter[list[tuple[int, int, int]]] = TypeAdapter(list[tuple[_Place, _Place, _Place]])
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A contiguous piece of the stream and where it lies in its owner's snapshot (all in bytes)."""
-
-    stream: int
-    snapshot: int
-    nbytes: int
 
 
 class RunTable:
@@ -40,6 +31,7 @@ class RunTable:
     def __init__(self, runs: Sequence[Run]) -> None:
         self.runs = sorted(runs, key=lambda run: run.stream)
         self._starts = [run.stream for run in self.runs]
+        self._windows: dict[tuple[int, int], Window] = {}
 
     @classmethod
     def of_shards(cls, shards: Sequence[LocalShard], places: Sequence[int], manifest: Manifest) -> RunTable:
@@ -63,13 +55,20 @@ class RunTable:
             if low < high:
                 yield Run(low, run.snapshot + low - run.stream, high - low)
 
+    def window(self, start: int, stop: int) -> Window:
+        """How the runs of the stream window [`start`, `stop`) are copied; worked out once."""
+        window = self._windows.get((start, stop))
+        if window is None:
+            window = self._windows[start, stop] = Window.of(self.within(start, stop))
+        return window
+
     def bytes_within(self, start: int, stop: int) -> int:
         """How many bytes of the window this rank holds."""
-        return sum(run.nbytes for run in self.within(start, stop))
+        return self.window(start, stop).nbytes
 
     def snapshot_end(self, start: int, stop: int) -> int:
         """One past the last byte of the snapshot that is needed for the window."""
-        return max((run.snapshot + run.nbytes for run in self.within(start, stop)), default=0)
+        return self.window(start, stop).snapshot_end
 
     def to_plain(self) -> list[list[int]]:
         """As JSON."""
@@ -128,24 +127,21 @@ def check_complete(manifest: Manifest, tables: Mapping[str, RunTable]) -> None:
 
 def copy_runs(snapshot: torch.Tensor, table: RunTable, start: int, stop: int, payload: torch.Tensor) -> None:
     """Copy what this rank holds of the window into its places in `payload` (uint8, window-sized)."""
-    for run in table.within(start, stop):
-        payload[run.stream - start : run.stream - start + run.nbytes].copy_(
-            snapshot[run.snapshot : run.snapshot + run.nbytes]
-        )
+    for strip in table.window(start, stop).strips:
+        copy_rows(payload, strip.stream.moved(-start), snapshot, strip.snapshot)
 
 
 def gather_runs(snapshot: torch.Tensor, table: RunTable, start: int, stop: int, packed: torch.Tensor) -> torch.Tensor:
-    """Pack what this rank holds of the window back to back into `packed` and return the filled part."""
-    used = 0
-    for run in table.within(start, stop):
-        packed[used : used + run.nbytes].copy_(snapshot[run.snapshot : run.snapshot + run.nbytes])
-        used += run.nbytes
-    return packed[:used]
+    """What this rank holds of the window, back to back: in the snapshot, if it lies there so, else in `packed`."""
+    window = table.window(start, stop)
+    if window.unbroken:
+        return snapshot[window.snapshot_end - window.nbytes : window.snapshot_end]
+    for strip in window.strips:
+        copy_rows(packed, strip.packed, snapshot, strip.snapshot)
+    return packed[: window.nbytes]
 
 
 def scatter_runs(packed: torch.Tensor, table: RunTable, start: int, stop: int, payload: torch.Tensor) -> None:
     """Undo `gather_runs` on the rank that fills the bucket."""
-    used = 0
-    for run in table.within(start, stop):
-        payload[run.stream - start : run.stream - start + run.nbytes].copy_(packed[used : used + run.nbytes])
-        used += run.nbytes
+    for strip in table.window(start, stop).strips:
+        copy_rows(payload, strip.stream.moved(-start), packed, strip.packed)

@@ -10,6 +10,7 @@ import torch
 
 from weightlane.ckpt_engines import CommitError, DeltaBaseError, StagingMemoryError
 
+from .host_memory import copy_bytes
 from .manifest import Manifest
 from .staged_delta import StagedDelta
 
@@ -267,7 +268,7 @@ class Staging:
                 serving = None
                 _log.warning("%s: version %d is not kept, there is no memory for it: %s", self._part, version, error)
         if serving is not None:
-            serving.data[: lent.data.numel()].copy_(lent.data)
+            copy_bytes(serving.data[: lent.data.numel()], lent.data)
         with self._lock:
             if serving is not None:
                 serving.manifest = lent.manifest

@@ -12,6 +12,7 @@ import torch
 from weightlane.ckpt_engines import CommitError
 
 from .geometry import Cover, blocks_between, target_block
+from .host_copies import HostCopy, StagedCopies
 from .layout_map import Constant, LayoutMap, Slice, SourceSpec
 
 _PART = "commit plan"
@@ -48,6 +49,8 @@ class _Copy:
 
     piece: Slice
     live: torch.Tensor
+    host: HostCopy | None
+    """How it is copied from host memory; None where torch does it."""
 
 
 class CommitPlan:
@@ -67,8 +70,15 @@ class CommitPlan:
         self._places = _places(model, layout.targets)
         self._copies: dict[str, list[_Copy]] = defaultdict(list)
         for piece in layout.slices:
-            view = self._storages[piece.target].as_strided(piece.shape, piece.target_strides, piece.target_offset)
-            self._copies[piece.source].append(_Copy(piece, view))
+            storage = self._storages[piece.target]
+            view = storage.as_strided(piece.shape, piece.target_strides, piece.target_offset)
+            host = HostCopy.of(piece, layout.sources[piece.source], storage)
+            self._copies[piece.source].append(_Copy(piece, view, host))
+        placed = [(name, copy) for name, copies in self._copies.items() for copy in copies]
+        self._on_host = [(name, copy.host) for name, copy in placed if copy.host is not None]
+        self._by_torch = [(name, copy) for name, copy in placed if copy.host is None]
+        self._alike: StagedCopies | None = None
+        """How versions are copied that lie in memory like the last one."""
         self._fills = [
             (self._storages[item.target].as_strided(item.shape, item.strides, item.offset), item)
             for item in layout.constants
@@ -98,14 +108,24 @@ class CommitPlan:
         Raises:
             CommitError: A tensor is missing or is not what was traced. Nothing has been copied.
         """
-        pairs = self._pairs(tensors)
+        alike = self._alike
+        memory = alike.memory(tensors) if alike is not None and type(tensors) is dict else None
+        if alike is not None and memory is not None:
+            self.fill()
+            alike.run(memory)
+            _copy_all((copy.live, _value(copy.piece, tensors[name])) for name, copy in self._by_torch)
+            return
+        checked = {name: self._checked(name, tensors) for name in self.sources}
         self.fill()
-        _copy_all(pairs)
+        _copy_all(pair for name, tensor in checked.items() for pair in self._copied_on_host(name, tensor))
+        # Only a dict is sure to hold the tensors, so that no two of them were ever in one place.
+        if type(tensors) is dict and all(tensor.is_cpu and tensor.is_contiguous() for tensor in tensors.values()):
+            self._alike = StagedCopies(tensors, self._on_host)
 
     @torch.no_grad()
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Copy one checkpoint tensor into the parameters; raises as `commit`."""
-        _copy_all(self._pairs({name: tensor}, [name]))
+        _copy_all(self._copied_on_host(name, self._checked(name, {name: tensor})))
 
     @torch.no_grad()
     def fill(self) -> None:
@@ -145,8 +165,9 @@ class CommitPlan:
         found = {
             copy.piece.target: None
             for name in self.sources  # one after the other: `tensors` may be made when they are asked for
-            for copy, value in zip(self._copies.get(name, ()), self._values(tensors, [name]), strict=True)
-            if not _same_bits(copy.live, value.to(device=copy.live.device, dtype=copy.live.dtype))
+            for tensor in [self._checked(name, tensors)]
+            for copy in self._copies.get(name, ())
+            if not _same_bits(copy.live, _value(copy.piece, tensor).to(copy.live))
         }
         for live, constant in self._fills:
             if self._stays(constant) and not _same_bits(live, torch.full_like(live, constant.value)):
@@ -230,39 +251,33 @@ class CommitPlan:
             elements.read(result)
         return result
 
-    def _in_order(self, names: Iterable[str]) -> list[_Copy]:
-        return [copy for name in names for copy in self._copies.get(name, ())]
+    def _checked(self, name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The tensor of that name, if it is what was traced."""
+        spec, tensor = self.sources.get(name), tensors.get(name)
+        if spec is None:
+            raise CommitError(f"{name} does not go by copies.", part=_PART)
+        if tensor is None:
+            raise CommitError(f"the version lacks {name}.", part=_PART)
+        if tensor.shape != spec.shape or tensor.dtype is not spec.dtype or not tensor.is_contiguous():
+            raise CommitError(
+                f"{name} came as {tensor.dtype} of shape {tuple(tensor.shape)}, {spec.dtype} {spec.shape} was traced.",
+                part=_PART,
+            )
+        return tensor
 
-    def _values(self, tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> list[torch.Tensor]:
-        """What each of `_in_order` gets, as views of `tensors`."""
-        values = []
-        for name in names:
-            spec, tensor = self.sources.get(name), tensors.get(name)
-            if spec is None:
-                raise CommitError(f"{name} does not go by copies.", part=_PART)
-            if tensor is None:
-                raise CommitError(f"the version lacks {name}.", part=_PART)
-            if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype or not tensor.is_contiguous():
-                raise CommitError(
-                    f"{name} came as {tensor.dtype} of shape {tuple(tensor.shape)}, {spec.dtype} {spec.shape} was traced.",
-                    part=_PART,
-                )
-            start = tensor.storage_offset()
-            values += [
-                tensor.as_strided(copy.piece.shape, copy.piece.source_strides, start + copy.piece.source_offset)
-                for copy in self._copies.get(name, ())
-            ]
-        return values
-
-    def _pairs(
-        self, tensors: Mapping[str, torch.Tensor], names: Iterable[str] | None = None
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        wanted = list(self.sources if names is None else names)
-        values = self._values(tensors, wanted)
-        return [(copy.live, value) for copy, value in zip(self._in_order(wanted), values, strict=True)]
+    def _copied_on_host(self, name: str, tensor: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Copy what libc can copy, and return what is left: where to, and what."""
+        copies = self._copies.get(name, ())
+        if tensor.is_cpu:
+            memory = tensor.view(-1).view(torch.uint8)
+            for copy in copies:
+                if copy.host is not None:
+                    copy.host.run(memory)
+            copies = [copy for copy in copies if copy.host is None]
+        return [(copy.live, _value(copy.piece, tensor)) for copy in copies]
 
 
-def _copy_all(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def _copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy each second tensor into the first."""
     on_device: dict[tuple[torch.dtype, torch.dtype, torch.device], list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for live, value in pairs:
@@ -304,6 +319,11 @@ def _located(piece: Slice, storage: torch.Tensor, positions: torch.Tensor) -> El
 def _check_lengths(name: str, positions: torch.Tensor, values: torch.Tensor) -> None:
     if positions.shape != values.shape or positions.ndim != 1:
         raise CommitError(f"{positions.numel()} positions in {name} came with {values.numel()} values.", part=_PART)
+
+
+def _value(piece: Slice, tensor: torch.Tensor) -> torch.Tensor:
+    """What is copied of a contiguous tensor, as a view."""
+    return tensor.as_strided(piece.shape, piece.source_strides, tensor.storage_offset() + piece.source_offset)
 
 
 def _whole_storage(tensor: torch.Tensor) -> torch.Tensor:
