@@ -7,7 +7,6 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -29,6 +28,7 @@ from weightlane.plugins import RunHooks, process_hooks
 from .config import SyncConfig
 from .connection import Connection, Streamed
 from .correspondence import Correspondence, TroubleError
+from .early_commits import EarlyCommits
 from .messages import Abort, Committed, Failed, Lost, Stop
 from .rendezvous import COORDINATOR, Rendezvous
 from .report import CommitOutcome, FailedAttempt, Outcome, ReplicaReport, SyncReport
@@ -40,14 +40,6 @@ _CLEAN_UP_S = 60.0
 """How much longer than the sync commits that were interrupted may take to end, at the very most."""
 
 
-@dataclass(frozen=True, slots=True)
-class _UnderWay:
-    """A commit that has begun before the version was there in full."""
-
-    member: Member
-    ended: Future[CommitOutcome | WeightlaneError]
-
-
 @dataclass(slots=True)
 class _Tally:
     """What has happened to a version so far."""
@@ -57,12 +49,10 @@ class _Tally:
     failures: list[FailedAttempt] = field(default_factory=list)
     excluded: dict[str, WeightlaneError] = field(default_factory=dict)
     """Replicas the version goes on without, and why."""
-    under_way: dict[str, _UnderWay] = field(default_factory=dict)
-    """Replicas that write the version into their weights while it is sent."""
-    early: dict[str, ReplicaReport] = field(default_factory=dict)
-    """Those of them that had it before an attempt failed for others."""
-    before: dict[str, int] = field(default_factory=dict)
-    """What these served until then."""
+    early: EarlyCommits = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.early = EarlyCommits(self.version)
 
 
 class Coordinator:
@@ -137,9 +127,9 @@ class Coordinator:
             reports = await self._commit(streamed, tally, deadline)
         except WeightlaneError as error:
             self._abort(version, error)
-            await self._end_under_way(tally)
-            had = [member for name in tally.early if (member := self._roster.members.get(name))]
-            await self._roll_back(had, version, tally.before)
+            await self._end_early(tally)
+            had = [member for name in tally.early.reports if (member := self._roster.members.get(name))]
+            await self._roll_back(had, version, tally.early.before)
             facts = {
                 "error": str(error),
                 "seconds": time.perf_counter() - tally.started,
@@ -251,7 +241,7 @@ class Coordinator:
                     self._connection.give_up()
                     offer = self._letters.offers.get(tally.version)
                     self._interrupt(tally, trouble.error)
-                    ending = asyncio.run_coroutine_threadsafe(self._end_under_way(tally), loop)
+                    ending = asyncio.run_coroutine_threadsafe(self._end_early(tally), loop)
                     ending.result(deadline.remaining_s + _CLEAN_UP_S)
                     targets = [member for member in targets if member.version != tally.version]
                     exclude = trouble.culprits & {member.name for member in targets if self._met}
@@ -328,43 +318,31 @@ class Coordinator:
         """A replica takes the version in place: its commit goes on while the version is sent."""
         version, session = tally.version, self._connection.session
 
-        def tell(ended: Future[CommitOutcome | WeightlaneError]) -> None:
+        def tell(error: WeightlaneError) -> None:
             """A commit that fails must not leave the others waiting for buckets."""
-            if not ended.cancelled() and isinstance(error := ended.result(), WeightlaneError):
-                with suppress(WeightlaneError):  # The store is gone, and with it everybody.
-                    failed = Failed(name=member.names[0], session=session, version=version, error=error.to_wire())
-                    self._rendezvous.post(COORDINATOR, failed)
+            with suppress(WeightlaneError):  # The store is gone, and with it everybody.
+                failed = Failed(name=member.names[0], session=session, version=version, error=error.to_wire())
+                self._rendezvous.post(COORDINATOR, failed)
 
-        ended = asyncio.run_coroutine_threadsafe(self._commit_one(member, version, deadline), loop)
-        tally.under_way[member.name] = _UnderWay(member, ended)
-        ended.add_done_callback(tell)
+        tally.early.begin(member, self._commit_one(member, version, deadline), loop, tell)
 
     def _interrupt(self, tally: _Tally, error: WeightlaneError) -> None:
         """What commits that are under way wait for will not come."""
         session, version = self._connection.session, tally.version
         verdict = Abort(session=session, version=version, error=error.to_wire(), disconnect=True)
-        for item in tally.under_way.values():
-            self._letters.post_all(item.member.names, verdict)
+        for member in tally.early.members:
+            self._letters.post_all(member.names, verdict)
 
-    async def _end_under_way(self, tally: _Tally) -> None:
+    async def _end_early(self, tally: _Tally) -> None:
         """Wait for commits that were interrupted. Whoever has written something, and not everything, is quarantined."""
-        under_way = list(tally.under_way.values())
-        tally.under_way.clear()
-        for item in under_way:
-            member, result = item.member, await asyncio.wrap_future(item.ended)
-            if isinstance(result, WeightlaneError):
-                await self._settle(member, result, tally.version)
-                continue
-            tally.before[member.name] = member.version
-            member.state, member.version, member.error = ReplicaState.SERVING, tally.version, None
-            tally.early[member.name] = ReplicaReport(Outcome.COMMITTED, blocked_s=result.blocked_s)
+        await tally.early.end(lambda member, error: self._settle(member, error, tally.version))
 
     def _enough_have(self, tally: _Tally, exclude: Iterable[str]) -> bool:
         """Whether the version counts although an attempt failed, because everybody but the culprits has it already."""
         have = [member for member in self._roster.members.values() if member.version == tally.version]
         gone = {*tally.excluded, *exclude}
         left = [member for member in self._roster.reachable() if member.name not in gone]
-        return bool(tally.early) and len(have) >= self._roster.needed and all(member in have for member in left)
+        return bool(tally.early.reports) and len(have) >= self._roster.needed and all(member in have for member in left)
 
     # -- commit ---------------------------------------------------------------------------------------------------------
 
@@ -374,8 +352,7 @@ class Coordinator:
         needed = self._needed(version)
         before = {member.name: member.version for member in members}
         results = await asyncio.gather(*(self._ended(member, tally, deadline) for member in members))
-        tally.under_way.clear()
-        reports = tally.early | {name: self._left_behind(name, error) for name, error in tally.excluded.items()}
+        reports = tally.early.reports | {name: self._left_behind(name, error) for name, error in tally.excluded.items()}
         failures: dict[str, WeightlaneError] = {}
         for member, result in zip(members, results, strict=True):
             mine = [message for message in streamed.staged if message.name in member.names]
@@ -404,8 +381,8 @@ class Coordinator:
 
     async def _ended(self, member: Member, tally: _Tally, deadline: Deadline) -> CommitOutcome | WeightlaneError:
         """What a replica's commit, which may be under way, ends with."""
-        if (item := tally.under_way.get(member.name)) is not None:
-            return await asyncio.wrap_future(item.ended)
+        if (under_way := tally.early.pop(member)) is not None:
+            return await asyncio.wrap_future(under_way)
         return await self._commit_one(member, tally.version, deadline)
 
     async def _commit_one(self, member: Member, version: int, deadline: Deadline) -> CommitOutcome | WeightlaneError:

@@ -225,7 +225,7 @@ def test_a_replica_that_does_not_pause_serves_on_and_nobody_waits_longer_than_th
 
 
 def test_what_cannot_be_taken_back_serves_nobody(make_run: Callable[..., Run]) -> None:
-    run = make_run(replicas=2, rollout=IN_PLACE, sync={"quorum": 1.0})
+    run = make_run(replicas=2, rollout=IN_PLACE, sync={"quorum": 1.0, "retries": 0})
     publish_next(run, 1)
     run.sync(1)
     run.replicas[1].fails_with = QuarantinedError("stopped half-way.", part="rollout-1")
