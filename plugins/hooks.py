@@ -111,7 +111,8 @@ class RunHooks:
         """Enough replicas serve `version`. Called by the driver.
 
         Facts: ``seconds`` and ``latency_s`` (from the start of the sync until the last replica served it),
-        ``rollout_blocked_s`` (longest time any replica generated nothing), ``sent_bytes``, ``failures`` (of
+        ``rollout_blocked_s`` (longest time any replica generated nothing), ``sent_bytes``, where weights travel quantised
+        ``quantisation_error`` (root mean square of the error over that of the weights, of a sample), ``failures`` (of
         earlier attempts: ``session``, ``error``, ``excluded``), ``replicas``
         (by name ``outcome``, ``blocked_s``, ``staged_s``, ``nbytes``).
         """

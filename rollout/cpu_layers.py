@@ -49,3 +49,13 @@ def uses_weightlane() -> bool:
     config = get_current_vllm_config_or_none()
     transfer = None if config is None else config.weight_transfer_config
     return transfer is not None and transfer.backend == BACKEND
+
+
+def ask_for_amx() -> None:
+    """Let this process use AMX registers, where the CPU has them.
+
+    Linux gives them to processes that ask. In most models the first bfloat16 product does; in one whose linear layers are all
+    fp8 nothing has, when vLLM's attention uses them, and the process would end with SIGILL.
+    """
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -32,16 +32,19 @@ def expectation_of(model: str | os.PathLike[str], *, dtype: torch.dtype, tied_em
 
     Args:
         model: Checkpoint directory, or the name of a Hugging Face model whose files are already on this machine.
-        dtype: Data type the model computes in. A floating-point tensor may arrive in it or in the type it has on disk.
+        dtype: Data type the model computes in. A floating-point tensor may arrive in it or in the type it has on disk; what is
+            quantised on disk must arrive like that, and what only arrives quantised is restored in this type.
         tied_embeddings: Whether the output embedding is the input embedding; it may then be left out of a version.
 
     Raises:
         ConfigError: The directory or one of its files is missing, broken, or names no tensors.
     """
     directory = _directory(model)
+    on_disk = stored_tensors(model)
+    quantised = {name for name, (_, stored) in on_disk.items() if stored.itemsize == 1}
     tensors = {
-        name: ExpectedTensor(shape, frozenset({on_disk, dtype} if on_disk.is_floating_point else {on_disk}))
-        for name, (shape, on_disk) in stored_tensors(model).items()
+        name: ExpectedTensor(shape, frozenset({stored, dtype} if _is_cast(name, stored, quantised) else {stored}))
+        for name, (shape, stored) in on_disk.items()
     }
     if not tensors:
         raise ConfigError(f"{directory} holds no weights.", part=_PART, hint="Export the model again.")
@@ -50,7 +53,13 @@ def expectation_of(model: str | os.PathLike[str], *, dtype: torch.dtype, tied_em
         embedding = _input_embedding(tensors, directory)
         tied[_LM_HEAD] = embedding
         tensors.setdefault(_LM_HEAD, tensors[embedding])
-    return Expectation(tensors=tensors, tied=tied)
+    return Expectation(tensors=tensors, tied=tied, dtype=dtype)
+
+
+def _is_cast(name: str, stored: torch.dtype, quantised: Collection[str]) -> bool:
+    """Whether a model may take the tensor in another type than its checkpoint's: not what is quantised, and no scales of that."""
+    base, mark, _ = name.rpartition("_scale")
+    return stored.is_floating_point and name not in quantised and not (mark and base in quantised)
 
 
 def stored_tensors(model: str | os.PathLike[str]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -46,6 +46,7 @@ from weightlane.ckpt_engines import (
     as_weightlane_error,
 )
 from weightlane.sync import Expectation, LiveStream, Subscriber
+from weightlane.sync.restored import one_by_one
 
 from .agreement import RankGroup
 from .checkpoint_values import CheckpointValues, checkpoint_specs
@@ -53,6 +54,7 @@ from .expectation import expectation_of
 from .layout import SourceSpec
 from .layout.live_delta import LiveDelta
 from .layout.loader import VersionLoader
+from .quantised_models import refuse_in_place
 from .transfer_calls import ConnectRequest, UpdateRequest, validated
 from .weight_loading import refuse_unsupported
 from .wire import RemoteFailure, RemoteFailureError
@@ -246,6 +248,8 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         refuse_unsupported(self.model, self.vllm_config, self.device)
         model_config = self.vllm_config.model_config
         self._in_place = request.commit == "in_place"
+        if self._in_place:
+            refuse_in_place(model_config)
         self._expectation = expectation_of(
             model_config.model,
             dtype=model_config.dtype,
@@ -403,7 +407,9 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         assert self._loader is not None, "it comes with the subscriber"
         change.way = self._loader.load(change.tensors, group)
         if self._subscriber is not None:
-            self._subscriber.prepare_delta = self._loader.live_delta if self._loader.takes_deltas else None
+            # What came quantised is restored from the whole of what is kept: a scale that changes changes its block.
+            scatters = self._loader.takes_deltas and not one_by_one(change.tensors)
+            self._subscriber.prepare_delta = self._loader.live_delta if scatters else None
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)  # The staging memory is reused as soon as this returns.
 

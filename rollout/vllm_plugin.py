@@ -5,7 +5,7 @@ vLLM calls `register` in every one of its processes, before the model is built, 
 
 from __future__ import annotations
 
-from .cpu_layers import BACKEND, keep_linear_parameters_live
+from .cpu_layers import BACKEND, ask_for_amx, keep_linear_parameters_live
 from .watchdog import watch_parent
 
 
@@ -24,3 +24,4 @@ def register() -> None:
         return
     if current_platform.is_cpu():
         keep_linear_parameters_live()
+        ask_for_amx()

@@ -11,6 +11,8 @@ import torch
 
 from weightlane.ckpt_engines import CommitError, ConfigError
 
+from .quantised_models import refuse_other_formats
+
 _PART = "rollout model"
 
 
@@ -26,12 +28,7 @@ def refuse_unsupported(model: torch.nn.Module, vllm_config: Any, device: torch.d
             part=_PART,
             hint="Use tensor_parallel and replicas.",
         )
-    if model_config.quantization is not None:
-        raise ConfigError(
-            f"the replica quantizes its weights ({model_config.quantization}), versions are sent unquantized.",
-            part=_PART,
-            hint="Start it from an unquantized checkpoint.",
-        )
+    refuse_other_formats(model_config)
     if device.type == "cpu":
         from vllm.model_executor.layers.fused_moe import RoutedExperts  # noqa: PLC0415 - only in a vLLM worker
 

@@ -182,6 +182,7 @@ class CollectivePublisher:
             bucket_bytes=self._config.bucket_bytes,
             deadline_s=self._config.deadline_s,
             integrity=self._config.integrity,
+            quantise=self._config.quantise,
             codec=self._config.codec,
             full_every=self._config.full_every,
         )

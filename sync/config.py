@@ -14,6 +14,10 @@ CodecPolicy = Literal["dense", "delta", "auto"]
 """What versions are sent as."""
 
 
+Quantise = Literal["none", "fp8", "int8"]
+"""What linear weights are turned into for the way."""
+
+
 class CheckpointEngineConfig(BaseModel):
     """Which transport carries the weights."""
 
@@ -58,6 +62,12 @@ class SyncConfig(BaseModel):
     )
     wire_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Dtype in which floating tensors travel; auto is the rollout's dtype."
+    )
+    quantise: Quantise = Field(
+        "none",
+        description="fp8: the weights of linear layers travel as e4m3 with a float32 scale for each block of 128 x 128. int8:"
+        " as int8 with a scale for each row. Either is lossy: a rollout that computes in another type serves the restored"
+        " values, and SyncReport.quantisation has the error; one that was started from such a checkpoint loads them as they are.",
     )
     codec: CodecPolicy = Field(
         "dense",

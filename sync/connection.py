@@ -170,7 +170,9 @@ class Connection:
         A replica that takes it in place has to begin its commit meanwhile, else nothing is written: `begin` is called with it
         when all its ranks are ready. Raises `TroubleError`; the connection is not usable any more then.
         """
-        offer = self._stored.get(version) or self._offer(version, deadline)
+        if (offer := self._stored.get(version)) is None:
+            self._letters.check_failed(version)
+            offer = self._offer(version, deadline)
         base = offer.manifest.get("base_version")
         if base is not None and (version == self._full or any(member.version != base for member in targets)):
             if version in self._as_delta and self._traits and self._traits.persistent:

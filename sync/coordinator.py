@@ -25,6 +25,7 @@ from weightlane.ckpt_engines import (
 )
 from weightlane.plugins import RunHooks, process_hooks
 
+from .codecs.quantised import QuantisationReport
 from .config import SyncConfig
 from .connection import Connection, Streamed
 from .correspondence import Correspondence, TroubleError
@@ -143,6 +144,7 @@ class Coordinator:
             sent_bytes=sum(message.nbytes for message in streamed.sent),
             codec=str(streamed.offer.manifest.get("codec", "")),
             codec_reason=streamed.offer.reason,
+            quantisation=_quantisation(streamed),
             replicas=reports,
             session=self._connection.session,
             failures=tuple(tally.failures),
@@ -464,6 +466,7 @@ class Coordinator:
             "latency_s": report.latency_s,
             "rollout_blocked_s": report.rollout_blocked_s,
             "sent_bytes": report.sent_bytes,
+            **({"quantisation_error": report.quantisation.relative_rms} if report.quantisation else {}),
             "failures": [failure.to_plain() for failure in report.failures],
             "replicas": {
                 name: {
@@ -503,3 +506,9 @@ def _named(version: int, failures: Mapping[str, WeightlaneError]) -> WeightlaneE
         peer=", ".join(failures),
         hint="Each has its own log.",
     )
+
+
+def _quantisation(streamed: Streamed) -> QuantisationReport | None:
+    """What quantising has done, over all trainer ranks."""
+    errors = [QuantisationReport(*message.error) for message in streamed.sent if message.error is not None]
+    return sum(errors, QuantisationReport()) if errors else None

@@ -69,6 +69,8 @@ class Correspondence:
         """Offers of this session, by version: publishing does not wait for anybody."""
         self.hellos: dict[str, Hello] = {}
         """Who has answered this session's `Reset`."""
+        self._failed: dict[tuple[int, str], Failed] = {}
+        """Versions of which a publisher has said in this session that it cannot offer or send them."""
         self.stale = False
         """A publisher has joined or left since the session began."""
 
@@ -77,6 +79,7 @@ class Correspondence:
         self.session, self.stale = session, False
         self.offers.clear()
         self.hellos.clear()
+        self._failed.clear()
 
     def post(self, name: str, message: Message) -> None:
         """Write to a participant, if it has joined."""
@@ -159,6 +162,11 @@ class Correspondence:
             )
             raise TroubleError(error, hopeless=True)
 
+    def check_failed(self, version: int) -> None:
+        """`TroubleError` if a publisher has said already, in this session, that it failed with `version`."""
+        if failures := [message for (other, _), message in self._failed.items() if other == version]:
+            raise self._verdict(failures)
+
     def answers(
         self, kind: type[M], names: Iterable[str], version: int, deadline: Deadline, what: str
     ) -> tuple[list[M], dict[str, WeightlaneError]]:
@@ -230,6 +238,9 @@ class Correspondence:
             self._roster.answered(getattr(message, "name", ""))
             if isinstance(message, Offer) and message.session == self.session:
                 self.offers[message.version] = message
+                self._failed.pop((message.version, message.name), None)  # it was published once more
+            elif isinstance(message, Failed) and self._publishers([message.name]) and message.session == self.session:
+                self._failed[message.version, message.name] = message
             elif isinstance(message, Hello) and message.session == self.session:
                 self.hellos[message.name] = message
 

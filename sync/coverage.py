@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -31,14 +31,19 @@ class Expectation:
     tensors: Mapping[str, ExpectedTensor]
     tied: Mapping[str, str] = field(default_factory=dict)
     """Alias -> the expected tensor it shares memory with; an alias may be sent or left out."""
+    dtype: torch.dtype | None = None
+    """In which type tensors are wanted that come quantised; None for the one in which each is accepted."""
 
 
-def check_coverage(manifest: Manifest, expectation: Expectation, *, part: str) -> None:
+def check_coverage(
+    manifest: Manifest, expectation: Expectation, *, part: str, specs: Sequence[TensorSpec] | None = None
+) -> None:
     """Raise one `ManifestError` that lists every kind of disagreement, or return.
 
-    Reported: missing, unexpected, fused, padded, mis-shaped and mis-typed tensors.
+    Reported: missing, unexpected, fused, padded, mis-shaped and mis-typed tensors. `specs` is what the version's tensors are when
+    they are loaded, if that is not what the manifest says.
     """
-    sent = {spec.name: spec for spec in manifest.specs}
+    sent = {spec.name: spec for spec in (manifest.specs if specs is None else specs)}
     problems: list[str] = []
 
     missing = [name for name in expectation.tensors if name not in sent and name not in expectation.tied]

@@ -20,7 +20,7 @@ from .devices import usable_cpus
 from .manifest import ALIGNMENT_BYTES, CODEC_DELTA, Manifest, Segment
 from .packing import RunTable
 from .strips import Run
-from .tensor_spec import LocalShard
+from .tensor_spec import Held, HeldRun, LocalShard
 
 _PART = "delta"
 _RUNS, _RUN_NUMEL = 4096, 32
@@ -98,7 +98,7 @@ class DeltaEncoder:
         layout: Where each tensor stands in the manifest.
     """
 
-    def __init__(self, shards: Sequence[LocalShard], places: Sequence[int], layout: Manifest) -> None:
+    def __init__(self, shards: Sequence[Held], places: Sequence[int], layout: Manifest) -> None:
         numbers = {spec.name: number for number, spec in enumerate(layout.specs)}
         self._shards = [
             (numbers[shard.spec.name], place, shard)
@@ -187,12 +187,17 @@ class DeltaEncoder:
             if spoken_for * _LOOKED_AT < self._elements and number < len(self._shards):
                 continue
             old = base[place : place + shard.nbytes].view(shard.spec.dtype)
-            changed += spoken_for * _sampled(old, shard.data.detach().reshape(-1), step)
+            if isinstance(shard, LocalShard):
+                changed += spoken_for * _sampled(old, shard.data.detach().reshape(-1), step)
+            elif isinstance(shard, HeldRun) and shard.differing is not None:
+                changed += spoken_for * shard.differing(old)
+            else:
+                continue
             spoken_for = 0.0
         return changed / self._elements if self._elements else 0.0
 
 
-def _cut(tensor: int, place: int, shard: LocalShard) -> Iterator[_Piece]:
+def _cut(tensor: int, place: int, shard: Held) -> Iterator[_Piece]:
     """A shard's pieces: small enough to be encoded, and decoded, beside each other."""
     width = shard.spec.dtype.itemsize
     for first in range(0, shard.numel, _PIECE_NUMEL):

@@ -59,6 +59,7 @@ class _ManifestOnWire(BaseModel):
     whole_tensors: bool = False
     sealed: bool = True
     lasting: bool = False
+    quantised: Annotated[str, Field(max_length=200)] = ""
     # JSON has lists only, which strict mode would not take for tuples.
     tensors: list[
         Annotated[
@@ -123,6 +124,8 @@ class Manifest:
     """The `identity` of the version that a delta applies to."""
     segments: tuple[Segment, ...] = ()
     """What a delta consists of, in the order of the wire; empty for the dense codec."""
+    quantised: str = ""
+    """As what linear weights are quantised, ``"fp8"`` or ``"int8"``; empty when none are. See `weightlane.sync.quantisation`."""
 
     def __post_init__(self) -> None:
         if self.bucket_bytes <= 0 or self.bucket_bytes % ALIGNMENT_BYTES:
@@ -256,6 +259,7 @@ class Manifest:
             "whole_tensors": self.whole_tensors,
             "sealed": self.sealed,
             "lasting": self.lasting,
+            "quantised": self.quantised,
             "identity": self.identity,
             "base_identity": self.base_identity,
             "segments": [segment.to_plain() for segment in self.segments],
@@ -309,6 +313,7 @@ class Manifest:
             wire.identity,
             wire.base_identity,
             tuple(Segment(*segment) for segment in wire.segments),
+            wire.quantised,
         )
 
 

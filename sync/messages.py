@@ -191,6 +191,8 @@ class Sent(_Message):
     version: int
     nbytes: int
     seconds: float
+    error: tuple[int, float, float, float] | None = None
+    """What quantising has done to a sample of its elements: the fields of `QuantisationReport`."""
 
 
 class Staged(_Message):

@@ -18,7 +18,7 @@ from weightlane.ckpt_engines import ManifestError, ProtocolError
 
 from .manifest import ALIGNMENT_BYTES, Manifest
 from .strips import Run, Window, copy_rows
-from .tensor_spec import LocalShard
+from .tensor_spec import Held
 
 _PART = "bucket packing"
 _Place = Annotated[int, Field(ge=0, lt=2**63), Strict()]
@@ -34,7 +34,7 @@ class RunTable:
         self._windows: dict[tuple[int, int], Window] = {}
 
     @classmethod
-    def of_shards(cls, shards: Sequence[LocalShard], places: Sequence[int], manifest: Manifest) -> RunTable:
+    def of_shards(cls, shards: Sequence[Held], places: Sequence[int], manifest: Manifest) -> RunTable:
         """The runs of `shards`, which lie at `places` of the rank's snapshot."""
         offsets = {entry.spec.name: entry.offset for entry in manifest.entries}
         return cls(
@@ -85,7 +85,7 @@ class RunTable:
             raise ProtocolError(f"not a table of runs: {where}: {first['msg']}.", part=_PART) from None
 
 
-def compact_places(shards: Sequence[LocalShard]) -> list[int]:
+def compact_places(shards: Sequence[Held]) -> list[int]:
     """First byte of each shard in a snapshot that holds nothing else, aligned."""
     places, place = [], 0
     for shard in shards:
@@ -94,7 +94,7 @@ def compact_places(shards: Sequence[LocalShard]) -> list[int]:
     return places
 
 
-def stream_places(shards: Sequence[LocalShard], manifest: Manifest) -> list[int]:
+def stream_places(shards: Sequence[Held], manifest: Manifest) -> list[int]:
     """First byte of each shard in a snapshot that is the stream itself: a rank that holds everything sends from it in place."""
     offsets = {entry.spec.name: entry.offset for entry in manifest.entries}
     return [offsets[shard.spec.name] + shard.start * shard.spec.dtype.itemsize for shard in shards]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from weightlane.ckpt_engines import Deadline, WeightlaneError
 
@@ -21,11 +22,13 @@ class Progress:
         self._changed = threading.Condition()
         self._error: WeightlaneError | None = None
         self.done_bytes = 0
+        self._read = 0
 
-    def advance(self, done_bytes: int) -> None:
-        """Everything before byte `done_bytes` is there."""
+    def advance(self, done_bytes: int, read: int | None = None) -> None:
+        """Everything before byte `done_bytes` is there, and what it is made of has been read up to `read`, or as far."""
         with self._changed:
             self.done_bytes = done_bytes
+            self._read = done_bytes if read is None else read
             self._changed.notify_all()
 
     def fail(self, error: WeightlaneError) -> None:
@@ -44,9 +47,16 @@ class Progress:
 
         Raises `DeadlineExceededError`, or what made the snapshot fail.
         """
+        self._wait(lambda: self.done_bytes >= until_bytes, deadline)
+
+    def wait_read(self, until: int, deadline: Deadline) -> None:
+        """Return when what the buffer is made of has been read up to `until`, and may change. Raises as `wait`."""
+        self._wait(lambda: self._read >= until, deadline)
+
+    def _wait(self, reached: Callable[[], bool], deadline: Deadline) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._error or self.done_bytes >= until_bytes, deadline.remaining_s)
-            if self.done_bytes >= until_bytes:
+            self._changed.wait_for(lambda: self._error or reached(), deadline.remaining_s)
+            if reached():
                 return
             if self._error is not None:
                 raise self._error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from threading import Lock
 
 import torch
 
@@ -16,6 +17,7 @@ from .delta_encoding import RankDelta
 from .manifest import CODEC_DELTA, CODEC_DENSE
 from .progress import Progress
 from .send_memory import SendMemory
+from .snapshot import Remains
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +60,10 @@ class Publication:
     """When its snapshot did."""
     delta: RankDelta | None = None
     """Once it is encoded."""
+    remains: Remains = field(default_factory=Remains)
+    """What quantising has left beside the snapshot."""
+    is_complete: bool = False
+    """Whether the rows of blocks that other ranks have a part of are quantised, too."""
 
     @property
     def is_delta(self) -> bool:
@@ -84,6 +90,8 @@ class SnapshotSlots:
         self._narrow = False
         self.base: Base | None = None
         """What the next delta applies to."""
+        self.writing = Lock()
+        """Held while memory is written to by another thread than the one that takes snapshots."""
 
     @property
     def device(self) -> torch.device:

@@ -34,14 +34,15 @@ from weightlane.plugins import RunHooks
 from .bucket_source import BucketSource, InPlace, Packed
 from .codec_choice import CodecChooser
 from .codecs.delta import TooDense
-from .config import CodecPolicy, Integrity
+from .config import CodecPolicy, Integrity, Quantise
+from .contribution import Contribution
 from .delta_agreement import DeltaAgreement
 from .delta_encoding import DeltaEncoder, delta_manifest
 from .devices import buffer_device
 from .gather import ShardGather
+from .magnitudes import MagnitudeAgreement, complete
 from .manifest import CODEC_DELTA, CODEC_DENSE, Manifest
 from .messages import Connect, EngineTraits, Full, Go, Message, Offer, Sent
-from .packing import RunTable, compact_places, stream_places
 from .participant import Participant
 from .progress import Progress
 from .publication import Base, Publication, Slot, SnapshotSlots
@@ -49,7 +50,6 @@ from .rendezvous import RendezvousAddress
 from .seal import SealMail
 from .send_memory import SendMemory
 from .send_pipeline import IN_FLIGHT, SendPipeline
-from .snapshot import Snapshot
 from .tensor_spec import LocalShard, TensorSpec
 
 _log = logging.getLogger(__name__)
@@ -81,13 +81,18 @@ class Publisher(Participant):
         bucket_bytes: Payload of a bucket.
         deadline_s: Longest time the fence waits for a snapshot, in seconds.
         integrity: ``"full"`` to seal every bucket, ``"off"`` to leave it to the transport.
+        quantise: What linear weights are turned into; see `SyncConfig`.
         codec: What versions are sent as; see `SyncConfig`.
         full_every: With deltas, at the latest every so many versions one is sent in full.
         hooks: Observers; those of this process by default.
 
     Raises:
         StorageError: There is no room for the snapshot in the engine's memory.
+        ConfigError: Nothing can be quantised, or not as it is sharded.
     """
+
+    _agreement: DeltaAgreement | None
+    _magnitudes: MagnitudeAgreement | None
 
     def __init__(
         self,
@@ -102,6 +107,7 @@ class Publisher(Participant):
         bucket_bytes: int,
         deadline_s: float = 60.0,
         integrity: Integrity = "full",
+        quantise: Quantise = "none",
         codec: CodecPolicy = "dense",
         full_every: int = 100,
         hooks: RunHooks | None = None,
@@ -109,26 +115,22 @@ class Publisher(Participant):
         self._in_place = world == 1
         self._rank, self._world = rank, world
         self._engine = engine
-        self._layout = Manifest(
-            0,
-            tuple(specs),
+        ours = Contribution(specs, shards, quantise)
+        self._layout = ours.layout(
             bucket_bytes,
             whole_tensors=engine.capabilities.persistent,
             sealed=integrity == "full",
             lasting=self._in_place and engine.capabilities.views,
         )
-        places = stream_places(shards, self._layout) if self._in_place else compact_places(shards)
-        self._table = RunTable.of_shards(shards, places, self._layout)
+        places = ours.places(self._layout, in_place=self._in_place)
+        self._table, self._snapshot = ours.table(places, self._layout), ours.snapshot(places)
         self._deadline_s = deadline_s
-        self._snapshot = Snapshot(shards, places)
         device = buffer_device(engine, next((shard.data.device for shard in shards), None))
         nbytes = self._layout.total_bytes if self._in_place else self._snapshot.nbytes
         owner, pinned = (engine if self._in_place else None), self._snapshot.from_cuda
         self._slots = SnapshotSlots(lambda: SendMemory(owner, nbytes, device, pinned=pinned), name)
-        self._shards = list(shards)
-        self._encoder = DeltaEncoder(shards, places, self._layout)
-        elements = sum(shard.numel for shard in shards)
-        self._chooser = CodecChooser(codec, elements, self._encoder.dense_bytes, full_every)
+        self._encoder = DeltaEncoder(ours.held, places, self._layout)
+        self._chooser = CodecChooser(codec, ours.numel, self._encoder.dense_bytes, full_every)
         self._incarnation = secrets.token_hex(8)
         self._published = 0
         self._delta_memory = SendMemory(owner, 0, device)
@@ -151,7 +153,7 @@ class Publisher(Participant):
         self._decided_by = 0.0
         self._snapshot_s = 0.0
         """How long the last one took."""
-        self._agreement: DeltaAgreement | None = None
+        self._agreement, self._magnitudes = None, None
         self._offered_to = ""
         """The session in which the held version was offered."""
         self._go: Go | None = None
@@ -206,11 +208,11 @@ class Publisher(Participant):
         publication = self._fence
         if publication is None:
             return 0.0
-        until = self._snapshot.nbytes
+        until = self._snapshot.read_end
         if names is not None:
             until = max((self._snapshot.ends.get(name, 0) for name in names), default=0)
         started = time.perf_counter()
-        publication.progress.wait(until, Deadline.after(self._deadline_s))
+        publication.progress.wait_read(until, Deadline.after(self._deadline_s))
         seconds = time.perf_counter() - started
         if seconds > _NOTABLE_S and not self._said_slow:
             self._said_slow = True
@@ -273,6 +275,9 @@ class Publisher(Participant):
                 if self._chooser.uses_deltas and self._world > 1:
                     box = self.rendezvous.mailbox(f"deltas/{message.session}")
                     self._agreement = DeltaAgreement(box, message.publishers, self._rank)
+                if self._layout.quantised and self._world > 1:
+                    box = self.rendezvous.mailbox(f"magnitudes/{message.session}")
+                    self._magnitudes = MagnitudeAgreement(box, message.publishers, self._rank)
         if not kept:
             gather.close()
             raise self._closed_while_connecting()
@@ -310,8 +315,8 @@ class Publisher(Participant):
 
     def _close_half(self) -> None:
         with self._changed:
-            parts = (self._sender, self._pipeline, self._gather, self._agreement)
-            self._sender = self._pipeline = self._gather = self._go = self._agreement = None
+            parts = (self._sender, self._pipeline, self._gather, self._agreement, self._magnitudes)
+            self._sender = self._pipeline = self._gather = self._go = self._agreement = self._magnitudes = None
         for part in parts:
             if part is not None:
                 part.close()
@@ -378,6 +383,8 @@ class Publisher(Participant):
                 publication, self._next = self._next, None
                 assert publication is not None, "it was waited for"
                 self._held, self._offered_to = None, ""
+            with self._slots.writing:
+                pass  # whoever is writing looked whether it is still wanted
             try:
                 self._take(publication)
             except Exception as error:  # noqa: BLE001 - the fence raises it in the training thread
@@ -405,7 +412,7 @@ class Publisher(Participant):
         with self._changed:  # it can be offered, and streamed as far as it is there
             self._held = publication
             self._changed.notify_all()
-        self._snapshot.take(slot.memory.data, publication.mark, publication.progress)
+        self._snapshot.take(slot.memory.data, publication.mark, publication.progress, publication.remains)
         seconds = time.perf_counter() - publication.began
         self._snapshot_s = seconds
         self._chooser.snapshot_taken(seconds)
@@ -470,6 +477,7 @@ class Publisher(Participant):
                 return
             self._offered_to = session
         try:
+            self._complete(held, Deadline.after(self._deadline_s))
             if held.is_delta and held.delta is None:
                 self._encode(held)
             if agreement is not None:
@@ -483,6 +491,11 @@ class Publisher(Participant):
         except Exception as error:  # noqa: BLE001 - the coordinator, which waits for the offer, must learn it
             _log.warning("%s: version %d could not be offered: %s", self.name, held.version, error)
             self._report(held.version, session, error)
+
+    def _complete(self, held: Publication, deadline: Deadline) -> None:
+        """See to it that the bytes of `held` depend on nobody else."""
+        if self._layout.quantised:
+            complete(held, self._snapshot, self._magnitudes, deadline, lambda: self._held is held, self._slots.writing)
 
     def _encode(self, held: Publication) -> None:
         """Compare the snapshot, as far as it is there, with the base; it is sent in full if too much has changed."""
@@ -522,12 +535,17 @@ class Publisher(Participant):
 
     def _stream(self, go: Go, held: Publication) -> None:
         try:
-            started = time.perf_counter()
-            nbytes = self._send(go, held, Deadline.after(go.deadline_s))
+            started, deadline = time.perf_counter(), Deadline.after(go.deadline_s)
+            self._complete(held, deadline)
+            nbytes = self._send(go, held, deadline)
             seconds = time.perf_counter() - started
             self._chooser.sent(go.version, go.codec, seconds)
             self._settled(go.version)
-            self._tell(Sent(name=self.name, session=go.session, version=go.version, nbytes=nbytes, seconds=seconds))
+            error = held.remains.error.to_plain() if self._layout.quantised else None
+            sent = Sent(
+                name=self.name, session=go.session, version=go.version, nbytes=nbytes, seconds=seconds, error=error
+            )
+            self._tell(sent)
         except Exception as error:  # noqa: BLE001 - the coordinator decides what becomes of the version
             _log.info("%s: version %d was not sent: %s", self.name, go.version, error)
             self._report(go.version, go.session, error)

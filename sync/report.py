@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 from weightlane.ckpt_engines import WeightlaneError
 
+from .codecs.quantised import QuantisationReport
+
 
 class CommitOutcome(Protocol):
     """What a replica reports of one commit. Supplied by the rollout side."""
@@ -92,6 +94,9 @@ class SyncReport:
     """What it was sent as."""
     codec_reason: str = ""
     """Why."""
+    quantisation: QuantisationReport | None = None
+    """The error of a sample of the quantised elements against what the trainer has; None where nothing is quantised, and where
+    a store's version was read again."""
     failures: tuple[FailedAttempt, ...] = ()
     """What went wrong on the way, in order; empty in a smooth sync."""
 

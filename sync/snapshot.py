@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from .codecs.quantised import QuantisationReport
 from .progress import Progress
 from .tensor_spec import LocalShard
+
+if TYPE_CHECKING:
+    from .quantised_snapshot import CutRows
 
 _CHUNK_BYTES = 16 << 20
 """What is copied, at most, before those who wait for it hear of it."""
@@ -16,8 +21,25 @@ _SMALL_BYTES = 256 << 10
 """Tensors up to this size are copied together: a call of its own costs as much as copying 30 KiB."""
 
 
+@dataclass(slots=True)
+class Remains:
+    """What a snapshot leaves behind that is not in its memory; see `weightlane.sync.quantised_snapshot`."""
+
+    cuts: list[CutRows] = field(default_factory=list)
+    """Rows whose scales depend on what other ranks hold."""
+    error: QuantisationReport = field(default_factory=QuantisationReport)
+    """What quantising did to a sample of the elements."""
+
+
+class Step(Protocol):
+    """A part of taking a snapshot."""
+
+    def run(self, memory: torch.Tensor, remains: Remains) -> None:
+        """Do it. Whatever is left for later is added to `remains`."""
+
+
 @dataclass(frozen=True, slots=True)
-class _Copy:
+class Copy:
     """Elements to be copied by one call: a piece of a large shard, or small shards that lie back to back."""
 
     sources: list[torch.Tensor]
@@ -26,6 +48,27 @@ class _Copy:
     """First byte in the snapshot."""
     end: int
     dtype: torch.dtype
+
+    def run(self, memory: torch.Tensor, remains: Remains) -> None:  # noqa: ARG002 - nothing is left
+        """See `Step`."""
+        into = memory[self.start : self.end].view(self.dtype)
+        if len(self.sources) == 1:
+            into.copy_(self.sources[0].reshape(-1), non_blocking=True)
+        elif self.sources[0].device == into.device:
+            torch.cat(self.sources, out=into)
+        else:
+            into.copy_(torch.cat(self.sources), non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Milestone:
+    """A step, and how far the snapshot has come once all steps up to this one have run."""
+
+    step: Step
+    done_bytes: int
+    """Everything before this byte is there."""
+    read: int
+    """How far shards have been read, see `Snapshot.ends`."""
 
 
 class Snapshot:
@@ -37,14 +80,17 @@ class Snapshot:
     """
 
     def __init__(self, shards: Sequence[LocalShard], places: Sequence[int]) -> None:
-        source = next((shard.data.device for shard in shards if shard.numel), torch.device("cpu"))
-        self._stream = torch.cuda.Stream(source) if source.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream = side_stream(shards)
         ordered = sorted(zip(places, shards, strict=True), key=lambda placed: placed[0])
-        self._copies = list(_joined(_pieces(ordered)))
+        self._milestones = [Milestone(copy, copy.end, copy.end) for copy in copies(ordered)]
         self.ends = _ends(ordered)
-        """One past the last byte of each tensor's shards, by its name."""
-        self.nbytes = max(self.ends.values(), default=0)
+        """How far must have been read before a tensor may change, by its name; here one past the last byte of its shards."""
+        self.read_end = max(self.ends.values(), default=0)
+        """How far, before all may."""
+        self.nbytes = self.read_end
         """One past the last byte of all."""
+        self.is_cut = False
+        """Whether other ranks must speak before it is complete; see `weightlane.sync.magnitudes`."""
 
     @property
     def from_cuda(self) -> bool:
@@ -60,55 +106,65 @@ class Snapshot:
         return event
 
     @torch.no_grad()
-    def take(self, memory: torch.Tensor, after: torch.cuda.Event | None, progress: Progress) -> None:
+    def take(
+        self,
+        memory: torch.Tensor,
+        after: torch.cuda.Event | None,
+        progress: Progress,
+        remains: Remains | None = None,
+    ) -> None:
         """Copy every shard into `memory` (uint8), cast in the same pass. Blocks, and tells `progress` of what is there."""
+        remains = remains or Remains()
         if self._stream is None:
-            for copy in self._copies:
-                _run(copy, memory)
-                progress.advance(copy.end)
-            progress.advance(self.nbytes)
-            return
-        with torch.cuda.stream(self._stream):
-            if after is not None:
-                self._stream.wait_event(after)
-            queued: list[tuple[torch.cuda.Event, int]] = []
-            for copy in self._copies:
-                _run(copy, memory)
-                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                event.record(self._stream)
-                queued.append((event, copy.end))
-        for event, end in queued:
-            event.synchronize()
-            progress.advance(end)
-        progress.advance(self.nbytes)
+            for milestone in self._milestones:
+                milestone.step.run(memory, remains)
+                self._tell(milestone.done_bytes, milestone.read, progress)
+        else:
+            with torch.cuda.stream(self._stream):
+                if after is not None:
+                    self._stream.wait_event(after)
+                queued: list[tuple[torch.cuda.Event, Milestone]] = []
+                for milestone in self._milestones:
+                    milestone.step.run(memory, remains)
+                    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                    event.record(self._stream)
+                    queued.append((event, milestone))
+            for event, milestone in queued:
+                event.synchronize()
+                self._tell(milestone.done_bytes, milestone.read, progress)
+        self._tell(self.nbytes, self.read_end, progress)
+
+    def _tell(self, done_bytes: int, read: int, progress: Progress) -> None:  # noqa: ARG002 - the same here
+        progress.advance(done_bytes)
 
 
-def _run(copy: _Copy, memory: torch.Tensor) -> None:
-    into = memory[copy.start : copy.end].view(copy.dtype)
-    if len(copy.sources) == 1:
-        into.copy_(copy.sources[0].reshape(-1), non_blocking=True)
-    elif copy.sources[0].device == into.device:
-        torch.cat(copy.sources, out=into)
-    else:
-        into.copy_(torch.cat(copy.sources), non_blocking=True)
+def side_stream(shards: Sequence[LocalShard]) -> torch.cuda.Stream | None:
+    """A stream for work beside the training, if the shards are on a GPU."""
+    source = next((shard.data.device for shard in shards if shard.numel), torch.device("cpu"))
+    return torch.cuda.Stream(source) if source.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
-def _pieces(ordered: Sequence[tuple[int, LocalShard]]) -> Iterator[_Copy]:
+def copies(ordered: Sequence[tuple[int, LocalShard]]) -> Iterator[Copy]:
+    """The calls that copy shards to their places; `ordered` by place."""
+    return _joined(_pieces(ordered))
+
+
+def _pieces(ordered: Sequence[tuple[int, LocalShard]]) -> Iterator[Copy]:
     for place, shard in ordered:
         data, width = shard.data.detach(), shard.spec.dtype.itemsize
         if not data.is_contiguous():  # flattened when it is copied: a piece must look at the live storage
-            yield _Copy([data], place, place + shard.nbytes, shard.spec.dtype)
+            yield Copy([data], place, place + shard.nbytes, shard.spec.dtype)
             continue
         flat = data.view(-1)
         step = _CHUNK_BYTES // width
         for first in range(0, flat.numel(), step):
             piece = flat[first : first + step]
             start = place + first * width
-            yield _Copy([piece], start, start + piece.numel() * width, shard.spec.dtype)
+            yield Copy([piece], start, start + piece.numel() * width, shard.spec.dtype)
 
 
-def _joined(copies: Iterable[_Copy]) -> Iterator[_Copy]:
-    group: list[_Copy] = []
+def _joined(copies: Iterable[Copy]) -> Iterator[Copy]:
+    group: list[Copy] = []
     for copy in copies:
         if group and not _fit(group[0], group[-1], copy):
             yield _one(group)
@@ -118,7 +174,7 @@ def _joined(copies: Iterable[_Copy]) -> Iterator[_Copy]:
         yield _one(group)
 
 
-def _fit(first: _Copy, last: _Copy, following: _Copy) -> bool:
+def _fit(first: Copy, last: Copy, following: Copy) -> bool:
     """Whether `following` can be copied in one call with those from `first` to `last`."""
     source, other = first.sources[0], following.sources[0]
     return (
@@ -130,8 +186,8 @@ def _fit(first: _Copy, last: _Copy, following: _Copy) -> bool:
     )
 
 
-def _one(group: Sequence[_Copy]) -> _Copy:
-    return _Copy([copy.sources[0] for copy in group], group[0].start, group[-1].end, group[0].dtype)
+def _one(group: Sequence[Copy]) -> Copy:
+    return Copy([copy.sources[0] for copy in group], group[0].start, group[-1].end, group[0].dtype)
 
 
 def _ends(ordered: Sequence[tuple[int, LocalShard]]) -> dict[str, int]:

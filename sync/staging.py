@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from .manifest import Manifest
 from .staged_delta import StagedDelta
 
 _log = logging.getLogger(__name__)
+HandOut = Callable[[Manifest, Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 _DELTA_FACTOR = 4
 """A delta's memory while it is received and decoded, per byte on the wire, at most."""
 
@@ -57,10 +59,14 @@ class Staging:
         part: Name of the owner for error messages.
         limit_bytes: Most memory the slots may take together; 0 means no limit.
         device: Where they lie.
+        hand_out: What `take` gives of a version's tensors.
     """
 
-    def __init__(self, part: str, limit_bytes: int, device: torch.device) -> None:
+    def __init__(
+        self, part: str, limit_bytes: int, device: torch.device, hand_out: HandOut = lambda _manifest, tensors: tensors
+    ) -> None:
         self._part = part
+        self._hand_out = hand_out
         self._limit = limit_bytes
         self._device = device
         self._lock = threading.Lock()
@@ -171,19 +177,19 @@ class Staging:
             delta.swap(tensors)
             self._serving.manifest = self._base_manifest
 
-    def take(self, version: int) -> dict[str, torch.Tensor]:
+    def take(self, version: int) -> Mapping[str, torch.Tensor]:
         """Views of the staged tensors of `version`; `CommitError` if it is not staged."""
         with self._lock:
             if self._delta is not None and self._delta.version == version and not self._delta_aborted:
                 self._taken = version
-                return self._serving.tensors()
+                return self._handed_out(self._serving)
             staged = [self._incoming]
             if self._lent is not None and self._lent.committed is None:
                 staged.insert(0, self._lent)
             for slot in staged:
                 if slot.version == version:
                     self._taken = version
-                    return slot.tensors()
+                    return self._handed_out(slot)
             newest = max(slot.version for slot in staged)
             have = f"version {newest}" if newest >= 0 else "nothing"
         raise CommitError(
@@ -192,7 +198,11 @@ class Staging:
             hint="Commit a version only after the coordinator reports it staged.",
         )
 
-    def take_previous(self, version: int) -> tuple[int, dict[str, torch.Tensor]]:
+    def _handed_out(self, slot: _Slot) -> Mapping[str, torch.Tensor]:
+        assert slot.manifest is not None
+        return self._hand_out(slot.manifest, slot.tensors())
+
+    def take_previous(self, version: int) -> tuple[int, Mapping[str, torch.Tensor]]:
         """The version kept from before `version`, and its tensors; `CommitError` if there is none."""
         with self._lock:
             if self._delta is not None and self._delta.version == version:
@@ -205,7 +215,7 @@ class Staging:
                     hint="It is where rollout.staging_limit_bytes leaves room for it, from the second version on.",
                 )
             self._taken = self._serving.version
-            return self._serving.version, self._serving.tensors()
+            return self._serving.version, self._handed_out(self._serving)
 
     def release(self, version: int) -> None:
         """Whoever took `version` is done with its memory."""

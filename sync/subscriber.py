@@ -18,6 +18,7 @@ from weightlane.ckpt_engines import (
     ClosedError,
     CommitError,
     Deadline,
+    ManifestError,
     StagingMemoryError,
     Topology,
     WeightlaneError,
@@ -33,6 +34,7 @@ from .manifest import Manifest
 from .messages import Accepted, Connect, EngineTraits, Message, Open, Ready, Staged
 from .participant import Participant
 from .rendezvous import RendezvousAddress
+from .restored import Restoring
 from .seal import SealMail, verify
 from .staged_delta import IncomingDelta, StagedDelta
 from .staging import Staging, lacks_base
@@ -115,7 +117,9 @@ class Subscriber(Participant):
         self._expectation = expectation
         self._limit = staging_limit_bytes
         self._device = buffer_device(engine, device)
-        self._staging = Staging(name, staging_limit_bytes, self._device)
+        self._staging = Staging(
+            name, staging_limit_bytes, self._device, lambda manifest, tensors: self._restoring(manifest)(tensors)
+        )
         self._in_place = commit == "in_place"
         self._bucket = torch.empty(0, dtype=torch.uint8, device=self._device)
         """What buckets are received into that are not staged; the staging thread's."""
@@ -125,6 +129,8 @@ class Subscriber(Participant):
         self._link: _Link | None = None
         self._manifest: Manifest | None = None
         """The newest that was offered."""
+        self._restorings: tuple[Manifest, Restoring] | None = None
+        """How tensors of a manifest are handed out, and those of all that are like it."""
         self._shown: dict[int, _Link] = {}
         """Versions that are looked at in their sender's memory; the staging thread's."""
         self.prepare_delta: Callable[[IncomingDelta], Any] | None = None
@@ -144,8 +150,11 @@ class Subscriber(Participant):
         self._worker.start()
         self.start()
 
-    def take(self, version: int) -> dict[str, torch.Tensor]:
+    def take(self, version: int) -> Mapping[str, torch.Tensor]:
         """The staged, verified tensors of `version` by name: views of memory that must not be written to, valid until `release`.
+
+        Where weights came quantised and the expectation is of others, these are what they stand for, each made when it is
+        asked for.
 
         Raises `SyncAbortedError` if the version was given up, or `CommitError` if it is not staged.
         """
@@ -186,7 +195,7 @@ class Subscriber(Participant):
         """What was taken last was taken back: the live weights are, bit for bit, what they were before."""
         self._live = self._live_before
 
-    def take_previous(self, version: int) -> tuple[int, dict[str, torch.Tensor]]:
+    def take_previous(self, version: int) -> tuple[int, Mapping[str, torch.Tensor]]:
         """The version that served before `version`, and its tensors as `take` gives them, valid until `release`.
 
         Raises `CommitError` when it is not kept: before the second version, or where memory allows one only.
@@ -263,7 +272,7 @@ class Subscriber(Participant):
             return
         self._outcomes.begin(message.version)
         manifest = self._manifest = Manifest.from_plain(message.manifest, self._manifest)
-        check_coverage(manifest, self._expectation, part=self.name)
+        check_coverage(manifest, self._expectation, part=self.name, specs=self._restoring(manifest).specs)
         link = self._link
         if link is None:
             raise ClosedError("a version was offered on a closed connection.", part=self.name)
@@ -271,6 +280,12 @@ class Subscriber(Participant):
             self._check_base(manifest)
         self._delta = None  # as `reserve`: what was staged before is dropped
         deadline, stream = Deadline.after(message.deadline_s), None
+        if self._in_place and self._restoring(manifest).restores:
+            raise ManifestError(
+                f"version {manifest.version} came quantised, and its weights cannot be restored in place.",
+                part=self.name,
+                hint='Set rollout.commit to "staged", or sync.quantise to "none".',
+            )
         if self._in_place and not manifest.is_delta:
             self._check_room_for_bucket(manifest)
             self._give_stream_up("another one was offered.")
@@ -291,6 +306,13 @@ class Subscriber(Participant):
                 hint="Lower sync.bucket_mib, or raise rollout.staging_limit_bytes. Engines that store need room for the"
                 " largest tensor.",
             )
+
+    def _restoring(self, manifest: Manifest) -> Restoring:
+        """How the version's tensors are handed out."""
+        known = self._restorings
+        if known is None or known[0].specs is not manifest.specs or known[0].quantised != manifest.quantised:
+            known = self._restorings = (manifest, Restoring(manifest, self._expectation))
+        return known[1]
 
     def _check_base(self, manifest: Manifest) -> None:
         have = self._live if self.prepare_delta else self._staging.kept_identity

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -75,6 +76,42 @@ class TensorSpec:
     def to_plain(self) -> list[Any]:
         """As JSON: ``[name, [sizes], dtype]``."""
         return [self.name, list(self.shape), dtype_name(self.dtype)]
+
+
+class Held(Protocol):
+    """The run of `numel` elements from element `start` of a row-major flattened tensor of the stream, on one trainer rank."""
+
+    @property
+    def spec(self) -> TensorSpec:
+        """The tensor."""
+
+    @property
+    def start(self) -> int:
+        """First element."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size on the wire in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRun:
+    """A `Held` that is made when a snapshot is taken."""
+
+    spec: TensorSpec
+    start: int
+    numel: int
+    differing: Callable[[torch.Tensor], float] | None = None
+    """About which share of its elements, given as they were, 1-D, would be others now; None where neighbours tell enough."""
+
+    @property
+    def nbytes(self) -> int:
+        """See `Held`."""
+        return self.numel * self.spec.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,6 +89,7 @@ class TrainerRank:
             bucket_bytes=sync.bucket_bytes,
             deadline_s=sync.deadline_s,
             integrity=sync.integrity,
+            quantise=sync.quantise,
             codec=sync.codec,
             full_every=sync.full_every,
         )

@@ -10,6 +10,7 @@ from typing import TypeAlias
 import torch
 
 from weightlane.ckpt_engines import CommitError
+from weightlane.sync.restored import one_by_one, without_data
 
 from .geometry import Cover, blocks_between, target_block
 from .host_copies import HostCopy, StagedCopies
@@ -103,7 +104,8 @@ class CommitPlan:
         When this returns on a CUDA device, the copies are queued on the current stream.
 
         Args:
-            tensors: Contiguous checkpoint tensors, at least those of `sources`, on the CPU or the parameters' device.
+            tensors: Contiguous checkpoint tensors, at least those of `sources`, on the CPU or the parameters' device. Those that
+                are made when asked for are made one at a time.
 
         Raises:
             CommitError: A tensor is missing or is not what was traced. Nothing has been copied.
@@ -114,6 +116,16 @@ class CommitPlan:
             self.fill()
             alike.run(memory)
             _copy_all((copy.live, _value(copy.piece, tensors[name])) for name, copy in self._by_torch)
+            return
+        if one_by_one(tensors):
+            for name, tensor in without_data(tensors).items():
+                if name in self.sources:
+                    self._checked(name, {name: tensor})  # raises before anything is copied
+            if absent := self.sources.keys() - tensors.keys():
+                raise CommitError(f"the version lacks {min(absent)}.", part=_PART)
+            self.fill()
+            for name in self._copies:
+                _copy_all(self._copied_on_host(name, self._checked(name, tensors)))
             return
         checked = {name: self._checked(name, tensors) for name in self.sources}
         self.fill()

@@ -73,6 +73,9 @@ class OtherValues(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         tensor = self._tensors[name]
+        if tensor.is_floating_point() and tensor.itemsize == 1:  # e4m3: another code, and none of NaN
+            codes = tensor.view(torch.uint8)
+            return torch.where(codes & 0x7F >= 0x7E, codes ^ 2, codes ^ 1).view(tensor.dtype)  # noqa: PLR2004 - the largest
         if tensor.is_floating_point():
             return torch.where(tensor.abs() < 1, 0.5 - 0.25 * tensor, 0.125).to(tensor.dtype)
         return tensor.logical_not() if tensor.dtype == torch.bool else tensor ^ 1

@@ -16,6 +16,7 @@ from vllm.logger import init_logger
 
 from weightlane.ckpt_engines import CommitError, WeightlaneError
 from weightlane.sync import IncomingDelta, Piece
+from weightlane.sync.restored import without_data
 
 from ..agreement import RankGroup
 from ..weight_loading import load_version
@@ -352,4 +353,4 @@ def _pieces_of(tensors: Mapping[str, torch.Tensor]) -> Iterator[Piece]:
 
 
 def _signature_of(tensors: Mapping[str, torch.Tensor]) -> _Signature:
-    return {name: SourceSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    return {name: SourceSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in without_data(tensors).items()}

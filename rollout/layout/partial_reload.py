@@ -57,7 +57,7 @@ def reload_layers(
         try:
             initialize_layerwise_reload(some)
             loaded = model.load_weights(  # type: ignore[operator]
-                (name, tensor) for name, tensor in tensors.items() if name in sources
+                (name, tensors[name]) for name in tensors if name in sources
             )
         except Exception as cause:
             raise CommitError(f"loading stopped half-way: {type(cause).__name__}: {cause}.", part=part) from cause

@@ -20,7 +20,7 @@ from weightlane.ckpt_engines import (
 
 from .contenders import RAW, Contender, Copies, Figures, Files, Gloo, plain_options
 from .machine import available_bytes, this_machine
-from .participants import check_offered, sync_config
+from .participants import LOSSY, check_offered, sync_config
 from .processes import Processes
 from .raw import has_safetensors
 from .report import PHASES, BenchReport, Blocking, ExtraBytes, Limits, Phases, Row, Setup, Slowdown, Spread
@@ -55,6 +55,13 @@ def run_bench(settings: BenchSettings, say: Say = lambda _: None) -> BenchReport
         WeightlaneError: A version could not be carried over.
     """
     check_offered("codec", settings.codecs)
+    lossy = sorted(set(settings.codecs).intersection(LOSSY))
+    if lossy and (deltas := sorted(set(settings.codecs).difference(LOSSY, ["dense"]))):
+        raise ConfigError(
+            f"receivers that were sent {' and '.join(lossy)} hold rounded weights, to which {' and '.join(deltas)} cannot apply.",
+            part=_PART,
+            hint="Measure them in two runs.",
+        )
     check_offered("integrity", settings.integrity)
     workload = named_workload(settings.model)
     if settings.directory is not None and not settings.directory.is_dir():
@@ -164,7 +171,8 @@ class _Bench:
         """Measure, and say what was found."""
         settings = self._settings
         plain = self._workload.to_plain()
-        self._processes.every("prepare", plain, settings.seed, settings.threads, timeout_s=settings.deadline_s)
+        prepared = plain, settings.seed, settings.threads, not set(LOSSY).isdisjoint(settings.codecs)
+        self._processes.every("prepare", *prepared, timeout_s=settings.deadline_s)
         for number in range(settings.rounds + 1):
             self._say(f"round {number} of {settings.rounds}" if number else "warming up")
             for contender in self._contenders:

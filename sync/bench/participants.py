@@ -31,6 +31,8 @@ from .moments import Moments
 
 SENDER = "trainer-0"
 _BEFORE_THE_FIELD = {"integrity": "full", "codec": "dense"}
+LOSSY = ("fp8", "int8")
+"""Values of the setting ``quantise`` that are measured as codecs: dense versions of quantised weights."""
 """What a build does that does not let one choose."""
 
 
@@ -41,7 +43,7 @@ def offered(setting: str) -> tuple[str, ...]:
         return (_BEFORE_THE_FIELD[setting],)
     kind = field.annotation
     choices = get_args(kind) if get_origin(kind) is Literal else getattr(kind, "__members__", {}).values()
-    return tuple(map(str, choices))
+    return (*map(str, choices), *(LOSSY if setting == "codec" else ()))
 
 
 def check_offered(setting: str, values: Sequence[str]) -> None:
@@ -62,6 +64,8 @@ def sync_config(*, codec: str, integrity: str, bucket_mib: float | None, deadlin
     chosen |= {"retries": 0, "quorum": 1.0}
     if bucket_mib is not None:
         chosen["bucket_mib"] = bucket_mib
+    if codec in LOSSY:
+        chosen["quantise"], codec = codec, "dense"
     fields = SyncConfig.model_fields
     chosen |= {key: value for key, value in (("codec", codec), ("integrity", integrity)) if key in fields}
     return SyncConfig(**chosen)
@@ -148,16 +152,19 @@ class ReceivingSide:
             **_taken_by(Subscriber, settings),
         )
         self._live: dict[str, torch.Tensor] = {}
+        self._quantised = settings.quantise != "none"
 
     def commit(self, version: int, live: Mapping[str, torch.Tensor], pause: Lock) -> tuple[float, float]:
         """Copy the staged version over the `live` parameters, holding `pause` from the first byte to the last.
 
         Where the staged tensors are is found out before: nothing needs to stand still for that. Of a delta, only what has changed
-        is written. Returns `time.monotonic` when the pause began and when it ended.
+        is written; what came quantised is restored tensor by tensor. Returns `time.monotonic` when the pause began and
+        when it ended.
         """
         if not self._live:
             self._live = dict(live)
-            self._subscriber.prepare_delta = self._prepared
+            if not self._quantised:
+                self._subscriber.prepare_delta = self._prepared
         if (delta := self._subscriber.take_delta(version)) is not None:
             with pause:
                 started = time.monotonic()
@@ -165,6 +172,14 @@ class ReceivingSide:
                     patch.apply_(target)
                 return started, time.monotonic()
         staged = self._subscriber.take(version)
+        if self._quantised:
+            with pause:
+                started = time.monotonic()
+                for name, tensor in live.items():
+                    tensor.copy_(staged[name])
+                ended = time.monotonic()
+            self._subscriber.release(version)
+            return started, ended
         into, source = list(live.values()), [staged[name] for name in live]
         with pause:
             started = time.monotonic()
@@ -213,4 +228,4 @@ def _taken_by(kind: type, settings: SyncConfig) -> dict[str, Any]:
     """Those of the row's choices that are arguments of `kind`'s constructor."""
     arguments = inspect.signature(kind).parameters
     plain = settings.model_dump()
-    return {key: plain[key] for key in ("codec", "integrity") if key in arguments and key in plain}
+    return {key: plain[key] for key in ("codec", "integrity", "quantise") if key in arguments and key in plain}

@@ -182,7 +182,8 @@ class RowContender:
 
     def verify(self) -> None:
         """Compare all receivers' parameters with the sender's."""
-        expected, *found = self.processes.every("crc", timeout_s=self.timeout_s)
+        quantise = self.facts.config.quantise
+        expected, *found = self.processes.every("crc", quantise, timeout_s=self.timeout_s)
         self.verified = self.verified and found == [expected] * len(found)
 
     def carry(self, step_s: float) -> Figures:

@@ -19,7 +19,9 @@ class BenchSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     engines: tuple[str, ...] = Field(("shm",), min_length=1, description="Names of checkpoint engines.")
-    codecs: tuple[str, ...] = Field(("dense",), min_length=1, description="Values of `sync.codec`.")
+    codecs: tuple[str, ...] = Field(
+        ("dense",), min_length=1, description="Values of `sync.codec`, or of `sync.quantise`."
+    )
     integrity: tuple[str, ...] = Field(("full",), min_length=1, description="Values of `sync.integrity`.")
     model: str = Field("tiny", description="A name of `MODELS`, or a directory of safetensors files.")
     receivers: int = Field(2, ge=1, le=64, description="Processes that take the weights.")

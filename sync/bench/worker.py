@@ -15,12 +15,13 @@ import torch
 from weightlane.ckpt_engines import as_weightlane_error
 from weightlane.ckpt_engines.json_line import Line
 
+from ..config import Quantise
 from .loops import Loop
 from .memory import PeakMemory
 from .network import enter_network
 from .participants import ReceivingSide, SendingSide
 from .raw import RawGloo, load, save
-from .workload import Payload, Workload
+from .workload import Payload, Workload, restored_crc
 
 Span = tuple[float, float]
 """`time.monotonic` at the beginning and at the end."""
@@ -43,22 +44,24 @@ class WorkerMethods:
         self._decoding = threading.Lock()
         """Held for a step of the decode loop, and for a commit."""
 
-    def prepare(self, workload: Mapping[str, Any], seed: int, threads: int) -> None:
-        """Make the parameters: random ones in the sender, zeros in receivers."""
+    def prepare(self, workload: Mapping[str, Any], seed: int, threads: int, finite: bool = False) -> None:
+        """Make the parameters: random ones in the sender, numbers if they shall be `finite`; zeros in receivers."""
         torch.set_num_threads(threads)
         self._seed = seed
         self._workload = Workload.from_plain(workload)
         self._payload = Payload(self._workload.specs)
         if self._index == 0:
-            self._payload.fill(seed)
+            self._payload.fill(seed, finite=finite)
 
     def enter_network(self, path: str) -> None:
         """See `network.enter_network`; everything that is opened from now on is there."""
         enter_network(path)
 
-    def crc(self) -> int:
-        """Of the parameters as they are now."""
-        return self._payload.crc()
+    def crc(self, quantise: Quantise = "none") -> int:
+        """Of the parameters as they are now; in the sender, of what quantising leaves of them."""
+        if self._index or quantise == "none":
+            return self._payload.crc()
+        return restored_crc(self._workload.specs, self._payload, quantise)
 
     # -- limits: plain copies -------------------------------------------------------------------------------------------
 

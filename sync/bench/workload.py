@@ -14,6 +14,8 @@ import torch
 
 from weightlane.ckpt_engines import ConfigError
 
+from ..codecs.quantised import Scheme, block_fp8, channel_int8
+from ..quantisation import is_quantised
 from ..tensor_spec import TensorSpec, dtype_of
 from .headers import read_headers
 
@@ -22,6 +24,12 @@ _CHUNK_NUMEL = 1 << 24
 """Elements of which changed positions are drawn at a time; bounds the memory that takes."""
 _DENSE = 1 / 32
 """Above this share, asking every element is faster than finding those that change."""
+_EXPONENTS = {
+    torch.bfloat16: (~0x7800, 0x3800),
+    torch.float16: (~0x4000, 0),
+    torch.float32: (~0x7800_0000, 0x3800_0000),
+}
+"""Bits to clear and to set for finite numbers, by type."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -73,8 +81,11 @@ class Payload:
         """A view for every tensor, by name."""
         self._changes = 0
 
-    def fill(self, seed: int) -> None:
-        """Random bits in every tensor: NaN, denormals and -0.0 among them. The same for the same seed."""
+    def fill(self, seed: int, *, finite: bool = False) -> None:
+        """Random bits in every tensor: NaN, denormals and -0.0 among them. The same for the same seed.
+
+        What has to be `finite` gets numbers between 2**-15 and 2 instead, either sign, in every type that can be quantised.
+        """
         generator = torch.Generator().manual_seed(seed)
         for values in self._integers():
             # The widest integers make the fewest draws; what is left over gets its own.
@@ -84,6 +95,10 @@ class Payload:
                 whole[:body].view(torch.int64).random_(-(2**63), None, generator=generator)
                 whole = whole[body:]
             whole.random_(0, 256, generator=generator)
+        for tensor in self.tensors.values() if finite else ():
+            if tensor.dtype in _EXPONENTS:
+                clear, put = _EXPONENTS[tensor.dtype]
+                tensor.view(_INTEGERS[tensor.dtype.itemsize]).bitwise_and_(clear).bitwise_or_(put)
 
     def change(self, density: float, seed: int) -> None:
         """Change that share of the elements, at random positions; the same ones for the same seed and number of calls.
@@ -107,13 +122,39 @@ class Payload:
 
     def crc(self) -> int:
         """CRC-32 over all bytes."""
-        if not self.flat.numel():
-            return 0
-        # numpy would do, but torch does not require it.
-        return zlib.crc32((ctypes.c_char * self.flat.numel()).from_address(self.flat.data_ptr()))
+        return _crc(self.flat)
 
     def _integers(self) -> list[torch.Tensor]:
         return [tensor.view(-1).view(_INTEGERS[tensor.dtype.itemsize]) for tensor in self.tensors.values()]
+
+
+def restored_crc(specs: Sequence[TensorSpec], payload: Payload, scheme: Scheme) -> int:
+    """The `Payload.crc` of what quantising leaves of a payload."""
+    crc = 0
+    for spec in specs:
+        tensor = payload.tensors[spec.name]
+        if is_quantised(spec):
+            tensor = _restored(tensor, scheme)
+        crc = _crc(tensor.reshape(-1).view(torch.uint8), crc)
+        crc = zlib.crc32(bytes(_aligned(spec.nbytes) - spec.nbytes), crc)
+    return crc
+
+
+def _restored(matrix: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    if scheme == "fp8":
+        scales = block_fp8.scales_of(block_fp8.block_amax(matrix, 0))
+        restored = block_fp8.dequantise(block_fp8.quantise(matrix, 0, scales), 0, scales)
+    else:
+        scales = channel_int8.scales_of(channel_int8.channel_amax(matrix))
+        restored = channel_int8.dequantise(channel_int8.quantise(matrix, scales), scales)
+    return restored.to(matrix.dtype)
+
+
+def _crc(data: torch.Tensor, so_far: int = 0) -> int:
+    if not data.numel():
+        return so_far
+    # numpy would do, but torch does not require it.
+    return zlib.crc32((ctypes.c_char * data.numel()).from_address(data.data_ptr()), so_far)
 
 
 def _coins(numel: int, density: float, generator: torch.Generator) -> torch.Tensor:

@@ -22,17 +22,22 @@ from weightlane.sync import (
     SyncReport,
     TensorSpec,
 )
-from weightlane.sync.config import CodecPolicy
+from weightlane.sync.config import CodecPolicy, Quantise
 
 
 class OneRankTrainer:
     """Holds live tensors, as a trainer does, and publishes whatever is copied into them."""
 
     def __init__(
-        self, model: Path, backend: str = "shm", options: dict[str, Any] | None = None, codec: CodecPolicy = "dense"
+        self,
+        model: Path,
+        backend: str = "shm",
+        options: dict[str, Any] | None = None,
+        codec: CodecPolicy = "dense",
+        quantise: Quantise = "none",
     ) -> None:
         self.live = {name: tensor.clone() for name, tensor in load_tensors(model).items()}
-        self.backend = backend
+        self.backend, self.options = backend, options or {}
         self.version = 0
         self._rendezvous = Rendezvous.host()
         specs = [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self.live.items()]
@@ -46,6 +51,7 @@ class OneRankTrainer:
             engine=CheckpointEngineRegistry().create(backend, options),
             bucket_bytes=1 << 16,
             codec=codec,
+            quantise=quantise,
         )
         self._coordinator: Coordinator | None = None
 

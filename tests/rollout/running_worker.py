@@ -14,7 +14,7 @@ from tiny_models import load_tensors, vllm_parameters
 
 from weightlane.rollout import CommitReport, Completion, RolloutWorker
 from weightlane.sync import Replica
-from weightlane.sync.config import CodecPolicy
+from weightlane.sync.config import CodecPolicy, Quantise
 
 T = TypeVar("T")
 
@@ -42,14 +42,20 @@ class Setup:
     def run(self, call: Coroutine[Any, Any, T], timeout_s: float = 60.0) -> T:
         return self.runner.run(asyncio.wait_for(call, timeout_s))
 
-    def new_trainer(self, backend: str = "shm", codec: CodecPolicy = "dense") -> OneRankTrainer:
+    def new_trainer(
+        self,
+        backend: str = "shm",
+        codec: CodecPolicy = "dense",
+        quantise: Quantise = "none",
+        options: dict[str, Any] | None = None,
+    ) -> OneRankTrainer:
         """Put a new trainer in the place of the one before."""
-        self.trainer = OneRankTrainer(self.models[0], backend, codec=codec)
+        self.trainer = OneRankTrainer(self.models[0], backend, options, codec=codec, quantise=quantise)
         return self.trainer
 
     def connect(self, *, quorum: float = 0.5, others: Iterable[Replica] = ()) -> None:
         """Let the trainer publish to the worker and to `others`."""
-        self.run(self.worker.connect(self.trainer.address, self.trainer.backend))
+        self.run(self.worker.connect(self.trainer.address, self.trainer.backend, self.trainer.options))
         self.run(self.trainer.connect([self.worker, *others], quorum))
         self.trainer.version = self.worker.version
 

@@ -9,14 +9,23 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from publishing import OneRankTrainer
-from tiny_models import greedy_tokens, load_tensors, make_llama, make_qwen3, make_qwen3_moe, vllm_parameters
+from tiny_models import (
+    greedy_tokens,
+    load_tensors,
+    make_blocky_qwen3,
+    make_llama,
+    make_qwen3,
+    make_qwen3_moe,
+    quantised_copy,
+    vllm_parameters,
+)
 
-from weightlane.ckpt_engines import WeightlaneError
+from weightlane.ckpt_engines import SyncAbortedError, WeightlaneError
 from weightlane.rollout.wire import failure_from_text
 from weightlane.sync import CommitReport
 
@@ -106,6 +115,53 @@ def test_offline_vllm_takes_a_version_through_its_own_weight_transfer_calls(
     assert offline.call("parameters") == {name: described(tensor) for name, tensor in wanted.items()}
     if dtype == "float32":
         assert offline.call("greedy", PROMPT, 12) == greedy_tokens(models[1], PROMPT, 12)
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int8"])
+def test_a_quantised_model_takes_versions_in_its_own_format(
+    scheme: Literal["fp8", "int8"], offline: Offline, tmp_path: Path
+) -> None:
+    """Bit for bit what vLLM holds that was started from the version's checkpoint; and it says the same."""
+    if not torch.cpu._is_amx_tile_supported():
+        pytest.skip("vLLM's fp8 and int8 layers need AMX on a CPU")
+    plain = [make_blocky_qwen3(tmp_path / f"model{seed}", seed=seed) for seed in range(3)]
+    quantised = [quantised_copy(model, tmp_path / f"{model.name}-{scheme}", scheme) for model in plain]
+    held: list[Any] = []
+    for model in quantised[1:]:
+        offline.call("start", str(model), "bfloat16", None)
+        held.append((offline.call("parameters"), offline.call("greedy", PROMPT, 12)))
+    offline.call("start", str(quantised[0]), "bfloat16", "weightlane")
+    trainer = OneRankTrainer(plain[0], "shm", quantise=scheme)
+    assert offline.call("connect", trainer.address, "shm", {}) == ""
+
+    async def life() -> None:
+        await trainer.connect([StockReplica(offline)])
+        for model, (parameters, tokens) in zip(plain[1:], held, strict=True):
+            await trainer.sync(model)
+            assert offline.call("parameters") == parameters
+            assert offline.call("greedy", PROMPT, 12) == tokens
+
+    asyncio.run(asyncio.wait_for(life(), 60.0))
+    trainer.close()
+
+
+def test_a_quantised_model_refuses_what_is_not(offline: Offline, tmp_path: Path) -> None:
+    if not torch.cpu._is_amx_tile_supported():
+        pytest.skip("vLLM's fp8 layers need AMX on a CPU")
+    model = make_blocky_qwen3(tmp_path / "model", seed=0)
+    offline.call("start", str(quantised_copy(model, tmp_path / "fp8", "fp8")), "bfloat16", "weightlane")
+    trainer = OneRankTrainer(model, "shm")
+    assert offline.call("connect", trainer.address, "shm", {}) == ""
+    before = offline.call("parameters")
+
+    async def life() -> None:
+        await trainer.connect([StockReplica(offline)])
+        with pytest.raises(SyncAbortedError, match="is bfloat16, expected float8_e4m3fn"):
+            await trainer.sync(model)
+
+    asyncio.run(asyncio.wait_for(life(), 60.0))
+    trainer.close()
+    assert offline.call("parameters") == before
 
 
 def described(tensor: torch.Tensor) -> list[object]:

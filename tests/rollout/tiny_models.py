@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+
+from weightlane.sync.codecs.quantised import quantization_config, scale_name
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "sync"))
+from quantised_reference import reference_fp8, reference_int8
 
 VOCAB = 320
 HIDDEN = 64
@@ -24,6 +33,30 @@ def make_qwen3(
     """A tiny Qwen3 whose weights depend on `seed` only."""
     config = transformers.Qwen3Config(head_dim=HEAD_DIM, **_sizes(tied, vocab))
     return _save(transformers.Qwen3ForCausalLM, config, path, seed, dtype)
+
+
+def make_blocky_qwen3(path: Path, *, seed: int) -> Path:
+    """A tiny Qwen3 in bfloat16; all parts of fused tensors have a multiple of 128 rows, as vLLM asks of fp8 checkpoints."""
+    sizes = _sizes(False, VOCAB) | {"hidden_size": 128, "intermediate_size": 256}
+    config = transformers.Qwen3Config(head_dim=64, **sizes)
+    return _save(transformers.Qwen3ForCausalLM, config, path, seed, torch.bfloat16)
+
+
+def quantised_copy(model: Path, path: Path, scheme: Literal["fp8", "int8"]) -> Path:
+    """The checkpoint that `model` is in fp8 or int8, made without the package's quantisers."""
+    shutil.copytree(model, path)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in load_tensors(model).items():
+        if "_proj." not in name:
+            tensors[name] = tensor
+            continue
+        reference = reference_fp8 if scheme == "fp8" else reference_int8
+        tensors[name], tensors[scale_name(name, scheme)] = reference(tensor)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = quantization_config(scheme, ["lm_head"])
+    (path / "config.json").write_text(json.dumps(config))
+    return path
 
 
 def make_llama(

@@ -35,10 +35,24 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }
 
 
-def weights(version: int, dtype: torch.dtype, big_mib: int = 0) -> dict[str, torch.Tensor]:
+LINEAR: dict[str, tuple[int, ...]] = {
+    "embed_tokens.weight": (37, 24),
+    "q.weight": (300, 200),
+    "q.bias": (300,),
+    "up.weight": (129, 257),
+    "down.weight": (5, 128),
+    "norm.weight": (24,),
+    "lm_head.weight": (41, 24),
+}
+"""A model with layers that can be quantised; no border between two or three trainer ranks is one between blocks."""
+
+
+def weights(
+    version: int, dtype: torch.dtype, big_mib: int = 0, shapes: dict[str, tuple[int, ...]] = SHAPES
+) -> dict[str, torch.Tensor]:
     """The tensors of a version, the same in every process; with `big_mib` one more, of that size."""
     generator = torch.Generator().manual_seed(version)
-    tensors = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+    tensors = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
     if big_mib:
         tensors["big"] = torch.full(((big_mib << 20) // dtype.itemsize,), float(version), dtype=dtype)
     return tensors
@@ -57,6 +71,11 @@ def nudge_one(flat: torch.Tensor, version: int, every: int) -> None:
     """Change one element in `every` of a float32 tensor, in place."""
     odd = torch.tensor(_ODD_BITS[version % 3], dtype=torch.int64).to(torch.int32)
     flat.view(torch.int32)[version % every :: every] = odd if version % 2 else version
+
+
+def grow_one(flat: torch.Tensor, version: int) -> None:
+    """Make one element larger, in place."""
+    flat[7 * version % flat.numel()] *= 1.5
 
 
 def nudged(first: int, versions: list[int], every: int) -> dict[str, torch.Tensor]:
@@ -84,9 +103,10 @@ class Trainer:
     ) -> None:
         self._rank, self._world = rank, world
         wire = getattr(torch, more.pop("wire_dtype", "float32"))
+        self._model = LINEAR if more.pop("linear", False) else SHAPES
         shards = []
         self._big_mib = more.pop("big_mib", 0)
-        for tensor_name, full in weights(0, torch.float32, self._big_mib).items():
+        for tensor_name, full in self._values(0).items():
             start, stop = self._cut(full)
             shards.append(
                 LocalShard(
@@ -107,6 +127,9 @@ class Trainer:
             **more,
         )
 
+    def _values(self, version: int) -> dict[str, torch.Tensor]:
+        return weights(version, torch.float32, self._big_mib, self._model)
+
     def _cut(self, full: torch.Tensor) -> tuple[int, int]:
         if not full.shape:
             return (0, 1) if self._rank == 0 else (1, 1)
@@ -117,7 +140,7 @@ class Trainer:
     def step(self, version: int) -> float:
         """Pass the fence, then change the parameters."""
         waited = self._publisher.fence()
-        for shard, full in zip(self._shards, weights(version, torch.float32, self._big_mib).values(), strict=True):
+        for shard, full in zip(self._shards, self._values(version).values(), strict=True):
             shard.data.copy_(full.reshape(-1)[shard.start : shard.start + shard.numel])
         return waited
 
@@ -130,6 +153,23 @@ class Trainer:
             nudge_one(full, version, every)
             shard.data.copy_(full[shard.start : shard.start + shard.numel])
         return waited
+
+    def grow(self, version: int) -> float:
+        """As `step`, but of each tensor only one element changes: see `grow_one`."""
+        waited = self._publisher.fence()
+        for shard in self._shards:
+            full = torch.zeros(max(shard.spec.numel, 1))
+            full[shard.start : shard.start + shard.numel] = shard.data
+            grow_one(full, version)
+            shard.data.copy_(full[shard.start : shard.start + shard.numel])
+        return waited
+
+    def poison(self, name: str) -> None:
+        """Pass the fence, then put a NaN into a tensor."""
+        self._publisher.fence()
+        for shard in self._shards:
+            if shard.spec.name == name:
+                shard.data[-1:] = float("nan")
 
     def publish(self, version: int) -> None:
         """Publish what the parameters are now."""
@@ -149,7 +189,7 @@ class Rollout:
     def __init__(
         self, name: str, rendezvous: dict[str, Any], backend: str, options: dict[str, Any], **more: Any
     ) -> None:
-        self.live = weights(0, torch.float32, more.get("big_mib", 0))
+        self.live = weights(0, torch.float32, more.get("big_mib", 0), LINEAR if more.get("linear") else SHAPES)
         wire = getattr(torch, more.get("wire_dtype", "float32"))
         shapes = dict(
             {key: tuple(tensor.shape) for key, tensor in self.live.items()},

@@ -14,10 +14,11 @@ True
 """
 
 from . import block_fp8, channel_int8
-from .checkpoint import Scheme, quantization_config, scale_name, scale_shape
+from .checkpoint import DTYPES, Scheme, quantization_config, scale_name, scale_shape
 from .report import QuantisationReport
 
 __all__ = [
+    "DTYPES",
     "QuantisationReport",
     "Scheme",
     "block_fp8",

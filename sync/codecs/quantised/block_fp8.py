@@ -26,6 +26,8 @@ from .report import QuantisationReport
 BLOCK = 128
 LARGEST = 448.0
 """Largest finite e4m3 value."""
+_HALF_STEPS = 256.0
+"""What the same exponent bits stand for in float16, times this, they stand for in e4m3."""
 
 
 def block_rows(first_row: int, rows: int) -> range:
@@ -82,7 +84,14 @@ def scales_of(amax: torch.Tensor) -> torch.Tensor:
     return scales_from(amax, LARGEST)
 
 
-def quantise(shard: torch.Tensor, first_row: int, scales: torch.Tensor, *, name: str = "the tensor") -> torch.Tensor:
+def quantise(
+    shard: torch.Tensor,
+    first_row: int,
+    scales: torch.Tensor,
+    *,
+    name: str = "the tensor",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The shard's elements as float8_e4m3fn.
 
     Args:
@@ -90,32 +99,36 @@ def quantise(shard: torch.Tensor, first_row: int, scales: torch.Tensor, *, name:
         first_row: As for `block_amax`.
         scales: float32, for the same rows of blocks as `block_amax` returned, magnitudes exchanged.
         name: For errors.
+        out: Where to put them: float8_e4m3fn of the shard's shape, on any device.
 
     Raises:
         ConfigError: `scales` has another shape.
     """
     check_shard(shard, name)
     _check_scales(shard, first_row, scales, name)
-    quantised = torch.empty(shard.shape, dtype=torch.float8_e4m3fn, device=shard.device)
+    quantised = torch.empty(shard.shape, dtype=torch.float8_e4m3fn, device=shard.device) if out is None else out
     for target, band, scale in zip(_bands(quantised, first_row), _bands(shard, first_row), scales, strict=True):
         target.copy_((band.float() / _by_column(scale, shard)).clamp_(-LARGEST, LARGEST))
     return quantised
 
 
-def dequantise(quantised: torch.Tensor, first_row: int, scales: torch.Tensor) -> torch.Tensor:
-    """What quantised elements stand for: float32 of the same shape."""
+def dequantise(
+    quantised: torch.Tensor, first_row: int, scales: torch.Tensor, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """What quantised elements stand for: float32 of the same shape, or `out`, to whose type float32 is rounded."""
     _check_scales(quantised, first_row, scales, "the quantised tensor")
-    restored = torch.empty(quantised.shape, dtype=torch.float32, device=quantised.device)
-    for target, band, scale in zip(_bands(restored, first_row), _bands(quantised, first_row), scales, strict=True):
-        torch.mul(band.float(), _by_column(scale, quantised), out=target)
-    return restored
+    if out is None:
+        out = torch.empty(quantised.shape, dtype=torch.float32, device=quantised.device)
+    for target, band, scale in zip(_bands(out, first_row), _bands(quantised, first_row), scales, strict=True):
+        target.copy_(_values(band).mul_(_by_column(scale * _HALF_STEPS, quantised)))
+    return out
 
 
 def report(shard: torch.Tensor, quantised: torch.Tensor, first_row: int, scales: torch.Tensor) -> QuantisationReport:
     """The error of `quantised` against `shard`."""
     total = QuantisationReport()
     for before, band, scale in zip(_bands(shard, first_row), _bands(quantised, first_row), scales, strict=True):
-        total += QuantisationReport.of(before.float(), band.float() * _by_column(scale, shard))
+        total += QuantisationReport.of(before.float(), _values(band).mul_(_by_column(scale * _HALF_STEPS, shard)))
     return total
 
 
@@ -124,6 +137,15 @@ def _bands(shard: torch.Tensor, first_row: int) -> Iterator[torch.Tensor]:
     for block_row in block_rows(first_row, shard.shape[0]):
         start = max(block_row * BLOCK - first_row, 0)
         yield shard[start : (block_row + 1) * BLOCK - first_row]
+
+
+def _values(codes: torch.Tensor) -> torch.Tensor:
+    """The finite values of e4m3 `codes` over `_HALF_STEPS`, float32: exact, and several times as fast as torch's cast on CPUs.
+
+    A code is a float16 with fewer bits on either side: sign and the rest move up, the exponents' biases differ by 8.
+    """
+    wide = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
+    return wide.view(torch.float16).float()
 
 
 def _by_column(scale: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:

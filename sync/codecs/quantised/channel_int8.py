@@ -43,25 +43,32 @@ def scales_of(amax: torch.Tensor) -> torch.Tensor:
     return scales_from(amax, STEPS)
 
 
-def quantise(shard: torch.Tensor, scales: torch.Tensor, *, name: str = "the tensor") -> torch.Tensor:
-    """The shard's elements as int8, with the scales of its rows (float32 [rows, 1]).
+def quantise(
+    shard: torch.Tensor, scales: torch.Tensor, *, name: str = "the tensor", out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The shard's elements as int8, with the scales of its rows (float32 [rows, 1]); in `out` if that is given.
 
     Raises:
         ConfigError: `scales` has another shape.
     """
     check_shard(shard, name)
     check_scales(scales, (shard.shape[0], 1), name)
-    quantised = torch.empty(shard.shape, dtype=torch.int8, device=shard.device)
+    quantised = torch.empty(shard.shape, dtype=torch.int8, device=shard.device) if out is None else out
     for start in range(0, shard.shape[0], _BAND_ROWS):
         rows = slice(start, start + _BAND_ROWS)
         quantised[rows] = (shard[rows].float() / scales[rows]).round_().clamp_(-128, 127)
     return quantised
 
 
-def dequantise(quantised: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """What quantised elements stand for: float32 of the same shape."""
+def dequantise(quantised: torch.Tensor, scales: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """What quantised elements stand for: float32 of the same shape, or `out`, to whose type float32 is rounded."""
     check_scales(scales, (quantised.shape[0], 1), "the quantised tensor")
-    return quantised.float() * scales
+    if out is None:
+        return quantised.float() * scales
+    for start in range(0, quantised.shape[0], _BAND_ROWS):
+        rows = slice(start, start + _BAND_ROWS)
+        out[rows] = quantised[rows].float() * scales[rows]
+    return out
 
 
 def report(shard: torch.Tensor, quantised: torch.Tensor, scales: torch.Tensor) -> QuantisationReport:

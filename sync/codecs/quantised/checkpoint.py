@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import torch
+
 from . import block_fp8
 
 Scheme = Literal["fp8", "int8"]
+DTYPES: dict[Scheme, torch.dtype] = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+"""What elements become."""
 
 
 def scale_name(weight: str, scheme: Scheme) -> str:

@@ -25,6 +25,10 @@ class QuantisationReport:
         """Root mean square of the error over that of the values; 0 where all values are 0."""
         return math.sqrt(self.squared_error / self.squared) if self.squared else 0.0
 
+    def to_plain(self) -> tuple[int, float, float, float]:
+        """Its fields, in order."""
+        return self.elements, self.max_abs, self.squared_error, self.squared
+
     def __add__(self, other: QuantisationReport) -> QuantisationReport:
         return QuantisationReport(
             self.elements + other.elements,

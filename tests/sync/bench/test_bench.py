@@ -228,3 +228,14 @@ def test_what_a_build_offers_is_read_off_its_settings(monkeypatch: pytest.Monkey
     config = participants.sync_config(codec="delta", integrity="off", bucket_mib=1.0, deadline_s=3.0)
     assert (config.model_dump()["codec"], config.model_dump()["integrity"]) == ("delta", "off")
     assert config.bucket_mib == 1.0
+
+
+def test_quantised_versions_are_compared_with_what_quantising_leaves() -> None:
+    report = run_bench(BenchSettings(codecs=("fp8", "dense", "int8"), receivers=1, rounds=1))
+    assert isinstance(report, BenchReport)
+    fp8, dense, int8 = report.rows
+    assert report.verified
+    # The embedding, a sixth of the model, stays in two bytes; a scale for each row of int8 weighs as much as four elements.
+    assert fp8.wire_bytes < int8.wire_bytes < 0.7 * dense.wire_bytes
+    with pytest.raises(ConfigError, match="int8 hold rounded weights, to which delta cannot apply"):
+        run_bench(BenchSettings(codecs=("int8", "delta")))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quantised_reference import reference_fp8, reference_int8, restored
 
 from weightlane.ckpt_engines import ConfigError, ManifestError
 from weightlane.sync.codecs.quantised import (
@@ -33,33 +34,6 @@ def weights(rows: int, columns: int, dtype: torch.dtype = torch.float32, seed: i
     return matrix.to(dtype)
 
 
-def reference_fp8(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Block after block, in float32."""
-    rows, columns = matrix.shape
-    scales = torch.empty(-(-rows // 128), -(-columns // 128))
-    quantised = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
-    for i, j in itertools.product(range(scales.shape[0]), range(scales.shape[1])):
-        block = matrix[128 * i : 128 * i + 128, 128 * j : 128 * j + 128].to(torch.float32)
-        largest = block.abs().max()
-        scale = torch.tensor(1.0) if largest == 0 else torch.maximum(largest / 448, torch.tensor(2.0**-126))
-        scales[i, j] = scale
-        quantised[128 * i : 128 * i + 128, 128 * j : 128 * j + 128] = torch.clamp(block / scale, -448, 448).to(
-            torch.float8_e4m3fn
-        )
-    return quantised, scales
-
-
-def reference_int8(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    scales = torch.empty(matrix.shape[0], 1)
-    quantised = torch.empty(matrix.shape, dtype=torch.int8)
-    for i, row in enumerate(matrix.to(torch.float32)):
-        largest = row.abs().max() if row.numel() else torch.tensor(0.0)
-        scale = torch.tensor(1.0) if largest == 0 else torch.maximum(largest / 127.5, torch.tensor(2.0**-126))
-        scales[i, 0] = scale
-        quantised[i] = torch.clamp(torch.round(row / scale), -128, 127).to(torch.int8)
-    return quantised, scales
-
-
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
@@ -78,7 +52,10 @@ def test_fp8_is_what_the_reference_gives(shape: tuple[int, int], dtype: torch.dt
         expected, expected_scales = reference_fp8(matrix)
         assert same(scales, expected_scales)
         assert same(quantised, expected)
-        assert not block_fp8.dequantise(quantised, 0, scales).isnan().any()
+        assert same(block_fp8.dequantise(quantised, 0, scales), restored(matrix, "fp8"))
+        narrow = torch.empty(shape, dtype=torch.bfloat16)
+        block_fp8.dequantise(quantised, 0, scales, out=narrow)
+        assert same(narrow, restored(matrix, "fp8").bfloat16())
     else:
         assert quantised.shape == shape
 
@@ -93,6 +70,14 @@ def test_int8_is_what_the_reference_gives(shape: tuple[int, int], dtype: torch.d
     assert tuple(scales.shape) == scale_shape(shape, "int8")
     assert same(scales, expected_scales)
     assert same(quantised, expected)
+
+
+def test_every_finite_code_stands_for_what_torch_says() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    finite = codes[~codes.float().isnan()].view(1, -1)
+    for scale in (1.0, 2.0**-126, 3e38 / 448, 0.1):
+        scales = torch.full((1, 2), scale)
+        assert same(block_fp8.dequantise(finite, 0, scales), finite.float() * scale)
 
 
 def merged(shards: list[torch.Tensor], starts: list[int]) -> list[torch.Tensor]:

@@ -1,0 +1,59 @@
+"""Versions that come quantised, in a vLLM that computes in another type: exactly what the reference quantiser leaves of them."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from running_worker import Setup
+from safetensors.torch import save_file
+from tiny_models import greedy_tokens, load_tensors
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "sync"))
+from quantised_reference import restored
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+PROMPT = [5, 6, 7]
+
+
+def left_of(tensors: dict[str, torch.Tensor], scheme: str) -> dict[str, torch.Tensor]:
+    """What a replica must hold."""
+    return {name: restored(tensor, scheme) if "_proj." in name else tensor for name, tensor in tensors.items()}
+
+
+def check(setup: Setup, tensors: dict[str, torch.Tensor], directory: Path) -> None:
+    """The replica holds these tensors, and decodes with them what transformers does."""
+    setup.check_tensors(tensors)
+    shutil.copytree(setup.models[0], directory)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    assert setup.greedy(PROMPT).token_ids == greedy_tokens(directory, PROMPT, 16)
+
+
+@pytest.mark.parametrize(("scheme", "backend"), [("fp8", "shm"), ("fp8", "gloo"), ("int8", "filesystem")])
+def test_a_replica_serves_exactly_what_quantising_leaves(
+    setup: Setup, scheme: str, backend: str, tmp_path: Path
+) -> None:
+    setup.trainer.close()
+    options = {"path": str(tmp_path / "store")} if backend == "filesystem" else {}
+    setup.new_trainer(backend, quantise=scheme, options=options)
+    setup.connect()
+    for model in (1, 2):
+        version = setup.serve(model)
+        check(setup, left_of(load_tensors(setup.models[model]), scheme), tmp_path / f"v{version}")
+    assert setup.probe("probe_way")[0][0] == "traced", "restored tensors do not go by copies"
+
+
+def test_deltas_of_quantised_bytes_reach_a_replica_exactly(setup: Setup) -> None:
+    setup.trainer.close()
+    setup.new_trainer(codec="delta", quantise="fp8")
+    setup.connect()
+    setup.serve(1)
+    for version in range(3):
+        for tensor in setup.trainer.live.values():
+            tensor.view(-1)[version::50] *= 1.01
+        assert setup.run(setup.trainer.sync_live()).codec == "delta"
+        setup.check_tensors(left_of(setup.trainer.live, "fp8"))

@@ -1,0 +1,363 @@
+"""Versions whose linear weights travel quantised: every rollout restores exactly what the reference quantiser leaves of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hop import LINEAR, digest, grow_one, weights
+from hop_run import Run
+from quantised_reference import reference_fp8, reference_int8, restored
+
+from weightlane.ckpt_engines import (
+    CheckpointEngineRegistry,
+    ConfigError,
+    Deadline,
+    ManifestError,
+    ProtocolError,
+    QuarantinedError,
+    StorageError,
+    SyncAbortedError,
+)
+from weightlane.sync import (
+    Expectation,
+    ExpectedTensor,
+    LocalShard,
+    Manifest,
+    Publisher,
+    Rendezvous,
+    TensorSpec,
+    quantised_snapshot,
+    read_version,
+)
+from weightlane.sync.delta_encoding import DeltaEncoder
+from weightlane.sync.packing import compact_places
+from weightlane.sync.progress import Progress
+from weightlane.sync.quantisation import is_quantised, wire_specs
+from weightlane.sync.quantised_snapshot import QuantisedShards
+from weightlane.sync.restored import Restoring
+from weightlane.sync.snapshot import Remains
+
+MATRICES = ("q.weight", "up.weight", "down.weight")
+SUFFIXES = {"fp8": "_scale_inv", "int8": "_scale"}
+every_engine = pytest.mark.parametrize("backend", ["gloo", "shm", "filesystem"])
+every_scheme = pytest.mark.parametrize("scheme", ["fp8", "int8"])
+
+
+def left_of(tensors: dict[str, torch.Tensor], scheme: str, dtype: torch.dtype = torch.float32) -> dict[str, str]:
+    """Digests of what a rollout must hold."""
+    made = {name: restored(tensor, scheme) if name in MATRICES else tensor for name, tensor in tensors.items()}
+    return digest({name: tensor.to(dtype) for name, tensor in made.items()})
+
+
+def begun(make_run: Callable[..., Run], backend: str, scheme: str, **arguments: Any) -> Run:
+    trainer = {"linear": True, "quantise": scheme} | arguments.pop("trainer", {})
+    rollout = {"linear": True} | arguments.pop("rollout", {})
+    return make_run(backend, trainer=trainer, rollout=rollout, **arguments)
+
+
+@every_engine
+@every_scheme
+@pytest.mark.parametrize(("trainers", "dtype"), [(1, "float32"), (2, "bfloat16"), (3, "float32")])
+def test_rollouts_restore_what_the_reference_leaves_however_the_ranks_are_cut(
+    make_run: Callable[..., Run], backend: str, scheme: str, trainers: int, dtype: str
+) -> None:
+    wire = {"wire_dtype": dtype}
+    run = begun(make_run, backend, scheme, trainers=trainers, replicas=2, trainer=wire, rollout=wire)
+    for version in (1, 2):
+        run.step(version)
+        run.publish(version)
+        run.step(version + 100)
+        report = run.sync(version)
+        values = weights(version, torch.float32, shapes=LINEAR)
+        # What is not quantised travels in the wire dtype; what is, is quantised from the trainer's float32.
+        assert run.live() == [left_of(values, scheme, getattr(torch, dtype))] * 2
+        assert report.quantisation is not None
+        assert 0.001 < report.quantisation.relative_rms < (0.03 if scheme == "fp8" else 0.01)
+        assert 0 < report.quantisation.max_abs < 0.5
+    if trainers == 1:
+        assert report.sent_bytes < 115_000, "of 94,000 elements, hardly any takes four bytes"
+
+
+@every_scheme
+@pytest.mark.parametrize("codec", ["delta", "auto"])
+@pytest.mark.parametrize("trainers", [1, 2])
+def test_deltas_of_quantised_bytes_are_exact(
+    make_run: Callable[..., Run], scheme: str, codec: str, trainers: int
+) -> None:
+    run = begun(make_run, "shm", scheme, trainers=trainers, trainer={"codec": codec})
+    run.publish(1)
+    run.sync(1)
+    values = weights(0, torch.float32, shapes=LINEAR)
+    codecs = []
+    for version in range(2, 9):
+        for trainer in run.trainers:
+            trainer.call("grow", version)
+        for tensor in values.values():
+            grow_one(tensor.view(-1), version)
+        run.publish(version)
+        codecs.append(run.sync(version).codec)
+        assert run.live() == [left_of(values, scheme)], f"version {version} as {codecs[-1]}"
+    if codec == "delta":
+        assert codecs == ["delta"] * 7
+
+
+@pytest.mark.parametrize("codec", ["dense", "delta"])
+def test_a_quantised_version_that_too_few_take_is_taken_back(make_run: Callable[..., Run], codec: str) -> None:
+    run = begun(make_run, "gloo", "fp8", replicas=2, sync={"quorum": 1.0}, trainer={"codec": codec})
+    values = weights(0, torch.float32, shapes=LINEAR)
+    for version in (1, 2):
+        for tensor in values.values():
+            grow_one(tensor.view(-1), version)
+        run.trainers[0].call("grow", version)
+        run.publish(version)
+        run.sync(version)
+    run.replicas[1].fails_with = QuarantinedError("stopped half-way.", part="rollout-1")
+    run.trainers[0].call("grow", 3)
+    run.publish(3)
+    with pytest.raises(SyncAbortedError):
+        run.sync(3)
+    assert run.live()[0] == left_of(values, "fp8")
+
+
+def stored(path: Path) -> tuple[Manifest, dict[str, torch.Tensor]]:
+    """The newest version, once it is marked as committed, which comes after the commit."""
+    deadline = Deadline.after(10)
+    while True:
+        try:
+            return read_version(str(path))
+        except StorageError:
+            deadline.check("a committed version", part="test")
+            time.sleep(0.02)
+
+
+def test_a_store_keeps_a_standard_checkpoint_in_fp8(make_run: Callable[..., Run], tmp_path: Path) -> None:
+    run = make_run("filesystem", trainers=2, trainer={"linear": True, "quantise": "fp8"}, rollout={"linear": True})
+    run.step(1)
+    run.publish(1)
+    run.sync(1)
+    manifest, tensors = stored(tmp_path / "store")
+    assert manifest.quantised == "fp8"
+    for name in MATRICES:
+        elements, scales = reference_fp8(weights(1, torch.float32, shapes=LINEAR)[name])
+        assert torch.equal(tensors[name].view(torch.uint8), elements.view(torch.uint8))
+        assert torch.equal(tensors[f"{name}_scale_inv"], scales)
+
+
+@pytest.mark.parametrize("trainers", [1, 2])
+def test_weights_that_no_scale_fits_fail_their_version_and_nothing_else(
+    make_run: Callable[..., Run], trainers: int
+) -> None:
+    run = begun(make_run, "shm", "fp8", trainers=trainers, deadline_s=5.0)
+    run.step(1)
+    run.publish(1)
+    run.sync(1)
+    for trainer in run.trainers:
+        trainer.call("poison", "up.weight")
+    run.publish(2)
+    with pytest.raises(SyncAbortedError, match=r"up\.weight holds inf or NaN"):
+        run.sync(2)
+    assert run.live() == [left_of(weights(1, torch.float32, shapes=LINEAR), "fp8")]
+    run.step(3)  # the fence lets go of a version that failed
+    run.publish(3)
+    run.sync(3)
+    assert run.live() == [left_of(weights(3, torch.float32, shapes=LINEAR), "fp8")]
+
+
+def test_a_rollout_that_expects_other_shapes_refuses_before_the_first_byte(make_run: Callable[..., Run]) -> None:
+    run = begun(make_run, "shm", "fp8", rollout={"shapes": {"q.weight": [300, 201]}})
+    run.publish(1)
+    with pytest.raises(SyncAbortedError, match=r"q\.weight has shape \[300, 200\], expected \[300, 201\]"):
+        run.sync(1)
+    assert run.live() == [digest(weights(0, torch.float32, shapes=LINEAR))]
+
+
+def test_what_is_taken_in_place_cannot_be_restored(make_run: Callable[..., Run]) -> None:
+    run = begun(make_run, "shm", "fp8", rollout={"commit": "in_place"})
+    run.publish(1)
+    with pytest.raises(SyncAbortedError, match="cannot be restored in place"):
+        run.sync(1)
+    assert run.live() == [digest(weights(0, torch.float32, shapes=LINEAR))]
+
+
+SPECS = [TensorSpec(name, shape, torch.bfloat16) for name, shape in LINEAR.items()]
+
+
+def fp8_manifest(**changes: TensorSpec | None) -> Manifest:
+    specs = {spec.name: spec for spec in wire_specs(SPECS, "fp8")} | {
+        name.replace("__", "."): spec for name, spec in changes.items()
+    }
+    return Manifest(3, tuple(spec for spec in specs.values() if spec is not None), 64, quantised="fp8")
+
+
+def expecting(*dtypes: torch.dtype, dtype: torch.dtype | None = None) -> Expectation:
+    return Expectation({spec.name: ExpectedTensor(spec.shape, frozenset(dtypes)) for spec in SPECS}, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"q__weight_scale_inv": None}, r"q\.weight is quantised and its scales q\.weight_scale_inv are missing"),
+        (
+            {"q__weight_scale_inv": TensorSpec("q.weight_scale_inv", (2, 2), torch.float32)},
+            r"q\.weight_scale_inv is float32 of shape \[2, 2\], q\.weight of shape \[300, 200\] needs float32 of \[3, 2\]",
+        ),
+        (
+            {"q__weight_scale_inv": TensorSpec("q.weight_scale_inv", (3, 2), torch.bfloat16)},
+            r"q\.weight_scale_inv is bfloat16 of shape \[3, 2\]",
+        ),
+        (
+            {"q__weight": TensorSpec("q.weight", (300, 200), torch.bfloat16)},
+            r"q\.weight_scale_inv has no matrix in float8_e4m3fn to scale",
+        ),
+        (
+            {"q__weight": TensorSpec("q.weight", (300, 200, 1), torch.float8_e4m3fn)},
+            r"q\.weight is quantised and has shape \[300, 200, 1\]",
+        ),
+    ],
+)
+def test_scales_that_do_not_fit_are_refused(changes: dict[str, TensorSpec | None], says: str) -> None:
+    with pytest.raises(ManifestError, match=says):
+        Restoring(fp8_manifest(**changes), expecting(torch.bfloat16))
+
+
+def test_a_quantisation_that_is_not_known_here_is_refused() -> None:
+    plain = fp8_manifest().to_plain() | {"quantised": "nf4"}
+    with pytest.raises(ManifestError, match=r"quantised as 'nf4', which is not known here.*Known: fp8, int8"):
+        Restoring(Manifest.from_plain(plain), expecting(torch.bfloat16))
+    with pytest.raises(ProtocolError, match="quantised"):
+        Manifest.from_plain(plain | {"quantised": 8})
+
+
+def test_it_is_said_in_which_type_tensors_are_wanted() -> None:
+    both = (torch.bfloat16, torch.float32)
+    assert {spec.dtype for spec in Restoring(fp8_manifest(), expecting(*both, dtype=torch.float32)).specs} == set(both)
+    with pytest.raises(ManifestError, match="not known in which type it is wanted"):
+        Restoring(fp8_manifest(), expecting(*both))
+
+
+def test_a_model_that_is_quantised_itself_gets_what_was_sent() -> None:
+    manifest = fp8_manifest()
+    native = Expectation({spec.name: ExpectedTensor(spec.shape, frozenset({spec.dtype})) for spec in manifest.specs})
+    restoring = Restoring(manifest, native)
+    assert restoring.specs == manifest.specs
+    assert not restoring.restores
+    staged = {spec.name: torch.zeros(spec.shape).to(spec.dtype) for spec in manifest.specs}
+    assert restoring(staged) is staged
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "quantised"),
+    [
+        ("model.layers.0.self_attn.q_proj.weight", (8, 8), True),
+        ("model.layers.0.mlp.gate_proj.weight", (8, 8), True),
+        ("model.layers.0.mlp.experts.3.down_proj.weight", (8, 8), True),
+        ("transformer.h.0.mlp.c_fc.weight", (8, 8), True),
+        ("model.layers.0.mlp.gate.weight", (8, 8), False),
+        ("model.embed_tokens.weight", (8, 8), False),
+        ("transformer.wte.weight", (8, 8), False),
+        ("lm_head.weight", (8, 8), False),
+        ("model.norm.weight", (8,), False),
+        ("model.layers.0.self_attn.q_proj.bias", (8,), False),
+        ("backbone.layers.0.mixer.conv1d.weight", (8, 1, 4), False),
+        ("backbone.layers.0.mixer.A_log", (8, 8), False),
+        ("model.layers.0.mlp.experts.9.up_proj.weight", (0, 8), False),
+    ],
+)
+def test_weights_of_linear_layers_are_quantised_and_nothing_else(
+    name: str, shape: tuple[int, ...], quantised: bool
+) -> None:
+    assert is_quantised(TensorSpec(name, shape, torch.bfloat16)) == quantised
+    assert not is_quantised(TensorSpec(name, shape, torch.int64))
+
+
+def test_what_cannot_be_quantised_is_refused_when_the_publisher_is_made() -> None:
+    spec = TensorSpec("q.weight", (4, 6), torch.float32)
+    with pytest.raises(ConfigError, match="no whole rows of 6"):
+        QuantisedShards([LocalShard(spec, 3, torch.zeros(12))], "fp8")
+    norm = TensorSpec("norm.weight", (4,), torch.float32)
+    rendezvous = Rendezvous.host()
+    with pytest.raises(ConfigError, match="no tensor of this checkpoint is the matrix of a linear layer"):
+        Publisher(
+            "trainer-0",
+            rendezvous.address,
+            rank=0,
+            world=1,
+            specs=[norm],
+            shards=[LocalShard(norm, 0, torch.zeros(4))],
+            engine=CheckpointEngineRegistry().create("shm"),
+            bucket_bytes=1 << 16,
+            quantise="fp8",
+        )
+
+
+class SeenProgress(Progress):
+    """Remembers what was there at every step."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        super().__init__("it", "test")
+        self._memory = memory
+        self.seen: list[tuple[int, torch.Tensor, int]] = []
+
+    def advance(self, done_bytes: int, read: int | None = None) -> None:
+        self.seen.append((done_bytes, self._memory[:done_bytes].clone(), read or 0))
+        super().advance(done_bytes, read)
+
+
+@every_scheme
+def test_a_snapshot_is_offered_as_far_as_it_is_there_and_parameters_may_change_once_read(
+    scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of a large matrix, in a stream with the scales behind or ahead of all elements."""
+    monkeypatch.setattr(quantised_snapshot, "_CHUNK_NUMEL", 1 << 16)
+    specs = [TensorSpec(f"{name}.weight", (700, 400), torch.float32) for name in "ab"]
+    values = {spec.name: torch.randn(spec.shape, generator=torch.Generator().manual_seed(1)) for spec in specs}
+    shards = [LocalShard(spec, 0, values[spec.name].view(-1)) for spec in specs]
+    ours = QuantisedShards(shards, scheme)
+    for whole in (False, True):
+        layout = Manifest(0, tuple(wire_specs(specs, scheme)), 1 << 20, whole_tensors=whole)
+        offsets = {entry.spec.name: entry.offset for entry in layout.entries}
+        snapshot = ours.snapshot([offsets[run.spec.name] for run in ours.held])
+        memory = torch.full((layout.total_bytes,), 0xA5, dtype=torch.uint8)
+        progress = SeenProgress(memory)
+        snapshot.take(memory, None, progress)
+        seen = progress.seen
+        assert len(seen) >= 4
+        for done, bytes_then, _ in seen:
+            assert torch.equal(memory[:done], bytes_then), "bytes changed after they were said to be there"
+        assert seen[-1][0] == layout.total_bytes
+        assert [read for *_, read in seen] == sorted(read for *_, read in seen)
+        assert snapshot.ends["a.weight"] < snapshot.ends["b.weight"] == snapshot.read_end
+        views = layout.views(memory)
+        for spec in specs:
+            elements, scales = {"fp8": reference_fp8, "int8": reference_int8}[scheme](values[spec.name])
+            assert torch.equal(views[spec.name].view(torch.uint8), elements.view(torch.uint8))
+            assert torch.equal(views[spec.name + SUFFIXES[scheme]], scales)
+
+
+@every_scheme
+def test_a_sample_tells_about_how_much_a_delta_would_hold(scheme: str) -> None:
+    spec = TensorSpec("a.weight", (640, 512), torch.float32)
+    data = torch.randn(spec.shape, generator=torch.Generator().manual_seed(1))
+    specs = wire_specs([spec], scheme)
+    for first, rows in (
+        (0, 640),
+        (100, 300),
+        (10, 50),
+    ):  # a whole matrix, cut blocks on both sides, nothing but a cut block
+        live = data[first : first + rows].clone()
+        ours = QuantisedShards([LocalShard(spec, first * 512, live.view(-1))], scheme)
+        places = compact_places(ours.held)
+        encoder = DeltaEncoder(ours.held, places, Manifest(0, tuple(specs), 1 << 20))
+        base, snapshot = torch.zeros(1 << 19, dtype=torch.uint8), ours.snapshot(places)
+        remains = Remains()
+        snapshot.take(base, None, Progress("it", "test"), remains)
+        for cut in remains.cuts:
+            cut.quantise(cut.amax, base)
+        assert encoder.sampled_density(base) == 0.0
+        live[:, ::8] *= -1
+        assert encoder.sampled_density(base) == pytest.approx(1 / 8, rel=0.05)
