@@ -1,10 +1,9 @@
 """Where two runs of words differ, on CPU.
 
 numpy compares at memory bandwidth, but its ``nonzero`` looks at every byte of the mask, and where few are set that costs three
-times as much as the comparison. So runs are compared as 64-bit words, whatever the elements, and only words that differ are
-compared by element (`changed_positions`). The mask of the words, too, is read as 64-bit words first, and these once more, and
-only groups with something in them are opened (`positions_in`). In a group of eight at most some 13 % of the entries are set when
-1 % of them are; above 10 % ``nonzero`` takes its branchless path, which is why two levels are faster than one, and one than none.
+times as much as the comparison. So the mask is read as 64-bit words first, and these once more, and only groups with
+something in them are opened. In a group of eight at most some 13 % of the entries are set when 1 % of the elements changed;
+above 10 % ``nonzero`` takes its branchless path, which is why two levels are faster than one, and one than none.
 """
 
 from __future__ import annotations
@@ -12,54 +11,14 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from .raw import Positions, Words
+from .raw import Positions
 
 Mask = npt.NDArray[np.bool_]
 
-_RAMP = np.arange(1 << 20)
+_RAMP = np.arange(0, 1 << 23, 8)
 _PLAIN_FROM = 0.57
 """Share of changed 8-element words from which more than a tenth of the elements have changed: no level pays."""
 _ONE_LEVEL_FROM = 0.2
-_MANY = 0.25
-"""Share of changed 64-bit words from which comparing by element is faster."""
-_CHUNK_BYTES = 1 << 20
-"""What is compared before words that differ are opened: both runs are still in the cache then."""
-_WORD_BYTES = 8
-
-
-def changed_positions(old: Words, new: Words, scratch: Mask) -> Positions | None:
-    """Where two runs, of one size below 2**22, differ, ascending; None where comparing them by element is faster.
-
-    Args:
-        old: A run.
-        new: The other one, of the same type.
-        scratch: Written over; as long as a chunk has words at least.
-    """
-    per_word = _WORD_BYTES // new.itemsize
-    whole = new.size // per_word * per_word
-    found: list[Positions] = []
-    for start in range(0, whole, _CHUNK_BYTES // new.itemsize):
-        stop = min(whole, start + _CHUNK_BYTES // new.itemsize)
-        before, after = old[start:stop].view(np.uint64), new[start:stop].view(np.uint64)
-        mask = scratch[: -(-after.size // 64) * 64]
-        np.not_equal(before, after, out=mask[: after.size])
-        mask[after.size :] = False
-        at = positions_in(mask)
-        if at.size > _MANY * after.size:
-            return None
-        if per_word > 1:
-            differ = before.take(at)
-            differ ^= after.take(at)
-            inside = (differ.view(new.dtype) != 0).nonzero()[0]
-            at -= _RAMP[: at.size]  # as in `_open`
-            at *= per_word
-            inside += at.take(inside >> (per_word.bit_length() - 1))
-            at = inside
-        at += start
-        found.append(at)
-    if whole < new.size:
-        found.append((old[whole:] != new[whole:]).nonzero()[0] + whole)
-    return np.concatenate(found) if len(found) != 1 else found[0]
 
 
 def changed_words(mask: Mask) -> Mask:
@@ -92,7 +51,11 @@ def positions_in(mask: Mask, words: Mask | None = None) -> Positions:
 def _open(groups: npt.NDArray[np.uint64], at: Positions) -> Positions:
     """Indices of the set bytes in the groups `at`, each of eight bytes; overwrites `at`."""
     inside = groups.take(at).view(np.bool_).nonzero()[0]
-    at -= _RAMP[: at.size]  # group k of those opened begins at byte 8 k of `inside`
     at <<= 3
+    at -= _ramp(at.size)  # group k of those opened begins at byte 8 k of `inside`
     inside += at.take(inside >> 3)
     return inside
+
+
+def _ramp(size: int) -> Positions:
+    return _RAMP[:size]

@@ -72,20 +72,16 @@ class FrameChanges:
 def compare_frame(old: Words, new: Words) -> FrameChanges | None:
     """The changes between two frames on CPU; None if there are none."""
     size = new.size
-    lengths = lengths_of_blocks(size)
-    listed = compare.changed_positions(old, new, _SCRATCH.mask)
-    if listed is not None:
-        if not listed.size:
-            return None
-        counts = _counts_of(listed, lengths.size)
-        if not is_heavy(counts, lengths).any():
-            return FrameChanges(counts, listed, new, np.empty(0, np.bool_))
     padded = -(-size // 64) * 64
     mask = _SCRATCH.mask[:padded]
     np.not_equal(old, new, out=mask[:size])
     mask[size:] = False
     words = compare.changed_words(mask)
-    if np.count_nonzero(words) <= _COUNT_BLOCKS_FROM * words.size:
+    changed = np.count_nonzero(words)
+    if not changed:
+        return None
+    lengths = lengths_of_blocks(size)
+    if changed <= _COUNT_BLOCKS_FROM * words.size:
         positions = compare.positions_in(mask, words)
         return FrameChanges(_counts_of(positions, lengths.size), positions, new, mask)
     starts = range(0, size, BLOCK)
