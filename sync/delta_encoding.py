@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -32,6 +32,8 @@ _PIECE_NUMEL = 1 << 23
 """Elements of a segment at most, so that large tensors are encoded by several threads, and decoded as they arrive."""
 _MOST_THREADS = 4
 """That encode. Comparing is limited by memory, which few threads saturate, and the trainer has work of its own."""
+_LOOK_S = 0.002
+"""Between two looks whether the snapshot has been taken."""
 _AHEAD = 2
 """Pieces per thread that are encoded before the ones in front are taken."""
 _BUCKETS = 16
@@ -114,16 +116,22 @@ class DeltaEncoder:
         """There from the first delta on: its threads keep memory for what they compare."""
 
     def encode(
-        self, base: torch.Tensor, snapshot: torch.Tensor, capacity_bytes: int, ready: Callable[[int], None]
+        self,
+        base: torch.Tensor,
+        snapshot: torch.Tensor,
+        capacity_bytes: int,
+        ready: Callable[[int], None],
+        taken: Callable[[], bool] = lambda: True,
     ) -> RankDelta | TooDense:
         """What turns the snapshot `base` into `snapshot`, both 1-D uint8, in at most `capacity_bytes`.
 
-        ``ready(n)`` returns once the snapshot's first `n` bytes are there: it may be encoded while it is being taken.
+        ``ready(n)`` returns once the snapshot's first `n` bytes are there: it may be encoded while it is being taken. Until
+        ``taken()`` one core is left to that, for which the optimizer waits.
         """
         segments: list[Segment] = []
         parts: list[Encoded] = []
         room, compared = capacity_bytes, 0
-        with closing(self._encoded(base, snapshot, capacity_bytes, ready)) as encoded:
+        with closing(self._encoded(base, snapshot, capacity_bytes, ready, taken)) as encoded:
             for piece, part in encoded:
                 if isinstance(part, TooDense):
                     return part
@@ -136,7 +144,12 @@ class DeltaEncoder:
         return RankDelta(tuple(segments), tuple(parts), sum(part.changed for part in parts), self._elements)
 
     def _encoded(
-        self, base: torch.Tensor, snapshot: torch.Tensor, capacity_bytes: int, ready: Callable[[int], None]
+        self,
+        base: torch.Tensor,
+        snapshot: torch.Tensor,
+        capacity_bytes: int,
+        ready: Callable[[int], None],
+        taken: Callable[[], bool],
     ) -> Generator[tuple[_Piece, Encoded | TooDense], None, None]:
         """Every piece and its delta, in order; a few are encoded ahead of who asks."""
 
@@ -155,6 +168,7 @@ class DeltaEncoder:
         try:
             for piece in self._pieces:
                 ready(piece.end)
+                self._leave_a_core([part for _, part in begun], taken)
                 begun.append((piece, self._threads.submit(one, piece)))
                 while begun and (len(begun) > _AHEAD * self._workers or begun[0][1].done()):
                     first, part = begun.popleft()
@@ -167,6 +181,14 @@ class DeltaEncoder:
             for _, part in begun:
                 part.cancel()
             wait([part for _, part in begun])
+
+    def _leave_a_core(self, begun: Sequence[Future[Encoded | TooDense]], taken: Callable[[], bool]) -> None:
+        """Return once another piece may be encoded: by all threads but one while the snapshot is being taken."""
+        while not taken():
+            running = [part for part in begun if not part.done()]
+            if len(running) < max(1, self._workers - 1):
+                return
+            wait(running, _LOOK_S, FIRST_COMPLETED)
 
     def close(self) -> None:
         """Let the threads end. Idempotent."""

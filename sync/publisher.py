@@ -507,6 +507,7 @@ class Publisher(Participant):
             held.slot.memory.data,
             self._chooser.capacity_bytes,
             lambda until: held.progress.wait(until, deadline),
+            lambda: held.progress.done_bytes >= self._snapshot.nbytes,
         )
         if isinstance(delta, TooDense):
             held.send_in_full(delta)

@@ -57,6 +57,20 @@ def test_what_several_threads_have_encoded_in_pieces_leads_to_the_new_version(en
     assert delta.changed == 90_000 + 1  # one of the small tensors' bytes is a multiple of a hundred
 
 
+def test_a_snapshot_that_is_being_taken_is_encoded_too(encoder: DeltaEncoder) -> None:
+    base, new = snapshots(100)
+    there = [0]
+
+    def ready(until_bytes: int) -> None:
+        there[0] = until_bytes
+
+    delta = encoder.encode(base, new, base.numel(), ready, lambda: there[0] >= 9_000_000)
+    again = encoder.encode(base, new, base.numel(), at_once)
+    assert isinstance(delta, RankDelta)
+    assert isinstance(again, RankDelta)
+    assert delta.segments == again.segments
+
+
 def test_a_delta_that_becomes_too_large_is_given_up(encoder: DeltaEncoder) -> None:
     base, new = snapshots(2)
     found = encoder.encode(base, new, base.numel() // 2, at_once)
