@@ -1,0 +1,29 @@
+"""What the benchmark of many small tensors measures is done completely, and it says so when it is not."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_way_leaves_the_very_bits_and_a_wrong_one_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    small = importlib.import_module("benchmarks.small_tensors")
+    found = small.measure(50, 256, 1)
+    assert found["verified"]
+    assert all(taken["min"] > 0 for taken in found["seconds"].values())
+    for name in ("snapshot of one rank", "buckets of two ranks", "commit"):
+        torch.manual_seed(0)
+        measured, as_sent = small.ways(50, 256)
+        for other, way in measured.items():
+            if other != name:
+                way()
+        assert not as_sent(), f"nobody notices that there was no {name}"
+        for way in measured.values():
+            way()
+        assert as_sent()
