@@ -86,6 +86,19 @@ class ProbeExtension:
 
             plan.commit = slow
 
+    def probe_slow_pieces(self, seconds: float) -> None:
+        """From now on, let every piece of a version that is taken in place take at least so long; 0 ends that."""
+        plan = self._plan()
+        plan.__dict__.pop("write_part", None)
+        if seconds:
+            write_part = plan.write_part
+
+            def slow(name: str, start: int, values: torch.Tensor) -> None:
+                time.sleep(seconds)
+                write_part(name, start, values)
+
+            plan.write_part = slow
+
     def probe_way(self) -> list[str]:
         """How versions are loaded, and why not by copies alone."""
         verdict = self.weight_transfer_engine._loader.verdict  # type: ignore[attr-defined]

@@ -161,8 +161,7 @@ def test_a_corrupted_bucket_leaves_a_mixture_out_of_service_or_the_old_version_s
 def test_a_trainer_that_leaves_half_way_ends_requests_and_leaves_a_mixture_out_of_service(in_place: Setup) -> None:
     setup = in_place
     setup.serve(1)
-    slow = {"inner": {}, "rate": 1.0, "kinds": ["delay"], "delay_s": 0.15}
-    reconnect(setup, "faulty:gloo", slow)
+    setup.probe("probe_slow_pieces", 0.15)
 
     async def leave_meanwhile() -> SyncAbortedError:
         flying = asyncio.create_task(setup.worker.generate("r", PROMPT, 900))
@@ -181,6 +180,7 @@ def test_a_trainer_that_leaves_half_way_ends_requests_and_leaves_a_mixture_out_o
         return caught.value
 
     aborted = setup.run(leave_meanwhile())
+    setup.probe("probe_slow_pieces", 0.0)
     assert isinstance(aborted.reason, PeerLostError | DeadlineExceededError), aborted
     torn(setup, aborted)
     heal(setup)
