@@ -124,6 +124,9 @@ class ServerReplica:
                     await _ignoring_failure(server, "finish_weight_update", deadline)
                 await server.post("init_weight_transfer_engine", deadline, {"init_info": info | self._staging})
             except CallFailedError as cause:
+                if isinstance(cause.failure.error, QuarantinedError):
+                    self._sound = False
+                    await _ignoring_failure(server, "pause", Deadline.after(_CLEAN_UP_S))
                 raise _with_hint(cause.failure.error) from cause
 
     async def commit(self, version: int) -> CommitReport:

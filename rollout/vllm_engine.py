@@ -138,7 +138,10 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         if error is None and self._in_place:
             # Now, so that the first version need not wait for it, nor its sender.
             with set_current_vllm_config(self.vllm_config):
+                was_intact = self._intact
                 error = self._prove(group, None)
+                if error is not None and was_intact and not self._intact:
+                    error = _mixture(error, "The checkpoint could not be put back.", self._part)
         if error is not None:
             self.shutdown()
             self._raise(group, error)
@@ -211,17 +214,22 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         """
         assert self._loader is not None, "it comes with the subscriber"
         loader, model = self._loader, self.vllm_config.model_config
+        wanted: dict[str, SourceSpec] = {}
+        known: list[bool] = []
+        error = group.first_error(
+            self._caught(lambda: wanted.update(checkpoint_specs(model.model, model.dtype) if specs is None else specs))
+        )
+        if error is None:
+            error = group.first_error(self._caught(lambda: known.append(loader.proven(wanted, group))))
+        if error is not None or known[0]:
+            return error
+        tied = {} if self._expectation is None else self._expectation.tied
         opened: list[CheckpointValues] = []
         with ExitStack() as stack:
-
-            def look() -> None:
-                wanted = checkpoint_specs(model.model, model.dtype) if specs is None else specs
-                if not loader.proven(wanted, group):
-                    tied = {} if self._expectation is None else self._expectation.tied
-                    opened.append(stack.enter_context(CheckpointValues(model.model, wanted, tied)))
-
-            error = group.first_error(self._caught(look))
-            if error is not None or not opened:
+            error = group.first_error(
+                self._caught(lambda: opened.append(stack.enter_context(CheckpointValues(model.model, wanted, tied))))
+            )
+            if error is not None:
                 return error
             (values,) = opened
             same = self._intact and self._held is None and all(map(loader.holds_as_sent, values.converted))

@@ -112,6 +112,7 @@ class RolloutWorker:
         """Subscribe every rank to the publisher at `rendezvous`, leaving the one it was subscribed to before.
 
         Raises:
+            QuarantinedError: The weights were damaged, and no requests are taken until a version has been committed.
             WeightlaneError: The first rank's typed error; no rank is subscribed then.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest  # noqa: PLC0415 - slow to import
@@ -134,7 +135,10 @@ class RolloutWorker:
                     f"not connected within {self.config.connect_timeout_s:.0f} s.", part=self.name
                 ) from cause
             except Exception as cause:
-                raise self.typed(cause) from cause
+                error = self.typed(cause)
+                if isinstance(error, QuarantinedError):
+                    await self._stop_serving(error)
+                raise error from cause
 
     async def generate(
         self,
