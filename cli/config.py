@@ -146,6 +146,12 @@ def _check_together(config: RunConfig) -> None:
             part=_PART,
             hint="Raise rollout.max_model_len to the longest prompt plus completion.",
         )
+    if config.rollout.commit == "in_place" and config.sync.quantise != "none":
+        raise ConfigError(
+            f"rollout.commit = in_place cannot restore weights that come as {config.sync.quantise} (sync.quantise).",
+            part=_PART,
+            hint='Set rollout.commit to "staged", or sync.quantise to "none".',
+        )
     if config.rollout.concurrency < config.algorithm.group_size:
         raise ConfigError(
             f"rollout.concurrency ({config.rollout.concurrency}) is below algorithm.group_size"

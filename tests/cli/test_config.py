@@ -59,6 +59,7 @@ def minimal(tmp_path: Path) -> Path:
         ("loop.steps=2.5", ConfigError, ["loop.steps", "integer", "2.5"]),
         ("run=3", ConfigError, ["run: a section with dir, seed is expected (got 3)"]),
         ("rollout.concurrency=4", ConfigError, ["rollout.concurrency (4)", "algorithm.group_size (8)"]),
+        ("rollout.commit=inplace", ConfigError, ["rollout.commit", "'staged' or 'in_place'", "'inplace'"]),
         ("rollout.max_model_len=256", ConfigError, ["rollout.max_model_len (256)", "algorithm.max_new_tokens (256)"]),
         ("trainer.ranks", ConfigError, ["--set 'trainer.ranks'", "a.b=value"]),
         ("=3", ConfigError, ["--set '=3'", "a.b=value"]),
@@ -81,6 +82,12 @@ def test_an_engine_that_cannot_run_here_says_why_and_names_those_that_can(minima
         pytest.skip("nccl can run here")
     with pytest.raises(EngineUnavailableError, match=r"nccl cannot run here: no CUDA device.*filesystem, gloo,.* shm"):
         load_config(minimal, ["checkpoint_engine.backend=nccl"])
+
+
+def test_quantised_versions_cannot_be_taken_in_place(minimal: Path) -> None:
+    assert load_config(minimal, ["rollout.commit=in_place"]).rollout.commit == "in_place"
+    with pytest.raises(ConfigError, match=r"in_place cannot restore weights that come as fp8.*sync\.quantise"):
+        load_config(minimal, ["rollout.commit=in_place", "sync.quantise=fp8"])
 
 
 def test_several_bad_keys_are_all_named(minimal: Path) -> None:
