@@ -71,6 +71,8 @@ class Correspondence:
         """Who has answered this session's `Reset`."""
         self._failed: dict[tuple[int, str], Failed] = {}
         """Versions of which a publisher has said in this session that it cannot offer or send them."""
+        self._progress: dict[tuple[type[Reply], str, int], Reply] = {}
+        """What subscribers of this session have said of a version before anybody asked: some are quicker than others accept."""
         self.stale = False
         """A publisher has joined or left since the session began."""
 
@@ -79,6 +81,7 @@ class Correspondence:
         self.session, self.stale = session, False
         self.offers.clear()
         self.hellos.clear()
+        self._progress.clear()
         self._failed.clear()
 
     def post(self, name: str, message: Message) -> None:
@@ -123,6 +126,11 @@ class Correspondence:
         missing = set(awaited)
         replies: list[Reply] = []
         members = {member.name for _, name in awaited if (member := self._roster.owner(name))}
+        for kind, name in awaited:
+            if (told := self._progress.pop((kind, name, version), None)) is not None:
+                missing.discard((kind, name))
+                replies.append(told)
+                heard(told)
         while missing:
             names = sorted({name for _, name in missing})
             try:
@@ -148,6 +156,7 @@ class Correspondence:
                 and getattr(message, "version", -1) == version
             ):
                 missing.discard(key)
+                self._progress.pop((*key, version), None)
                 replies.append(message)
                 heard(message)
         return replies
@@ -236,13 +245,17 @@ class Correspondence:
                 self._roster.lost(member, error_from_wire(message.error))
         else:
             self._roster.answered(getattr(message, "name", ""))
-            if isinstance(message, Offer) and message.session == self.session:
-                self.offers[message.version] = message
-                self._failed.pop((message.version, message.name), None)  # it was published once more
-            elif isinstance(message, Failed) and self._publishers([message.name]) and message.session == self.session:
-                self._failed[message.version, message.name] = message
-            elif isinstance(message, Hello) and message.session == self.session:
-                self.hellos[message.name] = message
+            if getattr(message, "session", None) == self.session:
+                self._keep(message)
+
+    def _keep(self, message: Message) -> None:
+        """Of this session, what may come before somebody waits for it."""
+        if isinstance(message, Offer):
+            self.offers[message.version] = message
+        elif isinstance(message, Hello):
+            self.hellos[message.name] = message
+        elif isinstance(message, Ready | Staged):
+            self._progress[type(message), message.name, message.version] = message
 
     def _publishers(self, names: Iterable[str]) -> bool:
         return not set(names).isdisjoint(self._roster.publishers)

@@ -24,6 +24,7 @@ from weightlane.sync import (
     TensorSpec,
 )
 from weightlane.sync.checksum import sums
+from weightlane.sync.messages import Message
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "embed": (37, 24),
@@ -223,6 +224,16 @@ class Rollout:
         self.live = {name: tensor.clone() for name, tensor in self._subscriber.take(version).items()}
         self._subscriber.release(version)
         return digest(self.live)
+
+    def accept_late(self, seconds: float) -> None:
+        """From now on, think so long about every manifest."""
+        handle = self._subscriber._handle
+
+        def late(message: Message) -> None:
+            time.sleep(seconds)
+            handle(message)
+
+        self._subscriber._handle = late  # type: ignore[method-assign]
 
     def watch_memory(self) -> None:
         """From now on, look how much memory this process takes."""

@@ -31,7 +31,7 @@ from weightlane.sync import CommitReport, Manifest, ReplicaState, TensorSpec
 from weightlane.sync.live_stream import LiveStream
 
 IN_PLACE = {"commit": "in_place"}
-IMPATIENT = {"rejoin_s": 2.0, "stall_s": 1.0}
+IMPATIENT = {"rejoin_s": 3.0, "stall_s": 2.0}
 every_engine = pytest.mark.parametrize("backend", ["gloo", "shm", "filesystem"])
 
 
@@ -64,6 +64,17 @@ def test_it_takes_the_memory_of_a_bucket(make_run: Callable[..., Run], backend: 
         # A stored bucket holds whole tensors. What the seals, messages and sockets of a hundred buckets take is not counted.
         assert extra < (96 << 20) * (backend == "filesystem") + bucket + (12 << 20), f"{extra / 2**20:.1f} MiB"
     assert run.live() == [hop.digest(hop.weights(2, torch.float32, 96))]
+
+
+def test_one_that_is_ready_before_another_has_accepted_is_heard(make_run: Callable[..., Run]) -> None:
+    run = make_run("filesystem", rollout=IN_PLACE, deadline_s=10.0)
+    publish_next(run, 1)
+    run.sync(1)
+    run.add_replica(**IN_PLACE)
+    slow = rank_of(run, run.replicas.index(run.add_replica(**IN_PLACE)))
+    slow.call("accept_late", 1.0)
+    assert run.outcomes(1) == {"rollout-1": "committed", "rollout-2": "committed"}
+    assert run.live() == [expected(1)] * 3
 
 
 def test_replicas_of_both_kinds_take_one_version(make_run: Callable[..., Run]) -> None:
