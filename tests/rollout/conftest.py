@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "sync"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 if TYPE_CHECKING:

@@ -126,7 +126,7 @@ async def _all_engines(trainers: Trainers, workers: Sequence[RolloutWorker], dty
         options = {"path": str(tmp_path / "store")} if backend == "filesystem" else {}
         rendezvous = Rendezvous.host()
         address = rendezvous.address.to_plain()
-        trainers.call("connect", address, backend, options, dtype, specs)
+        trainers.call("connect", address, backend, options, dtype, specs, "none")
         for worker in workers:
             await worker.connect(address, backend, options)
         names = [f"trainer-{rank}" for rank in range(RANKS)]

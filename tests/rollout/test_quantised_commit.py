@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from quantised_reference import restored
 from running_worker import Setup
 from safetensors.torch import save_file
 from tiny_models import greedy_tokens, load_tensors
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "sync"))
-from quantised_reference import restored
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from weightlane.sync import CheckpointEngineConfig, SyncConfig
+from weightlane.sync.config import Quantise
 from weightlane.trainer import AlgorithmConfig, Sample, TrainBatch, TrainerConfig
 from weightlane.trainer.rank import TrainerRank
 
@@ -37,9 +38,18 @@ class Process:
     def specs(self, wire_dtype: str) -> Any:
         return self._rank.specs(wire_dtype)
 
-    def connect(self, rendezvous: dict[str, Any], backend: str, options: dict[str, Any], wire: str, specs: Any) -> None:
+    def connect(
+        self,
+        rendezvous: dict[str, Any],
+        backend: str,
+        options: dict[str, Any],
+        wire: str,
+        specs: Any,
+        quantise: Quantise,
+    ) -> None:
         transport = CheckpointEngineConfig(backend=backend, options=options)
-        self._rank.connect(rendezvous, transport, SyncConfig(bucket_mib=0.05, deadline_s=30.0), wire, specs)
+        sync = SyncConfig(bucket_mib=0.05, deadline_s=30.0, quantise=quantise)
+        self._rank.connect(rendezvous, transport, sync, wire, specs)
 
     def publish(self, version: int) -> float:
         return self._rank.publish(version)
