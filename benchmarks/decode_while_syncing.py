@@ -137,7 +137,8 @@ class Measured:
         """A turn with one version after the other."""
         self._worker.config = self._worker.config.model_copy(update={"kv_on_commit": way.kv})
         config = sync_config(codec="dense", integrity="full", bucket_mib=None, deadline_s=self._timeout_s)
-        options = {"path": str(self._directory / "versions")} if way.engine == "filesystem" else {}
+        # A directory of its own each time: a new publisher begins with an empty store.
+        options = {"path": tempfile.mkdtemp(dir=self._directory)} if way.engine == "filesystem" else {}
         meeting = Meeting(config, [self._worker])
         try:
             await self._call(

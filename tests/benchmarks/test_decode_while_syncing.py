@@ -1,0 +1,53 @@
+"""The benchmark of decoding beside a sync: what its shares are, and that it really syncs what vLLM decodes with."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def decoding(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """`benchmarks` belongs to the checkout and is never installed."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module("benchmarks.decode_while_syncing")
+
+
+def test_a_share_is_of_the_turn_just_before_so_that_a_machine_that_slows_down_does_not_count(
+    decoding: ModuleType,
+) -> None:
+    way = decoding.Way("shm", "keep")
+    for alone, beside in ((100.0, 90.0), (50.0, 45.0), (10.0, 8.0)):
+        way.pairs.append((decoding.Turn(alone, 0, 0.0, 2.0), decoding.Turn(beside, 4, 0.2, 2.0)))
+    figures = way.figures()
+    assert figures["share"] == {"median": 0.9, "min": 0.8, "max": 0.9}
+    assert figures["versions_per_s"] == 2.0
+    assert figures["blocked_s_per_version"] == pytest.approx(0.05)
+    report = {
+        "payload_bytes": 10**8, "tensors": 3, "concurrency": 8, "machine": {"cores": 2}, "rounds": 3,
+        "rows": [{"threads": 1, **figures}], "verified": False,
+    }  # fmt: skip
+    assert " 0.90 " in decoding.text(report)
+    assert "NOT VERIFIED" in decoding.text(report)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_versions_arrive_while_vllm_decodes_and_are_the_trainers_bit_for_bit(
+    decoding: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    file = tmp_path / "report.json"
+    options = ["--engine", "shm", "--kv", "keep", "--threads", "1", "--layers", "1", "--rounds", "1", "--turn-s", "0.5"]
+    assert decoding.main([*options, "--json", str(file)]) == 0
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["versions"] >= 1
+    assert row["tokens_per_s"]["median"] > 0
+    assert row["alone_tokens_per_s"]["median"] > 0
