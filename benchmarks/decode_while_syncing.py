@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 
+from weightlane.ckpt_engines import DeadlineExceededError
 from weightlane.rollout import RolloutConfig, RolloutWorker
 from weightlane.sync import Outcome
 from weightlane.sync.bench import Workload, named_workload
@@ -129,9 +130,18 @@ class Measured:
             new = NEW_TOKENS - (number * NEW_TOKENS // 16 if turn == 0 else 0)
             await self._worker.generate(f"{number}-{turn}", prompt, max(8, new))
 
+    async def warm_up(self) -> None:
+        """One request from beginning to end: vLLM's first steps compile what they need."""
+        await self._worker.generate("first", [1] * PROMPT_TOKENS, 8)
+
     async def alone(self, seconds: float) -> Turn:
-        """A turn without versions."""
-        return await self._turn(lambda: asyncio.sleep(seconds))
+        """A turn without versions; `DeadlineExceededError` when nothing is decoded in it."""
+        turn = await self._turn(lambda: asyncio.sleep(seconds))
+        if not turn.tokens_per_s:
+            raise DeadlineExceededError(
+                f"no token was decoded within {seconds:g} s.", part="decoding", hint="Raise --turn-s."
+            )
+        return turn
 
     async def beside(self, way: Way, seconds: float) -> Turn:
         """A turn with one version after the other."""
@@ -228,8 +238,9 @@ async def measure(
         say(f"vLLM on {threads} thread(s) starts")
         await worker.start()
         try:
+            await measured.warm_up()
             async with measured.decoding(options.concurrency):
-                await measured.alone(2 * options.turn_s)  # warms up
+                await measured.alone(options.turn_s)
                 for number in range(options.rounds):
                     for way in ways if number % 2 == 0 else reversed(ways):
                         pair = await measured.alone(options.turn_s), await measured.beside(way, options.turn_s)
