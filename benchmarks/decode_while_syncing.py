@@ -108,6 +108,9 @@ class Measured:
         self._directory = directory
         self._timeout_s = timeout_s
         self._versions = itertools.count(1)
+        self._rows = itertools.count()
+        self._left: Callable[[], Any] | None = None
+        """Ends the way measured last: when the replica has gone over to the next, or is gone itself."""
 
     @contextlib.asynccontextmanager
     async def decoding(self, concurrency: int) -> AsyncIterator[None]:
@@ -135,13 +138,19 @@ class Measured:
         await self._worker.generate("first", [1] * PROMPT_TOKENS, 8)
 
     async def alone(self, seconds: float) -> Turn:
-        """A turn without versions; `DeadlineExceededError` when nothing is decoded in it."""
-        turn = await self._turn(lambda: asyncio.sleep(seconds))
-        if not turn.tokens_per_s:
-            raise DeadlineExceededError(
-                f"no token was decoded within {seconds:g} s.", part="decoding", hint="Raise --turn-s."
-            )
-        return turn
+        """A turn without versions, longer where no token comes for so long; `DeadlineExceededError` when none comes at all."""
+
+        async def some_tokens() -> None:
+            before, until = self._worker.clock.tokens, time.monotonic() + self._timeout_s
+            await asyncio.sleep(seconds)
+            while self._worker.clock.tokens == before:
+                if time.monotonic() > until:
+                    raise DeadlineExceededError(
+                        f"no token was decoded within {self._timeout_s:.0f} s.", part="decoding"
+                    )
+                await asyncio.sleep(_BETWEEN_S)
+
+        return await self._turn(some_tokens)
 
     async def beside(self, way: Way, seconds: float) -> Turn:
         """A turn with one version after the other."""
@@ -149,18 +158,25 @@ class Measured:
         config = sync_config(codec="dense", integrity="full", bucket_mib=None, deadline_s=self._timeout_s)
         # A directory of its own each time: a new publisher begins with an empty store.
         options = {"path": tempfile.mkdtemp(dir=self._directory)} if way.engine == "filesystem" else {}
-        meeting = Meeting(config, [self._worker])
-        try:
-            await self._call(
-                "open_row", way.engine, meeting.address, way.engine, options, config.model_dump(mode="json")
-            )
-            await self._call("peak_bytes", way.engine)
-            await self._worker.connect(meeting.address, way.engine, options)
-            await self._carry(way.engine, meeting)
-            return await self._turn(lambda: self._carry_for(way.engine, meeting, seconds))
-        finally:
+        meeting, row = Meeting(config, [self._worker]), f"{way.engine} {next(self._rows)}"
+        await self._call("open_row", row, meeting.address, way.engine, options, config.model_dump(mode="json"))
+        await self._call("peak_bytes", row)
+        await self._worker.connect(meeting.address, way.engine, options)
+        await self.leave()
+
+        async def leave() -> None:
+            await self._call("close_row", row)
             meeting.close()
-            await self._call("close_row", way.engine)
+
+        self._left = leave
+        await self._carry(row, meeting)
+        return await self._turn(lambda: self._carry_for(row, meeting, seconds))
+
+    async def leave(self) -> None:
+        """End what carried versions last."""
+        left, self._left = self._left, None
+        if left is not None:
+            await left()
 
     async def _turn(self, meanwhile: Callable[[], Any]) -> Turn:
         await asyncio.sleep(_BETWEEN_S)
@@ -252,6 +268,7 @@ async def measure(
             differing = await measured.differing()
         finally:
             await worker.close()
+            await measured.leave()
     return [{"threads": threads, **way.figures()} for way in ways], not differing
 
 
