@@ -1,9 +1,8 @@
-"""The benchmark of decoding beside a sync: what its shares are, and that it really syncs what vLLM decodes with."""
+"""The benchmark of decoding beside a sync: what its shares are."""
 
 from __future__ import annotations
 
 import importlib
-import json
 from pathlib import Path
 from types import ModuleType
 
@@ -35,19 +34,3 @@ def test_a_share_is_of_the_turn_just_before_so_that_a_machine_that_slows_down_do
     }  # fmt: skip
     assert " 0.90 " in decoding.text(report)
     assert "NOT VERIFIED" in decoding.text(report)
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
-def test_versions_arrive_while_vllm_decodes_and_are_the_trainers_bit_for_bit(
-    decoding: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    file = tmp_path / "report.json"
-    options = ["--engine", "shm", "--kv", "keep", "--threads", "1", "--layers", "1", "--rounds", "1", "--turn-s", "0.5"]
-    assert decoding.main([*options, "--json", str(file)]) == 0
-    (row,) = json.loads(file.read_text())["rows"]
-    assert row["versions"] >= 1
-    assert row["tokens_per_s"]["median"] > 0
-    assert row["alone_tokens_per_s"]["median"] > 0
