@@ -92,7 +92,7 @@ def test_too_little_memory_for_staging_is_refused_in_words(make_run: Callable[..
 
 
 def test_after_an_abort_the_next_version_goes_through_on_a_new_connection(make_run: Callable[..., Run]) -> None:
-    run = make_run(trainers=2, deadline_s=3.0)
+    run = make_run(trainers=2, deadline_s=6.0)
     run.publish(1)
     run.sync(1)
     # Version 2 is offered by one rank only: it cannot become complete.

@@ -223,7 +223,7 @@ def test_what_a_build_offers_is_read_off_its_settings(monkeypatch: pytest.Monkey
         integrity=(Literal["off", "full"], "full"),
     )
     monkeypatch.setattr(participants, "SyncConfig", later)
-    assert participants.offered("codec") == ("dense", "delta")
+    assert participants.offered("codec") == ("dense", "delta", *participants.LOSSY)
     participants.check_offered("integrity", ["off", "full"])
     config = participants.sync_config(codec="delta", integrity="off", bucket_mib=1.0, deadline_s=3.0)
     assert (config.model_dump()["codec"], config.model_dump()["integrity"]) == ("delta", "off")
