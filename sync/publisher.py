@@ -239,6 +239,7 @@ class Publisher(Participant):
         if self._fence is not None:  # its snapshot may never have begun
             self._fence.progress.fail(ClosedError("the publisher was closed.", part=self.name))
         self._encoder.close()
+        self._snapshot.close()
         self._slots.close()
         for memory in (self._delta_memory, *self._buffers):
             memory.close()

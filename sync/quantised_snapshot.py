@@ -185,6 +185,7 @@ class _QuantisedSnapshot(Snapshot):
     ) -> None:
         super().__init__([], [])
         self._stream = side_stream(shards)
+        self._workers = 1  # steps add to `Remains`
         plain: list[tuple[int, LocalShard]] = []
         steps: list[tuple[int, int, Copy | _Fp8Step | _Int8Step]] = []
         """First byte that it makes, first byte of the scales that it makes, and the step."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from .codecs.quantised import QuantisationReport
+from .devices import usable_cpus
 from .progress import Progress
 from .tensor_spec import LocalShard
 
@@ -17,6 +21,8 @@ if TYPE_CHECKING:
 
 _CHUNK_BYTES = 16 << 20
 """What is copied, at most, before those who wait for it hear of it."""
+_MOST_THREADS = 2
+"""That copy. One core cannot saturate memory, two nearly can, and the training needs the others."""
 _SMALL_BYTES = 256 << 10
 """Tensors up to this size are copied together: a call of its own costs as much as copying 30 KiB."""
 
@@ -72,7 +78,7 @@ class Milestone:
 
 
 class Snapshot:
-    """Copies shards to their places.
+    """Copies shards to their places, on CPU with two threads.
 
     Args:
         shards: This rank's live shards; their storage must stay where it is.
@@ -89,6 +95,9 @@ class Snapshot:
         """How far, before all may."""
         self.nbytes = self.read_end
         """One past the last byte of all."""
+        self._workers = 1 if self._stream is not None else min(_MOST_THREADS, usable_cpus())
+        self._threads: ThreadPoolExecutor | None = None
+        """There from the first time on that they are needed."""
         self.is_cut = False
         """Whether other ranks must speak before it is complete; see `weightlane.sync.magnitudes`."""
 
@@ -116,9 +125,9 @@ class Snapshot:
         """Copy every shard into `memory` (uint8), cast in the same pass. Blocks, and tells `progress` of what is there."""
         remains = remains or Remains()
         if self._stream is None:
-            for milestone in self._milestones:
-                milestone.step.run(memory, remains)
-                self._tell(milestone.done_bytes, milestone.read, progress)
+            with closing(self._reached(memory, remains)) as milestones:
+                for milestone in milestones:
+                    self._tell(milestone.done_bytes, milestone.read, progress)
         else:
             with torch.cuda.stream(self._stream):
                 if after is not None:
@@ -133,6 +142,38 @@ class Snapshot:
                 event.synchronize()
                 self._tell(milestone.done_bytes, milestone.read, progress)
         self._tell(self.nbytes, self.read_end, progress)
+
+    def _reached(self, memory: torch.Tensor, remains: Remains) -> Generator[Milestone, None, None]:
+        """Every milestone in turn, when it is reached; steps run beside each other where torch itself uses one thread."""
+        if self._workers == 1 or torch.get_num_threads() > 1:
+            for milestone in self._milestones:
+                milestone.step.run(memory, remains)
+                yield milestone
+            return
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(self._workers, thread_name_prefix="weightlane-copy")
+        begun: deque[tuple[Milestone, Future[None]]] = deque()
+        try:
+            for milestone in self._milestones:
+                begun.append((milestone, self._threads.submit(milestone.step.run, memory, remains)))
+                if len(begun) > self._workers:
+                    first, ran = begun.popleft()
+                    ran.result()
+                    yield first
+            while begun:
+                first, ran = begun.popleft()
+                ran.result()
+                yield first
+        finally:
+            # Nobody may read the shards, or write to the memory, any more when this returns.
+            for _, ran in begun:
+                ran.cancel()
+            wait([ran for _, ran in begun])
+
+    def close(self) -> None:
+        """Let the threads end. Idempotent."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _tell(self, done_bytes: int, read: int, progress: Progress) -> None:  # noqa: ARG002 - the same here
         progress.advance(done_bytes)

@@ -20,6 +20,10 @@ from .cpu_guard import CpuGuard
 from .peer import Peer, Session, Task
 from .workload import Workload
 
+_WARM_UPS = 3
+"""Rounds that do not count, unless they take half of the turn: who keeps the version before gets the memory of a second one in
+the second, and uses what the first one had in the third."""
+
 
 def main() -> None:
     """Read the order, measure, say what was found or why nothing was."""
@@ -51,13 +55,17 @@ def _measure(peer: Peer, order: dict[str, Any], out: Any) -> None:
     with peer.open(task) as session:
         _say(out, opened=True, versions=peer.versions(), setup_s=time.monotonic() - began)
         clean, number = 0, 0
-        until = time.monotonic() + order["turn_s"]
-        # The first round warms up. Rounds that others disturbed are done again, up to twice as many in all.
-        while clean < order["rounds"] and number <= 2 * order["rounds"]:
+        began, warm_ups = time.monotonic(), _WARM_UPS
+        until = began + order["turn_s"]
+        # Rounds that others disturbed are done again, up to twice as many in all.
+        while clean < order["rounds"] and number < warm_ups + 2 * order["rounds"]:
             found = _round(session, number, guard)
-            clean += bool(number) and found["clean"]
-            _say(out, round=number, warm_up=number == 0, **found)
+            warm_up = number < warm_ups
+            clean += not warm_up and found["clean"]
+            _say(out, round=number, warm_up=warm_up, **found)
             number += 1
+            if warm_up and time.monotonic() > began + order["turn_s"] / 2:
+                warm_ups = number
             if clean and time.monotonic() > until:
                 _say(out, out_of_time=True)
                 break

@@ -14,6 +14,13 @@ from weightlane.sync.progress import Progress
 from weightlane.sync.snapshot import Snapshot
 
 
+@pytest.fixture(autouse=True, params=["one thread", "two threads"])
+def _threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies run beside each other where torch has one thread, and there are two cores."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2 if request.param == "one thread" else 1)
+    monkeypatch.setattr("weightlane.sync.snapshot.usable_cpus", lambda: 2)
+
+
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
@@ -86,6 +93,32 @@ def test_progress_grows_over_a_large_tensor_and_ends_know_each_tensors_end() -> 
     assert seen == sorted(seen)
     assert seen[0] == 16 << 20
     assert seen[-1] == snapshot.nbytes
+
+
+class Tripping(torch.Tensor):
+    """Cannot be copied."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if function is torch.Tensor.reshape:
+            raise RuntimeError("the device is gone")
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_nothing_is_read_any_more_when_a_copy_has_failed() -> None:
+    data = [torch.ones(9 << 20), torch.ones(9 << 20).as_subclass(Tripping), *(torch.ones(9 << 20) for _ in range(4))]
+    shards = [LocalShard(TensorSpec(f"t{i}", (9 << 20,), torch.float32), 0, x) for i, x in enumerate(data)]
+    places = compact_places(shards)
+    snapshot, progress = Snapshot(shards, places), Progress("a snapshot", "test")
+    memory = torch.zeros(snapshot.nbytes, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        snapshot.take(memory, None, progress)
+    before = memory.clone()
+    for shard in shards:
+        shard.data.fill_(2)
+    assert torch.equal(memory, before)
+    assert progress.done_bytes <= 36 << 20
+    snapshot.close()
 
 
 def test_whoever_waits_for_a_part_goes_on_when_it_is_there() -> None:
