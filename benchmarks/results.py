@@ -11,14 +11,22 @@ the previous baseline of the same machine.
 from __future__ import annotations
 
 import argparse
+import json
 import re
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from weightlane.sync.bench import BenchReport, Row
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+from benchmarks import decode_while_syncing  # noqa: E402 - the checkout's, as this file is
+from benchmarks.peers.table import markdown  # noqa: E402
+
 RESULTS = HERE / "RESULTS.md"
 WORSE = 1.2
 NEGLIGIBLE_SHARE = 0.01
@@ -30,8 +38,13 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-_OTHERS = ("peers-", "density-", "commit-layout-", "small-tensors-", "delta-codec-")
-"""Figures of other benchmarks, kept beside these."""
+_TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "peers": markdown,
+    "decode": lambda report: f"```\n{decode_while_syncing.text(report)}\n```\n",
+}
+"""Of other benchmarks, whose figures are kept beside these as ``<machine>/<name>-<date>.json``."""
+_OTHERS = (*(f"{name}-" for name in _TABLES), "density-", "commit-layout-", "small-tensors-", "delta-codec-")
+"""How files are called that are no baselines of ``weightlane bench``."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +113,15 @@ def results(baselines: Sequence[Baseline]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def other_results(folder: Path) -> str:
+    """The newest tables of the other benchmarks below `folder`, by machine."""
+    newest = {(path.parent.name, name): path for name in _TABLES for path in sorted(folder.glob(f"*/{name}-*.json"))}
+    return "".join(
+        f"\n## {machine}, {name}\n\n{_TABLES[name](json.loads(path.read_text(encoding='utf-8')))}"
+        for (machine, name), path in sorted(newest.items())
+    )
+
+
 def _section(baseline: Baseline, worse: dict[tuple[str, str], float]) -> Iterator[str]:
     report = baseline.report
     setup, limits, machine = report.setup, report.limits, report.machine
@@ -162,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Make benchmarks/RESULTS.md of the committed baselines.")
     parser.add_argument("--check", action="store_true", help="only look whether it is up to date; exit code 1 if not")
     check = parser.parse_args(arguments).check
-    text = results(read_baselines(HERE / "baselines"))
+    text = results(read_baselines(HERE / "baselines")) + other_results(HERE / "baselines")
     if check:
         current = RESULTS.read_text(encoding="utf-8") if RESULTS.exists() else ""
         if current != text:
