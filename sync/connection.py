@@ -35,7 +35,7 @@ from .messages import (
 from .roster import Member, Roster
 
 # Whoever is closest to the cause of a stall gives up first, so that the reason everybody gets names the right peer.
-_PUBLISHER_SHARE = 0.85
+_PUBLISHER_SHARE = 0.9
 _SUBSCRIBER_SHARE = 0.95
 _RECEIVERS_PATIENCE = 1.2
 """A receiver waits so much longer for a bucket than a sender does for it to be taken."""
