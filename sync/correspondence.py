@@ -252,6 +252,9 @@ class Correspondence:
         """Of this session, what may come before somebody waits for it."""
         if isinstance(message, Offer):
             self.offers[message.version] = message
+            self._failed.pop((message.version, message.name), None)  # it was published once more
+        elif isinstance(message, Failed) and self._publishers([message.name]):
+            self._failed[message.version, message.name] = message
         elif isinstance(message, Hello):
             self.hellos[message.name] = message
         elif isinstance(message, Ready | Staged):

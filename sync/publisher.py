@@ -389,11 +389,12 @@ class Publisher(Participant):
             try:
                 self._take(publication)
             except Exception as error:  # noqa: BLE001 - the fence raises it in the training thread
-                with self._changed:
-                    self._held = None
                 ours = as_weightlane_error(error, self.name)
                 publication.progress.fail(ours)
                 self._report(publication.version, self.session, ours)
+                with self._changed:  # so that later sessions hear of it, too
+                    self._held = publication
+                    self._changed.notify_all()
 
     def _may_take(self) -> bool:
         if self._next is None or self._streaming:
@@ -490,13 +491,20 @@ class Publisher(Participant):
                 reason = held.choice.reason
                 self._tell(Offer(name=self.name, session=session, version=held.version, manifest=plain, reason=reason))
         except Exception as error:  # noqa: BLE001 - the coordinator, which waits for the offer, must learn it
-            _log.warning("%s: version %d could not be offered: %s", self.name, held.version, error)
-            self._report(held.version, session, error)
+            cause = held.progress.error or error
+            _log.warning("%s: version %d could not be offered: %s", self.name, held.version, cause)
+            self._report(held.version, session, cause)
 
     def _complete(self, held: Publication, deadline: Deadline) -> None:
-        """See to it that the bytes of `held` depend on nobody else."""
+        """See to it that the bytes of `held` depend on nobody else. Raises what its snapshot failed with, if it has."""
+        if held.progress.error is not None:
+            raise held.progress.error
         if self._layout.quantised:
-            complete(held, self._snapshot, self._magnitudes, deadline, lambda: self._held is held, self._slots.writing)
+            complete(held, self._snapshot, self._magnitudes, deadline, lambda: self._wanted(held), self._slots.writing)
+
+    def _wanted(self, held: Publication) -> bool:
+        """Whether it is still what is to be sent, and can be."""
+        return self._held is held and held.progress.error is None
 
     def _encode(self, held: Publication) -> None:
         """Compare the snapshot, as far as it is there, with the base; it is sent in full if too much has changed."""
@@ -527,7 +535,7 @@ class Publisher(Participant):
         if held.is_delta and held.delta is not None and held.base is not None:
             base, segments = held.base, [held.delta.segments]
             if agreement is not None:
-                segments = agreement.hear(held, Deadline.after(self._deadline_s), lambda: self._held is held)
+                segments = agreement.hear(held, Deadline.after(self._deadline_s), lambda: self._wanted(held))
             if segments:
                 return delta_manifest(
                     self._layout, held.version, (base.version, base.identity), held.identity, segments
@@ -549,8 +557,9 @@ class Publisher(Participant):
             )
             self._tell(sent)
         except Exception as error:  # noqa: BLE001 - the coordinator decides what becomes of the version
-            _log.info("%s: version %d was not sent: %s", self.name, go.version, error)
-            self._report(go.version, go.session, error)
+            cause = held.progress.error or error
+            _log.info("%s: version %d was not sent: %s", self.name, go.version, cause)
+            self._report(go.version, go.session, cause)
 
     def _report_superseded(self, version: int) -> None:
         self._report(version, self.session, _superseded(version, self.name))

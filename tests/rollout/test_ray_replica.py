@@ -71,6 +71,7 @@ def test_a_replica_in_ray_takes_versions_in_flight_and_its_killed_actor_leaves_n
             await trainer.connect([replica])
             flying = asyncio.create_task(replica.generate("flying", [1, 2, 3], 400, greedy=True))
             while (await replica.stats()).tokens < 20:  # noqa: ASYNC110 - nothing announces a count
+                assert not flying.done(), flying
                 await asyncio.sleep(0.01)
             report = await trainer.sync(models[1])
             assert report.replicas["rollout-0"].outcome == "committed"
@@ -91,7 +92,7 @@ def test_a_replica_in_ray_takes_versions_in_flight_and_its_killed_actor_leaves_n
         finally:
             await replica.close()
 
-    asyncio.run(asyncio.wait_for(life(), 120.0))
+    asyncio.run(asyncio.wait_for(life(), 240.0))  # two ranks start in it, beside other tests
 
 
 def check_switch(completion: Completion, models: list[Path]) -> None:

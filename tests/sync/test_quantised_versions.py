@@ -148,19 +148,24 @@ def test_a_store_keeps_a_standard_checkpoint_in_fp8(make_run: Callable[..., Run]
         assert torch.equal(tensors[f"{name}_scale_inv"], scales)
 
 
+@pytest.mark.parametrize("known_before", [False, True])
 @pytest.mark.parametrize("trainers", [1, 2])
-def test_weights_that_no_scale_fits_fail_their_version_and_nothing_else(
-    make_run: Callable[..., Run], trainers: int
+def test_weights_that_no_scale_fits_fail_their_version_at_once_and_nothing_else(
+    make_run: Callable[..., Run], trainers: int, *, known_before: bool
 ) -> None:
-    run = begun(make_run, "shm", "fp8", trainers=trainers, deadline_s=5.0)
+    run = begun(make_run, "shm", "fp8", trainers=trainers, deadline_s=20.0)
     run.step(1)
     run.publish(1)
     run.sync(1)
     for trainer in run.trainers:
         trainer.call("poison", "up.weight")
     run.publish(2)
+    if known_before:
+        time.sleep(0.5)
+    began = time.monotonic()
     with pytest.raises(SyncAbortedError, match=r"up\.weight holds inf or NaN"):
         run.sync(2)
+    assert time.monotonic() - began < 10.0, "nobody was told before the deadline"
     assert run.live() == [left_of(weights(1, torch.float32, shapes=LINEAR), "fp8")]
     run.step(3)  # the fence lets go of a version that failed
     run.publish(3)
