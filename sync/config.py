@@ -35,7 +35,7 @@ class SyncConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     bucket_mib: float = Field(
-        16.0, gt=0, le=4096, description="Payload of one bucket in MiB; two are in flight per sending trainer rank."
+        32.0, gt=0, le=4096, description="Payload of one bucket in MiB; two are in flight per sending trainer rank."
     )
     deadline_s: float = Field(
         60.0, gt=0, description="Seconds after which a sync that is not committed is aborted on every side."

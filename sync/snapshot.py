@@ -13,13 +13,14 @@ import torch
 
 from .codecs.quantised import QuantisationReport
 from .devices import usable_cpus
+from .host_memory import copy_bytes
 from .progress import Progress
 from .tensor_spec import LocalShard
 
 if TYPE_CHECKING:
     from .quantised_snapshot import CutRows
 
-_CHUNK_BYTES = 16 << 20
+_CHUNK_BYTES = 64 << 20
 """What is copied, at most, before those who wait for it hear of it."""
 _MOST_THREADS = 2
 """That copy. One core cannot saturate memory, two nearly can, and the training needs the others."""
@@ -57,9 +58,14 @@ class Copy:
 
     def run(self, memory: torch.Tensor, remains: Remains) -> None:  # noqa: ARG002 - nothing is left
         """See `Step`."""
-        into = memory[self.start : self.end].view(self.dtype)
+        room = memory[self.start : self.end]
+        into = room.view(self.dtype)
         if len(self.sources) == 1:
-            into.copy_(self.sources[0].reshape(-1), non_blocking=True)
+            source = self.sources[0].reshape(-1)
+            if source.is_cpu and room.is_cpu and source.dtype == self.dtype:
+                copy_bytes(room, source.view(torch.uint8))
+            else:
+                into.copy_(source, non_blocking=True)
         elif self.sources[0].device == into.device:
             torch.cat(self.sources, out=into)
         else:

@@ -8,12 +8,11 @@ import torch
 
 from weightlane.ckpt_engines import CommitError
 from weightlane.sync import IncomingDelta
+from weightlane.sync.host_memory import narrow_offsets, put_elements
 
 from .commit_plan import CommitPlan
 
 _PART = "delta commit"
-_CHUNK = 1 << 15
-"""Elements written at once: their offsets and values stay in the cache."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -24,7 +23,7 @@ class _Place:
     storage: torch.Tensor
     """All elements of the parameter's storage, as integers of their size."""
     offsets: torch.Tensor
-    """int64."""
+    """int64, or int32 where `put_elements` takes that."""
     new: torch.Tensor
     old: torch.Tensor
 
@@ -57,7 +56,10 @@ class LiveDelta:
             for found in plan.locate(spec.name, positions + segment.start):
                 integers = _INTEGERS[found.storage.itemsize]
                 storage, new = found.storage.view(integers), values[found.chosen].to(found.storage).view(integers)
-                self._places.append(_Place(storage, found.offsets, new, storage.index_select(0, found.offsets)))
+                old, offsets = storage.index_select(0, found.offsets), found.offsets
+                if storage.is_cpu:
+                    offsets = narrow_offsets(offsets, storage.numel())
+                self._places.append(_Place(storage, offsets, new, old))
 
     def check(self) -> None:
         """Raise `CommitError` if a parameter has got other memory."""
@@ -91,9 +93,7 @@ class LiveDelta:
 
 
 def _write(place: _Place, values: torch.Tensor) -> None:
-    if place.storage.device.type != "cpu":
+    if place.storage.is_cpu:
+        put_elements(place.storage, place.offsets, values)
+    else:
         place.storage.index_copy_(0, place.offsets, values)
-        return
-    storage, offsets, bits = place.storage.numpy(), place.offsets.numpy(), values.numpy()
-    for start in range(0, offsets.size, _CHUNK):
-        storage[offsets[start : start + _CHUNK]] = bits[start : start + _CHUNK]

@@ -48,7 +48,7 @@ def run_bench(settings: BenchSettings, say: Say = lambda _: None) -> BenchReport
         The report; where none of the engines can run here, only the reasons by engine.
 
     Raises:
-        ConfigError: There is no such model or directory, or this build offers no such codec or level of integrity.
+        ConfigError: There is no such model or directory, or there is no such codec or level of integrity.
         RegistryError: There is no such engine, or it is broken.
         StagingMemoryError: The model is too large for this machine's memory.
         WorkerDiedError: One of the processes died; the others were ended.

@@ -5,21 +5,20 @@ Everything here is the public interface of `weightlane.sync`, used as a training
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Mapping, Sequence
 from threading import Lock
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_args
 
 import torch
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError
 from weightlane.plugins import RunHooks
 
-from ..codecs.delta import Patch
-from ..config import SyncConfig
+from ..config import CodecPolicy, Integrity, Quantise, SyncConfig
 from ..coordinator import Coordinator
 from ..coverage import Expectation, ExpectedTensor
+from ..host_memory import copy_bytes, narrow_offsets, put_elements
 from ..publisher import Publisher
 from ..rendezvous import Rendezvous
 from ..report import SyncReport
@@ -30,31 +29,20 @@ from ..tensor_spec import LocalShard, TensorSpec
 from .moments import Moments
 
 SENDER = "trainer-0"
-_BEFORE_THE_FIELD = {"integrity": "full", "codec": "dense"}
-LOSSY = ("fp8", "int8")
+LOSSY = tuple(scheme for scheme in get_args(Quantise) if scheme != "none")
 """Values of the setting ``quantise`` that are measured as codecs: dense versions of quantised weights."""
-"""What a build does that does not let one choose."""
-
-
-def offered(setting: str) -> tuple[str, ...]:
-    """Values of the sync setting ``integrity`` or ``codec`` that this build offers."""
-    field = SyncConfig.model_fields.get(setting)
-    if field is None:
-        return (_BEFORE_THE_FIELD[setting],)
-    kind = field.annotation
-    choices = get_args(kind) if get_origin(kind) is Literal else getattr(kind, "__members__", {}).values()
-    return (*map(str, choices), *(LOSSY if setting == "codec" else ()))
+_OFFERED = {"integrity": get_args(Integrity), "codec": (*get_args(CodecPolicy), *LOSSY)}
 
 
 def check_offered(setting: str, values: Sequence[str]) -> None:
-    """Raise a `ConfigError` that says what this build offers unless it offers all `values`."""
-    choices = offered(setting)
+    """Raise a `ConfigError` that says which values ``integrity`` or ``codec`` can have unless all `values` are such."""
+    choices = _OFFERED[setting]
     for value in values:
         if value not in choices:
             raise ConfigError(
-                f"this build offers no {setting} {value!r}.",
+                f"there is no {setting} {value!r}.",
                 part="benchmark",
-                hint=f"It offers {' and '.join(choices)}.",
+                hint=f"There are {' and '.join(choices)}.",
             )
 
 
@@ -66,9 +54,7 @@ def sync_config(*, codec: str, integrity: str, bucket_mib: float | None, deadlin
         chosen["bucket_mib"] = bucket_mib
     if codec in LOSSY:
         chosen["quantise"], codec = codec, "dense"
-    fields = SyncConfig.model_fields
-    chosen |= {key: value for key, value in (("codec", codec), ("integrity", integrity)) if key in fields}
-    return SyncConfig(**chosen)
+    return SyncConfig(**chosen, codec=codec, integrity=integrity)
 
 
 class SendingSide:
@@ -107,7 +93,9 @@ class SendingSide:
             bucket_bytes=settings.bucket_bytes,
             deadline_s=settings.deadline_s,
             hooks=hooks,
-            **_taken_by(Publisher, settings),
+            codec=settings.codec,
+            integrity=settings.integrity,
+            quantise=settings.quantise,
         )
 
     def publish(self, version: int, step_s: float) -> dict[str, float]:
@@ -149,7 +137,6 @@ class ReceivingSide:
             options,
             Expectation(expected),
             hooks=hooks,
-            **_taken_by(Subscriber, settings),
         )
         self._live: dict[str, torch.Tensor] = {}
         self._quantised = settings.quantise != "none"
@@ -168,8 +155,8 @@ class ReceivingSide:
         if (delta := self._subscriber.take_delta(version)) is not None:
             with pause:
                 started = time.monotonic()
-                for patch, target, _ in delta:
-                    patch.apply_(target)
+                for target, offsets, new, _ in delta:
+                    put_elements(target, offsets, new)
                 return started, time.monotonic()
         staged = self._subscriber.take(version)
         if self._quantised:
@@ -180,21 +167,24 @@ class ReceivingSide:
                 ended = time.monotonic()
             self._subscriber.release(version)
             return started, ended
-        into, source = list(live.values()), [staged[name] for name in live]
+        copies = [(_flat_bytes(tensor), _flat_bytes(staged[name])) for name, tensor in live.items()]
         with pause:
             started = time.monotonic()
-            torch._foreach_copy_(into, source)
+            for target, source in copies:
+                copy_bytes(target, source)
             ended = time.monotonic()
         self._subscriber.release(version)
         return started, ended
 
-    def _prepared(self, delta: IncomingDelta) -> list[tuple[Patch, torch.Tensor, torch.Tensor]]:
-        """Patches, what each is applied to, and the values that are there now, as a replica needs them to take it back."""
-        prepared = []
+    def _prepared(self, delta: IncomingDelta) -> list[tuple[torch.Tensor, ...]]:
+        """For each segment what is written to, where, what, and what is there now, as a replica needs it to take it back."""
+        prepared: list[tuple[torch.Tensor, ...]] = []
         for segment, patch in delta.patches:
             flat = self._live[delta.manifest.specs[segment.tensor].name].view(-1)
-            target = flat[segment.start : segment.start + segment.numel]
-            prepared.append((patch, target, target.index_select(0, patch.positions_and_values()[0])))
+            positions, values = patch.positions_and_values()
+            target = flat[segment.start : segment.start + segment.numel].view(values.dtype)
+            old = target.index_select(0, positions)
+            prepared.append((target, narrow_offsets(positions, target.numel()), values, old))
         return prepared
 
     def close(self) -> None:
@@ -224,8 +214,5 @@ class Meeting:
         self.coordinator.close()
 
 
-def _taken_by(kind: type, settings: SyncConfig) -> dict[str, Any]:
-    """Those of the row's choices that are arguments of `kind`'s constructor."""
-    arguments = inspect.signature(kind).parameters
-    plain = settings.model_dump()
-    return {key: plain[key] for key in ("codec", "integrity", "quantise") if key in arguments and key in plain}
+def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)

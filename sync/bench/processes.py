@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -118,7 +118,7 @@ class Processes:
         return [worker.pid for worker in self._workers]
 
     def every(self, method: str, *arguments: Any, timeout_s: float) -> list[Any]:
-        """`Worker.call` on the sender and all receivers at once; the first error when there is one."""
+        """`Worker.call` on the sender and all receivers at once; the first error when there is one, a death at once."""
         return self._at_once(self._workers, method, arguments, timeout_s)
 
     def every_receiver(self, method: str, *arguments: Any, timeout_s: float) -> list[Any]:
@@ -161,9 +161,12 @@ class Processes:
 
     def _at_once(self, workers: Sequence[Worker], method: str, arguments: Sequence[Any], timeout_s: float) -> list[Any]:
         calls = [self._threads.submit(worker.call, method, *arguments, timeout_s=timeout_s) for worker in workers]
-        errors = [error for call in calls if isinstance(error := call.exception(), Exception)]
-        for error in sorted(errors, key=lambda error: not isinstance(error, WorkerDiedError)):
-            raise error
+        left: set[Future[Any]] = set(calls)
+        while left:
+            ended, left = wait(left, return_when=FIRST_COMPLETED)
+            for call in ended:
+                if isinstance(error := call.exception(), WorkerDiedError):
+                    raise error  # others may wait for it in vain, until they are ended, too
         return [call.result() for call in calls]
 
     def _await_start(self) -> None:

@@ -41,8 +41,8 @@ def test_tables_json_and_a_plot_come_of_one_run(tmp_path: Path) -> None:
     [
         (["--engine", "hccl"], 1, "torch_npu is not installed"),
         (["--engine", "shn"], 2, "Did you mean 'shm'?"),
-        (["--codec", "morse"], 2, "this build offers no codec 'morse'"),
-        (["--integrity", "half"], 2, "this build offers no integrity 'half'"),
+        (["--codec", "morse"], 2, "there is no codec 'morse'"),
+        (["--integrity", "half"], 2, "there is no integrity 'half'"),
         (["--model", "nowhere"], 2, "'nowhere' is neither a model the benchmark knows nor a directory"),
         (["--rounds", "0"], 2, "rounds: Input should be greater than or equal to 1 (got 0)"),
         (["--density", "2"], 2, "density: Input should be less than or equal to 1"),

@@ -70,7 +70,7 @@ def test_a_replica_in_ray_takes_versions_in_flight_and_its_killed_actor_leaves_n
             await replica.connect(trainer.address, trainer.backend)
             await trainer.connect([replica])
             flying = asyncio.create_task(replica.generate("flying", [1, 2, 3], 400, greedy=True))
-            while (await replica.stats()).tokens < 20:  # noqa: ASYNC110 - nothing announces a count
+            while (await replica.stats()).tokens < 20:
                 assert not flying.done(), flying
                 await asyncio.sleep(0.01)
             report = await trainer.sync(models[1])

@@ -80,18 +80,18 @@ def test_a_transposed_parameter_is_read_when_the_snapshot_is_taken_and_not_when_
 
 
 def test_progress_grows_over_a_large_tensor_and_ends_know_each_tensors_end() -> None:
-    data = torch.arange(10 << 20, dtype=torch.float32)
+    data = torch.arange(20 << 20, dtype=torch.float32)
     shards = [
-        LocalShard(TensorSpec("large", (10 << 20,), torch.float32), 0, data),
+        LocalShard(TensorSpec("large", (20 << 20,), torch.float32), 0, data),
         LocalShard(TensorSpec("split", (8,), torch.float32), 0, data[:4]),
         LocalShard(TensorSpec("split", (8,), torch.float32), 4, data[4:8]),
     ]
-    places = [0, 40 << 20, (40 << 20) + 16]
+    places = [0, 80 << 20, (80 << 20) + 16]
     snapshot = Snapshot(shards, places)
-    assert snapshot.ends == {"large": 40 << 20, "split": (40 << 20) + 32}
+    assert snapshot.ends == {"large": 80 << 20, "split": (80 << 20) + 32}
     _, seen = take(shards, places)
     assert seen == sorted(seen)
-    assert seen[0] == 16 << 20
+    assert seen[0] == 64 << 20
     assert seen[-1] == snapshot.nbytes
 
 

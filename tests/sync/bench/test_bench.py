@@ -12,11 +12,10 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
-from pydantic import create_model
 
 from weightlane.ckpt_engines import (
     ConfigError,
@@ -25,7 +24,7 @@ from weightlane.ckpt_engines import (
     WeightlaneError,
     WorkerDiedError,
 )
-from weightlane.sync import SyncConfig
+from weightlane.sync import Rendezvous
 from weightlane.sync.bench import BenchReport, BenchSettings, measure, participants, run_bench
 from weightlane.sync.bench.memory import PeakMemory
 from weightlane.sync.bench.processes import Processes
@@ -127,6 +126,16 @@ def test_where_memory_is_short_rows_are_measured_one_at_a_time_and_what_arrives_
         run_bench(BenchSettings(receivers=1, rounds=1))
 
 
+def test_nobody_waits_for_those_who_wait_for_a_dead_process() -> None:
+    with Processes(1, 1 << 20) as processes:
+        address = Rendezvous.host()
+        before = time.monotonic()
+        threading.Timer(0.5, os.kill, (processes.pids[1], signal.SIGKILL)).start()
+        with pytest.raises(WorkerDiedError, match="receiver-0"):
+            processes.every("open_gloo", address.address.to_plain(), 3, 64, 60.0, timeout_s=60.0)  # one of three is missing
+        assert time.monotonic() - before < 20
+
+
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_process_that_is_killed_in_mid_run_ends_it_with_its_name(victim: int, started: list[Processes]) -> None:
     def kill() -> None:
@@ -182,7 +191,7 @@ def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
         ({"model": "nowhere"}, ConfigError, ["'nowhere'", "qwen3-0.6b"]),
         ({"receivers": 0}, ConfigError, ["receivers", "greater than or equal to 1"]),
         ({"density": 1.5}, ConfigError, ["density", "less than or equal to 1"]),
-        ({"codecs": ["morse"]}, ConfigError, ["no codec 'morse'", "offers dense"]),
+        ({"codecs": ["morse"]}, ConfigError, ["no codec 'morse'", "There are dense"]),
         ({"integrity": ["half"]}, ConfigError, ["no integrity 'half'", "full"]),
         ({"options": {"gloo": {}}}, ConfigError, ["options are given for gloo"]),
         ({"options": {"shm": {"slot": 3}}}, ConfigError, ["checkpoint_engine.options.slot", "Options of shm"]),
@@ -215,19 +224,15 @@ def test_where_nothing_can_run_the_reasons_are_the_answer(started: list[Processe
     assert not started
 
 
-def test_what_a_build_offers_is_read_off_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    later = create_model(
-        "Later",
-        __base__=SyncConfig,
-        codec=(Literal["dense", "delta"], "dense"),
-        integrity=(Literal["off", "full"], "full"),
-    )
-    monkeypatch.setattr(participants, "SyncConfig", later)
-    assert participants.offered("codec") == ("dense", "delta", *participants.LOSSY)
+def test_only_what_settings_can_say_is_offered() -> None:
+    participants.check_offered("codec", ["dense", "delta", "auto", "fp8", "int8"])
     participants.check_offered("integrity", ["off", "full"])
+    with pytest.raises(ConfigError, match=r"no codec 'none'\. There are dense and delta and auto and fp8 and int8"):
+        participants.check_offered("codec", ["dense", "none"])
     config = participants.sync_config(codec="delta", integrity="off", bucket_mib=1.0, deadline_s=3.0)
-    assert (config.model_dump()["codec"], config.model_dump()["integrity"]) == ("delta", "off")
-    assert config.bucket_mib == 1.0
+    assert (config.codec, config.integrity, config.quantise, config.bucket_mib) == ("delta", "off", "none", 1.0)
+    config = participants.sync_config(codec="int8", integrity="full", bucket_mib=None, deadline_s=3.0)
+    assert (config.codec, config.quantise) == ("dense", "int8")
 
 
 def test_quantised_versions_are_compared_with_what_quantising_leaves() -> None:
