@@ -1,8 +1,9 @@
 """How fast the delta codec is and how small its deltas are, beside a memcpy of the same tensor in the same run.
 
-    python benchmarks/delta_codec.py [--mib 256] [--rounds 5] [--dtype bfloat16] [--json FILE]
+    python benchmarks/delta_codec.py [--mib 256] [--rounds 5] [--dtype bfloat16] [--device cuda] [--json FILE]
 
-One thread. Changed positions are random; every result is verified bit for bit outside the timing.
+One thread, or one GPU, between which and the bytes on the wire copies are counted. Changed positions are random; every result is
+verified bit for bit outside the timing.
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ DENSITIES = (0.0, 0.001, 0.01, 0.1, 0.5, 1.0)
 def measure(rounds: int, *work: Callable[[], object]) -> list[float]:
     """Median seconds of each piece of work, taken in turns, after one round that is not counted."""
     times: list[list[float]] = [[] for _ in work]
+    on_gpu = torch.cuda.is_initialized()
     for turn in range(rounds + 1):
         for taken, piece in zip(times, work, strict=True):
             start = time.perf_counter()
             piece()
+            if on_gpu:
+                torch.cuda.synchronize()
             if turn:
                 taken.append(time.perf_counter() - start)
     return [statistics.median(taken) for taken in times]
@@ -41,12 +45,12 @@ def row(old: torch.Tensor, density: float, rounds: int) -> dict[str, Any]:
     integers = new.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[new.itemsize])
     for start in range(0, new.numel(), 1 << 24):
         part = integers[start : start + (1 << 24)]
-        part ^= torch.rand(part.numel()).lt_(density).to(part.dtype)
+        part ^= torch.rand(part.numel(), device=part.device).lt_(density).to(part.dtype)
     encoded = encode(old, new)
     assert isinstance(encoded, Encoded)
     wire = torch.empty(encoded.nbytes, dtype=torch.uint8)
     encoded.write_into(wire)
-    patch = decode(wire, elements=new.numel(), itemsize=new.itemsize)
+    patch = decode(wire, elements=new.numel(), itemsize=new.itemsize).to(old.device)
     target, copy = old.clone(), old.clone()
     patch.apply_(target)
     assert torch.equal(target.view(integers.dtype), integers), "the delta is wrong"
@@ -57,7 +61,7 @@ def row(old: torch.Tensor, density: float, rounds: int) -> dict[str, Any]:
         result.write_into(wire)
 
     def read() -> Patch:
-        return decode(wire, elements=new.numel(), itemsize=new.itemsize)
+        return decode(wire, elements=new.numel(), itemsize=new.itemsize).to(old.device)
 
     memcpy_s, encode_s, decode_s, apply_s, swap_s = measure(
         rounds, lambda: copy.copy_(new), write, read, lambda: patch.apply_(target), lambda: patch.swap_(target)
@@ -82,15 +86,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32", "uint8"])
     parser.add_argument("--density", type=float, nargs="*", default=DENSITIES)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     raw = torch.randint(-(2**62), 2**62, (options.mib << 17,), dtype=torch.int64)
-    old = raw.view(getattr(torch, options.dtype))
+    old = raw.view(getattr(torch, options.dtype)).to(options.device)
     (digest_s,) = measure(options.rounds, lambda: digest_of([old]))
     rows = [row(old, density, options.rounds) for density in options.density]
-    print(f"{options.mib} MiB of {options.dtype}, one thread; times as multiples of a memcpy of the same tensor")
+    where = "one thread" if old.is_cpu else torch.cuda.get_device_name()
+    print(f"{options.mib} MiB of {options.dtype}, {where}; times as multiples of a memcpy of the same tensor")
     print("density   wire share  bytes per change  memcpy GB/s  encode  decode   apply    swap")
     for found in rows:
         changes = found["density"] * found["payload_bytes"] / old.itemsize
@@ -103,7 +109,7 @@ def main() -> None:
         )
     print(f"digest: {raw.nbytes / digest_s / 1e9:.1f} GB/s")
     if options.json:
-        machine = {"machine": platform.machine(), "torch": torch.__version__, "threads": 1}
+        machine = {"machine": platform.machine(), "torch": torch.__version__, "threads": 1, "device": options.device}
         options.json.write_text(json.dumps({"machine": machine, "digest_s": digest_s, "rows": rows}, indent=1) + "\n")
 
 

@@ -43,7 +43,10 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "decode": lambda report: f"```\n{decode_while_syncing.text(report)}\n```\n",
 }
 """Of other benchmarks, whose figures are kept beside these as ``<machine>/<name>-<date>.json``."""
-_OTHERS = (*(f"{name}-" for name in _TABLES), "density-", "commit-layout-", "small-tensors-", "delta-codec-")
+_OTHERS = (
+    *(f"{name}-" for name in _TABLES),
+    *("density-", "densities-", "slow-link-", "commit-layout-", "small-tensors-", "delta-codec-"),
+)
 """How files are called that are no baselines of ``weightlane bench``."""
 
 

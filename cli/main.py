@@ -117,8 +117,10 @@ def bench(
     codec: Annotated[str, typer.Option(metavar="A,B", help="Codecs to measure each with.")] = "dense",
     integrity: Annotated[str, typer.Option(metavar="A,B", help="Levels of integrity to measure each with.")] = "full",
     model: Annotated[
-        str, typer.Option(help="tiny, qwen3-0.6b, qwen3-1.7b, many-small, or a directory of safetensors files.")
+        str,
+        typer.Option(help="tiny, qwen3-0.6b, -1.7b, -4b, -8b, many-small, or a directory of safetensors files."),
     ] = "tiny",
+    device: Annotated[str, typer.Option(help="Where parameters lie: cpu, or cuda, all on one GPU.")] = "cpu",
     receivers: Annotated[int, typer.Option(help="Processes that take the weights.")] = 2,
     density: Annotated[float, typer.Option(help="Share of the elements that changes from version to version.")] = 0.01,
     rounds: Annotated[int, typer.Option(help="How often everything is measured; one more is left out.")] = 5,
@@ -158,6 +160,7 @@ def bench(
         codecs=listed(codec),
         integrity=listed(integrity),
         model=model,
+        device=device,
         receivers=receivers,
         density=density,
         rounds=rounds,

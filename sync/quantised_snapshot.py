@@ -66,6 +66,26 @@ class _Rows:
         flat = memory[self.place(start) : self.place(stop)].view(self.pair.weight.dtype)
         return flat.view(-1, self.columns)
 
+    def put(
+        self, memory: torch.Tensor, start: int, stop: int, quantise: Callable[[torch.Tensor | None], torch.Tensor]
+    ) -> torch.Tensor:
+        """Have rows quantised to where they go, or on the device where they are, and copied. Returns what came out."""
+        out = self.elements(memory, start, stop)
+        if out.device == self.live.device:
+            return quantise(out)
+        quantised = quantise(None)
+        out.copy_(quantised, non_blocking=True)
+        return quantised
+
+    def put_scales(self, memory: torch.Tensor, scales: torch.Tensor, after: int) -> None:
+        """Put rows of scales behind `after` others that this rank sends."""
+        place = self.scale_place + after * scales.shape[1] * scales.element_size()
+        memory[place : place + scales.nbytes].view(torch.float32).copy_(scales.view(-1), non_blocking=True)
+
+    def bands_before(self, row: int) -> int:
+        """How many whole rows of blocks, of those whose scales this rank sends, lie before that of `row`."""
+        return row // _BAND - -(-self.first // _BAND)
+
 
 @dataclass(frozen=True, slots=True)
 class CutRows:
@@ -91,7 +111,7 @@ class CutRows:
         quantised = block_fp8.quantise(self.data, self.start, scales, name=name)
         rows.elements(memory, self.start, stop).copy_(quantised)
         if self.start % _BAND == 0:  # the rank that has a block's first row sends its scale
-            _put_scales(memory, rows, scales, self.start // _BAND)
+            rows.put_scales(memory, scales, rows.bands_before(self.start))
         return block_fp8.report(self.data, quantised, self.start, scales)
 
 
@@ -111,12 +131,13 @@ class _Fp8Step:
             remains.cuts.append(CutRows(rows, self.start, data.clone(), amax))
             return
         scales = block_fp8.scales_of(amax)
-        out = rows.elements(memory, self.start, self.stop)
-        on_device = out if out.device == data.device else None
-        quantised = block_fp8.quantise(data, self.start, scales, name=name, out=on_device)
-        if on_device is None:
-            out.copy_(quantised, non_blocking=True)
-        _put_scales(memory, rows, scales, self.start // _BAND)
+        quantised = rows.put(
+            memory,
+            self.start,
+            self.stop,
+            lambda out: block_fp8.quantise(data, self.start, scales, name=name, out=out),
+        )
+        rows.put_scales(memory, scales, rows.bands_before(self.start))
         few = slice(0, _SAMPLED_ROWS)
         remains.error += block_fp8.report(data[few], quantised[few], self.start, scales[:1])
 
@@ -133,13 +154,10 @@ class _Int8Step:
         rows, name = self.rows, self.rows.pair.weight.name
         data = rows.data(self.start, self.stop)
         scales = channel_int8.scales_of(channel_int8.channel_amax(data, name=name))
-        out = rows.elements(memory, self.start, self.stop)
-        on_device = out if out.device == data.device else None
-        quantised = channel_int8.quantise(data, scales, name=name, out=on_device)
-        if on_device is None:
-            out.copy_(quantised, non_blocking=True)
-        place = rows.scale_place + (self.start - rows.first) * scales.element_size()
-        memory[place : place + scales.nbytes].view(torch.float32).copy_(scales.view(-1), non_blocking=True)
+        quantised = rows.put(
+            memory, self.start, self.stop, lambda out: channel_int8.quantise(data, scales, name=name, out=out)
+        )
+        rows.put_scales(memory, scales, self.start - rows.first)
         few = slice(0, _SAMPLED_ROWS)
         remains.error += channel_int8.report(data[few], quantised[few], scales[few])
 
@@ -322,9 +340,3 @@ def _steps(
         begun = start - first if scheme == "int8" else -(-start // _BAND) - own.start
         yield rows.place(start), scale_place + begun * width * pair.scales.dtype.itemsize, kind(rows, start, stop)
         start = stop
-
-
-def _put_scales(memory: torch.Tensor, rows: _Rows, scales: torch.Tensor, block_row: int) -> None:
-    first = -(-rows.first // _BAND)
-    place = rows.scale_place + (block_row - first) * scales.shape[1] * scales.element_size()
-    memory[place : place + scales.nbytes].view(torch.float32).copy_(scales.view(-1), non_blocking=True)

@@ -149,6 +149,7 @@ def duration_s(spans: list[Span]) -> float:
 RAW: dict[str, tuple[str, Callable[[Figures], float]]] = {
     "gloo": (Gloo.name, lambda figures: figures["broadcast_s"]),
     "shm": (Copies.name, lambda figures: figures["copy_in_then_out_s"]),
+    "cuda_ipc": (Copies.name, lambda figures: figures["memcpy_s"] + figures["memcpy_all_receivers_s"]),
     "filesystem": (Files.name, lambda figures: figures["files_s"]),
 }
 """The bare form of an engine: whose rounds hold it, and where in them."""

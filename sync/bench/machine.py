@@ -12,8 +12,8 @@ from ..devices import usable_cpus
 from .report import Machine
 
 
-def this_machine() -> Machine:
-    """Of this process; no names of hosts or users."""
+def this_machine(device: str = "cpu") -> Machine:
+    """Of this process, and of the GPU that is measured, if one is; no names of hosts or users."""
     return Machine(
         cpu=_cpu(),
         cores=usable_cpus(),
@@ -22,11 +22,14 @@ def this_machine() -> Machine:
         python=platform.python_version(),
         torch=torch.__version__,
         weightlane=_own_version(),
+        gpu=torch.cuda.get_device_name() if device == "cuda" else "",
     )
 
 
-def available_bytes() -> int | None:
-    """Memory that can still be had; None where the system does not tell."""
+def available_bytes(device: str = "cpu") -> int | None:
+    """Memory that can still be had where parameters lie; None where the system does not tell."""
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
     return _meminfo("MemAvailable:")
 
 

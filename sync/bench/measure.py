@@ -9,6 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from weightlane.ckpt_engines import (
     CheckpointEngineRegistry,
     ConfigError,
@@ -63,6 +65,8 @@ def run_bench(settings: BenchSettings, say: Say = lambda _: None) -> BenchReport
             hint="Measure them in two runs.",
         )
     check_offered("integrity", settings.integrity)
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("there is no CUDA device.", part=_PART, hint="Measure with --device cpu.")
     workload = named_workload(settings.model)
     if settings.directory is not None and not settings.directory.is_dir():
         raise ConfigError(f"there is no directory {settings.directory}.", part=_PART)
@@ -100,8 +104,10 @@ def _rows(settings: BenchSettings, directory: Path) -> tuple[list[RowFacts], dic
         except (EngineUnavailableError, EngineImportError) as error:
             unavailable[engine] = error.message
             continue
-        if "cpu" not in cls.capabilities.devices:
-            unavailable[engine] = "it carries no CPU memory, in which the benchmark keeps parameters"
+        if cls.capabilities.devices.isdisjoint({"cpu", settings.device}):
+            unavailable[engine] = (
+                f"it carries no {settings.device.upper()} memory, where the benchmark keeps parameters"
+            )
             continue
         for codec in settings.codecs:
             for integrity in settings.integrity:
@@ -122,7 +128,7 @@ def _keep_open(settings: BenchSettings, workload: Workload, rows: int) -> bool:
     receivers = settings.receivers
     parameters = (1 + receivers) + (1 + receivers)  # live ones, and what they are copied to for the limits
     row = 1 + _STAGED_VERSIONS * receivers
-    room = available_bytes()
+    room = available_bytes(settings.device)
     if room is None:
         return False
     needed = (parameters + row) * workload.nbytes
@@ -171,7 +177,8 @@ class _Bench:
         """Measure, and say what was found."""
         settings = self._settings
         plain = self._workload.to_plain()
-        prepared = plain, settings.seed, settings.threads, not set(LOSSY).isdisjoint(settings.codecs)
+        finite = not set(LOSSY).isdisjoint(settings.codecs)
+        prepared = plain, settings.seed, settings.threads, finite, settings.device
         self._processes.every("prepare", *prepared, timeout_s=settings.deadline_s)
         for number in range(settings.rounds + 1):
             self._say(f"round {number} of {settings.rounds}" if number else "warming up")
@@ -186,10 +193,11 @@ class _Bench:
         limits = Limits.model_validate(self._spreads(Copies.name, Limits.model_fields))
         notes = self._notes(limits)
         return BenchReport(
-            machine=this_machine(),
+            machine=this_machine(settings.device),
             setup=Setup(
                 date=datetime.now(UTC).date().isoformat(),
                 model=self._workload.name,
+                device=settings.device,
                 tensors=len(self._workload.specs),
                 payload_bytes=self._workload.nbytes,
                 receivers=settings.receivers,

@@ -2,7 +2,8 @@
 
 Counted is what the process itself brought into being (Linux, ``/proc/self/status``): its private memory (``RssAnon``) and, in
 the sender, also the shared segments it maps (``RssShmem``). A receiver that maps a sender's segment does not count it again.
-Files in the page cache are the kernel's and not counted.
+Files in the page cache are the kernel's and not counted. On a GPU what torch has allocated there is added; what an engine has
+from the driver itself (``cuda_ipc``) is not seen.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from pathlib import Path
+
+import torch
 
 _STATUS = Path("/proc/self/status")
 _PERIOD_S = 0.005
@@ -20,9 +23,11 @@ class PeakMemory:
 
     Args:
         shared: Whether shared segments count.
+        device: Whose memory counts beside the host's.
     """
 
-    def __init__(self, *, shared: bool) -> None:
+    def __init__(self, *, shared: bool, device: torch.device | None = None) -> None:
+        self._device = device if device is not None and device.type == "cuda" else None
         self._fields = ("RssAnon:", "RssShmem:") if shared else ("RssAnon:",)
         self._before = self._peak = self._now()
         self._stopped = threading.Event()
@@ -40,7 +45,7 @@ class PeakMemory:
             self._peak = max(self._peak, self._now())
 
     def _now(self) -> int:
-        total = 0
+        total = torch.cuda.memory_allocated(self._device) if self._device is not None else 0
         with contextlib.suppress(OSError):
             for line in _STATUS.read_text(encoding="ascii", errors="replace").splitlines():
                 if line.startswith(self._fields):

@@ -26,6 +26,7 @@ from ..roster import Replica
 from ..staged_delta import IncomingDelta
 from ..subscriber import Subscriber
 from ..tensor_spec import LocalShard, TensorSpec
+from .loops import finish
 from .moments import Moments
 
 SENDER = "trainer-0"
@@ -114,7 +115,7 @@ class SendingSide:
 
 
 class ReceivingSide:
-    """A row's subscriber, in a receiver's process. Arguments as for `SendingSide`, and the receiver's `name`."""
+    """A row's subscriber, in a receiver's process. As for `SendingSide`, with its `name` and the parameters' `device`."""
 
     def __init__(
         self,
@@ -124,11 +125,13 @@ class ReceivingSide:
         options: Mapping[str, Any],
         config: Mapping[str, Any],
         specs: Sequence[TensorSpec],
+        device: torch.device,
     ) -> None:
         settings = SyncConfig.model_validate(config)
         hooks = RunHooks()
         self.moments = Moments()
         hooks.register(self.moments)
+        self._device = device
         expected = {spec.name: ExpectedTensor(spec.shape, frozenset({spec.dtype})) for spec in specs}
         self._subscriber = Subscriber(
             name,
@@ -136,6 +139,7 @@ class ReceivingSide:
             engine,
             options,
             Expectation(expected),
+            device=device,
             hooks=hooks,
         )
         self._live: dict[str, torch.Tensor] = {}
@@ -156,7 +160,11 @@ class ReceivingSide:
             with pause:
                 started = time.monotonic()
                 for target, offsets, new, _ in delta:
-                    put_elements(target, offsets, new)
+                    if target.is_cpu:
+                        put_elements(target, offsets, new)
+                    else:
+                        target.index_copy_(0, offsets, new)
+                finish(self._device)
                 return started, time.monotonic()
         staged = self._subscriber.take(version)
         if self._quantised:
@@ -164,6 +172,7 @@ class ReceivingSide:
                 started = time.monotonic()
                 for name, tensor in live.items():
                     tensor.copy_(staged[name])
+                finish(self._device)
                 ended = time.monotonic()
             self._subscriber.release(version)
             return started, ended
@@ -172,6 +181,7 @@ class ReceivingSide:
             started = time.monotonic()
             for target, source in copies:
                 copy_bytes(target, source)
+            finish(self._device)
             ended = time.monotonic()
         self._subscriber.release(version)
         return started, ended
@@ -181,10 +191,11 @@ class ReceivingSide:
         prepared: list[tuple[torch.Tensor, ...]] = []
         for segment, patch in delta.patches:
             flat = self._live[delta.manifest.specs[segment.tensor].name].view(-1)
-            positions, values = patch.positions_and_values()
+            positions, values = (part.to(self._device) for part in patch.positions_and_values())
             target = flat[segment.start : segment.start + segment.numel].view(values.dtype)
             old = target.index_select(0, positions)
-            prepared.append((target, narrow_offsets(positions, target.numel()), values, old))
+            offsets = narrow_offsets(positions, target.numel()) if target.is_cpu else positions
+            prepared.append((target, offsets, values, old))
         return prepared
 
     def close(self) -> None:

@@ -35,6 +35,8 @@ class Machine(_Model):
     """That this process may use."""
     memory_bytes: int
     """Of the machine or the container, 0 where unknown."""
+    gpu: str = ""
+    """Name of the one that was measured; empty where none was."""
     system: str
     python: str
     torch: str
@@ -47,6 +49,8 @@ class Setup(_Model):
     date: str
     """ISO, UTC."""
     model: str
+    device: str = "cpu"
+    """Where parameters lay."""
     tensors: int
     payload_bytes: int
     receivers: int

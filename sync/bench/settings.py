@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -24,6 +24,9 @@ class BenchSettings(BaseModel):
     )
     integrity: tuple[str, ...] = Field(("full",), min_length=1, description="Values of `sync.integrity`.")
     model: str = Field("tiny", description="A name of `MODELS`, or a directory of safetensors files.")
+    device: Literal["cpu", "cuda"] = Field(
+        "cpu", description="Where the parameters of all processes lie: one GPU for all."
+    )
     receivers: int = Field(2, ge=1, le=64, description="Processes that take the weights.")
     density: float = Field(0.01, ge=0, le=1, description="Share of the elements that changes from version to version.")
     rounds: int = Field(5, ge=1, le=1000, description="How often everything is measured; one more is left out.")

@@ -16,7 +16,7 @@ from weightlane.ckpt_engines import as_weightlane_error
 from weightlane.ckpt_engines.json_line import Line
 
 from ..config import Quantise
-from .loops import Loop
+from .loops import Loop, finish
 from .memory import PeakMemory
 from .network import enter_network
 from .participants import ReceivingSide, SendingSide
@@ -39,17 +39,23 @@ class WorkerMethods:
         self._scratch: torch.Tensor | None = None
         self._gloo: RawGloo | None = None
         self._bucket: torch.Tensor | None = None
+        self._device = torch.device("cpu")
+        self._on_host: torch.Tensor | None = None
+        """Of a GPU's parameters, for gloo."""
         self._memory: dict[str, PeakMemory] = {}
         self._loop: Loop | None = None
         self._decoding = threading.Lock()
         """Held for a step of the decode loop, and for a commit."""
 
-    def prepare(self, workload: Mapping[str, Any], seed: int, threads: int, finite: bool = False) -> None:
+    def prepare(
+        self, workload: Mapping[str, Any], seed: int, threads: int, finite: bool = False, device: str = "cpu"
+    ) -> None:
         """Make the parameters: random ones in the sender, numbers if they shall be `finite`; zeros in receivers."""
         torch.set_num_threads(threads)
+        self._device = torch.device(device)
         self._seed = seed
         self._workload = Workload.from_plain(workload)
-        self._payload = Payload(self._workload.specs)
+        self._payload = Payload(self._workload.specs, self._device)
         if self._index == 0:
             self._payload.fill(seed, finite=finite)
 
@@ -71,10 +77,16 @@ class WorkerMethods:
             self._scratch = torch.empty_like(self._payload.flat).zero_()
         else:
             self._shared().zero_()
+        if self._device.type == "cuda":  # at full speed only between pinned memory and a GPU
+            shared, cuda = self._shared(), torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            torch.cuda.check_error(int(cuda.cudaHostRegister(shared.data_ptr(), shared.numel(), 0)))
 
     def close_copies(self) -> None:
         """Give it back."""
         self._scratch = None
+        if self._device.type == "cuda":
+            cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            torch.cuda.check_error(int(cuda.cudaHostUnregister(self._shared().data_ptr())))
         if self._index == 0 and hasattr(mmap, "MADV_REMOVE"):
             self._mapping.madvise(mmap.MADV_REMOVE)
 
@@ -83,6 +95,7 @@ class WorkerMethods:
         assert self._scratch is not None
         started = _wait_until(at)
         self._scratch.copy_(self._payload.flat)
+        finish(self._device)
         return started, time.monotonic()
 
     def copy_in(self) -> Span:
@@ -90,6 +103,7 @@ class WorkerMethods:
         shared = self._shared()
         started = time.monotonic()
         shared.copy_(self._payload.flat)
+        finish(self._device)
         return started, time.monotonic()
 
     def copy_out(self, at: float) -> Span:
@@ -98,6 +112,7 @@ class WorkerMethods:
         shared = self._shared()
         started = _wait_until(at)
         self._scratch.copy_(shared)
+        finish(self._device)
         return started, time.monotonic()
 
     def _shared(self) -> torch.Tensor:
@@ -108,11 +123,14 @@ class WorkerMethods:
     def open_gloo(self, rendezvous: Mapping[str, Any], world: int, bucket_bytes: int, timeout_s: float) -> None:
         """Everybody connects at the same time."""
         self._gloo = RawGloo(rendezvous, self._index, world, timeout_s)
-        self._bucket = torch.zeros(bucket_bytes, dtype=torch.uint8)
+        on_gpu = self._device.type == "cuda"
+        self._bucket = torch.zeros(bucket_bytes, dtype=torch.uint8, pin_memory=on_gpu)
+        if on_gpu:
+            self._on_host = torch.zeros(self._payload.flat.numel(), dtype=torch.uint8, pin_memory=True)
 
     def close_gloo(self) -> None:
         """Leave the group."""
-        gloo, self._gloo, self._bucket = self._gloo, None, None
+        gloo, self._gloo, self._bucket, self._on_host = self._gloo, None, None, None
         if gloo is not None:
             gloo.close()
 
@@ -120,7 +138,15 @@ class WorkerMethods:
         """All parameters in one flat broadcast, over those of the receivers."""
         assert self._gloo is not None
         started = _wait_until(at)
-        self._gloo.broadcast(self._payload.flat)
+        if self._on_host is None:
+            self._gloo.broadcast(self._payload.flat)
+            return started, time.monotonic()
+        if not self._index:
+            self._on_host.copy_(self._payload.flat)
+        self._gloo.broadcast(self._on_host)
+        if self._index:
+            self._payload.flat.copy_(self._on_host)
+        finish(self._device)
         return started, time.monotonic()
 
     def block(self, at: float) -> Span:
@@ -130,6 +156,7 @@ class WorkerMethods:
         with self._decoding:
             started = _wait_until(at)
             self._gloo.broadcast_in_buckets(self._payload.tensors, self._bucket)
+            finish(self._device)
             return started, time.monotonic()
 
     def save(self, path: str) -> Span:
@@ -149,7 +176,7 @@ class WorkerMethods:
     def start_loop(self) -> None:
         """Train, or decode."""
         turn = self._decoding if self._index else threading.Lock()
-        self._loop = Loop(turn, decoding=self._index > 0)
+        self._loop = Loop(turn, decoding=self._index > 0, device=self._device)
 
     def loop_steps(self) -> tuple[int, float]:
         """See `Loop.steps`."""
@@ -187,7 +214,7 @@ class Sender(WorkerMethods):
         config: Mapping[str, Any],
     ) -> None:
         """Make the row's publisher."""
-        self._memory[row] = PeakMemory(shared=True)
+        self._memory[row] = PeakMemory(shared=True, device=self._device)
         specs, tensors = self._workload.specs, self._payload.tensors
         self._rows[row] = SendingSide(rendezvous, engine, options, config, specs, tensors)
 
@@ -220,9 +247,9 @@ class Receiver(WorkerMethods):
         config: Mapping[str, Any],
     ) -> None:
         """Make the row's subscriber."""
-        self._memory[row] = PeakMemory(shared=False)
+        self._memory[row] = PeakMemory(shared=False, device=self._device)
         name = subscriber_name(self._index - 1)
-        self._rows[row] = ReceivingSide(name, rendezvous, engine, options, config, self._workload.specs)
+        self._rows[row] = ReceivingSide(name, rendezvous, engine, options, config, self._workload.specs, self._device)
 
     def commit(self, row: str, version: int) -> Span:
         """See `ReceivingSide.commit`; between two steps of the decode loop."""

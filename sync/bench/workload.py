@@ -66,13 +66,15 @@ class Payload:
 
     Args:
         specs: What it holds.
+        device: Where it lies. What is drawn is drawn on the CPU, and is the same everywhere.
     """
 
-    def __init__(self, specs: Sequence[TensorSpec]) -> None:
+    def __init__(self, specs: Sequence[TensorSpec], device: torch.device | None = None) -> None:
         places = [0]
         for spec in specs:
             places.append(places[-1] + _aligned(spec.nbytes))
-        self.flat = torch.empty(places[-1], dtype=torch.uint8).zero_()
+        self.flat = torch.zeros(places[-1], dtype=torch.uint8, device=device)
+        self.flat.zero_()
         """1-D uint8; the gaps between tensors stay zero."""
         self.tensors = {
             spec.name: self.flat[place : place + spec.nbytes].view(spec.dtype).view(spec.shape)
@@ -89,12 +91,14 @@ class Payload:
         generator = torch.Generator().manual_seed(seed)
         for values in self._integers():
             # The widest integers make the fewest draws; what is left over gets its own.
-            whole = values.view(torch.uint8)
+            drawn = whole = values.view(torch.uint8) if values.is_cpu else torch.empty(values.nbytes, dtype=torch.uint8)
             body = whole.numel() // 8 * 8
             if whole.storage_offset() % 8 == 0 and body:
                 whole[:body].view(torch.int64).random_(-(2**63), None, generator=generator)
                 whole = whole[body:]
             whole.random_(0, 256, generator=generator)
+            if not values.is_cpu:
+                values.view(torch.uint8).copy_(drawn)
         for tensor in self.tensors.values() if finite else ():
             if tensor.dtype in _EXPONENTS:
                 clear, put = _EXPONENTS[tensor.dtype]
@@ -115,14 +119,14 @@ class Payload:
             for start in range(0, values.numel(), _CHUNK_NUMEL):
                 chunk = values[start : start + _CHUNK_NUMEL]
                 if density > _DENSE:
-                    chunk.add_(_coins(chunk.numel(), density, generator))
+                    chunk.add_(_coins(chunk.numel(), density, generator).to(chunk.device))
                 else:
-                    positions = _positions(chunk.numel(), density, generator)
+                    positions = _positions(chunk.numel(), density, generator).to(chunk.device)
                     chunk.index_add_(0, positions, torch.ones_like(positions, dtype=chunk.dtype))
 
     def crc(self) -> int:
         """CRC-32 over all bytes."""
-        return _crc(self.flat)
+        return _crc(self.flat.cpu())
 
     def _integers(self) -> list[torch.Tensor]:
         return [tensor.view(-1).view(_INTEGERS[tensor.dtype.itemsize]) for tensor in self.tensors.values()]
@@ -135,7 +139,7 @@ def restored_crc(specs: Sequence[TensorSpec], payload: Payload, scheme: Scheme) 
         tensor = payload.tensors[spec.name]
         if is_quantised(spec):
             tensor = _restored(tensor, scheme)
-        crc = _crc(tensor.reshape(-1).view(torch.uint8), crc)
+        crc = _crc(tensor.reshape(-1).view(torch.uint8).cpu(), crc)
         crc = zlib.crc32(bytes(_aligned(spec.nbytes) - spec.nbytes), crc)
     return crc
 
@@ -191,9 +195,17 @@ def named_workload(model: str) -> Workload:
 
 
 def _qwen3(
-    *, hidden: int, layers: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int
+    *,
+    hidden: int,
+    layers: int,
+    intermediate: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int = 128,
+    vocabulary: int = 151936,
+    tied: bool = True,
 ) -> list[TensorSpec]:
-    """Qwen3 with tied embeddings, as in its config.json on the Hugging Face Hub."""
+    """Qwen3, as in its config.json on the Hugging Face Hub."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
     for layer in range(layers):
         prefix = f"model.layers.{layer}."
@@ -211,17 +223,17 @@ def _qwen3(
             f"{prefix}post_attention_layernorm.weight": (hidden,),
         }
     shapes["model.norm.weight"] = (hidden,)
+    if not tied:
+        shapes["lm_head.weight"] = (vocabulary, hidden)
     return [TensorSpec(name, shape, torch.bfloat16) for name, shape in shapes.items()]
 
 
 _NAMED = {
     "tiny": lambda: _qwen3(hidden=64, layers=2, intermediate=128, heads=4, kv_heads=2, head_dim=16, vocabulary=256),
-    "qwen3-0.6b": lambda: _qwen3(
-        hidden=1024, layers=28, intermediate=3072, heads=16, kv_heads=8, head_dim=128, vocabulary=151936
-    ),
-    "qwen3-1.7b": lambda: _qwen3(
-        hidden=2048, layers=28, intermediate=6144, heads=16, kv_heads=8, head_dim=128, vocabulary=151936
-    ),
+    "qwen3-0.6b": lambda: _qwen3(hidden=1024, layers=28, intermediate=3072, heads=16, kv_heads=8),
+    "qwen3-1.7b": lambda: _qwen3(hidden=2048, layers=28, intermediate=6144, heads=16, kv_heads=8),
+    "qwen3-4b": lambda: _qwen3(hidden=2560, layers=36, intermediate=9728, heads=32, kv_heads=8),
+    "qwen3-8b": lambda: _qwen3(hidden=4096, layers=36, intermediate=12288, heads=32, kv_heads=8, tied=False),
     "many-small": lambda: [TensorSpec(f"small.{number}", (2048,), torch.bfloat16) for number in range(10_000)],
 }
 MODELS = tuple(_NAMED)

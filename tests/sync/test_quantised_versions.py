@@ -344,6 +344,31 @@ def test_a_snapshot_is_offered_as_far_as_it_is_there_and_parameters_may_change_o
             assert torch.equal(views[spec.name + SUFFIXES[scheme]], scales)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("pinned", [False, True])
+@every_scheme
+def test_a_gpu_quantises_into_its_own_memory_and_into_pinned_memory(scheme: str, *, pinned: bool) -> None:
+    """Whole matrices, and halves that cut a block: what is left of each is what the CPU leaves."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    spec = TensorSpec("a.weight", (700, 400), torch.float32)
+    values = torch.randn(spec.shape, generator=torch.Generator().manual_seed(1))
+    for first, rows in ((0, 700), (0, 300), (300, 400)):
+        found = []
+        for device in ("cpu", "cuda"):
+            live = values[first : first + rows].contiguous().view(-1).to(device)
+            ours = QuantisedShards([LocalShard(spec, first * 400, live)], scheme)
+            snapshot, remains = ours.snapshot(compact_places(ours.held)), Remains()
+            memory = torch.zeros(snapshot.nbytes, dtype=torch.uint8, device="cpu" if pinned else device)
+            if pinned and device == "cuda":
+                memory = memory.pin_memory()
+            snapshot.take(memory, snapshot.mark(), Progress("it", "test"), remains)
+            for cut in remains.cuts:
+                cut.quantise(cut.amax, memory)
+            found.append(memory.cpu())
+        assert torch.equal(*found)
+
+
 @every_scheme
 def test_a_sample_tells_about_how_much_a_delta_would_hold(scheme: str) -> None:
     spec = TensorSpec("a.weight", (640, 512), torch.float32)

@@ -115,13 +115,13 @@ def test_where_memory_is_short_rows_are_measured_one_at_a_time_and_what_arrives_
         return [first, *(crc ^ 1 for crc in others)] if method == "crc" else [first, *others]
 
     payload = named_workload("tiny").nbytes
-    monkeypatch.setattr(measure, "available_bytes", lambda: 8 * payload)
+    monkeypatch.setattr(measure, "available_bytes", lambda _: 8 * payload)
     monkeypatch.setattr(Processes, "every", one_bit_off)
     report = run_bench(BenchSettings(engines=("shm",), receivers=1, rounds=1))
     assert isinstance(report, BenchReport)
     assert not report.verified
     assert any("connected anew" in note for note in report.notes)
-    monkeypatch.setattr(measure, "available_bytes", lambda: 5 * payload)
+    monkeypatch.setattr(measure, "available_bytes", lambda _: 5 * payload)
     with pytest.raises(StagingMemoryError, match=r"needs .* GiB, .* GiB are left"):
         run_bench(BenchSettings(receivers=1, rounds=1))
 
@@ -132,7 +132,9 @@ def test_nobody_waits_for_those_who_wait_for_a_dead_process() -> None:
         before = time.monotonic()
         threading.Timer(0.5, os.kill, (processes.pids[1], signal.SIGKILL)).start()
         with pytest.raises(WorkerDiedError, match="receiver-0"):
-            processes.every("open_gloo", address.address.to_plain(), 3, 64, 60.0, timeout_s=60.0)  # one of three is missing
+            processes.every(
+                "open_gloo", address.address.to_plain(), 3, 64, 60.0, timeout_s=60.0
+            )  # one of three is missing
         assert time.monotonic() - before < 20
 
 
@@ -233,6 +235,28 @@ def test_only_what_settings_can_say_is_offered() -> None:
     assert (config.codec, config.integrity, config.quantise, config.bucket_mib) == ("delta", "off", "none", 1.0)
     config = participants.sync_config(codec="int8", integrity="full", bucket_mib=None, deadline_s=3.0)
     assert (config.codec, config.quantise) == ("dense", "int8")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("engine", "codec"), [("cuda_ipc", "dense"), ("cuda_ipc", "delta"), ("shm", "dense"), ("shm", "fp8")]
+)
+def test_on_a_gpu_every_bit_arrives_and_loops_are_slowed_down(engine: str, codec: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    settings = BenchSettings(device="cuda", engines=(engine,), codecs=(codec,), receivers=1, rounds=1, loops=True)
+    report = run_bench(settings)
+    assert isinstance(report, BenchReport)
+    assert report.verified
+    assert report.machine.gpu
+    assert report.rows[0].slowdown is not None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_none_is_measured(started: list[Processes]) -> None:
+    with pytest.raises(ConfigError, match="there is no CUDA device"):
+        run_bench(BenchSettings(device="cuda"))
+    assert not started
 
 
 def test_quantised_versions_are_compared_with_what_quantising_leaves() -> None:

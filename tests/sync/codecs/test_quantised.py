@@ -72,6 +72,30 @@ def test_int8_is_what_the_reference_gives(shape: tuple[int, int], dtype: torch.d
     assert same(quantised, expected)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", SOURCES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_on_a_gpu_the_bits_are_the_same(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    matrix = weights(*shape, dtype)
+    there = matrix.cuda()
+    fp8_scales, int8_scales = (
+        block_fp8.scales_of(block_fp8.block_amax(there, 0)),
+        channel_int8.scales_of(channel_int8.channel_amax(there)),
+    )
+    elements, channels = block_fp8.quantise(there, 0, fp8_scales), channel_int8.quantise(there, int8_scales)
+    expected, expected_scales = reference_int8(matrix)
+    assert same(int8_scales.cpu(), expected_scales)
+    assert same(channels.cpu(), expected)
+    assert same(channel_int8.dequantise(channels, int8_scales).cpu(), restored(matrix, "int8"))
+    if matrix.numel():
+        expected, expected_scales = reference_fp8(matrix)
+        assert same(fp8_scales.cpu(), expected_scales)
+        assert same(elements.cpu(), expected)
+        assert same(block_fp8.dequantise(elements, 0, fp8_scales).cpu(), restored(matrix, "fp8"))
+
+
 def test_every_finite_code_stands_for_what_torch_says() -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     finite = codes[~codes.float().isnan()].view(1, -1)
