@@ -66,10 +66,13 @@ class RankDelta:
         return self.changed / self.elements if self.elements else 0.0
 
     def write_into(self, memory: torch.Tensor) -> None:
-        """Write the segments back to back into `memory`, 1-D uint8 on CPU."""
+        """Write the segments back to back into `memory`, 1-D uint8, `nbytes` long."""
+        onto = memory if memory.is_cpu else torch.empty(memory.numel(), dtype=torch.uint8)
         at = 0
         for part in self.parts:
-            at += part.write_into(memory[at:])
+            at += part.write_into(onto[at:])
+        if onto is not memory:
+            memory.copy_(onto)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from weightlane.ckpt_engines import (
     CheckpointEngine,
     ClosedError,
@@ -194,8 +192,10 @@ class Publisher(Participant):
         with self._changed:
             given_up, self._next = self._next, publication
             self._unsent = version
+            if self._held is not None and self._held.progress.error is not None:
+                self._held = None  # nobody need hear of its failure any more, not even under the same number
             self._changed.notify_all()
-        if given_up is not None:
+        if given_up is not None and given_up.version != version:
             self._report_superseded(given_up.version)
 
     def fence(self, names: Collection[str] | None = None) -> float:
@@ -392,9 +392,10 @@ class Publisher(Participant):
                 ours = as_weightlane_error(error, self.name)
                 publication.progress.fail(ours)
                 self._report(publication.version, self.session, ours)
-                with self._changed:  # so that later sessions hear of it, too
-                    self._held = publication
-                    self._changed.notify_all()
+                with self._changed:
+                    if self._next is None:  # later sessions shall hear of it, too
+                        self._held = publication
+                        self._changed.notify_all()
 
     def _may_take(self) -> bool:
         if self._next is None or self._streaming:
@@ -522,11 +523,7 @@ class Publisher(Participant):
             held.send_in_full(delta)
             return
         self._delta_memory.grow(delta.nbytes)
-        memory = self._delta_memory.data[: delta.nbytes]
-        encoded = memory if memory.device.type == "cpu" else torch.empty(delta.nbytes, dtype=torch.uint8)
-        delta.write_into(encoded)
-        if encoded is not memory:
-            memory.copy_(encoded)
+        delta.write_into(self._delta_memory.data[: delta.nbytes])
         held.delta = replace(delta, parts=())
         self._chooser.encoded(time.perf_counter() - held.began, delta.density)
 
@@ -562,7 +559,8 @@ class Publisher(Participant):
             self._report(go.version, go.session, cause)
 
     def _report_superseded(self, version: int) -> None:
-        self._report(version, self.session, _superseded(version, self.name))
+        error = SupersededError(f"version {version} was given up for a newer one.", part=self.name)
+        self._report(version, self.session, error)
 
     def _send(self, go: Go, held: Publication, deadline: Deadline) -> int:
         gather, pipeline, agreement = self._gather, self._pipeline, self._agreement
@@ -603,7 +601,3 @@ class Publisher(Participant):
     def _sent(self, version: int, index: int, nbytes: int, seconds: float) -> None:
         facts = {"seconds": seconds, "nbytes": nbytes, "participant": self.name}
         self.hooks.bucket_sent(version=version, index=index, facts=facts)
-
-
-def _superseded(version: int, part: str) -> SupersededError:
-    return SupersededError(f"version {version} was given up for a newer one.", part=part)
