@@ -12,6 +12,7 @@ In a vLLM worker, inside vLLM's current config::
 
     layout = trace_loading(model, {"lm_head.weight": SourceSpec((300, 64), torch.bfloat16), ...})
     verdict = judge(model, layout, [layout])  # layouts of all tensor-parallel ranks
+    needed_boxes(verdict.layout)  # which parts of the tensors this rank uses
     plan = CommitPlan(verdict.layout, model)
     plan.commit(tensors)  # a dense version
     plan.scatter("lm_head.weight", positions, values)  # single elements of it
@@ -27,12 +28,14 @@ from typing import TYPE_CHECKING, Any
 from .acceptance import Verdict, Way, judge
 from .commit_plan import CommitPlan, Elements
 from .layout_map import Constant, LayoutMap, Refusal, Slice, SourceSpec, TargetSpec
+from .needs import Box, needed_boxes
 from .trace import trace_loading
 
 if TYPE_CHECKING:
     from .loader import VersionLoader
 
 __all__ = [
+    "Box",
     "CommitPlan",
     "Constant",
     "Elements",
@@ -45,6 +48,7 @@ __all__ = [
     "VersionLoader",
     "Way",
     "judge",
+    "needed_boxes",
     "trace_loading",
 ]
 

@@ -18,7 +18,7 @@ from layout_models import bits, random_bits
 from weightlane.ckpt_engines import WeightlaneError
 from weightlane.rollout.agreement import RankGroup
 from weightlane.rollout.checkpoint_values import CheckpointValues
-from weightlane.rollout.layout import CommitPlan, SourceSpec, VersionLoader, trace_loading
+from weightlane.rollout.layout import CommitPlan, LayoutMap, SourceSpec, VersionLoader, needed_boxes, trace_loading
 from weightlane.rollout.layout.rank_models import engine_config, model_of_rank
 from weightlane.rollout.layout.report import make_report
 from weightlane.rollout.weight_loading import load_version
@@ -257,6 +257,35 @@ def rank_layout(path: str, dtype: str, rank: int, world: int) -> dict[str, Any]:
         return trace_loading(model, specs).to_plain()
 
 
+def used_elements(layout: LayoutMap) -> dict[str, torch.Tensor]:
+    """Which elements of each source the slices read."""
+    found = {name: torch.zeros(spec.numel, dtype=torch.bool) for name, spec in layout.sources.items()}
+    for piece in layout.slices:
+        found[piece.source].as_strided(piece.shape, piece.source_strides, piece.source_offset).fill_(True)
+    return found
+
+
+def needs(path: str, dtype: str, world: int) -> list[dict[str, Any]]:
+    """For each rank its boxes, and the tensors of which they hold an element twice, too few or too many."""
+    config = engine_config(path, tensor_parallel=world, dtype=dtype)
+    specs = {name: SourceSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors_of(path, dtype).items()}
+    answers = []
+    for rank in range(world):
+        with model_of_rank(config, rank) as model:
+            layout = trace_loading(model, specs)
+        boxes, wrong = needed_boxes(layout), {}
+        for name, used in used_elements(layout).items():
+            times = torch.zeros(specs[name].shape, dtype=torch.int32)
+            for starts, shape in boxes[name]:
+                times[tuple(slice(start, start + count) for start, count in zip(starts, shape, strict=True))] += 1
+            held = times.flatten() > 0
+            counts = [int((times > 1).sum()), int((used & ~held).sum()), int((held & ~used).sum())]
+            if any(counts):
+                wrong[name] = counts
+        answers.append({"boxes": boxes, "wrong": wrong})
+    return answers
+
+
 def refused(path: str, tensor_parallel: int) -> list[str]:
     """What a report of that model ends with."""
     try:
@@ -269,7 +298,7 @@ def refused(path: str, tensor_parallel: int) -> list[str]:
 def main() -> None:
     # A CPU worker does the same before it runs a model.
     torch.accelerator.empty_cache = lambda: None
-    commands = (compare, in_place, moved, stale, rank_layout, refused)
+    commands = (compare, in_place, moved, stale, rank_layout, needs, refused)
     for line in sys.stdin:
         method, *arguments = json.loads(line)
         answer = next(command for command in commands if command.__name__ == method)(*arguments)
