@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -19,9 +19,9 @@ _SHOWN = 20
 
 def print_layout(console: Console, report: Mapping[str, Any]) -> None:
     """Print what `weightlane.rollout.layout.report.layout_report` returned."""
-    console.print(
-        f"{escape(report['architecture'])} in {report['dtype']} on {report['tensor_parallel']} rank(s): {_WAYS[report['way']]}"
-    )
+    divided = ", experts divided between them" if report["expert_parallel"] else ""
+    ranks = f"{report['tensor_parallel']} rank(s){divided}"
+    console.print(f"{escape(report['architecture'])} in {report['dtype']} on {ranks}: {_WAYS[report['way']]}")
     table = Table("rank", "tensors", "copies", "MB copied", "parameters", "padding", "learned in", "way")
     for rank in report["ranks"]:
         table.add_row(
@@ -35,6 +35,10 @@ def print_layout(console: Console, report: Mapping[str, Any]) -> None:
             rank["way"],
         )
     console.print(table)
+    for rank in report["ranks"]:
+        if rank["experts"]:
+            whole = "" if report["expert_parallel"] or report["tensor_parallel"] == 1 else "a slice of "
+            console.print(f"rank {rank['rank']} holds {whole}experts {_experts(rank['experts'])}")
     union = report["union"]
     used = "all used" if not union["unused"] else f"[red]{len(union['unused'])} tensors not used whole[/red]"
     console.print(f"over all ranks: {union['tensors']} tensors, {union['elements']} elements, {used}")
@@ -47,3 +51,19 @@ def print_layout(console: Console, report: Mapping[str, Any]) -> None:
             console.print(f"rank {rank['rank']} does not copy {escape(refusal['tensor'])}: {escape(refusal['why'])}")
         if len(rank["refused"]) > _SHOWN:
             console.print(f"rank {rank['rank']}: {len(rank['refused']) - _SHOWN} more; see --json")
+
+
+def _experts(found: Sequence[Mapping[str, Any]]) -> str:
+    """Which experts a rank holds, such as ``0-3 of 8``."""
+    return "; ".join(f"{_runs(entry['held'])} of {entry['of']}" for entry in found)
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """Ascending numbers, those in a row as a range."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs) or "none"

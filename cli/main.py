@@ -183,6 +183,7 @@ def layout(
     ],
     *,
     tp: Annotated[int, typer.Option(metavar="N", help="Tensor-parallel ranks of a replica.")] = 1,
+    ep: Annotated[bool, typer.Option("--ep", help="Whole experts on each rank: rollout.expert_parallel.")] = False,
     dtype: Annotated[str, typer.Option(help="Data type the replica computes in; auto: the checkpoint's.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
@@ -191,7 +192,7 @@ def layout(
 
     from .layout import print_layout  # noqa: PLC0415 - for this command only
 
-    report = layout_report(model, tensor_parallel=tp, dtype=dtype)
+    report = layout_report(model, tensor_parallel=tp, dtype=dtype, expert_parallel=ep)
     if as_json:
         typer.echo(json.dumps(report, indent=2))
         return

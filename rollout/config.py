@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class RolloutConfig(BaseModel):
@@ -14,6 +14,13 @@ class RolloutConfig(BaseModel):
 
     replicas: int = Field(1, ge=1, description="Number of rollout replicas, each a whole copy of the model.")
     tensor_parallel: int = Field(1, ge=1, description="Rollout ranks (worker processes) that share one replica.")
+    expert_parallel: bool = Field(
+        False,
+        description=(
+            "Divide the experts of a mixture of experts between the tensor_parallel ranks by number, each whole on one rank,"
+            " instead of giving every rank a slice of every expert. The rest of the model is divided as ever."
+        ),
+    )
     dtype: Literal["float32", "bfloat16", "auto"] = Field(
         "auto", description="Data type the replica computes in; auto takes the checkpoint's."
     )
@@ -84,3 +91,9 @@ class RolloutConfig(BaseModel):
     extra_engine_args: dict[str, Any] = Field(
         default_factory=dict, description="Further vLLM AsyncEngineArgs by name; they win over what weightlane sets."
     )
+
+    @model_validator(mode="after")
+    def _experts_have_ranks(self) -> Self:
+        if self.expert_parallel and self.tensor_parallel == 1:
+            raise ValueError("expert_parallel divides experts between ranks: set tensor_parallel to more than 1")
+        return self

@@ -46,6 +46,7 @@ def engine_arguments(config: RolloutConfig, model_dir: Path, *, on_cpu: bool) ->
         "model": str(model_dir),
         "dtype": config.dtype,
         "tensor_parallel_size": config.tensor_parallel,
+        "enable_expert_parallel": config.expert_parallel,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "gpu_memory_utilization": config.gpu_memory_utilization,

@@ -23,5 +23,8 @@ def register() -> None:
     except ValueError:  # Registered by an earlier call in this process.
         return
     if current_platform.is_cpu():
+        from .cpu_experts import keep_expert_parameters_live  # noqa: PLC0415 - registers an operator
+
         keep_linear_parameters_live()
+        keep_expert_parameters_live()
         ask_for_amx()

@@ -11,6 +11,7 @@ import torch
 
 from weightlane.ckpt_engines import CommitError, ConfigError
 
+from .cpu_experts import computes_from_parameters
 from .quantised_models import refuse_other_formats
 
 _PART = "rollout model"
@@ -32,13 +33,17 @@ def refuse_unsupported(model: torch.nn.Module, vllm_config: Any, device: torch.d
     if device.type == "cpu":
         from vllm.model_executor.layers.fused_moe import RoutedExperts  # noqa: PLC0415 - only in a vLLM worker
 
-        packed = [name for name, layer in model.named_modules() if isinstance(layer, RoutedExperts)]
+        packed = [
+            name
+            for name, layer in model.named_modules()
+            if isinstance(layer, RoutedExperts) and not computes_from_parameters(layer)
+        ]
         if packed:
             raise ConfigError(
-                f"mixture-of-experts layers ({packed[0]} and {len(packed) - 1} more) are permuted in place by vLLM on CPU"
-                " and would not be permuted again after a commit.",
+                f"mixture-of-experts layers ({packed[0]} and {len(packed) - 1} more) are quantised, and kept by vLLM on CPU in a"
+                " form that would not be made again after a commit.",
                 part=_PART,
-                hint="Use a dense model on CPU, or a GPU.",
+                hint="Use an unquantised checkpoint on CPU, or a GPU.",
             )
 
 

@@ -31,6 +31,7 @@ from .janitor import Janitor
 from .records import CommitReport, Completion, RolloutStats
 from .shared_memory import segments_of_trees
 from .token_clock import TokenClock
+from .topology import in_short, refuse_division, why_not
 from .wire import failure_from_text
 
 _CLOSE_TIMEOUT_S = 10.0
@@ -100,7 +101,9 @@ class RolloutWorker:
                 hint="Raise rollout.start_timeout_s.",
             ) from cause
         except (ValueError, TypeError, OSError) as cause:
-            raise ConfigError(f"vLLM cannot start from {self._model_dir}: {cause}.", part=self.name) from cause
+            raise ConfigError(
+                f"vLLM cannot start from {self._model_dir}: {in_short(cause)}", part=self.name, hint=why_not(cause)
+            ) from cause
         except Exception as cause:
             raise WorkerDiedError(
                 f"the engine ended while starting: {cause}.", part=self.name, hint="The replica's log has the cause."
@@ -357,11 +360,17 @@ class RolloutWorker:
     def _build_engine(self) -> None:
         on_cpu = prepare_environment(self.config)
         from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - after the environment
+        from vllm.usage.usage_lib import UsageContext  # noqa: PLC0415
         from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
 
         arguments = engine_arguments(self.config, self._model_dir, on_cpu=on_cpu)
+        asked = AsyncEngineArgs(**arguments)
+        vllm_config = asked.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        refuse_division(vllm_config, part=self.name)
         # Not returned: something in vLLM keeps this thread's frames, and with them the result, from being freed.
-        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        self._engine = AsyncLLM.from_vllm_config(
+            vllm_config, enable_log_requests=asked.enable_log_requests, disable_log_stats=asked.disable_log_stats
+        )
         processes = self._engine.engine_core.resources.engine_manager.processes
         self._janitor = Janitor(segments_of_trees(process.pid for process in processes))
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .geometry import Cover, elements_of, source_block, target_block
+from .geometry import Block, Cover, elements_of, source_block, target_block
 from .layout_map import LayoutMap
 
 
@@ -51,18 +51,26 @@ def target_coverage(layout: LayoutMap) -> dict[str, TargetCoverage]:
 
 def unused_elements(layouts: Sequence[LayoutMap]) -> dict[str, int]:
     """For each checkpoint tensor that some element of is used by no rank: how many. `layouts` are those of all ranks."""
-    blocks = defaultdict(list)
+    blocks: dict[str, set[Block]] = defaultdict(set)
     for layout in layouts:
         for piece in layout.slices:
-            blocks[piece.source].append(source_block(piece))
+            blocks[piece.source].add(source_block(piece))
+    # Layers are alike, and so are experts: most tensors are used like one before.
+    known: dict[tuple[tuple[int, ...], frozenset[Block]], int] = {}
     result = {}
     for name, spec in layouts[0].sources.items():
-        if not spec.numel:
-            continue
-        everything = elements_of(spec.shape)
-        cover = Cover([everything, *blocks[name]])
-        for block in blocks[name]:
-            cover.add(block)
-        if unused := int((cover.view(everything) == 0).sum()) * cover.unit:
+        key = spec.shape, frozenset(blocks.get(name, ()))
+        if (unused := known.get(key)) is None:
+            unused = known[key] = _unused(*key) if spec.numel else 0
+        if unused:
             result[name] = unused
     return result
+
+
+def _unused(shape: tuple[int, ...], blocks: frozenset[Block]) -> int:
+    """How many elements of a tensor of `shape` are in none of `blocks`."""
+    everything = elements_of(shape)
+    cover = Cover([everything, *blocks])
+    for block in blocks:
+        cover.add(block)
+    return int((cover.view(everything) == 0).sum()) * cover.unit

@@ -1,8 +1,9 @@
 """Models as each rank of a replica would build them, one after the other in one process, with no weights loaded.
 
 Memory for parameters is asked for and never touched, so that it costs next to none on a CPU. Which part of a tensor a rank owns
-depends on nothing but its number and the size of its group, and vLLM asks its group for both: a group of one that claims to be
-rank r of n is enough to build rank r's model and to trace its loading, and no process has to wait for another.
+depends on nothing but its number and the size of its group, and vLLM asks its groups for both (that of tensor parallelism, and
+that of experts): groups of one that claim to be rank r of n are enough to build rank r's model and to trace its loading, and no
+process has to wait for another.
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ import torch
 from weightlane.ckpt_engines import ConfigError
 
 from ..cpu_layers import BACKEND
+from ..topology import in_short, refuse_division, why_not
 
 _PART = "layout"
 
 
-def engine_config(model: str, *, tensor_parallel: int, dtype: str) -> Any:
+def engine_config(model: str, *, tensor_parallel: int, dtype: str, expert_parallel: bool = False) -> Any:
     """Configure a replica of `model` as vLLM does.
 
     Args:
         model: Checkpoint directory, or the name of a model whose files are on this machine.
         tensor_parallel: Ranks of the replica.
         dtype: Data type to compute in; ``auto`` takes the checkpoint's.
+        expert_parallel: Whether experts are divided between the ranks by number.
 
     Raises:
         ConfigError: vLLM does not know the architecture, or cannot divide it between so many ranks.
@@ -38,10 +41,11 @@ def engine_config(model: str, *, tensor_parallel: int, dtype: str) -> Any:
 
     load_general_plugins()
     try:
-        return EngineArgs(
+        config = EngineArgs(
             model=model,
             dtype=dtype,
             tensor_parallel_size=tensor_parallel,
+            enable_expert_parallel=expert_parallel,
             distributed_executor_backend="mp" if tensor_parallel > 1 else None,
             enforce_eager=True,
             skip_tokenizer_init=True,
@@ -50,10 +54,12 @@ def engine_config(model: str, *, tensor_parallel: int, dtype: str) -> Any:
         ).create_engine_config()
     except (ValueError, OSError, RuntimeError, KeyError, AttributeError) as cause:
         raise ConfigError(
-            f"vLLM cannot run {model} on {tensor_parallel} ranks: {_in_short(cause)}",
+            f"vLLM cannot run {model} on {tensor_parallel} ranks: {in_short(cause)}",
             part=_PART,
-            hint="Name a causal language model that vLLM supports, and a --tp that divides its heads.",
+            hint=why_not(cause) or "Name a causal language model that vLLM supports.",
         ) from cause
+    refuse_division(config, part=_PART)
+    return config
 
 
 @contextmanager
@@ -70,14 +76,13 @@ def model_of_rank(config: Any, rank: int) -> Iterator[torch.nn.Module]:
 
     device = torch.device(config.device_config.device)
     _join_group_of_one(config)
-    real = parallel_state.get_tp_group()
-    claimed = copy.copy(real)
-    claimed.world_size = config.parallel_config.tensor_parallel_size
-    claimed.rank_in_group = rank
-    claimed.ranks = list(range(claimed.world_size))
+    world = config.parallel_config.tensor_parallel_size
+    real, real_experts = parallel_state._TP, parallel_state._EP
     before = config.parallel_config.rank
     with set_current_vllm_config(config):
-        parallel_state._TP = claimed
+        parallel_state._TP = _claimed(real, rank, world)
+        # Made for every model with experts; without data-parallel replicas it has the ranks of the other.
+        parallel_state._EP = real_experts and _claimed(real_experts, rank, world)
         config.parallel_config.rank = rank
         try:
             with set_default_torch_dtype(config.model_config.dtype), device:
@@ -85,12 +90,35 @@ def model_of_rank(config: Any, rank: int) -> Iterator[torch.nn.Module]:
             process_weights_after_loading(model, config.model_config, device)
             yield model.eval()
         except (ValueError, AssertionError, NotImplementedError, ImportError) as cause:
-            raise ConfigError(f"vLLM cannot build the model of rank {rank}: {_in_short(cause)}", part=_PART) from cause
+            raise ConfigError(f"vLLM cannot build the model of rank {rank}: {in_short(cause)}", part=_PART) from cause
         finally:
-            parallel_state._TP = real
+            parallel_state._TP, parallel_state._EP = real, real_experts
             config.parallel_config.rank = before
             # Layers are registered by name, and the next rank's have the same.
             config.compilation_config.static_forward_context.clear()
+
+
+class _ClaimedProcesses:
+    """A process group that says to be of another size; no collective may run on it."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self._rank = rank
+        self._world = world
+
+    def size(self) -> int:
+        return self._world
+
+    def rank(self) -> int:
+        return self._rank
+
+
+def _claimed(group: Any, rank: int, world: int) -> Any:
+    """`group`, of this process alone, as rank `rank` of `world` would see it."""
+    claimed = copy.copy(group)
+    claimed.world_size, claimed.rank_in_group, claimed.ranks = world, rank, list(range(world))
+    if world > 1:  # Some models ask the processes themselves how many they are.
+        claimed.device_group = _ClaimedProcesses(rank, world)
+    return claimed
 
 
 def _join_group_of_one(config: Any) -> None:
@@ -106,14 +134,6 @@ def _join_group_of_one(config: Any) -> None:
             torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
             parallel_state.init_distributed_environment(1, 0, "env://", 0, "gloo")
         parallel_state.initialize_model_parallel(1, 1)
-
-
-def _in_short(cause: BaseException) -> str:
-    """The first lines of an error that say something, without pydantic's frame."""
-    lines = [line.strip() for line in str(cause).splitlines()]
-    told = [line for line in lines if line and "validation error" not in line and not line.startswith("For further")]
-    text = (told or [type(cause).__name__])[0].removeprefix("Value error, ")
-    return text.partition(" [type=")[0].rstrip(".") + "."
 
 
 def quiet_vllm() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from weightlane.ckpt_engines import (
     ConfigError,
@@ -26,6 +29,7 @@ from ..weight_loading import refuse_unsupported
 from .acceptance import Way, judge
 from .coverage import target_coverage, unused_elements
 from .layout_map import LayoutMap, SourceSpec
+from .needs import needed_boxes
 from .rank_models import engine_config, model_of_rank, quiet_vllm
 from .trace import trace_loading
 
@@ -33,7 +37,14 @@ _PART = "layout"
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-def layout_report(model: str, *, tensor_parallel: int, dtype: str = "auto", timeout_s: float = 600.0) -> dict[str, Any]:
+def layout_report(
+    model: str,
+    *,
+    tensor_parallel: int,
+    dtype: str = "auto",
+    expert_parallel: bool = False,
+    timeout_s: float = 600.0,
+) -> dict[str, Any]:
     """Find out in a process of its own where the tensors of `model` go; needs vLLM and neither a GPU nor the memory for weights.
 
     The verdict is that of a worker before its first version. A worker also compares what copies and vLLM's own loading make of
@@ -43,12 +54,15 @@ def layout_report(model: str, *, tensor_parallel: int, dtype: str = "auto", time
         model: Checkpoint directory, or the name of a model whose files are on this machine.
         tensor_parallel: Ranks of a replica.
         dtype: Data type the replica computes in, and in which tensors are sent; ``auto`` takes the checkpoint's.
+        expert_parallel: Whether experts are divided between the ranks by number.
         timeout_s: Longest time it may take.
 
     Returns:
-        Plain data: ``model``, ``architecture``, ``dtype``, ``tensor_parallel``, ``way``, ``tied``, ``union`` (over ranks:
-        ``tensors``, ``elements``, ``unused``) and ``ranks``, each with ``rank``, ``way``, ``tensors``, ``slices``, ``bytes``,
-        ``constants``, ``constant_elements``, ``parameters``, ``reloaded`` (layers), ``refused`` and ``learned_s``.
+        Plain data: ``model``, ``architecture``, ``dtype``, ``tensor_parallel``, ``expert_parallel``, ``way``, ``tied``,
+        ``union`` (over ranks: ``tensors``, ``elements``, ``unused``) and ``ranks``, each with ``rank``, ``way``, ``tensors``,
+        ``slices``, ``bytes``, ``needed_elements`` (of the checkpoint), ``experts`` (for each kind of layer that has any: ``held``,
+        their numbers, and ``of``, how many there are), ``constants``, ``constant_elements``, ``parameters``, ``reloaded`` (layers),
+        ``refused`` and ``learned_s``.
 
     Raises:
         ConfigError: There is no such model, its files are broken, or vLLM cannot run it so.
@@ -63,7 +77,8 @@ def layout_report(model: str, *, tensor_parallel: int, dtype: str = "auto", time
         raise ConfigError(f"{dtype!r} is none of {', '.join(_DTYPES)}.", part=_PART, hint="Choose one for --dtype.")
     path = Path(model)
     name = str(path.resolve()) if path.exists() else model
-    arguments = json.dumps({"model": name, "tensor_parallel": tensor_parallel, "dtype": dtype})
+    asked = {"model": name, "tensor_parallel": tensor_parallel, "dtype": dtype, "expert_parallel": expert_parallel}
+    arguments = json.dumps(asked)
     try:
         ended = subprocess.run(  # noqa: S603 - our own module
             [sys.executable, "-m", __name__, arguments],
@@ -87,12 +102,13 @@ def layout_report(model: str, *, tensor_parallel: int, dtype: str = "auto", time
     return report
 
 
-def make_report(model: str, *, tensor_parallel: int, dtype: str) -> dict[str, Any]:
+def make_report(model: str, *, tensor_parallel: int, dtype: str, expert_parallel: bool = False) -> dict[str, Any]:
     """`layout_report` in this process, which must not have built a vLLM model before."""
     layouts: list[LayoutMap] = []
     seconds: list[float] = []
+    experts: list[list[dict[str, Any]]] = []
     verdicts = []
-    config = _checked_config(model, tensor_parallel, dtype)
+    config = _checked_config(model, tensor_parallel, dtype, expert_parallel=expert_parallel)
     expectation = expectation_of(
         model,
         dtype=config.model_config.dtype,
@@ -105,6 +121,7 @@ def make_report(model: str, *, tensor_parallel: int, dtype: str) -> dict[str, An
             began = time.perf_counter()
             layouts.append(trace_loading(built, sources))
             seconds.append(time.perf_counter() - began)
+            experts.append(held_experts(built))
     for rank in range(tensor_parallel):
         with model_of_rank(config, rank) as built:
             verdicts.append(judge(built, layouts[rank], layouts, tied=expectation.tied))
@@ -117,6 +134,7 @@ def make_report(model: str, *, tensor_parallel: int, dtype: str) -> dict[str, An
         "architecture": ", ".join(config.model_config.architectures),
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "tensor_parallel": tensor_parallel,
+        "expert_parallel": expert_parallel,
         "way": next(way for way in (Way.RELOAD, Way.MIXED, Way.TRACED) if way in ways),
         "tied": sorted(expectation.tied),
         "union": {
@@ -131,6 +149,10 @@ def make_report(model: str, *, tensor_parallel: int, dtype: str) -> dict[str, An
                 "tensors": len({piece.source for piece in layout.slices}),
                 "slices": len(layout.slices),
                 "bytes": layout.bytes_copied,
+                "needed_elements": sum(
+                    math.prod(shape) for boxes in needed_boxes(layout).values() for _, shape in boxes
+                ),
+                "experts": held,
                 "parameters": len(layout.targets),
                 "constants": len(layout.constants),
                 "constant_elements": sum(counts.constant for counts in target_coverage(layout).values()),
@@ -138,7 +160,9 @@ def make_report(model: str, *, tensor_parallel: int, dtype: str) -> dict[str, An
                 "refused": [{"tensor": reason.tensor, "why": reason.why} for reason in verdict.reasons],
                 "learned_s": learned_s,
             }
-            for rank, (layout, verdict, learned_s) in enumerate(zip(layouts, verdicts, seconds, strict=True))
+            for rank, (layout, verdict, learned_s, held) in enumerate(
+                zip(layouts, verdicts, seconds, experts, strict=True)
+            )
         ],
     }
 
@@ -152,12 +176,26 @@ def sent_tensors(expectation: Expectation, dtype: Any) -> dict[str, SourceSpec]:
     }
 
 
-def _checked_config(model: str, tensor_parallel: int, dtype: str) -> Any:
-    import torch  # noqa: PLC0415 - the headers come first, and tell most of what can be wrong
+def held_experts(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Which experts a rank's model has, as ``held`` and ``of``: once for all layers that have the same, nothing for none."""
+    from vllm.model_executor.layers.fused_moe import RoutedExperts  # noqa: PLC0415 - in a process that runs vLLM
 
+    found: list[dict[str, Any]] = []
+    for layer in model.modules():
+        if isinstance(layer, RoutedExperts):
+            count, local = layer.global_num_experts, layer.expert_map
+            held = list(range(count)) if local is None else (local >= 0).nonzero().flatten().tolist()
+            entry = {"held": held, "of": count}
+            if entry not in found:
+                found.append(entry)
+    return found
+
+
+def _checked_config(model: str, tensor_parallel: int, dtype: str, *, expert_parallel: bool) -> Any:
+    # The headers come first, and tell most of what can be wrong.
     expectation_of(model, dtype=torch.float32, tied_embeddings=False)
     quiet_vllm()
-    return engine_config(model, tensor_parallel=tensor_parallel, dtype=dtype)
+    return engine_config(model, tensor_parallel=tensor_parallel, dtype=dtype, expert_parallel=expert_parallel)
 
 
 def _main(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -108,6 +108,18 @@ class ProbeExtension:
         """Let the worker know nothing of where weights go, as before its first version."""
         self.weight_transfer_engine._loader = None  # type: ignore[attr-defined]
 
+    def probe_reload(self, path: str) -> None:
+        """Load a checkpoint through vLLM's own reload of a whole model."""
+        from safetensors.torch import load_file
+        from vllm.config import set_current_vllm_config
+
+        from weightlane.rollout.weight_loading import load_version
+
+        config = self.vllm_config  # type: ignore[attr-defined]
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        with set_current_vllm_config(config):
+            load_version(model, config.model_config, load_file(f"{path}/model.safetensors"), part="probe")
+
     def probe_layout(self) -> dict[str, Any]:
         """Where this rank's loading puts what."""
         return self._plan().layout.to_plain()

@@ -85,7 +85,8 @@ class Setup:
     def check_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
         """As `check_parameters`, of given checkpoint tensors."""
         for rank, live in enumerate(self.probe("probe_parameters")):
-            wanted = vllm_parameters(tensors, rank=rank, world=self.world)
+            expert_parallel = self.worker.config.expert_parallel
+            wanted = vllm_parameters(tensors, rank=rank, world=self.world, expert_parallel=expert_parallel)
             assert live.keys() == wanted.keys()
             for name, tensor in wanted.items():
                 raw = tensor.contiguous().view(torch.uint8).numpy().tobytes()

@@ -26,7 +26,6 @@ from tiny_models import (
 )
 
 from weightlane.ckpt_engines import SyncAbortedError, WeightlaneError
-from weightlane.rollout.wire import failure_from_text
 from weightlane.sync import CommitReport
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -169,15 +168,37 @@ def described(tensor: torch.Tensor) -> list[object]:
     return [str(tensor.dtype), list(tensor.shape), hashlib.sha256(raw).hexdigest()]
 
 
-def test_mixture_of_experts_on_cpu_is_refused_by_name(offline: Offline, tmp_path: Path) -> None:
-    offline.call("start", str(make_qwen3_moe(tmp_path, seed=0)), "float32", "weightlane")
-    failure = failure_from_text(offline.call("connect", {}, "shm", {}), part="stock")
-    assert type(failure.error).__name__ == "ConfigError"
-    assert "model.layers.0.mlp.experts" in failure.error.message
-    assert failure.intact
+def test_experts_are_computed_from_their_parameters_before_and_after_a_version(
+    offline: Offline, tmp_path: Path
+) -> None:
+    models = [make_qwen3_moe(tmp_path / f"model{seed}", seed=seed, normalised=False) for seed in range(2)]
+    offline.call("start", str(models[0]), "float32", "weightlane")
+    assert offline.call("greedy", PROMPT, 12) == greedy_tokens(models[0], PROMPT, 12)
+    trainer = OneRankTrainer(models[0], "shm")
+    assert offline.call("connect", trainer.address, "shm", {}) == ""
+
+    async def life() -> None:
+        await trainer.connect([StockReplica(offline)])
+        await trainer.sync(models[1])
+
+    asyncio.run(asyncio.wait_for(life(), 60.0))
+    trainer.close()
+    wanted = vllm_parameters(load_tensors(models[1]))
+    assert offline.call("parameters") == {name: described(tensor) for name, tensor in wanted.items()}
+    assert offline.call("greedy", PROMPT, 12) == greedy_tokens(models[1], PROMPT, 12)
 
 
 def test_an_engine_that_does_not_use_weightlane_packs_its_layers_as_before(offline: Offline, tmp_path: Path) -> None:
     offline.call("start", str(make_qwen3(tmp_path, seed=0)), "float32", None)
     _, shape, _ = offline.call("parameters")["model.layers.0.mlp.gate_up_proj.weight"]
     assert 0 in shape
+
+
+def test_an_engine_that_does_not_use_weightlane_computes_experts_with_vllms_kernel(
+    offline: Offline, tmp_path: Path
+) -> None:
+    model = make_qwen3_moe(tmp_path, seed=0)
+    offline.call("start", str(model), "float32", None)
+    name = "model.layers.0.mlp.experts.routed_experts.w13_weight"
+    assert offline.call("parameters")[name] != described(vllm_parameters(load_tensors(model))[name])
+    assert offline.call("greedy", PROMPT, 12) == greedy_tokens(model, PROMPT, 12)

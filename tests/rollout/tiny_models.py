@@ -67,17 +67,37 @@ def make_llama(
     return _save(transformers.LlamaForCausalLM, config, path, seed, dtype)
 
 
-def make_qwen3_moe(path: Path, *, seed: int, dtype: torch.dtype = torch.float32, vocab: int = VOCAB) -> Path:
-    """A tiny Qwen3 mixture of four experts per layer whose weights depend on `seed` only."""
+def make_qwen3_moe(
+    path: Path,
+    *,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    vocab: int = VOCAB,
+    experts: int = 8,
+    normalised: bool = True,
+) -> Path:
+    """A tiny Qwen3 mixture of experts, two for each token, whose weights depend on `seed` only.
+
+    In real ones the weights of a token's experts are normalised to a sum of one.
+    """
     config = transformers.Qwen3MoeConfig(
         head_dim=HEAD_DIM,
-        num_experts=4,
+        num_experts=experts,
         num_experts_per_tok=2,
         moe_intermediate_size=INTERMEDIATE // 2,
         decoder_sparse_step=1,
+        norm_topk_prob=normalised,
         **_sizes(False, vocab),
     )
     return _save(transformers.Qwen3MoeForCausalLM, config, path, seed, dtype)
+
+
+def make_mixtral(path: Path, *, seed: int, experts: int = 4) -> Path:
+    """A tiny Mixtral whose weights depend on `seed` only."""
+    config = transformers.MixtralConfig(
+        head_dim=HEAD_DIM, num_local_experts=experts, num_experts_per_tok=2, **_sizes(False, 300)
+    )
+    return _save(transformers.MixtralForCausalLM, config, path, seed, torch.float32)
 
 
 def add_tokenizer(path: Path, vocab: int = VOCAB) -> None:
@@ -120,16 +140,20 @@ def sampled_logprobs(
     return [logprobs[position, token].item() for position, token in enumerate(tokens)]
 
 
-def vllm_parameters(tensors: Mapping[str, torch.Tensor], *, rank: int = 0, world: int = 1) -> dict[str, torch.Tensor]:
-    """What rank `rank` of `world` of vLLM's Qwen3 or Llama must hold, written down independently of vLLM's loaders.
+def vllm_parameters(
+    tensors: Mapping[str, torch.Tensor], *, rank: int = 0, world: int = 1, expert_parallel: bool = False
+) -> dict[str, torch.Tensor]:
+    """What rank `rank` of `world` of vLLM's Qwen3, Qwen3-MoE or Llama must hold, written down independently of vLLM's loaders.
 
     Queries, keys and values, and gate and up, are fused by rows; heads, intermediate units and the vocabulary are divided
     between ranks by rows, the two output projections by columns; norms are whole everywhere. The vocabulary is padded with
-    zero rows to a multiple of 64 first.
+    zero rows to a multiple of 64 first. Experts are divided as other layers are, or each rank has as many whole ones, in order.
     """
     rows = {name: _part(tensor, 0, rank, world) for name, tensor in tensors.items()}
-    wanted: dict[str, torch.Tensor] = {}
+    wanted = _stacked_experts(tensors, rank, world, expert_parallel=expert_parallel)
     for name, tensor in tensors.items():
+        if ".experts." in name or name.endswith("mlp.gate.weight"):
+            continue
         head, _, leaf = name.removesuffix(".weight").rpartition(".")
         if leaf in ("k_proj", "v_proj", "up_proj"):
             continue
@@ -145,6 +169,26 @@ def vllm_parameters(tensors: Mapping[str, torch.Tensor], *, rank: int = 0, world
             wanted[name] = _part(torch.nn.functional.pad(tensor, (0, 0, 0, padding)), 0, rank, world)
         else:
             wanted[name] = tensor
+    return wanted
+
+
+def _stacked_experts(
+    tensors: Mapping[str, torch.Tensor], rank: int, world: int, *, expert_parallel: bool
+) -> dict[str, torch.Tensor]:
+    """Experts of a layer stacked, gate and up projections on top of each other, and routers."""
+    wanted = {name: tensor for name, tensor in tensors.items() if name.endswith("mlp.gate.weight")}
+    for router in list(wanted):
+        prefix, count = router.replace("gate.weight", "experts"), len(tensors[router])
+        held = range(count)[rank * count // world : (rank + 1) * count // world] if expert_parallel else range(count)
+        rank_, world_ = (0, 1) if expert_parallel else (rank, world)
+        gates, ups, downs = (
+            [_part(tensors[f"{prefix}.{expert}.{which}_proj.weight"], dim, rank_, world_) for expert in held]
+            for which, dim in (("gate", 0), ("up", 0), ("down", 1))
+        )
+        wanted[f"{prefix}.routed_experts.w13_weight"] = torch.stack(
+            [torch.cat(pair) for pair in zip(gates, ups, strict=True)]
+        )
+        wanted[f"{prefix}.routed_experts.w2_weight"] = torch.stack(downs)
     return wanted
 
 
@@ -204,8 +248,12 @@ def make_architecture(kind: str, path: Path, *, seed: int = 0) -> Path:
     """A tiny model of one of several architectures, in float32.
 
     ``gpt2`` keeps linear weights transposed, ``bloom`` interleaves queries, keys and values per head, ``phi3`` has them fused on
-    disk, and ``mamba2`` has a parameter that loading computes something from.
+    disk, ``qwen3-moe`` and ``mixtral`` have experts, and ``mamba2`` has a parameter that loading computes something from.
     """
+    if kind == "qwen3-moe":
+        return make_qwen3_moe(path, seed=seed, vocab=300)
+    if kind == "mixtral":
+        return make_mixtral(path, seed=seed)
     if kind in {"qwen3-tied", "qwen3"}:
         return make_qwen3(path, seed=seed, tied=kind == "qwen3-tied", vocab=300)
     if kind == "llama":
