@@ -60,9 +60,9 @@ def layout_report(
     Returns:
         Plain data: ``model``, ``architecture``, ``dtype``, ``tensor_parallel``, ``expert_parallel``, ``way``, ``tied``,
         ``union`` (over ranks: ``tensors``, ``elements``, ``unused``) and ``ranks``, each with ``rank``, ``way``, ``tensors``,
-        ``slices``, ``bytes``, ``needed_elements`` (of the checkpoint), ``experts`` (for each kind of layer that has any: ``held``,
-        their numbers, and ``of``, how many there are), ``constants``, ``constant_elements``, ``parameters``, ``reloaded`` (layers),
-        ``refused`` and ``learned_s``.
+        ``slices``, ``bytes``, ``needed_elements`` (of the checkpoint), ``experts`` (for each kind of layer that has any:
+        ``held``, their numbers, and ``of``, how many there are), ``constants``, ``constant_elements``, ``parameters``,
+        ``reloaded`` (layers), ``refused`` and ``learned_s``.
 
     Raises:
         ConfigError: There is no such model, its files are broken, or vLLM cannot run it so.
@@ -73,6 +73,8 @@ def layout_report(
         raise ConfigError(
             f"{tensor_parallel} ranks are not at least one.", part=_PART, hint="Give --tp a number from 1."
         )
+    if expert_parallel and tensor_parallel == 1:
+        raise ConfigError("expert parallelism needs more than one rank.", part=_PART, hint="Give --tp a number from 2.")
     if dtype not in _DTYPES:
         raise ConfigError(f"{dtype!r} is none of {', '.join(_DTYPES)}.", part=_PART, hint="Choose one for --dtype.")
     path = Path(model)

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -16,7 +16,18 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "sync"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 if TYPE_CHECKING:
+    from layout_models import LayoutProcess
     from running_worker import Setup
+
+
+@pytest.fixture(scope="session")
+def process(session_children: Any) -> Iterator[LayoutProcess]:
+    """A process that builds models; importing vLLM takes longer than all that is built there."""
+    from layout_models import LayoutProcess
+
+    started = LayoutProcess(session_children)
+    yield started
+    started.close()
 
 
 @pytest.fixture(scope="session", params=[1, 2], ids=["tp1-untied", "tp2-tied"])

@@ -247,9 +247,9 @@ def stale(path: str, dtype: str) -> dict[str, Any]:
         return {"way": way, "why": loader.verdict.summary, "layer": name}
 
 
-def rank_layout(path: str, dtype: str, rank: int, world: int) -> dict[str, Any]:
+def rank_layout(path: str, dtype: str, rank: int, world: int, expert_parallel: bool) -> dict[str, Any]:
     """The layout that one rank of several would trace."""
-    config = engine_config(path, tensor_parallel=world, dtype=dtype)
+    config = engine_config(path, tensor_parallel=world, dtype=dtype, expert_parallel=expert_parallel)
     with model_of_rank(config, rank) as model:
         specs = {
             name: SourceSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors_of(path, dtype).items()
@@ -265,9 +265,9 @@ def used_elements(layout: LayoutMap) -> dict[str, torch.Tensor]:
     return found
 
 
-def needs(path: str, dtype: str, world: int) -> list[dict[str, Any]]:
+def needs(path: str, dtype: str, world: int, expert_parallel: bool) -> list[dict[str, Any]]:
     """For each rank its boxes, and the tensors of which they hold an element twice, too few or too many."""
-    config = engine_config(path, tensor_parallel=world, dtype=dtype)
+    config = engine_config(path, tensor_parallel=world, dtype=dtype, expert_parallel=expert_parallel)
     specs = {name: SourceSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors_of(path, dtype).items()}
     answers = []
     for rank in range(world):
@@ -286,6 +286,11 @@ def needs(path: str, dtype: str, world: int) -> list[dict[str, Any]]:
     return answers
 
 
+def report(path: str, tensor_parallel: int, expert_parallel: bool) -> dict[str, Any]:
+    """What ``weightlane layout`` shows."""
+    return make_report(path, tensor_parallel=tensor_parallel, dtype="auto", expert_parallel=expert_parallel)
+
+
 def refused(path: str, tensor_parallel: int) -> list[str]:
     """What a report of that model ends with."""
     try:
@@ -298,7 +303,7 @@ def refused(path: str, tensor_parallel: int) -> list[str]:
 def main() -> None:
     # A CPU worker does the same before it runs a model.
     torch.accelerator.empty_cache = lambda: None
-    commands = (compare, in_place, moved, stale, rank_layout, needs, refused)
+    commands = (compare, in_place, moved, stale, rank_layout, needs, report, refused)
     for line in sys.stdin:
         method, *arguments = json.loads(line)
         answer = next(command for command in commands if command.__name__ == method)(*arguments)

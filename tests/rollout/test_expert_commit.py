@@ -6,8 +6,10 @@ import asyncio
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from layout_models import LayoutProcess
 from pydantic import ValidationError
 from running_worker import RecordingWorker, Setup
 from tiny_models import greedy_tokens, make_qwen3, make_qwen3_moe
@@ -59,6 +61,15 @@ def test_experts_are_committed_by_copies_and_tokens_are_those_of_transformers(ex
         assert completion.token_ids == greedy_tokens(experts.models[model], [5, 6, 7], 16)
         assert completion.versions == [version] * 16
     assert experts.probe("probe_way") == [["traced", ""]] * 2
+
+
+def test_experts_go_where_a_model_built_for_each_rank_alone_says(experts: Setup, session_children: Any) -> None:
+    experts.serve(1)
+    alone = LayoutProcess(session_children)
+    divided = experts.worker.config.expert_parallel
+    for rank, layout in enumerate(experts.probe("probe_layout")):
+        assert layout == alone.call("rank_layout", str(experts.models[1]), "float32", rank, 2, divided)
+    alone.close()
 
 
 def test_reloading_the_whole_model_gives_what_a_commit_gives(experts: Setup) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,9 @@ from tiny_models import make_architecture, make_qwen3_moe
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
-@pytest.fixture(scope="module")
-def process(session_children: Any) -> Iterator[LayoutProcess]:
-    started = LayoutProcess(session_children)
-    yield started
-    started.close()
-
-
-@pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3", "llama", "gpt2", "bloom", "gemma2", "phi3"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3-tied", "qwen3", "llama", "gpt2", "bloom", "gemma2", "phi3", "qwen3-moe", "mixtral"]
+)
 def test_copies_leave_what_reloading_leaves_and_numbered_elements_arrive_where_the_layout_says(
     kind: str, process: LayoutProcess, tmp_path: Path
 ) -> None:
@@ -43,7 +37,7 @@ def test_what_is_computed_while_loading_is_refused_by_name_and_right_nevertheles
 
 
 @pytest.mark.parametrize("bucket_bytes", [192, 4096])
-@pytest.mark.parametrize("kind", ["qwen3-tied", "gpt2", "bloom", "mamba2"])
+@pytest.mark.parametrize("kind", ["qwen3-tied", "gpt2", "bloom", "qwen3-moe", "mamba2"])
 def test_versions_that_are_written_bucket_after_bucket_are_those_that_reloading_makes(
     kind: str, bucket_bytes: int, process: LayoutProcess, tmp_path: Path
 ) -> None:
@@ -91,6 +85,23 @@ def test_what_vllm_cannot_run_is_told_in_words(process: LayoutProcess, tmp_path:
     kind, text = process.call("refused", str(model), 1)
     assert kind == "ConfigError"
     assert "nobody" in text.lower()
-    kind, text = process.call("refused", str(make_qwen3_moe(tmp_path / "moe", seed=0)), 1)
+    kind, text = process.call("refused", str(make_qwen3_moe(tmp_path / "moe", seed=0, experts=2)), 4)
     assert kind == "ConfigError"
-    assert "mixture-of-experts" in text
+    assert "2 experts cannot be divided between 4 ranks" in text
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_all_ranks_together_use_every_expert_and_each_says_which_it_holds(
+    expert_parallel: bool, process: LayoutProcess, tmp_path: Path
+) -> None:
+    made = process.call("report", str(make_qwen3_moe(tmp_path, seed=0, experts=7)), 2, expert_parallel)
+    assert made["way"] == "traced"
+    assert made["union"]["unused"] == {}
+    held = [[0, 1, 2, 3], [4, 5, 6]] if expert_parallel else [list(range(7))] * 2
+    assert [rank["experts"] for rank in made["ranks"]] == [[{"held": numbers, "of": 7}] for numbers in held]
+    for rank in made["ranks"]:
+        assert rank["refused"] == rank["reloaded"] == []
+        assert rank["needed_elements"] < made["union"]["elements"]
+    tensors = made["union"]["tensors"]
+    others = [3 * (7 - len(numbers)) * 2 for numbers in held]  # three matrices for each expert in each of two layers
+    assert [rank["tensors"] for rank in made["ranks"]] == [tensors - missing for missing in others]

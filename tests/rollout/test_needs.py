@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layout_models import LayoutProcess
-from tiny_models import HEADS, HIDDEN, INTERMEDIATE, make_architecture
+from tiny_models import HEADS, HIDDEN, INTERMEDIATE, make_architecture, make_qwen3_moe
 
 from weightlane.rollout.layout import LayoutMap, Refusal, Slice, SourceSpec, needed_boxes
 
@@ -136,13 +136,6 @@ def test_what_something_is_computed_from_is_needed_whole() -> None:
     assert needed_boxes(refused)["a"] == [((0, 0), (6, 8))]
 
 
-@pytest.fixture(scope="module")
-def process(session_children: Any) -> Iterator[LayoutProcess]:
-    started = LayoutProcess(session_children)
-    yield started
-    started.close()
-
-
 def rows(start: int, count: int, columns: int = HIDDEN) -> list[list[int]]:
     """A box of whole rows, as JSON."""
     return [[start, 0], [count, columns]]
@@ -151,11 +144,11 @@ def rows(start: int, count: int, columns: int = HIDDEN) -> list[list[int]]:
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3", "llama", "gpt2", "bloom", "gemma2", "phi3"])
+@pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3", "llama", "gpt2", "bloom", "gemma2", "phi3", "mixtral"])
 def test_the_boxes_of_every_rank_hold_exactly_what_its_model_reads(
     kind: str, world: int, process: LayoutProcess, tmp_path: Path
 ) -> None:
-    ranks = process.call("needs", str(make_architecture(kind, tmp_path)), "float32", world)
+    ranks = process.call("needs", str(make_architecture(kind, tmp_path)), "float32", world, False)
     assert [rank["wrong"] for rank in ranks] == [{}] * world
     for place, rank in enumerate(ranks):
         boxes, half = rank["boxes"], INTERMEDIATE // world
@@ -175,3 +168,29 @@ def test_the_boxes_of_every_rank_hold_exactly_what_its_model_reads(
         elif kind == "llama":
             assert boxes["model.layers.0.mlp.down_proj.weight"] == [[[0, half * place], [HIDDEN, half]]]
             assert boxes["model.norm.weight"] == [[[0], [HIDDEN]]]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_a_rank_needs_slices_of_all_experts_or_whole_ones_of_its_own(
+    expert_parallel: bool, process: LayoutProcess, tmp_path: Path
+) -> None:
+    """Seven experts on two ranks: the first has one more."""
+    model = make_qwen3_moe(tmp_path, seed=0, experts=7)
+    ranks = process.call("needs", str(model), "float32", 2, expert_parallel)
+    inner = INTERMEDIATE // 2
+    for place, rank in enumerate(ranks):
+        assert rank["wrong"] == {}
+        for expert in range(7):
+            up, down = (
+                rank["boxes"][f"model.layers.1.mlp.experts.{expert}.{which}_proj.weight"] for which in ("up", "down")
+            )
+            if not expert_parallel:
+                assert up == [rows(place * inner // 2, inner // 2)]
+                assert down == [[[0, place * inner // 2], [HIDDEN, inner // 2]]]
+            elif (expert < 4) == (place == 0):
+                assert [up, down] == [[rows(0, inner)], [rows(0, HIDDEN, inner)]]
+            else:
+                assert up == down == []
+        assert rank["boxes"]["model.layers.1.mlp.gate.weight"] == [rows(0, 7)]

@@ -43,7 +43,7 @@ def test_versions_go_by_copies_where_a_model_built_for_each_rank_alone_says(
     if setup.world > 1:
         alone = LayoutProcess(session_children)
         for rank, layout in enumerate(setup.probe("probe_layout")):
-            assert layout == alone.call("rank_layout", str(setup.models[1]), "float32", rank, setup.world)
+            assert layout == alone.call("rank_layout", str(setup.models[1]), "float32", rank, setup.world, False)
         alone.close()
 
 
