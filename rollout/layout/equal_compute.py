@@ -27,7 +27,7 @@ _EMPTY = frozenset(
 
 
 def layer_digests(model: torch.nn.Module, vllm_config: Any, device: torch.device) -> dict[str, str]:
-    """A digest of what each layer, and the whole model, gives for the first few token ids.
+    """A digest of what each layer, and the whole model, gives for the first few token ids; more where there are experts to meet.
 
     One forward pass without attention over earlier tokens: what vLLM runs to measure memory. Attention and state-space kernels
     leave their outputs unfilled in it; a fixed pattern stands for these, so that the layers behind still tell something. All
@@ -43,12 +43,13 @@ def layer_digests(model: torch.nn.Module, vllm_config: Any, device: torch.device
     for name, module in model.named_modules():
         if not any(True for _ in module.children()):
             hooks.append(module.register_forward_hook(_recorder(digests, name)))
-    tokens = torch.arange(_TOKENS, device=device)
+    count = _token_count(vllm_config)
+    tokens = torch.arange(count, device=device)
     try:
         with (
             torch.no_grad(),
             _Patterned(),  # type: ignore[no-untyped-call]
-            set_forward_context(None, vllm_config, num_tokens=_TOKENS, skip_compiled=True),
+            set_forward_context(None, vllm_config, num_tokens=count, skip_compiled=True),
         ):
             hidden = model(input_ids=tokens, positions=tokens, intermediate_tensors=None, inputs_embeds=None)
             digests["hidden states"] = _digest(hidden)
@@ -58,6 +59,13 @@ def layer_digests(model: torch.nn.Module, vllm_config: Any, device: torch.device
         for hook in hooks:
             hook.remove()
     return digests
+
+
+def _token_count(vllm_config: Any) -> int:
+    """A few; with experts one for each of them where that many can be computed, since every token meets some only."""
+    model = vllm_config.model_config
+    most = min(vllm_config.scheduler_config.max_num_batched_tokens, model.max_model_len, model.get_vocab_size())
+    return max(_TOKENS, min(int(model.get_num_experts()), int(most)))
 
 
 def first_difference(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:

@@ -235,6 +235,40 @@ def pack_secretly(model: torch.nn.Module, ending: str) -> str:
     return name
 
 
+def hide_an_expert(model: torch.nn.Module) -> None:
+    """Let the last expert of the first layer compute from a copy of its weight that nobody sees."""
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+
+    layer = next(layer for layer in model.modules() if isinstance(layer, RoutedExperts))
+    method, kernel = layer.quant_method, layer.quant_method.moe_kernel.fused_experts
+    compute = kernel.apply
+
+    class Packing(type(method)):  # type: ignore[misc]  # whatever it is
+        """Keeps what one expert computes from out of sight."""
+
+        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+            super().process_weights_after_loading(layer)
+            self.hidden = layer.w2_weight[-1].detach().clone()
+
+    def apply(w2: torch.Tensor, **others: Any) -> None:
+        compute(w2=torch.cat([w2[:-1], method.hidden.unsqueeze(0)]), **others)
+
+    method.__class__ = Packing
+    kernel.apply = apply
+    method.process_weights_after_loading(layer)
+
+
+def stale_expert(path: str, dtype: str) -> dict[str, Any]:
+    """As `stale`, of one expert."""
+    config = engine_config(path, tensor_parallel=1, dtype=dtype)
+    with model_of_rank(config, 0) as model:
+        hide_an_expert(model)
+        loader = VersionLoader(model, config, torch.device("cpu"), part="test")
+        way = loader.load(tensors_of(path, dtype), RankGroup(None))
+        assert loader.verdict is not None
+        return {"way": way, "why": loader.verdict.summary}
+
+
 def stale(path: str, dtype: str) -> dict[str, Any]:
     """A layer that secretly computes from a copy of its weight: the way its versions go, and why."""
     config = engine_config(path, tensor_parallel=1, dtype=dtype)
@@ -303,7 +337,7 @@ def refused(path: str, tensor_parallel: int) -> list[str]:
 def main() -> None:
     # A CPU worker does the same before it runs a model.
     torch.accelerator.empty_cache = lambda: None
-    commands = (compare, in_place, moved, stale, rank_layout, needs, report, refused)
+    commands = (compare, in_place, moved, stale, stale_expert, rank_layout, needs, report, refused)
     for line in sys.stdin:
         method, *arguments = json.loads(line)
         answer = next(command for command in commands if command.__name__ == method)(*arguments)

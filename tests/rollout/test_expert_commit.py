@@ -6,7 +6,6 @@ import asyncio
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from layout_models import LayoutProcess
@@ -63,13 +62,11 @@ def test_experts_are_committed_by_copies_and_tokens_are_those_of_transformers(ex
     assert experts.probe("probe_way") == [["traced", ""]] * 2
 
 
-def test_experts_go_where_a_model_built_for_each_rank_alone_says(experts: Setup, session_children: Any) -> None:
+def test_experts_go_where_a_model_built_for_each_rank_alone_says(experts: Setup, process: LayoutProcess) -> None:
     experts.serve(1)
-    alone = LayoutProcess(session_children)
     divided = experts.worker.config.expert_parallel
     for rank, layout in enumerate(experts.probe("probe_layout")):
-        assert layout == alone.call("rank_layout", str(experts.models[1]), "float32", rank, 2, divided)
-    alone.close()
+        assert layout == process.call("rank_layout", str(experts.models[1]), "float32", rank, 2, divided)
 
 
 def test_reloading_the_whole_model_gives_what_a_commit_gives(experts: Setup) -> None:

@@ -74,6 +74,12 @@ def test_a_layer_that_computes_from_a_hidden_copy_is_found_out_by_what_it_comput
     assert f"{answer['layer']} does not compute from its parameters alone" in answer["why"]
 
 
+def test_an_expert_that_computes_from_a_hidden_copy_is_found_out_too(process: LayoutProcess, tmp_path: Path) -> None:
+    answer = process.call("stale_expert", str(make_qwen3_moe(tmp_path, seed=0)), "float32")
+    assert answer["way"] == "reload"
+    assert "model.layers.1.input_layernorm does not compute from its parameters alone" in answer["why"]
+
+
 def test_what_vllm_cannot_run_is_told_in_words(process: LayoutProcess, tmp_path: Path) -> None:
     model = make_architecture("qwen3", tmp_path)
     kind, text = process.call("refused", str(model), 7)
