@@ -269,6 +269,41 @@ def stale_expert(path: str, dtype: str) -> dict[str, Any]:
         return {"way": way, "why": loader.verdict.summary}
 
 
+def experts_beside_kernel(activation: str, biased: bool) -> dict[str, float]:
+    """Largest differences of our experts from vLLM's CPU kernel, and of one rank's from the sum of two ranks'."""
+    from vllm._custom_ops import cpu_fused_moe, cpu_prepack_moe_weight
+
+    from weightlane.rollout.cpu_experts import _experts
+
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    tokens, hidden, inner, count, choices = 9, 64, 32, 6, 2
+    w1, w2 = normal(count, 2 * inner, hidden) / 4, normal(count, hidden, inner) / 4
+    biases = (normal(count, 2 * inner), normal(count, hidden)) if biased else (None, None)
+    x, weights = normal(tokens, hidden), normal(tokens, choices).softmax(-1)
+    chosen = torch.stack([torch.randperm(count, generator=generator)[:choices] for _ in range(tokens)]).int()
+    wanted, got = torch.empty_like(x), torch.empty_like(x)
+    packed = [cpu_prepack_moe_weight(tensor.clone(), "vec") for tensor in (w1, w2)]
+    cpu_fused_moe(wanted, x, *packed, *biases, weights, chosen, activation, "vec", False)
+    _experts(got, x, w1, w2, *biases, weights, chosen, None, activation)
+    divided = torch.zeros_like(x)
+    for held in ([0, 2, 5], [1, 3, 4]):
+        places = torch.full((count,), -1, dtype=torch.int32)
+        places[held] = torch.arange(3, dtype=torch.int32)
+        part = torch.empty_like(x)
+        mine = [None if bias is None else bias[held] for bias in biases]
+        _experts(part, x, w1[held], w2[held], *mine, weights, chosen, places, activation)
+        divided += part
+    return {
+        "kernel": float((got - wanted).abs().max()),
+        "divided": float((got - divided).abs().max()),
+        "size": float(got.abs().mean()),
+    }
+
+
 def stale(path: str, dtype: str) -> dict[str, Any]:
     """A layer that secretly computes from a copy of its weight: the way its versions go, and why."""
     config = engine_config(path, tensor_parallel=1, dtype=dtype)
@@ -337,7 +372,18 @@ def refused(path: str, tensor_parallel: int) -> list[str]:
 def main() -> None:
     # A CPU worker does the same before it runs a model.
     torch.accelerator.empty_cache = lambda: None
-    commands = (compare, in_place, moved, stale, stale_expert, rank_layout, needs, report, refused)
+    commands = (
+        compare,
+        in_place,
+        moved,
+        stale,
+        stale_expert,
+        experts_beside_kernel,
+        rank_layout,
+        needs,
+        report,
+        refused,
+    )
     for line in sys.stdin:
         method, *arguments = json.loads(line)
         answer = next(command for command in commands if command.__name__ == method)(*arguments)

@@ -80,6 +80,17 @@ def test_an_expert_that_computes_from_a_hidden_copy_is_found_out_too(process: La
     assert "model.layers.1.input_layernorm does not compute from its parameters alone" in answer["why"]
 
 
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swigluoai"])
+def test_experts_compute_what_vllms_kernel_does_and_the_same_in_parts(
+    activation: str, biased: bool, process: LayoutProcess
+) -> None:
+    answer = process.call("experts_beside_kernel", activation, biased)
+    assert answer["size"] > 0.1
+    assert answer["kernel"] < 1e-4
+    assert answer["divided"] < 1e-5
+
+
 def test_what_vllm_cannot_run_is_told_in_words(process: LayoutProcess, tmp_path: Path) -> None:
     model = make_architecture("qwen3", tmp_path)
     kind, text = process.call("refused", str(model), 7)
