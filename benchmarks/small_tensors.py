@@ -25,6 +25,7 @@ from weightlane.sync import LocalShard, Manifest, TensorSpec
 from weightlane.sync.packing import RunTable, compact_places, copy_runs, gather_runs, scatter_runs, stream_places
 from weightlane.sync.progress import Progress
 from weightlane.sync.snapshot import Snapshot
+from weightlane.sync.stream_parts import parts_of
 
 TARGET = 2.0
 """Most that each way may take, in memcpys."""
@@ -57,16 +58,17 @@ def ways(count: int, nbytes: int) -> tuple[dict[str, Callable[[], object]], Call
     manifest = Manifest(1, tuple(specs), BUCKET_BYTES)
     total = manifest.total_bytes
 
-    shards = [LocalShard(spec, 0, data) for spec, data in zip(specs, sources, strict=True)]
-    whole, stream = Snapshot(shards, stream_places(shards, manifest)), torch.zeros(total, dtype=torch.uint8)
+    shards = [LocalShard.whole(spec, data) for spec, data in zip(specs, sources, strict=True)]
+    stream = torch.zeros(total, dtype=torch.uint8)
+    whole = Snapshot(shards, stream_places(shards, manifest) or [])
 
     cut = width // 2
     ranks = [
-        [LocalShard(spec, 0, data[:cut]) for spec, data in zip(specs, sources, strict=True)],
-        [LocalShard(spec, cut, data[cut:]) for spec, data in zip(specs, sources, strict=True)],
+        [LocalShard(spec, (0,), data[:cut]) for spec, data in zip(specs, sources, strict=True)],
+        [LocalShard(spec, (cut,), data[cut:]) for spec, data in zip(specs, sources, strict=True)],
     ]
     places = [compact_places(held) for held in ranks]
-    tables = [RunTable.of_shards(*held, manifest) for held in zip(ranks, places, strict=True)]
+    tables = [RunTable.of(parts_of(*held, manifest.regions), manifest) for held in zip(ranks, places, strict=True)]
     halves = [Snapshot(*held) for held in zip(ranks, places, strict=True)]
     memories = [torch.zeros(half.nbytes, dtype=torch.uint8) for half in halves]
     windows = [manifest.window(index) for index in range(manifest.bucket_count)]

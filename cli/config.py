@@ -240,21 +240,28 @@ def _model_of(annotation: Any) -> type[BaseModel] | None:
 def explain(config: RunConfig) -> str:
     """`config` as TOML in which every key stands under its meaning and its default."""
     lines: list[str] = []
-    for name, field in RunConfig.model_fields.items():
-        section = getattr(config, name)
-        assert field.annotation is not None
-        lines += [f"# {_first_line(field.annotation)}", f"[{name}]", *_explain_section(section), ""]
+    for name in RunConfig.model_fields:
+        lines += _explain_section(name, getattr(config, name))
     return "\n".join(lines)
 
 
-def _explain_section(section: BaseModel) -> Iterator[str]:
+def _explain_section(path: str, section: BaseModel) -> Iterator[str]:
+    yield f"# {_first_line(type(section))}"
+    yield f"[{path}]"
+    inner: list[tuple[str, BaseModel]] = []
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
+        if isinstance(value, BaseModel):  # a table in TOML ends the keys of the one around it
+            inner.append((f"{path}.{name}", value))
+            continue
         default = field.get_default(call_default_factory=True)
         note = "required" if default is PydanticUndefined else f"default: {_toml(default) or 'none'}"
         yield f"# {field.description} ({note})"
         text = _toml(value)
         yield f"{name} = {text}" if text else f"# {name} is not set"
+    yield ""
+    for inner_path, inner_section in inner:
+        yield from _explain_section(inner_path, inner_section)
 
 
 def _toml(value: Any) -> str:

@@ -200,6 +200,55 @@ def layout(
 
 
 @app.command()
+def plan(
+    shape: Annotated[str, typer.Argument(help="A known shape: 30b, 235b or 1t.", show_default=False)],
+    *,
+    trainer: Annotated[
+        str, typer.Option(metavar="LAYOUT", help="Trainer ranks, e.g. 'pp8 ep32', 'tp2 pp4 dp8' or 'fsdp64'.")
+    ] = "",
+    rollout: Annotated[str, typer.Option(metavar="LAYOUT", help="Rollout ranks, e.g. '8x tp16 ep16'.")] = "",
+    wire: Annotated[str, typer.Option(help="bf16, or fp8 with its scales.")] = "bf16",
+    gb_per_s: Annotated[float, typer.Option(help="GB/s of every rank's network card.")] = 50.0,
+    sender_gbps: Annotated[
+        float | None, typer.Option(help="Gbit/s of a trainer rank's card instead.", show_default=False)
+    ] = None,
+    receiver_gbps: Annotated[
+        float | None, typer.Option(help="Gbit/s of a rollout rank's card instead.", show_default=False)
+    ] = None,
+    latency_us: Annotated[float, typer.Option(help="Microseconds that a bucket is on its way.")] = 20.0,
+    bucket_mib: Annotated[float, typer.Option(help="Size of a bucket.")] = 32.0,
+    cut: Annotated[str, typer.Option(help="exact, or shares where receivers look at senders' memory.")] = "exact",
+    relay: Annotated[bool, typer.Option("--relay", help="Receivers may hand on what they get.")] = False,
+    links: Annotated[int, typer.Option(help="How many of the busiest links are listed.", min=0)] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Show who would send what to whom, and how long it should take, for a model and layouts of its ranks."""
+    from weightlane.sync.transfer_plan import Network  # noqa: PLC0415 - loads torch
+
+    from .plan import BYTES_PER_GBIT, print_plan, shape_report  # noqa: PLC0415 - loads torch
+
+    report = shape_report(
+        shape,
+        trainer=trainer,
+        rollout=rollout,
+        wire=wire,
+        network=Network(
+            1e9 * gb_per_s if sender_gbps is None else BYTES_PER_GBIT * sender_gbps,
+            1e9 * gb_per_s if receiver_gbps is None else BYTES_PER_GBIT * receiver_gbps,
+            1e-6 * latency_us,
+            int(bucket_mib * 2**20),
+        ),
+        cut=cut,
+        may_relay=relay,
+        links=links,
+    )
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+        return
+    print_plan(Console(soft_wrap=True, highlight=False), report)
+
+
+@app.command()
 def config(path: ConfigArgument, override: SetOption = None) -> None:
     """Print the resolved configuration as TOML, every key with its meaning and default."""
     typer.echo(explain(load_config(path, override or [])))

@@ -42,8 +42,9 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
     _cancel_on_sigterm()
     config = load_config(path, overrides)
     # Everything a user can get wrong is checked before a process is started or a file written.
-    training_engine_class(config.trainer.engine)
+    training_engine = training_engine_class(config.trainer.engine)
     model = check_model_dir(config.model.path)
+    training_engine.check(config.trainer, config.model.path)
     train_tasks, heldout_tasks = load_splits(config.data)
     reward = Reward(config.reward.function, [path.parent, Path()])
     tokenizer = HfTokenizer(config.model.path)

@@ -46,7 +46,7 @@ from weightlane.ckpt_engines import (
     as_weightlane_error,
 )
 from weightlane.sync import Expectation, LiveStream, Subscriber
-from weightlane.sync.restored import one_by_one
+from weightlane.sync.restored import RestoredTensors
 
 from .agreement import RankGroup
 from .checkpoint_values import CheckpointValues, checkpoint_specs
@@ -134,14 +134,17 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         """
         self.shutdown()
         group = self._group()
-        error = group.first_error(self._caught(lambda: self._subscribe(init_info.fields)))
-        if error is None and self._in_place:
-            # Now, so that the first version need not wait for it, nor its sender.
+        asked: list[ConnectRequest] = []
+        error = group.first_error(self._caught(lambda: asked.append(self._examine(init_info.fields))))
+        if error is None:
+            # Now, so that the first version need not wait for it, nor its sender, who only sends what is needed here.
             with set_current_vllm_config(self.vllm_config):
                 was_intact = self._intact
                 error = self._prove(group, None)
                 if error is not None and was_intact and not self._intact:
                     error = _mixture(error, "The checkpoint could not be put back.", self._part)
+        if error is None:
+            error = group.first_error(self._caught(lambda: self._subscribe(asked[0])))
         if error is not None:
             self.shutdown()
             self._raise(group, error)
@@ -251,7 +254,8 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         tensor_parallel = self.parallel_config.tensor_parallel_size > 1
         return RankGroup(get_tp_group().cpu_group if tensor_parallel else None)
 
-    def _subscribe(self, fields: Mapping[str, Any]) -> None:
+    def _examine(self, fields: Mapping[str, Any]) -> ConnectRequest:
+        """What is asked for, if it can be done with this model."""
         request = validated(ConnectRequest, fields)
         refuse_unsupported(self.model, self.vllm_config, self.device)
         model_config = self.vllm_config.model_config
@@ -267,12 +271,19 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
             self._loader = VersionLoader(
                 self.model, self.vllm_config, self.device, part=self._part, tied=self._expectation.tied
             )
+        return request
+
+    def _subscribe(self, request: ConnectRequest) -> None:
+        assert self._loader is not None, "examined"
+        assert self._expectation is not None, "as above"
         self._subscriber = type(self).subscriber_type(
             f"{request.replica}/{self.parallel_config.rank}",
             request.rendezvous,
             request.backend,
             request.options,
             self._expectation,
+            # In place a rank takes no further bucket before all ranks of the replica have one: all must get the same ones.
+            needed=None if self._in_place else self._loader.needed(),
             staging_limit_bytes=request.staging_limit_bytes,
             commit=request.commit,
             device=self.device,
@@ -416,7 +427,7 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         change.way = self._loader.load(change.tensors, group)
         if self._subscriber is not None:
             # What came quantised is restored from the whole of what is kept: a scale that changes changes its block.
-            scatters = self._loader.takes_deltas and not one_by_one(change.tensors)
+            scatters = self._loader.takes_deltas and not isinstance(change.tensors, RestoredTensors)
             self._subscriber.prepare_delta = self._loader.live_delta if scatters else None
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)  # The staging memory is reused as soon as this returns.

@@ -11,7 +11,7 @@ A complete hop inside one process (normally the three parts live in three):
     >>> expectation = Expectation({"w": ExpectedTensor((2, 3), frozenset({torch.float32}))})
     >>> subscriber = Subscriber("rollout-0/0", rendezvous.address, "shm", {}, expectation)
     >>> publisher = Publisher(
-    ...     "trainer-0", rendezvous.address, rank=0, world=1, specs=[spec], shards=[LocalShard(spec, 0, weight)],
+    ...     "trainer-0", rendezvous.address, shards=[LocalShard.whole(spec, weight)],
     ...     engine=CheckpointEngineRegistry().create("shm"), bucket_bytes=1 << 20)
     >>> class Replica:
     ...     name = "rollout-0"
@@ -38,14 +38,16 @@ from .coordinator import Coordinator
 from .coverage import Expectation, ExpectedTensor, check_coverage
 from .live_stream import LiveStream, Piece
 from .manifest import Manifest
+from .placement import Placement
 from .publisher import Publisher
 from .rendezvous import Rendezvous, RendezvousAddress
 from .report import CommitOutcome, CommitReport, FailedAttempt, Outcome, ReplicaReport, SyncReport
 from .roster import Replica, ReplicaState
+from .sliced import SlicedTensors
 from .staged_delta import IncomingDelta, StagedDelta
 from .stored import read_version
 from .subscriber import CommitMode, Subscriber
-from .tensor_spec import LocalShard, TensorSpec, dtype_name, dtype_of
+from .tensor_spec import LocalShard, Region, TensorSpec, dtype_name, dtype_of
 
 __all__ = [
     "CheckpointEngineConfig",
@@ -63,12 +65,15 @@ __all__ = [
     "Manifest",
     "Outcome",
     "Piece",
+    "Placement",
     "Publisher",
+    "Region",
     "Rendezvous",
     "RendezvousAddress",
     "Replica",
     "ReplicaReport",
     "ReplicaState",
+    "SlicedTensors",
     "StagedDelta",
     "Subscriber",
     "SyncConfig",

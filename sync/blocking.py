@@ -26,10 +26,11 @@ from weightlane.ckpt_engines import CheckpointEngineRegistry, ClosedError, Weigh
 
 from .config import SyncConfig
 from .coordinator_thread import ConnectableReplica, CoordinatorThread, publisher_name
+from .placement import Placement
 from .publisher import Publisher
 from .rank_exchange import RankExchange
 from .report import Outcome, SyncReport
-from .tensor_spec import LocalShard, TensorSpec, dtype_of
+from .tensor_spec import LocalShard
 
 _log = logging.getLogger(__name__)
 _PART = "collective publisher"
@@ -74,11 +75,10 @@ class CollectivePublisher:
         self._lead: CoordinatorThread | None = None
         try:
             error = self._caught(lambda: self._open(replicas))
-            specs = [shard.spec.to_plain() for shard in shards]
-            said = self._ranks.exchange({"specs": specs, "address": self._lead and self._lead.address}, error)
-            every_spec = list({spec[0]: spec for facts in said for spec in facts["specs"]}.values())
+            placement = Placement.of_shards(shards).to_plain()
+            said = self._ranks.exchange({"placement": placement, "address": self._lead and self._lead.address}, error)
             options = dict(options or {})
-            error = self._caught(lambda: self._join(said[0]["address"], every_spec, shards, backend, options))
+            error = self._caught(lambda: self._join(said, shards, backend, options))
             self._ranks.exchange({}, error)  # nobody waits for a rank that could not join
             if lead := self._lead:
                 error = self._caught(lambda: lead.connect(backend, options))
@@ -165,18 +165,16 @@ class CollectivePublisher:
 
     def _join(
         self,
-        rendezvous: Mapping[str, Any],
-        specs: Sequence[Any],
+        said: Sequence[Mapping[str, Any]],
         shards: Sequence[LocalShard],
         backend: str,
         options: Mapping[str, Any],
     ) -> None:
         self._publisher = Publisher(
             publisher_name(self._ranks.rank),
-            rendezvous,
+            said[0]["address"],
             rank=self._ranks.rank,
-            world=self._ranks.world,
-            specs=[TensorSpec(name, tuple(shape), dtype_of(dtype)) for name, shape, dtype in specs],
+            placements=[Placement.from_plain(facts["placement"]) for facts in said],
             shards=shards,
             engine=CheckpointEngineRegistry().create(backend, options),
             bucket_bytes=self._config.bucket_bytes,

@@ -11,6 +11,7 @@ from weightlane.ckpt_engines import (
     Deadline,
     DeadlineExceededError,
     DeltaBaseError,
+    ProtocolError,
     QuorumError,
     WeightlaneError,
 )
@@ -151,10 +152,13 @@ class Connection:
             publishers=list(self._roster.publishers),
             senders=self._senders,
             receivers=self._receivers,
+            # In the roster's order, not in that of answers: the same ranks make the same plan in every session.
+            needs={name: self._letters.hellos[name].need for name in self._receivers if name in self._letters.hellos},
             deadline_s=deadline.within(self._config.connect_timeout_s).remaining_s * _SUBSCRIBER_SHARE,
         )
         self._letters.post_all(names, message)
-        self._letters.collect(Connected, names, -1, deadline, "to connect")
+        connected = self._letters.collect(Connected, names, -1, deadline, "to connect")
+        _check_plans(connected, self._roster)
         self._inboxes |= {name: self._roster.inboxes[name] for name in names if name in self._roster.inboxes}
 
     def stream(
@@ -274,6 +278,23 @@ class Connection:
             raise TroubleError(first, hopeless=True)
         if partly or silent or not selective:
             raise TroubleError(first, refused)
+
+
+def _check_plans(connected: Sequence[Connected], roster: Roster) -> None:
+    """`TroubleError` unless all have worked out the same transfer plan; no byte has moved yet."""
+    plans = {message.name: message.plan for message in connected}
+    leader = roster.publishers[0]
+    agreed = plans.get(leader, next(iter(plans.values()), ""))
+    if others := {name: plan for name, plan in plans.items() if plan != agreed}:
+        said = ", ".join(f"{name} {plan or 'none'}" for name, plan in others.items())
+        error = ProtocolError(
+            f"the ranks have made different transfer plans: {leader} {agreed or 'none'}, {said}.",
+            part="coordinator",
+            peer=", ".join(others),
+            hint="Run one release of weightlane on all ranks, with the same checkpoint engine.",
+        )
+        owners = {member.name for name in others if (member := roster.owner(name))}
+        raise TroubleError(error, owners, hopeless=len(owners) < len(others))
 
 
 class _Beginning:

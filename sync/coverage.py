@@ -43,7 +43,7 @@ def check_coverage(
     Reported: missing, unexpected, fused, padded, mis-shaped and mis-typed tensors. `specs` is what the version's tensors are when
     they are loaded, if that is not what the manifest says.
     """
-    sent = {spec.name: spec for spec in (manifest.specs if specs is None else specs)}
+    sent = {spec.name: spec for spec in (manifest.tensors if specs is None else specs)}
     problems: list[str] = []
 
     missing = [name for name in expectation.tensors if name not in sent and name not in expectation.tied]

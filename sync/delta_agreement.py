@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from weightlane.ckpt_engines import Deadline, ProtocolError
+from weightlane.ckpt_engines import Deadline
 
-from .delta_encoding import delta_manifest, delta_tables, segments_from_plain, segments_to_plain
-from .gather import GatherPlan
-from .manifest import Manifest, Segment
+from .delta_encoding import segments_from_plain, segments_to_plain
+from .manifest import Segment
 from .publication import Publication
 from .rank_talk import Board, RankTalk
-
-_PART = "delta agreement"
 
 
 class DeltaAgreement:
@@ -28,7 +25,6 @@ class DeltaAgreement:
     """
 
     def __init__(self, board: Board, names: Sequence[str], rank: int) -> None:
-        self._names = list(names)
         self._talk = RankTalk(board, names, rank, "a delta")
 
     def close(self) -> None:
@@ -57,12 +53,3 @@ class DeltaAgreement:
                 return []
             segments.append(segments_from_plain(said[1]))
         return segments
-
-    def plan(self, layout: Manifest, held: Publication, deadline: Deadline) -> GatherPlan:
-        """Who sends which of the delta's bytes. `ProtocolError` when the ranks have none."""
-        segments = self.hear(held, deadline)
-        if not segments or held.base is None:
-            raise ProtocolError(f"the ranks have no delta of version {held.version}.", part=_PART)
-        base = (held.base.version, held.base.identity)
-        manifest = delta_manifest(layout, held.version, base, held.identity, segments)
-        return GatherPlan(manifest, dict(zip(self._names, delta_tables(segments), strict=True)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -20,31 +19,36 @@ _WAITING = 1
 
 
 class _Arrived:
-    """Buckets between whoever receives and whoever decodes. Thread-safe."""
+    """Buckets between whoever receives and whoever decodes, who wants them in the stream's order. Thread-safe."""
 
     def __init__(self, what: str, part: str, deadline: Deadline) -> None:
         self._what = what
         self._part = part
         self._deadline = deadline
         self._changed = threading.Condition()
-        self._buckets: deque[torch.Tensor] = deque()
+        self._buckets: dict[int, torch.Tensor] = {}
+        self._next = 0
         self._error: WeightlaneError | None = None
 
-    def put(self, bucket: torch.Tensor) -> None:
-        """Once the ones before were taken. Returns as well when nobody will take it."""
+    def put(self, index: int, bucket: torch.Tensor) -> None:
+        """Once the ones before were taken, unless another sender still owes one of them. Returns, too, if nobody will take it."""
         with self._changed:
-            self._wait_for(lambda: len(self._buckets) < _WAITING, f"{self._what} to be decoded")
-            self._buckets.append(bucket)
+            self._wait_for(lambda: len(self._buckets) < _WAITING or self._lacks_next(), f"{self._what} to be decoded")
+            self._buckets[index] = bucket
             self._changed.notify_all()
+
+    def _lacks_next(self) -> bool:
+        return self._next not in self._buckets
 
     def take(self) -> torch.Tensor:
         """The next one. Raises why there will be none."""
         with self._changed:
-            self._wait_for(lambda: len(self._buckets) > 0, self._what)
+            self._wait_for(lambda: not self._lacks_next(), self._what)
             if self._error is not None:
                 raise self._error
             self._changed.notify_all()
-            return self._buckets.popleft()
+            self._next += 1
+            return self._buckets.pop(self._next - 1)
 
     def end(self, error: WeightlaneError) -> None:
         """Nobody puts, or takes, any more."""
@@ -92,9 +96,9 @@ class DeltaDecoding:
 
         threading.Thread(target=run, name=f"weightlane-decode-{part}", daemon=True).start()
 
-    def arrived(self, bucket: torch.Tensor) -> None:
-        """The next bucket is there and verified; it is not written to again. Raises what decoding has failed with."""
-        self._arrived.put(bucket)
+    def arrived(self, index: int, bucket: torch.Tensor) -> None:
+        """Bucket `index` is there and verified; it is not written to again. Raises what decoding has failed with."""
+        self._arrived.put(index, bucket)
         if self._made.done():
             self._made.result()
 

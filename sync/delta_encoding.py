@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass, replace
-from itertools import chain
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import Field, Strict, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from weightlane.ckpt_engines import ProtocolError
 
 from .codecs.delta import Encoded, TooDense, encode
 from .devices import usable_cpus
-from .manifest import ALIGNMENT_BYTES, CODEC_DELTA, Manifest, Segment
+from .manifest import ALIGNMENT_BYTES, CODEC_DELTA, Manifest, PlainSegment, Segment
 from .packing import RunTable
-from .strips import Run
-from .tensor_spec import Held, HeldRun, LocalShard
+from .stream_parts import Part
+from .strips import Piece
+from .tensor_spec import Held, HeldSlice, LocalShard
 
 _PART = "delta"
 _RUNS, _RUN_NUMEL = 4096, 32
@@ -39,9 +39,8 @@ _AHEAD = 2
 _BUCKETS = 16
 _LEAST_BUCKET_BYTES = 512 << 10
 """A delta is cut into so many buckets, unless they would be smaller than this."""
-_Count = Annotated[int, Field(ge=0, lt=2**63), Strict()]
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SEGMENTS: TypeAdapter[list[tuple[int, int, int, int]]] = TypeAdapter(list[tuple[_Count, _Count, _Count, _Count]])
+_SEGMENTS: TypeAdapter[list[tuple[int, list[int], list[int], int]]] = TypeAdapter(list[PlainSegment])
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,42 +74,20 @@ class RankDelta:
             memory.copy_(onto)
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A run of one shard's elements, which becomes a segment."""
-
-    tensor: int
-    """Place of the tensor in the manifest."""
-    start: int
-    """First element of the row-major flattened tensor."""
-    numel: int
-    place: int
-    """First byte in a snapshot."""
-    dtype: torch.dtype
-
-    @property
-    def end(self) -> int:
-        """One past its last byte in a snapshot."""
-        return self.place + self.numel * self.dtype.itemsize
-
-
 class DeltaEncoder:
     """Compares two snapshots of a rank's shards, on CPU with several threads.
 
     Args:
         shards: What the rank holds.
         places: First byte of each in a snapshot.
-        layout: Where each tensor stands in the manifest.
     """
 
-    def __init__(self, shards: Sequence[Held], places: Sequence[int], layout: Manifest) -> None:
-        numbers = {spec.name: number for number, spec in enumerate(layout.specs)}
+    def __init__(self, shards: Sequence[Held], places: Sequence[int]) -> None:
         self._shards = [
-            (numbers[shard.spec.name], place, shard)
+            (place, shard)
             for place, shard in sorted(zip(places, shards, strict=True), key=lambda placed: placed[0])
             if shard.numel
         ]
-        self._pieces = list(chain.from_iterable(_cut(*placed) for placed in self._shards))
         self._elements = sum(shard.numel for shard in shards)
         self.dense_bytes = sum(shard.nbytes for shard in shards)
         """Bytes of all shards."""
@@ -120,6 +97,7 @@ class DeltaEncoder:
 
     def encode(
         self,
+        parts: Sequence[Part],
         base: torch.Tensor,
         snapshot: torch.Tensor,
         capacity_bytes: int,
@@ -128,48 +106,53 @@ class DeltaEncoder:
     ) -> RankDelta | TooDense:
         """What turns the snapshot `base` into `snapshot`, both 1-D uint8, in at most `capacity_bytes`.
 
+        `parts` are those of the stream that this rank sends, in the stream's order.
+
         ``ready(n)`` returns once the snapshot's first `n` bytes are there: it may be encoded while it is being taken. Until
         ``taken()`` one core is left to that, for which the optimizer waits.
         """
+        pieces = [piece for part in parts for piece in part.cut(_PIECE_NUMEL)]
         segments: list[Segment] = []
-        parts: list[Encoded] = []
+        encoded_parts: list[Encoded] = []
         room, compared = capacity_bytes, 0
-        with closing(self._encoded(base, snapshot, capacity_bytes, ready, taken)) as encoded:
+        with closing(self._encoded(pieces, base, snapshot, capacity_bytes, ready, taken)) as encoded:
             for piece, part in encoded:
                 if isinstance(part, TooDense):
                     return part
                 room -= part.nbytes
-                compared += piece.numel
+                compared += piece.box.numel
                 if room < 0:
                     return TooDense(capacity_bytes, capacity_bytes - room, compared / self._elements)
-                segments.append(Segment(piece.tensor, piece.start, piece.numel, part.nbytes))
-                parts.append(part)
-        return RankDelta(tuple(segments), tuple(parts), sum(part.changed for part in parts), self._elements)
+                segments.append(Segment(piece.number, piece.box, part.nbytes))
+                encoded_parts.append(part)
+        changed = sum(part.changed for part in encoded_parts)
+        return RankDelta(tuple(segments), tuple(encoded_parts), changed, self._elements)
 
     def _encoded(
         self,
+        pieces: Sequence[Part],
         base: torch.Tensor,
         snapshot: torch.Tensor,
         capacity_bytes: int,
         ready: Callable[[int], None],
         taken: Callable[[], bool],
-    ) -> Generator[tuple[_Piece, Encoded | TooDense], None, None]:
+    ) -> Generator[tuple[Part, Encoded | TooDense], None, None]:
         """Every piece and its delta, in order; a few are encoded ahead of who asks."""
 
-        def one(piece: _Piece) -> Encoded | TooDense:
-            old, new = (memory[piece.place : piece.end].view(piece.dtype) for memory in (base, snapshot))
+        def one(piece: Part) -> Encoded | TooDense:
+            old, new = (piece.view(memory).contiguous().view(-1) for memory in (base, snapshot))
             return encode(old, new, capacity_bytes=capacity_bytes)
 
         if snapshot.device.type != "cpu":
-            for piece in self._pieces:
+            for piece in pieces:
                 ready(piece.end)
                 yield piece, one(piece)
             return
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self._workers, thread_name_prefix="weightlane-encode")
-        begun: deque[tuple[_Piece, Future[Encoded | TooDense]]] = deque()
+        begun: deque[tuple[Part, Future[Encoded | TooDense]]] = deque()
         try:
-            for piece in self._pieces:
+            for piece in pieces:
                 ready(piece.end)
                 self._leave_a_core([part for _, part in begun], taken)
                 begun.append((piece, self._threads.submit(one, piece)))
@@ -207,27 +190,19 @@ class DeltaEncoder:
         """
         changed = spoken_for = 0.0
         step = max(_RUN_NUMEL, self._elements // _RUNS)
-        for number, (_, place, shard) in enumerate(self._shards, start=1):
+        for number, (place, shard) in enumerate(self._shards, start=1):
             spoken_for += shard.numel
             if spoken_for * _LOOKED_AT < self._elements and number < len(self._shards):
                 continue
             old = base[place : place + shard.nbytes].view(shard.spec.dtype)
             if isinstance(shard, LocalShard):
                 changed += spoken_for * _sampled(old, shard.data.detach().reshape(-1), step)
-            elif isinstance(shard, HeldRun) and shard.differing is not None:
+            elif isinstance(shard, HeldSlice) and shard.differing is not None:
                 changed += spoken_for * shard.differing(old)
             else:
                 continue
             spoken_for = 0.0
         return changed / self._elements if self._elements else 0.0
-
-
-def _cut(tensor: int, place: int, shard: Held) -> Iterator[_Piece]:
-    """A shard's pieces: small enough to be encoded, and decoded, beside each other."""
-    width = shard.spec.dtype.itemsize
-    for first in range(0, shard.numel, _PIECE_NUMEL):
-        numel = min(_PIECE_NUMEL, shard.numel - first)
-        yield _Piece(tensor, shard.start + first, numel, place + first * width, shard.spec.dtype)
 
 
 def _sampled(old: torch.Tensor, live: torch.Tensor, step: int) -> float:
@@ -275,7 +250,7 @@ def delta_tables(segments: Sequence[Sequence[Segment]]) -> list[RunTable]:
     tables, offset = [], 0
     for mine in segments:
         nbytes = sum(segment.nbytes for segment in mine)
-        tables.append(RunTable([Run(offset, 0, nbytes)] if nbytes else []))
+        tables.append(RunTable([Piece.run(offset, 0, nbytes)] if nbytes else []))
         offset += nbytes
     return tables
 
@@ -288,6 +263,6 @@ def segments_to_plain(segments: Sequence[Segment]) -> list[list[int]]:
 def segments_from_plain(plain: Any) -> tuple[Segment, ...]:
     """Parse another rank's segments; `ProtocolError` for anything else."""
     try:
-        return tuple(Segment(*segment) for segment in _SEGMENTS.validate_python(plain))
+        return tuple(map(Segment.from_plain, _SEGMENTS.validate_python(plain)))
     except ValidationError as error:
         raise ProtocolError(f"not a list of segments: {error.errors()[0]['msg']}.", part=_PART) from None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -11,22 +10,13 @@ from weightlane.ckpt_engines import ClosedError, ConfigError, Deadline, Manifest
 from weightlane.ckpt_engines.process_group import BackendName, Group, open_process_group, translated
 
 from .manifest import Manifest
-from .packing import RunTable, check_complete, copy_runs, gather_runs, scatter_runs
+from .packing import RunTable, copy_runs, gather_runs, scatter_runs
 from .rendezvous import Rendezvous
 
 _PART = "shard gather"
 
 GROUP_BACKENDS: dict[str, BackendName] = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 """torch.distributed backend that moves bytes between the memories of a device type."""
-
-
-@dataclass(frozen=True, slots=True)
-class GatherPlan:
-    """Who holds what of a version's wire bytes."""
-
-    layout: Manifest
-    tables: Mapping[str, RunTable]
-    """By rank's name; rank 0 has all, the others their own."""
 
 
 class ShardGather:
@@ -40,14 +30,17 @@ class ShardGather:
         group: Group | None,
         names: Sequence[str],
         rank: int,
-        dense: GatherPlan,
+        layout: Manifest,
+        tables: Sequence[RunTable],
         device: torch.device,
     ) -> None:
         self._group = group
         self._names = list(names)
         self._rank = rank
-        self.dense = dense
+        self.layout = layout
         """Of every version that is sent in full."""
+        self.tables = tables
+        """Where each rank's snapshot belongs in it, by rank."""
         self._packed = torch.empty(0, dtype=torch.uint8, device=device)
 
     @classmethod
@@ -57,23 +50,24 @@ class ShardGather:
         session: str,
         names: Sequence[str],
         rank: int,
-        table: RunTable,
         layout: Manifest,
+        tables: Sequence[RunTable],
         device: torch.device,
         deadline: Deadline,
     ) -> ShardGather:
-        """Join the other ranks, learn what they hold, and prove that together they hold everything once.
-
-        Raises `ManifestError` (on rank 0) when they do not.
-        """
-        mailbox = rendezvous.mailbox(f"gather/{session}")
-        mailbox.put(names[rank], [layout.layout_digest, table.to_plain()])
-        tables = {names[rank]: table}
-        if rank == 0:
-            tables = {name: cls._table_of(mailbox.get(name, deadline), name, layout) for name in names}
-            check_complete(layout, tables)
+        """Join the other ranks, which must have the same layout: `ManifestError` if one has another."""
         group = None
         if len(names) > 1:
+            mailbox = rendezvous.mailbox(f"gather/{session}")
+            mailbox.put(names[rank], layout.layout_digest)
+            for name in names:
+                if mailbox.get(name, deadline) != layout.layout_digest:
+                    raise ManifestError(
+                        f"{name} publishes other tensors than {names[rank]}.",
+                        part=_PART,
+                        peer=name,
+                        hint="Every trainer rank must be given the same placements.",
+                    )
             store = rendezvous.store(f"gather-group/{session}")
             backend = GROUP_BACKENDS.get(device.type)
             if backend is None:
@@ -85,51 +79,46 @@ class ShardGather:
             group = open_process_group(
                 backend, store, rank, len(names), deadline, host=rendezvous.local_host, device=device
             )
-        return cls(group, names, rank, GatherPlan(layout, tables), device)
-
-    @staticmethod
-    def _table_of(plain: object, name: str, layout: Manifest) -> RunTable:
-        if not isinstance(plain, list) or len(plain) != 2 or plain[0] != layout.layout_digest:  # noqa: PLR2004
-            raise ManifestError(
-                f"{name} publishes other tensors than rank 0.",
-                part=_PART,
-                peer=name,
-                hint="Every trainer rank must be given the same list of tensor specs.",
-            )
-        return RunTable.from_plain(plain[1])
+        return cls(group, names, rank, layout, tables, device)
 
     def fill(
         self,
-        plan: GatherPlan,
+        manifest: Manifest,
+        tables: Sequence[RunTable],
         snapshot: torch.Tensor,
         index: int,
         payload: torch.Tensor,
         ready: Callable[[int], None],
         deadline: Deadline,
     ) -> None:
-        """Fill bucket `index` from this rank's snapshot and the other ranks' pieces (rank 0).
+        """Fill bucket `index` of a version from this rank's snapshot and the other ranks' pieces (rank 0).
 
+        `tables` say, by rank, where what is in the ranks' memory belongs in the version's stream, or in a delta's segments.
         ``ready(n)`` returns once the snapshot's first `n` bytes are there.
         """
-        start, stop = plan.layout.window(index)
-        mine = plan.tables[self._names[0]]
+        start, stop = manifest.window(index)
+        mine = tables[0]
         ready(mine.snapshot_end(start, stop))
         copy_runs(snapshot, mine, start, stop, payload)
-        for rank, name in enumerate(self._names):
-            if rank == 0:
-                continue
-            table = plan.tables[name]
+        for rank, table in enumerate(tables[1:], 1):
             nbytes = table.bytes_within(start, stop)
             if nbytes:
                 piece = self._room(nbytes)
                 self._run("recv", piece, rank, deadline)
                 scatter_runs(piece, table, start, stop, payload)
 
-    def give(self, plan: GatherPlan, snapshot: torch.Tensor, ready: Callable[[int], None], deadline: Deadline) -> int:
+    def give(
+        self,
+        manifest: Manifest,
+        tables: Sequence[RunTable],
+        snapshot: torch.Tensor,
+        ready: Callable[[int], None],
+        deadline: Deadline,
+    ) -> int:
         """Send this rank's pieces of every bucket to rank 0; returns the bytes sent (every other rank). `ready` as for `fill`."""
-        table, total = plan.tables[self._names[self._rank]], 0
-        for index in range(plan.layout.bucket_count):
-            start, stop = plan.layout.window(index)
+        table, total = tables[self._rank], 0
+        for index in range(manifest.bucket_count):
+            start, stop = manifest.window(index)
             nbytes = table.bytes_within(start, stop)
             if nbytes:
                 ready(table.snapshot_end(start, stop))

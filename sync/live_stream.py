@@ -47,6 +47,7 @@ class LiveStream:
 
     def __init__(self, manifest: Manifest, part: str, deadline: Deadline) -> None:
         self.manifest = manifest
+        self._regions = {spec.name: region for spec, region in zip(manifest.specs, manifest.regions, strict=True)}
         self._part = part
         self._deadline = deadline
         self._changed = threading.Condition()
@@ -63,7 +64,7 @@ class LiveStream:
     @property
     def specs(self) -> dict[str, TensorSpec]:
         """Every tensor of the version by name."""
-        return {spec.name: spec for spec in self.manifest.specs}
+        return {spec.name: spec for spec in self.manifest.tensors}
 
     # -- receiving thread, and whoever gives the version up ----------------------------------------------------------------
 
@@ -163,4 +164,9 @@ class LiveStream:
         for entry, low, high in self.manifest.pieces(start, start + data.numel()):
             size = entry.spec.dtype.itemsize
             values = data[low - start : high - start].view(entry.spec.dtype)
-            yield Piece(entry.spec.name, (low - entry.offset) // size, values)
+            region = self._regions[entry.spec.name]
+            first, last = (low - entry.offset) // size, (high - entry.offset) // size
+            at = 0
+            for position, numel in region.box.runs(region.spec.shape, first, last):
+                yield Piece(region.spec.name, position, values[at : at + numel])
+                at += numel

@@ -10,8 +10,12 @@ A bucket is a window on that stream, cut in one of two ways:
 
 Empty and scalar tensors need no rule of their own. Offsets follow from names, shapes and dtypes, so they are not transmitted.
 
+A stream that goes to different receivers from different senders consists of *sections*, one after the other, and no bucket
+spans two of them. Its "tensors" are then slices of tensors, and which ones is not transmitted either: everybody has worked out
+the same transfer plan, and the manifest has its digest.
+
 What crosses the wire is the stream itself (codec *dense*) or its difference from a version that the receivers have (*delta*):
-*segments* back to back, each the delta of a run of one tensor's elements, cut into fixed windows.
+*segments* back to back, each the delta of a slice of one tensor, cut into fixed windows.
 """
 
 from __future__ import annotations
@@ -19,11 +23,11 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import Annotated, Any, Literal
 
 import torch
@@ -31,7 +35,8 @@ from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
 from weightlane.ckpt_engines import ProtocolError
 
-from .tensor_spec import TensorSpec, dtype_of
+from .boxes import Box, overlap
+from .tensor_spec import Region, TensorSpec, dtype_of
 
 ALIGNMENT_BYTES = 64
 """Every tensor, or with whole tensors every bucket, starts at a multiple of this: enough for any dtype view."""
@@ -44,6 +49,9 @@ _LIMIT = 2**63
 
 
 _Count = Annotated[int, Field(ge=0, lt=_LIMIT), Strict()]
+_Counts = Annotated[list[_Count], Field(max_length=64)]
+PlainSegment = Annotated[tuple[_Count, _Counts, _Counts, _Count], Strict(strict=False)]
+"""What `Segment.to_plain` gives."""
 
 
 class _ManifestOnWire(BaseModel):
@@ -54,12 +62,13 @@ class _ManifestOnWire(BaseModel):
     base_version: Annotated[int, Field(ge=0, lt=_LIMIT)] | None
     identity: Annotated[str, Field(max_length=200)] = ""
     base_identity: Annotated[str, Field(max_length=200)] = ""
-    segments: list[Annotated[tuple[_Count, _Count, _Count, _Count], Strict(strict=False)]] = []
+    segments: list[PlainSegment] = []
     bucket_bytes: Annotated[int, Field(gt=0, lt=_LIMIT)]
     whole_tensors: bool = False
     sealed: bool = True
     lasting: bool = False
     quantised: Annotated[str, Field(max_length=200)] = ""
+    plan: Annotated[str, Field(max_length=200)] = ""
     # JSON has lists only, which strict mode would not take for tuples.
     tensors: list[
         Annotated[
@@ -71,19 +80,29 @@ class _ManifestOnWire(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The delta of a run of one tensor's elements, and how long it is."""
+    """The delta of a slice of one tensor, and how long it is."""
 
     tensor: int
     """Which tensor: its place in the manifest's `specs`."""
-    start: int
-    """First element of the row-major flattened tensor."""
-    numel: int
+    box: Box
+    """Which slice; its elements are counted in row-major order."""
     nbytes: int
     """Length of the delta on the wire; see `weightlane.sync.codecs.delta`."""
 
-    def to_plain(self) -> list[int]:
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.box.numel
+
+    def to_plain(self) -> list[Any]:
         """As JSON."""
-        return [self.tensor, self.start, self.numel, self.nbytes]
+        return [self.tensor, *self.box.to_plain(), self.nbytes]
+
+    @classmethod
+    def from_plain(cls, plain: tuple[int, list[int], list[int], int]) -> Segment:
+        """The inverse, of what was validated as `PlainSegment`."""
+        tensor, starts, shape, nbytes = plain
+        return cls(tensor, Box(tuple(starts), tuple(shape)), nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +117,18 @@ class StreamEntry:
     def end(self) -> int:
         """One past the last byte in the stream."""
         return self.offset + self.spec.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Slicing:
+    """What the tensors of a stream are that goes by a transfer plan."""
+
+    plan: str
+    """The plan's digest."""
+    specs: tuple[TensorSpec, ...]
+    """Every tensor of the checkpoint."""
+    regions: tuple[Region, ...]
+    """Which slice of which of them each tensor of the stream is."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +157,10 @@ class Manifest:
     """What a delta consists of, in the order of the wire; empty for the dense codec."""
     quantised: str = ""
     """As what linear weights are quantised, ``"fp8"`` or ``"int8"``; empty when none are. See `weightlane.sync.quantisation`."""
+    slicing: Slicing | None = None
+    """Which slices `specs` are; None when they are whole tensors."""
+    sections: tuple[int, ...] = ()
+    """How many of `specs` each section has; empty for a stream of one."""
 
     def __post_init__(self) -> None:
         if self.bucket_bytes <= 0 or self.bucket_bytes % ALIGNMENT_BYTES:
@@ -138,6 +173,8 @@ class Manifest:
         if len(set(names)) != len(names):
             twice = sorted(name for name, count in Counter(names).items() if count > 1)
             raise ProtocolError(f"tensors listed twice: {', '.join(twice[:5])}.", part=_PART)
+        if self.sections and (self.whole_tensors or sum(self.sections) != len(self.specs)):
+            raise ProtocolError("its sections are not what it consists of.", part=_PART)
         if self.total_bytes >= _LIMIT:
             raise ProtocolError("its tensors have more bytes than can be counted.", part=_PART)
         if self.codec == CODEC_DELTA:
@@ -148,16 +185,35 @@ class Manifest:
     def _check_delta(self) -> None:
         if self.base_version is None or not self.base_identity or self.base_version >= self.version:
             raise ProtocolError(f"a delta of version {self.version} without an older base.", part=_PART)
-        reached = [0] * len(self.specs)
-        for segment in sorted(self.segments, key=lambda segment: (segment.tensor, segment.start)):
-            if segment.tensor >= len(reached) or segment.start != reached[segment.tensor] or not segment.nbytes:
-                raise ProtocolError(f"segment {segment.to_plain()} does not follow another of its tensor.", part=_PART)
-            reached[segment.tensor] += segment.numel
-        for spec, numel in zip(self.specs, reached, strict=True):
-            if numel != spec.numel:
-                raise ProtocolError(f"the segments of {spec.name} have {numel} elements of {spec.numel}.", part=_PART)
+        boxes: dict[int, list[Box]] = defaultdict(list)
+        for segment in self.segments:
+            known = segment.tensor < len(self.specs) and len(segment.box.starts) == len(segment.box.shape)
+            if not known or not segment.nbytes or not segment.box.fits(self.specs[segment.tensor].shape):
+                raise ProtocolError(f"segment {segment.to_plain()} is of no tensor.", part=_PART)
+            boxes[segment.tensor].append(segment.box)
+        for number, spec in enumerate(self.specs):
+            numel = sum(box.numel for box in boxes[number])
+            if numel != spec.numel or overlap(boxes[number]):
+                raise ProtocolError(f"the segments of {spec.name} are not each of its elements once.", part=_PART)
         if self.wire_bytes >= _LIMIT:
             raise ProtocolError("its segments have more bytes than can be counted.", part=_PART)
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """The tensors of the checkpoint that it is a version of."""
+        return self.specs if self.slicing is None else self.slicing.specs
+
+    @property
+    def plan(self) -> str:
+        """Digest of the transfer plan; empty without one."""
+        return "" if self.slicing is None else self.slicing.plan
+
+    @cached_property
+    def regions(self) -> tuple[Region, ...]:
+        """What each tensor of the stream is."""
+        if self.slicing is not None:
+            return self.slicing.regions
+        return tuple(Region(spec, Box.whole(spec.shape)) for spec in self.specs)
 
     @property
     def is_delta(self) -> bool:
@@ -204,18 +260,78 @@ class Manifest:
         """Length of the stream, alignment gaps included."""
         return max((entry.end for entry in self.entries), default=0)
 
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """First byte of each of `specs` in the stream."""
+        where = {entry.spec.name: entry.offset for entry in self.entries}
+        return tuple(where[spec.name] for spec in self.specs)
+
+    @cached_property
+    def _bounds(self) -> list[tuple[int, int]]:
+        """First byte and one past the last byte on the wire of each section."""
+        if not self.sections:
+            return [(0, self.wire_bytes)]
+        firsts = [0, *accumulate(self.sections)]
+        if not self.is_delta:
+            return [
+                (self.entries[first].offset, self.entries[last - 1].end) if first < last else (0, 0)
+                for first, last in pairwise(firsts)
+            ]
+        sizes = [0] * len(self.sections)
+        for segment in self.segments:
+            sizes[bisect_right(firsts, segment.tensor) - 1] += segment.nbytes
+        return list(pairwise([0, *accumulate(sizes)]))
+
+    @cached_property
+    def _firsts(self) -> list[int]:
+        """The first bucket of each section, and one past the last of all, for buckets of fixed size."""
+        return [0, *accumulate(-(-(stop - start) // self.bucket_bytes) for start, stop in self._bounds)]
+
     @property
     def bucket_count(self) -> int:
         """How many buckets there are; 0 when there is no tensor, or with fixed windows no byte."""
-        return len(self._buckets) if self._cut_between_tensors else -(-self.wire_bytes // self.bucket_bytes)
+        return len(self._buckets) if self._cut_between_tensors else self._firsts[-1]
 
     def window(self, index: int) -> tuple[int, int]:
         """First byte and one past the last byte of bucket `index` in the stream, or in a delta's segments."""
         if self._cut_between_tensors:
             tensors = self._buckets[index]
             return tensors[0].offset, tensors[-1].end
-        start = index * self.bucket_bytes
-        return start, min(start + self.bucket_bytes, self.wire_bytes)
+        section = min(bisect_right(self._firsts, index), len(self._bounds)) - 1
+        first, stop = self._bounds[section]
+        start = first + (index - self._firsts[section]) * self.bucket_bytes
+        return start, min(start + self.bucket_bytes, stop)
+
+    @property
+    def section_count(self) -> int:
+        """How many sections there are."""
+        return len(self._bounds)
+
+    def bounds_of(self, section: int) -> tuple[int, int]:
+        """First byte and one past the last byte of a section in the stream, or in a delta's segments."""
+        return self._bounds[section]
+
+    def buckets_of(self, section: int) -> range:
+        """The buckets of a section, in order."""
+        return range(self._firsts[section], self._firsts[section + 1])
+
+    def only(self, sections: Sequence[int]) -> Manifest:
+        """Of those sections alone, which keep their order."""
+        firsts = [0, *accumulate(self.sections)]
+        chosen = [number for section in sections for number in range(firsts[section], firsts[section + 1])]
+        moved = {number: place for place, number in enumerate(chosen)}
+        slicing = self.slicing
+        if slicing is not None:
+            slicing = replace(slicing, regions=tuple(slicing.regions[number] for number in chosen))
+        return replace(
+            self,
+            slicing=slicing,
+            specs=tuple(self.specs[number] for number in chosen),
+            sections=tuple(self.sections[section] for section in sections),
+            segments=tuple(
+                replace(segment, tensor=moved[segment.tensor]) for segment in self.segments if segment.tensor in moved
+            ),
+        )
 
     def pieces(self, start: int, stop: int) -> Iterator[tuple[StreamEntry, int, int]]:
         """Which bytes of which tensors lie in the window [`start`, `stop`) of the stream: first byte and one past the last."""
@@ -235,7 +351,7 @@ class Manifest:
         """Payload bytes of the largest bucket."""
         if self._cut_between_tensors:
             return max((tensors[-1].end - tensors[0].offset for tensors in self._buckets), default=0)
-        return min(self.bucket_bytes, self.wire_bytes)
+        return min(self.bucket_bytes, max((stop - start for start, stop in self._bounds), default=0))
 
     def tensors_of(self, index: int) -> tuple[StreamEntry, ...]:
         """The tensors of bucket `index`, back to back; `ProtocolError` unless buckets hold whole tensors."""
@@ -246,7 +362,8 @@ class Manifest:
     @cached_property
     def layout_digest(self) -> str:
         """Names, shapes, dtypes and the cut in 16 hexadecimal digits: equal for two versions that pack alike."""
-        plain = [self.bucket_bytes, self.whole_tensors, self.codec, [spec.to_plain() for spec in self.specs]]
+        cut = [self.bucket_bytes, self.whole_tensors, self.sections]
+        plain = [*cut, self.codec, self.plan, [spec.to_plain() for spec in self.specs]]
         return hashlib.sha256(json.dumps(plain).encode()).hexdigest()[:16]
 
     def to_plain(self) -> dict[str, Any]:
@@ -263,7 +380,8 @@ class Manifest:
             "identity": self.identity,
             "base_identity": self.base_identity,
             "segments": [segment.to_plain() for segment in self.segments],
-            "tensors": self._plain_specs,
+            "plan": self.plan,
+            "tensors": [] if self.plan else self._plain_specs,
         }
 
     def views(self, stream: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -287,9 +405,18 @@ class Manifest:
     def from_plain(cls, plain: Any, like: Manifest | None = None) -> Manifest:
         """Parse what a peer sent; `ProtocolError` for anything that is not a manifest.
 
-        It is quicker if its tensors are those of another manifest, `like`.
+        It is quicker if its tensors are those of another manifest, `like`. If it is of a transfer plan, `like` has to be, too.
         """
-        known = like is not None and isinstance(plain, dict) and plain.get("tensors") == like._plain_specs
+        planned = str(plain.get("plan", "")) if isinstance(plain, dict) else ""
+        if planned and (like is None or planned != like.plan):
+            raise ProtocolError(
+                f"the version is sent by transfer plan {planned[:40]!r}, here it is {like.plan if like else 'none'!r}.",
+                part=_PART,
+                hint="Run one release of weightlane on all ranks.",
+            )
+        known = bool(planned)
+        if like is not None and not planned and not like.plan and isinstance(plain, dict):
+            known = plain.get("tensors") == like._plain_specs
         try:
             wire = _ManifestOnWire.model_validate(plain | {"tensors": []} if known else plain)
         except ValidationError as error:
@@ -312,8 +439,10 @@ class Manifest:
             wire.lasting,
             wire.identity,
             wire.base_identity,
-            tuple(Segment(*segment) for segment in wire.segments),
+            tuple(map(Segment.from_plain, wire.segments)),
             wire.quantised,
+            like.slicing if planned and like is not None else None,
+            like.sections if planned and like is not None else (),
         )
 
 

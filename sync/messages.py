@@ -71,6 +71,8 @@ class Connect(_Message):
     """Every trainer rank, in rank order."""
     senders: dict[str, dict[str, Any]]
     receivers: dict[str, dict[str, Any]]
+    needs: dict[str, str] = {}
+    """What each receiver has said in `Hello.need`."""
     deadline_s: float
 
 
@@ -132,14 +134,16 @@ class Stop(_Message):
 
 
 class Hello(_Message):
-    """The answer to `Reset`; `address` is empty for a publisher that only holds shards."""
+    """The answer to `Reset`; `address` is empty where it is not yet known through which connections shards will go."""
 
     type: Literal["hello"] = "hello"
     name: str
     session: str
     address: dict[str, Any]
     traits: EngineTraits | None = None
-    """Of the engine; from the sending publisher only."""
+    """Of the engine; from rank 0's publisher only."""
+    need: str = ""
+    """Where a rollout rank has said what it needs; see `weightlane.sync.session_plan`."""
 
 
 class Connected(_Message):
@@ -148,6 +152,8 @@ class Connected(_Message):
     type: Literal["connected"] = "connected"
     name: str
     session: str
+    plan: str = ""
+    """Digest of the transfer plan it has made; empty where all goes through one stream."""
 
 
 class Offer(_Message):

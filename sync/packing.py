@@ -8,52 +8,38 @@ all ranks: no rank ever holds a full large tensor.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 
 import torch
-from pydantic import Field, Strict, TypeAdapter, ValidationError
-
-from weightlane.ckpt_engines import ManifestError, ProtocolError
 
 from .manifest import ALIGNMENT_BYTES, Manifest
-from .strips import Run, Window, copy_rows
+from .stream_parts import Part
+from .strips import Piece, Window, copy_rows
 from .tensor_spec import Held
-
-_PART = "bucket packing"
-_Place = Annotated[int, Field(ge=0, lt=2**63), Strict()]
-_RUNS: TypeAdapter[list[tuple[int, int, int]]] = TypeAdapter(list[tuple[_Place, _Place, _Place]])
 
 
 class RunTable:
-    """The runs of one rank, in stream order."""
+    """Where the bytes of one rank's snapshot belong in the stream."""
 
-    def __init__(self, runs: Sequence[Run]) -> None:
-        self.runs = sorted(runs, key=lambda run: run.stream)
-        self._starts = [run.stream for run in self.runs]
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        self._pieces = sorted(pieces, key=lambda piece: piece.stream.start)
+        self._reach = list(accumulate((piece.stream.end for piece in self._pieces), max))
+        """How far pieces reach, up to each: columns of a tensor lie between each other."""
         self._windows: dict[tuple[int, int], Window] = {}
 
     @classmethod
-    def of_shards(cls, shards: Sequence[Held], places: Sequence[int], manifest: Manifest) -> RunTable:
-        """The runs of `shards`, which lie at `places` of the rank's snapshot."""
-        offsets = {entry.spec.name: entry.offset for entry in manifest.entries}
-        return cls(
-            [
-                Run(offsets[shard.spec.name] + shard.start * shard.spec.dtype.itemsize, place, shard.nbytes)
-                for shard, place in zip(shards, places, strict=True)
-                if shard.nbytes
-            ]
-        )
+    def of(cls, parts: Iterable[Part], layout: Manifest) -> RunTable:
+        """Of what a rank has of the stream `layout`."""
+        offsets = layout.offsets
+        return cls(piece for part in parts for piece in part.pieces(offsets[part.number]))
 
-    def within(self, start: int, stop: int) -> Iterator[Run]:
-        """The parts of this rank's runs that lie in the stream window [`start`, `stop`)."""
-        first = max(0, bisect_right(self._starts, start) - 1)
-        for run in self.runs[first:]:
-            if run.stream >= stop:
+    def within(self, start: int, stop: int) -> Iterator[Piece]:
+        """The parts of this rank's pieces that lie in the stream window [`start`, `stop`)."""
+        for piece in self._pieces[bisect_right(self._reach, start) :]:
+            if piece.stream.start >= stop:
                 return
-            low, high = max(run.stream, start), min(run.stream + run.nbytes, stop)
-            if low < high:
-                yield Run(low, run.snapshot + low - run.stream, high - low)
+            yield from piece.within(start, stop)
 
     def window(self, start: int, stop: int) -> Window:
         """How the runs of the stream window [`start`, `stop`) are copied; worked out once."""
@@ -70,20 +56,6 @@ class RunTable:
         """One past the last byte of the snapshot that is needed for the window."""
         return self.window(start, stop).snapshot_end
 
-    def to_plain(self) -> list[list[int]]:
-        """As JSON."""
-        return [[run.stream, run.snapshot, run.nbytes] for run in self.runs]
-
-    @classmethod
-    def from_plain(cls, plain: Any) -> RunTable:
-        """Parse another rank's table; `ProtocolError` for anything else."""
-        try:
-            return cls([Run(*run) for run in _RUNS.validate_python(plain)])
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise ProtocolError(f"not a table of runs: {where}: {first['msg']}.", part=_PART) from None
-
 
 def compact_places(shards: Sequence[Held]) -> list[int]:
     """First byte of each shard in a snapshot that holds nothing else, aligned."""
@@ -94,35 +66,16 @@ def compact_places(shards: Sequence[Held]) -> list[int]:
     return places
 
 
-def stream_places(shards: Sequence[Held], manifest: Manifest) -> list[int]:
-    """First byte of each shard in a snapshot that is the stream itself: a rank that holds everything sends from it in place."""
-    offsets = {entry.spec.name: entry.offset for entry in manifest.entries}
-    return [offsets[shard.spec.name] + shard.start * shard.spec.dtype.itemsize for shard in shards]
-
-
-def check_complete(manifest: Manifest, tables: Mapping[str, RunTable]) -> None:
-    """Prove that the ranks together hold every byte of every tensor exactly once, or raise `ManifestError`."""
-    held = sorted((run.stream, run.stream + run.nbytes, rank) for rank, table in tables.items() for run in table.runs)
-    position = 0
-    for entry in manifest.entries:
-        covered = entry.offset
-        while position < len(held) and held[position][0] < entry.end:
-            start, stop, rank = held[position]
-            if start != covered:
-                kind = "held twice" if start < covered else "held by no rank"
-                raise ManifestError(
-                    f"byte {min(start, covered) - entry.offset} of {entry.spec.name} is {kind} (next holder: {rank}).",
-                    part=_PART,
-                    hint="The training engine's local_shards() must cover every tensor exactly once over all ranks.",
-                )
-            covered = stop
-            position += 1
-        if covered != entry.end:
-            raise ManifestError(
-                f"{entry.spec.name} is held only up to byte {covered - entry.offset} of {entry.spec.nbytes}.",
-                part=_PART,
-                hint="The training engine's local_shards() must cover every tensor exactly once over all ranks.",
-            )
+def stream_places(held: Sequence[Held], layout: Manifest) -> list[int] | None:
+    """First byte of each slice in a snapshot that is the stream of whole tensors itself; None if one cannot lie like that."""
+    offsets = {spec.name: offset for spec, offset in zip(layout.specs, layout.offsets, strict=True)}
+    places = []
+    for mine in held:
+        rows = mine.box.rows(mine.spec.shape)
+        if mine.numel and (rows is None or rows[2] > 1):
+            return None  # columns
+        places.append(offsets[mine.spec.name] + (rows[0] if rows else 0) * mine.spec.dtype.itemsize)
+    return places
 
 
 def copy_runs(snapshot: torch.Tensor, table: RunTable, start: int, stop: int, payload: torch.Tensor) -> None:

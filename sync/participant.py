@@ -103,12 +103,12 @@ class Participant(ABC):
         try:
             key = self.rendezvous.session_key(message.session)
             topology = Topology(message.session, message.senders, message.receivers, key)
-            self._connect_half(message, topology, Deadline.after(message.deadline_s))
+            plan = self._connect_half(message, topology, Deadline.after(message.deadline_s))
             with self._turn:
                 if self.session != message.session:
                     return  # it has begun anew meanwhile
                 self.ready_session = message.session
-            self._tell(Connected(name=self.name, session=message.session))
+            self._tell(Connected(name=self.name, session=message.session, plan=plan))
             self._connected()
         except Exception as error:  # noqa: BLE001 - whatever happened, the coordinator must learn it
             self._report(-1, message.session, error)
@@ -121,9 +121,16 @@ class Participant(ABC):
     def _open_half(self) -> tuple[dict[str, Any], EngineTraits | None]:
         """Make a fresh transport half; its address (empty when this participant has none), and a sender's traits."""
 
+    def _said_need(self) -> str:
+        """Say in the session's mailbox what is needed here; returns where. See `weightlane.sync.session_plan`."""
+        return ""
+
     @abstractmethod
-    def _connect_half(self, message: Connect, topology: Topology, deadline: Deadline) -> None:
-        """Connect the half made by `_open_half`, on a thread of its own; `_close_half` ends it."""
+    def _connect_half(self, message: Connect, topology: Topology, deadline: Deadline) -> str:
+        """Connect what `_open_half` has made, on a thread of its own; `_close_half` ends it.
+
+        Returns the digest of the transfer plan that was made; empty where all goes through one stream.
+        """
 
     @abstractmethod
     def _close_half(self) -> None:
@@ -184,7 +191,9 @@ class Participant(ABC):
             with self._turn:
                 self.session = message.session
             address, traits = self._open_half()
-            self._tell(Hello(name=self.name, session=self.session, address=address, traits=traits))
+            self._tell(
+                Hello(name=self.name, session=self.session, address=address, traits=traits, need=self._said_need())
+            )
         elif isinstance(message, Abort):
             # A verdict counts whatever the session: the connection may have been given up already.
             self._aborted(message.version)

@@ -50,6 +50,8 @@ class Publication:
     mark: torch.cuda.Event | None
     progress: Progress
     """Of its snapshot."""
+    number: int = 0
+    """Its place among all publications of this run."""
     choice: Choice = field(default_factory=lambda: Choice(CODEC_DENSE, "not chosen yet"))
     """What it is sent as."""
     slot: Slot | None = None
@@ -60,8 +62,12 @@ class Publication:
     """When its snapshot did."""
     delta: RankDelta | None = None
     """Once it is encoded."""
+    encoded_for: str = ""
+    """Digest of the layout that its segments are of."""
     remains: Remains = field(default_factory=Remains)
     """What quantising has left beside the snapshot."""
+    replica_digests: dict[int, str] = field(default_factory=dict)
+    """Of slices that other ranks hold as well; see `weightlane.sync.replica_check`."""
     is_complete: bool = False
     """Whether the rows of blocks that other ranks have a part of are quantised, too."""
 

@@ -1,8 +1,8 @@
 """`Publisher`: the trainer rank's end. Snapshots behind the optimizer's back, packs, seals and sends.
 
-On every trainer rank there is one. Each copies its own shards into a snapshot, on one thread; on another, the rank with an
-engine sender (rank 0) sends what is there already, in place where it holds everything. Else it fills buckets from all ranks'
-snapshots: the others hand it their pieces over a process group of their own that the training never uses.
+On every trainer rank there is one. Each copies what it is to send into a snapshot, on one thread, and sends what is there already
+on another: straight to the rollout ranks that need it. Engines that store get whole tensors from rank 0, to which the others
+hand their pieces over a process group of their own that the training never uses. See `weightlane.sync.sending`.
 """
 
 from __future__ import annotations
@@ -19,36 +19,30 @@ from weightlane.ckpt_engines import (
     CheckpointEngine,
     ClosedError,
     Deadline,
-    Delivery,
     ProtocolError,
     SupersededError,
     Topology,
     WeightlaneError,
-    WeightSender,
     as_weightlane_error,
 )
 from weightlane.plugins import RunHooks
 
-from .bucket_source import BucketSource, InPlace, Packed
 from .codec_choice import CodecChooser
 from .codecs.delta import TooDense
 from .config import CodecPolicy, Integrity, Quantise
 from .contribution import Contribution
-from .delta_agreement import DeltaAgreement
-from .delta_encoding import DeltaEncoder, delta_manifest
-from .devices import buffer_device
-from .gather import ShardGather
-from .magnitudes import MagnitudeAgreement, complete
-from .manifest import CODEC_DELTA, CODEC_DENSE, Manifest
+from .delta_encoding import DeltaEncoder
+from .magnitudes import complete
+from .manifest import CODEC_DELTA, CODEC_DENSE, Manifest, Segment
 from .messages import Connect, EngineTraits, Full, Go, Message, Offer, Sent
 from .participant import Participant
+from .placement import Placement
 from .progress import Progress
 from .publication import Base, Publication, Slot, SnapshotSlots
 from .rendezvous import RendezvousAddress
-from .seal import SealMail
-from .send_memory import SendMemory
-from .send_pipeline import IN_FLIGHT, SendPipeline
-from .tensor_spec import LocalShard, TensorSpec
+from .sending import Sending
+from .sending_end import SendingEnd
+from .tensor_spec import LocalShard
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.5
@@ -65,18 +59,17 @@ class Publisher(Participant):
     """Publishes weight versions of one trainer rank.
 
     The newest snapshot is kept until the next `publish`: it can be sent again, on another connection after a failure or to a
-    replica that joins late. It is streamed while it is being taken. Where one rank holds everything, it is taken in memory of
-    the engine and sent from there in place.
+    replica that joins late. It is streamed while it is being taken, in memory of the engine and from there in place, unless it
+    has to be gathered from several ranks.
 
     Args:
         name: This participant's name, e.g. ``"trainer-0"``.
         rendezvous: Where the run meets, as plain data or an address.
-        rank: This rank among the trainer ranks, which all publish the same versions in the same order.
-        world: Number of trainer ranks.
-        specs: Every tensor of the checkpoint, the same list on every rank.
         shards: What this rank holds. Storage must stay in place; values are read between `publish` and the fence.
-        engine: The transport; used by rank 0 only.
+        engine: The transport.
         bucket_bytes: Payload of a bucket.
+        rank: This rank among the trainer ranks, which all publish the same versions in the same order.
+        placements: What each trainer rank holds, in rank order; by default there is one rank.
         deadline_s: Longest time the fence waits for a snapshot, in seconds.
         integrity: ``"full"`` to seal every bucket, ``"off"`` to leave it to the transport.
         quantise: What linear weights are turned into; see `SyncConfig`.
@@ -86,23 +79,20 @@ class Publisher(Participant):
 
     Raises:
         StorageError: There is no room for the snapshot in the engine's memory.
+        ManifestError: The ranks together do not hold every element, or this one not what its placement says.
         ConfigError: Nothing can be quantised, or not as it is sharded.
     """
-
-    _agreement: DeltaAgreement | None
-    _magnitudes: MagnitudeAgreement | None
 
     def __init__(
         self,
         name: str,
         rendezvous: RendezvousAddress | Mapping[str, Any],
         *,
-        rank: int,
-        world: int,
-        specs: Sequence[TensorSpec],
         shards: Sequence[LocalShard],
         engine: CheckpointEngine,
         bucket_bytes: int,
+        rank: int = 0,
+        placements: Sequence[Placement] | None = None,
         deadline_s: float = 60.0,
         integrity: Integrity = "full",
         quantise: Quantise = "none",
@@ -110,35 +100,27 @@ class Publisher(Participant):
         full_every: int = 100,
         hooks: RunHooks | None = None,
     ) -> None:
-        self._in_place = world == 1
-        self._rank, self._world = rank, world
-        self._engine = engine
-        ours = Contribution(specs, shards, quantise)
-        self._layout = ours.layout(
-            bucket_bytes,
-            whole_tensors=engine.capabilities.persistent,
+        held = [Placement.of_shards(shards)] if placements is None else placements
+        self._rank, self._deadline_s = rank, deadline_s
+        self._ours = ours = Contribution(held, rank, shards, quantise)
+        self._end = SendingEnd(
+            name,
+            rank,
+            engine,
+            ours,
+            bucket_bytes=bucket_bytes,
             sealed=integrity == "full",
-            lasting=self._in_place and engine.capabilities.views,
+            uses_deltas=codec != "dense",
         )
-        places = ours.places(self._layout, in_place=self._in_place)
-        self._table, self._snapshot = ours.table(places, self._layout), ours.snapshot(places)
-        self._deadline_s = deadline_s
-        device = buffer_device(engine, next((shard.data.device for shard in shards), None))
-        nbytes = self._layout.total_bytes if self._in_place else self._snapshot.nbytes
-        owner, pinned = (engine if self._in_place else None), self._snapshot.from_cuda
-        self._slots = SnapshotSlots(lambda: SendMemory(owner, nbytes, device, pinned=pinned), name)
-        self._encoder = DeltaEncoder(ours.held, places, self._layout)
+        self._snapshot = self._end.snapshot
+        self._slots = SnapshotSlots(self._end.snapshot_memory, name)
+        self._delta_memory = self._end.delta_memory()
+        """What is encoded; grows."""
+        self._encoder = DeltaEncoder(ours.held, self._end.places)
         self._chooser = CodecChooser(codec, ours.numel, self._encoder.dense_bytes, full_every)
         self._incarnation = secrets.token_hex(8)
         self._published = 0
-        self._delta_memory = SendMemory(owner, 0, device)
-        """What is encoded; grows."""
-        self._buffers: list[SendMemory] = []
-        """Two to fill with what several ranks hold, on the sending rank."""
         super().__init__(name, rendezvous, hooks)
-        self._sender: WeightSender | None = None
-        self._pipeline: SendPipeline | None = None
-        self._gather: ShardGather | None = None
         self._changed = threading.Condition()
         self._next: Publication | None = None
         """Published, its snapshot not begun."""
@@ -151,7 +133,6 @@ class Publisher(Participant):
         self._decided_by = 0.0
         self._snapshot_s = 0.0
         """How long the last one took."""
-        self._agreement, self._magnitudes = None, None
         self._offered_to = ""
         """The session in which the held version was offered."""
         self._go: Go | None = None
@@ -159,6 +140,8 @@ class Publisher(Participant):
         """The newest published version while nobody has sent it or given it up."""
         self._fence: Publication | None = None
         self._said_slow = False
+        self._proven = False
+        """Whether the last version whose end is known has committed."""
         self._workers = [
             threading.Thread(target=target, name=f"weightlane-{kind}-{name}", daemon=True)
             for kind, target in (("snapshot", self._take_all), ("publish", self._run))
@@ -186,7 +169,7 @@ class Publisher(Participant):
         progress = Progress(f"the snapshot of version {version}", self.name)
         self._published += 1  # a version that was given up may be published again, with other weights
         identity = f"{self._incarnation}/{version}/{self._published}" if self._chooser.uses_deltas else ""
-        publication = Publication(version, identity, self._snapshot.mark(), progress)
+        publication = Publication(version, identity, self._snapshot.mark(), progress, self._published)
         self._outcomes.begin(version)
         self._fence = publication
         with self._changed:
@@ -239,88 +222,22 @@ class Publisher(Participant):
         if self._fence is not None:  # its snapshot may never have begun
             self._fence.progress.fail(ClosedError("the publisher was closed.", part=self.name))
         self._encoder.close()
-        self._snapshot.close()
         self._slots.close()
-        for memory in (self._delta_memory, *self._buffers):
-            memory.close()
+        self._delta_memory.close()
+        self._end.close()
 
     # -- control thread -------------------------------------------------------------------------------------------------
 
     def _open_half(self) -> tuple[dict[str, Any], EngineTraits | None]:
-        if self._rank != 0:
-            return {}, None
-        self._sender = self._engine.make_sender(self.name)
-        facts = self._engine.capabilities
-        traits = EngineTraits(
-            selective=not facts.delivery.isdisjoint({Delivery.POINT_TO_POINT, Delivery.STORE}),
-            elastic=facts.elastic,
-            persistent=facts.persistent,
-        )
-        return dict(self._sender.address()), traits
+        return self._end.open(self.session)
 
-    def _connect_half(self, message: Connect, topology: Topology, deadline: Deadline) -> None:
-        gather = ShardGather.connect(
-            self.rendezvous,
-            message.session,
-            message.publishers,
-            self._rank,
-            self._table,
-            self._layout,
-            self._slots.device,
-            deadline,
-        )
-        with self._changed:
-            sender = self._sender
-            if kept := self._is_current(message.session):
-                self._gather = gather
-                if self._chooser.uses_deltas and self._world > 1:
-                    box = self.rendezvous.mailbox(f"deltas/{message.session}")
-                    self._agreement = DeltaAgreement(box, message.publishers, self._rank)
-                if self._layout.quantised and self._world > 1:
-                    box = self.rendezvous.mailbox(f"magnitudes/{message.session}")
-                    self._magnitudes = MagnitudeAgreement(box, message.publishers, self._rank)
-        if not kept:
-            gather.close()
-            raise self._closed_while_connecting()
-        if sender is not None:
-            seals = SealMail(self.rendezvous.mailbox(f"seals/{message.session}"))
-            receivers = list(topology.receivers)
-            pipeline = SendPipeline(message.session, sender, receivers, seals, on_sent=self._sent)
-            try:
-                self._make_buffers()
-                pipeline.connect(topology, self.rendezvous.mailbox(f"engine/{message.session}"), deadline)
-            except BaseException:
-                pipeline.close()
-                raise
-            with self._changed:
-                if kept := self._is_current(message.session):
-                    self._pipeline = pipeline
-            if not kept:
-                pipeline.close()
-                raise self._closed_while_connecting()
-
-    def _make_buffers(self) -> None:
-        """What is needed to send, got once."""
-        largest, device = self._layout.largest_bucket_bytes, self._slots.device
-        if self._chooser.uses_deltas:  # their buckets are not cut between tensors
-            largest = max(largest, min(self._layout.bucket_bytes, self._layout.total_bytes))
-        while not self._in_place and len(self._buffers) < IN_FLIGHT:
-            self._buffers.append(SendMemory(self._engine, largest, device))
-
-    def _is_current(self, session: str) -> bool:
-        """Whether what was connected for `session` is to be kept; ask under `_changed`."""
-        return self.session == session and not self._closed.is_set()
-
-    def _closed_while_connecting(self) -> ClosedError:
-        return ClosedError("the connection was closed while connecting.", part=self.name)
+    def _connect_half(self, message: Connect, topology: Topology, deadline: Deadline) -> str:
+        return self._end.connect(self.rendezvous, message, topology, deadline, self._sent)
 
     def _close_half(self) -> None:
+        self._end.disconnect()
         with self._changed:
-            parts = (self._sender, self._pipeline, self._gather, self._agreement, self._magnitudes)
-            self._sender = self._pipeline = self._gather = self._go = self._agreement = self._magnitudes = None
-        for part in parts:
-            if part is not None:
-                part.close()
+            self._go = None
 
     def _connected(self) -> None:
         super()._connected()
@@ -341,9 +258,11 @@ class Publisher(Participant):
                     self._changed.notify_all()
 
     def _aborted(self, version: int) -> None:
+        self._proven = False
         self._decided(version)
 
     def _committed(self, version: int) -> None:
+        self._proven = True
         with self._changed:
             held = self._held
             if held is None or held.version != version:
@@ -352,11 +271,11 @@ class Publisher(Participant):
                 self._slots.base = Base(version, held.identity, held.slot)
         self._decided(version)
         self._chooser.committed(version)
-        pipeline = self._pipeline
-        if pipeline is None or not self._engine.capabilities.persistent or (held is not None and held.is_delta):
+        sending = self._end.sending
+        if sending is None or sending.pipeline is None or not self._end.stores or (held is not None and held.is_delta):
             return
         try:
-            pipeline.commit_version(version, Deadline.after(self._deadline_s))
+            sending.pipeline.commit_version(version, Deadline.after(self._deadline_s))
         except WeightlaneError as error:
             _log.warning("%s: version %d serves but could not be marked as committed: %s", self.name, version, error)
 
@@ -411,6 +330,9 @@ class Publisher(Participant):
         if base is not None and self._chooser.wants_density:
             density = self._encoder.sampled_density(base.slot.memory.data)
         publication.choice = self._chooser.choose(density, has_base=base is not None)
+        if self._ours.replicas.needed:  # while no parameter changes
+            digests = self._ours.replicas.digests(publication.number, everything=not self._proven)
+            publication.replica_digests = digests
         publication.slot, publication.base, publication.began = slot, base, time.perf_counter()
         with self._changed:  # it can be offered, and streamed as far as it is there
             self._held = publication
@@ -426,11 +348,11 @@ class Publisher(Participant):
         """See to it that nobody looks at the memory: wait for the receivers, or take other memory where they cannot say."""
         try:
             for session, version in slot.exposed:
-                pipeline = self._pipeline
-                if pipeline is None or pipeline.session != session:
+                sending = self._end.sending
+                if sending is None or sending.session != session or sending.pipeline is None:
                     raise ClosedError(f"session {session} is over.", part=self.name)
                 patience_s = _PATIENCE_S + _PATIENCE_SNAPSHOTS * self._snapshot_s
-                pipeline.reclaim(version, Deadline.after(min(patience_s, self._deadline_s)))
+                sending.pipeline.reclaim(version, Deadline.after(min(patience_s, self._deadline_s)))
         except WeightlaneError as error:
             if self._closed.is_set():
                 raise
@@ -475,44 +397,59 @@ class Publisher(Participant):
     def _offer(self, held: Publication) -> None:
         """Offer the held version in the present session; rank 0 speaks for all ranks."""
         with self._changed:
-            session, agreement = self.ready_session, self._agreement
-            if self._held is not held:
+            session, sending = self.ready_session, self._end.sending
+            if self._held is not held or sending is None or sending.session != session:
                 return
             self._offered_to = session
         try:
-            self._complete(held, Deadline.after(self._deadline_s))
-            if held.is_delta and held.delta is None:
-                self._encode(held)
-            if agreement is not None:
-                agreement.say(held)
+            self._complete(held, sending, Deadline.after(self._deadline_s))
+            if held.is_delta and held.encoded_for != sending.layout.layout_digest:
+                self._encode(held, sending)
+            if sending.agreement is not None:
+                sending.agreement.say(held)
+            if sending.replicas is not None:
+                sending.replicas.say(held.version, held.replica_digests)
             if self._rank == 0:
-                plain = self._manifest_of(held, agreement).to_plain()
+                if sending.replicas is not None:
+                    deadline = Deadline.after(self._deadline_s)
+                    sending.replicas.hear(held.version, deadline, lambda: self._wanted(held))
+                manifest, _ = self._manifest_of(held, sending, Deadline.after(self._deadline_s))
                 if self._held is not held:
                     return  # encoding took so long that a newer version has come
-                reason = held.choice.reason
-                self._tell(Offer(name=self.name, session=session, version=held.version, manifest=plain, reason=reason))
+                self._tell(
+                    Offer(
+                        name=self.name,
+                        session=session,
+                        version=held.version,
+                        manifest=manifest.to_plain(),
+                        reason=held.choice.reason,
+                    )
+                )
         except Exception as error:  # noqa: BLE001 - the coordinator, which waits for the offer, must learn it
             cause = held.progress.error or error
             _log.warning("%s: version %d could not be offered: %s", self.name, held.version, cause)
             self._report(held.version, session, cause)
 
-    def _complete(self, held: Publication, deadline: Deadline) -> None:
+    def _complete(self, held: Publication, sending: Sending, deadline: Deadline) -> None:
         """See to it that the bytes of `held` depend on nobody else. Raises what its snapshot failed with, if it has."""
         if held.progress.error is not None:
             raise held.progress.error
-        if self._layout.quantised:
-            complete(held, self._snapshot, self._magnitudes, deadline, lambda: self._wanted(held), self._slots.writing)
+        if self._ours.scheme:
+            complete(
+                held, self._snapshot, sending.magnitudes, deadline, lambda: self._wanted(held), self._slots.writing
+            )
 
     def _wanted(self, held: Publication) -> bool:
         """Whether it is still what is to be sent, and can be."""
         return self._held is held and held.progress.error is None
 
-    def _encode(self, held: Publication) -> None:
+    def _encode(self, held: Publication, sending: Sending) -> None:
         """Compare the snapshot, as far as it is there, with the base; it is sent in full if too much has changed."""
         assert held.base is not None
         assert held.slot is not None
         deadline = Deadline.after(self._deadline_s)
         delta = self._encoder.encode(
+            sending.parts,
             held.base.slot.memory.data,
             held.slot.memory.data,
             self._chooser.capacity_bytes,
@@ -524,31 +461,32 @@ class Publisher(Participant):
             return
         self._delta_memory.grow(delta.nbytes)
         delta.write_into(self._delta_memory.data[: delta.nbytes])
-        held.delta = replace(delta, parts=())
+        held.delta, held.encoded_for = replace(delta, parts=()), sending.layout.layout_digest
         self._chooser.encoded(time.perf_counter() - held.began, delta.density)
 
-    def _manifest_of(self, held: Publication, agreement: DeltaAgreement | None) -> Manifest:
-        """What the held version is offered as, if all ranks can."""
+    def _manifest_of(
+        self, held: Publication, sending: Sending, deadline: Deadline
+    ) -> tuple[Manifest, list[tuple[Segment, ...]]]:
+        """What the held version is sent as, if all ranks can, and of a delta the segments of each."""
         if held.is_delta and held.delta is not None and held.base is not None:
-            base, segments = held.base, [held.delta.segments]
-            if agreement is not None:
-                segments = agreement.hear(held, Deadline.after(self._deadline_s), lambda: self._wanted(held))
+            segments = [held.delta.segments]
+            if sending.agreement is not None:
+                segments = sending.agreement.hear(held, deadline, lambda: self._wanted(held))
             if segments:
-                return delta_manifest(
-                    self._layout, held.version, (base.version, base.identity), held.identity, segments
-                )
+                return sending.delta(held, segments), segments
             held.send_in_full("another rank cannot send a delta")
-        return replace(self._layout, version=held.version, identity=held.identity)
+        return sending.dense(held), []
 
     def _stream(self, go: Go, held: Publication) -> None:
         try:
             started, deadline = time.perf_counter(), Deadline.after(go.deadline_s)
-            self._complete(held, deadline)
-            nbytes = self._send(go, held, deadline)
+            sending = self._sending_in(go.session)
+            self._complete(held, sending, deadline)
+            nbytes = self._send(go, held, sending, deadline)
             seconds = time.perf_counter() - started
             self._chooser.sent(go.version, go.codec, seconds)
             self._settled(go.version)
-            error = held.remains.error.to_plain() if self._layout.quantised else None
+            error = held.remains.error.to_plain() if self._ours.scheme else None
             sent = Sent(
                 name=self.name, session=go.session, version=go.version, nbytes=nbytes, seconds=seconds, error=error
             )
@@ -562,20 +500,21 @@ class Publisher(Participant):
         error = SupersededError(f"version {version} was given up for a newer one.", part=self.name)
         self._report(version, self.session, error)
 
-    def _send(self, go: Go, held: Publication, deadline: Deadline) -> int:
-        gather, pipeline, agreement = self._gather, self._pipeline, self._agreement
-        if gather is None or held.slot is None or self.session != go.session:  # another one may have begun meanwhile
+    def _sending_in(self, session: str) -> Sending:
+        """What is sent through; `ClosedError` if another session has begun."""
+        sending = self._end.sending
+        if sending is None or sending.session != session:
             raise ClosedError("the connection was closed before the version was sent.", part=self.name)
-        manifest = replace(self._layout, version=go.version, identity=held.identity)
-        plan, memory = gather.dense, held.slot.memory.data
-        if go.codec == CODEC_DELTA:
-            memory = self._delta_memory.data
-            if agreement is not None:
-                plan = agreement.plan(self._layout, held, deadline)
-                manifest = plan.layout
-            else:
-                manifest = self._manifest_of(held, None)
+        return sending
 
+    def _send(self, go: Go, held: Publication, sending: Sending, deadline: Deadline) -> int:
+        assert held.slot is not None, "its snapshot has begun"
+        memory, segments = held.slot.memory.data, list[tuple[Segment, ...]]()
+        if go.codec == CODEC_DELTA:
+            manifest, segments = self._manifest_of(held, sending, deadline)
+            memory = self._delta_memory.data
+        else:
+            manifest = sending.dense(held)
         if manifest.codec != go.codec:
             raise ProtocolError(f"version {go.version} is not held as {go.codec} any more.", part=self.name)
 
@@ -583,20 +522,9 @@ class Publisher(Participant):
             if go.codec == CODEC_DENSE:
                 held.progress.wait(until_bytes, deadline)
 
-        if pipeline is None:
-            return gather.give(plan, memory, ready, deadline)
-        source: BucketSource
-        if self._in_place:
-            source = InPlace(memory, manifest, ready)
-        else:
-            source = Packed(
-                [buffer.data for buffer in self._buffers],
-                manifest,
-                lambda index, data: gather.fill(plan, memory, index, data, ready, deadline),
-            )
         if manifest.lasting:
-            held.slot.exposed.add((pipeline.session, go.version))
-        return pipeline.send_version(manifest, source, deadline, receivers=go.receivers, stall_s=go.stall_s)
+            held.slot.exposed.add((sending.session, go.version))
+        return sending.send(manifest, segments, memory, ready, go.receivers, deadline, go.stall_s)
 
     def _sent(self, version: int, index: int, nbytes: int, seconds: float) -> None:
         facts = {"seconds": seconds, "nbytes": nbytes, "participant": self.name}

@@ -7,14 +7,16 @@ the routers of mixtures of experts, as in the quantised checkpoints that inferen
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from weightlane.ckpt_engines import ConfigError, ManifestError
 
-from .codecs.quantised import DTYPES, Scheme, scale_name, scale_shape
+from .boxes import Box
+from .codecs.quantised import DTYPES, Scheme, block_fp8, scale_name, scale_shape
+from .placement import Placement
 from .tensor_spec import TensorSpec, dtype_name
 
 _PART = "quantisation"
@@ -82,6 +84,30 @@ def wire_specs(specs: Iterable[TensorSpec], scheme: Scheme) -> list[TensorSpec]:
             hint='Set sync.quantise to "none".',
         )
     return wire
+
+
+def quantised_placement(held: Placement, scheme: Scheme) -> Placement:
+    """What a rank sends of a quantised version that sends `held` of the checkpoint: see `scale_box`."""
+
+    def wire() -> Iterator[tuple[TensorSpec, Box]]:
+        for spec, boxes in zip(held.specs, held.boxes, strict=True):
+            if not is_quantised(spec):
+                yield from ((spec, box) for box in boxes)
+                continue
+            pair = pair_of(spec, scheme)
+            for box in boxes:
+                yield pair.weight, box
+                yield pair.scales, scale_box(pair, box, scheme)
+
+    return Placement.of(wire())
+
+
+def scale_box(pair: QuantisedPair, box: Box, scheme: Scheme) -> Box:
+    """The scales that whoever sends `box`, whole rows of a matrix, sends: of the blocks of which it has the first row."""
+    (first, _), (count, _) = box.starts, box.shape
+    band = block_fp8.BLOCK if scheme == "fp8" else 1
+    start, stop = -(-first // band), -(-(first + count) // band)
+    return Box((start, 0), (stop - start, pair.scales.shape[1]))
 
 
 def checked_scheme(name: str) -> Scheme:

@@ -15,12 +15,14 @@ import torch
 
 from weightlane.ckpt_engines import ConfigError, WeightlaneError
 
+from .boxes import Box
 from .codecs.quantised import QuantisationReport, Scheme, block_fp8, channel_int8
 from .progress import Progress
-from .quantisation import QuantisedPair, is_quantised, pair_of
+from .quantisation import QuantisedPair, is_quantised, pair_of, scale_box
 from .snapshot import Copy, Milestone, Remains, Snapshot, copies, side_stream
-from .tensor_spec import Held, HeldRun, LocalShard
+from .tensor_spec import Held, HeldSlice, LocalShard
 
+_Key = tuple[str, Box]
 _BAND = block_fp8.BLOCK
 _CHUNK_NUMEL = 4 << 20
 """Elements that are quantised, at most, before those who wait for them hear of it."""
@@ -183,12 +185,10 @@ class QuantisedShards:
                 self.held.append(shard)
                 continue
             pair = pair_of(shard.spec, scheme)
-            first, count = _rows_of(shard)
+            _, count = _rows_of(shard)
             differing = _differing(shard, scheme) if count else None
-            self.held.append(HeldRun(pair.weight, shard.start, shard.numel, differing))
-            own = _own_scales(scheme, first, count)
-            width = pair.scales.shape[1]
-            self.held.append(HeldRun(pair.scales, own.start * width, len(own) * width))
+            self.held.append(HeldSlice(pair.weight, shard.box, differing))
+            self.held.append(HeldSlice(pair.scales, scale_box(pair, shard.box, scheme)))
 
     def snapshot(self, places: Sequence[int]) -> Snapshot:
         """Taken into memory where each of `held` begins at one of `places`."""
@@ -198,9 +198,7 @@ class QuantisedShards:
 class _QuantisedSnapshot(Snapshot):
     """See the module's docstring. How far it has read is counted in steps."""
 
-    def __init__(
-        self, shards: Sequence[LocalShard], places: Mapping[tuple[str, int, int], int], scheme: Scheme
-    ) -> None:
+    def __init__(self, shards: Sequence[LocalShard], places: Mapping[_Key, int], scheme: Scheme) -> None:
         super().__init__([], [])
         self._stream = side_stream(shards)
         self._workers = 1  # steps add to `Remains`
@@ -215,7 +213,9 @@ class _QuantisedSnapshot(Snapshot):
         plain.sort(key=lambda placed: placed[0])
         steps += [(copy.start, copy.start, copy) for copy in copies(plain)]
         steps.sort(key=lambda step: step[0])
-        self.nbytes = max((places[_key(run)] + run.nbytes for run in QuantisedShards(shards, scheme).held), default=0)
+        self.nbytes = max(
+            (places[_key(held)] + held.nbytes for held in QuantisedShards(shards, scheme).held), default=0
+        )
         missing = accumulate((min(step[:2]) for step in reversed(steps)), min, initial=self.nbytes)
         """The first byte that is not there yet, by how many steps are left."""
         done = list(missing)[-2::-1]
@@ -255,25 +255,24 @@ class _QuantisedSnapshot(Snapshot):
         progress.advance(done_bytes, read)
 
 
-def _key(run: Held) -> tuple[str, int, int]:
-    return run.spec.name, run.start, run.numel
+def _key(held: Held) -> _Key:
+    return held.spec.name, held.box
 
 
 def _rows_of(shard: LocalShard) -> tuple[int, int]:
     """First row and number of rows."""
-    columns = shard.spec.shape[1]
-    if shard.start % columns or shard.numel % columns:
+    if shard.numel and shard.box.shape[1] != shard.spec.shape[1]:
         raise ConfigError(
-            f"a rank holds {shard.numel} elements of {shard.spec.name} from element {shard.start}, which are no whole rows of"
-            f" {columns}.",
+            f"a rank holds columns {shard.starts[1]} to {shard.box.stops[1]} of {shard.spec.name}, which are no whole rows of"
+            f" {shard.spec.shape[1]}.",
             part="quantisation",
             hint='Shard by rows, or set sync.quantise to "none".',
         )
-    return shard.start // columns, shard.numel // columns
+    return shard.starts[0], shard.box.shape[0] if shard.numel else 0
 
 
 def _differing(shard: LocalShard, scheme: Scheme) -> Callable[[torch.Tensor], float]:
-    """What becomes of one block, or of some rows, compared with what became of it: see `HeldRun.differing`."""
+    """What becomes of one block, or of some rows, compared with what became of it: see `HeldSlice.differing`."""
     first, count = _rows_of(shard)
     columns = shard.spec.shape[1]
     bands = [(start, stop) for start, stop in _bands(first, first + count) if stop - start == _BAND]
@@ -297,13 +296,6 @@ def _differing(shard: LocalShard, scheme: Scheme) -> Callable[[torch.Tensor], fl
     return differing
 
 
-def _own_scales(scheme: Scheme, first: int, count: int) -> range:
-    """Which rows of scales a rank sends that has those rows of the matrix."""
-    if scheme == "int8":
-        return range(first, first + count)
-    return range(-(-first // _BAND), -(-(first + count) // _BAND))
-
-
 def _bands(start: int, stop: int) -> Iterator[tuple[int, int]]:
     """Runs of rows that are cut at the borders of blocks."""
     while start < stop:
@@ -318,13 +310,13 @@ def _is_cut(pair: QuantisedPair, start: int, stop: int) -> bool:
 
 
 def _steps(
-    shard: LocalShard, places: Mapping[tuple[str, int, int], int], scheme: Scheme
+    shard: LocalShard, places: Mapping[_Key, int], scheme: Scheme
 ) -> Iterator[tuple[int, int, _Fp8Step | _Int8Step]]:
     pair = pair_of(shard.spec, scheme)
-    first, count = _rows_of(shard)
-    own, width = _own_scales(scheme, first, count), pair.scales.shape[1]
-    scale_place = places[pair.scales.name, own.start * width, len(own) * width]
-    rows = _Rows(pair, shard.data, first, places[pair.weight.name, shard.start, shard.numel], scale_place)
+    first, _ = _rows_of(shard)
+    own, width = scale_box(pair, shard.box, scheme), pair.scales.shape[1]
+    scale_place = places[pair.scales.name, own]
+    rows = _Rows(pair, shard.data, first, places[_key(shard)], scale_place)
     kind, per = (_Fp8Step, _BAND) if scheme == "fp8" else (_Int8Step, 1)
     chunk = max(_CHUNK_NUMEL // rows.columns // per, 1) * per
     start = first
@@ -337,6 +329,6 @@ def _steps(
             else:  # up to the last border, if the last rows are cut
                 last = stop // _BAND * _BAND
                 stop = last if last > start and _is_cut(pair, last, stop) else stop
-        begun = start - first if scheme == "int8" else -(-start // _BAND) - own.start
+        begun = start - first if scheme == "int8" else -(-start // _BAND) - own.starts[0]
         yield rows.place(start), scale_place + begun * width * pair.scales.dtype.itemsize, kind(rows, start, stop)
         start = stop

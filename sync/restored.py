@@ -12,6 +12,7 @@ from .codecs.quantised import DTYPES, Scheme, block_fp8, channel_int8
 from .coverage import Expectation
 from .manifest import Manifest
 from .quantisation import QuantisedPair, checked_scheme, quantised_pairs
+from .sliced import SlicedTensors
 from .tensor_spec import TensorSpec
 
 
@@ -33,6 +34,7 @@ class RestoredTensors(Mapping[str, torch.Tensor]):
     ) -> None:
         scales = {pair.scales.name for pair in pairs.values()}
         self._staged = staged
+        self._kinds = without_data(staged)
         self._pairs = pairs
         self._dtypes = dtypes
         self._scheme = scheme
@@ -57,20 +59,20 @@ class RestoredTensors(Mapping[str, torch.Tensor]):
 
     def without_data(self, name: str) -> torch.Tensor:
         """What `name` gives, on the meta device."""
-        staged = self._staged[name]
+        staged = self._kinds[name]
         return torch.empty(staged.shape, dtype=self._dtypes.get(name, staged.dtype), device="meta")
 
 
 def without_data(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors with the shapes and types of `tensors`, without making any of those that are made when asked for."""
-    if isinstance(tensors, RestoredTensors):
+    if isinstance(tensors, RestoredTensors | SlicedTensors):
         return {name: tensors.without_data(name) for name in tensors}
     return dict(tensors)
 
 
 def one_by_one(tensors: Mapping[str, torch.Tensor]) -> bool:
     """Whether each tensor takes memory of its own once it is asked for."""
-    return isinstance(tensors, RestoredTensors)
+    return isinstance(tensors, RestoredTensors | SlicedTensors)
 
 
 class Restoring:
@@ -85,15 +87,16 @@ class Restoring:
     """
 
     def __init__(self, manifest: Manifest, expectation: Expectation) -> None:
+        tensors = manifest.tensors
         self._scheme: Scheme = "fp8"
         self._pairs: dict[str, QuantisedPair] = {}
         self._dtypes: dict[str, torch.dtype] = {}
-        self.specs = manifest.specs
+        self.specs = tensors
         """What the version consists of once it is restored."""
         if not manifest.quantised:
             return
         self._scheme = scheme = checked_scheme(manifest.quantised)
-        pairs = quantised_pairs(manifest.specs, scheme)
+        pairs = quantised_pairs(tensors, scheme)
         if any(pair.scales.name in expectation.tensors for pair in pairs.values()):
             return  # the model itself is quantised
         self._pairs = pairs
@@ -101,7 +104,7 @@ class Restoring:
         scales = {pair.scales.name for pair in pairs.values()}
         self.specs = tuple(
             TensorSpec(spec.name, spec.shape, self._dtypes.get(spec.name, spec.dtype))
-            for spec in manifest.specs
+            for spec in tensors
             if spec.name not in scales
         )
 

@@ -75,7 +75,7 @@ class SealBox(Protocol):
 
 
 class SealMail:
-    """Seals of one session, put by the sender and looked up by its receivers.
+    """Seals of one session, put by a sender and looked up by its receivers.
 
     Args:
         mailbox: Private to the session.
@@ -83,16 +83,16 @@ class SealMail:
 
     def __init__(self, mailbox: SealBox) -> None:
         self._mailbox = mailbox
-        self._put: dict[int, int] = {}
-        """How many seals there are, by version."""
+        self._put: dict[int, list[int]] = {}
+        """The buckets that there are seals of, by version."""
 
     def put(self, version: int, index: int, sealed: str) -> None:
         """[sender] Before the bucket is sent. Those of older versions go."""
         for older in [other for other in self._put if other < version]:
-            for number in range(self._put.pop(older)):
+            for number in self._put.pop(older):
                 self._mailbox.delete(_key(older, number))
         self._mailbox.put(_key(version, index), sealed)
-        self._put[version] = max(index + 1, self._put.get(version, 0))
+        self._put.setdefault(version, []).append(index)
 
     def get(self, version: int, index: int, deadline: Deadline) -> object:
         """[receiver] What came for that bucket; `DeadlineExceededError` when nothing does."""

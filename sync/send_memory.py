@@ -51,10 +51,13 @@ class SendMemory:
         old, self.data = self.data, new
         self._give_back(old)
 
-    def grow(self, nbytes: int) -> None:
-        """Have at least so much; what was there is lost then. Raises `StorageError` when there is too little."""
+    def grow(self, nbytes: int, *, exactly: bool = False) -> None:
+        """Have at least so much; what was there is lost then. Raises `StorageError` when there is too little.
+
+        Unless it is to be `exactly` so much, there will be room for needs that grow slowly.
+        """
         if self._nbytes < nbytes:
-            self._nbytes = nbytes + nbytes // 4  # so that slowly growing needs do not replace it every time
+            self._nbytes = nbytes if exactly else nbytes + nbytes // 4
             self.renew()
 
     def close(self) -> None:

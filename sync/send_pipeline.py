@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 from weightlane.ckpt_engines import Bucket, ClosedError, Deadline, Mailbox, Topology, WeightlaneError, WeightSender
 
@@ -21,28 +23,29 @@ OnSent = Callable[[int, int, int, float], None]
 """Told of every sent bucket: version, index, bytes, seconds."""
 
 
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where a bucket goes."""
+
+    sender: WeightSender
+    receivers: Sequence[str]
+
+
 class SendPipeline:
-    """Sends versions through one engine sender, which is called from one thread of this pipeline only.
+    """Sends versions through a rank's engine senders, which are called from one thread of this pipeline only.
 
     Args:
         session: Name of the connection.
-        sender: The engine's half; closed by its owner.
-        receivers: Everybody who is connected.
+        senders: The engine's halves; closed by their owner. Of an engine that stores there is one.
         seals: Where receivers look for seals.
         on_sent: Called on the pipeline's thread.
     """
 
     def __init__(
-        self,
-        session: str,
-        sender: WeightSender,
-        receivers: Sequence[str],
-        seals: SealMail,
-        on_sent: OnSent | None = None,
+        self, session: str, senders: Sequence[WeightSender], seals: SealMail, on_sent: OnSent | None = None
     ) -> None:
         self.session = session
-        self._sender = sender
-        self._receivers = receivers
+        self._senders = list(senders)
         self._mail = seals
         self._on_sent = on_sent
         self._seals: dict[int, list[str]] = {}
@@ -50,8 +53,9 @@ class SendPipeline:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weightlane-send")
 
     def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:
-        """Connect the sender."""
-        self._thread.submit(self._sender.connect, topology, mailbox, deadline).result()
+        """Connect the sender, if there is but one."""
+        (sender,) = self._senders
+        self._thread.submit(sender.connect, topology, mailbox, deadline).result()
 
     def send_version(
         self,
@@ -59,35 +63,37 @@ class SendPipeline:
         source: BucketSource,
         deadline: Deadline,
         *,
-        receivers: Sequence[str] | None = None,
+        destinations: Callable[[int], Destination],
+        buckets: Iterable[int] | None = None,
         stall_s: float = float("inf"),
     ) -> int:
-        """Seal and send every bucket of `manifest` to `receivers`, everybody by default; returns the bytes sent.
+        """Seal and send `buckets` of `manifest`, by default all, each to where `destinations` says; returns the bytes sent.
 
-        If buckets hold whole tensors, the engine is a persistent one, and told of every version that is sent in full.
-        No bucket may take longer than `stall_s` seconds. Raises what the engine or the source raises.
+        A bucket that goes to nobody is not sent. If buckets hold whole tensors, the engine is a persistent one, and told of
+        every version that is sent in full. No bucket may take longer than `stall_s` seconds. Raises what the engine or the
+        source raises.
         """
-        to = self._receivers if receivers is None else receivers
         version = manifest.version
         opened = self._thread.submit(self._open_version, manifest, deadline)
-        sending: list[Future[None] | None] = [None] * IN_FLIGHT
+        sending: deque[Future[None]] = deque()
         seals: list[str] = []
         total = 0
-        for index in range(manifest.bucket_count):
-            slot = index % IN_FLIGHT
-            if (earlier := sending[slot]) is not None:
-                earlier.result()
+        for index in range(manifest.bucket_count) if buckets is None else buckets:
+            destination = destinations(index)
+            if not destination.receivers and not _is_stored(manifest):
+                continue
+            while len(sending) >= IN_FLIGHT:
+                sending.popleft().result()
             data = source.bucket(index)
             if manifest.sealed:
                 seals.append(seal(data))
                 self._mail.put(version, index, seals[-1])
             opened.result()
             bucket = Bucket(version, index, data, manifest.lasting)
-            sending[slot] = self._thread.submit(self._send, bucket, to, deadline, stall_s)
+            sending.append(self._thread.submit(self._send, bucket, destination, deadline, stall_s))
             total += data.numel()
         for future in sending:
-            if future is not None:
-                future.result()
+            future.result()
         opened.result()
         if _is_stored(manifest) and manifest.sealed:
             self._seals = {other: kept for other, kept in self._seals.items() if other > version - IN_FLIGHT}
@@ -96,11 +102,12 @@ class SendPipeline:
 
     def _open_version(self, manifest: Manifest, deadline: Deadline) -> None:
         if _is_stored(manifest):
-            self._sender.open_version(version_files(manifest), deadline)
+            (sender,) = self._senders
+            sender.open_version(version_files(manifest), deadline)
 
-    def _send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline, stall_s: float) -> None:
+    def _send(self, bucket: Bucket, to: Destination, deadline: Deadline, stall_s: float) -> None:
         started = time.perf_counter()
-        self._sender.send(bucket, receivers, deadline.within(stall_s))
+        to.sender.send(bucket, to.receivers, deadline.within(stall_s))
         if self._on_sent is not None:
             self._on_sent(bucket.version, bucket.index, bucket.nbytes, time.perf_counter() - started)
 
@@ -108,15 +115,21 @@ class SendPipeline:
         """`version` serves: readers of a store find it from now on. Raises what the engine raises."""
         seals = self._seals.get(version)
         documents = {} if seals is None else {SEALS_FILE: seals_document(seals)}
+        (sender,) = self._senders
         self._wait_for(
             f"version {version} to be committed",
-            lambda: self._sender.commit_version(version, documents, deadline),
+            lambda: sender.commit_version(version, documents, deadline),
             deadline,
         )
 
     def reclaim(self, version: int, deadline: Deadline) -> None:
         """Return once no receiver looks at lasting buckets of `version`. Raises what the engine raises."""
-        self._wait_for(f"version {version} to be given back", lambda: self._sender.reclaim(version, deadline), deadline)
+
+        def reclaim() -> None:
+            for sender in self._senders:
+                sender.reclaim(version, deadline)
+
+        self._wait_for(f"version {version} to be given back", reclaim, deadline)
 
     def _wait_for(self, what: str, call: Callable[[], None], deadline: Deadline) -> None:
         closed = ClosedError(f"closed while waiting for {what}.", part=_PART)
@@ -134,7 +147,7 @@ class SendPipeline:
             raise deadline.error(what, part=_PART) from error
 
     def close(self) -> None:
-        """Let the sending thread end; the sender itself is closed by its owner. Idempotent."""
+        """Let the sending thread end; the senders themselves are closed by their owner. Idempotent."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 

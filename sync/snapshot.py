@@ -50,7 +50,7 @@ class Copy:
     """Elements to be copied by one call: a piece of a large shard, or small shards that lie back to back."""
 
     sources: list[torch.Tensor]
-    """1-D, in the trainer's dtype."""
+    """In the trainer's dtype; 1-D if they are contiguous."""
     start: int
     """First byte in the snapshot."""
     end: int
@@ -61,11 +61,11 @@ class Copy:
         room = memory[self.start : self.end]
         into = room.view(self.dtype)
         if len(self.sources) == 1:
-            source = self.sources[0].reshape(-1)
-            if source.is_cpu and room.is_cpu and source.dtype == self.dtype:
-                copy_bytes(room, source.view(torch.uint8))
+            source = self.sources[0]
+            if source.is_cpu and room.is_cpu and source.dtype == self.dtype and source.is_contiguous():
+                copy_bytes(room, source.view(-1).view(torch.uint8))
             else:
-                into.copy_(source, non_blocking=True)
+                into.view(source.shape).copy_(source, non_blocking=True)
         elif self.sources[0].device == into.device:
             torch.cat(self.sources, out=into)
         else:
@@ -199,7 +199,7 @@ def copies(ordered: Sequence[tuple[int, LocalShard]]) -> Iterator[Copy]:
 def _pieces(ordered: Sequence[tuple[int, LocalShard]]) -> Iterator[Copy]:
     for place, shard in ordered:
         data, width = shard.data.detach(), shard.spec.dtype.itemsize
-        if not data.is_contiguous():  # flattened when it is copied: a piece must look at the live storage
+        if not data.is_contiguous():
             yield Copy([data], place, place + shard.nbytes, shard.spec.dtype)
             continue
         flat = data.view(-1)

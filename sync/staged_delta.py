@@ -9,8 +9,10 @@ import torch
 
 from weightlane.ckpt_engines import ProtocolError
 
+from .boxes import Box
 from .codecs.delta import Patch, decode
 from .manifest import CODEC_DENSE, Manifest, Segment
+from .tensor_spec import Region
 
 
 class IncomingDelta:
@@ -49,6 +51,11 @@ class IncomingDelta:
             if patch.carried:
                 yield segment, patch
 
+    def where(self, segment: Segment) -> Region:
+        """Which elements of which tensor of the checkpoint a segment is of."""
+        region = self.manifest.regions[segment.tensor]
+        return Region(region.spec, segment.box.inside(region.box))
+
 
 @dataclass(frozen=True, slots=True)
 class StagedDelta:
@@ -83,10 +90,30 @@ class StagedDelta:
         return replace(self, patches=tuple((segment, patch.to(device)) for segment, patch in self.patches))
 
     def swap(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Exchange the changed elements of `tensors` (by name, contiguous, on this device) with those held here.
+        """Exchange the changed elements of `tensors` with those held here.
 
         That turns the base into the version; doing it again restores the base.
+
+        Args:
+            tensors: Those of the checkpoint by name, contiguous, on this device.
         """
         for segment, patch in self.patches:
-            flat = tensors[self.manifest.specs[segment.tensor].name].view(-1)
-            patch.swap_(flat[segment.start : segment.start + segment.numel])
+            region = self.manifest.regions[segment.tensor]
+            _swap(patch, tensors[region.spec.name], segment.box.inside(region.box))
+
+    def swap_staged(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """As `swap`, for the tensors of the stream."""
+        for segment, patch in self.patches:
+            _swap(patch, tensors[self.manifest.specs[segment.tensor].name], segment.box)
+
+
+def _swap(patch: Patch, tensor: torch.Tensor, box: Box) -> None:
+    """Exchange what is in `patch` with the slice `box` of `tensor`."""
+    rows = box.rows(tuple(tensor.shape))
+    if rows is not None and rows[2] == 1:
+        patch.swap_(tensor.view(-1)[rows[0] : rows[0] + rows[1]])
+        return
+    part = tensor[box.index]
+    packed = part.contiguous()
+    patch.swap_(packed)
+    part.copy_(packed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,12 +39,49 @@ class _Slot:
         return self.manifest.views(self.data[: self.manifest.total_bytes])
 
 
-@dataclass(slots=True)
-class _Lent(_Slot):
-    """A version that lies in its sender's memory, which wants it back."""
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A version's stream where it lies, in a piece or several."""
 
+    parts: Sequence[tuple[int, torch.Tensor]]
+    """First byte in the stream, and the bytes: 1-D uint8, without overlap; whole tensors each."""
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the stream."""
+        return max((start + part.numel() for start, part in self.parts), default=0)
+
+    def views(self, manifest: Manifest) -> dict[str, torch.Tensor]:
+        """The tensors of `manifest` by name."""
+        if len(self.parts) == 1:
+            return manifest.views(self.parts[0][1])
+        views: dict[str, torch.Tensor] = {}
+        for number, (_, part) in enumerate(self.parts):
+            views |= manifest.only([number]).views(part)
+        return views
+
+    def copy_to(self, memory: torch.Tensor) -> None:
+        """Copy it to where a whole stream goes."""
+        for start, part in self.parts:
+            copy_bytes(memory[start : start + part.numel()], part)
+
+
+@dataclass(slots=True)
+class _Lent:
+    """A version that lies in its senders' memory, who want it back."""
+
+    stream: Stream
+    manifest: Manifest
     committed: bool | None = None
     """Whether it serves or was given up; None before either."""
+
+    @property
+    def version(self) -> int:
+        return self.manifest.version
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Views of its tensors by name."""
+        return self.stream.views(self.manifest)
 
 
 class Staging:
@@ -82,15 +119,15 @@ class Staging:
         self._committed = -1
         """The version that serves; what is kept may be an older one."""
 
-    @property
-    def kept_identity(self) -> str:
-        """Which publication is kept; empty when none is, or it is unknown which."""
+    def kept_identity(self, plan: str) -> str:
+        """Which publication is kept in the slices of `plan`; empty when none is, or it is unknown which."""
         with self._lock:
             if self._delta is not None:
                 return ""
             lent = self._lent
             kept = lent if lent is not None and self._keeps(lent) else self._serving  # `settle` is about to copy it
-            return "" if kept.manifest is None else kept.manifest.identity
+            fits = kept.manifest is not None and kept.manifest.plan == plan
+            return kept.manifest.identity if kept.manifest is not None and fits else ""
 
     def forget_kept(self) -> None:
         """The version that serves need not be kept any more."""
@@ -100,7 +137,7 @@ class Staging:
                 self._serving = self._empty()
 
     def _keeps(self, lent: _Lent) -> bool:
-        return bool(lent.committed) and not 0 < self._limit < lent.data.numel()
+        return bool(lent.committed) and not 0 < self._limit < lent.stream.nbytes
 
     def reserve(self, manifest: Manifest, *, lent: bool = False) -> None:
         """Make ready for a version; what was staged before and has not committed is dropped.
@@ -146,7 +183,7 @@ class Staging:
         """Memory for a piece of a delta, uint8; its owner's alone."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
-    def complete(self, manifest: Manifest, lent: torch.Tensor | None = None) -> None:
+    def complete(self, manifest: Manifest, lent: Stream | None = None) -> None:
         """Everything has arrived and was verified: in `memory`, or in the sender's memory `lent`."""
         with self._lock:
             if lent is None:
@@ -161,11 +198,11 @@ class Staging:
         """
         with self._lock:
             kept = self._serving.manifest
-            if kept is None or self._delta is not None or kept.identity != delta.manifest.base_identity:
+            if kept is None or self._delta is not None or not _is_base(kept, delta.manifest):
                 raise lacks_base(delta.manifest, self._part, "nothing" if kept is None else f"version {kept.version}")
             delta = delta.to(self._device)
             tensors, self._serving.manifest = self._serving.tensors(), None  # a mixture, should it stop half-way
-            delta.swap(tensors)
+            delta.swap_staged(tensors)
             self._serving.manifest, self._delta, self._delta_aborted = delta.as_dense, delta, False
             self._base_manifest = kept
 
@@ -174,7 +211,7 @@ class Staging:
         delta, self._delta = self._delta, None
         if delta is not None:
             tensors, self._serving.manifest = self._serving.tensors(), None
-            delta.swap(tensors)
+            delta.swap_staged(tensors)
             self._serving.manifest = self._base_manifest
 
     def take(self, version: int) -> Mapping[str, torch.Tensor]:
@@ -183,7 +220,7 @@ class Staging:
             if self._delta is not None and self._delta.version == version and not self._delta_aborted:
                 self._taken = version
                 return self._handed_out(self._serving)
-            staged = [self._incoming]
+            staged: list[_Slot | _Lent] = [self._incoming]
             if self._lent is not None and self._lent.committed is None:
                 staged.insert(0, self._lent)
             for slot in staged:
@@ -198,7 +235,7 @@ class Staging:
             hint="Commit a version only after the coordinator reports it staged.",
         )
 
-    def _handed_out(self, slot: _Slot) -> Mapping[str, torch.Tensor]:
+    def _handed_out(self, slot: _Slot | _Lent) -> Mapping[str, torch.Tensor]:
         assert slot.manifest is not None
         return self._hand_out(slot.manifest, slot.tensors())
 
@@ -266,19 +303,19 @@ class Staging:
             if lent.committed is None or self._taken == version:
                 return False
             serving = None
-            deltas_follow = lent.manifest is not None and bool(lent.manifest.identity)
+            deltas_follow = bool(lent.manifest.identity)
             if self._keeps(lent) and self._taken is None and not (scatters and deltas_follow):
                 serving = self._serving
                 serving.manifest = None
-        if serving is not None and serving.data.numel() < lent.data.numel():
+        if serving is not None and serving.data.numel() < lent.stream.nbytes:
             serving = self._serving = self._empty()  # the old memory goes before the new one comes
             try:
-                serving = self._serving = self._room(lent.data.numel())
+                serving = self._serving = self._room(lent.stream.nbytes)
             except (RuntimeError, MemoryError) as error:
                 serving = None
                 _log.warning("%s: version %d is not kept, there is no memory for it: %s", self._part, version, error)
         if serving is not None:
-            copy_bytes(serving.data[: lent.data.numel()], lent.data)
+            lent.stream.copy_to(serving.data)
         with self._lock:
             if serving is not None:
                 serving.manifest = lent.manifest
@@ -309,6 +346,10 @@ class Staging:
     def _new(self, nbytes: int) -> _Slot:
         # Filled once: first-touch page faults would otherwise land in the middle of the first version.
         return _Slot(torch.zeros(nbytes, dtype=torch.uint8, device=self._device))
+
+
+def _is_base(kept: Manifest, delta: Manifest) -> bool:
+    return kept.identity == delta.base_identity and kept.plan == delta.plan
 
 
 def lacks_base(manifest: Manifest, part: str, have: str) -> DeltaBaseError:

@@ -29,15 +29,20 @@ from weightlane.plugins import RunHooks
 from .coverage import Expectation, check_coverage
 from .delta_decoding import DeltaDecoding
 from .devices import buffer_device
+from .link_halves import LinkHalves
 from .live_stream import LiveStream
 from .manifest import Manifest
 from .messages import Accepted, Connect, EngineTraits, Message, Open, Ready, Staged
 from .participant import Participant
+from .placement import Placement
+from .receiving import Arrival, Receiving, Source, SourceThreads
 from .rendezvous import RendezvousAddress
 from .restored import Restoring
 from .seal import SealMail, verify
+from .session_plan import PlanBoard, SessionPlan
+from .sliced import SlicedTensors
 from .staged_delta import IncomingDelta, StagedDelta
-from .staging import Staging, lacks_base
+from .staging import Staging, Stream, lacks_base
 
 _log = logging.getLogger(__name__)
 _RELEASE_S = 5.0
@@ -47,21 +52,14 @@ CommitMode = Literal["staged", "in_place"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Link:
-    """What a session's buckets come through."""
-
-    session: str
-    receiver: WeightReceiver
-    sender: str
-    seals: SealMail
-
-
-@dataclass(frozen=True, slots=True)
 class _Job:
     """A version to stage."""
 
     manifest: Manifest
-    link: _Link
+    """Of what comes here."""
+    sent: Manifest
+    """Of all that is sent."""
+    receiving: Receiving
     deadline: Deadline
     stall_s: float
     stream: LiveStream | None = None
@@ -92,6 +90,7 @@ class Subscriber(Participant):
         backend: Name of the checkpoint engine.
         options: Options of that engine.
         expectation: The tensors this rank's model is made of.
+        needed: The slices of tensors that this rank needs; by default, and of tensors that are not named, everything.
         staging_limit_bytes: Most memory staged versions may take together; 0 means no limit.
         commit: How versions in full are taken; deltas are staged in any case.
         device: Device of the live model; staging stays on it if the engine can deliver there, else on the CPU.
@@ -106,6 +105,7 @@ class Subscriber(Participant):
         options: Mapping[str, Any],
         expectation: Expectation,
         *,
+        needed: Placement | None = None,
         staging_limit_bytes: int = 0,
         commit: CommitMode = "staged",
         device: torch.device | None = None,
@@ -115,23 +115,27 @@ class Subscriber(Participant):
         super().__init__(name, rendezvous, hooks)
         self._engine = engine
         self._expectation = expectation
+        self._needed = needed
         self._limit = staging_limit_bytes
         self._device = buffer_device(engine, device)
-        self._staging = Staging(
-            name, staging_limit_bytes, self._device, lambda manifest, tensors: self._restoring(manifest)(tensors)
-        )
+        self._staging = Staging(name, staging_limit_bytes, self._device, self._hand_out)
         self._in_place = commit == "in_place"
         self._bucket = torch.empty(0, dtype=torch.uint8, device=self._device)
         """What buckets are received into that are not staged; the staging thread's."""
         self._stream: LiveStream | None = None
         """The newest version that is taken in place."""
         self._receiver: WeightReceiver | None = None
-        self._link: _Link | None = None
+        """Where one sender has everything."""
+        self._halves: LinkHalves[WeightReceiver] | None = None
+        """Where every trainer rank sends."""
+        self._receiving: Receiving | None = None
+        """There while the session is up."""
+        self._threads = SourceThreads(name)
         self._manifest: Manifest | None = None
         """The newest that was offered."""
         self._restorings: tuple[Manifest, Restoring] | None = None
         """How tensors of a manifest are handed out, and those of all that are like it."""
-        self._shown: dict[int, _Link] = {}
+        self._shown: dict[int, Receiving] = {}
         """Versions that are looked at in their sender's memory; the staging thread's."""
         self.prepare_delta: Callable[[IncomingDelta], Any] | None = None
         """Set by whoever commits, between two versions, if deltas can be put straight into the live weights.
@@ -224,25 +228,46 @@ class Subscriber(Participant):
     # -- control thread -------------------------------------------------------------------------------------------------
 
     def _open_half(self) -> tuple[dict[str, Any], EngineTraits | None]:
+        if not self._engine.capabilities.persistent:
+            self._halves = LinkHalves(self.name, self._engine.make_receiver)
+            return {}, None
         self._receiver = self._engine.make_receiver(self.name)
         return dict(self._receiver.address()), None
 
-    def _connect_half(self, message: Connect, topology: Topology, deadline: Deadline) -> None:
-        (sender,) = topology.senders
-        seals = SealMail(self.rendezvous.mailbox(f"seals/{message.session}"))
+    def _said_need(self) -> str:
+        return PlanBoard(self.rendezvous.mailbox(f"plan/{self.session}")).need(self._needed)
+
+    def _connect_half(self, message: Connect, topology: Topology, deadline: Deadline) -> str:
+        session = message.session
+        seals = SealMail(self.rendezvous.mailbox(f"seals/{session}"))
         with self._turn:  # this thread may be late, and another session begun
-            receiver = self._receiver if self.session == message.session else None
-            if receiver is not None:
-                self._link = _Link(message.session, receiver, sender, seals)
-        if receiver is None:
+            current = self.session == session
+            receiver, halves = (self._receiver, self._halves) if current else (None, None)
+        digest = ""
+        if receiver is not None:
+            (sender,) = topology.senders
+            receiving = Receiving(session, seals, (Source(receiver, sender, ()),))
+            receiver.connect(topology, self.rendezvous.mailbox(f"engine/{session}"), deadline)
+        elif halves is not None:
+            board = PlanBoard(self.rendezvous.mailbox(f"plan/{session}"))
+            supply = board.supplied(deadline)
+            planned = SessionPlan(supply, board.needed(message.needs, supply, deadline), self._engine.capabilities)
+            halves.connect(self.rendezvous, session, planned.received_by(self.name), deadline)
+            receiving = Receiving.by_plan(session, seals, self.name, planned, halves.halves)
+            digest = planned.plan.digest
+        else:
             raise ClosedError("the connection was closed while connecting.", part=self.name)
-        receiver.connect(topology, self.rendezvous.mailbox(f"engine/{message.session}"), deadline)
+        with self._turn:
+            if self.session == session:
+                self._receiving = receiving
+        return digest
 
     def _close_half(self) -> None:
-        receiver, self._receiver = self._receiver, None
-        self._link = None
-        if receiver is not None:
-            receiver.close()
+        parts = self._receiver, self._halves
+        self._receiver = self._halves = self._receiving = None
+        for part in parts:
+            if part is not None:
+                part.close()
         self._delta = None
         self._give_stream_up("the connection was closed.")
         self._staging.drop()
@@ -271,11 +296,12 @@ class Subscriber(Participant):
         if not isinstance(message, Open):
             return
         self._outcomes.begin(message.version)
-        manifest = self._manifest = Manifest.from_plain(message.manifest, self._manifest)
-        check_coverage(manifest, self._expectation, part=self.name, specs=self._restoring(manifest).specs)
-        link = self._link
-        if link is None:
+        receiving = self._receiving
+        if receiving is None:
             raise ClosedError("a version was offered on a closed connection.", part=self.name)
+        sent, manifest = receiving.manifest(message.manifest, self._manifest)
+        self._manifest = sent
+        check_coverage(manifest, self._expectation, part=self.name, specs=self._restoring(manifest).specs)
         if manifest.is_delta:
             self._check_base(manifest)
         self._delta = None  # as `reserve`: what was staged before is dropped
@@ -292,7 +318,7 @@ class Subscriber(Participant):
             self._stream = stream = LiveStream(manifest, self.name, deadline)
         else:
             self._staging.reserve(manifest, lent=self._looks_at(manifest))
-        self._jobs.put(_Job(manifest, link, deadline, message.stall_s, stream))
+        self._jobs.put(_Job(manifest, sent, receiving, deadline, message.stall_s, stream))
         in_place = stream is not None
         self._tell(Accepted(name=self.name, session=self.session, version=message.version, in_place=in_place))
 
@@ -310,12 +336,21 @@ class Subscriber(Participant):
     def _restoring(self, manifest: Manifest) -> Restoring:
         """How the version's tensors are handed out."""
         known = self._restorings
-        if known is None or known[0].specs is not manifest.specs or known[0].quantised != manifest.quantised:
+        if known is None or known[0].tensors is not manifest.tensors or known[0].quantised != manifest.quantised:
             known = self._restorings = (manifest, Restoring(manifest, self._expectation))
         return known[1]
 
+    def _hand_out(self, manifest: Manifest, staged: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """The tensors of the checkpoint, of those of the stream."""
+        if manifest.slicing is None:
+            return self._restoring(manifest)(staged)
+        whole = {spec.name: staged[spec.name] for spec in manifest.tensors if spec.name in staged}
+        return self._restoring(manifest)(
+            whole if len(whole) == len(manifest.tensors) else SlicedTensors(manifest, staged)
+        )
+
     def _check_base(self, manifest: Manifest) -> None:
-        have = self._live if self.prepare_delta else self._staging.kept_identity
+        have = self._live if self.prepare_delta else self._staging.kept_identity(manifest.plan)
         if have != manifest.base_identity:
             raise lacks_base(manifest, self.name, have or "no known version")
         if self.prepare_delta:
@@ -332,7 +367,7 @@ class Subscriber(Participant):
             if isinstance(job, _Settle):
                 self._settle(job.version)
                 continue
-            manifest, session = job.manifest, job.link.session
+            manifest, session = job.manifest, job.receiving.session
             try:
                 started = time.perf_counter()
                 self._stage(job)
@@ -350,11 +385,12 @@ class Subscriber(Participant):
                     job.stream.fail(error)
 
     def _stage(self, job: _Job) -> None:
+        self._threads.settle(job.deadline)
         if job.stream is not None:
             self._pass_on(job, job.stream)
             return
         manifest, prepare = job.manifest, self.prepare_delta
-        lent: torch.Tensor | None = None
+        lent: Stream | None = None
         delta: Any = None
         if manifest.is_delta:
             delta = self._receive_delta(job, prepare or StagedDelta.of)
@@ -363,7 +399,7 @@ class Subscriber(Participant):
         else:
             self._receive(job)
         with self._turn:
-            if job.link.session != self.session:
+            if job.receiving.session != self.session:
                 return
             if not manifest.is_delta:
                 self._staging.complete(manifest, lent)
@@ -375,93 +411,124 @@ class Subscriber(Participant):
 
     def _pass_on(self, job: _Job, stream: LiveStream) -> None:
         """Hand one bucket after the other to whoever writes it into the live weights; see `take_stream`."""
-        manifest, link = job.manifest, job.link
+        manifest, receiving = job.manifest, job.receiving
         looks = self._looks_at(manifest)
+        nbytes = 0 if looks else manifest.largest_bucket_bytes
         if looks:
-            self._show_from(manifest.version, link)
-        elif self._bucket.numel() < manifest.largest_bucket_bytes:
+            self._show_from(manifest.version, receiving)
+        elif self._bucket.numel() < nbytes * len(receiving.sources):
             self._bucket = self._bucket[:0].clone()  # the old memory goes before the new one comes
-            self._bucket = torch.empty(manifest.largest_bucket_bytes, dtype=torch.uint8, device=self._device)
-        ready = Ready(name=self.name, session=link.session, version=manifest.version)
-        for index in range(manifest.bucket_count):
-            start, stop = manifest.window(index)
+            self._bucket = torch.empty(nbytes * len(receiving.sources), dtype=torch.uint8, device=self._device)
+        rooms = {source.sender: self._bucket[at * nbytes :] for at, source in enumerate(receiving.sources)}
+        ready = Ready(name=self.name, session=receiving.session, version=manifest.version)
+        turn, told = threading.Lock(), False
+
+        def receive(source: Source, arrival: Arrival) -> None:
+            nonlocal told
             if looks:
-                data = self._view_bucket(job, index)
+                data = self._view_bucket(job, source, arrival)
             else:
-                data = self._bucket[: stop - start]
-                self._receive_bucket(job, index, data)
-            if index == 0:
-                self._tell(ready)
-            stream.offer(index, data)
-        if not manifest.bucket_count:
+                data = rooms[source.sender][: _length(manifest, arrival)]
+                self._receive_bucket(job, source, arrival, data)
+            with turn:
+                if not told:
+                    told = True
+                    self._tell(ready)
+                stream.offer(arrival.index, data)
+
+        self._receive_all(job, receive)
+        if not told:
             self._tell(ready)
         with self._turn:
-            if job.link.session != self.session:
+            if receiving.session != self.session:
                 raise ClosedError("the connection was closed.", part=self.name)
             stream.finish()
             self._staged_identity = (manifest.version, manifest.identity)
         if looks:
             self._settle(manifest.version)
 
-    def _show_from(self, version: int, link: _Link) -> None:
+    def _receive_all(self, job: _Job, receive: Callable[[Source, Arrival], None]) -> None:
+        """Call `receive` for every bucket, in the order of its sender; for those of different senders at the same time."""
+
+        def from_one(source: Source) -> None:
+            for arrival in job.receiving.arrivals(job.sent, job.manifest, source):
+                receive(source, arrival)
+
+        self._threads.run(job.receiving.sources, from_one)
+
+    def _show_from(self, version: int, receiving: Receiving) -> None:
         """`version` is looked at from now on."""
         # Of older sessions nothing can be given back: their senders take other memory.
-        self._shown = {shown: other for shown, other in self._shown.items() if other.session == link.session}
-        self._shown[version] = link
+        self._shown = {shown: other for shown, other in self._shown.items() if other.session == receiving.session}
+        self._shown[version] = receiving
 
     def _receive(self, job: _Job) -> None:
         """Receive every bucket into memory of our own."""
         memory = self._staging.memory(job.manifest)
-        for index in range(job.manifest.bucket_count):
-            start, stop = job.manifest.window(index)
-            self._receive_bucket(job, index, memory[start:stop])
+
+        def receive(source: Source, arrival: Arrival) -> None:
+            start, stop = job.manifest.window(arrival.index)
+            self._receive_bucket(job, source, arrival, memory[start:stop])
+
+        self._receive_all(job, receive)
 
     def _receive_delta(self, job: _Job, prepare: Callable[[IncomingDelta], Any]) -> Any:
         """What `prepare` makes of a delta: each segment is decoded while the buckets behind it are on their way."""
         manifest = job.manifest
         decoding = DeltaDecoding(manifest, prepare, job.deadline, self.name)
+
+        def receive(source: Source, arrival: Arrival) -> None:
+            bucket = self._staging.bucket(_length(manifest, arrival))
+            self._receive_bucket(job, source, arrival, bucket)
+            decoding.arrived(arrival.index, bucket)
+
         try:
-            for index in range(manifest.bucket_count):
-                start, stop = manifest.window(index)
-                bucket = self._staging.bucket(stop - start)
-                self._receive_bucket(job, index, bucket)
-                decoding.arrived(bucket)
+            self._receive_all(job, receive)
         except Exception as error:
             decoding.give_up(error)
             raise
         return decoding.result()
 
-    def _receive_bucket(self, job: _Job, index: int, data: torch.Tensor) -> None:
-        version, link = job.manifest.version, job.link
+    def _receive_bucket(self, job: _Job, source: Source, arrival: Arrival, data: torch.Tensor) -> None:
         started, deadline = time.perf_counter(), job.deadline.within(job.stall_s)
-        link.receiver.receive(Bucket(version, index, data), link.sender, deadline)
-        self._arrived(job, index, data, started, deadline)
+        bucket = Bucket(job.manifest.version, arrival.sent_as, data)
+        source.receiver.receive(bucket, source.sender, deadline)
+        self._arrived(job, source, arrival, data, started, deadline)
 
-    def _view_bucket(self, job: _Job, index: int) -> torch.Tensor:
-        version, link = job.manifest.version, job.link
-        start, stop = job.manifest.window(index)
+    def _view_bucket(self, job: _Job, source: Source, arrival: Arrival) -> torch.Tensor:
+        nbytes = _length(job.manifest, arrival)
         started, deadline = time.perf_counter(), job.deadline.within(job.stall_s)
-        data = link.receiver.view(version, index, stop - start, link.sender, deadline)
-        self._arrived(job, index, data, started, deadline)
+        data = source.receiver.view(job.manifest.version, arrival.sent_as, nbytes, source.sender, deadline)
+        self._arrived(job, source, arrival, data, started, deadline)
         return data
 
-    def _look(self, job: _Job) -> torch.Tensor | None:
-        """Look at every bucket; the whole stream where it lies, or None after copying it where it is in pieces."""
-        manifest, link = job.manifest, job.link
-        self._show_from(manifest.version, link)
-        shown = [self._view_bucket(job, index) for index in range(manifest.bucket_count)]
-        if (stream := adjoined(shown)) is not None:
-            return stream
+    def _look(self, job: _Job) -> Stream | None:
+        """Look at every bucket; the stream where it lies, or None after copying it where a section is in pieces."""
+        manifest = job.manifest
+        self._show_from(manifest.version, job.receiving)
+        shown: dict[int, torch.Tensor] = {}
+
+        def look(source: Source, arrival: Arrival) -> None:
+            shown[arrival.index] = self._view_bucket(job, source, arrival)
+
+        self._receive_all(job, look)
+        sections = [manifest.buckets_of(number) for number in range(manifest.section_count)]
+        parts = [adjoined([shown[index] for index in section]) for section in sections]
+        if all(part is not None for part in parts):
+            starts = [manifest.bounds_of(number)[0] for number in range(len(parts))]
+            return Stream([(start, part) for start, part in zip(starts, parts, strict=True) if part is not None])
         memory = self._staging.memory(manifest)
-        for index, bucket in enumerate(shown):
+        for index, bucket in shown.items():
             start, stop = manifest.window(index)
             memory[start:stop].copy_(bucket)
         return None
 
-    def _arrived(self, job: _Job, index: int, data: torch.Tensor, started: float, deadline: Deadline) -> None:
-        version = job.manifest.version
+    def _arrived(
+        self, job: _Job, source: Source, arrival: Arrival, data: torch.Tensor, started: float, deadline: Deadline
+    ) -> None:
+        version, index = job.manifest.version, arrival.sent_as
         if job.manifest.sealed:
-            verify(data, job.link.seals.get(version, index, deadline), version, index, peer=job.link.sender)
+            verify(data, job.receiving.seals.get(version, index, deadline), version, index, peer=source.sender)
         facts = {"seconds": time.perf_counter() - started, "nbytes": data.numel(), "participant": self.name}
         self.hooks.bucket_received(version=version, index=index, facts=facts)
 
@@ -471,14 +538,19 @@ class Subscriber(Participant):
             scatters = self.prepare_delta is not None
             if not self._staging.settle(version, scatters=scatters) or version not in self._shown:
                 return
-            link = self._shown.pop(version)
-            link.receiver.release(version, Deadline.after(_RELEASE_S))
+            for source in self._shown.pop(version).sources:
+                source.receiver.release(version, Deadline.after(_RELEASE_S))
         except WeightlaneError as error:
             _log.debug(
                 "%s: version %d was not given back, its sender takes other memory: %s", self.name, version, error
             )
         except Exception:  # noqa: BLE001 - without this thread nothing would ever be staged again
             _log.exception("%s: version %d was not given back", self.name, version)
+
+
+def _length(manifest: Manifest, arrival: Arrival) -> int:
+    start, stop = manifest.window(arrival.index)
+    return stop - start
 
 
 def adjoined(views: Sequence[torch.Tensor]) -> torch.Tensor | None:

@@ -11,6 +11,8 @@ import torch
 
 from weightlane.ckpt_engines import ProtocolError
 
+from .boxes import Box, boxes_of_run, row_major_strides
+
 SAFETENSORS_DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -67,27 +69,41 @@ class TensorSpec:
     @property
     def strides(self) -> tuple[int, ...]:
         """Elements from one index to the next, in row-major order, by dimension."""
-        strides, step = [], 1
-        for size in reversed(self.shape):
-            strides.append(step)
-            step *= max(size, 1)
-        return tuple(reversed(strides))
+        return row_major_strides(self.shape)
 
     def to_plain(self) -> list[Any]:
         """As JSON: ``[name, [sizes], dtype]``."""
         return [self.name, list(self.shape), dtype_name(self.dtype)]
 
 
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A slice of a tensor."""
+
+    spec: TensorSpec
+    """The tensor."""
+    box: Box
+    """Which of its elements."""
+
+    @property
+    def as_tensor(self) -> TensorSpec:
+        """What it is in a stream; all of a tensor is that tensor."""
+        if self.box == Box.whole(self.spec.shape):
+            return self.spec
+        where = ",".join(f"{start}:{stop}" for start, stop in zip(self.box.starts, self.box.stops, strict=True))
+        return TensorSpec(f"{self.spec.name}[{where}]", self.box.shape, self.spec.dtype)
+
+
 class Held(Protocol):
-    """The run of `numel` elements from element `start` of a row-major flattened tensor of the stream, on one trainer rank."""
+    """A slice of a tensor of the stream, on one trainer rank."""
 
     @property
     def spec(self) -> TensorSpec:
         """The tensor."""
 
     @property
-    def start(self) -> int:
-        """First element."""
+    def box(self) -> Box:
+        """Which of its elements."""
 
     @property
     def numel(self) -> int:
@@ -99,14 +115,18 @@ class Held(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class HeldRun:
+class HeldSlice:
     """A `Held` that is made when a snapshot is taken."""
 
     spec: TensorSpec
-    start: int
-    numel: int
+    box: Box
     differing: Callable[[torch.Tensor], float] | None = None
     """About which share of its elements, given as they were, 1-D, would be others now; None where neighbours tell enough."""
+
+    @property
+    def numel(self) -> int:
+        """See `Held`."""
+        return self.box.numel
 
     @property
     def nbytes(self) -> int:
@@ -116,16 +136,43 @@ class HeldRun:
 
 @dataclass(frozen=True, slots=True)
 class LocalShard:
-    """The part of one checkpoint tensor that a trainer rank holds.
+    """The slice of one checkpoint tensor that a trainer rank holds.
 
-    The shard is the run of `numel` elements that starts at element `start` of the row-major flattened full tensor, which is
-    what FSDP2's ``Shard(0)`` gives, uneven or empty rows included. `data` is the live local tensor in the trainer's dtype;
-    it is read between ``publish`` and the fence and may change its values, but not its storage, afterwards.
+    `data` is the live local tensor in the trainer's dtype, with the slice's shape and any strides: rows of a linear layer,
+    columns, the query heads out of a fused parameter, nothing at all. It is read between ``publish`` and the fence and may change
+    its values, but not its storage, afterwards. A rank may hold several slices of a tensor that do not overlap; several ranks may
+    hold the same elements, which must then be equal.
     """
 
     spec: TensorSpec
-    start: int
+    starts: tuple[int, ...]
+    """First index of the slice, by dimension of the tensor."""
     data: torch.Tensor
+
+    @classmethod
+    def whole(cls, spec: TensorSpec, data: torch.Tensor) -> LocalShard:
+        """All of the tensor, in any shape of as many elements."""
+        return cls(spec, (0,) * len(spec.shape), data.view(spec.shape))
+
+    @classmethod
+    def run(cls, spec: TensorSpec, start: int, data: torch.Tensor) -> list[LocalShard]:
+        """The run of `data`'s elements that begins at element `start` of the row-major flattened tensor: a few slices."""
+        shards, at = [], 0
+        flat = data.view(-1)
+        for box in boxes_of_run(spec.shape, start, flat.numel()):
+            shards.append(cls(spec, box.starts, flat[at : at + box.numel].view(box.shape)))
+            at += box.numel
+        return shards or ([cls.nothing(spec, data)] if spec.shape else [])
+
+    @classmethod
+    def nothing(cls, spec: TensorSpec, data: torch.Tensor) -> LocalShard:
+        """No element of the tensor, which is no scalar, on the device of `data`: says that there is such a tensor."""
+        return cls(spec, (0,) * len(spec.shape), data.new_empty((0,) * len(spec.shape)))
+
+    @property
+    def box(self) -> Box:
+        """Which elements of the tensor these are."""
+        return Box(self.starts, tuple(self.data.shape))
 
     @property
     def numel(self) -> int:

@@ -111,6 +111,24 @@ class MicroBatch:
             torch.zeros_like(ones), ones, 1, torch.zeros(1, 1, dtype=torch.bool), torch.zeros(1, 1), torch.zeros(1, 1)
         )
 
+    def padded_to_multiple(self, multiple: int) -> Self:
+        """The same micro batch with T a multiple of `multiple`, by more padding on the right."""
+        extra = -self.input_ids.shape[1] % multiple
+        if not extra:
+            return self
+
+        def pad(tensor: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.pad(tensor, (0, extra))
+
+        return replace(
+            self,
+            input_ids=pad(self.input_ids),
+            attention_mask=pad(self.attention_mask),
+            loss_mask=pad(self.loss_mask),
+            rollout_logprobs=pad(self.rollout_logprobs),
+            advantages=pad(self.advantages),
+        )
+
     def to(self, device: torch.device) -> Self:
         """The same micro batch with its tensors on `device`."""
         return replace(

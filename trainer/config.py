@@ -11,6 +11,49 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
+class Fsdp2Config(BaseModel):
+    """How the fsdp2 engine splits a model over the ranks; ranks / tensor_parallel is data parallel, sharded by FSDP2."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tensor_parallel: int = Field(
+        default=1,
+        ge=1,
+        description="Neighbouring ranks that share every matrix of a layer, by transformers' plan for the architecture.",
+    )
+
+
+class MegatronConfig(BaseModel):
+    """How the megatron engine splits a model over the ranks; what is left over, ranks / (tensor x pipeline), is data parallel."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tensor_parallel: int = Field(
+        default=1,
+        ge=1,
+        description="Ranks that share every matrix; divides the attention heads, key and value heads too.",
+    )
+    pipeline_parallel: int = Field(
+        default=1, ge=1, description="Stages the decoder layers are split into, a rank each."
+    )
+    virtual_pipeline: int = Field(
+        default=1,
+        ge=1,
+        description="Runs of layers on each pipeline rank, worked on in turns; above 1 shortens the pipeline's idle time.",
+    )
+    expert_parallel: int = Field(
+        default=1, ge=1, description="Ranks that share the experts of a mixture of experts, whole experts each."
+    )
+    sequence_parallel: bool = Field(
+        default=False,
+        description="Split activations between the matrices along the sequence, over the ranks of tensor_parallel.",
+    )
+    distributed_optimizer: bool = Field(
+        default=False,
+        description="Split master weights and AdamW's moments over the data parallel ranks instead of repeating them.",
+    )
+
+
 class TrainerConfig(BaseModel):
     """How the policy is trained: engine, ranks, precision and optimizer."""
 
@@ -49,6 +92,10 @@ class TrainerConfig(BaseModel):
     reshard_after_forward: bool = Field(
         default=True,
         description="Free gathered parameters between forward and backward; false trades memory for one gather less.",
+    )
+    fsdp2: Fsdp2Config = Field(default_factory=Fsdp2Config, description="How the fsdp2 engine splits the model.")
+    megatron: MegatronConfig = Field(
+        default_factory=MegatronConfig, description="How the megatron engine splits the model; other engines ignore it."
     )
     cpus_per_rank: float = Field(default=1.0, ge=0, description="CPUs Ray reserves for a trainer rank.")
     gpus_per_rank: float = Field(default=0.0, ge=0, description="GPUs Ray reserves for a trainer rank.")

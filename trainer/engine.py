@@ -53,6 +53,13 @@ class TrainingEngine(ABC):
         self.world = world
         self.rendezvous = rendezvous
 
+    @classmethod  # noqa: B027 - by default nothing
+    def check(cls, config: TrainerConfig, model_dir: Path) -> None:
+        """Raise `ConfigError` when this engine cannot train the model in `model_dir` as `config` asks for.
+
+        Called before any process is started, on a directory that `check_model_dir` accepts; reads no weights.
+        """
+
     @property
     @abstractmethod
     def step(self) -> int:
@@ -89,8 +96,8 @@ class TrainingEngine(ABC):
         the later ones is still running. The result does not depend on the parts, bit for bit.
 
         When the gradient norm is not finite (`WeightlaneError`, on every rank and before the fence), or when the first
-        `before_change` raises, no parameter has changed. When a later one raises, some have: the engine is then between two
-        steps and refuses everything but `load` and `close`.
+        `before_change` raises, no parameter has changed; the gradients may be gone. When a later one raises, some have: the
+        engine is then between two steps and refuses everything but `load` and `close`.
 
         Returns:
             The global L2 norm of the gradients before clipping.
@@ -98,10 +105,11 @@ class TrainingEngine(ABC):
 
     @abstractmethod
     def local_shards(self, wire_dtype: torch.dtype) -> list[LocalShard]:
-        """The checkpoint tensors, or runs of them, that this rank publishes. Not collective; moves no data.
+        """The checkpoint tensors, or slices of them, that this rank publishes. Not collective; moves no data.
 
-        Over all ranks the runs cover every element of every checkpoint tensor exactly once. Names are the ones a Hugging Face
-        checkpoint uses on disk, tied tensors are listed once, and the order is the same on every rank.
+        Over all ranks the slices cover every element of every checkpoint tensor, those of one rank without overlap; what several
+        ranks hold is equal on all of them. Names are the ones a Hugging Face checkpoint uses on disk, tied tensors are listed
+        once, and the order is the same on every rank.
 
         Args:
             wire_dtype: dtype of floating-point tensors on the wire; others keep theirs. `data` is the float32 master weight.

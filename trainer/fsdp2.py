@@ -12,17 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._composable.checkpoint_activation import checkpoint
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from weightlane.ckpt_engines import ConfigError, WeightlaneError
-from weightlane.sync.tensor_spec import LocalShard, dtype_of
+from weightlane.sync.tensor_spec import LocalShard
 
 from .batch import MicroBatch, TrainBatch
 from .config import TrainerConfig
 from .engine import TrainingEngine
+from .fsdp2_mesh import RankMesh, check_mesh, clip_gradients
 from .fsdp2_parts import PartwiseAdamW, split_into_parts
 from .fsdp2_shards import checkpoint_tensors, local_shards
 from .fsdp2_state import export_model, load_state, save_state
@@ -35,9 +32,10 @@ from .process_group import join_ranks, leave_ranks, require_open, typed_collecti
 class Fsdp2Engine(TrainingEngine):
     """Shards every decoder layer, and the rest of the model, over all ranks with ``fully_shard``.
 
-    Master weights, gradients and AdamW's moments are float32 ``DTensor``s split along dimension 0; forward and backward run
-    in ``TrainerConfig.compute_dtype``. The model is in evaluation mode, since a dropout that the rollout does not have would
-    only add noise to the importance weights.
+    Where neighbouring ranks share every matrix (``TrainerConfig.fsdp2``), it does so over those that hold the same part. Master
+    weights, gradients and AdamW's moments are float32 ``DTensor``s; forward and backward run in
+    ``TrainerConfig.compute_dtype``. The model is in evaluation mode, since a dropout that the rollout does not have would only
+    add noise to the importance weights.
     """
 
     def __init__(self, config: TrainerConfig, rank: int, world: int, rendezvous: tuple[str, int]) -> None:
@@ -54,9 +52,15 @@ class Fsdp2Engine(TrainingEngine):
         """As `TrainingEngine.step`."""
         return self._step
 
+    @classmethod
+    def check(cls, config: TrainerConfig, model_dir: Path) -> None:
+        """As `TrainingEngine.check`."""
+        check_mesh(config, model_dir)
+
     def setup(self, model_dir: Path, seed: int) -> None:
         """As `TrainingEngine.setup`."""
         check_model_dir(model_dir)
+        check_mesh(self.config, model_dir)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         else:
@@ -72,7 +76,8 @@ class Fsdp2Engine(TrainingEngine):
         takes = inspect.signature(model.forward).parameters
         self._keeps_logits = "logits_to_keep" in takes
         with self._collective("the trainer ranks to shard the model"):
-            self._shard(model)
+            self._mesh = RankMesh.of(self._device, self.rank, self.world, self.config.fsdp2.tensor_parallel)
+            self._mesh.shard(model, _decoder_layers(model), self.config)
         self._model = model
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._parameters = list(trained.values())
@@ -86,26 +91,26 @@ class Fsdp2Engine(TrainingEngine):
     def forward_backward(self, batch: TrainBatch, loss: LossFn) -> dict[str, float]:
         """As `TrainingEngine.forward_backward`."""
         model = self._open_model()
-        tokens = batch.loss_tokens
+        mesh, tokens = self._mesh, batch.loss_tokens
         sums: dict[str, torch.Tensor] = {}
         with self._collective("the gradients of the other ranks"):
-            for cpu_micro in batch.micro_batches(self.rank, self.world, self.config.micro_batch_tokens):
+            for cpu_micro in batch.micro_batches(mesh.data_rank, mesh.data_world, self.config.micro_batch_tokens):
                 micro = cpu_micro.to(self._device)
                 output = loss(self._logprobs(model, micro, batch.temperature), micro)
                 # FSDP averages gradients over the ranks; the token mean wants their sum.
-                torch.autograd.backward(output.loss_sum * (self.world / tokens))
+                torch.autograd.backward(output.loss_sum * (mesh.data_world / tokens))
                 for name, value in {"loss": output.loss_sum.detach(), **output.metric_sums}.items():
                     sums[name] = sums[name] + value if name in sums else value
             totals = torch.stack([value.double() for value in sums.values()])
-            dist.all_reduce(totals)
+            dist.all_reduce(totals, group=mesh.data.get_group())
         return {**dict(zip(sums, (totals / tokens).tolist(), strict=True)), "tokens": float(tokens)}
 
     def optim_step(self, before_change: Callable[[Collection[str]], None]) -> float:
         """As `TrainingEngine.optim_step`."""
         self._open_model()
         with self._collective("the gradient norm of the other ranks"):
-            norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.config.max_grad_norm)
-            norm_value = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+            self._mesh.complete_gradients(self._loaded_model())
+            norm_value = clip_gradients(self._parameters, self.config.max_grad_norm)
         if not math.isfinite(norm_value):
             self._optimizer.zero_grad()
             raise WeightlaneError(
@@ -175,16 +180,6 @@ class Fsdp2Engine(TrainingEngine):
 
     def _collective(self, waiting_for: str) -> AbstractContextManager[None]:
         return typed_collective_errors(waiting_for, self._part, self.config.collective_timeout_s)
-
-    def _shard(self, model: torch.nn.Module) -> None:
-        """Wrap decoder layers and root in place; parameters become DTensors."""
-        mesh: DeviceMesh = init_device_mesh(self._device.type, (self.world,), mesh_dim_names=("fsdp",))
-        policy = MixedPrecisionPolicy(param_dtype=dtype_of(self.config.compute_dtype), reduce_dtype=torch.float32)
-        for layer in _decoder_layers(model):
-            if self.config.activation_checkpointing:
-                checkpoint(layer)
-            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=self.config.reshard_after_forward)
-        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=self.config.reshard_after_forward)
 
     def _logprobs(self, model: torch.nn.Module, micro: MicroBatch, temperature: float) -> torch.Tensor:
         """float32 [B, A]: log-probability of each target."""

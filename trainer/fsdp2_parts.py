@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from .fsdp2_state import init_optimizer_state
 from .hf_names import CheckpointRun
@@ -81,7 +83,7 @@ class PartwiseAdamW:
             (
                 part.names,
                 torch.optim.AdamW(
-                    part.parameters, lr=learning_rate, betas=betas, weight_decay=weight_decay, fused=True
+                    _by_mesh(part.parameters), lr=learning_rate, betas=betas, weight_decay=weight_decay, fused=True
                 ),
             )
             for part in parts
@@ -113,6 +115,14 @@ class PartwiseAdamW:
                 state: dict[str, torch.Tensor] = optimizer.state[parameter]
                 return state
         raise KeyError("the parameter is in no part of the optimizer")
+
+
+def _by_mesh(parameters: Iterable[torch.nn.Parameter]) -> list[dict[str, Any]]:
+    """Groups of parameters that one fused kernel can step: those on one mesh of ranks."""
+    groups: dict[object, list[torch.nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return [{"params": group} for group in groups.values()]
 
 
 def _whole_bytes(parameter: torch.Tensor) -> int:

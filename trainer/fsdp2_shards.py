@@ -6,15 +6,16 @@ was not sharded at all, of which rank 0 then publishes everything.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from weightlane.ckpt_engines import ConfigError
+from weightlane.sync.boxes import Box, boxes_of_run
 from weightlane.sync.tensor_spec import LocalShard, TensorSpec
 
 from .hf_names import CheckpointRun, checkpoint_runs
@@ -27,12 +28,12 @@ def shards_of(model: torch.nn.Module, dtype: torch.dtype | None = None) -> list[
     ``fully_shard`` and after moving the model to its device.
 
     Args:
-        model: A transformers model whose parameters are whole or ``Shard(0)`` ``DTensor``s.
+        model: A transformers model whose parameters are whole, or ``DTensor``s that are sharded or replicated in any way.
         dtype: In which type floating-point tensors travel: the one the rollout computes in, or that of its checkpoint on
             disk. None sends each as it is.
 
     Raises:
-        ConfigError: A parameter is placed otherwise, or is saved as something other than parts of one parameter.
+        ConfigError: A parameter is a partial sum, or is saved as something other than parts of one parameter.
     """
     tensors = checkpoint_tensors(model)
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -43,13 +44,13 @@ def local_shards(
     runs: Sequence[CheckpointRun], tensors: Mapping[str, torch.Tensor], rank: int, dtype: torch.dtype | None
 ) -> list[LocalShard]:
     """The parts of `runs` that rank `rank` holds of `tensors`; whole tensors count as rank 0's. See `shards_of`."""
-    local = {name: _local_run(name, tensor) for name, tensor in tensors.items()}
+    local = {name: _local_slice(name, tensor) for name, tensor in tensors.items()}
     shards = []
     for run in runs:
         source = tensors[run.source]
         on_wire = source.dtype if dtype is None or not source.is_floating_point() else dtype
         if rank == 0 or isinstance(source, DTensor):
-            shards.append(_overlap(run, TensorSpec(run.name, run.shape, on_wire), *local[run.source]))
+            shards += _overlap(run, TensorSpec(run.name, run.shape, on_wire), tuple(source.shape), *local[run.source])
     return shards
 
 
@@ -60,25 +61,32 @@ def checkpoint_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {**named, **{name: buffer for name, buffer in model.named_buffers() if name in saved}}
 
 
-def _local_run(name: str, tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
-    """First element and flat live data of the part of `tensor` that this rank holds."""
+def _local_slice(name: str, tensor: torch.Tensor) -> tuple[Box, torch.Tensor]:
+    """Which slice of `tensor` this rank holds, and its live data."""
     if not isinstance(tensor, DTensor):
-        return 0, tensor.detach().view(-1)
-    if len(tensor.placements) != 1 or tensor.placements[0] != Shard(0):
+        return Box.whole(tuple(tensor.shape)), tensor.detach()
+    if odd := [each for each in tensor.placements if not isinstance(each, Shard | Replicate | _StridedShard)]:
         raise ConfigError(
-            f"parameter {name} is placed as {tensor.placements}; only Shard(0) on a one-dimensional mesh is a flat run.",
+            f"parameter {name} is placed as {odd[0]}, of which no rank has the values.",
             part="fsdp2 shards",
-            hint="Shard with fully_shard over one mesh dimension.",
+            hint="Parameters are sharded or replicated; reduce partial sums first.",
         )
-    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    row = math.prod(tensor.shape[1:])
-    return min(offsets[0] * row, tensor.numel()), tensor.to_local().detach().view(-1)
+    shape, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return Box(tuple(starts), tuple(shape)), tensor.to_local().detach()
 
 
-def _overlap(run: CheckpointRun, spec: TensorSpec, start: int, data: torch.Tensor) -> LocalShard:
-    """The part of `run` within the local elements ``start .. start + len(data)`` of its source; empty when there is none."""
-    low = min(max(run.offset, start), run.offset + spec.numel)
-    high = max(min(run.offset + spec.numel, start + data.numel()), low)
-    if low == high:
-        return LocalShard(spec, 0, data[:0])
-    return LocalShard(spec, low - run.offset, data[low - start : high - start])
+def _overlap(
+    run: CheckpointRun, spec: TensorSpec, whole: tuple[int, ...], held: Box, data: torch.Tensor
+) -> list[LocalShard]:
+    """What `data`, the slice `held` of a source of shape `whole`, has of `run`; a shard without elements when it has nothing."""
+    (box,) = boxes_of_run(whole, run.offset, spec.numel) if spec.numel else (Box.whole(whole),)
+    common = box.intersect(held)
+    if common is None and spec.shape:
+        return [LocalShard.nothing(spec, data)]
+    if common is None:
+        return [] if box.shape else [LocalShard(spec, (), data)]
+    # The run of one expert out of a fused tensor has a dimension of length one in front.
+    fused = len(whole) - len(spec.shape)
+    return [
+        LocalShard(spec, common.within(box).starts[fused:], data[common.within(held).index].view(common.shape[fused:]))
+    ]

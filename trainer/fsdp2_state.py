@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,10 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from weightlane.ckpt_engines import ConfigError, StorageError
 
+from .hf_export import PART, partial_name, require_absent, storage_error, write_model_dir
 from .process_group import on_rank_zero
-
-_PART = "trainer checkpoint"
-_COPIED_SUFFIXES = frozenset({".json", ".jinja", ".model", ".tiktoken", ".txt"})
 
 
 def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
@@ -43,10 +40,10 @@ def save_state(
     device: torch.device,
 ) -> None:
     """Write everything under a temporary name beside `directory`, then rename it."""
-    partial = directory.with_name(f".{directory.name}.partial")
+    partial = partial_name(directory)
 
     def prepare() -> None:
-        _require_absent(directory)
+        require_absent(directory)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
 
@@ -71,7 +68,7 @@ def load_state(
 ) -> int:
     """Fill `tensors` and `optimizer` in place from `directory` and return the step; restore this rank's random state."""
     if not (directory / ".metadata").is_file():
-        raise ConfigError(f"{directory} holds no saved training state.", part=_PART, hint="Check the path.")
+        raise ConfigError(f"{directory} holds no saved training state.", part=PART, hint="Check the path.")
     state = _state(tensors, optimizer, rank)
     state["step"] = torch.tensor(0)
     try:
@@ -84,7 +81,7 @@ def load_state(
     except (ValueError, RuntimeError) as cause:
         raise ConfigError(
             f"the training state in {directory} does not fit this model: {cause}",
-            part=_PART,
+            part=PART,
             hint="Check model and path.",
         ) from cause
     if f"cpu_{rank}" in state["random"]:
@@ -126,31 +123,14 @@ def _state(
 
 
 def _write_hf(directory: Path, model_dir: Path, full: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
-    from safetensors import SafetensorError  # noqa: PLC0415 - optional
-    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - optional, and slow to import
+    def write_weights(partial: Path, config: Any) -> None:
+        from transformers import AutoModelForCausalLM  # noqa: PLC0415 - optional, and slow to import
 
-    _require_absent(directory)
-    partial = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        for path in model_dir.iterdir():
-            if path.is_file() and path.suffix in _COPIED_SUFFIXES and not path.name.endswith(".index.json"):
-                shutil.copyfile(path, partial / path.name)
-        config = copy.deepcopy(AutoConfig.from_pretrained(model_dir, local_files_only=True))
-        config.dtype = dtype
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        try:
-            skeleton.save_pretrained(partial, state_dict=full)
-        except SafetensorError as cause:  # what a full disk looks like from there
-            raise _storage_error("written", directory, cause) from cause
-        if (model_dir / "generation_config.json").is_file():
-            shutil.copyfile(model_dir / "generation_config.json", partial / "generation_config.json")
-        partial.rename(directory)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        skeleton.save_pretrained(partial, state_dict=full)
+
+    write_model_dir(directory, model_dir, dtype, write_weights)
 
 
 def _on_rank_zero(action: Callable[[], None], rank: int, device: torch.device, directory: Path) -> None:
@@ -162,12 +142,7 @@ def _on_rank_zero(action: Callable[[], None], rank: int, device: torch.device, d
                 raise
             raise _storage_error("written", directory, cause) from cause
 
-    on_rank_zero(guarded, rank, device, _PART)
-
-
-def _require_absent(directory: Path) -> None:
-    if directory.exists():
-        raise StorageError(f"{directory} already exists.", part=_PART, hint="Remove it or choose another name.")
+    on_rank_zero(guarded, rank, device, PART)
 
 
 def _rename(partial: Path, directory: Path) -> None:
@@ -178,4 +153,4 @@ def _storage_error(verb: str, directory: Path, cause: BaseException) -> StorageE
     detail: BaseException = cause
     if isinstance(cause, CheckpointException) and cause.failures:
         detail = next(iter(cause.failures.values()))[0]
-    return StorageError(f"{directory} could not be {verb}: {detail}.", part=_PART, hint="Check space and permissions.")
+    return storage_error(verb, directory, detail)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -111,6 +112,32 @@ def on_rank_zero(action: Callable[[], None], rank: int, device: torch.device, pa
         message = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
     dist.broadcast(message, 0)
     raise failure or error_from_wire(json.loads(bytes(message.cpu().tolist())))
+
+
+def share_json(value: Any, device: torch.device) -> list[Any]:
+    """What every rank passed, in rank order. Collective; the values are plain data."""
+    mine = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(mine)], device=device))
+    longest = max(int(size.item()) for size in sizes)
+    padded = torch.cat([mine, mine.new_zeros(longest - len(mine))])
+    all_padded = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(all_padded, padded)
+    return [
+        json.loads(bytes(data[: int(size.item())].cpu().numpy())) for data, size in zip(all_padded, sizes, strict=True)
+    ]
+
+
+def on_every_rank(action: Callable[[], None], device: torch.device, part: str) -> None:
+    """Run `action` on every rank; where it fails on any, every rank raises an error, its own or the first. Collective."""
+    failure: WeightlaneError | None = None
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 - it must reach the other ranks, which wait for it
+        failure = as_weightlane_error(error, part)
+    told = [wire for wire in share_json(failure.to_wire() if failure else None, device) if wire]
+    if failure or told:
+        raise failure or error_from_wire(told[0])
 
 
 def leave_ranks() -> None:

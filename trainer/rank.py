@@ -11,7 +11,7 @@ from typing import Any
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, ProtocolError
 from weightlane.plugins import process_hooks
-from weightlane.sync import CheckpointEngineConfig, Publisher, SyncConfig, TensorSpec, dtype_of
+from weightlane.sync import CheckpointEngineConfig, Placement, Publisher, SyncConfig, dtype_of
 
 from .batch import TrainBatch
 from .config import AlgorithmConfig, TrainerConfig
@@ -60,9 +60,9 @@ class TrainerRank:
             self._engine.load(state)
         return self._engine.step
 
-    def specs(self, wire_dtype: str) -> list[list[Any]]:
-        """The checkpoint tensors this rank holds something of, as plain data."""
-        return [shard.spec.to_plain() for shard in self._open().local_shards(dtype_of(wire_dtype))]
+    def placement(self, wire_dtype: str) -> Placement:
+        """Which slices of which checkpoint tensors this rank holds."""
+        return Placement.of_shards(self._open().local_shards(dtype_of(wire_dtype)))
 
     def connect(
         self,
@@ -70,11 +70,11 @@ class TrainerRank:
         transport: CheckpointEngineConfig,
         sync: SyncConfig,
         wire_dtype: str,
-        specs: Sequence[Sequence[Any]],
+        placements: Sequence[Placement],
     ) -> None:
         """Make this rank's publisher, which joins the run's rendezvous and leaves an earlier one.
 
-        `specs` is every tensor of the checkpoint, as `specs` of all ranks together gave them.
+        `placements` is what `placement` of every rank gave, in rank order.
         """
         if self._publisher is not None:
             self._publisher.close()
@@ -82,8 +82,7 @@ class TrainerRank:
             publisher_name(self._rank),
             rendezvous,
             rank=self._rank,
-            world=self._world,
-            specs=[TensorSpec(name, tuple(shape), dtype_of(dtype)) for name, shape, dtype in specs],
+            placements=placements,
             shards=self._open().local_shards(dtype_of(wire_dtype)),
             engine=CheckpointEngineRegistry().create(transport.backend, transport.options),
             bucket_bytes=sync.bucket_bytes,

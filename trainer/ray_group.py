@@ -13,6 +13,7 @@ import torch
 
 from weightlane.ckpt_engines import DeadlineExceededError, WeightlaneError, WorkerDiedError, as_weightlane_error
 from weightlane.sync import CheckpointEngineConfig, SyncConfig
+from weightlane.sync.placement import Placement
 
 from .batch import TrainBatch
 from .config import AlgorithmConfig, TrainerConfig
@@ -100,9 +101,8 @@ class TrainerGroup:
     ) -> None:
         """Make every rank's publisher."""
         dtype = str(wire_dtype).removeprefix("torch.")
-        held: list[list[list[Any]]] = await self._all("specs", dtype)
-        specs = list({spec[0]: spec for rank_specs in held for spec in rank_specs}.values())
-        await self._all("connect", dict(rendezvous), transport, sync, dtype, specs)
+        placements: list[Placement] = await self._all("placement", dtype)
+        await self._all("connect", dict(rendezvous), transport, sync, dtype, placements)
 
     async def train_step(self, batch: TrainBatch) -> StepReport:
         """One optimizer step on every rank."""

@@ -46,7 +46,7 @@ def training_engine_class(name: str) -> type[TrainingEngine]:
         raise ConfigError(
             f"training engine {name!r} could not be imported from {entry_point.value}: {type(cause).__name__}: {cause}.",
             part=_PART,
-            hint="Install what it needs, for example: pip install 'weightlane[ray]'.",
+            hint=f"Install what it needs, for example: pip install 'weightlane[{_extra_for(entry_point)}]'.",
         ) from cause
     if not (isinstance(loaded, type) and issubclass(loaded, TrainingEngine)):
         raise ConfigError(f"{name!r} ({entry_point.value}) is not a TrainingEngine class.", part=_PART)
@@ -58,3 +58,9 @@ def training_engine_class(name: str) -> type[TrainingEngine]:
 def _target(entry_point: EntryPoint) -> tuple[str, str]:
     """Distribution and class: an editable install beside its source tree lists the same pair twice."""
     return (entry_point.dist.name if entry_point.dist else "an unknown distribution", entry_point.value)
+
+
+def _extra_for(entry_point: EntryPoint) -> str:
+    """The extra of our own distribution that brings an engine's libraries: the one of its name, else that of the loop."""
+    offered = (entry_point.dist.metadata.get_all("Provides-Extra") or []) if entry_point.dist else []
+    return entry_point.name if entry_point.name in offered else "ray"

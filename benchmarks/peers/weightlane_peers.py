@@ -63,7 +63,7 @@ class _Replica:
 class _Publishes(Sender):
     def prepare(self) -> None:
         shards = [
-            LocalShard(TensorSpec(name, tuple(tensor.shape), torch.bfloat16), 0, tensor.view(-1))
+            LocalShard.whole(TensorSpec(name, tuple(tensor.shape), torch.bfloat16), tensor)
             for name, tensor in self.tensors.items()
         ]
         engine: dict[str, Any] = {}

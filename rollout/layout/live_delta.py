@@ -8,6 +8,7 @@ import torch
 
 from weightlane.ckpt_engines import CommitError
 from weightlane.sync import IncomingDelta
+from weightlane.sync.boxes import positions_in
 from weightlane.sync.host_memory import narrow_offsets, put_elements
 
 from .commit_plan import CommitPlan
@@ -50,10 +51,11 @@ class LiveDelta:
         self.check()
         self._places: list[_Place] = []
         for segment, patch in delta.patches:
-            spec = delta.manifest.specs[segment.tensor]
+            part = delta.where(segment)
+            spec = part.spec
             positions, bits = patch.positions_and_values()
             values = bits.view(spec.dtype)
-            for found in plan.locate(spec.name, positions + segment.start):
+            for found in plan.locate(spec.name, positions_in(spec.shape, part.box, positions)):
                 integers = _INTEGERS[found.storage.itemsize]
                 storage, new = found.storage.view(integers), values[found.chosen].to(found.storage).view(integers)
                 old, offsets = storage.index_select(0, found.offsets), found.offsets

@@ -8,6 +8,7 @@ every layer computes. Whatever comes out, the version is in place as vLLM itself
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -15,7 +16,9 @@ import torch
 from vllm.logger import init_logger
 
 from weightlane.ckpt_engines import CommitError, WeightlaneError
-from weightlane.sync import IncomingDelta, Piece
+from weightlane.sync import IncomingDelta, Piece, Placement, SlicedTensors, TensorSpec
+from weightlane.sync.boxes import Box
+from weightlane.sync.manifest import Slicing
 from weightlane.sync.restored import without_data
 
 from ..agreement import RankGroup
@@ -25,7 +28,9 @@ from .commit_plan import CommitPlan
 from .equal_compute import OtherValues, first_difference, layer_digests
 from .layout_map import LayoutMap, Refusal, SourceSpec
 from .live_delta import LiveDelta
+from .needs import needed_boxes
 from .partial_reload import reload_layers
+from .sliced_layout import sliced_layout
 from .trace import trace_loading
 
 logger = init_logger("vllm.weightlane")
@@ -63,6 +68,8 @@ class VersionLoader:
         self._verdict: Verdict | None = None
         self._plan: CommitPlan | None = None
         self._shown = False
+        self._sliced: tuple[Slicing, CommitPlan] | None = None
+        """The copies of versions that come in the same slices as the last one."""
 
     @property
     def verdict(self) -> Verdict | None:
@@ -92,6 +99,19 @@ class VersionLoader:
             )
         return LiveDelta(self._plan, delta)
 
+    def needed(self) -> Placement | None:
+        """What this rank has to get of versions of the tensors that it was `proven` for; None if that is everything."""
+        if self._plan is None or not self._shown:
+            return None
+        boxes = needed_boxes(self._plan.layout)
+        return Placement.of_boxes(
+            (
+                TensorSpec(name, spec.shape, spec.dtype),
+                [Box(*each) for each in boxes[name]] if name in boxes else [Box.whole(spec.shape)],
+            )
+            for name, spec in self._signature.items()
+        )
+
     def load(self, tensors: Mapping[str, torch.Tensor], group: RankGroup) -> Way:
         """Replace every weight of the model by `tensors` (Hugging Face names, full shapes), in place.
 
@@ -103,6 +123,12 @@ class VersionLoader:
         """
         self._prepare(_signature_of(tensors), group)
         assert self._verdict is not None, "prepared"
+        if isinstance(tensors, SlicedTensors) and not self._shown:
+            raise CommitError(
+                "slices of a version have come, and it is not known any more where they go: parameters have moved.",
+                part=self._part,
+                hint="Connect this replica anew; it asks for whole tensors then.",
+            )
         if self._verdict.way is Way.RELOAD:
             self._reload(tensors)
         elif self._shown:
@@ -174,10 +200,12 @@ class VersionLoader:
                 for name, spec in self._signature.items():
                     if not spec.numel:
                         yield name, torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+                arrived: Counter[str] = Counter()
                 for piece in pieces:
                     spec = self._signature[piece.name]
                     collect(piece, spec, apart, self._device)
-                    if piece.start + piece.values.numel() == spec.numel:
+                    arrived[piece.name] += piece.values.numel()
+                    if arrived[piece.name] == spec.numel:
                         yield piece.name, apart.pop(piece.name)
             except WeightlaneError as error:
                 failure.append(error)
@@ -204,7 +232,7 @@ class VersionLoader:
             return
         if same:
             logger.info("weightlane: parameters have moved, %s learns anew where weights go", self._part)
-        self._signature, self._plan, self._shown = signature, None, False
+        self._signature, self._plan, self._shown, self._sliced = signature, None, False, None
         self._verdict = self._judged(group)
         if self._verdict.way is not Way.RELOAD:
             self._plan = CommitPlan(self._verdict.layout, self._model)
@@ -251,10 +279,24 @@ class VersionLoader:
             whole_reload([Refusal("the model", reasons[0])]) if reasons and verdict.way is not Way.RELOAD else verdict
         )
 
+    def _commit_slices(self, tensors: SlicedTensors, plan: CommitPlan) -> None:
+        known = self._sliced
+        if known is None or known[0] is not tensors.slicing:
+            sliced = CommitPlan(sliced_layout(plan.layout, tensors.regions), self._model)
+            known = self._sliced = tensors.slicing, sliced
+        staged, sources = tensors.staged, known[1].sources
+        if sources.keys() <= staged.keys():
+            known[1].commit(staged)
+        else:
+            known[1].commit({name: staged[name] if name in staged else tensors.partly(name) for name in sources})
+
     def _commit(self, tensors: Mapping[str, torch.Tensor]) -> None:
         assert self._plan is not None, "a version goes by copies"
         assert self._verdict is not None, "as above"
-        self._plan.commit(tensors)
+        if isinstance(tensors, SlicedTensors):
+            self._commit_slices(tensors, self._plan)
+        else:
+            self._plan.commit(tensors)
         if self._verdict.modules:
             self._reload_layers(tensors)
 

@@ -15,6 +15,7 @@ import torch
 from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError
 from weightlane.plugins import RunHooks
 
+from ..boxes import positions_in
 from ..config import CodecPolicy, Integrity, Quantise, SyncConfig
 from ..coordinator import Coordinator
 from ..coverage import Expectation, ExpectedTensor
@@ -86,10 +87,7 @@ class SendingSide:
         self._publisher = Publisher(
             SENDER,
             rendezvous,
-            rank=0,
-            world=1,
-            specs=specs,
-            shards=[LocalShard(spec, 0, tensors[spec.name].view(-1)) for spec in specs],
+            shards=[LocalShard.whole(spec, tensors[spec.name]) for spec in specs],
             engine=CheckpointEngineRegistry().create(engine, options),
             bucket_bytes=settings.bucket_bytes,
             deadline_s=settings.deadline_s,
@@ -190,9 +188,10 @@ class ReceivingSide:
         """For each segment what is written to, where, what, and what is there now, as a replica needs it to take it back."""
         prepared: list[tuple[torch.Tensor, ...]] = []
         for segment, patch in delta.patches:
-            flat = self._live[delta.manifest.specs[segment.tensor].name].view(-1)
-            positions, values = (part.to(self._device) for part in patch.positions_and_values())
-            target = flat[segment.start : segment.start + segment.numel].view(values.dtype)
+            part = delta.where(segment)
+            within, values = (part.to(self._device) for part in patch.positions_and_values())
+            target = self._live[part.spec.name].view(-1).view(values.dtype)
+            positions = positions_in(part.spec.shape, part.box, within)
             old = target.index_select(0, positions)
             offsets = narrow_offsets(positions, target.numel()) if target.is_cpu else positions
             prepared.append((target, offsets, values, old))

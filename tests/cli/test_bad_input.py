@@ -127,6 +127,12 @@ def test_an_unknown_training_engine_is_refused_with_the_known_ones(trial: Trial)
     trial.fails(ConfigError, "no training engine is called 'fsdp'", "Did you mean 'fsdp2'?")
 
 
+@pytest.mark.megatron
+def test_a_layout_that_does_not_fit_the_model_is_refused_before_anything_starts(trial: Trial) -> None:
+    trial.sections["trainer"] = {"engine": "megatron", "ranks": 2, "megatron.tensor_parallel": 2}
+    trial.fails(ConfigError, "tensor_parallel=2 does not divide the model's 1 key and value heads")
+
+
 def test_a_used_run_directory_offers_to_resume(trial: Trial) -> None:
     (trial.run_dir / "state").mkdir(parents=True)
     (trial.run_dir / "state" / "latest.json").write_text('{"step": 2}')

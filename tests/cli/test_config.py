@@ -172,10 +172,15 @@ def test_the_printed_configuration_shows_every_key_with_its_meaning_and_default(
 
 
 def described(config: RunConfig) -> Iterator[tuple[str, str, str, object]]:
-    for section, value in config:
+    sections: list[tuple[str, object]] = list(config)
+    while sections:
+        section, value = sections.pop()
         assert isinstance(value, BaseModel)
         for name, field in type(value).model_fields.items():
             assert field.description, f"{section}.{name} has no meaning"
+            if isinstance(getattr(value, name), BaseModel):
+                sections.append((f"{section}.{name}", getattr(value, name)))
+                continue
             yield section, name, field.description, field.get_default(call_default_factory=True)
 
 
@@ -188,8 +193,10 @@ def test_the_printed_configuration_reads_back_the_same(minimal: Path, tmp_path: 
             "rollout.extra_engine_args.seed=3",
             "rollout.extra_engine_args.nested={a = [1, 2], b = true}",
             "trainer.learning_rate=1e-9",
+            "trainer.megatron.tensor_parallel=2",
         ],
     )
+    assert config.trainer.megatron.tensor_parallel == 2
     assert read_back(config, tmp_path / "again.toml") == config
     assert read_back(load_config(minimal), tmp_path / "again.toml") == load_config(minimal)
 

@@ -88,11 +88,12 @@ def check_trace(trace: Trace, versions: list[int]) -> None:
     spans = trace.spans("driver", "versions")
     assert [span.name for span in spans] == [f"version {version}" for version in versions]
     of_version = dict(zip(versions, spans, strict=True))
-    sent = trace.spans("trainer-0", "send")
-    received = trace.spans("rollout-0/0", "receive")
-    assert sorted({bucket.args["version"] for bucket in sent}) == versions
-    assert [bucket_key(bucket) for bucket in sent] == [bucket_key(bucket) for bucket in received]
-    assert len(sent) > len(versions), "several buckets each"
+    by_rank = [trace.spans(f"trainer-{rank}", "send") for rank in (0, 1)]
+    sent, received = [bucket for buckets in by_rank for bucket in buckets], trace.spans("rollout-0/0", "receive")
+    for buckets in by_rank:
+        assert sorted({bucket.args["version"] for bucket in buckets}) == versions
+        assert len(buckets) > len(versions), "several buckets each"
+    assert sorted(map(bucket_key, sent)) == sorted(map(bucket_key, received))
     for bucket in (*sent, *received):
         check_inside(bucket, of_version[bucket.args["version"]])
     for row, process in (("stage", "rollout-0/0"), ("commit", "rollout-0")):
@@ -107,9 +108,9 @@ def check_trace(trace: Trace, versions: list[int]) -> None:
         snapshots = trace.spans(f"trainer-{rank}", "snapshot")
         assert [span.name for span in snapshots] == [f"snapshot v{version}" for version in versions]
         for snapshot in snapshots:
-            first = min(bucket.start for bucket in sent if bucket.args["version"] == snapshot.args["version"])
-            if rank == 0:
-                assert snapshot.end <= first + SLACK_US, "what is sent was copied before"
+            version = snapshot.args["version"]
+            first = min(bucket.start for bucket in by_rank[rank] if bucket.args["version"] == version)
+            assert snapshot.end <= first + SLACK_US, "what is sent was copied before"
     generations = trace.spans("rollout-0", "generation")
     assert len(generations) >= STEPS * 8, "groups of two, four a step"
     assert {generation.args["version_max"] for generation in generations} <= set(versions)

@@ -44,10 +44,7 @@ class OneRankTrainer:
         self._publisher = Publisher(
             "trainer-0",
             self._rendezvous.address,
-            rank=0,
-            world=1,
-            specs=specs,
-            shards=[LocalShard(spec, 0, self.live[spec.name]) for spec in specs],
+            shards=[LocalShard.whole(spec, self.live[spec.name]) for spec in specs],
             engine=CheckpointEngineRegistry().create(backend, options),
             bucket_bytes=1 << 16,
             codec=codec,

@@ -47,14 +47,14 @@ def test_fsdp2_ranks_quantise_what_they_hold(session_children: Any, free_port: i
     trainers = Trainers(session_children, free_port)
     trainers.wait_ready()
     trainers.call("setup", str(model))
-    specs = max(trainers.call("specs", "float32"), key=len)
+    placements = trainers.call("placement", "float32")
     expectation = Expectation(
-        {name: ExpectedTensor(tuple(shape), frozenset({torch.float32})) for name, shape, _ in specs}
+        {name: ExpectedTensor(tuple(shape), frozenset({torch.float32})) for name, shape, *_ in placements[0]}
     )
     for number, scheme in enumerate(("fp8", "int8"), 1):
         rendezvous = Rendezvous.host()
         address = rendezvous.address.to_plain()
-        trainers.call("connect", address, "shm", {}, "float32", specs, scheme)
+        trainers.call("connect", address, "shm", {}, "float32", placements, scheme)
         subscriber = Subscriber("rollout-0/0", address, "shm", {}, expectation)
         replica = Copy(subscriber)
         names = [f"trainer-{rank}" for rank in range(RANKS)]

@@ -119,14 +119,14 @@ async def _together(*calls: Coroutine[Any, Any, None]) -> None:
 
 
 async def _all_engines(trainers: Trainers, workers: Sequence[RolloutWorker], dtype: str, tmp_path: Path) -> None:
-    specs = max(trainers.call("specs", dtype), key=len)
+    placements = trainers.call("placement", dtype)
     version = 0
     # Two versions in a row over one connection, and one over each of two new ones.
     for backend, versions in (("gloo", 2), ("shm", 1), ("filesystem", 1)):
         options = {"path": str(tmp_path / "store")} if backend == "filesystem" else {}
         rendezvous = Rendezvous.host()
         address = rendezvous.address.to_plain()
-        trainers.call("connect", address, backend, options, dtype, specs, "none")
+        trainers.call("connect", address, backend, options, dtype, placements, "none")
         for worker in workers:
             await worker.connect(address, backend, options)
         names = [f"trainer-{rank}" for rank in range(RANKS)]

@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from weightlane.sync import CheckpointEngineConfig, SyncConfig
-from weightlane.sync.config import Quantise
+import torch
+
+from weightlane.sync import CheckpointEngineConfig, Placement, SyncConfig
+from weightlane.sync.config import CodecPolicy, Quantise
 from weightlane.trainer import AlgorithmConfig, Sample, TrainBatch, TrainerConfig
 from weightlane.trainer.rank import TrainerRank
 
@@ -27,16 +29,17 @@ class Process:
     def _rank(self) -> TrainerRank:
         return self._ranks[-1]
 
-    def setup(self, model: str) -> int:
+    def setup(self, model: str, trainer: dict[str, Any] | None = None) -> int:
         """A new trainer rank. The first one owns the ranks' process group, which the later ones share."""
         rank, world, port = self._place
-        fresh = TrainerRank(TrainerConfig(ranks=world, learning_rate=1e-2), AlgorithmConfig(), rank, world)
+        config = TrainerConfig(ranks=world, learning_rate=1e-2, device="cpu", **(trainer or {}))
+        fresh = TrainerRank(config, AlgorithmConfig(), rank, world)
         step = fresh.setup(("127.0.0.1", port), Path(model), 0)
         self._ranks.append(fresh)
         return step
 
-    def specs(self, wire_dtype: str) -> Any:
-        return self._rank.specs(wire_dtype)
+    def placement(self, wire_dtype: str) -> Any:
+        return self._rank.placement(wire_dtype).to_plain()
 
     def connect(
         self,
@@ -44,12 +47,13 @@ class Process:
         backend: str,
         options: dict[str, Any],
         wire: str,
-        specs: Any,
+        placements: Any,
         quantise: Quantise,
+        codec: CodecPolicy = "dense",
     ) -> None:
         transport = CheckpointEngineConfig(backend=backend, options=options)
-        sync = SyncConfig(bucket_mib=0.05, deadline_s=30.0, quantise=quantise)
-        self._rank.connect(rendezvous, transport, sync, wire, specs)
+        sync = SyncConfig(bucket_mib=0.05, deadline_s=30.0, quantise=quantise, codec=codec)
+        self._rank.connect(rendezvous, transport, sync, wire, list(map(Placement.from_plain, placements)))
 
     def publish(self, version: int) -> float:
         return self._rank.publish(version)
@@ -61,12 +65,26 @@ class Process:
         )
         return self._rank.train_step(TrainBatch(samples)).step
 
+    def nudge(self, version: int, every: int) -> None:
+        """Change one element in `every` of each tensor, the same ones on whatever rank they are: see `nudge`."""
+        rank = self._rank
+        if rank._publisher is not None:
+            rank._publisher.fence()
+        for shard in rank._open().local_shards(torch.float32):
+            numbers = torch.arange(shard.spec.numel).view(shard.spec.shape)[shard.box.index]
+            shard.data.add_(nudge(numbers, version, every))
+
     def export(self, directory: str) -> None:
         self._rank.export_hf(Path(directory))
 
     def close(self) -> None:
         for rank in reversed(self._ranks):
             rank.close()
+
+
+def nudge(numbers: torch.Tensor, version: int, every: int) -> torch.Tensor:
+    """What is added, in a version, to the elements with these `numbers` of a tensor."""
+    return (numbers % every == version % every).float() * (0.25 + numbers % 7) / 8
 
 
 def main() -> None:

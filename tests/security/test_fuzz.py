@@ -47,9 +47,10 @@ from weightlane.rollout.expectation import expectation_of
 from weightlane.rollout.wire import failure_from_text
 from weightlane.sync import Manifest, Rendezvous, RendezvousAddress
 from weightlane.sync.messages import Stop, decode, encode
-from weightlane.sync.packing import RunTable
+from weightlane.sync.placement import Placement
 from weightlane.sync.seal import seal
 from weightlane.sync.seal import verify as verify_bucket
+from weightlane.sync.session_plan import Supply
 from weightlane.sync.stored import read_version
 from weightlane.sync.version_files import MANIFEST_FILE, manifest_of_document
 
@@ -147,6 +148,7 @@ MESSAGES = [
     {"type": "failed", "name": "n", "session": "s", "version": 1, "error": ERROR},
     {"type": "hello", "name": "n", "session": "s", "address": {"host": "127.0.0.1", "port": 1}},
 ]
+PLACEMENT = [["a", [2, 3], "float32", [[[0, 0], [1, 3]]]], ["b", [], "bfloat16", [[[], []]]]]
 LATEST = {"version": 2, "directory": "run-1/sender-0/v2"}
 
 
@@ -159,14 +161,16 @@ def parse_manifest(plain: Any) -> None:
     assert manifest.layout_digest
 
 
-def parse_runs(plain: Any) -> None:
-    table = RunTable.from_plain(plain)
-    assert table.bytes_within(0, 1 << 20) >= 0
+def parse_placement(plain: Any) -> None:
+    placement = Placement.from_plain(plain)
+    assert placement.nbytes >= 0
+    assert Placement.from_plain(placement.to_plain()) == placement
 
 
 PLAIN: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "manifest": (MANIFEST, parse_manifest),
-    "run table": ([[0, 0, 64], [64, 64, 10]], parse_runs),
+    "placement": (PLACEMENT, parse_placement),
+    "what trainer ranks send": ([[["trainer-0", PLACEMENT]], 1 << 20, True, ""], Supply.from_plain),
     "rendezvous address": ({"host": "h", "port": 5, "secret": "s"}, RendezvousAddress.from_plain),
     "error": (ERROR, error_from_wire),
     "error text": (ERROR, lambda plain: failure_from_text(f"weightlane-error:{json.dumps({'error': plain})}", part="p")),
@@ -215,10 +219,12 @@ def test_plain_data_is_parsed_or_refused(what: str) -> None:
         ("manifest", {**MANIFEST, "tensors": [["a", [1] * 100_000, "int8"]]}),
         ("manifest", {**MANIFEST, "tensors": [["a", [], "int8"]] * 50_000}),
         ("manifest", {**MANIFEST, "version": 2**63}),
-        ("run table", [[0, 0, 10**4000]]),
-        ("run table", [[float("inf"), 0, 1]]),
-        ("run table", [["1", True, 1.5]]),
-        ("run table", ["123"]),
+        ("placement", [["a", [10**4000], "int8", []]]),
+        ("placement", [["a", [2], "int8", [[[0], [10**4000]]]]]),
+        ("placement", [["a", [float("inf")], "int8", []]]),
+        ("placement", [["a", [2], "int8", [[["0"], [True]]]]]),
+        ("placement", [["a", [2], "int8", [[[0], [1]]] * 100_000]]),
+        ("placement", ["123"]),
         ("error", []),
         ("error", {"type": [], "message": {}}),
         ("error", {"type": "SyncAbortedError", "message": 5, "hint": None}),

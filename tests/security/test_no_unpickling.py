@@ -37,8 +37,9 @@ from weightlane.rollout.expectation import expectation_of
 from weightlane.rollout.wire import failure_from_text
 from weightlane.sync import Manifest, Rendezvous, RendezvousAddress
 from weightlane.sync.messages import Stop, decode, encode
-from weightlane.sync.packing import RunTable
+from weightlane.sync.placement import Placement
 from weightlane.sync.seal import seals_of_document, verify
+from weightlane.sync.session_plan import Supply
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("ckpt_engines", "sync", "trainer", "rollout", "plugins", "cli", "examples", "benchmarks")
@@ -293,7 +294,7 @@ def test_messages_manifests_tables_addresses_and_errors(crater: Path) -> None:
         text = bomb.decode(errors="replace")
         with pytest.raises(ProtocolError):
             decode(bomb)
-        for parse in (Manifest.from_plain, RunTable.from_plain):
+        for parse in (Manifest.from_plain, Placement.from_plain, Supply.from_plain):
             for plain in (bomb, text, [text], {"version": text}):
                 with pytest.raises(ProtocolError):
                     parse(plain)

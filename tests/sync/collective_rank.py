@@ -34,7 +34,7 @@ def main() -> None:
     rank, port = int(sys.argv[1]), int(sys.argv[2])
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     spec = TensorSpec("w", (4, 2), torch.float32)
-    shards = [LocalShard(spec, 4 * rank, torch.zeros(4))]
+    shards = [LocalShard(spec, (2 * rank, 0), torch.zeros(2, 2))]
     try:
         CollectivePublisher(shards, [Unwilling()] if rank == 0 else [], backend="shm", config=SyncConfig())
     except WeightlaneError as error:

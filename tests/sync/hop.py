@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,8 +24,10 @@ from weightlane.sync import (
     Subscriber,
     TensorSpec,
 )
+from weightlane.sync.boxes import Box
 from weightlane.sync.checksum import sums
 from weightlane.sync.messages import Message
+from weightlane.sync.placement import Placement
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "embed": (37, 24),
@@ -105,23 +108,22 @@ class Trainer:
         self._rank, self._world = rank, world
         wire = getattr(torch, more.pop("wire_dtype", "float32"))
         self._model = LINEAR if more.pop("linear", False) else SHAPES
-        shards = []
         self._big_mib = more.pop("big_mib", 0)
-        for tensor_name, full in self._values(0).items():
-            start, stop = self._cut(full)
-            shards.append(
-                LocalShard(
-                    TensorSpec(tensor_name, tuple(full.shape), wire), start, full.reshape(-1)[start:stop].clone()
-                )
-            )
-        self._shards = shards
+        held = [
+            [
+                LocalShard(TensorSpec(tensor_name, tuple(full.shape), wire), box.starts, full[box.index].clone())
+                for tensor_name, full in self._values(0).items()
+                for box in self._cut(full, other)
+            ]
+            for other in range(world)
+        ]
+        self._shards = held[rank]
         self._publisher = Publisher(
             name,
             rendezvous,
             rank=rank,
-            world=world,
-            specs=[shard.spec for shard in shards],
-            shards=shards,
+            placements=[Placement.of_shards(shards) for shards in held],
+            shards=held[rank],
             engine=CheckpointEngineRegistry().create(backend, options),
             bucket_bytes=more.pop("bucket_bytes", 1024),
             deadline_s=more.pop("deadline_s", 20.0),
@@ -131,39 +133,40 @@ class Trainer:
     def _values(self, version: int) -> dict[str, torch.Tensor]:
         return weights(version, torch.float32, self._big_mib, self._model)
 
-    def _cut(self, full: torch.Tensor) -> tuple[int, int]:
+    def _cut(self, full: torch.Tensor, rank: int) -> list[Box]:
+        """Rows; of a scalar only rank 0 has something."""
         if not full.shape:
-            return (0, 1) if self._rank == 0 else (1, 1)
-        rows, row = full.shape[0], full[0].numel() if full.shape[0] else 0
-        chunk = -(-rows // self._world)
-        return min(rows, self._rank * chunk) * row, min(rows, (self._rank + 1) * chunk) * row
+            return [Box((), ())] if rank == 0 else []
+        chunk = -(-full.shape[0] // self._world)
+        first, stop = (min(full.shape[0], number * chunk) for number in (rank, rank + 1))
+        return [Box((first, *(0 for _ in full.shape[1:])), (stop - first, *full.shape[1:]))]
 
     def step(self, version: int) -> float:
         """Pass the fence, then change the parameters."""
         waited = self._publisher.fence()
-        for shard, full in zip(self._shards, self._values(version).values(), strict=True):
-            shard.data.copy_(full.reshape(-1)[shard.start : shard.start + shard.numel])
+        values = self._values(version)
+        for shard in self._shards:
+            shard.data.copy_(values[shard.spec.name][shard.box.index])
+        return waited
+
+    def _change(self, change: Callable[[torch.Tensor], None]) -> float:
+        """Pass the fence, then `change` what a whole tensor is that holds each shard, flattened."""
+        waited = self._publisher.fence()
+        for shard in self._shards:
+            full = torch.zeros(shard.spec.shape)
+            full[shard.box.index] = shard.data
+            if full.numel():
+                change(full.view(-1))
+            shard.data.copy_(full[shard.box.index])
         return waited
 
     def nudge(self, version: int, every: int) -> float:
         """As `step`, but of each tensor only one element in so many changes, and that to what `nudged` says."""
-        waited = self._publisher.fence()
-        for shard in self._shards:
-            full = torch.zeros(max(shard.spec.numel, 1))
-            full[shard.start : shard.start + shard.numel] = shard.data
-            nudge_one(full, version, every)
-            shard.data.copy_(full[shard.start : shard.start + shard.numel])
-        return waited
+        return self._change(lambda flat: nudge_one(flat, version, every))
 
     def grow(self, version: int) -> float:
         """As `step`, but of each tensor only one element changes: see `grow_one`."""
-        waited = self._publisher.fence()
-        for shard in self._shards:
-            full = torch.zeros(max(shard.spec.numel, 1))
-            full[shard.start : shard.start + shard.numel] = shard.data
-            grow_one(full, version)
-            shard.data.copy_(full[shard.start : shard.start + shard.numel])
-        return waited
+        return self._change(lambda flat: grow_one(flat, version))
 
     def poison(self, name: str) -> None:
         """Pass the fence, then put a NaN into a tensor."""

@@ -133,9 +133,16 @@ def soak(
     result.unaccounted = [
         fault
         for fault in faults
-        if fault.kind not in absorbed and not _gives_back(fault) and fault.session not in ledger.failed_sessions
+        if fault.kind not in absorbed
+        and not _gives_back(fault)
+        and _whole_session(fault.session) not in ledger.failed_sessions
     ]
     return result
+
+
+def _whole_session(session: str) -> str:
+    """The coordinator's session that one of an engine, a link's or its own, belongs to."""
+    return "-".join(session.split("-")[:2])
 
 
 def _gives_back(fault: FaultRecord) -> bool:

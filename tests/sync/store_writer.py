@@ -13,12 +13,13 @@ import torch
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, Deadline, Topology
 from weightlane.sync import LocalShard, Manifest, TensorSpec
-from weightlane.sync.bucket_source import InPlace
-from weightlane.sync.packing import stream_places
+from weightlane.sync.bucket_source import FromSnapshot
+from weightlane.sync.packing import RunTable, stream_places
 from weightlane.sync.progress import Progress
 from weightlane.sync.seal import SealMail
-from weightlane.sync.send_pipeline import SendPipeline
+from weightlane.sync.send_pipeline import Destination, SendPipeline
 from weightlane.sync.snapshot import Snapshot
+from weightlane.sync.stream_parts import parts_of
 
 SECONDS = 20.0
 
@@ -57,17 +58,23 @@ class Writer:
         self.layout = Manifest(0, specs, 4096, whole_tensors=True)
         self.sender = CheckpointEngineRegistry().create("filesystem", options).make_sender("trainer-0")
         self.topology = Topology(session, {"trainer-0": self.sender.address()}, {})
-        self.pipeline = SendPipeline(session, self.sender, [], SealMail(NoMailbox()))
+        self.pipeline = SendPipeline(session, [self.sender], SealMail(NoMailbox()))
         self.pipeline.connect(self.topology, NoMailbox(), Deadline.after(SECONDS))
 
     def send(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        shards = [LocalShard(spec, 0, tensors[spec.name]) for spec in self.layout.specs]
-        snapshot, progress = Snapshot(shards, stream_places(shards, self.layout)), Progress("a snapshot", "writer")
+        shards = [LocalShard.whole(spec, tensors[spec.name]) for spec in self.layout.specs]
+        places, progress = stream_places(shards, self.layout), Progress("a snapshot", "writer")
+        assert places is not None
+        snapshot = Snapshot(shards, places)
         memory = torch.zeros(self.layout.total_bytes, dtype=torch.uint8)
         snapshot.take(memory, None, progress)
         deadline = Deadline.after(SECONDS)
-        source = InPlace(memory, self.layout, lambda until: progress.wait(until, deadline))
-        self.pipeline.send_version(replace(self.layout, version=version), source, deadline)
+        table = RunTable.of(parts_of(shards, places, self.layout.regions), self.layout)
+        source = FromSnapshot(memory, table, self.layout, lambda until: progress.wait(until, deadline), list)
+        nobody = Destination(self.sender, [])
+        self.pipeline.send_version(
+            replace(self.layout, version=version), source, deadline, destinations=lambda _: nobody
+        )
 
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
         self.send(version, tensors_of(version) if tensors is None else tensors)

@@ -80,7 +80,7 @@ def weight() -> torch.Tensor:
 
 
 def publisher(weight: torch.Tensor, *replicas: Shelf, **settings: Any) -> CollectivePublisher:
-    return CollectivePublisher([LocalShard(SPEC, 0, weight)], replicas, backend="shm", **settings)
+    return CollectivePublisher([LocalShard.whole(SPEC, weight)], replicas, backend="shm", **settings)
 
 
 def threads() -> set[str]:
@@ -163,7 +163,7 @@ def test_what_keeps_it_from_connecting_leaves_nothing_running(weight: torch.Tens
     with pytest.raises(ConfigError, match="rollout-0 takes part already"):
         publisher(weight, Shelf(), Shelf())
     with pytest.raises(UnknownEngineError):
-        CollectivePublisher([LocalShard(SPEC, 0, weight)], [Shelf()], backend="shn")
+        CollectivePublisher([LocalShard.whole(SPEC, weight)], [Shelf()], backend="shn")
     assert not {name for name in threads() if not name.startswith(("weightlane-control-roll", "weightlane-stage"))}
 
 

@@ -9,9 +9,11 @@ import torch
 
 from weightlane.ckpt_engines import SyncAbortedError
 from weightlane.sync import IncomingDelta, LocalShard, Manifest, StagedDelta, TensorSpec
+from weightlane.sync.boxes import Box
 from weightlane.sync.codecs.delta import TooDense
 from weightlane.sync.delta_encoding import DeltaEncoder, RankDelta, delta_manifest
 from weightlane.sync.manifest import Segment
+from weightlane.sync.stream_parts import parts_of
 
 SPECS = (
     TensorSpec("large", (9, 1_000_000), torch.uint8),
@@ -22,10 +24,13 @@ LAYOUT = Manifest(1, SPECS, 16 << 20, identity="t/1")
 PLACES = [entry.offset for entry in LAYOUT.entries]
 
 
+SHARDS = [LocalShard.whole(spec, torch.zeros(spec.shape, dtype=spec.dtype)) for spec in SPECS]
+PARTS = parts_of(SHARDS, PLACES, LAYOUT.regions)
+
+
 @pytest.fixture
 def encoder() -> Iterator[DeltaEncoder]:
-    shards = [LocalShard(spec, 0, torch.zeros(spec.numel, dtype=spec.dtype)) for spec in SPECS]
-    made = DeltaEncoder(shards, PLACES, LAYOUT)
+    made = DeltaEncoder(SHARDS, PLACES)
     yield made
     made.close()
 
@@ -45,7 +50,7 @@ def at_once(_: int) -> None:
 def test_what_several_threads_have_encoded_in_pieces_leads_to_the_new_version(encoder: DeltaEncoder) -> None:
     base, new = snapshots(100)
     asked: list[int] = []
-    delta = encoder.encode(base, new, base.numel(), asked.append)
+    delta = encoder.encode(PARTS, base, new, base.numel(), asked.append)
     assert isinstance(delta, RankDelta)
     assert asked == sorted(asked), "later parts of the snapshot are waited for before earlier ones are encoded"
     assert [segment.tensor for segment in delta.segments] == [0, 0, 1, 2], "a large tensor goes in pieces"
@@ -64,8 +69,8 @@ def test_a_snapshot_that_is_being_taken_is_encoded_too(encoder: DeltaEncoder) ->
     def ready(until_bytes: int) -> None:
         there[0] = until_bytes
 
-    delta = encoder.encode(base, new, base.numel(), ready, lambda: there[0] >= 9_000_000)
-    again = encoder.encode(base, new, base.numel(), at_once)
+    delta = encoder.encode(PARTS, base, new, base.numel(), ready, lambda: there[0] >= 9_000_000)
+    again = encoder.encode(PARTS, base, new, base.numel(), at_once)
     assert isinstance(delta, RankDelta)
     assert isinstance(again, RankDelta)
     assert delta.segments == again.segments
@@ -73,7 +78,7 @@ def test_a_snapshot_that_is_being_taken_is_encoded_too(encoder: DeltaEncoder) ->
 
 def test_a_delta_that_becomes_too_large_is_given_up(encoder: DeltaEncoder) -> None:
     base, new = snapshots(2)
-    found = encoder.encode(base, new, base.numel() // 2, at_once)
+    found = encoder.encode(PARTS, base, new, base.numel() // 2, at_once)
     assert isinstance(found, TooDense)
     assert found.reached_bytes > found.capacity_bytes == base.numel() // 2
 
@@ -87,16 +92,16 @@ def test_nothing_looks_at_a_snapshot_that_has_failed(encoder: DeltaEncoder, afte
             raise SyncAbortedError("given up.", part="a test")
 
     with pytest.raises(SyncAbortedError):
-        encoder.encode(base, new, base.numel(), ready)
+        encoder.encode(PARTS, base, new, base.numel(), ready)
     new.fill_(0)
     _, new = snapshots(50)
-    assert isinstance(encoder.encode(base, new, base.numel(), at_once), RankDelta)
+    assert isinstance(encoder.encode(PARTS, base, new, base.numel(), at_once), RankDelta)
 
 
 @pytest.mark.parametrize(("nbytes", "buckets"), [(1, 1), (512 << 10, 1), (2 << 20, 4), (100 << 20, 16), (1 << 30, 64)])
 def test_a_delta_is_cut_so_that_there_is_something_to_decode_while_the_rest_comes(nbytes: int, buckets: int) -> None:
     spec = TensorSpec("w", (1 << 30,), torch.uint8)
     layout = Manifest(1, (spec,), 16 << 20, identity="t/1")
-    manifest = delta_manifest(layout, 2, (1, "t/1"), "t/2", [[Segment(0, 0, spec.numel, nbytes)]])
+    manifest = delta_manifest(layout, 2, (1, "t/1"), "t/2", [[Segment(0, Box.whole(spec.shape), nbytes)]])
     assert manifest.bucket_count == buckets
     assert manifest.bucket_bytes <= layout.bucket_bytes

@@ -7,19 +7,18 @@ import torch
 
 from weightlane.sync import LocalShard, TensorSpec
 from weightlane.sync.delta_encoding import DeltaEncoder
-from weightlane.sync.manifest import Manifest
 from weightlane.sync.packing import compact_places
 
 
 def encoder_of(tensors: list[torch.Tensor]) -> tuple[DeltaEncoder, torch.Tensor]:
     """Of live `tensors`, and a snapshot of them as they are."""
     specs = [TensorSpec(str(number), tuple(tensor.shape), tensor.dtype) for number, tensor in enumerate(tensors)]
-    shards = [LocalShard(spec, 0, tensor.view(-1)) for spec, tensor in zip(specs, tensors, strict=True)]
+    shards = [LocalShard.whole(spec, tensor.view(-1)) for spec, tensor in zip(specs, tensors, strict=True)]
     places = compact_places(shards)
     base = torch.zeros(sum(shard.nbytes for shard in shards) + 64 * len(shards), dtype=torch.uint8)
     for place, shard in zip(places, shards, strict=True):
         base[place : place + shard.nbytes].copy_(shard.data.view(torch.uint8))
-    return DeltaEncoder(shards, places, Manifest(0, tuple(specs), 1 << 16)), base
+    return DeltaEncoder(shards, places), base
 
 
 @pytest.mark.parametrize("sizes", [[3_000_000, 1_000_001, 7], [2048] * 1500, [5]])

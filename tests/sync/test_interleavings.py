@@ -22,6 +22,7 @@ from weightlane.ckpt_engines import (
 )
 from weightlane.ckpt_engines.shm import ShmEngine
 from weightlane.sync import Expectation, ExpectedTensor, LocalShard, Manifest, Publisher, Rendezvous, Subscriber
+from weightlane.sync.boxes import Box
 from weightlane.sync.codec_choice import Choice
 from weightlane.sync.codecs.delta import encode
 from weightlane.sync.correspondence import TroubleError
@@ -31,9 +32,9 @@ from weightlane.sync.manifest import Segment
 from weightlane.sync.messages import Open
 from weightlane.sync.progress import Progress
 from weightlane.sync.publication import Base, Publication, Slot
+from weightlane.sync.receiving import Receiving, Source
 from weightlane.sync.staged_delta import IncomingDelta, StagedDelta
 from weightlane.sync.staging import Staging
-from weightlane.sync.subscriber import _Link
 
 DENSE = Manifest(1, (SPEC,), 64, identity="a/1")
 
@@ -54,7 +55,7 @@ def delta_to(new: float, base: Manifest, old: float) -> StagedDelta:
         base_identity=base.identity,
         identity=f"a/{version}",
         lasting=False,
-        segments=tuple(Segment(0, 8 * number, 8, part.numel()) for number, part in enumerate(parts)),
+        segments=tuple(Segment(0, Box((8 * number,), (8,)), part.numel()) for number, part in enumerate(parts)),
     )
     return StagedDelta.of(IncomingDelta(manifest, iter(parts).__next__))
 
@@ -108,7 +109,7 @@ def test_a_delta_that_stops_half_way_leaves_no_base(monkeypatch: pytest.MonkeyPa
     with pytest.raises(MemoryError):
         staging.apply(delta)
     monkeypatch.undo()
-    assert staging.kept_identity == "", "the next delta would be applied to a mixture"
+    assert staging.kept_identity("") == "", "the next delta would be applied to a mixture"
     with pytest.raises(CommitError):
         staging.take_previous(2)
 
@@ -164,7 +165,7 @@ def offered(manifest: Manifest) -> Open:
 def test_a_delta_of_an_attempt_that_failed_is_not_taken_for_what_came_after(subscriber: Subscriber) -> None:
     subscriber.prepare_delta = StagedDelta.of
     subscriber._delta = (2, delta_to(2.0, DENSE, 1.0))
-    subscriber._link = _Link("", FarAway(), "t-0", FarAway())  # type: ignore[arg-type]
+    subscriber._receiving = Receiving("", FarAway(), (Source(FarAway(), "t-0", ()),))  # type: ignore[arg-type]
     subscriber._handle(offered(replace(DENSE, version=2, identity="b/2")))  # of a trainer that was started anew
     assert subscriber.take_delta(2) is None, "another publication's values would be put into the live weights"
 
@@ -179,9 +180,9 @@ def test_a_delta_that_is_given_up_while_it_is_loaded_is_taken_back_once_it_is_re
     subscriber._aborted(2)
     subscriber.release(2)
     deadline = time.monotonic() + 2.0
-    while not staging.kept_identity and time.monotonic() < deadline:
+    while not staging.kept_identity("") and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert staging.kept_identity == "a/1", "the next delta is refused"
+    assert staging.kept_identity("") == "a/1", "the next delta is refused"
     version, tensors = staging.take_previous(2)
     assert (version, float(tensors["w"][0])) == (1, 1.0)
 
@@ -257,12 +258,11 @@ def test_what_the_ranks_said_of_old_versions_does_not_stay_in_the_store(rendezvo
 
 
 def publisher_of(rendezvous: Rendezvous, engine: str, options: dict[str, Any], **more: Any) -> Publisher:
-    shards = [LocalShard(SPEC, 0, torch.zeros(16))]
+    shards = [LocalShard.whole(SPEC, torch.zeros(16))]
     return Publisher(
         "t-0",
         rendezvous.address,
-        **({"rank": 0, "world": 1, "deadline_s": 5.0} | more),
-        specs=[SPEC],
+        **({"deadline_s": 5.0} | more),
         shards=shards,
         engine=CheckpointEngineRegistry().create(engine, options),
         bucket_bytes=64,
@@ -287,10 +287,7 @@ def test_other_memory_is_taken_within_the_limit_that_one_snapshot_fills(
     publisher = Publisher(
         "t-0",
         rendezvous.address,
-        rank=0,
-        world=1,
-        specs=[spec],
-        shards=[LocalShard(spec, 0, torch.zeros(200_000))],
+        shards=[LocalShard.whole(spec, torch.zeros(200_000))],
         engine=CheckpointEngineRegistry().create("shm", {"socket_dir": str(socket_dir), "max_shared_mib": 1}),
         bucket_bytes=64 << 10,
         deadline_s=5.0,
@@ -319,10 +316,8 @@ class Elsewhere(ShmEngine):
 
 def test_an_engine_is_asked_for_memory_of_its_devices_only(rendezvous: Rendezvous) -> None:
     engine = Elsewhere(Elsewhere.config_type())
-    shards = [LocalShard(SPEC, 0, torch.zeros(16))]
-    Publisher(
-        "t-0", rendezvous.address, rank=0, world=1, specs=[SPEC], shards=shards, engine=engine, bucket_bytes=64
-    ).close()
+    shards = [LocalShard.whole(SPEC, torch.zeros(16))]
+    Publisher("t-0", rendezvous.address, shards=shards, engine=engine, bucket_bytes=64).close()
 
 
 def test_the_coordinator_does_not_wait_for_a_full_version_that_nobody_holds(make_run: Callable[..., Run]) -> None:

@@ -13,7 +13,7 @@ from hop_run import Run, expected
 
 from weightlane.ckpt_engines import QuarantinedError, StagingMemoryError, SyncAbortedError
 from weightlane.sync import Manifest, TensorSpec
-from weightlane.sync.staging import Staging
+from weightlane.sync.staging import Staging, Stream
 from weightlane.sync.subscriber import adjoined
 
 SPEC = TensorSpec("w", (16,), torch.float32)
@@ -87,7 +87,7 @@ def staged(staging: Staging, version: int) -> torch.Tensor:
     manifest = Manifest(version, (SPEC,), 64, lasting=True)
     lent = torch.full((64,), version, dtype=torch.uint8)
     staging.reserve(manifest, lent=True)
-    staging.complete(manifest, lent)
+    staging.complete(manifest, Stream([(0, lent)]))
     return lent
 
 
@@ -132,7 +132,7 @@ def test_closed_staging_keeps_no_memory_but_what_somebody_looks_at() -> None:
     alive = weakref.ref(memory)
     manifest = Manifest(1, (SPEC,), 64, lasting=True)
     staging.reserve(manifest, lent=True)
-    staging.complete(manifest, torch.from_numpy(memory))
+    staging.complete(manifest, Stream([(0, torch.from_numpy(memory))]))
     del memory
     tensors = staging.take(1)
     staging.close()

@@ -284,17 +284,14 @@ def test_weights_of_linear_layers_are_quantised_and_nothing_else(
 def test_what_cannot_be_quantised_is_refused_when_the_publisher_is_made() -> None:
     spec = TensorSpec("q.weight", (4, 6), torch.float32)
     with pytest.raises(ConfigError, match="no whole rows of 6"):
-        QuantisedShards([LocalShard(spec, 3, torch.zeros(12))], "fp8")
+        QuantisedShards([LocalShard(spec, (0, 3), torch.zeros(4, 3))], "fp8")
     norm = TensorSpec("norm.weight", (4,), torch.float32)
     rendezvous = Rendezvous.host()
     with pytest.raises(ConfigError, match="no tensor of this checkpoint is the matrix of a linear layer"):
         Publisher(
             "trainer-0",
             rendezvous.address,
-            rank=0,
-            world=1,
-            specs=[norm],
-            shards=[LocalShard(norm, 0, torch.zeros(4))],
+            shards=[LocalShard.whole(norm, torch.zeros(4))],
             engine=CheckpointEngineRegistry().create("shm"),
             bucket_bytes=1 << 16,
             quantise="fp8",
@@ -322,7 +319,7 @@ def test_a_snapshot_is_offered_as_far_as_it_is_there_and_parameters_may_change_o
     monkeypatch.setattr(quantised_snapshot, "_CHUNK_NUMEL", 1 << 16)
     specs = [TensorSpec(f"{name}.weight", (700, 400), torch.float32) for name in "ab"]
     values = {spec.name: torch.randn(spec.shape, generator=torch.Generator().manual_seed(1)) for spec in specs}
-    shards = [LocalShard(spec, 0, values[spec.name].view(-1)) for spec in specs]
+    shards = [LocalShard.whole(spec, values[spec.name].view(-1)) for spec in specs]
     ours = QuantisedShards(shards, scheme)
     for whole in (False, True):
         layout = Manifest(0, tuple(wire_specs(specs, scheme)), 1 << 20, whole_tensors=whole)
@@ -357,8 +354,8 @@ def test_a_gpu_quantises_into_its_own_memory_and_into_pinned_memory(scheme: str,
     for first, rows in ((0, 700), (0, 300), (300, 400)):
         found = []
         for device in ("cpu", "cuda"):
-            live = values[first : first + rows].contiguous().view(-1).to(device)
-            ours = QuantisedShards([LocalShard(spec, first * 400, live)], scheme)
+            live = values[first : first + rows].contiguous().to(device)
+            ours = QuantisedShards([LocalShard(spec, (first, 0), live)], scheme)
             snapshot, remains = ours.snapshot(compact_places(ours.held)), Remains()
             memory = torch.zeros(snapshot.nbytes, dtype=torch.uint8, device="cpu" if pinned else device)
             if pinned and device == "cuda":
@@ -374,16 +371,15 @@ def test_a_gpu_quantises_into_its_own_memory_and_into_pinned_memory(scheme: str,
 def test_a_sample_tells_about_how_much_a_delta_would_hold(scheme: str) -> None:
     spec = TensorSpec("a.weight", (640, 512), torch.float32)
     data = torch.randn(spec.shape, generator=torch.Generator().manual_seed(1))
-    specs = wire_specs([spec], scheme)
     for first, rows in (
         (0, 640),
         (100, 300),
         (10, 50),
     ):  # a whole matrix, cut blocks on both sides, nothing but a cut block
         live = data[first : first + rows].clone()
-        ours = QuantisedShards([LocalShard(spec, first * 512, live.view(-1))], scheme)
+        ours = QuantisedShards([LocalShard(spec, (first, 0), live)], scheme)
         places = compact_places(ours.held)
-        encoder = DeltaEncoder(ours.held, places, Manifest(0, tuple(specs), 1 << 20))
+        encoder = DeltaEncoder(ours.held, places)
         base, snapshot = torch.zeros(1 << 19, dtype=torch.uint8), ours.snapshot(places)
         remains = Remains()
         snapshot.take(base, None, Progress("it", "test"), remains)

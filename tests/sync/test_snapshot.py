@@ -53,7 +53,7 @@ def test_shards_are_cast_to_the_wire_dtype_exactly_as_torch_does(wire: torch.dty
         random_floats(1, seed=2)[0],
         random_floats(300, 400, seed=3),
     ]
-    shards = [LocalShard(TensorSpec(f"t{i}", tuple(data.shape), wire), 0, data) for i, data in enumerate(sources)]
+    shards = [LocalShard.whole(TensorSpec(f"t{i}", tuple(data.shape), wire), data) for i, data in enumerate(sources)]
     places = compact_places(shards)
     memory, _ = take(shards, places)
     for shard, place in zip(shards, places, strict=True):
@@ -62,7 +62,7 @@ def test_shards_are_cast_to_the_wire_dtype_exactly_as_torch_does(wire: torch.dty
 
 def test_many_small_tensors_back_to_back_are_each_in_their_place() -> None:
     sources = [random_floats(16, seed=seed) for seed in range(500)]
-    shards = [LocalShard(TensorSpec(f"t{i}", (16,), torch.bfloat16), 0, data) for i, data in enumerate(sources)]
+    shards = [LocalShard.whole(TensorSpec(f"t{i}", (16,), torch.bfloat16), data) for i, data in enumerate(sources)]
     places = [32 * index for index in range(500)]
     memory, seen = take(shards, places)
     assert torch.equal(memory, bits(torch.cat(sources).bfloat16()))
@@ -71,7 +71,7 @@ def test_many_small_tensors_back_to_back_are_each_in_their_place() -> None:
 
 def test_a_transposed_parameter_is_read_when_the_snapshot_is_taken_and_not_when_it_is_set_up() -> None:
     live = random_floats(30, 20)
-    shard = LocalShard(TensorSpec("t", (20, 30), torch.float32), 0, live.t())
+    shard = LocalShard(TensorSpec("t", (20, 30), torch.float32), (0, 0), live.t())
     snapshot, progress = Snapshot([shard], [0]), Progress("a snapshot", "test")
     live.copy_(random_floats(30, 20, seed=9))
     memory = torch.zeros(snapshot.nbytes, dtype=torch.uint8)
@@ -82,9 +82,9 @@ def test_a_transposed_parameter_is_read_when_the_snapshot_is_taken_and_not_when_
 def test_progress_grows_over_a_large_tensor_and_ends_know_each_tensors_end() -> None:
     data = torch.arange(20 << 20, dtype=torch.float32)
     shards = [
-        LocalShard(TensorSpec("large", (20 << 20,), torch.float32), 0, data),
-        LocalShard(TensorSpec("split", (8,), torch.float32), 0, data[:4]),
-        LocalShard(TensorSpec("split", (8,), torch.float32), 4, data[4:8]),
+        LocalShard(TensorSpec("large", (20 << 20,), torch.float32), (0,), data),
+        LocalShard(TensorSpec("split", (8,), torch.float32), (0,), data[:4]),
+        LocalShard(TensorSpec("split", (8,), torch.float32), (4,), data[4:8]),
     ]
     places = [0, 80 << 20, (80 << 20) + 16]
     snapshot = Snapshot(shards, places)
@@ -100,14 +100,14 @@ class Tripping(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if function is torch.Tensor.reshape:
+        if function in (torch.Tensor.numpy, torch.Tensor.copy_):
             raise RuntimeError("the device is gone")
         return super().__torch_function__(function, types, args, kwargs or {})
 
 
 def test_nothing_is_read_any_more_when_a_copy_has_failed() -> None:
     data = [torch.ones(9 << 20), torch.ones(9 << 20).as_subclass(Tripping), *(torch.ones(9 << 20) for _ in range(4))]
-    shards = [LocalShard(TensorSpec(f"t{i}", (9 << 20,), torch.float32), 0, x) for i, x in enumerate(data)]
+    shards = [LocalShard.whole(TensorSpec(f"t{i}", (9 << 20,), torch.float32), x) for i, x in enumerate(data)]
     places = compact_places(shards)
     snapshot, progress = Snapshot(shards, places), Progress("a snapshot", "test")
     memory = torch.zeros(snapshot.nbytes, dtype=torch.uint8)

@@ -14,14 +14,15 @@ import torch
 
 from weightlane.ckpt_engines import Bucket, ClosedError, CommitError, Deadline, ProtocolError, WeightlaneError
 from weightlane.sync import Expectation, ExpectedTensor, IncomingDelta, Manifest, Rendezvous, Subscriber, TensorSpec
+from weightlane.sync.boxes import Box
 from weightlane.sync.codecs.delta import Encoded, encode
 from weightlane.sync.delta_decoding import DeltaDecoding
 from weightlane.sync.manifest import Segment
 from weightlane.sync.messages import Accepted, Failed, Message, Open, Staged
+from weightlane.sync.receiving import Receiving, Source
 from weightlane.sync.rendezvous import COORDINATOR
 from weightlane.sync.seal import seal
 from weightlane.sync.staged_delta import StagedDelta
-from weightlane.sync.subscriber import _Link
 
 SPECS = tuple(TensorSpec(name, (8,), torch.float32) for name in "abc")
 BASE = Manifest(1, SPECS, 64, identity="t/1")
@@ -37,7 +38,7 @@ def delta_of(parts: list[torch.Tensor], version: int = 2) -> Manifest:
         base_version=1,
         base_identity="t/1",
         identity=f"t/{version}",
-        segments=tuple(Segment(number, 0, 8, part.numel()) for number, part in enumerate(parts)),
+        segments=tuple(Segment(number, Box((0,), (8,)), part.numel()) for number, part in enumerate(parts)),
     )
 
 
@@ -101,7 +102,7 @@ class Rollout:
 
     def offer(self, line: Line) -> None:
         manifest = line.manifest
-        self.subscriber._link = _Link("", line, "t-0", line)  # type: ignore[arg-type]
+        self.subscriber._receiving = Receiving("", line, (Source(line, "t-0", ()),))  # type: ignore[arg-type]
         plain = manifest.to_plain()
         self.subscriber._dispatch(
             Open(session="", version=manifest.version, manifest=plain, deadline_s=WAIT_S, stall_s=WAIT_S)
@@ -230,7 +231,7 @@ def test_what_is_left_out_by_whoever_prepares_must_be_valid_too() -> None:
     decoding = DeltaDecoding(manifest, lambda _: "made", Deadline.after(WAIT_S), "r/0")
 
     def all_of_it() -> None:
-        decoding.arrived(torch.cat(parts))
+        decoding.arrived(0, torch.cat(parts))
         decoding.result()
 
     with pytest.raises(ProtocolError, match="the delta of b"):
@@ -247,7 +248,7 @@ def test_a_delta_whose_decoding_does_not_end_is_given_up() -> None:
         StagedDelta.of(delta)
 
     decoding = DeltaDecoding(manifest, prepare, Deadline.after(0.2), "r/0")
-    decoding.arrived(torch.cat(parts))
+    decoding.arrived(0, torch.cat(parts))
     with pytest.raises(WeightlaneError, match="waiting for the delta of version 2 to be decoded"):
         decoding.result()
     end.set()

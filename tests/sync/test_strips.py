@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from weightlane.sync import LocalShard, Manifest, TensorSpec
 from weightlane.sync.packing import RunTable, compact_places, copy_runs, gather_runs, scatter_runs
-from weightlane.sync.strips import Run, Window
+from weightlane.sync.stream_parts import parts_of
+from weightlane.sync.strips import Piece, Rows, Window
 
 runs = st.lists(st.tuples(st.integers(0, 3), st.sampled_from([4, 4, 4, 8, 64])), min_size=0, max_size=30)
 
@@ -26,23 +27,24 @@ def test_runs_of_any_length_and_order_get_to_their_places(
     order = list(range(len(placed)))
     if shuffled:
         random.shuffle(order)  # type: ignore[attr-defined]
-    found: dict[int, Run] = {}
+    found: dict[int, Piece] = {}
     for index in order:
-        found[index] = Run(placed[index][0], snapshot, placed[index][1])
+        found[index] = Piece.run(placed[index][0], snapshot, placed[index][1])
         snapshot += placed[index][1]
-    table = RunTable(list(found.values()))
+    table = RunTable(found.values())
     held = torch.randint(256, (snapshot,), dtype=torch.uint8)
     stop = min(start + length, stream)
     start = min(start, stop)
 
     expected = torch.full((stop - start,), 7, dtype=torch.uint8)
-    for run in table.within(start, stop):
-        expected[run.stream - start : run.stream - start + run.nbytes] = held[run.snapshot : run.snapshot + run.nbytes]
+    for piece in table.within(start, stop):
+        to, come = piece.stream, piece.snapshot
+        expected[to.start - start : to.end - start] = held[come.start : come.end]
     straight, by_way_of_peer = (torch.full_like(expected, 7) for _ in range(2))
     copy_runs(held, table, start, stop, straight)
     assert torch.equal(straight, expected)
     packed = gather_runs(held, table, start, stop, torch.empty(table.bytes_within(start, stop), dtype=torch.uint8))
-    assert packed.numel() == table.bytes_within(start, stop) == sum(run.nbytes for run in table.within(start, stop))
+    assert packed.numel() == table.bytes_within(start, stop) == sum(piece.nbytes for piece in table.within(start, stop))
     scatter_runs(packed.clone(), table, start, stop, by_way_of_peer)
     assert torch.equal(by_way_of_peer, expected)
 
@@ -50,9 +52,9 @@ def test_runs_of_any_length_and_order_get_to_their_places(
 def test_ten_thousand_halves_are_one_strip_and_are_sent_from_where_they_lie() -> None:
     specs = [TensorSpec(f"t{index}", (64,), torch.bfloat16) for index in range(10_000)]
     data = torch.zeros(32, dtype=torch.bfloat16)
-    shards = [LocalShard(spec, 32, data) for spec in specs]
+    shards = [LocalShard(spec, (32,), data) for spec in specs]
     manifest = Manifest(1, tuple(specs), 1 << 20)
-    table = RunTable.of_shards(shards, compact_places(shards), manifest)
+    table = RunTable.of(parts_of(shards, compact_places(shards), manifest.regions), manifest)
     start, stop = manifest.window(0)
     window = table.window(start, stop)
     assert len(window.strips) == 1
@@ -64,8 +66,32 @@ def test_ten_thousand_halves_are_one_strip_and_are_sent_from_where_they_lie() ->
 
 
 def test_runs_that_go_backwards_or_lie_over_each_other_are_no_rows() -> None:
-    backwards = [Run(0, 8, 4), Run(8, 4, 4), Run(16, 0, 4)]
+    backwards = [Piece.run(0, 8, 4), Piece.run(8, 4, 4), Piece.run(16, 0, 4)]
     assert len(Window.of(backwards).strips) == 3
-    overlapping = [Run(0, 0, 8), Run(16, 4, 8), Run(32, 8, 8)]
+    overlapping = [Piece.run(0, 0, 8), Piece.run(16, 4, 8), Piece.run(32, 8, 8)]
     assert len(Window.of(overlapping).strips) == 3
     assert Window.of([]).nbytes == 0
+
+
+@settings(deadline=None)
+@given(
+    st.integers(0, 50), st.integers(1, 8), st.integers(0, 6), st.integers(1, 9), st.integers(0, 90), st.integers(0, 90)
+)
+def test_a_window_takes_of_columns_what_lies_in_it(
+    first: int, nbytes: int, gap: int, count: int, start: int, length: int
+) -> None:
+    rows = Rows(first, nbytes + gap, nbytes, count)
+    piece = Piece(rows, Rows(1000, nbytes, nbytes, count))
+    at = {
+        rows.start + row * rows.step + byte: 1000 + row * nbytes + byte
+        for row in range(count)
+        for byte in range(nbytes)
+    }
+    found = {}
+    for part in piece.within(start, start + length):
+        for row in range(part.stream.count):
+            for byte in range(part.stream.nbytes):
+                to = part.stream.start + row * part.stream.step + byte
+                assert to not in found
+                found[to] = part.snapshot.start + row * part.snapshot.step + byte
+    assert found == {to: come for to, come in at.items() if start <= to < start + length}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,13 +30,27 @@ def distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_built_in_engine_is_found_by_its_entry_point() -> None:
-    assert "fsdp2" in training_engine_names()
+    assert {"fsdp2", "megatron"} <= set(training_engine_names())
     assert training_engine_class("fsdp2") is Fsdp2Engine
 
 
 def test_an_unknown_name_lists_all_and_suggests_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"'fsdp'\. Did you mean 'fsdp2'\? Installed: .*fsdp2"):
         training_engine_class("fsdp")
+
+
+def test_an_engine_whose_library_is_missing_names_the_extra_that_brings_it(children: Any) -> None:
+    program = (
+        "import sys; sys.modules['megatron'] = None\n"
+        "from weightlane.ckpt_engines import ConfigError\n"
+        "from weightlane.trainer.registry import training_engine_class\n"
+        "try:\n    training_engine_class('megatron')\n"
+        "except ConfigError as error:\n    print(error.message, error.hint)\n"
+    )
+    status, output, errors = children.run(["-c", program])
+    assert status == 0, errors
+    assert "'megatron' could not be imported" in output
+    assert "pip install 'weightlane[megatron]'" in output
 
 
 @pytest.mark.usefixtures("distribution")

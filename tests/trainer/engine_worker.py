@@ -1,6 +1,6 @@
-"""One trainer rank of the FSDP2 tests: reads commands from stdin, one JSON object per line, and answers each with one.
+"""One trainer rank of the engines' tests: reads commands from stdin, one JSON object per line, and answers each with one.
 
-    python fsdp2_worker.py RANK WORLD PORT TIMEOUT_S
+    python engine_worker.py RANK WORLD PORT TIMEOUT_S
 
 A command is ``{"do": name, ...arguments}``; the answer ``{"ok": value}``, or ``{"error": type, "message": text}``. Tensors
 travel in files. The real engine runs here: nothing is replaced.
@@ -22,8 +22,9 @@ from torch.distributed.tensor import DTensor
 from weightlane.ckpt_engines import WeightlaneError
 from weightlane.trainer.batch import Sample, TrainBatch
 from weightlane.trainer.config import AlgorithmConfig, TrainerConfig
-from weightlane.trainer.fsdp2 import Fsdp2Engine
+from weightlane.trainer.engine import TrainingEngine
 from weightlane.trainer.losses import LossFn, grpo_loss, sft_loss
+from weightlane.trainer.registry import training_engine_class
 
 
 def make_batch(step: int, rows: int, vocab: int) -> TrainBatch:
@@ -52,19 +53,22 @@ class Worker:
 
     def __init__(self, rank: int, world: int, port: int, timeout_s: float) -> None:
         self._rank, self._world, self._port, self._timeout_s = rank, world, port, timeout_s
-        self._engine: Fsdp2Engine | None = None
+        self._engine: TrainingEngine | None = None
+        self._first: TrainingEngine | None = None
 
-    def _open(self) -> Fsdp2Engine:
+    def _open(self) -> TrainingEngine:
         assert self._engine is not None
         return self._engine
 
     def setup(self, model: str, trainer: dict[str, Any] | None = None) -> int:
-        config = TrainerConfig(device="cpu", collective_timeout_s=self._timeout_s, **(trainer or {}))
-        fresh = Fsdp2Engine(config, self._rank, self._world, ("127.0.0.1", self._port))
+        config = TrainerConfig(device="cpu", ranks=self._world, collective_timeout_s=self._timeout_s, **(trainer or {}))
+        fresh = training_engine_class(config.engine)(config, self._rank, self._world, ("127.0.0.1", self._port))
         # The first engine owns the process group and stays alive; later ones share the group.
+        if self._engine is not None and self._engine is not self._first:
+            self._engine.close()  # the process groups that it made end with it, and their threads
         fresh.setup(Path(model), seed=0)
         self._engine = fresh
-        self._keep = [*getattr(self, "_keep", []), fresh]
+        self._first = self._first or fresh
         return fresh.step
 
     def train(
@@ -77,15 +81,57 @@ class Worker:
             reports.append({**metrics, "norm": norm})
         return reports
 
+    def train_twice(self) -> float:
+        """The gradient norm of a step on two batches."""
+        for step in range(2):
+            self._open().forward_backward(make_batch(step, 6, 61), make_loss("grpo"))
+        return self._open().optim_step(lambda names: None)
+
     def shards(self, file: str, wire_dtype: str = "float32") -> list[int]:
         """Save this rank's shards to `file`; returns the storage addresses behind them."""
         shards = self._open().local_shards(getattr(torch, wire_dtype))
-        plain = [
-            (s.spec.name, s.spec.shape, str(s.spec.dtype), s.start, s.data.clone(), s.data.is_contiguous())
-            for s in shards
-        ]
+        plain = [(s.spec.name, s.spec.shape, str(s.spec.dtype), s.starts, s.data.clone()) for s in shards]
         torch.save(plain, f"{file}.{self._rank}")
         return [shard.data.untyped_storage().data_ptr() for shard in shards]
+
+    def forward_weights(self, file: str) -> None:
+        """Save the parameters that a megatron engine's forward pass uses to `file`, as slices of checkpoint tensors."""
+        from weightlane.trainer.megatron import MegatronEngine
+        from weightlane.trainer.megatron_weights import model_slices
+
+        engine = self._open()
+        assert isinstance(engine, MegatronEngine)
+        slices = model_slices(engine._chunks, engine._facts.shape, engine._coordinates)
+        torch.save([(name, starts, data.clone()) for name, starts, data in slices], f"{file}.{self._rank}")
+
+    def vocab_logprobs(self, scale: float, dtype: str) -> dict[str, float]:
+        """How far log-probabilities over a split vocabulary of 7 tokens, padded to 8, are from those over the whole one."""
+        from megatron.core import parallel_state
+
+        from weightlane.trainer.losses import token_logprobs
+        from weightlane.trainer.megatron_logprobs import vocab_parallel_logprobs
+
+        random_of = torch.Generator().manual_seed(0)
+        logits = (torch.randn(2, 5, 7, generator=random_of) * scale).to(getattr(torch, dtype))
+        targets = torch.randint(7, (2, 5), generator=random_of)
+        weights = torch.randn(2, 5, generator=random_of)
+        whole = logits.clone().requires_grad_()
+        expected = token_logprobs(whole, targets, 0.7)
+        (expected * weights).sum().backward()
+        width = 8 // self._world
+        padded = torch.nn.functional.pad(logits, (0, 1), value=1e4)
+        mine = padded[..., self._rank * width : (self._rank + 1) * width].clone().requires_grad_()
+        group = parallel_state.get_tensor_model_parallel_group()
+        got = vocab_parallel_logprobs(mine, targets, first=self._rank * width, vocab=7, temperature=0.7, group=group)
+        (got * weights).sum().backward()
+        assert mine.grad is not None
+        assert whole.grad is not None
+        slope = torch.nn.functional.pad(whole.grad, (0, 1))[..., self._rank * width : (self._rank + 1) * width]
+        return {
+            "value": float((got - expected).abs().max().detach()),
+            "slope": float((mine.grad - slope).abs().max()),
+            "float32": float(got.dtype == torch.float32),
+        }
 
     def save(self, directory: str) -> int:
         self._open().save(Path(directory))
@@ -108,11 +154,12 @@ class Worker:
         With `fail_at`, that call raises.
         """
         engine = self._open()
-        live = {shard.spec.name: shard.data for shard in engine.local_shards(torch.float32) if shard.data.numel()}
-        before = {name: data.clone() for name, data in live.items()}
+        live = [(shard.spec.name, shard.data) for shard in engine.local_shards(torch.float32) if shard.data.numel()]
+        before = [data.clone() for _, data in live]
 
         def changed() -> list[str]:
-            return [name for name, data in live.items() if not torch.equal(data, before[name])]
+            pairs = zip(live, before, strict=True)
+            return list(dict.fromkeys(name for (name, data), old in pairs if not torch.equal(data, old)))
 
         calls: list[dict[str, list[str]]] = []
 
@@ -130,7 +177,7 @@ class Worker:
         return {
             "calls": calls,
             "changed": changed(),
-            "published": list(live),
+            "published": list(dict.fromkeys(name for name, _ in live)),
             "error": error,
             "step": engine.step,
         }
@@ -140,7 +187,10 @@ class Worker:
 
         Returns, per step, the parameters that differ in any bit from the copy's.
         """
+        from weightlane.trainer.fsdp2 import Fsdp2Engine
+
         engine = self._open()
+        assert isinstance(engine, Fsdp2Engine)
         assert engine._model is not None
         live = dict(engine._model.named_parameters())
         twins = {name: parameter.detach().clone().requires_grad_() for name, parameter in live.items()}
@@ -192,7 +242,7 @@ class Worker:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard if size is None else size, hard))
 
     def close(self) -> None:
-        for engine in reversed(getattr(self, "_keep", [])):
+        for engine in filter(None, (self._engine, self._first)):
             engine.close()
             engine.close()
 

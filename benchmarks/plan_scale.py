@@ -1,0 +1,194 @@
+"""What planning costs at scale, and how long the planned transfers should take.
+
+    python -m benchmarks.plan_scale [--case NAME] [--rounds 3] [--gb-per-s 50] [--json FILE] [--markdown]
+
+Synthetic placements of large models (`weightlane.sync.transfer_plan.shapes`), the real planner, one core. Each case runs in a
+process of its own, whose peak memory is the largest resident set, torch and the placements included. No weights, no transfer:
+seconds of transfers are predicted for the given network cards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.command import Report, finish, say
+from weightlane.sync.placement import Placement
+from weightlane.sync.transfer_plan import Network, plan_report, plan_transfer, shares
+from weightlane.sync.transfer_plan.layouts import RolloutLayout, TrainerLayout
+from weightlane.sync.transfer_plan.shapes import Wire, shape_named, weights
+
+CASES: dict[str, tuple[str, str, str, Wire, bool]] = {
+    "1t": ("1t", "pp8 ep32", "8x tp16 ep16", "bf16", False),
+    "1t-fp8": ("1t", "pp8 ep32", "8x tp16 ep16", "fp8", False),
+    "1t-64-replicas": ("1t", "pp8 ep32", "64x tp16 ep16", "bf16", True),
+    "235b": ("235b", "pp4 tp4 ep8 dp2", "4x tp8 ep8", "bf16", False),
+    "235b-fsdp": ("235b", "fsdp64", "8x tp8", "bf16", False),
+    "235b-relayed": ("235b", "pp4 tp4 ep8 dp2", "16x tp8 ep8", "bf16", True),
+    "30b": ("30b", "fsdp32", "8x tp2", "bf16", False),
+    "30b-fp8": ("30b", "pp2 tp2 ep8", "8x tp2", "fp8", False),
+}
+"""Shape, trainer, rollout, type on the wire, and whether receivers may relay."""
+MOST_S = 5.0
+MOST_MIB = 1024.0
+"""What planning the first case may take."""
+_LATENCY_S = 20e-6
+_TIMEOUT_S = 300.0
+
+
+def measure_case(name: str, rounds: int, bytes_per_s: float) -> dict[str, Any]:
+    """Plan a case so often, here, and explain the plan."""
+    shape_name, trainer, rollout, wire, relay = CASES[name]
+    shape = shape_named(shape_name)
+    tensors = weights(shape, wire)
+    held = TrainerLayout.parse(trainer).placements(shape, tensors)
+    needed = RolloutLayout.parse(rollout).placements(shape, tensors)
+    before_mib = _peak_mib()
+    wall_s, cpu_s, digests = [], [], set()
+    for _ in range(rounds):
+        # What another process parsed is no object of this one: nothing is left of the round before.
+        fresh_held, fresh_needed = _again(held), _again(needed)
+        began, ran = time.perf_counter(), time.process_time()
+        plan = plan_transfer(shares(fresh_held), fresh_needed)
+        wall_s.append(time.perf_counter() - began)
+        cpu_s.append(time.process_time() - ran)
+        digests.add(plan.digest)
+    peak_mib = _peak_mib()
+    network = Network(bytes_per_s, bytes_per_s, _LATENCY_S)
+    report = plan_report(held, needed, network, may_relay=relay, links=0)
+    return {
+        "case": name,
+        "shape": shape.name,
+        "trainer": trainer,
+        "rollout": rollout,
+        "wire": wire,
+        "may_relay": relay,
+        "wall_s": wall_s,
+        "cpu_s": cpu_s,
+        "peak_mib": peak_mib,
+        "before_planning_mib": before_mib,
+        "verified": digests == {report["digest"]} and report["crossing_bytes"] == report["minimum_bytes"],
+        **report,
+    }
+
+
+def _again(placements: dict[str, Placement]) -> dict[str, Placement]:
+    """The same placements in other objects, but one for all ranks that shared one."""
+    copies = {id(each): Placement(each.specs, each.boxes) for each in placements.values()}
+    return {name: copies[id(each)] for name, each in placements.items()}
+
+
+def _peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def run(cases: list[str], rounds: int, bytes_per_s: float) -> Report:
+    """Every case in a process of its own, one after the other."""
+    rows = []
+    for case in cases:
+        say(f"planning {case}")
+        command = [sys.executable, "-m", "benchmarks.plan_scale", "--here", case]
+        command += ["--rounds", str(rounds), "--gb-per-s", str(bytes_per_s / 1e9)]
+        done = subprocess.run(  # noqa: S603 - this very file
+            command,
+            cwd=Path(__file__).resolve().parents[1],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+        if done.returncode:
+            raise SystemExit(f"plan_scale: {case} ended with {done.returncode}: {done.stderr[-2000:]}")
+        rows.append(json.loads(done.stdout))
+    machine = {
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    return {"machine": machine, "rounds": rounds, "rows": rows, "verified": all(row["verified"] for row in rows)}
+
+
+_COLUMNS = (
+    "model", "trainer to rollout", "ranks", "wire", "tensors", "cells", "lanes", "planning s (cpu)", "peak MiB", "GB per replica",
+    "busiest sender", "predicted s", "x busiest card", "one sender: streams, tree",
+)  # fmt: skip
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """A row of the table."""
+    predicted = row["predicted"]
+    direct = predicted["direct_s"]
+    relayed = row["routes"].get("chain", 0) + row["routes"].get("tree", 0)
+    return [
+        row["shape"],
+        f"{row['trainer']} to {row['rollout']}",
+        f"{row['trainer_ranks']} to {row['rollout_ranks']}",
+        row["wire"],
+        str(row["tensors"]),
+        str(row["cells"]),
+        f"{row['lanes']}{f' ({relayed} relayed)' if relayed else ''}",
+        f"{min(row['wall_s']):.2f} ({min(row['cpu_s']):.2f})",
+        f"{row['peak_mib']:.0f}",
+        f"{max(row['replicas'].values()) / 1e9:.0f}",
+        f"{row['largest_share_over_mean']:.3f}",
+        f"{direct:.2f}",
+        f"{direct / predicted['bound_s']:.2f}",
+        f"{predicted['one_stream_per_replica_s'] / direct:.0f}x, {predicted['broadcast_tree_s'] / direct:.1f}x",
+    ]
+
+
+def markdown(report: Report) -> str:
+    """The table, as docs/performance.md has it."""
+    lines = [f"| {' | '.join(_COLUMNS)} |", "|" + "---|" * len(_COLUMNS)]
+    return "\n".join([*lines, *(f"| {' | '.join(cells(row))} |" for row in report["rows"])])
+
+
+def text(report: Report) -> str:
+    """The table in columns."""
+    rows = [list(_COLUMNS), *map(cells, report["rows"])]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    first = report["rows"][0]
+    if first["case"] == "1t":
+        met = min(first["wall_s"]) <= MOST_S and first["peak_mib"] <= MOST_MIB
+        lines.append(f"aim for the first: {MOST_S:g} s and {MOST_MIB:g} MiB: {'met' if met else 'MISSED'}")
+    if not report["verified"]:
+        lines.append("NOT VERIFIED: rounds gave different plans, or more crossed than is needed")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print a table, write JSON if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", action="append", choices=list(CASES), help="only this one; repeatable")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--gb-per-s", type=float, default=50.0, help="of every network card")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", action="store_true", help="print the table in Markdown")
+    parser.add_argument("--here", choices=list(CASES), help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.here:
+        print(json.dumps(measure_case(options.here, options.rounds, 1e9 * options.gb_per_s)))
+        return 0
+    return finish(
+        "plan_scale",
+        lambda: run(options.case or list(CASES), options.rounds, 1e9 * options.gb_per_s),
+        markdown if options.markdown else text,
+        options.json,
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

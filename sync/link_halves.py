@@ -1,0 +1,77 @@
+"""The engine's halves of a participant, one for each link of the session's transfer plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Generic, TypeVar
+
+from weightlane.ckpt_engines import ClosedError, Deadline, DeadlineExceededError, Topology, WeightReceiver, WeightSender
+
+from .rendezvous import Rendezvous
+from .session_plan import Link
+
+Half = TypeVar("Half", WeightSender, WeightReceiver)
+_PART = "links"
+
+
+class LinkHalves(Generic[Half]):
+    """Of one participant in one session. `close` may be called from any thread, while it connects, too.
+
+    Args:
+        name: The participant.
+        make: Makes a half for a participant of that name.
+    """
+
+    def __init__(self, name: str, make: Callable[[str], Half]) -> None:
+        self._name = name
+        self._make: Callable[[str], Half] = make
+        self._closed = False
+        self.halves: dict[int, Half] = {}
+        """By the link's number."""
+
+    def connect(self, rendezvous: Rendezvous, session: str, links: Sequence[Link], deadline: Deadline) -> None:
+        """Connect a half for each of `links`, all at the same time.
+
+        Raises what the engine raises, `DeadlineExceededError` naming the peer that has said no address, or `ClosedError`.
+        """
+        box = rendezvous.mailbox(f"links/{session}")
+        for link in links:
+            half = self._make(self._name)
+            self.halves[link.number] = half
+            if self._closed:
+                self.close()
+                raise ClosedError("the connection was closed while connecting.", part=self._name)
+            box.put(f"{link.number}/{self._name}", dict(half.address()))
+        if not links:
+            return
+        threads = ThreadPoolExecutor(len(links), thread_name_prefix=f"weightlane-link-{self._name}")
+        connecting = [threads.submit(self._connect, rendezvous, session, link, deadline) for link in links]
+        threads.shutdown(wait=False)
+        try:
+            for each in as_completed(connecting):
+                each.result()
+        except BaseException:
+            self.close()  # the others need not go on, and nobody waits for them
+            raise
+
+    def _connect(self, rendezvous: Rendezvous, session: str, link: Link, deadline: Deadline) -> None:
+        box, own = rendezvous.mailbox(f"links/{session}"), link.session(session)
+
+        def addresses(names: Sequence[str]) -> Mapping[str, Mapping[str, object]]:
+            found = {}
+            for name in names:
+                try:
+                    found[name] = box.get(f"{link.number}/{name}", deadline)
+                except DeadlineExceededError as error:
+                    raise deadline.error("the address of its end of a link", part=self._name, peer=name) from error
+            return found
+
+        topology = Topology(own, addresses([link.sender]), addresses(link.receivers), rendezvous.session_key(own))
+        self.halves[link.number].connect(topology, rendezvous.mailbox(f"engine/{own}"), deadline)
+
+    def close(self) -> None:
+        """Close every half. Idempotent, never raises."""
+        self._closed = True
+        for half in list(self.halves.values()):
+            half.close()

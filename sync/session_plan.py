@@ -1,0 +1,183 @@
+"""What everybody in a session works out alike: which slices of which tensors go from whom to whom, and as which stream.
+
+The trainer ranks say what each of them sends, the rollout ranks what they need (`PlanBoard`). From that every participant makes
+the same transfer plan; the digests are compared before the first byte moves.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+from weightlane.ckpt_engines import Capabilities, Deadline, Delivery, ProtocolError
+
+from .manifest import Manifest, Slicing
+from .placement import Placement
+from .tensor_spec import Region, TensorSpec
+from .transfer_plan import TransferPlan, plan_transfer
+
+_PART = "transfer plan"
+WHOLE = ""
+"""What a rollout rank says that needs all of every tensor."""
+
+
+class Board(Protocol):
+    """A mailbox of the session."""
+
+    def put(self, key: str, value: Any) -> None:
+        """As `Mailbox.put`."""
+
+    def get(self, key: str, deadline: Deadline) -> Any:
+        """As `Mailbox.get`."""
+
+
+@dataclass(frozen=True)
+class Supply:
+    """What the trainer ranks send, and how.
+
+    Attributes:
+        shares: Of each rank's publisher, in rank order, the slices that it sends; together every element once.
+        bucket_bytes: Payload of a bucket.
+        sealed: As in `Manifest`.
+        quantised: As in `Manifest`.
+    """
+
+    shares: Mapping[str, Placement]
+    bucket_bytes: int
+    sealed: bool
+    quantised: str
+
+    @cached_property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """Every tensor."""
+        return tuple({spec.name: spec for share in self.shares.values() for spec in share.specs}.values())
+
+    def to_plain(self) -> list[Any]:
+        """As JSON."""
+        shares = [[name, share.to_plain()] for name, share in self.shares.items()]
+        return [shares, self.bucket_bytes, self.sealed, self.quantised]
+
+    @classmethod
+    def from_plain(cls, plain: Any) -> Supply:
+        """Parse what rank 0 said; `ProtocolError` for anything else."""
+        match plain:
+            case [[*shares], int() as bucket_bytes, bool() as sealed, str() as quantised]:
+                if all(isinstance(pair, list) and len(pair) == 2 for pair in shares):  # noqa: PLR2004 - name and share
+                    pairs = [(str(name), Placement.from_plain(share)) for name, share in shares]
+                    return cls(dict(pairs), bucket_bytes, sealed, quantised)
+        raise ProtocolError("not what trainer ranks send.", part=_PART)
+
+
+class PlanBoard:
+    """Where a session's participants say what they have and need.
+
+    Args:
+        board: Private to the session.
+    """
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+
+    def supply(self, supply: Supply) -> None:
+        """[rank 0 of the trainers] Say what is sent."""
+        self._board.put("supply", supply.to_plain())
+
+    def need(self, needed: Placement | None) -> str:
+        """[rollout ranks] Say what is needed. Returns the key under which others find it, the same for replicas of a rank."""
+        if needed is None:
+            return WHOLE
+        self._board.put(f"need/{needed.digest}", needed.to_plain())
+        return needed.digest
+
+    def supplied(self, deadline: Deadline) -> Supply:
+        """What is sent. Raises `DeadlineExceededError` or `ProtocolError`."""
+        return Supply.from_plain(self._board.get("supply", deadline))
+
+    def needed(self, keys: Mapping[str, str], supply: Supply, deadline: Deadline) -> dict[str, Placement]:
+        """What each rollout rank needs of what is sent, by its name. Raises as `supplied`.
+
+        Whoever has said it of other tensors than those that are sent gets everything: it finds out anew then what it needs, or
+        refuses.
+        """
+        whole = Placement.whole(supply.specs)
+        known: dict[str, Placement] = {WHOLE: whole}
+        for key in keys.values():
+            if key not in known:
+                needed = Placement.from_plain(self._board.get(f"need/{key}", deadline))
+                fits = not supply.quantised and set(needed.specs) == set(supply.specs)
+                known[key] = needed if fits else whole
+        return {name: known[key] for name, key in keys.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One connection of the engine: a sender, its receivers, and the lanes that go through it."""
+
+    number: int
+    sender: str
+    receivers: tuple[str, ...]
+    lanes: tuple[int, ...]
+
+    def session(self, session: str) -> str:
+        """Name of the engine's own session."""
+        return f"{session}-{self.number}"
+
+
+class SessionPlan:
+    """Of one session.
+
+    Args:
+        supply: What the trainer ranks send.
+        needed: What each rollout rank needs.
+        facts: Capabilities of the engine.
+    """
+
+    def __init__(self, supply: Supply, needed: Mapping[str, Placement], facts: Capabilities) -> None:
+        # Each rollout rank compares what is sent with its model, and says itself what it lacks.
+        names = {spec.name for spec in supply.specs}
+        self.plan: TransferPlan = plan_transfer(
+            supply.shares, needed, cut="shares" if facts.views else "exact", unused=names
+        )
+        self.specs = self.plan.specs
+        """Every tensor of the checkpoint, as it is sent."""
+        cells = [cell for lane in self.plan.lanes for cell in lane.cells]
+        regions = tuple(Region(self.specs[cell.tensor], cell.box) for cell in cells)
+        self.layout = Manifest(
+            0,
+            tuple(region.as_tensor for region in regions),
+            supply.bucket_bytes,
+            sealed=supply.sealed,
+            lasting=facts.views,
+            quantised=supply.quantised,
+            slicing=Slicing(self.plan.digest, self.specs, regions),
+            sections=tuple(len(lane.cells) for lane in self.plan.lanes),
+        )
+        """The stream: every lane is a section of it."""
+        self.links = _links(self.plan, apart=Delivery.POINT_TO_POINT not in facts.delivery)
+
+    def sent_by(self, name: str) -> list[Link]:
+        """The links through which a trainer rank sends."""
+        return [link for link in self.links if link.sender == name]
+
+    def received_by(self, name: str) -> list[Link]:
+        """The links through which a rollout rank receives."""
+        return [link for link in self.links if name in link.receivers]
+
+    def lanes_to(self, name: str, link: Link) -> list[int]:
+        """The lanes of a link that go to a rollout rank."""
+        return [lane for lane in link.lanes if name in self.plan.lanes[lane].receivers]
+
+
+def _links(plan: TransferPlan, *, apart: bool) -> list[Link]:
+    """One for each sender, or where every send reaches everybody in a connection, one for each set of receivers (`apart`)."""
+    found: dict[tuple[str, tuple[str, ...]], list[int]] = defaultdict(list)
+    for number, lane in enumerate(plan.lanes):
+        found[lane.sender, lane.receivers if apart else ()].append(number)
+    links = []
+    for number, ((sender, _), lanes) in enumerate(found.items()):
+        receivers = {name: None for lane in lanes for name in plan.lanes[lane].receivers}
+        links.append(Link(number, sender, tuple(receivers), tuple(lanes)))
+    return links

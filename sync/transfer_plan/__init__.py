@@ -1,0 +1,48 @@
+"""Who sends which slices to whom: from what trainer ranks hold and rollout ranks need, to streams between them.
+
+    >>> import torch
+    >>> from weightlane.sync.boxes import Box
+    >>> from weightlane.sync.placement import Placement
+    >>> from weightlane.sync.tensor_spec import TensorSpec
+    >>> from weightlane.sync.transfer_plan import plan_transfer, shares
+    >>> w = TensorSpec("w", (4, 2), torch.bfloat16)
+    >>> halves = [Placement.of([(w, Box((row, 0), (2, 2)))]) for row in (0, 2)]
+    >>> held = {"trainer-0": halves[0], "trainer-1": halves[1]}
+    >>> needed = {"rollout-0/0": Placement.of([(w, Box((1, 0), (3, 2)))]), "rollout-0/1": halves[0]}
+    >>> for lane in plan_transfer(shares(held), needed, cut="exact").lanes:
+    ...     print(lane.sender, lane.receivers, [(cell.box.starts, cell.box.shape) for cell in lane.cells])
+    trainer-0 ('rollout-0/0', 'rollout-0/1') [((1, 0), (1, 2))]
+    trainer-0 ('rollout-0/1',) [((0, 0), (1, 2))]
+    trainer-1 ('rollout-0/0',) [((2, 0), (2, 2))]
+
+Everything here is a pure function of plain data: no collectives, no files. What ranks agree on is the order of ranks.
+"""
+
+from .needs import replica_of
+from .plan import Cell, Lane, TransferPlan, plan_transfer
+from .predict import GatherAndBroadcast, Prediction, gather_and_broadcast, predict
+from .report import plan_report
+from .routes import Network, Route, plan_routes
+from .shares import Holdings, Replicated, shares
+from .traffic import Traffic, traffic
+
+__all__ = [
+    "Cell",
+    "GatherAndBroadcast",
+    "Holdings",
+    "Lane",
+    "Network",
+    "Prediction",
+    "Replicated",
+    "Route",
+    "Traffic",
+    "TransferPlan",
+    "gather_and_broadcast",
+    "plan_report",
+    "plan_routes",
+    "plan_transfer",
+    "predict",
+    "replica_of",
+    "shares",
+    "traffic",
+]

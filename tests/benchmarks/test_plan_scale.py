@@ -1,0 +1,45 @@
+"""The benchmark of planning: what it measures, and that it notices a plan that moves too much."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def plan_scale(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """`benchmarks` belongs to the checkout and is never installed."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module("benchmarks.plan_scale")
+
+
+def test_each_case_is_planned_in_its_own_process_and_shown_in_one_row(
+    plan_scale: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    to = tmp_path / "plan.json"
+    assert plan_scale.main(["--case", "30b", "--rounds", "2", "--json", str(to)]) == 0
+    report = json.loads(to.read_text())
+    (row,) = report["rows"]
+    assert report["verified"]
+    assert len(row["wall_s"]) == len(row["cpu_s"]) == 2
+    assert all(cpu_s > 0 for cpu_s in row["cpu_s"])
+    assert row["peak_mib"] >= row["before_planning_mib"] > 50
+    assert row["tensors"] == 18867
+    assert row["predicted"]["direct_s"] >= row["predicted"]["bound_s"]
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == 2
+    assert all(cell in shown[1] for cell in plan_scale.cells(row))
+    assert plan_scale.markdown(report).count("\n") == 2
+
+
+def test_a_plan_that_moves_more_than_is_needed_is_not_verified(plan_scale: ModuleType) -> None:
+    row = plan_scale.measure_case("30b", 1, 50e9)
+    assert row["verified"]
+    report = {"rows": [row], "verified": False}
+    assert plan_scale.text(report).splitlines()[-1].startswith("NOT VERIFIED")

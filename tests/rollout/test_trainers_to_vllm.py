@@ -1,0 +1,30 @@
+"""From FSDP2 and Megatron ranks, straight to replicas of every kind: a part of the matrix that `matrix.py` goes through."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from matrix import Case, model_run
+
+pytestmark = [pytest.mark.vllm, pytest.mark.megatron, pytest.mark.slow]
+
+PART = {
+    "qwen3-moe": [
+        Case("fsdp2 tp2", "gloo", "delta"),
+        Case("megatron ep2", "shm", "dense"),
+        Case("megatron tp2", "filesystem", "delta"),
+    ],
+    "qwen3 tied": [
+        Case("megatron pp2", "shm", "delta"),
+        Case("megatron tp2", "gloo", "dense"),
+        Case("megatron tp2 pp2", "gloo", "delta"),
+    ],
+}
+
+
+@pytest.mark.parametrize("model", PART)
+def test_every_rollout_holds_and_computes_exactly_what_the_trainer_has(model: str, tmp_path: Path) -> None:
+    with model_run(model, tmp_path) as run:
+        for case in PART[model]:
+            run.run(case)

@@ -1,0 +1,321 @@
+"""Shards go straight from the trainer ranks that hold them to the rollout ranks that need them, whatever either look like."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from weightlane.ckpt_engines import CheckpointEngineRegistry, ManifestError, SyncAbortedError
+from weightlane.sync import (
+    CommitReport,
+    Coordinator,
+    Expectation,
+    ExpectedTensor,
+    LocalShard,
+    Placement,
+    Publisher,
+    Rendezvous,
+    SlicedTensors,
+    Subscriber,
+    SyncConfig,
+    SyncReport,
+    TensorSpec,
+)
+from weightlane.sync.boxes import Box
+from weightlane.sync.replica_check import ReplicaCheck
+from weightlane.sync.transfer_plan import Holdings
+
+SHAPES = {"embed": (37, 192), "q": (24, 192), "o": (24, 320), "experts": (6, 8, 130), "norm": (192,), "scale": ()}
+SPECS = {name: TensorSpec(name, shape, torch.float32) for name, shape in SHAPES.items()}
+Cut = Callable[[TensorSpec, int, int], list[Box]]
+
+
+def along(axis: int) -> Cut:
+    """Even parts along a dimension, the last ones short or empty; of a scalar, everything on rank 0."""
+
+    def cut(spec: TensorSpec, rank: int, world: int) -> list[Box]:
+        if not spec.shape:
+            return [Box((), ())] if rank == 0 else []
+        at = min(axis, len(spec.shape) - 1)
+        chunk = -(-spec.shape[at] // world)
+        first, stop = (min(spec.shape[at], number * chunk) for number in (rank, rank + 1))
+        whole = Box.whole(spec.shape)
+        return [
+            Box(
+                (*whole.starts[:at], first, *whole.starts[at + 1 :]),
+                (*whole.shape[:at], stop - first, *whole.shape[at + 1 :]),
+            )
+        ]
+
+    return cut
+
+
+rows, columns = along(0), along(9)
+
+
+def copies(spec: TensorSpec, rank: int, world: int) -> list[Box]:
+    """Everything on every rank, as data-parallel ranks hold it."""
+    return [Box.whole(spec.shape)]
+
+
+def interleaved(spec: TensorSpec, rank: int, world: int) -> list[Box]:
+    """Every so manieth row, as fused parameters of tensor-parallel ranks hold them."""
+    if not spec.shape:
+        return copies(spec, rank, world)
+    return [Box((row, *(0 for _ in spec.shape[1:])), (1, *spec.shape[1:])) for row in range(rank, spec.shape[0], world)]
+
+
+def mesh(spec: TensorSpec, rank: int, world: int) -> list[Box]:
+    """Rows of columns: two ranks in each direction."""
+    if len(spec.shape) < 2:
+        return rows(spec, rank // 2, 2)
+    row, column = rows(spec, rank // 2, 2)[0], columns(spec, rank % 2, 2)[0]
+    common = row.intersect(column)
+    return [common] if common is not None else []
+
+
+def values(version: int) -> dict[str, torch.Tensor]:
+    """The tensors of a version: one element in 96 is new in each."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    for tensor in tensors.values():
+        tensor.view(-1)[version % 96 :: 96] += version
+    return tensors
+
+
+class Rollout:
+    """A rollout rank that is a replica of its own, whose live weights are what it needs of each tensor."""
+
+    def __init__(
+        self, number: int, address: Any, engine: str, options: dict[str, Any], needed: Placement | None
+    ) -> None:
+        self.name = f"rollout-{number}"
+        self._needed = Placement.whole(SPECS.values()) if needed is None else needed
+        expectation = Expectation(
+            {name: ExpectedTensor(shape, frozenset({torch.float32})) for name, shape in SHAPES.items()}
+        )
+        self.subscriber = Subscriber(f"{self.name}/0", address, engine, options, expectation, needed=needed)
+        self.live: dict[tuple[str, Box], torch.Tensor] = {}
+
+    def subscriber_names(self) -> list[str]:
+        return [f"{self.name}/0"]
+
+    async def commit(self, version: int) -> CommitReport:
+        tensors = self.subscriber.take(version)
+        self.live = {
+            (spec.name, box): (tensors.partly(spec.name) if isinstance(tensors, SlicedTensors) else tensors[spec.name])[
+                box.index
+            ].clone()
+            for spec, box in self._needed.slices
+        }
+        self.subscriber.release(version)
+        return CommitReport(version, blocked_s=0.0)
+
+    async def rollback(self, version: int) -> None:
+        raise AssertionError(version)
+
+    async def quarantine(self, error: BaseException) -> None:
+        raise AssertionError(error)
+
+    def holds(self, version: int) -> bool:
+        """Whether its weights are, bit for bit, those of `version`."""
+        wanted = values(version)
+        return all(torch.equal(tensor, wanted[name][box.index]) for (name, box), tensor in self.live.items())
+
+
+class Hop:
+    """Trainer ranks that hold what `cut` says, and replicas that need what is said of each; all in this process."""
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        engine: str,
+        options: dict[str, Any],
+        cut: Cut,
+        world: int,
+        needs: Sequence[Placement | None],
+        **more: Any,
+    ) -> None:
+        rendezvous = Rendezvous.host()
+        first = values(0)
+        self.shards = [
+            [
+                LocalShard(spec, box.starts, first[spec.name][box.index].clone())
+                for spec in SPECS.values()
+                for box in cut(spec, rank, world)
+            ]
+            for rank in range(world)
+        ]
+        placements = [Placement.of_shards(shards) for shards in self.shards]
+        self.replicas = [
+            Rollout(number, rendezvous.address, engine, options, needed) for number, needed in enumerate(needs)
+        ]
+        for replica in self.replicas:
+            stack.enter_context(closing(replica.subscriber))
+        self.publishers = [
+            stack.enter_context(
+                closing(
+                    Publisher(
+                        f"trainer-{rank}",
+                        rendezvous.address,
+                        shards=shards,
+                        placements=placements,
+                        rank=rank,
+                        engine=CheckpointEngineRegistry().create(engine, options),
+                        bucket_bytes=8192,
+                        deadline_s=20.0,
+                        **more,
+                    )
+                )
+            )
+            for rank, shards in enumerate(self.shards)
+        ]
+        names = [publisher.name for publisher in self.publishers]
+        config = SyncConfig(deadline_s=20.0, quorum=1.0)
+        self.coordinator = Coordinator(rendezvous, names, self.replicas, config)
+        stack.enter_context(closing(self.coordinator))
+
+    def sync(self, version: int) -> SyncReport:
+        """Train, publish, commit."""
+        wanted = values(version)
+        for publisher, shards in zip(self.publishers, self.shards, strict=True):
+            publisher.fence()
+            for shard in shards:
+                shard.data.copy_(wanted[shard.spec.name][shard.box.index])
+            publisher.publish(version)
+        return asyncio.run(self.coordinator.sync(version))
+
+
+@pytest.fixture
+def hop(tmp_path: Path) -> Iterator[Callable[..., Hop]]:
+    with ExitStack() as stack:
+
+        def make(engine: str, *arguments: Any, **more: Any) -> Hop:
+            options = {"path": str(tmp_path / "store")} if engine == "filesystem" else {}
+            return Hop(stack, engine, options, *arguments, **more)
+
+        yield make
+
+
+def of_rank(cut: Cut, rank: int, world: int) -> Placement:
+    """What a tensor-parallel rank needs; of a scalar everything."""
+    return Placement.of_boxes(
+        (spec, cut(spec, rank, world) if spec.shape else [Box((), ())]) for spec in SPECS.values()
+    )
+
+
+TP2 = [of_rank(columns, 0, 2), of_rank(columns, 1, 2)]
+EVERYTHING = None
+LAYOUTS: dict[str, tuple[Cut, int]] = {
+    "rows": (rows, 3),
+    "columns": (columns, 2),
+    "interleaved": (interleaved, 2),
+    "a mesh": (mesh, 4),
+    "data parallel": (copies, 2),
+    "one rank": (rows, 1),
+}
+
+
+@pytest.mark.parametrize("codec", ["dense", "delta"])
+@pytest.mark.parametrize("engine", ["shm", "gloo", "filesystem"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_whatever_the_layout_every_rank_gets_what_it_needs_bit_for_bit(
+    hop: Callable[..., Hop], layout: str, engine: str, codec: str
+) -> None:
+    run = hop(engine, *LAYOUTS[layout], [*TP2, EVERYTHING], codec=codec, full_every=100)
+    for version in (1, 2, 3):
+        report = run.sync(version)
+        assert report.codec == ("dense" if version == 1 else codec)
+        assert all(replica.holds(version) for replica in run.replicas)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_element_crosses_the_wire_once_to_whoever_needs_it_and_none_to_others(
+    hop: Callable[..., Hop], layout: str
+) -> None:
+    run = hop("gloo", *LAYOUTS[layout], TP2)
+    report = run.sync(1)
+    # What both need goes to both in one broadcast; buckets have gaps between slices, each up to 64 bytes.
+    both = {name: TP2[0].boxes[index][0].intersect(TP2[1].boxes[index][0]) for index, name in enumerate(SPECS)}
+    twice = sum(box.numel for box in both.values() if box is not None) * 4
+    least = sum(needed.nbytes for needed in TP2) - twice
+    slices = 4 * sum(len(shards) for shards in run.shards)
+    assert least <= report.sent_bytes <= least + 64 * slices
+
+
+def test_replicas_that_hold_the_same_share_the_work(hop: Callable[..., Hop]) -> None:
+    run = hop("gloo", copies, 2, [EVERYTHING])
+    sent = [0, 0]
+    for rank, publisher in enumerate(run.publishers):
+        sent[rank] = sum(mine.nbytes for mine in publisher._ours.held)
+    assert sum(sent) == sum(spec.nbytes for spec in SPECS.values())
+    assert max(sent) <= 1.1 * sum(sent) / 2
+    run.sync(1)
+    assert run.replicas[0].holds(1)
+
+
+def test_nobody_has_more_than_its_share_and_two_buckets(hop: Callable[..., Hop]) -> None:
+    run = hop("gloo", columns, 2, TP2)
+    for version in (1, 2):
+        run.sync(version)
+    for publisher in run.publishers:
+        share = sum(-(-mine.nbytes // 64) * 64 for mine in publisher._ours.held)
+        assert publisher._slots._slots[0].memory.data.numel() <= share
+        assert sum(memory.data.numel() for memory in publisher._end._buffers) <= 2 * 8192
+
+
+def test_copies_that_have_drifted_apart_fail_the_version_and_are_named(hop: Callable[..., Hop]) -> None:
+    run = hop("shm", copies, 3, [EVERYTHING])
+    run.sync(1)
+    for version in (2, 3):
+        wanted = values(version)
+        for publisher, shards in zip(run.publishers, run.shards, strict=True):
+            publisher.fence()
+            for shard in shards:
+                shard.data.copy_(wanted[shard.spec.name])
+            if publisher.name == "trainer-2":
+                next(shard for shard in shards if shard.spec.name == "o").data[7, 9] += 1e-6
+            publisher.publish(version)
+        with pytest.raises(
+            SyncAbortedError, match=r"0 and .*2 hold different values of o|0 and trainer-2 hold"
+        ) as caught:
+            asyncio.run(run.coordinator.sync(version))
+        assert isinstance(caught.value.__cause__, ManifestError)
+        assert run.replicas[0].holds(1), "the old weights are not what serves"
+    run.sync(4)
+    assert run.replicas[0].holds(4)
+
+
+def test_a_little_is_compared_with_every_version_and_all_of_it_in_turn() -> None:
+    spec = TensorSpec("w", (3 << 20,), torch.float32)
+    shards = [
+        LocalShard.whole(TensorSpec(f"w{number}", spec.shape, spec.dtype), torch.zeros(spec.shape))
+        for number in range(3)
+    ]
+    placements = {rank: Placement.of_shards(shards) for rank in ("a", "b")}
+    check = ReplicaCheck(Holdings.of(placements).replicated(), shards)
+    looked_at = [set(check.digests(publication, everything=False)) for publication in range(1, 4)]
+    assert all(len(each) == 1 for each in looked_at)
+    assert set.union(*looked_at) == set(check.digests(0, everything=True)) == {0, 1, 2}
+
+
+def test_copies_are_compared_element_by_element_however_each_rank_has_cut_them() -> None:
+    spec, data = TensorSpec("w", (6, 8), torch.float32), torch.arange(48.0).view(6, 8)
+    cuts = {"a": [Box.whole(spec.shape)], "b": [Box((0, 0), (6, 5)), Box((0, 5), (6, 3))]}
+    shards = {
+        rank: [LocalShard(spec, box.starts, data[box.index].clone()) for box in boxes] for rank, boxes in cuts.items()
+    }
+    replicated = Holdings.of({rank: Placement.of_shards(mine) for rank, mine in shards.items()}).replicated()
+    checks = {rank: ReplicaCheck(replicated, mine) for rank, mine in shards.items()}
+    said = {rank: check.digests(0, everything=True) for rank, check in checks.items()}
+    checks["a"].compare(said, 1)
+    shards["b"][1].data[2, 1] += 1
+    said["b"] = checks["b"].digests(0, everything=True)
+    with pytest.raises(ManifestError, match=r"version 1: a and b hold different values of w"):
+        checks["a"].compare(said, 1)

@@ -1,0 +1,8 @@
+"""Lets the tests of plans import what draws random ones."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

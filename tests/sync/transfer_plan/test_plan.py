@@ -1,0 +1,342 @@
+"""Whatever is held and needed, every element that is needed arrives once, from a rank that holds it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import pytest
+import torch
+from drawn import holdings, problems, tensors
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightlane.ckpt_engines import ManifestError
+from weightlane.sync.boxes import Box
+from weightlane.sync.placement import Placement
+from weightlane.sync.tensor_spec import TensorSpec
+from weightlane.sync.transfer_plan import Holdings, TransferPlan, plan_transfer, shares
+
+BF16 = torch.bfloat16
+Counts = dict[str, np.ndarray]
+
+
+def counts(specs: Iterable[TensorSpec], slices: Iterable[tuple[str, Box]]) -> Counts:
+    """How often each element of each tensor is in one of the slices."""
+    found = {spec.name: np.zeros(spec.shape, np.int64) for spec in specs}
+    for name, box in slices:
+        found[name][box.index] += 1
+    return found
+
+
+def slices_of(placement: Placement) -> Iterable[tuple[str, Box]]:
+    return ((spec.name, box) for spec, boxes in zip(placement.specs, placement.boxes, strict=True) for box in boxes)
+
+
+def arriving(plan: TransferPlan, receiver: str) -> Iterable[tuple[str, Box]]:
+    return (
+        (plan.specs[cell.tensor].name, cell.box)
+        for lane in plan.lanes
+        if receiver in lane.receivers
+        for cell in lane.cells
+    )
+
+
+def equal(one: Counts, other: Counts) -> bool:
+    return all(np.array_equal(found, other[name]) for name, found in one.items())
+
+
+@given(problems())
+def test_every_element_is_sent_by_exactly_one_rank_that_holds_it(problem: tuple) -> None:
+    specs, held, _ = problem
+    sent = shares(held)
+    assert list(sent) == list(held)
+    assert {spec for placement in sent.values() for spec in placement.specs} == set(specs)
+    total = counts(specs, itertools.chain.from_iterable(map(slices_of, sent.values())))
+    assert all((found == 1).all() for found in total.values())
+    for rank, placement in sent.items():
+        own = counts(specs, slices_of(held[rank]))
+        assert all(own[name][box.index].all() for name, box in slices_of(placement))
+
+
+@given(problems())
+def test_what_is_replicated_is_named_with_all_its_holders(problem: tuple) -> None:
+    specs, held, _ = problem
+    by_rank = {rank: counts(specs, slices_of(placement)) for rank, placement in held.items()}
+    copies = {spec.name: sum(found[spec.name] for found in by_rank.values()) for spec in specs}
+    said = counts(specs, ())
+    for each in Holdings.of(held).replicated():
+        assert all(
+            (by_rank[rank][each.spec.name][each.box.index] == 1).all() == (rank in each.holders) for rank in held
+        )
+        said[each.spec.name][each.box.index] += len(each.holders)
+    assert all(np.array_equal(said[name], np.where(copies[name] > 1, copies[name], 0)) for name in said)
+
+
+@given(problems())
+def test_every_needed_element_arrives_once_and_nothing_else_does(problem: tuple) -> None:
+    specs, held, needed = problem
+    sent = shares(held)
+    plan = plan_transfer(sent, needed, cut="exact")
+    for lane in plan.lanes:
+        own = counts(specs, slices_of(sent[lane.sender]))
+        assert all(own[plan.specs[cell.tensor].name][cell.box.index].all() for cell in lane.cells)
+        order = [(cell.tensor, cell.box.starts) for cell in lane.cells]
+        assert order == sorted(order)
+        assert list(lane.receivers) == [name for name in needed if name in lane.receivers]
+    for receiver, placement in needed.items():
+        assert equal(counts(specs, arriving(plan, receiver)), counts(specs, slices_of(placement)))
+    crossing = sum(nbytes * len(lane.receivers) for lane, nbytes in zip(plan.lanes, plan.lane_bytes, strict=True))
+    assert crossing == sum(placement.nbytes for placement in needed.values())
+    assert len({(lane.sender, lane.receivers) for lane in plan.lanes}) == len(plan.lanes)
+
+
+@given(problems())
+def test_with_whole_shares_each_sender_has_one_lane_to_whoever_needs_any_of_it(problem: tuple) -> None:
+    specs, held, needed = problem
+    sent = shares(held)
+    plan = plan_transfer(sent, needed, cut="shares")
+    exact = plan_transfer(sent, needed, cut="exact")
+    wanted: dict[str, set[str]] = {}
+    for lane in exact.lanes:
+        wanted.setdefault(lane.sender, set()).update(lane.receivers)
+    assert {lane.sender: set(lane.receivers) for lane in plan.lanes} == wanted
+    assert len(plan.lanes) == len(wanted)
+    for lane in plan.lanes:
+        cells = counts(specs, ((plan.specs[cell.tensor].name, cell.box) for cell in lane.cells))
+        assert equal(cells, counts(specs, slices_of(sent[lane.sender])))
+
+
+def copied(placements: Mapping[str, Placement]) -> dict[str, Placement]:
+    """The same from other objects, as in another process."""
+    return {name: Placement.from_plain(placement.to_plain()) for name, placement in placements.items()}
+
+
+@given(problems(), st.sampled_from(["exact", "shares"]))
+def test_the_same_ranks_in_the_same_order_give_the_same_plan_everywhere(problem: tuple, cut: str) -> None:
+    _, held, needed = problem
+    here = plan_transfer(shares(held), needed, cut=cut)  # type: ignore[arg-type] - drawn
+    there = plan_transfer(shares(copied(held)), copied(needed), cut=cut)  # type: ignore[arg-type] - drawn
+    assert here == there
+    assert here.digest == there.digest
+
+
+@given(problems(), st.data())
+def test_a_plan_that_differs_in_anything_has_another_digest(problem: tuple, data: st.DataObject) -> None:
+    _, held, needed = problem
+    plan = plan_transfer(shares(held), needed, cut="exact")
+    others = [TransferPlan((*plan.specs, TensorSpec("more", (1,), BF16)), plan.lanes)]
+    for place, spec in enumerate(plan.specs):
+        renamed = TensorSpec(spec.name + "'", spec.shape, spec.dtype)
+        retyped = TensorSpec(spec.name, spec.shape, torch.int8)
+        reshaped = TensorSpec(spec.name, (*spec.shape, 1), spec.dtype)
+        for other in (renamed, retyped, reshaped):
+            others.append(TransferPlan((*plan.specs[:place], other, *plan.specs[place + 1 :]), plan.lanes))
+    for place, lane in enumerate(plan.lanes):
+        cell = data.draw(st.sampled_from(lane.cells))
+        moved = type(cell)(cell.tensor, Box(cell.box.starts, (*cell.box.shape, 1)))
+        elsewhere = type(cell)(cell.tensor + 1, cell.box)
+        for changed in (
+            type(lane)(lane.sender + "'", lane.receivers, lane.cells),
+            type(lane)(lane.sender, (*lane.receivers, "more"), lane.cells),
+            type(lane)(lane.sender, lane.receivers, lane.cells[1:]),
+            *(
+                type(lane)(lane.sender, lane.receivers, tuple(other if each is cell else each for each in lane.cells))
+                for other in (moved, elsewhere)
+            ),
+        ):
+            others.append(TransferPlan(plan.specs, (*plan.lanes[:place], changed, *plan.lanes[place + 1 :])))
+    digests = {plan.digest, *(other.digest for other in others)}
+    assert len(digests) == len(set(others)) + 1
+
+
+@given(tensors(), st.integers(1, 5), st.data())
+def test_ranks_that_hold_everything_send_equally_much(specs: list[TensorSpec], ranks: int, data: st.DataObject) -> None:
+    rows = data.draw(st.integers(100, 200))
+    specs = [*specs, TensorSpec("large", (rows, 400), BF16)]
+    sent = shares({f"trainer-{rank}": Placement.whole(specs) for rank in range(ranks)})
+    loads = [placement.nbytes for placement in sent.values()]
+    assert max(loads) <= 1.1 * sum(loads) / ranks
+
+
+@given(problems())
+def test_no_rank_sends_much_more_than_it_must_whoever_holds_what(problem: tuple) -> None:
+    """What only the ranks of a set hold, divided by how many these are, is the least that its busiest rank sends."""
+    _, held, _ = problem
+    holdings = Holdings.of(held)
+    cells = [
+        (set(holders), box.numel * spec.dtype.itemsize)
+        for spec, found in zip(holdings.specs, holdings.cells, strict=True)
+        for box, holders in found
+    ]
+    ranks = range(len(held))
+    sets = itertools.chain.from_iterable(itertools.combinations(ranks, size) for size in range(1, len(ranks) + 1))
+    least = max(sum(nbytes for holders, nbytes in cells if holders <= set(some)) / len(some) for some in sets)
+    elements = 4 * len(
+        {frozenset(holders) for holders, _ in cells}
+    )  # which are not divided: one of 4 bytes for each set
+    assert max(placement.nbytes for placement in shares(held).values()) <= 1.05 * least + elements
+
+
+def test_what_few_ranks_hold_counts_before_what_many_hold() -> None:
+    few, many = TensorSpec("few", (1000, 8), BF16), TensorSpec("many", (3000, 8), BF16)
+    held = {f"trainer-{rank}": Placement.whole([many, few] if rank < 2 else [many]) for rank in range(4)}
+    held["trainer-3"] = Placement.of(
+        [(TensorSpec("own", (500, 8), BF16), Box((0, 0), (500, 8))), (many, Box.whole(many.shape))]
+    )
+    loads = [placement.nbytes for placement in shares(held).values()]
+    assert max(loads) <= 1.1 * sum(loads) / 4
+
+
+def test_overlapping_sets_of_holders_balance_along_a_chain() -> None:
+    """Each tensor has two holders; only passing load on from pair to pair evens it out."""
+    ranks = 6
+    specs = [TensorSpec(f"t{index}", (5000 if index == 0 else 1000, 8), BF16) for index in range(ranks - 1)]
+    held = {
+        f"trainer-{rank}": Placement.whole([spec for index, spec in enumerate(specs) if index in (rank - 1, rank)])
+        for rank in range(ranks)
+    }
+    loads = [placement.nbytes for placement in shares(held).values()]
+    assert max(loads) <= 1.1 * 2500 * 8 * 2  # the first two alone hold the largest
+
+    specs = [TensorSpec(f"t{index}", (2000 if index == 0 else 1000, 8), BF16) for index in range(ranks - 1)]
+    held = {
+        f"trainer-{rank}": Placement.whole([spec for index, spec in enumerate(specs) if index in (rank - 1, rank)])
+        for rank in range(ranks)
+    }
+    loads = [placement.nbytes for placement in shares(held).values()]
+    assert max(loads) <= 1.1 * sum(loads) / ranks
+
+
+@given(holdings([TensorSpec("w", (5, 4), BF16)], 3))
+def test_holdings_are_given_away_in_few_boxes(held: dict[str, Placement]) -> None:
+    for placement in shares(held).values():
+        for boxes in placement.boxes:
+            for one, other in itertools.combinations(boxes, 2):
+                assert one.intersect(other) is None
+
+
+def test_replicas_that_need_the_same_share_lanes() -> None:
+    spec = TensorSpec("w", (8, 4), BF16)
+    halves = [Placement.of([(spec, Box((row, 0), (4, 4)))]) for row in (0, 4)]
+    needed = {f"rollout-{replica}/{rank}": halves[rank] for replica in range(3) for rank in range(2)}
+    plan = plan_transfer(shares({"trainer-0": Placement.whole([spec])}), needed, cut="exact")
+    assert [lane.receivers for lane in plan.lanes] == [
+        tuple(f"rollout-{replica}/{rank}" for replica in range(3)) for rank in range(2)
+    ]
+
+
+def test_senders_begin_with_different_receivers() -> None:
+    spec = TensorSpec("w", (8, 8), BF16)
+    held = {f"trainer-{rank}": Placement.of([(spec, Box((0, 2 * rank), (8, 2)))]) for rank in range(4)}
+    needed = {f"rollout-0/{rank}": Placement.of([(spec, Box((2 * rank, 0), (2, 8)))]) for rank in range(4)}
+    plan = plan_transfer(shares(held), needed, cut="exact")
+    first: dict[str, tuple[str, ...]] = {}
+    for lane in plan.lanes:
+        first.setdefault(lane.sender, lane.receivers)
+    assert len(first) == len(set(first.values())) == 4
+
+
+W = TensorSpec("w", (8, 4), BF16)
+WHOLE = Placement.whole([W])
+
+
+def of(*boxes: Box, spec: TensorSpec = W) -> Placement:
+    return Placement.of((spec, box) for box in boxes)
+
+
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [
+        (
+            {"trainer-0": of(Box((0, 0), (4, 4))), "trainer-1": of(Box((5, 0), (3, 4)))},
+            "no rank holds [4:5, 0:4] of w of shape [8, 4]; trainer-0, trainer-1 hold the rest",
+        ),
+        (
+            {"trainer-0": of(Box((0, 0), (8, 2))), "trainer-1": of(Box((0, 2), (4, 2)))},
+            "no rank holds [4:8, 2:4] of w",
+        ),
+        ({"trainer-0": of(Box((0, 0), (0, 4)))}, "trainer-0 names it and holds nothing of it"),
+        (
+            {"trainer-0": WHOLE, "trainer-1": Placement.whole([TensorSpec("w", (8, 5), BF16)])},
+            "w has shape [8, 4] on trainer-0 and [8, 5] on trainer-1",
+        ),
+        (
+            {"trainer-0": WHOLE, "trainer-1": Placement.whole([TensorSpec("w", (8, 4), torch.float32)])},
+            "w is bfloat16 on trainer-0 and float32 on trainer-1",
+        ),
+        ({"trainer-0": WHOLE, "trainer-1": of(Box((4, 0), (5, 4)))}, "has no slice [4:9, 0:4], which trainer-1 holds"),
+    ],
+)
+def test_ranks_that_do_not_make_up_every_tensor_are_named_with_it(held: dict[str, Placement], said: str) -> None:
+    with pytest.raises(ManifestError) as caught:
+        shares(held)
+    assert said in str(caught.value)
+    assert caught.value.peer in held
+
+
+@pytest.mark.parametrize(
+    ("needed", "said"),
+    [
+        (
+            Placement.whole([W, TensorSpec("b", (8,), BF16)]),
+            "rollout-0/0 needs b of shape [8], which no trainer rank holds",
+        ),
+        (Placement.whole([TensorSpec("w", (4, 8), BF16)]), "w has shape [8, 4] on trainer-0 and [4, 8] on rollout-0/0"),
+        (Placement.whole([TensorSpec("w", (10, 4), BF16)]), "rollout-0/0 has 2 rows more: a padded vocabulary?"),
+        (Placement.whole([TensorSpec("w", (7, 4), BF16)]), "trainer-0 has 1 rows more: a padded vocabulary?"),
+        (
+            Placement.whole([TensorSpec("w", (8, 4), torch.float16)]),
+            "w is bfloat16 on trainer-0 and float16 on rollout-0/0, a cast that loses bits",
+        ),
+        (of(Box((4, 0), (8, 4))), "rollout-0/0 needs [4:12, 0:4] of w of shape [8, 4], which no trainer rank sends"),
+        (Placement.of([]), "no rank of rollout-0 (rollout-0/0) needs w, which trainer-0 sends"),
+    ],
+)
+def test_what_a_receiver_cannot_get_is_said_before_the_first_byte(needed: Placement, said: str) -> None:
+    with pytest.raises(ManifestError) as caught:
+        plan_transfer(shares({"trainer-0": WHOLE}), {"rollout-0/0": needed}, cut="exact")
+    assert said in str(caught.value)
+    assert caught.value.peer == "rollout-0/0"
+
+
+@pytest.mark.parametrize("cut", ["exact", "shares"])
+def test_elements_that_no_share_has_are_named_with_who_needs_them(cut: str) -> None:
+    lacking = {"trainer-0": of(Box((0, 0), (8, 3)))}
+    needed = {"rollout-0/0": of(Box((0, 0), (8, 1))), "rollout-1/0": of(Box((2, 2), (1, 2)))}
+    with pytest.raises(ManifestError, match=r"rollout-1/0 needs \[2:3, 3:4\] of w of shape \[8, 4\], which no trainer"):
+        plan_transfer(lacking, needed, cut=cut)  # type: ignore[arg-type] - drawn
+
+
+def test_elements_in_two_shares_are_named_with_both_senders() -> None:
+    twice = {"trainer-0": WHOLE, "trainer-1": of(Box((6, 0), (2, 4)))}
+    with pytest.raises(ManifestError, match=r"\[6:8, 0:4\] of w is in the shares of trainer-0, trainer-1"):
+        plan_transfer(twice, {"rollout-0/0": WHOLE}, cut="exact")
+
+
+def test_each_replica_must_need_every_tensor_that_is_not_allowed_to_be_unused() -> None:
+    head = TensorSpec("lm_head", (4,), BF16)
+    sent = shares({"trainer-0": Placement.whole([W, head])})
+    needed = {"rollout-0/0": Placement.whole([W, head]), "rollout-1/0": WHOLE}
+    with pytest.raises(
+        ManifestError, match=r"no rank of rollout-1 \(rollout-1/0\) needs lm_head, which trainer-0 sends"
+    ):
+        plan_transfer(sent, needed, cut="exact")
+    assert plan_transfer(sent, needed, cut="exact", unused={"lm_head"}).lanes
+    one = dict.fromkeys(needed, "together")
+    assert plan_transfer(sent, needed, cut="exact", replicas=one).lanes
+
+
+def test_a_receiver_may_have_a_dtype_that_holds_every_value_that_is_sent() -> None:
+    wider = {"rollout-0/0": Placement.whole([TensorSpec("w", (8, 4), torch.float32)])}
+    plan = plan_transfer(shares({"trainer-0": WHOLE}), wider, cut="exact")
+    assert plan.specs == (W,)
+    assert plan.lane_bytes == (64,)
+
+
+def test_a_dead_relay_or_replica_is_absent_and_everything_is_planned_anew() -> None:
+    needed = {"rollout-0/0": WHOLE, "rollout-1/0": WHOLE}
+    sent = shares({"trainer-0": WHOLE})
+    assert plan_transfer(sent, {"rollout-1/0": WHOLE}).lanes[0].receivers == ("rollout-1/0",)
+    assert plan_transfer(sent, needed).digest != plan_transfer(sent, {"rollout-1/0": WHOLE}).digest

@@ -1,0 +1,136 @@
+"""How lanes travel: everybody is reached once, relaying is dealt out evenly, and nobody relays without need."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from drawn import problems
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightlane.ckpt_engines import ConfigError
+from weightlane.sync.boxes import Box
+from weightlane.sync.placement import Placement
+from weightlane.sync.tensor_spec import TensorSpec
+from weightlane.sync.transfer_plan import Network, TransferPlan, plan_routes, plan_transfer, predict, shares, traffic
+
+MANY = Network(1e9, 1e9, latency_s=1e-5, bucket_bytes=1 << 20)
+networks = st.builds(
+    Network,
+    st.floats(1.0, 1e3),
+    st.floats(1.0, 1e3),
+    st.floats(0.0, 1.0),
+    st.integers(1, 100),
+)
+
+
+def one_to_all(replicas: int, rows: int = 1 << 20, senders: int = 1) -> TransferPlan:
+    """`senders` ranks hold equal parts of a tensor, all of which every replica needs."""
+    spec = TensorSpec("w", (rows, 64), torch.bfloat16)
+    each = rows // senders
+    held = {f"trainer-{rank}": Placement.of([(spec, Box((rank * each, 0), (each, 64)))]) for rank in range(senders)}
+    whole = Placement.whole([spec])
+    return plan_transfer(shares(held), {f"rollout-{replica}/0": whole for replica in range(replicas)})
+
+
+@given(problems(), networks, st.booleans())
+def test_every_receiver_of_a_lane_gets_it_once_from_somebody_who_has_it(
+    problem: tuple, network: Network, may_relay: bool
+) -> None:
+    _, held, needed = problem
+    plan = plan_transfer(shares(held), needed)
+    routes = plan_routes(plan, network, may_relay=may_relay)
+    assert routes == plan_routes(plan, network, may_relay=may_relay)
+    assert len(routes) == len(plan.lanes)
+    for lane, route in zip(plan.lanes, routes, strict=True):
+        have = {lane.sender: 0}
+        for sender, receiver in route.hops:
+            assert receiver not in have
+            have[receiver] = have[sender] + 1
+        assert set(have) == {lane.sender, *lane.receivers}
+        assert max(have.values()) == route.depth
+        if not may_relay:
+            assert route.kind == "star"
+        assert (route.kind == "star") == all(sender == lane.sender for sender, _ in route.hops)
+
+
+@given(problems(), networks, st.booleans())
+def test_no_prediction_is_below_what_the_busiest_card_needs(problem: tuple, network: Network, may_relay: bool) -> None:
+    _, held, needed = problem
+    plan = plan_transfer(shares(held), needed)
+    routes = plan_routes(plan, network, may_relay=may_relay)
+    found = predict(plan, routes, network)
+    moved = traffic(plan, routes)
+    trainers = set(held)
+    cards = [
+        n / (network.sender_bytes_per_s if name in trainers else network.receiver_bytes_per_s)
+        for name, n in moved.sent.items()
+    ]
+    cards += [n / network.receiver_bytes_per_s for n in moved.received.values()]
+    assert found.bound_s == pytest.approx(max(cards, default=0.0))
+    assert found.seconds >= found.bound_s
+    assert moved.nbytes == sum(placement.nbytes for placement in needed.values())
+
+
+def test_receivers_hand_on_only_where_a_sender_is_what_takes_longest() -> None:
+    plan = one_to_all(8)
+    assert {route.kind for route in plan_routes(plan, MANY, may_relay=False)} == {"star"}
+    (route,) = plan_routes(plan, MANY, may_relay=True)
+    assert route.kind == "chain"
+    assert traffic(plan, [route]).sent["trainer-0"] == plan.lane_bytes[0]
+    enough = one_to_all(8, senders=8)
+    assert {route.kind for route in plan_routes(enough, MANY, may_relay=True)} == {"star"}
+    fast = Network(16e9, 1e9)
+    assert {route.kind for route in plan_routes(plan, fast, may_relay=True)} == {"star"}
+
+
+def test_a_long_lane_goes_in_a_chain_and_a_short_one_in_a_tree() -> None:
+    assert plan_routes(one_to_all(64), MANY, may_relay=True)[0].kind == "chain"
+    (route,) = plan_routes(one_to_all(64, rows=1 << 10), MANY, may_relay=True)
+    assert route.kind == "tree"
+    assert route.depth < 10
+    most = Counter(sender for sender, _ in route.hops)
+    assert max(most.values()) <= 4
+
+
+def test_relays_make_many_replicas_cost_about_as_much_as_one() -> None:
+    one = one_to_all(1)
+    alone = predict(one, plan_routes(one, MANY, may_relay=True), MANY).seconds
+    many = one_to_all(32)
+    star = predict(many, plan_routes(many, MANY, may_relay=False), MANY).seconds
+    chain = predict(many, plan_routes(many, MANY, may_relay=True), MANY).seconds
+    assert star == pytest.approx(32 * alone, rel=0.01)
+    assert chain == pytest.approx(alone + 31 * MANY.fill_s(1 << 30), rel=0.01)
+
+
+def test_lanes_with_the_same_receivers_chain_in_turn_so_that_all_relay_as_much() -> None:
+    spec = TensorSpec("w", (1 << 20, 64), torch.bfloat16)
+    columns = [Placement.of([(spec, Box((0, 8 * each), (1 << 20, 8)))]) for each in range(8)]
+    needed = {f"rollout-{replica}/{rank}": columns[rank] for replica in range(16) for rank in range(8)}
+    plan = plan_transfer(shares({f"trainer-{rank}": Placement.whole([spec]) for rank in range(4)}), needed)
+    routes = plan_routes(plan, Network(1e9, 1e9, latency_s=1e-6, bucket_bytes=1 << 15), may_relay=True)
+    first: dict[tuple[str, ...], list[str]] = {}
+    for lane, route in zip(plan.lanes, routes, strict=True):
+        if route.kind == "chain":
+            first.setdefault(lane.receivers, []).append(route.hops[0][1])
+    assert len(first) == 8
+    assert all(len(set(each)) == len(each) > 1 for each in first.values())
+    relayed = [nbytes for name, nbytes in traffic(plan, routes).sent.items() if name in needed]
+    assert max(relayed) <= 1.1 * sum(relayed) / len(needed)
+
+
+@pytest.mark.parametrize("figures", [(0.0, 1.0, 0.0, 1), (1.0, -1.0, 0.0, 1), (1.0, 1.0, -1.0, 1), (1.0, 1.0, 0.0, 0)])
+def test_a_network_that_cannot_be_is_refused(figures: tuple[float, float, float, int]) -> None:
+    with pytest.raises(ConfigError, match="must be more than nothing"):
+        Network(*figures)
+
+
+def test_a_far_network_needs_buckets_in_flight() -> None:
+    plan = one_to_all(1)
+    near = predict(plan, plan_routes(plan, MANY, may_relay=False), MANY).seconds
+    network = Network(1e9, 1e9, latency_s=0.1, bucket_bytes=1 << 20)
+    far = predict(plan, plan_routes(plan, network, may_relay=False), network).seconds
+    buckets = plan.lane_bytes[0] / network.bucket_bytes
+    assert far > 0.4 * buckets * network.latency_s > 10 * near

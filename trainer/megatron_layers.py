@@ -1,0 +1,117 @@
+"""The layers that megatron-core's ``GPTModel`` is built from here: its own parallel ones, with a norm and an attention of ours.
+
+megatron-core brings neither for a machine without TransformerEngine that trains with sequence parallelism or long sequences.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+if not hasattr(moe_utils, "te_general_gemm"):
+    # megatron-core 0.16.1 asks whether it is None, and only defines it where TransformerEngine is installed.
+    moe_utils.te_general_gemm = None
+
+
+class RmsNorm(torch.nn.Module):
+    """Root mean square normalization in float32 (Zhang and Sennrich, arXiv 1910.07467), as Hugging Face models compute it.
+
+    Its weight carries the mark by which megatron-core sums its gradient over the ranks of sequence parallelism.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self._eps = eps
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # megatron-core's mark
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., hidden_size] in and out, any floating dtype."""
+        normal = torch.nn.functional.rms_norm(hidden.float(), (hidden.shape[-1],), eps=self._eps)
+        return self.weight * normal.to(hidden.dtype)
+
+
+class CausalAttention(torch.nn.Module):
+    """torch's scaled dot product attention behind a causal mask; memory grows with the sequence, not with its square.
+
+    Sequences are padded on the right, so the causal mask keeps every token from the padding, and no other mask is needed.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        del config, layer_number, attn_mask_type, attention_type
+        self._scale = softmax_scale
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            query: [positions, batch, heads, head_dim].
+            key: [positions, batch, groups, head_dim].
+            value: as `key`.
+
+        Returns:
+            [positions, batch, heads * head_dim].
+        """
+        shared = query.shape[2] != key.shape[2]
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=self._scale, enable_gqa=shared
+        )
+        return out.permute(2, 0, 1, 3).flatten(2).contiguous()
+
+
+def decoder_spec(config: TransformerConfig, *, qk_norm: bool, chunk: int | None) -> TransformerBlockSubmodules:
+    """The decoder layers of this pipeline stage, or of its virtual stage `chunk`."""
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    if config.num_moe_experts:
+        experts = ModuleSpec(module=SequentialMLP, submodules=linears)
+        feed_forward = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts))
+    else:
+        feed_forward = ModuleSpec(module=MLP, submodules=linears)
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=CausalAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=RmsNorm if qk_norm else IdentityOp,
+            k_layernorm=RmsNorm if qk_norm else IdentityOp,
+        ),
+    )
+    layer = ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RmsNorm,
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RmsNorm,
+            mlp=feed_forward,
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+    return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config, vp_stage=chunk), layer_norm=RmsNorm)

@@ -1,0 +1,160 @@
+"""Reads a Hugging Face configuration for the megatron engine, and checks the layout it shall be split in. Cheap: no weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weightlane.ckpt_engines import ConfigError
+
+from .config import TrainerConfig
+from .megatron_names import ModelShape
+
+_PART = "megatron engine"
+_SUPPORTED = ("qwen3", "llama", "qwen3_moe")
+_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What megatron-core's scaling of rotary frequencies has fixed; only ``factor`` can be set."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What there is to know of a model before it is built."""
+
+    shape: ModelShape
+    norm_eps: float
+    rope_theta: float
+    rope_factor: float | None
+    """Llama 3's scaling of rotary frequencies; None without."""
+    max_positions: int
+    experts_per_token: int
+    renormalize: bool
+    """Whether the chosen experts' probabilities are scaled to sum to 1."""
+
+
+def read_model(model_dir: Path) -> ModelFacts:
+    """Read ``config.json``. Raises `ConfigError` for a model that this engine would compute differently from transformers."""
+    from transformers import AutoConfig  # noqa: PLC0415 - slow to import
+
+    config: Any = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+
+    def refuse(what: str) -> ConfigError:
+        return ConfigError(
+            f"the model in {model_dir} {what}, which the megatron engine does not support.",
+            part=_PART,
+            hint="Use trainer.engine=fsdp2 for it.",
+        )
+
+    if config.model_type not in _SUPPORTED:
+        raise refuse(f"is a {config.model_type} model (supported: {', '.join(_SUPPORTED)})")
+    if config.hidden_act != "silu":
+        raise refuse(f"has the activation {config.hidden_act}")
+    if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
+        raise refuse("has biases in its linear layers")
+    if set(getattr(config, "layer_types", None) or ()) - {"full_attention"} or getattr(
+        config, "use_sliding_window", False
+    ):
+        raise refuse("has sliding windows")
+    if getattr(config, "attention_dropout", 0.0):
+        raise refuse("has dropout")
+    moe = config.model_type == "qwen3_moe"
+    if moe and (config.mlp_only_layers or config.decoder_sparse_step != 1):
+        raise refuse("has layers without experts among those with experts")
+    rope = dict(config.rope_parameters)
+    scaled = rope["rope_type"] == "llama3"
+    if rope["rope_type"] not in ("default", "llama3") or (
+        scaled and any(rope.get(key) != value for key, value in _LLAMA3_ROPE.items())
+    ):
+        raise refuse(f"scales its rotary embedding by {rope}")
+    heads = config.num_attention_heads
+    shape = ModelShape(
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        intermediate=0 if moe else config.intermediate_size,
+        heads=heads,
+        groups=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        vocab=config.vocab_size,
+        tied=bool(config.tie_word_embeddings),
+        qk_norm=config.model_type.startswith("qwen3"),
+        experts=config.num_experts if moe else 0,
+        expert_intermediate=config.moe_intermediate_size if moe else 0,
+    )
+    return ModelFacts(
+        shape,
+        norm_eps=config.rms_norm_eps,
+        rope_theta=float(rope["rope_theta"]),
+        rope_factor=float(rope["factor"]) if scaled else None,
+        max_positions=config.max_position_embeddings,
+        experts_per_token=config.num_experts_per_tok if moe else 0,
+        renormalize=bool(moe and config.norm_topk_prob),
+    )
+
+
+def check_layout(config: TrainerConfig, model: ModelShape, ranks: int) -> None:
+    """Raise `ConfigError` unless `ranks` ranks can hold the model in the layout that ``trainer.megatron`` asks for."""
+    layout = config.megatron
+    tensor, pipeline, virtual, expert = (
+        layout.tensor_parallel,
+        layout.pipeline_parallel,
+        layout.virtual_pipeline,
+        layout.expert_parallel,
+    )
+
+    def need(holds: bool, problem: str, hint: str) -> None:
+        if not holds:
+            raise ConfigError(problem, part=_PART, hint=hint)
+
+    def divides(setting: str, value: int, whole: int, what: str) -> None:
+        possible = [str(number) for number in range(1, whole + 1) if whole % number == 0 and number <= ranks]
+        need(
+            whole % value == 0,
+            f"trainer.megatron.{setting}={value} does not divide the model's {whole} {what}.",
+            f"Possible here: {', '.join(possible)}.",
+        )
+
+    need(
+        ranks % (tensor * pipeline) == 0,
+        f"{ranks} trainer ranks cannot be split into copies of the model of {tensor} x {pipeline} ranks"
+        " (tensor_parallel x pipeline_parallel).",
+        f"Set trainer.ranks to a multiple of {tensor * pipeline}, or lower one of the two.",
+    )
+    divides("tensor_parallel", tensor, model.heads, "attention heads")
+    divides("tensor_parallel", tensor, model.groups, "key and value heads")
+    if not model.experts:
+        divides("tensor_parallel", tensor, model.intermediate, "rows of its feed-forward layers")
+    need(
+        virtual == 1 or pipeline > 1,
+        f"trainer.megatron.virtual_pipeline={virtual} needs a pipeline.",
+        "Set trainer.megatron.pipeline_parallel to at least 2, or virtual_pipeline to 1.",
+    )
+    need(
+        model.layers % (pipeline * virtual) == 0,
+        f"{model.layers} decoder layers cannot be split evenly into {pipeline} x {virtual} stages"
+        " (pipeline_parallel x virtual_pipeline).",
+        "Choose two settings whose product divides the number of layers.",
+    )
+    need(
+        not layout.sequence_parallel or tensor > 1,
+        "trainer.megatron.sequence_parallel needs tensor parallelism.",
+        "Set trainer.megatron.tensor_parallel to at least 2, or sequence_parallel to false.",
+    )
+    if not model.experts:
+        need(
+            expert == 1,
+            f"trainer.megatron.expert_parallel={expert}, but the model has no experts.",
+            "Set trainer.megatron.expert_parallel to 1.",
+        )
+        return
+    divides("expert_parallel", expert, model.experts, "experts")
+    need(
+        (ranks // pipeline) % expert == 0,
+        f"trainer.megatron.expert_parallel={expert} does not divide the {ranks // pipeline} ranks of a pipeline stage.",
+        "Lower it, or set trainer.ranks to a multiple of pipeline_parallel x expert_parallel.",
+    )
+    need(
+        tensor == 1 or (layout.sequence_parallel and expert % tensor == 0),
+        "a model with experts needs sequence_parallel, and an expert_parallel that tensor_parallel divides, when"
+        " tensor_parallel is above 1: its experts are not cut by tensor parallelism.",
+        f"Set trainer.megatron.sequence_parallel=true and expert_parallel to a multiple of {tensor}, or tensor_parallel=1.",
+    )
