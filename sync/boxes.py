@@ -54,13 +54,6 @@ class Box:
             0 <= start <= stop <= size for start, stop, size in zip(self.starts, self.stops, shape, strict=True)
         )
 
-    def contains(self, other: Box) -> bool:
-        """Whether every index of `other` is one of this."""
-        return all(
-            mine <= start and start + size <= mine + reach
-            for mine, reach, start, size in zip(self.starts, self.shape, other.starts, other.shape, strict=True)
-        )
-
     def intersect(self, other: Box) -> Box | None:
         """The elements of both; None when there are none."""
         starts = tuple(map(max, self.starts, other.starts))

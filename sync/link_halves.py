@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Generic, TypeVar
 
 from weightlane.ckpt_engines import ClosedError, Deadline, DeadlineExceededError, Topology, WeightReceiver, WeightSender
@@ -12,7 +12,8 @@ from .rendezvous import Rendezvous
 from .session_plan import Link
 
 Half = TypeVar("Half", WeightSender, WeightReceiver)
-_PART = "links"
+_GRACE_S = 2.0
+"""How much longer than the engine, which knows the peer, whoever waits for all links does."""
 
 
 class LinkHalves(Generic[Half]):
@@ -48,12 +49,13 @@ class LinkHalves(Generic[Half]):
         threads = ThreadPoolExecutor(len(links), thread_name_prefix=f"weightlane-link-{self._name}")
         connecting = [threads.submit(self._connect, rendezvous, session, link, deadline) for link in links]
         threads.shutdown(wait=False)
-        try:
-            for each in as_completed(connecting):
-                each.result()
-        except BaseException:
+        done, late = wait(connecting, deadline.remaining_s + _GRACE_S, FIRST_EXCEPTION)
+        failure = next((error for each in done if (error := each.exception()) is not None), None)
+        if failure is None and late:
+            failure = deadline.error("its links to connect", part=self._name)
+        if failure is not None:
             self.close()  # the others need not go on, and nobody waits for them
-            raise
+            raise failure
 
     def _connect(self, rendezvous: Rendezvous, session: str, link: Link, deadline: Deadline) -> None:
         box, own = rendezvous.mailbox(f"links/{session}"), link.session(session)

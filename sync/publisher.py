@@ -331,7 +331,8 @@ class Publisher(Participant):
             density = self._encoder.sampled_density(base.slot.memory.data)
         publication.choice = self._chooser.choose(density, has_base=base is not None)
         if self._ours.replicas.needed:  # while no parameter changes
-            digests = self._ours.replicas.digests(publication.number, everything=not self._proven)
+            with self._snapshot.reading(publication.mark):
+                digests = self._ours.replicas.digests(publication.number, everything=not self._proven)
             publication.replica_digests = digests
         publication.slot, publication.base, publication.began = slot, base, time.perf_counter()
         with self._changed:  # it can be offered, and streamed as far as it is there

@@ -14,6 +14,9 @@ from .manifest import Manifest
 from .seal import SealMail
 from .session_plan import Link, SessionPlan
 
+_GRACE_S = 2.0
+"""How much longer than the receiving calls, which know better what has happened, whoever waits for them does."""
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -101,10 +104,11 @@ class SourceThreads:
         self._running: list[Future[None]] = []
         """What has not ended though another source failed."""
 
-    def run(self, sources: Sequence[Source], receive: Callable[[Source], None]) -> None:
+    def run(self, sources: Sequence[Source], receive: Callable[[Source], None], deadline: Deadline) -> None:
         """Return when `receive` has returned for each of `sources`; raise what it first raised, at once.
 
-        What else is running then ends when the session is closed: see `settle`.
+        What else is running then ends when the session is closed: see `settle`. `DeadlineExceededError`, naming the senders, if a
+        call has outlived the deadline that it was given.
         """
         if len(sources) <= 1:
             for source in sources:
@@ -113,9 +117,13 @@ class SourceThreads:
         threads = ThreadPoolExecutor(len(sources), thread_name_prefix=f"weightlane-receive-{self._name}")
         running = [threads.submit(receive, source) for source in sources]
         threads.shutdown(wait=False)
-        done, self._running = (list(futures) for futures in wait(running, return_when=FIRST_EXCEPTION))
+        done, late = wait(running, deadline.remaining_s + _GRACE_S, FIRST_EXCEPTION)
+        self._running = list(late)
         for each in done:
             each.result()
+        if late:
+            peers = [source.sender for source, future in zip(sources, running, strict=True) if future in late]
+            raise deadline.error("buckets", part=self._name, peer=", ".join(peers))
 
     def settle(self, deadline: Deadline) -> None:
         """Wait until nobody of an earlier `run` writes any more. Raises `DeadlineExceededError`."""

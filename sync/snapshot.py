@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -119,6 +119,16 @@ class Snapshot:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._stream.device))
         return event
+
+    @contextmanager
+    def reading(self, after: torch.cuda.Event | None) -> Iterator[None]:
+        """Inside, what is read of the shards on this thread is what they are after `mark`."""
+        if self._stream is None or after is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(after)
+            yield
 
     @torch.no_grad()
     def take(

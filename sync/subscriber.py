@@ -454,7 +454,7 @@ class Subscriber(Participant):
             for arrival in job.receiving.arrivals(job.sent, job.manifest, source):
                 receive(source, arrival)
 
-        self._threads.run(job.receiving.sources, from_one)
+        self._threads.run(job.receiving.sources, from_one, job.deadline)
 
     def _show_from(self, version: int, receiving: Receiving) -> None:
         """`version` is looked at from now on."""
