@@ -28,14 +28,13 @@ from typing import TYPE_CHECKING, Any
 from .acceptance import Verdict, Way, judge
 from .commit_plan import CommitPlan, Elements
 from .layout_map import Constant, LayoutMap, Refusal, Slice, SourceSpec, TargetSpec
-from .needs import Box, needed_boxes
+from .needs import needed_boxes
 from .trace import trace_loading
 
 if TYPE_CHECKING:
     from .loader import VersionLoader
 
 __all__ = [
-    "Box",
     "CommitPlan",
     "Constant",
     "Elements",

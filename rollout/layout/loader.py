@@ -107,7 +107,7 @@ class VersionLoader:
         return Placement.of_boxes(
             (
                 TensorSpec(name, spec.shape, spec.dtype),
-                [Box(*each) for each in boxes[name]] if name in boxes else [Box.whole(spec.shape)],
+                boxes[name] if name in boxes else [Box.whole(spec.shape)],
             )
             for name, spec in self._signature.items()
         )

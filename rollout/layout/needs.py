@@ -11,11 +11,11 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
+from weightlane.sync.boxes import Box
+
 from .geometry import Block, elements_of
 from .layout_map import LayoutMap
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""First index and length in every dimension of a tensor."""
 _Steps = tuple[tuple[int, int], ...]
 """Stride and length of the dimensions of a block, the largest stride first."""
 _Range = tuple[int, int]
@@ -38,8 +38,8 @@ def needed_boxes(layout: LayoutMap) -> dict[str, list[Box]]:
             are refused, or from which something is computed, are needed whole.
 
     Returns:
-        For every tensor of ``layout.sources`` disjoint boxes, in ascending order, as starts and shape with one number per
-        dimension of the tensor. Every element that a slice reads is in one of them. A tensor of which nothing is read has none.
+        For every tensor of ``layout.sources`` disjoint boxes, in ascending order. Every element that a slice reads is in one
+        of them. A tensor of which nothing is read has none.
     """
     blocks: dict[str, set[Block]] = defaultdict(set)
     for piece in layout.slices:
@@ -66,7 +66,10 @@ def _boxes(shape: tuple[int, ...], blocks: Iterable[Block]) -> list[Box]:
                 sorted((item for item in zip(steps, lengths, strict=True) if item[1] != 1 and item[0]), reverse=True)
             )
             found |= dict.fromkeys(_ranges(strides, offset, ordered))
-    return [(tuple(low for low, _ in box), tuple(high - low for low, high in box)) for box in _disjoint(list(found), 0)]
+    return [
+        Box(tuple(low for low, _ in ranges), tuple(high - low for low, high in ranges))
+        for ranges in _disjoint(list(found), 0)
+    ]
 
 
 def _ranges(strides: Sequence[int], offset: int, steps: _Steps) -> Iterator[_Ranges]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -151,9 +150,7 @@ def make_report(model: str, *, tensor_parallel: int, dtype: str, expert_parallel
                 "tensors": len({piece.source for piece in layout.slices}),
                 "slices": len(layout.slices),
                 "bytes": layout.bytes_copied,
-                "needed_elements": sum(
-                    math.prod(shape) for boxes in needed_boxes(layout).values() for _, shape in boxes
-                ),
+                "needed_elements": sum(box.numel for boxes in needed_boxes(layout).values() for box in boxes),
                 "experts": held,
                 "parameters": len(layout.targets),
                 "constants": len(layout.constants),

@@ -345,13 +345,14 @@ def needs(path: str, dtype: str, world: int, expert_parallel: bool) -> list[dict
         boxes, wrong = needed_boxes(layout), {}
         for name, used in used_elements(layout).items():
             times = torch.zeros(specs[name].shape, dtype=torch.int32)
-            for starts, shape in boxes[name]:
-                times[tuple(slice(start, start + count) for start, count in zip(starts, shape, strict=True))] += 1
+            for box in boxes[name]:
+                times[box.index] += 1
             held = times.flatten() > 0
             counts = [int((times > 1).sum()), int((used & ~held).sum()), int((held & ~used).sum())]
             if any(counts):
                 wrong[name] = counts
-        answers.append({"boxes": boxes, "wrong": wrong})
+        plain = {name: [box.to_plain() for box in each] for name, each in boxes.items()}
+        answers.append({"boxes": plain, "wrong": wrong})
     return answers
 
 

@@ -16,6 +16,7 @@ from layout_models import LayoutProcess
 from tiny_models import HEADS, HIDDEN, INTERMEDIATE, make_architecture, make_qwen3_moe
 
 from weightlane.rollout.layout import LayoutMap, Refusal, Slice, SourceSpec, needed_boxes
+from weightlane.sync.boxes import Box
 
 Block = tuple[int, tuple[int, ...], tuple[int, ...]]
 
@@ -35,16 +36,14 @@ def read(blocks: Sequence[Block]) -> set[int]:
     }
 
 
-def held(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> set[int]:
+def held(shape: Sequence[int], boxes: Sequence[Box]) -> set[int]:
     """The elements of `boxes`, of which none may be in two."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     found: list[int] = []
-    for starts, lengths in boxes:
-        assert len(starts) == len(lengths) == len(shape)
-        assert all(
-            0 <= start < start + length <= size for start, length, size in zip(starts, lengths, shape, strict=True)
-        )
-        ranges = [range(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+    for box in boxes:
+        assert box.fits(tuple(shape))
+        assert box.numel
+        ranges = [range(start, stop) for start, stop in zip(box.starts, box.stops, strict=True)]
         found += [
             sum(at * stride for at, stride in zip(index, strides, strict=True)) for index in itertools.product(*ranges)
         ]
@@ -123,17 +122,17 @@ def test_what_views_of_a_tensor_read_is_in_boxes_that_hold_nothing_else(case: tu
 def test_boxes_are_as_few_and_as_tight_as_what_is_read_allows(
     shape: tuple[int, ...], blocks: list[Block], boxes: list[Any]
 ) -> None:
-    assert needed_boxes(layout_of(shape, blocks))["a"] == boxes
+    assert needed_boxes(layout_of(shape, blocks))["a"] == [Box(*box) for box in boxes]
 
 
 def test_what_something_is_computed_from_is_needed_whole() -> None:
     layout = layout_of((6, 8), [(0, (1,), (8,))])
-    assert needed_boxes(layout)["a"] == [((0, 0), (1, 8))]
+    assert needed_boxes(layout)["a"] == [Box((0, 0), (1, 8))]
     layout.feeds.append(("a", "w"))
-    assert needed_boxes(layout)["a"] == [((0, 0), (6, 8))]
+    assert needed_boxes(layout)["a"] == [Box.whole((6, 8))]
     refused = layout_of((6, 8), [])
     refused.refused_sources.append(Refusal("a", "its values are looked at"))
-    assert needed_boxes(refused)["a"] == [((0, 0), (6, 8))]
+    assert needed_boxes(refused)["a"] == [Box.whole((6, 8))]
 
 
 def rows(start: int, count: int, columns: int = HIDDEN) -> list[list[int]]:

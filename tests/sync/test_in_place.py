@@ -205,7 +205,7 @@ def test_one_that_fails_half_way_does_not_stop_the_others(make_run: Callable[...
 def test_a_replica_that_does_not_pause_serves_on_and_nobody_waits_longer_than_the_deadline(
     make_run: Callable[..., Run],
 ) -> None:
-    run = make_run(rollout=IN_PLACE, sync=IMPATIENT | {"retries": 0}, deadline_s=3.0)
+    run = make_run(rollout=IN_PLACE, sync=IMPATIENT | {"retries": 0}, deadline_s=8.0)
     publish_next(run, 1)
     run.sync(1)
     run.replicas[0].refuses_with = CommitError("it cannot pause, on purpose.", part="rollout-0")
@@ -213,7 +213,7 @@ def test_a_replica_that_does_not_pause_serves_on_and_nobody_waits_longer_than_th
     began = time.monotonic()
     with pytest.raises(SyncAbortedError, match="cannot pause"):
         run.sync(2)
-    assert time.monotonic() - began < 2.0, "others waited for buckets that nobody took"
+    assert time.monotonic() - began < 6.0, "others waited for buckets that nobody took"
     assert run.coordinator.states()["rollout-0"] is ReplicaState.SERVING
 
     async def hangs(version: int) -> CommitReport:
@@ -226,7 +226,7 @@ def test_a_replica_that_does_not_pause_serves_on_and_nobody_waits_longer_than_th
     with pytest.raises(SyncAbortedError, match="of version 3 to be") as caught:
         run.sync(3)
     assert isinstance(caught.value.reason, DeadlineExceededError)
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 11.0
     assert run.live() == [expected(1)]
     assert run.coordinator.states()["rollout-0"] is ReplicaState.QUARANTINED, "nobody knows what it does"
     run.replicas[0].commit = commit  # type: ignore[method-assign]
