@@ -11,14 +11,15 @@ import json
 import logging
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from weightlane.ckpt_engines import ClosedError, Deadline, ProtocolError
+from weightlane.ckpt_engines import ClosedError, Deadline, PeerLostError, ProtocolError
 from weightlane.ckpt_engines.mac import derive_key, new_secret, sign, verify
 from weightlane.ckpt_engines.process_group import host_store, join_store
 
@@ -69,6 +70,7 @@ class Rendezvous:
     def __init__(self, store: dist.Store, address: RendezvousAddress) -> None:
         self._store = store
         self._lock = threading.Lock()
+        self._connections = _Connections(address)
         self.address = address
 
     @classmethod
@@ -98,10 +100,8 @@ class Rendezvous:
         return Inbox(name, join_store(self.address.host, self.address.port, deadline), self.address)
 
     def mailbox(self, scope: str) -> StoreMailbox:
-        """A key-value mailbox whose keys are private to `scope`, on a connection of its own."""
-        deadline = Deadline.after(_JOIN_TIMEOUT_S)
-        store = join_store(self.address.host, self.address.port, deadline)
-        return StoreMailbox(dist.PrefixStore(f"mailbox/{scope}", store), scope, self.address.secret)
+        """A key-value mailbox whose keys are private to `scope`."""
+        return StoreMailbox(self._connections, scope, self.address.secret)
 
     def session_key(self, session: str) -> bytes:
         """The secret of one connection, for `Topology.key`."""
@@ -170,30 +170,62 @@ class Inbox:
             raise _store_gone(self._address) from error
 
 
-class StoreMailbox:
-    """The `weightlane.ckpt_engines.Mailbox` given to engines."""
+class _Connections:
+    """A process's connections to a store that can be used for one operation at a time each, kept for the next one.
 
-    def __init__(self, store: dist.Store, scope: str, secret: str) -> None:
-        self._store = store
+    To make one takes longer than what goes through it, and torch looks up the name of whom it connects to: where a name server
+    does not answer, that alone takes five seconds.
+    """
+
+    def __init__(self, address: RendezvousAddress) -> None:
+        self._address = address
+        self._idle: list[dist.Store] = []
+
+    @contextmanager
+    def one(self, deadline: Deadline | None = None) -> Iterator[dist.Store]:
+        """One that nobody else uses meanwhile; `ClosedError` when the store is gone."""
+        try:
+            store = self._idle.pop()
+        except IndexError:
+            limit = Deadline.after(_JOIN_TIMEOUT_S) if deadline is None else deadline
+            try:
+                store = join_store(self._address.host, self._address.port, limit)
+            except PeerLostError as error:
+                raise _store_gone(self._address) from error
+        try:
+            yield store
+        except dist.DistNetworkError as error:
+            raise _store_gone(self._address) from error
+        self._idle.append(store)  # not after a failure: nobody knows what it still waits for
+
+
+class StoreMailbox:
+    """The `weightlane.ckpt_engines.Mailbox` given to engines. Every method raises `ClosedError` when the store is gone."""
+
+    def __init__(self, connections: _Connections, scope: str, secret: str) -> None:
+        self._connections = connections
         self._scope = scope
         self._secret = secret
 
     def put(self, key: str, value: Any) -> None:
         """Publish JSON-representable `value` under `key`."""
-        self._store.set(key, sign(self._secret, self._context(key), json.dumps(value).encode()).decode())
+        context = self._context(key)
+        with self._connections.one() as store:
+            store.set(context, sign(self._secret, context, json.dumps(value).encode()).decode())
 
     def get(self, key: str, deadline: Deadline) -> Any:
         """Wait for `key`; `DeadlineExceededError` when it does not appear in time."""
+        context = self._context(key)
+        with self._connections.one(deadline) as store:
+            try:
+                store.wait([context], deadline.timedelta())
+            except dist.DistNetworkError:
+                raise
+            except dist.DistError as error:
+                raise deadline.error(f"{key!r} in mailbox {self._scope}", part="mailbox") from error
+            data = store.get(context)
         try:
-            self._store.wait([key], deadline.timedelta())
-        except dist.DistNetworkError as error:
-            raise ClosedError(
-                f"the rendezvous store is gone, and with it mailbox {self._scope}.", part="mailbox"
-            ) from error
-        except dist.DistError as error:
-            raise deadline.error(f"{key!r} in mailbox {self._scope}", part="mailbox") from error
-        try:
-            return json.loads(verify(self._secret, self._context(key), self._store.get(key)))
+            return json.loads(verify(self._secret, context, data))
         except (ValueError, RecursionError) as error:
             if isinstance(error, ProtocolError):
                 raise
@@ -201,21 +233,13 @@ class StoreMailbox:
 
     def has(self, key: str) -> bool:
         """Whether `key` is there."""
-        try:
-            return bool(self._store.check([key]))
-        except dist.DistError as error:
-            raise ClosedError(
-                f"the rendezvous store is gone, and with it mailbox {self._scope}.", part="mailbox"
-            ) from error
+        with self._connections.one() as store:
+            return bool(store.check([self._context(key)]))
 
     def delete(self, key: str) -> None:
         """Forget `key`, which need not be there. Nobody may be waiting for it."""
-        try:
-            self._store.delete_key(key)
-        except dist.DistError as error:
-            raise ClosedError(
-                f"the rendezvous store is gone, and with it mailbox {self._scope}.", part="mailbox"
-            ) from error
+        with self._connections.one() as store:
+            store.delete_key(self._context(key))
 
     def _context(self, key: str) -> str:
         return f"mailbox/{self._scope}/{key}"

@@ -21,6 +21,9 @@ import pytest
 # A shell starts background jobs with Ctrl-C ignored, and every process that a test starts would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# torch asks the name server for the name of every address that it connects to; one that drops a question costs five seconds.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 # How long an example takes says nothing on a machine that runs other tests beside it.
 hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")

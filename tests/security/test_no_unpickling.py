@@ -63,6 +63,8 @@ ALLOWED = {
     ("cli/cluster.py", "ray"): "Ray between its own processes",
     # Hooks into the module, so that the suite notices an engine that unpickles.
     ("ckpt_engines/conformance/half_process.py", "pickle"): "watches for unpickling",
+    ("benchmarks/direct.py", "multiprocessing"): "processes of a benchmark",
+    ("benchmarks/direct_ranks.py", "multiprocessing"): "processes of a benchmark",
     # What is measured there is what others do; none of it is installed.
     ("benchmarks/peers/file_peers.py", "torch.distributed.checkpoint"): "a peer that is measured",
     ("benchmarks/peers/halves.py", "multiprocessing"): "processes of a benchmark",
