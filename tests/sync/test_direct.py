@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from weightlane.ckpt_engines import CheckpointEngineRegistry, ManifestError, SyncAbortedError
+from weightlane.ckpt_engines import (
+    CheckpointEngineRegistry,
+    ManifestError,
+    ProtocolError,
+    QuorumError,
+    SyncAbortedError,
+)
 from weightlane.sync import (
     CommitMode,
     CommitReport,
@@ -111,7 +117,10 @@ class Rollout:
         self.subscriber = Subscriber(
             f"{self.name}/0", address, engine, options, expectation, needed=needed, commit=commit
         )
-        self.live: dict[tuple[str, Box], torch.Tensor] = {}
+        first = values(0)
+        self.live: dict[tuple[str, Box], torch.Tensor] = {
+            (spec.name, box): first[spec.name][box.index].clone() for spec, box in self._needed.slices
+        }
 
     def subscriber_names(self) -> list[str]:
         return [f"{self.name}/0"]
@@ -162,16 +171,12 @@ class Hop:
         world: int,
         needs: Sequence[Placement | None],
         commit: CommitMode = "staged",
+        sent: Sequence[TensorSpec] = tuple(SPECS.values()),
         **more: Any,
     ) -> None:
         rendezvous = Rendezvous.host()
-        first = values(0)
         self.shards = [
-            [
-                LocalShard(spec, box.starts, first[spec.name][box.index].clone())
-                for spec in SPECS.values()
-                for box in cut(spec, rank, world)
-            ]
+            [LocalShard(spec, box.starts, torch.zeros(box.shape)) for spec in sent for box in cut(spec, rank, world)]
             for rank in range(world)
         ]
         placements = [Placement.of_shards(shards) for shards in self.shards]
@@ -352,3 +357,52 @@ def test_copies_are_compared_element_by_element_however_each_rank_has_cut_them()
     said["b"] = checks["b"].digests(0, everything=True)
     with pytest.raises(ManifestError, match=r"version 1: a and b hold different values of w"):
         checks["a"].compare(said, 1)
+
+
+def other(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[TensorSpec]:
+    """What is sent if one of the tensors is another, or there is one more."""
+    return list((SPECS | {name: TensorSpec(name, shape, dtype)}).values())
+
+
+@pytest.mark.parametrize("engine", ["shm", "gloo", "filesystem"])
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        ([spec for spec in SPECS.values() if spec.name != "experts"], "missing experts"),
+        (other("experts.6", (8, 130)), r"unexpected experts\.6"),
+        (other("q", (24, 193)), r"q has shape \[24, 193\], expected \[24, 192\]"),
+        (other("embed", (64, 192)), r"embed has shape \[64, 192\], expected \[37, 192\] \(padded rows"),
+        (other("norm", (192,), torch.float16), "norm is float16, expected float32"),
+    ],
+    ids=["a missing expert", "one more tensor", "another shape", "padded rows", "a type that loses bits"],
+)
+def test_what_does_not_fit_is_refused_by_name_before_a_byte_moves_and_the_old_weights_serve_on(
+    hop: Callable[..., Hop], engine: str, sent: list[TensorSpec], said: str
+) -> None:
+    run = hop(engine, rows, 2, [TP2[0], EVERYTHING], sent=sent)
+    for publisher in run.publishers:
+        publisher.publish(1)
+    with pytest.raises(SyncAbortedError, match=said) as caught:
+        asyncio.run(run.coordinator.sync(1))
+    assert "rollout-" in str(caught.value), "nobody says which rank it does not fit"
+    assert isinstance(caught.value.__cause__, ManifestError | QuorumError)
+    assert all(replica.holds(0) for replica in run.replicas)
+
+
+def test_a_rank_with_another_plan_is_named_before_a_byte_moves(
+    hop: Callable[..., Hop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = hop("gloo", rows, 2, [EVERYTHING, EVERYTHING])
+    connect = run.replicas[1].subscriber._connect_half
+    monkeypatch.setattr(run.replicas[1].subscriber, "_connect_half", lambda *given: connect(*given) + "0")
+    for publisher in run.publishers:
+        publisher.publish(1)
+    with pytest.raises(
+        SyncAbortedError, match=r"different transfer plans: trainer-0 \w+, rollout-1/0 \w+0\."
+    ) as caught:
+        asyncio.run(run.coordinator.sync(1))
+    assert isinstance(caught.value.__cause__, ProtocolError)
+    assert all(replica.holds(0) for replica in run.replicas)
+    monkeypatch.undo()
+    run.sync(2)
+    assert all(replica.holds(2) for replica in run.replicas)
