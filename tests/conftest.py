@@ -30,13 +30,16 @@ hypothesis.settings.load_profile("tests")
 
 _HEAVY = ("tests/e2e/", "tests/plugins/", "tests/rollout/")
 """Folders whose tests start many processes: one worker runs all of these, one after the other, beside the others."""
-_LAST = ("tests/rollout/test_stock_",)
-"""Those among them that whoever is free may run at the end, so that all workers end at about the same time."""
+_LAST = ("tests/rollout/test_trainers_to_vllm.py", "tests/rollout/test_fsdp2_to_vllm.py", "tests/rollout/test_stock_")
+"""Those among them that whoever is free may run at the end, the longest first, so that all workers end at about the same time."""
 
 
 def _turn(item: str) -> int:
-    """0 for the heavy tests, which take longest, 1 for the rest, 2 for the last."""
-    return 2 if item.startswith(_LAST) else 0 if item.startswith(_HEAVY) else 1
+    """0 for the heavy tests, which take longest, 1 for the rest, more for the last ones, in their order."""
+    for turn, last in enumerate(_LAST, 2):
+        if item.startswith(last):
+            return turn
+    return 0 if item.startswith(_HEAVY) else 1
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
