@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -138,3 +139,19 @@ def s3_options(session_children: Children) -> dict[str, str]:
 def s3_url(s3_options: dict[str, str]) -> str:
     """A place of its own in that bucket; opened with `s3_options`."""
     return f"s3://weights/{uuid.uuid4().hex}"
+
+
+@pytest.fixture(scope="module")
+def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A Ray of its own on this machine."""
+    ray = pytest.importorskip("ray")
+    # Ray's sockets have paths of limited length, so its files cannot lie in pytest's folder.
+    short = Path(tempfile.mkdtemp(prefix="wl-ray-", dir="/tmp"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, _temp_dir=str(short))
+        yield
+        ray.shutdown()
+    shutil.rmtree(short, ignore_errors=True)

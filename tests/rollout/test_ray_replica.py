@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -22,21 +19,6 @@ from weightlane.rollout import Completion, RolloutConfig, RolloutReplica, start_
 from weightlane.rollout.shared_memory import segments_of_trees
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    ray = pytest.importorskip("ray")
-    # Ray's sockets have paths of limited length, so its files cannot lie in pytest's folder.
-    short = Path(tempfile.mkdtemp(prefix="wl-ray-", dir="/tmp"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, _temp_dir=str(short))
-        yield
-        ray.shutdown()
-    shutil.rmtree(short, ignore_errors=True)
 
 
 def descendants(pid: int) -> list[psutil.Process]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from engine_ranks import Ranks, make_models
+from engine_ranks import Parity, Ranks, make_models
 
 
 @pytest.fixture(scope="session")
@@ -25,3 +25,9 @@ def ranks_of() -> Iterator[Callable[[int], Ranks]]:
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Tiny checkpoints by name."""
     return make_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def parity(ranks_of: Callable[[int], Ranks], models: dict[str, Path]) -> Parity:
+    """Compares training with FSDP2's on one rank."""
+    return Parity(ranks_of(1), models)

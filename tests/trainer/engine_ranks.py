@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 from typing import Any, Self
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
@@ -194,3 +195,42 @@ def checkpoint(path: Path) -> dict[str, torch.Tensor]:
 def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
     assert left.keys() == right.keys()
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
+
+
+class Parity:
+    """Twenty steps beside those of FSDP2 on one rank.
+
+    Args:
+        alone: A team of one rank.
+        models: Tiny checkpoints by name.
+    """
+
+    STEPS = 20
+
+    def __init__(self, alone: Ranks, models: dict[str, Path]) -> None:
+        self._alone, self._models = alone, models
+        self._known: dict[str, list[dict[str, float]]] = {}
+
+    def _reports(self, name: str) -> list[dict[str, float]]:
+        """What one rank reports of each step of a model."""
+        if name not in self._known:
+            trainer = {**TRAINER, "micro_batch_tokens": 40}
+            self._alone.all("setup", model=str(self._models[name]), trainer=trainer)
+            self._known[name] = list(self._alone.all("train", first=0, count=self.STEPS)[0])
+        return self._known[name]
+
+    def check(self, ranks: Ranks, name: str, trainer: dict[str, Any], directory: Path) -> None:
+        """Losses within 1e-4 on the same data, in fp32; shards and exports that are the checkpoint, before and after."""
+        model, wanted = self._models[name], self._reports(name)
+        ranks.all("setup", model=str(model), trainer={**trainer, "micro_batch_tokens": 40})
+        assert_same(gathered(ranks, directory / "loaded", "bfloat16"), checkpoint(model))
+        reports = ranks.all("train", first=0, count=self.STEPS)
+        assert all(report == reports[0] for report in reports)
+        for mine, theirs in zip(reports[0], wanted, strict=True):
+            assert mine.keys() == theirs.keys()
+            for key, value in theirs.items():
+                assert mine[key] == pytest.approx(value, abs=1e-4, rel=1e-4), key
+        trained = gathered(ranks, directory / "trained")
+        assert all(not torch.equal(trained[key], value) for key, value in checkpoint(model).items())
+        ranks.all("export", directory=str(directory / "exported"))
+        assert_same(checkpoint(directory / "exported"), trained)

@@ -2,56 +2,27 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from engine_ranks import TRAINER, Ranks, assert_same, checkpoint, gathered
+from engine_ranks import TRAINER, Parity, Ranks, assert_same, gathered
 
 from weightlane.ckpt_engines import ConfigError
 from weightlane.trainer.config import TrainerConfig
 from weightlane.trainer.fsdp2 import Fsdp2Engine
 
-STEPS = 20
 TP2 = {**TRAINER, "fsdp2": {"tensor_parallel": 2}}
-Reports = Callable[[str], list[dict[str, float]]]
-
-
-@pytest.fixture(scope="module")
-def alone(ranks_of: Callable[[int], Ranks], models: dict[str, Path]) -> Reports:
-    """What one rank reports of each step on the same data, by model."""
-
-    @functools.cache
-    def reports(name: str) -> list[dict[str, float]]:
-        ranks = ranks_of(1)
-        ranks.all("setup", model=str(models[name]), trainer={**TRAINER, "micro_batch_tokens": 40})
-        return list(ranks.all("train", first=0, count=STEPS)[0])
-
-    return reports
 
 
 @pytest.mark.parametrize(
     ("world", "name"), [(2, "qwen3-tied"), (2, "llama-untied"), (2, "qwen3-moe"), (4, "qwen3-untied")]
 )
 def test_twenty_steps_are_those_of_one_rank_and_shards_are_the_checkpoint_before_and_after(
-    ranks_of: Callable[[int], Ranks], models: dict[str, Path], alone: Reports, tmp_path: Path, world: int, name: str
+    ranks_of: Callable[[int], Ranks], parity: Parity, tmp_path: Path, world: int, name: str
 ) -> None:
-    ranks = ranks_of(world)
-    ranks.all("setup", model=str(models[name]), trainer={**TP2, "micro_batch_tokens": 40})
-    assert_same(gathered(ranks, tmp_path / "loaded", "bfloat16"), checkpoint(models[name]))
-    reports = ranks.all("train", first=0, count=STEPS)
-    assert all(report == reports[0] for report in reports)
-    for mine, theirs in zip(reports[0], alone(name), strict=True):
-        assert mine.keys() == theirs.keys()
-        for key, value in theirs.items():
-            assert mine[key] == pytest.approx(value, abs=1e-4, rel=1e-4), key
-    trained = gathered(ranks, tmp_path / "trained")
-    assert all(not torch.equal(trained[key], value) for key, value in checkpoint(models[name]).items())
-    ranks.all("export", directory=str(tmp_path / "exported"))
-    assert_same(checkpoint(tmp_path / "exported"), trained)
+    parity.check(ranks_of(world), name, TP2, tmp_path)
 
 
 def test_a_saved_state_goes_on_without_tensor_parallelism(

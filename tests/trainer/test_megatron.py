@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine_ranks import TRAINER, Ranks, assert_same, checkpoint, gathered
+from engine_ranks import TRAINER, Parity, Ranks, assert_same, checkpoint, gathered
 from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.megatron
 
-STEPS = 20
-Reports = Callable[[str], list[dict[str, float]]]
 LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "one rank": (1, "qwen3-tied", {}),
     "dp2": (2, "qwen3-tied", {}),
@@ -43,41 +40,12 @@ def megatron(layout: dict[str, Any], **trainer: Any) -> dict[str, Any]:
     return {**TRAINER, "engine": "megatron", "megatron": layout, **trainer}
 
 
-@pytest.fixture(scope="module")
-def fsdp2_reports(ranks_of: Callable[[int], Ranks], models: dict[str, Path]) -> Reports:
-    """What FSDP2 reports of each step on the same data, by model."""
-
-    @functools.cache
-    def reports(name: str) -> list[dict[str, float]]:
-        ranks = ranks_of(1)
-        ranks.all("setup", model=str(models[name]), trainer={**TRAINER, "micro_batch_tokens": 40})
-        return list(ranks.all("train", first=0, count=STEPS)[0])
-
-    return reports
-
-
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_twenty_steps_are_those_of_fsdp2_and_shards_are_the_checkpoint_before_and_after(
-    ranks_of: Callable[[int], Ranks],
-    models: dict[str, Path],
-    fsdp2_reports: Reports,
-    tmp_path: Path,
-    layout: str,
+    ranks_of: Callable[[int], Ranks], parity: Parity, tmp_path: Path, layout: str
 ) -> None:
     world, name, settings = LAYOUTS[layout]
-    ranks = ranks_of(world)
-    ranks.all("setup", model=str(models[name]), trainer=megatron(settings, micro_batch_tokens=40))
-    assert_same(gathered(ranks, tmp_path / "loaded", "bfloat16"), checkpoint(models[name]))
-    reports = ranks.all("train", first=0, count=STEPS)
-    assert all(report == reports[0] for report in reports)
-    for mine, theirs in zip(reports[0], fsdp2_reports(name), strict=True):
-        assert mine.keys() == theirs.keys()
-        for key, value in theirs.items():
-            assert mine[key] == pytest.approx(value, abs=1e-4, rel=1e-4), key
-    trained = gathered(ranks, tmp_path / "trained")
-    assert all(not torch.equal(trained[key], value) for key, value in checkpoint(models[name]).items())
-    ranks.all("export", directory=str(tmp_path / "exported"))
-    assert_same(checkpoint(tmp_path / "exported"), trained)
+    parity.check(ranks_of(world), name, megatron(settings), tmp_path)
 
 
 def test_an_exported_mixture_of_experts_is_the_same_model_in_transformers(

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,28 +14,13 @@ from weightlane.trainer.config import AlgorithmConfig, MegatronConfig, TrainerCo
 pytestmark = [pytest.mark.ray, pytest.mark.megatron, pytest.mark.slow]
 
 
-@pytest.fixture(scope="module")
-def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    ray = pytest.importorskip("ray")
-    # Ray's sockets have paths of limited length, so its files cannot lie in pytest's folder.
-    short = Path(tempfile.mkdtemp(prefix="wl-ray-", dir="/tmp"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=str(short))
-        yield
-        ray.shutdown()
-    shutil.rmtree(short, ignore_errors=True)
-
-
 def test_megatron_ranks_in_ray_train_and_go_on_from_a_saved_state(
     local_ray: None, models: dict[str, Path], tmp_path: Path
 ) -> None:
     from weightlane.trainer.ray_group import TrainerGroup
 
     layout = MegatronConfig(tensor_parallel=2)
-    config = TrainerConfig(engine="megatron", ranks=2, device="cpu", call_timeout_s=60.0, megatron=layout, **TRAINER)
+    config = TrainerConfig(engine="megatron", ranks=2, device="cpu", call_timeout_s=180.0, megatron=layout, **TRAINER)
 
     async def train(first: int, count: int, state: Path | None, out: Path) -> None:
         group = TrainerGroup.place(config, AlgorithmConfig())
