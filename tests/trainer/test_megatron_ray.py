@@ -1,12 +1,13 @@
-"""Trainer ranks of the megatron engine as Ray actors: load, train, save, export, resume. The e2e tests do so with fsdp2."""
+"""Trainer ranks of the megatron engine as Ray actors. The e2e tests run fsdp2 so."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from engine_ranks import TRAINER, assert_same, checkpoint
+from engine_ranks import TRAINER, Ranks, assert_same, gathered
 from engine_worker import make_batch
 
 from weightlane.trainer.config import AlgorithmConfig, MegatronConfig, TrainerConfig
@@ -14,28 +15,31 @@ from weightlane.trainer.config import AlgorithmConfig, MegatronConfig, TrainerCo
 pytestmark = [pytest.mark.ray, pytest.mark.megatron, pytest.mark.slow]
 
 
-def test_megatron_ranks_in_ray_train_and_go_on_from_a_saved_state(
-    local_ray: None, models: dict[str, Path], tmp_path: Path
+def test_megatron_ranks_in_ray_train_and_save_as_plain_processes_do(
+    local_ray: None, ranks_of: Callable[[int], Ranks], models: dict[str, Path], tmp_path: Path
 ) -> None:
     from weightlane.trainer.ray_group import TrainerGroup
 
     layout = MegatronConfig(tensor_parallel=2)
     config = TrainerConfig(engine="megatron", ranks=2, device="cpu", call_timeout_s=180.0, megatron=layout, **TRAINER)
 
-    async def train(first: int, count: int, state: Path | None, out: Path) -> None:
+    async def train() -> None:
         group = TrainerGroup.place(config, AlgorithmConfig())
         try:
-            assert await group.start(models["qwen3-tied"], 0, "127.0.0.1", state) == first
-            for step in range(first, first + count):
+            assert await group.start(models["qwen3-tied"], 0, "127.0.0.1", None) == 0
+            for step in range(2):
                 report = await group.train_step(make_batch(step, 6, 61))
                 assert report.step == step + 1
                 assert report.grad_norm > 0.0
-                if step == 0:
-                    await group.save(tmp_path / "state")
-            await group.export_hf(out)
+            await group.save(tmp_path / "state")
         finally:
             await group.close()
 
-    asyncio.run(train(0, 3, None, tmp_path / "whole"))
-    asyncio.run(train(1, 2, tmp_path / "state", tmp_path / "resumed"))
-    assert_same(checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "resumed"))
+    asyncio.run(train())
+    ranks, trainer = ranks_of(2), {**TRAINER, "engine": "megatron", "megatron": {"tensor_parallel": 2}}
+    ranks.all("setup", model=str(models["qwen3-tied"]), trainer=trainer)
+    ranks.all("train", first=0, count=2)
+    trained = gathered(ranks, tmp_path / "trained")
+    ranks.all("setup", model=str(models["qwen3-tied"]), trainer=trainer)
+    ranks.all("load", directory=str(tmp_path / "state"))
+    assert_same(gathered(ranks, tmp_path / "loaded"), trained)
