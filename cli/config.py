@@ -92,8 +92,8 @@ class RunConfig(BaseModel):
     observers: ObserversSection = ObserversSection()
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a TOML file, apply ``a.b=c`` overrides, and validate.
+def load_config(path: Path, overrides: Sequence[str] = (), *, runs_here: bool = True) -> RunConfig:
+    """Read a TOML file, apply ``a.b=c`` overrides, and validate; the checkpoint engine must be able to run here if `runs_here`.
 
     Raises `ConfigError` naming the file and line of a syntax error, or the path of a bad key and the nearest valid one.
     """
@@ -113,8 +113,21 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         problems = [_describe(item) for item in error.errors()]
         raise ConfigError(" ".join(problems), part=f"{_PART} {path}") from None
     config = _with_store_in_run_dir(config)
-    _check_together(config)
+    _check_together(config, runs_here=runs_here)
     return config
+
+
+def wire_dtype(config: RunConfig, model_config: Mapping[str, Any]) -> str:
+    """The dtype in which floating-point tensors travel: that rollouts compute in, unless the configuration says otherwise.
+
+    `model_config` is the model's ``config.json``.
+    """
+    name: str = config.sync.wire_dtype
+    if name == "auto":
+        name = config.rollout.dtype
+    if name == "auto":
+        name = str(model_config.get("dtype") or model_config.get("torch_dtype") or "float32")
+    return name
 
 
 def _with_store_in_run_dir(config: RunConfig) -> RunConfig:
@@ -131,10 +144,10 @@ def _with_store_in_run_dir(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"checkpoint_engine": transport})
 
 
-def _check_together(config: RunConfig) -> None:
+def _check_together(config: RunConfig, *, runs_here: bool) -> None:
     """What no section can check alone; the engine's options by the engine's own config type."""
     registry, transport = CheckpointEngineRegistry(), config.checkpoint_engine
-    if config.ray.address:  # the machine that starts a cluster's run need not have its accelerators
+    if config.ray.address or not runs_here:  # the machine that starts a cluster's run need not have its accelerators
         registry.validate_options(transport.backend, transport.options)
     else:
         registry.create(transport.backend, transport.options)

@@ -201,13 +201,22 @@ def layout(
 
 @app.command()
 def plan(
-    shape: Annotated[str, typer.Argument(help="A known shape: 30b, 235b or 1t.", show_default=False)],
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="CONFIG|SHAPE", help="TOML file of a run, or a known shape: 30b, 235b or 1t.", show_default=False
+        ),
+    ],
+    override: SetOption = None,
     *,
     trainer: Annotated[
-        str, typer.Option(metavar="LAYOUT", help="Trainer ranks, e.g. 'pp8 ep32', 'tp2 pp4 dp8' or 'fsdp64'.")
+        str,
+        typer.Option(metavar="LAYOUT", help="Of a shape: trainer ranks, e.g. 'pp8 ep32', 'tp2 pp4 dp8' or 'fsdp64'."),
     ] = "",
-    rollout: Annotated[str, typer.Option(metavar="LAYOUT", help="Rollout ranks, e.g. '8x tp16 ep16'.")] = "",
-    wire: Annotated[str, typer.Option(help="bf16, or fp8 with its scales.")] = "bf16",
+    rollout: Annotated[
+        str, typer.Option(metavar="LAYOUT", help="Of a shape: rollout ranks, e.g. '8x tp16 ep16'.")
+    ] = "",
+    wire: Annotated[str, typer.Option(help="Of a shape: bf16 by default, or fp8 with its scales.")] = "",
     gb_per_s: Annotated[float, typer.Option(help="GB/s of every rank's network card.")] = 50.0,
     sender_gbps: Annotated[
         float | None, typer.Option(help="Gbit/s of a trainer rank's card instead.", show_default=False)
@@ -216,32 +225,40 @@ def plan(
         float | None, typer.Option(help="Gbit/s of a rollout rank's card instead.", show_default=False)
     ] = None,
     latency_us: Annotated[float, typer.Option(help="Microseconds that a bucket is on its way.")] = 20.0,
-    bucket_mib: Annotated[float, typer.Option(help="Size of a bucket.")] = 32.0,
-    cut: Annotated[str, typer.Option(help="exact, or shares where receivers look at senders' memory.")] = "exact",
+    bucket_mib: Annotated[
+        float | None, typer.Option(help="Size of a bucket; by default sync.bucket_mib.", show_default=False)
+    ] = None,
+    cut: Annotated[
+        str, typer.Option(help="Of a shape: exact by default, or shares where receivers look at senders' memory.")
+    ] = "",
     relay: Annotated[bool, typer.Option("--relay", help="Receivers may hand on what they get.")] = False,
     links: Annotated[int, typer.Option(help="How many of the busiest links are listed.", min=0)] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Show who would send what to whom, and how long it should take, for a model and layouts of its ranks."""
-    from weightlane.sync.transfer_plan import Network  # noqa: PLC0415 - loads torch
+    """Show who would send what to whom, and how long it should take: for a run, or for a model and layouts of its ranks."""
+    from .plan import network_of, print_plan, run_report, shape_report  # noqa: PLC0415 - loads torch
 
-    from .plan import BYTES_PER_GBIT, print_plan, shape_report  # noqa: PLC0415 - loads torch
-
-    report = shape_report(
-        shape,
-        trainer=trainer,
-        rollout=rollout,
-        wire=wire,
-        network=Network(
-            1e9 * gb_per_s if sender_gbps is None else BYTES_PER_GBIT * sender_gbps,
-            1e9 * gb_per_s if receiver_gbps is None else BYTES_PER_GBIT * receiver_gbps,
-            1e-6 * latency_us,
-            int(bucket_mib * 2**20),
-        ),
-        cut=cut,
-        may_relay=relay,
-        links=links,
-    )
+    network = network_of(gb_per_s, sender_gbps, receiver_gbps, latency_us, bucket_mib)
+    path, of_shapes = Path(what), {"trainer": trainer, "rollout": rollout, "wire": wire, "cut": cut}
+    if path.suffix == ".toml" or path.is_file():
+        if given := next((name for name, value in of_shapes.items() if value), None):
+            raise ConfigError(
+                f"--{given} is for shapes; a run's configuration says it.", part="plan", hint="Use --set."
+            )
+        report = run_report(path, override or [], network, keep_bucket=bucket_mib is not None, relay=relay, links=links)
+    else:
+        if override:
+            raise ConfigError(f"--set is for the configuration of a run, and {what!r} is none.", part="plan")
+        report = shape_report(
+            what,
+            trainer=trainer,
+            rollout=rollout,
+            wire=wire or "bf16",
+            network=network,
+            cut=cut or "exact",
+            may_relay=relay,
+            links=links,
+        )
     if as_json:
         typer.echo(json.dumps(report, indent=2))
         return

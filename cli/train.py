@@ -11,13 +11,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
 from weightlane.ckpt_engines import ConfigError
 from weightlane.plugins import RunHooks
 from weightlane.rollout.ray_actor import RolloutReplica, start_replicas
-from weightlane.sync import Coordinator, Rendezvous
+from weightlane.sync import Coordinator, Rendezvous, dtype_of
 from weightlane.trainer.fleet import Successor
 from weightlane.trainer.hf_model import ModelInfo, check_model_dir
 from weightlane.trainer.loop import AsyncLoop, LoopParts
@@ -32,7 +31,7 @@ from weightlane.trainer.tasks import Task, TaskStream, load_splits
 from weightlane.trainer.tokenizer import HfTokenizer
 
 from .cluster import RayCluster
-from .config import VERSIONS_DIR, RunConfig, explain, load_config
+from .config import VERSIONS_DIR, RunConfig, explain, load_config, wire_dtype
 from .display import RunDisplay, print_summary
 from .observers import RunObservers
 
@@ -150,7 +149,7 @@ async def _start(
     transport = config.checkpoint_engine
     address = rendezvous.address.to_plain()
     await asyncio.gather(
-        trainers.connect(address, transport, config.sync, _wire_dtype(config, model)),
+        trainers.connect(address, transport, config.sync, dtype_of(wire_dtype(config, model.config))),
         *(replica.connect(address, transport.backend, transport.options) for replica in replicas),
     )
     display.say(f"everything is up after {time.perf_counter() - started:.1f} s")
@@ -206,17 +205,6 @@ def _saved_state(run_dir: RunDir, config: RunConfig, train_tasks: Sequence[Task]
         )
     TaskStream(train_tasks, config.run.seed).restore(state.stream)
     return state
-
-
-def _wire_dtype(config: RunConfig, model: ModelInfo) -> torch.dtype:
-    """The dtype rollouts compute in, unless the configuration says otherwise."""
-    name: str = config.sync.wire_dtype
-    if name == "auto":
-        name = config.rollout.dtype
-    if name == "auto":
-        name = str(model.config.get("dtype") or model.config.get("torch_dtype") or "float32")
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
 
 
 def _cancel_on_sigterm() -> None:

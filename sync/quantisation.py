@@ -103,8 +103,19 @@ def quantised_placement(held: Placement, scheme: Scheme) -> Placement:
 
 
 def scale_box(pair: QuantisedPair, box: Box, scheme: Scheme) -> Box:
-    """The scales that whoever sends `box`, whole rows of a matrix, sends: of the blocks of which it has the first row."""
-    (first, _), (count, _) = box.starts, box.shape
+    """The scales that whoever sends `box`, whole rows of a matrix, sends: of the blocks of which it has the first row.
+
+    Raises:
+        ConfigError: It is not whole rows.
+    """
+    (first, left), (count, width) = box.starts, box.shape
+    if box.numel and width != pair.weight.shape[1]:
+        raise ConfigError(
+            f"a rank holds columns {left} to {left + width} of {pair.weight.name}, which are no whole rows of"
+            f" {pair.weight.shape[1]}.",
+            part=_PART,
+            hint='Shard by rows, or set sync.quantise to "none".',
+        )
     band = block_fp8.BLOCK if scheme == "fp8" else 1
     start, stop = -(-first // band), -(-(first + count) // band)
     return Box((start, 0), (stop - start, pair.scales.shape[1]))

@@ -13,7 +13,7 @@ from itertools import accumulate
 
 import torch
 
-from weightlane.ckpt_engines import ConfigError, WeightlaneError
+from weightlane.ckpt_engines import WeightlaneError
 
 from .boxes import Box
 from .codecs.quantised import QuantisationReport, Scheme, block_fp8, channel_int8
@@ -185,10 +185,10 @@ class QuantisedShards:
                 self.held.append(shard)
                 continue
             pair = pair_of(shard.spec, scheme)
+            scales = HeldSlice(pair.scales, scale_box(pair, shard.box, scheme))
             _, count = _rows_of(shard)
             differing = _differing(shard, scheme) if count else None
-            self.held.append(HeldSlice(pair.weight, shard.box, differing))
-            self.held.append(HeldSlice(pair.scales, scale_box(pair, shard.box, scheme)))
+            self.held += [HeldSlice(pair.weight, shard.box, differing), scales]
 
     def snapshot(self, places: Sequence[int]) -> Snapshot:
         """Taken into memory where each of `held` begins at one of `places`."""
@@ -261,13 +261,6 @@ def _key(held: Held) -> _Key:
 
 def _rows_of(shard: LocalShard) -> tuple[int, int]:
     """First row and number of rows."""
-    if shard.numel and shard.box.shape[1] != shard.spec.shape[1]:
-        raise ConfigError(
-            f"a rank holds columns {shard.starts[1]} to {shard.box.stops[1]} of {shard.spec.name}, which are no whole rows of"
-            f" {shard.spec.shape[1]}.",
-            part="quantisation",
-            hint='Shard by rows, or set sync.quantise to "none".',
-        )
     return shard.starts[0], shard.box.shape[0] if shard.numel else 0
 
 

@@ -55,6 +55,15 @@ class Supply:
         """Every tensor."""
         return tuple({spec.name: spec for share in self.shares.values() for spec in share.specs}.values())
 
+    @cached_property
+    def whole(self) -> Placement:
+        """All of it."""
+        return Placement.whole(self.specs)
+
+    def fits(self, needed: Placement) -> bool:
+        """Whether that can be cut out of it: whoever has said it of other tensors gets everything."""
+        return not self.quantised and set(needed.specs) == set(self.specs)
+
     def to_plain(self) -> list[Any]:
         """As JSON."""
         shares = [[name, share.to_plain()] for name, share in self.shares.items()]
@@ -102,13 +111,11 @@ class PlanBoard:
         Whoever has said it of other tensors than those that are sent gets everything: it finds out anew then what it needs, or
         refuses.
         """
-        whole = Placement.whole(supply.specs)
-        known: dict[str, Placement] = {WHOLE: whole}
+        known: dict[str, Placement] = {WHOLE: supply.whole}
         for key in keys.values():
             if key not in known:
                 needed = Placement.from_plain(self._board.get(f"need/{key}", deadline))
-                fits = not supply.quantised and set(needed.specs) == set(supply.specs)
-                known[key] = needed if fits else whole
+                known[key] = needed if supply.fits(needed) else supply.whole
         return {name: known[key] for name, key in keys.items()}
 
 

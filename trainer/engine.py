@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from weightlane.ckpt_engines import ConfigError
 from weightlane.sync.tensor_spec import LocalShard
 
 from .batch import TrainBatch
@@ -30,6 +31,8 @@ class TrainingEngine(ABC):
         5. [any]   ``local_shards(wire_dtype)``                   whenever no `optim_step` runs; never talks to a peer
         6. [all]   ``save(directory)``, ``export_hf(directory)``  between training steps
         7. [each]  ``close()``                                    any number of times
+
+    Instead of 2 to 6, `outline` and then `local_shards` tell what a rank would hold, with neither weights nor other ranks.
 
     An engine is used from one thread. The tensors behind `local_shards` may be read from others: their values change in
     `optim_step` and `load` only, and their storage never does.
@@ -73,6 +76,21 @@ class TrainingEngine(ABC):
             model_dir: a directory that `check_model_dir` accepts, readable on every rank.
             seed: seeds this process's random generators, the same on every rank.
         """
+
+    def outline(self, model_dir: Path) -> None:
+        """Build this rank's part of the model without data, so that `local_shards` says what `setup` would put where.
+
+        Runs in a process of its own, to which no GPU is visible. torch.distributed is initialised there as this rank of
+        `world`, with torch's ``fake`` backend: collectives return at once, and nothing is sent. Parameters may be on the meta
+        device. Only `local_shards` and `close` are called afterwards.
+
+        Raises `ConfigError` as `setup`, and always in an engine that does not implement it.
+        """
+        raise ConfigError(
+            f"the training engine {self.config.engine!r} cannot say what its ranks hold without running.",
+            part="training engine",
+            hint=f"It does not implement TrainingEngine.outline, for {model_dir.name} or any other model.",
+        )
 
     @abstractmethod
     def forward_backward(self, batch: TrainBatch, loss: LossFn) -> dict[str, float]:

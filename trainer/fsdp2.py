@@ -72,13 +72,9 @@ class Fsdp2Engine(TrainingEngine):
             self.rank, self.world, self.rendezvous, self._device, self.config.collective_timeout_s
         )
         model = _load_model(model_dir)
-        self._runs = checkpoint_runs(model, checkpoint_tensors(model))
+        self._shard(model)
         takes = inspect.signature(model.forward).parameters
         self._keeps_logits = "logits_to_keep" in takes
-        with self._collective("the trainer ranks to shard the model"):
-            self._mesh = RankMesh.of(self._device, self.rank, self.world, self.config.fsdp2.tensor_parallel)
-            self._mesh.shard(model, _decoder_layers(model), self.config)
-        self._model = model
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._parameters = list(trained.values())
         self._optimizer = PartwiseAdamW(
@@ -87,6 +83,11 @@ class Fsdp2Engine(TrainingEngine):
             betas=self.config.betas,
             weight_decay=self.config.weight_decay,
         )
+
+    def outline(self, model_dir: Path) -> None:
+        """As `TrainingEngine.outline`."""
+        check_mesh(self.config, model_dir)
+        self._shard(_model_without_weights(model_dir))
 
     def forward_backward(self, batch: TrainBatch, loss: LossFn) -> dict[str, float]:
         """As `TrainingEngine.forward_backward`."""
@@ -164,6 +165,14 @@ class Fsdp2Engine(TrainingEngine):
             self._owns_group = False
             leave_ranks()
 
+    def _shard(self, model: torch.nn.Module) -> None:
+        """Split `model` over the ranks, in place, and note what its parameters are saved as. Collective."""
+        self._runs = checkpoint_runs(model, checkpoint_tensors(model))
+        with self._collective("the trainer ranks to shard the model"):
+            self._mesh = RankMesh.of(self._device, self.rank, self.world, self.config.fsdp2.tensor_parallel)
+            self._mesh.shard(model, _decoder_layers(model), self.config)
+        self._model = model
+
     def _loaded_model(self) -> torch.nn.Module:
         require_open(self._model is not None, self._part)
         assert self._model is not None
@@ -228,6 +237,19 @@ def _load_model(model_dir: Path) -> torch.nn.Module:
             )
     loaded: torch.nn.Module = model.eval()
     return loaded
+
+
+def _model_without_weights(model_dir: Path) -> torch.nn.Module:
+    """What `_load_model` gives, on the meta device; of the directory, only ``config.json`` is read."""
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - as above
+
+    try:
+        with torch.device("meta"):
+            config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+            model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (OSError, RuntimeError, ValueError) as cause:
+        raise ConfigError(f"the model in {model_dir} cannot be built: {cause}", part="model") from cause
+    return model.eval()
 
 
 def _device(config: TrainerConfig, rank: int) -> torch.device:

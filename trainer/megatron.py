@@ -83,8 +83,7 @@ class MegatronEngine(TrainingEngine):
     def setup(self, model_dir: Path, seed: int) -> None:
         """As `TrainingEngine.setup`."""
         check_model_dir(model_dir)
-        self._facts = read_model(model_dir)
-        check_layout(self.config, self._facts.shape, self.world)
+        self._read(model_dir)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         else:
@@ -95,13 +94,17 @@ class MegatronEngine(TrainingEngine):
         self._owns_group = join_ranks(
             self.rank, self.world, self.rendezvous, self._device, self.config.collective_timeout_s
         )
-        self._shapes = checkpoint_shapes(self._facts.shape)
         with self._megatron("the trainer ranks to build the model"):
-            self._join_parallel_groups()
-            model_parallel_cuda_manual_seed(seed)
-            self._build()
+            self._build(seed)
             load_model(model_dir, self._shapes, self._slices, HEAD if self._facts.shape.tied else "")
             copy_masters_to_model(self._chunks, self._optimizer)
+
+    def outline(self, model_dir: Path) -> None:
+        """As `TrainingEngine.outline`."""
+        self._read(model_dir)
+        self._device = torch.device("meta")
+        with self._megatron("the trainer ranks to build the model"):
+            self._build(seed=0)
 
     def forward_backward(self, batch: TrainBatch, loss: LossFn) -> dict[str, float]:
         """As `TrainingEngine.forward_backward`."""
@@ -244,10 +247,10 @@ class MegatronEngine(TrainingEngine):
     def _megatron(self, waiting_for: str) -> Iterator[None]:
         """Around every call into megatron-core."""
         answered: AbstractContextManager[None] = nullcontext()
-        if self._device.type == "cpu":
-            from .megatron_cpu import cuda_calls_on_cpu  # noqa: PLC0415 - not where there is a GPU
+        if self._device.type != "cuda":
+            from .megatron_cpu import cuda_calls_on  # noqa: PLC0415 - not where there is a GPU
 
-            answered = cuda_calls_on_cpu()
+            answered = cuda_calls_on(self._device)
         with self._collective(waiting_for), answered:
             yield
 
@@ -272,8 +275,16 @@ class MegatronEngine(TrainingEngine):
             layout.expert_parallel,
         )
 
-    def _build(self) -> None:
-        """Make the model's chunks, their gradient buffers and the optimizer. Weights are not initialised."""
+    def _read(self, model_dir: Path) -> None:
+        """What there is to know of the model and its checkpoint before it is built."""
+        self._facts = read_model(model_dir)
+        check_layout(self.config, self._facts.shape, self.world)
+        self._shapes = checkpoint_shapes(self._facts.shape)
+
+    def _build(self, seed: int) -> None:
+        """Join megatron-core's groups, and make the model's chunks, their gradient buffers and the optimizer, without weights."""
+        self._join_parallel_groups()
+        model_parallel_cuda_manual_seed(seed)
         settings, distributed = self.config, self.config.megatron.distributed_optimizer
         config = transformer_config(settings, self._facts, on_cpu=self._device.type == "cpu")
         buffers = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)

@@ -1,7 +1,7 @@
-"""Makes megatron-core run on a machine without a GPU, for development and tests.
+"""Makes megatron-core run on a machine without a GPU, for development and tests, or be built there without any data.
 
 megatron-core takes a CUDA device for granted: it allocates on ``"cuda"``, asks for streams, and compares the names of tensor
-types. While `cuda_calls_on_cpu` is entered, those calls are answered on the CPU. Everything that computes or communicates is
+types. While `cuda_calls_on` is entered, those calls are answered on another device. Everything that computes or communicates is
 megatron-core's own code, over gloo. Nothing here is imported where there is a GPU.
 """
 
@@ -19,44 +19,49 @@ from megatron.core.tensor_parallel import random as megatron_random
 from torch.overrides import TorchFunctionMode
 
 _log = logging.getLogger(__name__)
-_CPU = torch.device("cpu")
 _entering = threading.Lock()
 _said: list[bool] = []
 
 
 @contextlib.contextmanager
-def cuda_calls_on_cpu() -> Iterator[None]:
-    """Answer megatron-core's CUDA calls on the CPU inside the block. One thread at a time; says once per process that it is so.
+def cuda_calls_on(device: torch.device) -> Iterator[None]:
+    """Answer megatron-core's CUDA calls on `device` inside the block. One thread at a time.
+
+    On the CPU everything is computed, which is said once per process; on the meta device tensors have no data.
 
     Raises `RuntimeError` where there is a CUDA device, since its calls would be hidden.
     """
     if torch.cuda.is_available():
         raise RuntimeError("megatron-core must use the CUDA device of this machine")
-    if not _said:
+    if device.type == "cpu" and not _said:
         _said.append(True)
         _log.warning("no CUDA device here: megatron-core runs on the CPU over gloo, for development and tests only")
     with _entering, contextlib.ExitStack() as stack:
-        for owner, name, value in _replacements():
+        for owner, name, value in _replacements(device):
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
-        stack.enter_context(_CudaTensorsOnCpu())
+        stack.enter_context(_CudaTensorsOn(device))
         yield
 
 
-class _CudaTensorsOnCpu(TorchFunctionMode):
-    """Tensors that are asked for on a CUDA device are made on the CPU; those on the CPU give a CUDA tensor's type name."""
+class _CudaTensorsOn(TorchFunctionMode):
+    """Tensors that are asked for on a CUDA device are made on another, and give a CUDA tensor's type name all the same."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.cuda:
-            return args[0]
+            return args[0].to(self._device)
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             # The optimizers sort parameters by "torch.cuda.FloatTensor" and the like.
-            return str(func(*args)).replace("torch.", "torch.cuda.", 1)
+            return f"torch.cuda.{str(func(*args)).rpartition('.')[2]}"
         if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs["device"] = _CPU
+            kwargs["device"] = self._device
         return func(*args, **kwargs)
 
 
@@ -105,11 +110,11 @@ def _all_to_all_single(
 _torch_all_to_all_single = dist.all_to_all_single
 
 
-def _replacements() -> list[tuple[Any, str, Any]]:
+def _replacements(device: torch.device) -> list[tuple[Any, str, Any]]:
     """Functions that would initialise CUDA, and what answers instead: (module, name, value)."""
     cuda: Any = torch.cuda
     return [
-        (cuda, "current_device", lambda: _CPU),
+        (cuda, "current_device", lambda: device),
         (cuda, "synchronize", lambda *_, **__: None),
         (cuda, "Stream", _Stream),
         (cuda, "Event", _Stream),

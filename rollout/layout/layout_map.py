@@ -124,6 +124,13 @@ class LayoutMap:
             [constant for constant in self.constants if constant.target not in written],
         )
 
+    def holds_as_sent(self, name: str) -> bool:
+        """Whether all parameters that a tensor goes to have the type in which it is sent, as far as that is known."""
+        if name not in self.sources:
+            return False
+        dtype = self.sources[name].dtype
+        return all(self.targets[piece.target].dtype == dtype for piece in self.slices if piece.source == name)
+
     @property
     def bytes_copied(self) -> int:
         """Bytes that one commit writes by copying."""

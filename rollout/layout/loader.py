@@ -16,8 +16,7 @@ import torch
 from vllm.logger import init_logger
 
 from weightlane.ckpt_engines import CommitError, WeightlaneError
-from weightlane.sync import IncomingDelta, Piece, Placement, SlicedTensors, TensorSpec
-from weightlane.sync.boxes import Box
+from weightlane.sync import IncomingDelta, Piece, Placement, SlicedTensors
 from weightlane.sync.manifest import Slicing
 from weightlane.sync.restored import without_data
 
@@ -28,7 +27,7 @@ from .commit_plan import CommitPlan
 from .equal_compute import OtherValues, first_difference, layer_digests
 from .layout_map import LayoutMap, Refusal, SourceSpec
 from .live_delta import LiveDelta
-from .needs import needed_boxes
+from .needs import needed_placement
 from .partial_reload import reload_layers
 from .sliced_layout import sliced_layout
 from .trace import trace_loading
@@ -103,14 +102,7 @@ class VersionLoader:
         """What this rank has to get of versions of the tensors that it was `proven` for; None if that is everything."""
         if self._plan is None or not self._shown:
             return None
-        boxes = needed_boxes(self._plan.layout)
-        return Placement.of_boxes(
-            (
-                TensorSpec(name, spec.shape, spec.dtype),
-                boxes[name] if name in boxes else [Box.whole(spec.shape)],
-            )
-            for name, spec in self._signature.items()
-        )
+        return needed_placement(self._plan.layout, self._signature)
 
     def load(self, tensors: Mapping[str, torch.Tensor], group: RankGroup) -> Way:
         """Replace every weight of the model by `tensors` (Hugging Face names, full shapes), in place.
@@ -148,11 +140,7 @@ class VersionLoader:
 
     def holds_as_sent(self, name: str) -> bool:
         """Whether all parameters that a tensor goes to have the type in which it is sent, as far as that is known."""
-        layout = None if self._plan is None else self._plan.layout
-        if layout is None or name not in layout.sources:
-            return False
-        dtype = layout.sources[name].dtype
-        return all(layout.targets[piece.target].dtype == dtype for piece in layout.slices if piece.source == name)
+        return self._plan is not None and self._plan.layout.holds_as_sent(name)
 
     def prove(self, tensors: Mapping[str, torch.Tensor], group: RankGroup) -> None:
         """Show it with `tensors`, which are loaded as a first version is, in pieces; they may be made when they are asked for.

@@ -9,12 +9,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from weightlane.sync import Placement, TensorSpec
 from weightlane.sync.boxes import Box
 
 from .geometry import Block, elements_of
-from .layout_map import LayoutMap
+from .layout_map import LayoutMap, SourceSpec
 
 _Steps = tuple[tuple[int, int], ...]
 """Stride and length of the dimensions of a block, the largest stride first."""
@@ -54,6 +55,18 @@ def needed_boxes(layout: LayoutMap) -> dict[str, list[Box]]:
             boxes = known[key] = _boxes(*key)
         result[name] = list(boxes)
     return result
+
+
+def needed_placement(layout: LayoutMap, sent: Mapping[str, SourceSpec]) -> Placement:
+    """What a rank has to get of `sent`, the tensors of a version, if what its accepted `layout` knows goes by copies.
+
+    What the layout does not know is needed whole.
+    """
+    boxes = needed_boxes(layout)
+    return Placement.of_boxes(
+        (TensorSpec(name, spec.shape, spec.dtype), boxes[name] if name in boxes else [Box.whole(spec.shape)])
+        for name, spec in sent.items()
+    )
 
 
 def _boxes(shape: tuple[int, ...], blocks: Iterable[Block]) -> list[Box]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,14 @@ from ..topology import in_short, refuse_division, why_not
 _PART = "layout"
 
 
-def engine_config(model: str, *, tensor_parallel: int, dtype: str, expert_parallel: bool = False) -> Any:
+def engine_config(
+    model: str,
+    *,
+    tensor_parallel: int,
+    dtype: str,
+    expert_parallel: bool = False,
+    extra: Mapping[str, Any] | None = None,
+) -> Any:
     """Configure a replica of `model` as vLLM does.
 
     Args:
@@ -32,6 +39,7 @@ def engine_config(model: str, *, tensor_parallel: int, dtype: str, expert_parall
         tensor_parallel: Ranks of the replica.
         dtype: Data type to compute in; ``auto`` takes the checkpoint's.
         expert_parallel: Whether experts are divided between the ranks by number.
+        extra: Further arguments of vLLM's ``EngineArgs``, which win over these; not over how processes are run.
 
     Raises:
         ConfigError: vLLM does not know the architecture, or cannot divide it between so many ranks.
@@ -41,18 +49,20 @@ def engine_config(model: str, *, tensor_parallel: int, dtype: str, expert_parall
 
     load_general_plugins()
     try:
-        config = EngineArgs(
-            model=model,
-            dtype=dtype,
-            tensor_parallel_size=tensor_parallel,
-            enable_expert_parallel=expert_parallel,
-            distributed_executor_backend="mp" if tensor_parallel > 1 else None,
-            enforce_eager=True,
-            skip_tokenizer_init=True,
-            kv_cache_memory_bytes=1 << 20,
-            weight_transfer_config={"backend": BACKEND},
-        ).create_engine_config()
-    except (ValueError, OSError, RuntimeError, KeyError, AttributeError) as cause:
+        arguments = {
+            "dtype": dtype,
+            "tensor_parallel_size": tensor_parallel,
+            "enable_expert_parallel": expert_parallel,
+            **(extra or {}),
+            "model": model,
+            "distributed_executor_backend": "mp" if tensor_parallel > 1 else None,
+            "enforce_eager": True,
+            "skip_tokenizer_init": True,
+            "kv_cache_memory_bytes": 1 << 20,
+            "weight_transfer_config": {"backend": BACKEND},
+        }
+        config = EngineArgs(**arguments).create_engine_config()
+    except (ValueError, TypeError, OSError, RuntimeError, KeyError, AttributeError) as cause:
         raise ConfigError(
             f"vLLM cannot run {model} on {tensor_parallel} ranks: {in_short(cause)}",
             part=_PART,

@@ -18,10 +18,11 @@
 Everything here is a pure function of plain data: no collectives, no files. What ranks agree on is the order of ranks.
 """
 
+from .gathered import gathered_report
 from .needs import replica_of
 from .plan import Cell, Lane, TransferPlan, plan_transfer
 from .predict import GatherAndBroadcast, Prediction, gather_and_broadcast, predict
-from .report import plan_report
+from .report import explain, plan_report
 from .routes import Network, Route, plan_routes
 from .shares import Holdings, Replicated, shares
 from .traffic import Traffic, traffic
@@ -37,7 +38,9 @@ __all__ = [
     "Route",
     "Traffic",
     "TransferPlan",
+    "explain",
     "gather_and_broadcast",
+    "gathered_report",
     "plan_report",
     "plan_routes",
     "plan_transfer",

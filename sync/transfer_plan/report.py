@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping
+from dataclasses import asdict
 from typing import Any, Literal
 
 from ..placement import Placement
@@ -40,7 +41,7 @@ def plan_report(
         links: How many of the busiest links are listed.
 
     Returns:
-        Sizes are in bytes, times in seconds. ``planning_s`` are those of `shares` and `plan_transfer` here.
+        What `explain` says, and ``planning_s``, those of `shares` and `plan_transfer` here.
 
     Raises:
         ManifestError: As `shares` and `plan_transfer`.
@@ -50,6 +51,36 @@ def plan_report(
     shares = holdings.shares()
     plan = plan_transfer(shares, needed, cut=cut, replicas=replicas, unused=unused)
     planning_s = time.perf_counter() - began
+    explained = explain(plan, holdings, shares, needed, network, may_relay=may_relay, replicas=replicas, links=links)
+    return {"cut": cut, "planning_s": planning_s} | explained
+
+
+def explain(
+    plan: TransferPlan,
+    holdings: Holdings,
+    shares: Mapping[str, Placement],
+    needed: Mapping[str, Placement],
+    network: Network,
+    *,
+    may_relay: bool = False,
+    replicas: Mapping[str, str] | None = None,
+    links: int = 10,
+) -> dict[str, Any]:
+    """Say in plain data what comes of a plan.
+
+    Args:
+        plan: The plan.
+        holdings: What the trainer ranks hold.
+        shares: What each trainer rank sends, by name; rank order is the order of the mapping.
+        needed: What each rollout rank needs.
+        network: What links carry.
+        may_relay: As in `plan_routes`.
+        replicas: As in `plan_transfer`.
+        links: How many of the busiest links are listed.
+
+    Returns:
+        Sizes are in bytes, times in seconds.
+    """
     of_rank = {name: replica_of(name) if replicas is None else replicas.get(name, name) for name in needed}
     routes = plan_routes(plan, network, may_relay=may_relay)
     moved = traffic(plan, routes)
@@ -61,17 +92,15 @@ def plan_report(
     through_one = gather_and_broadcast(
         payload, next(iter(share_bytes.values()), 0), len(set(of_rank.values())), len(needed), network
     )
-    sender, sender_bytes, sender_balance = busiest_of({name: moved.sent.get(name, 0) for name in held})
+    sender, sender_bytes, sender_balance = busiest_of({name: moved.sent.get(name, 0) for name in shares})
     receiver, receiver_bytes, receiver_balance = busiest_of({name: moved.received.get(name, 0) for name in needed})
     return {
         "digest": plan.digest,
-        "cut": cut,
-        "planning_s": planning_s,
         "tensors": len(plan.specs),
         "payload_bytes": payload,
-        "trainer_ranks": len(held),
+        "trainer_ranks": len(shares),
         "rollout_ranks": len(needed),
-        "replicas": _replica_bytes(of_rank, moved.received),
+        "replicas": bytes_by_replica(of_rank, moved.received),
         "lanes": len(plan.lanes),
         "cells": sum(len(lane.cells) for lane in plan.lanes),
         "routes": dict(Counter(route.kind for route in routes)),
@@ -83,12 +112,7 @@ def plan_report(
         "busiest_sender": {"rank": sender, "bytes": sender_bytes, "over_mean": sender_balance},
         "busiest_receiver": {"rank": receiver, "bytes": receiver_bytes, "over_mean": receiver_balance},
         "links": [{"from": a, "to": b, "bytes": nbytes} for a, b, nbytes in moved.busiest(links)],
-        "network": {
-            "sender_bytes_per_s": network.sender_bytes_per_s,
-            "receiver_bytes_per_s": network.receiver_bytes_per_s,
-            "latency_s": network.latency_s,
-            "bucket_bytes": network.bucket_bytes,
-        },
+        "network": asdict(network),
         "predicted": {
             "direct_s": prediction.seconds,
             "bound_s": prediction.bound_s,
@@ -111,7 +135,7 @@ def _needed_bytes(plan: TransferPlan, needed: Mapping[str, Placement]) -> dict[s
     return {name: found[id(placement)] for name, placement in needed.items()}
 
 
-def _replica_bytes(of_rank: Mapping[str, str], received: Mapping[str, int]) -> dict[str, int]:
+def bytes_by_replica(of_rank: Mapping[str, str], received: Mapping[str, int]) -> dict[str, int]:
     """What reaches the ranks of each replica together."""
     found: dict[str, int] = {}
     for rank, replica in of_rank.items():

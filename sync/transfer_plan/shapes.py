@@ -106,7 +106,9 @@ def shape_named(name: str) -> ModelShape:
         return SHAPES[name.lower()]
     except KeyError:
         raise ConfigError(
-            f"{name!r} is no shape that is known.", part="plan", hint=f"Known: {', '.join(SHAPES)}."
+            f"{name!r} is no shape that is known.",
+            part="plan",
+            hint=f"Known: {', '.join(SHAPES)}. The configuration of a run is a file that is there, or ends with .toml.",
         ) from None
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
+from tiny_run import Material
 from typer.testing import CliRunner, Result
 
 from weightlane.cli import main as command
@@ -65,7 +67,9 @@ def test_whole_shares_cross_more_than_is_needed_and_relays_are_asked_for() -> No
     ("arguments", "message"),
     [
         (["7b"], "'7b' is no shape that is known. Known: 30b, 235b, 1t."),
-        (["run.toml"], "'run.toml' is no shape that is known."),
+        (["nowhere.toml"], "there is no configuration file nowhere.toml"),
+        (["nowhere.toml", "--trainer", "pp2"], "--trainer is for shapes; a run's configuration says it. Use --set."),
+        (["30b", "--set", "trainer.ranks=2"], "--set is for the configuration of a run, and '30b' is none."),
         (["30b", "--trainer", "pp2 zz4"], "'zz4' is no part of a layout. Write it like pp8 ep32"),
         (["30b", "--trainer", "ep7"], "128 experts are not shared by 7 ranks. Change ep of --trainer."),
         (["30b", "--rollout", "tp4 ep2"], "ep is 1 or the same as tp"),
@@ -81,3 +85,68 @@ def test_what_a_user_can_cause_is_one_line_and_exit_code_2(arguments: list[str],
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ")
     assert message in line
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.rank=2", "trainer.rank: no such key. Did you mean trainer.ranks?"),
+        ("model.path=nowhere", "there is no model directory nowhere."),
+        ("trainer.engine=fsdp3", "no training engine is called 'fsdp3'. Did you mean 'fsdp2'?"),
+        (
+            "trainer.fsdp2.tensor_parallel=2",
+            "trainer.ranks is 1, which trainer.fsdp2.tensor_parallel = 2 does not divide.",
+        ),
+    ],
+)
+def test_a_bad_configuration_is_refused_as_by_a_run(
+    override: str, message: str, material: Material, tmp_path: Path
+) -> None:
+    config = material.write_config(tmp_path, tmp_path / "run")
+    result = run([str(config), "--set", override])
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_run_is_planned_from_its_configuration(material: Material, tmp_path: Path) -> None:
+    """Two FSDP2 ranks to two replicas of two ranks, over an engine that cannot run here: of that only the facts count."""
+    config = material.write_config(tmp_path, tmp_path / "run", rollout={"tensor_parallel": 2, "replicas": 2})
+    overrides = ["trainer.ranks=2", "checkpoint_engine.backend=nccl", "sync.codec=delta"]
+    found = report([str(config), *(part for each in overrides for part in ("--set", each)), "--sender-gbps", "1"])
+    assert (found["engine"], found["trainer"], found["wire"]) == ("nccl", "fsdp2", "float32")
+    assert (found["trainer_ranks"], found["rollout_ranks"], len(found["replicas"])) == (2, 4, 2)
+    assert found["cut"] == "exact"
+    payload = found["payload_bytes"]
+    assert found["crossing_bytes"] == found["minimum_bytes"] == sum(found["replicas"].values())
+    # Norms and, with one key and value head for two ranks, keys and values are needed by both; most is by one.
+    assert payload < found["crossing_bytes"] / 2 < 1.2 * payload
+    assert found["network"]["bucket_bytes"] == 1 << 17
+    assert found["network"]["sender_bytes_per_s"] == 125e6
+    (note,) = found["notes"]
+    assert "sync.codec = delta" in note
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_an_engine_cannot_do_is_not_planned(material: Material, tmp_path: Path) -> None:
+    config = str(material.write_config(tmp_path, tmp_path / "run", rollout={"replicas": 2, "commit": "in_place"}))
+    stored = report(
+        [config, "--set", "checkpoint_engine.backend=filesystem", "--set", "trainer.ranks=2", "--gb-per-s", "1"]
+    )
+    assert stored["gathered_by"] == "trainer-0"
+    payload, predicted = stored["payload_bytes"], stored["predicted"]
+    assert predicted["write_s"] == pytest.approx(payload / 1e9)
+    assert predicted["gather_s"] == pytest.approx(payload / 2e9, rel=0.05)
+    assert predicted["stored_s"] > max(predicted["write_s"], predicted["read_s"])
+    assert {(link["from"], link["to"]) for link in stored["links"]} == {
+        ("trainer-1", "trainer-0"),
+        ("trainer-0", "the store"),
+        ("the store", "rollout-0/0"),
+        ("the store", "rollout-1/0"),
+    }
+    result = run([config, "--relay"])
+    assert result.exit_code == 0, result.stderr
+    for said in ("sent by shm", "1 trainer ranks to 2 rollout ranks", "hand on nothing", "rollout.commit is in_place"):
+        assert said in result.stdout

@@ -174,11 +174,13 @@ class ModelRun:
         self.path = MODELS[model](directory / "model")
         add_tokenizer(self.path, VOCAB)
         self._trainers: dict[int, Trainers] = {}
+        self.asked: dict[str, str] = {}
+        """Digest of what each rollout rank asked for in the last case; empty where it asked for everything."""
         self._layout: str | None = None
         self._version = 0
         self._weights: dict[str, torch.Tensor] = {}
         splits = [(1, False), (2, False), *([(2, True)] if "moe" in model else [])]
-        self._workers = [self._worker(number, *split) for number, split in enumerate(splits)]
+        self.workers = [self._worker(number, *split) for number, split in enumerate(splits)]
         self._runner = stack.enter_context(asyncio.Runner())
         environment = dict(os.environ)
         stack.callback(lambda: self._runner.run(self._all("close")))
@@ -202,7 +204,7 @@ class ModelRun:
         return RolloutWorker(f"rollout-{number}", config, self.path)
 
     async def _all(self, method: str, *arguments: Any) -> None:
-        await asyncio.gather(*(getattr(worker, method)(*arguments) for worker in self._workers))
+        await asyncio.gather(*(getattr(worker, method)(*arguments) for worker in self.workers))
 
     def _trained_by(self, name: str) -> Trainers:
         layout = TRAINERS[name]
@@ -226,7 +228,7 @@ class ModelRun:
         address = rendezvous.address.to_plain()
         trainers.call("connect", address, case.engine, options, "float32", placements, "none", case.codec)
         names = [f"trainer-{rank}" for rank in range(TRAINERS[case.trainer].ranks)]
-        coordinator = Coordinator(rendezvous, names, self._workers, SyncConfig(deadline_s=60.0, quorum=1.0))
+        coordinator = Coordinator(rendezvous, names, self.workers, SyncConfig(deadline_s=60.0, quorum=1.0))
         with closing(coordinator):
             return self._runner.run(self._versions(case, trainers, coordinator, address, options))
 
@@ -235,6 +237,7 @@ class ModelRun:
     ) -> Row:
         await self._all("connect", address, case.engine, options)
         await coordinator.connect()
+        self.asked = {name: hello.need for name, hello in coordinator._letters.hellos.items()}
         reports = []
         for _ in range(2):
             self._version += 1
@@ -243,11 +246,11 @@ class ModelRun:
                 tensor.add_(nudge(torch.arange(tensor.numel()).view(tensor.shape), self._version, EVERY))
             trainers.call("publish", self._version)
             reports.append(await coordinator.sync(self._version))
-            for worker in self._workers:
+            for worker in self.workers:
                 await self._check_parameters(worker)
         assert reports[-1].codec == case.codec, reports[-1].codec_reason
         wanted = self._tokens()
-        for worker in self._workers:
+        for worker in self.workers:
             completion = await worker.generate("fresh", PROMPT, 12, greedy=True)
             assert completion.token_ids == wanted, f"{worker.name} decodes something else"
         return Row(

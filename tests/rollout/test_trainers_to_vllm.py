@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from matrix import Case, model_run
 
+from weightlane.rollout.layout.planned_needs import planned_needs
+
 pytestmark = [pytest.mark.vllm, pytest.mark.megatron, pytest.mark.slow]
 
 PART = {
@@ -28,3 +30,8 @@ def test_every_rollout_holds_and_computes_exactly_what_the_trainer_has(model: st
     with model_run(model, tmp_path) as run:
         for case in PART[model]:
             run.run(case)
+            if case.engine != "filesystem":
+                asked = run.asked
+        worker = run.workers[-1]
+        planned = planned_needs(worker.config, run.path)
+    assert [need and need.digest for need in planned.ranks] == [asked[f"{worker.name}/{rank}"] for rank in range(2)]

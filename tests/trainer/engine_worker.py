@@ -20,6 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from weightlane.ckpt_engines import WeightlaneError
+from weightlane.sync import Placement
 from weightlane.trainer.batch import Sample, TrainBatch
 from weightlane.trainer.config import AlgorithmConfig, TrainerConfig
 from weightlane.trainer.engine import TrainingEngine
@@ -93,6 +94,10 @@ class Worker:
         plain = [(s.spec.name, s.spec.shape, str(s.spec.dtype), s.starts, s.data.clone()) for s in shards]
         torch.save(plain, f"{file}.{self._rank}")
         return [shard.data.untyped_storage().data_ptr() for shard in shards]
+
+    def placement(self, wire_dtype: str) -> list[Any]:
+        """What this rank holds, as plain data."""
+        return Placement.of_shards(self._open().local_shards(getattr(torch, wire_dtype))).to_plain()
 
     def forward_weights(self, file: str) -> None:
         """Save the parameters that a megatron engine's forward pass uses to `file`, as slices of checkpoint tensors."""
