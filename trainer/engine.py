@@ -86,10 +86,11 @@ class TrainingEngine(ABC):
 
         Raises `ConfigError` as `setup`, and always in an engine that does not implement it.
         """
+        del model_dir
         raise ConfigError(
             f"the training engine {self.config.engine!r} cannot say what its ranks hold without running.",
             part="training engine",
-            hint=f"It does not implement TrainingEngine.outline, for {model_dir.name} or any other model.",
+            hint="Implement TrainingEngine.outline in it, or choose another for trainer.engine.",
         )
 
     @abstractmethod

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weightlane.ckpt_engines import DeadlineExceededError, WeightlaneError, WorkerDiedError
+from weightlane.ckpt_engines import DeadlineExceededError, ProtocolError, WeightlaneError, WorkerDiedError
 from weightlane.sync import Placement
 from weightlane.sync.own_process import answer_asker, ask_process
 
@@ -16,6 +16,7 @@ from ..config import RolloutConfig
 from ..expectation import expectation_of, stored_tensors
 from .acceptance import Way
 from .needs import needed_placement
+from .needs_cache import remembered
 from .rank_layouts import checked_config, rank_layouts
 
 _PART = "rollout layout"
@@ -31,8 +32,12 @@ class PlannedNeeds:
     """Why it asks for whole tensors, if it does."""
 
 
+class _UntracedError(Exception):
+    """Ranks will ask for whole tensors."""
+
+
 def planned_needs(config: RolloutConfig, model_dir: Path, *, timeout_s: float = 600.0) -> PlannedNeeds:
-    """Trace in a process of its own where tensors go, as workers do when they connect, without weights.
+    """Trace in a process of its own where tensors go, as workers do when they connect, without weights; see `needs_cache`.
 
     A worker also proves its layout with the checkpoint's values; one that could not would ask for whole tensors.
 
@@ -54,13 +59,24 @@ def planned_needs(config: RolloutConfig, model_dir: Path, *, timeout_s: float = 
         "expert_parallel": config.expert_parallel,
         "extra": config.extra_engine_args,
     }
-    try:
+
+    def parse(answer: Any) -> PlannedNeeds:
+        if not isinstance(answer, list) or len(answer) != len(everything):
+            raise ProtocolError("not what ranks need.", part=_PART)
+        return PlannedNeeds(tuple(Placement.from_plain(plain) for plain in answer))
+
+    def find() -> Any:
         answer = ask_process(__name__, asked, part=_PART, what=f"the layout of {model_dir}", timeout_s=timeout_s)
+        if answer["why"]:
+            raise _UntracedError(answer["why"])  # which may be otherwise the next time
+        return answer["ranks"]
+
+    try:
+        return remembered(model_dir, asked, parse, find)
     except (WorkerDiedError, DeadlineExceededError) as error:
         return PlannedNeeds(everything, error.message)
-    if answer["why"]:
-        return PlannedNeeds(everything, answer["why"])
-    return PlannedNeeds(tuple(Placement.from_plain(plain) for plain in answer["ranks"]))
+    except _UntracedError as error:
+        return PlannedNeeds(everything, str(error))
 
 
 def find_needs(

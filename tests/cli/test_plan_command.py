@@ -13,6 +13,14 @@ from typer.testing import CliRunner, Result
 from weightlane.cli import main as command
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where layouts are kept: not with the user's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("WEIGHTLANE_LAYOUT_CACHE", raising=False)
+    return tmp_path / "cache" / "weightlane" / "layouts"
+
+
 def run(arguments: Sequence[str]) -> Result:
     return CliRunner().invoke(command.app, ["plan", *arguments], env={"COLUMNS": "160"})
 
@@ -111,7 +119,7 @@ def test_a_bad_configuration_is_refused_as_by_a_run(
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_a_run_is_planned_from_its_configuration(material: Material, tmp_path: Path) -> None:
+def test_a_run_is_planned_from_its_configuration(material: Material, tmp_path: Path, cache: Path) -> None:
     """Two FSDP2 ranks to two replicas of two ranks, over an engine that cannot run here: of that only the facts count."""
     config = material.write_config(tmp_path, tmp_path / "run", rollout={"tensor_parallel": 2, "replicas": 2})
     overrides = ["trainer.ranks=2", "checkpoint_engine.backend=nccl", "sync.codec=delta"]
@@ -127,6 +135,7 @@ def test_a_run_is_planned_from_its_configuration(material: Material, tmp_path: P
     assert found["network"]["sender_bytes_per_s"] == 125e6
     (note,) = found["notes"]
     assert "sync.codec = delta" in note
+    assert len(list(cache.iterdir())) == 1
     assert not (tmp_path / "run").exists()
 
 

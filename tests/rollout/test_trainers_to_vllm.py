@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from matrix import Case, model_run
 
+from weightlane.rollout.layout.needs_cache import CACHE_ENV
 from weightlane.rollout.layout.planned_needs import planned_needs
 
 pytestmark = [pytest.mark.vllm, pytest.mark.megatron, pytest.mark.slow]
@@ -26,7 +27,10 @@ PART = {
 
 
 @pytest.mark.parametrize("model", PART)
-def test_every_rollout_holds_and_computes_exactly_what_the_trainer_has(model: str, tmp_path: Path) -> None:
+def test_every_rollout_holds_and_computes_exactly_what_the_trainer_has(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_ENV, "off")
     with model_run(model, tmp_path) as run:
         for case in PART[model]:
             run.run(case)
