@@ -1,25 +1,28 @@
 """How trainer ranks agree on the scale of a block that a cut between them divides: each says how large its part is.
 
-The rows of such blocks wait in the ranks' `Remains.cuts`. What is said of a version is a few numbers for each column of blocks.
+The elements of such blocks wait in the ranks' `Remains.cuts`. What is said of a version is one number for each of them.
 """
 
 from __future__ import annotations
 
+import base64
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from weightlane.ckpt_engines import ClosedError, Deadline, ProtocolError
 
+from .boxes import Box
 from .publication import Publication
-from .quantised_snapshot import CutRows
+from .quantised_snapshot import Magnitudes
 from .rank_talk import Board, RankTalk
 from .snapshot import Snapshot
 
 _PART = "block magnitudes"
-_Key = tuple[str, int]
+_Shapes = Mapping[str, tuple[int, ...]]
+"""Of the scales of matrices."""
 
 
 class MagnitudeAgreement:
@@ -38,25 +41,32 @@ class MagnitudeAgreement:
         """The session is over: whoever waits need not any more. Idempotent."""
         self._talk.close()
 
-    def say(self, version: int, cuts: Iterable[CutRows]) -> None:
+    def say(self, version: int, mine: Iterable[Magnitudes]) -> None:
         """How large this rank's parts are."""
-        self._talk.say(version, [[*cut.key, *cut.amax.flatten().tolist()] for cut in cuts])
+        self._talk.say(version, [_to_plain(each) for each in mine])
 
-    def hear(self, version: int, deadline: Deadline, wanted: Callable[[], bool]) -> dict[_Key, torch.Tensor]:
-        """The magnitudes of whole blocks, float32 [1, blocks], by matrix and row of blocks. Raises as `RankTalk.hear`."""
-        merged: dict[_Key, torch.Tensor] = {}
-        for said in self._talk.hear(version, deadline, wanted):
-            for key, amax in _parsed(said):
-                merge(merged, key, amax)
-        return merged
+    def hear(
+        self, version: int, shapes: _Shapes, deadline: Deadline, wanted: Callable[[], bool]
+    ) -> dict[str, torch.Tensor]:
+        """As `largest`, of what all ranks say. Raises as `RankTalk.hear`, and `ProtocolError`."""
+        said = (_from_plain(plain) for mine in self._talk.hear(version, deadline, wanted) for plain in _listed(mine))
+        return largest(said, shapes)
 
 
-def merge(merged: dict[_Key, torch.Tensor], key: _Key, amax: torch.Tensor) -> None:
-    """Take note of what one part of a block is."""
-    other = merged.get(key)
-    if other is not None and other.shape != amax.shape:
-        raise ProtocolError(f"ranks disagree about the shape of {key[0]}.", part=_PART)
-    merged[key] = amax if other is None else torch.maximum(other, amax)
+def largest(parts: Iterable[Magnitudes], shapes: _Shapes) -> dict[str, torch.Tensor]:
+    """The largest magnitude in each block of some matrices, float32 of their `shapes`; 0 where no part says anything.
+
+    Raises `ProtocolError` for parts of blocks that a matrix does not have.
+    """
+    merged = {name: torch.zeros(shape, dtype=torch.float32) for name, shape in shapes.items()}
+    for part in parts:
+        if (whole := merged.get(part.name)) is None:
+            continue
+        if not part.blocks.fits(tuple(whole.shape)) or part.values.shape != part.blocks.shape:
+            raise ProtocolError(f"ranks disagree about the shape of {part.name}.", part=_PART)
+        there = whole[part.blocks.index]
+        torch.maximum(there, part.values.to(whole.device), out=there)
+    return merged
 
 
 def complete(
@@ -67,7 +77,7 @@ def complete(
     current: Callable[[], bool],
     writing: threading.Lock,
 ) -> None:
-    """Quantise the rows of cut blocks into the snapshot of `held`, unless that was done. Waits for what other ranks say.
+    """Quantise what is held of cut blocks into the snapshot of `held`, unless that was done. Waits for what other ranks say.
 
     Args:
         held: The publication.
@@ -83,30 +93,41 @@ def complete(
     """
     if snapshot.is_cut:
         held.progress.wait_read(snapshot.read_end, deadline)
-    cuts = held.remains.cuts
+    remains = held.remains
     if agreement is not None:
-        agreement.say(held.version, cuts)  # in every session: others may have missed it in the one before
+        agreement.say(held.version, remains.magnitudes)  # in every session: others may have missed it in the one before
     if held.is_complete or not snapshot.is_cut:
         return
+    shapes = {cut.pair.weight.name: cut.pair.scales.shape for cut in remains.cuts}
     if agreement is not None:
-        merged = agreement.hear(held.version, deadline, current)
+        merged = agreement.hear(held.version, shapes, deadline, current)
     else:
-        merged = {}
-        for cut in cuts:
-            merge(merged, cut.key, cut.amax.cpu())
+        merged = largest(remains.magnitudes, shapes)
     with writing:
         if not current() or held.slot is None:
             raise ClosedError(f"version {held.version} was given up.", part=_PART)
-        for cut in cuts:
-            held.remains.error += cut.quantise(merged[cut.key].to(cut.amax.device), held.slot.memory.data)
+        for cut in remains.cuts:
+            remains.error += cut.quantise(merged[cut.pair.weight.name], held.slot.memory.data)
         held.is_complete = True
+        remains.cuts.clear()  # where rows are divided that is as much as the shards themselves
 
 
-def _parsed(said: Any) -> list[tuple[_Key, torch.Tensor]]:
+def _to_plain(magnitudes: Magnitudes) -> list[Any]:
+    values = base64.b64encode(magnitudes.values.cpu().contiguous().numpy().tobytes()).decode()
+    return [magnitudes.name, *magnitudes.blocks.to_plain(), values]
+
+
+def _listed(said: Any) -> list[Any]:
+    if not isinstance(said, list):
+        raise ProtocolError("not a list of magnitudes.", part=_PART)
+    return said
+
+
+def _from_plain(plain: Any) -> Magnitudes:
     try:
-        return [
-            ((str(name), int(row)), torch.tensor([list(map(float, amax))], dtype=torch.float32))
-            for name, row, *amax in said
-        ]
-    except (TypeError, ValueError) as cause:
-        raise ProtocolError(f"not a list of magnitudes: {cause}.", part=_PART) from None
+        name, starts, shape, values = plain
+        blocks = Box.from_plain([starts, shape])
+        numbers = torch.frombuffer(bytearray(base64.b64decode(values, validate=True)), dtype=torch.float32)
+        return Magnitudes(str(name), blocks, numbers.view(blocks.shape))
+    except (TypeError, ValueError, RuntimeError) as cause:
+        raise ProtocolError(f"not magnitudes: {cause}.", part=_PART) from None

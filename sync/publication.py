@@ -69,7 +69,7 @@ class Publication:
     replica_digests: dict[int, str] = field(default_factory=dict)
     """Of slices that other ranks hold as well; see `weightlane.sync.replica_check`."""
     is_complete: bool = False
-    """Whether the rows of blocks that other ranks have a part of are quantised, too."""
+    """Whether elements of blocks that other ranks have a part of are quantised, too."""
 
     @property
     def is_delta(self) -> bool:

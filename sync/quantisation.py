@@ -15,7 +15,7 @@ import torch
 from weightlane.ckpt_engines import ConfigError, ManifestError
 
 from .boxes import Box
-from .codecs.quantised import DTYPES, Scheme, block_fp8, scale_name, scale_shape
+from .codecs.quantised import DTYPES, QUANTISERS, Scheme, scale_name, scale_shape
 from .placement import Placement
 from .tensor_spec import TensorSpec, dtype_name
 
@@ -103,22 +103,22 @@ def quantised_placement(held: Placement, scheme: Scheme) -> Placement:
 
 
 def scale_box(pair: QuantisedPair, box: Box, scheme: Scheme) -> Box:
-    """The scales that whoever sends `box`, whole rows of a matrix, sends: of the blocks of which it has the first row.
+    """The scales that whoever sends `box` of a matrix sends: of the blocks of which it has the first element."""
+    return _blocks(box.starts, box.stops, pair, scheme)
 
-    Raises:
-        ConfigError: It is not whole rows.
-    """
-    (first, left), (count, width) = box.starts, box.shape
-    if box.numel and width != pair.weight.shape[1]:
-        raise ConfigError(
-            f"a rank holds columns {left} to {left + width} of {pair.weight.name}, which are no whole rows of"
-            f" {pair.weight.shape[1]}.",
-            part=_PART,
-            hint='Shard by rows, or set sync.quantise to "none".',
-        )
-    band = block_fp8.BLOCK if scheme == "fp8" else 1
-    start, stop = -(-first // band), -(-(first + count) // band)
-    return Box((start, 0), (stop - start, pair.scales.shape[1]))
+
+def touched_blocks(pair: QuantisedPair, box: Box, scheme: Scheme) -> Box:
+    """The scales of every element of `box` of a matrix: of the blocks of which it has any."""
+    block = QUANTISERS[scheme].block_shape(pair.weight.shape[1])
+    starts = tuple(start // size * size for start, size in zip(box.starts, block, strict=True))
+    return _blocks(starts, box.stops if box.numel else starts, pair, scheme)
+
+
+def _blocks(starts: tuple[int, ...], stops: tuple[int, ...], pair: QuantisedPair, scheme: Scheme) -> Box:
+    """The blocks whose first row and column lie between `starts` and `stops`."""
+    block = QUANTISERS[scheme].block_shape(pair.weight.shape[1])
+    firsts, lasts = (tuple(-(-at // size) for at, size in zip(edge, block, strict=True)) for edge in (starts, stops))
+    return Box(firsts, tuple(last - first for first, last in zip(firsts, lasts, strict=True)))
 
 
 def checked_scheme(name: str) -> Scheme:

@@ -1,29 +1,29 @@
 """A snapshot of which the matrices are quantised on the way: the live parameters are read once, and one byte of each is kept.
 
-Rows of blocks that lie whole in a shard are quantised straight from the live parameters. Those that a cut between two ranks
-divides have one scale, which depends on both: such rows are copied as they are, so that parameters may change as soon as they
-were read, and quantised when every rank has said how large its part is (`Remains.cuts`). That is at most 254 rows of each shard.
+Blocks that lie whole in a shard are quantised straight from the live parameters. Those that a cut between two ranks divides have
+one scale, which depends on both: what a rank has of such blocks is copied as it is, so that parameters may change as soon as they
+were read, and quantised when every rank has said how large its part is (`Remains.cuts`). With blocks of 128 x 128 that is at most
+254 rows and 254 columns of each shard; where the rows of an int8 matrix are divided, it is all of the shard.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, product
 
 import torch
 
 from weightlane.ckpt_engines import WeightlaneError
 
-from .boxes import Box
-from .codecs.quantised import QuantisationReport, Scheme, block_fp8, channel_int8
+from .boxes import Box, row_major_strides
+from .codecs.quantised import QUANTISERS, QuantisationReport, Quantiser, Scheme
 from .progress import Progress
-from .quantisation import QuantisedPair, is_quantised, pair_of, scale_box
+from .quantisation import QuantisedPair, is_quantised, pair_of, scale_box, touched_blocks
 from .snapshot import Copy, Milestone, Remains, Snapshot, copies, side_stream
 from .tensor_spec import Held, HeldSlice, LocalShard
 
 _Key = tuple[str, Box]
-_BAND = block_fp8.BLOCK
 _CHUNK_NUMEL = 4 << 20
 """Elements that are quantised, at most, before those who wait for them hear of it."""
 _SAMPLED_ROWS = 16
@@ -31,137 +31,123 @@ _SAMPLED_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
-    """Rows of a matrix that a rank holds, and where in the snapshot they go."""
+class Magnitudes:
+    """How large some elements of a matrix are."""
 
+    name: str
+    """The matrix."""
+    blocks: Box
+    """In which of its blocks."""
+    values: torch.Tensor
+    """float32 of the shape of `blocks`: the largest magnitude in each."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """A slice of a matrix that a rank holds, and where in the snapshot it goes."""
+
+    shard: LocalShard
     pair: QuantisedPair
-    live: torch.Tensor
-    """The shard's elements, in the trainer's dtype."""
-    first: int
-    """Their first row in the matrix."""
+    scheme: Scheme
     weight_place: int
-    """First byte of their elements."""
+    """First byte of its elements."""
     scale_place: int
     """First byte of the scales that are this rank's to send."""
 
     @property
-    def columns(self) -> int:
-        return self.pair.weight.shape[1]
+    def name(self) -> str:
+        return self.pair.weight.name
 
     @property
-    def count(self) -> int:
-        return self.live.numel() // self.columns
+    def quantiser(self) -> Quantiser:
+        return QUANTISERS[self.scheme]
 
     @property
-    def end(self) -> int:
-        return self.first + self.count
+    def own(self) -> Box:
+        """The scales that are this rank's to send."""
+        return scale_box(self.pair, self.shard.box, self.scheme)
 
-    def data(self, start: int, stop: int) -> torch.Tensor:
-        """Rows of the matrix, as they are now."""
-        return self.live.detach().reshape(-1, self.columns)[start - self.first : stop - self.first]
+    def data(self, box: Box) -> torch.Tensor:
+        """Some of its elements, as they are now."""
+        return self.shard.data.detach()[box.within(self.shard.box).index]
 
-    def place(self, row: int) -> int:
-        return self.weight_place + (row - self.first) * self.columns
+    def magnitudes(self, box: Box, data: torch.Tensor) -> Magnitudes:
+        """Of `data`, which is in `box`."""
+        values = self.quantiser.magnitudes(data, at=_corner(box), name=self.name)
+        return Magnitudes(self.name, touched_blocks(self.pair, box, self.scheme), values)
 
-    def elements(self, memory: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Where quantised rows of the matrix go."""
-        flat = memory[self.place(start) : self.place(stop)].view(self.pair.weight.dtype)
-        return flat.view(-1, self.columns)
+    def put(self, memory: torch.Tensor, box: Box, data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """Quantise `data`, which is in `box`, to where it goes, or on its device, and copy it. Returns what came out.
 
-    def put(
-        self, memory: torch.Tensor, start: int, stop: int, quantise: Callable[[torch.Tensor | None], torch.Tensor]
-    ) -> torch.Tensor:
-        """Have rows quantised to where they go, or on the device where they are, and copied. Returns what came out."""
-        out = self.elements(memory, start, stop)
-        if out.device == self.live.device:
-            return quantise(out)
-        quantised = quantise(None)
-        out.copy_(quantised, non_blocking=True)
+        `scales` are those of all blocks that it touches; those that are this rank's to send go to their place, too.
+        """
+        at, out = _corner(box), _place_of(memory, self.weight_place, self.pair.weight.dtype, self.shard.box, box)
+        direct = out if out.device == data.device else None
+        quantised = self.quantiser.quantise(data, scales, at=at, name=self.name, out=direct)
+        if direct is None:
+            out.copy_(quantised, non_blocking=True)
+        if (mine := scale_box(self.pair, box, self.scheme)).numel:
+            touched = touched_blocks(self.pair, box, self.scheme)
+            into = _place_of(memory, self.scale_place, torch.float32, self.own, mine)
+            into.copy_(scales[mine.within(touched).index], non_blocking=True)
         return quantised
 
-    def put_scales(self, memory: torch.Tensor, scales: torch.Tensor, after: int) -> None:
-        """Put rows of scales behind `after` others that this rank sends."""
-        place = self.scale_place + after * scales.shape[1] * scales.element_size()
-        memory[place : place + scales.nbytes].view(torch.float32).copy_(scales.view(-1), non_blocking=True)
-
-    def bands_before(self, row: int) -> int:
-        """How many whole rows of blocks, of those whose scales this rank sends, lie before that of `row`."""
-        return row // _BAND - -(-self.first // _BAND)
+    def first_byte(self, box: Box) -> int:
+        """The first byte of the snapshot that quantising `box` makes."""
+        first = self.weight_place + _offset(self.shard.box, box) * self.pair.weight.dtype.itemsize
+        mine = scale_box(self.pair, box, self.scheme)
+        if not mine.numel:
+            return first
+        return min(first, self.scale_place + _offset(self.own, mine) * self.pair.scales.dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
-class CutRows:
-    """Rows of one row of blocks of which this rank holds a part, as they were."""
+class CutBlocks:
+    """Elements of blocks of which this rank holds a part, as they were."""
 
-    rows: _Rows
-    start: int
-    """First of them in the matrix."""
+    matrix: _Matrix
+    box: Box
+    """Where in the matrix they are."""
     data: torch.Tensor
-    """[n, columns]."""
-    amax: torch.Tensor
-    """float32 [1, blocks]: the largest magnitude in each block, as far as they tell."""
+
+    def quantise(self, largest: torch.Tensor, memory: torch.Tensor) -> QuantisationReport:
+        """Put them into the snapshot. Returns the error.
+
+        `largest` is the largest magnitude in each block of the matrix, float32 of the shape of its scales.
+        """
+        matrix, touched = self.matrix, touched_blocks(self.matrix.pair, self.box, self.matrix.scheme)
+        scales = matrix.quantiser.scales_of(largest[touched.index].to(self.data.device))
+        quantised = matrix.put(memory, self.box, self.data, scales)
+        return matrix.quantiser.report(self.data, quantised, scales, at=_corner(self.box))
 
     @property
-    def key(self) -> tuple[str, int]:
-        """The matrix, and the row of blocks."""
-        return self.rows.pair.weight.name, self.start // _BAND
-
-    def quantise(self, amax: torch.Tensor, memory: torch.Tensor) -> QuantisationReport:
-        """Put them into the snapshot, `amax` being that of the whole blocks. Returns the error."""
-        rows, stop, scales = self.rows, self.start + self.data.shape[0], block_fp8.scales_of(amax)
-        name = rows.pair.weight.name
-        quantised = block_fp8.quantise(self.data, self.start, scales, name=name)
-        rows.elements(memory, self.start, stop).copy_(quantised)
-        if self.start % _BAND == 0:  # the rank that has a block's first row sends its scale
-            rows.put_scales(memory, scales, rows.bands_before(self.start))
-        return block_fp8.report(self.data, quantised, self.start, scales)
+    def pair(self) -> QuantisedPair:
+        """The matrix."""
+        return self.matrix.pair
 
 
 @dataclass(frozen=True, slots=True)
-class _Fp8Step:
-    """Whole rows of blocks, or a part of one that is cut."""
+class _Step:
+    """Whole blocks, or parts of some that are cut."""
 
-    rows: _Rows
-    start: int
-    stop: int
+    matrix: _Matrix
+    box: Box
+    is_cut: bool
 
     def run(self, memory: torch.Tensor, remains: Remains) -> None:
-        rows, name = self.rows, self.rows.pair.weight.name
-        data = rows.data(self.start, self.stop)
-        amax = block_fp8.block_amax(data, self.start, name=name)
-        if _is_cut(rows.pair, self.start, self.stop):
-            remains.cuts.append(CutRows(rows, self.start, data.clone(), amax))
+        matrix, box = self.matrix, self.box
+        data = matrix.data(box)
+        magnitudes = matrix.magnitudes(box, data)
+        if self.is_cut:
+            remains.cuts.append(CutBlocks(matrix, box, data.clone()))
+            remains.magnitudes.append(magnitudes)
             return
-        scales = block_fp8.scales_of(amax)
-        quantised = rows.put(
-            memory,
-            self.start,
-            self.stop,
-            lambda out: block_fp8.quantise(data, self.start, scales, name=name, out=out),
-        )
-        rows.put_scales(memory, scales, rows.bands_before(self.start))
+        scales = matrix.quantiser.scales_of(magnitudes.values)
+        quantised = matrix.put(memory, box, data, scales)
         few = slice(0, _SAMPLED_ROWS)
-        remains.error += block_fp8.report(data[few], quantised[few], self.start, scales[:1])
-
-
-@dataclass(frozen=True, slots=True)
-class _Int8Step:
-    """Some rows."""
-
-    rows: _Rows
-    start: int
-    stop: int
-
-    def run(self, memory: torch.Tensor, remains: Remains) -> None:
-        rows, name = self.rows, self.rows.pair.weight.name
-        data = rows.data(self.start, self.stop)
-        scales = channel_int8.scales_of(channel_int8.channel_amax(data, name=name))
-        quantised = rows.put(
-            memory, self.start, self.stop, lambda out: channel_int8.quantise(data, scales, name=name, out=out)
-        )
-        rows.put_scales(memory, scales, self.start - rows.first)
-        few = slice(0, _SAMPLED_ROWS)
-        remains.error += channel_int8.report(data[few], quantised[few], scales[few])
+        height, _ = matrix.quantiser.block_shape(box.shape[1])
+        bands = slice(0, -(-_SAMPLED_ROWS // height))
+        remains.error += matrix.quantiser.report(data[few], quantised[few], scales[bands], at=_corner(box))
 
 
 class QuantisedShards:
@@ -170,9 +156,6 @@ class QuantisedShards:
     Args:
         shards: Of the parameters.
         scheme: What linear weights become.
-
-    Raises:
-        ConfigError: A shard is not made of whole rows.
     """
 
     def __init__(self, shards: Sequence[LocalShard], scheme: Scheme) -> None:
@@ -185,10 +168,9 @@ class QuantisedShards:
                 self.held.append(shard)
                 continue
             pair = pair_of(shard.spec, scheme)
-            scales = HeldSlice(pair.scales, scale_box(pair, shard.box, scheme))
-            _, count = _rows_of(shard)
-            differing = _differing(shard, scheme) if count else None
-            self.held += [HeldSlice(pair.weight, shard.box, differing), scales]
+            differing = _differing(shard, pair, scheme) if shard.numel else None
+            self.held.append(HeldSlice(pair.weight, shard.box, differing))
+            self.held.append(HeldSlice(pair.scales, scale_box(pair, shard.box, scheme)))
 
     def snapshot(self, places: Sequence[int]) -> Snapshot:
         """Taken into memory where each of `held` begins at one of `places`."""
@@ -203,35 +185,32 @@ class _QuantisedSnapshot(Snapshot):
         self._stream = side_stream(shards)
         self._workers = 1  # steps add to `Remains`
         plain: list[tuple[int, LocalShard]] = []
-        steps: list[tuple[int, int, Copy | _Fp8Step | _Int8Step]] = []
-        """First byte that it makes, first byte of the scales that it makes, and the step."""
+        steps: list[tuple[int, Copy | _Step]] = []
+        """The first byte that it makes, and the step; in the order of the elements."""
         for shard in shards:
             if is_quantised(shard.spec):
                 steps += _steps(shard, places, scheme)
             else:
                 plain.append((places[_key(shard)], shard))
         plain.sort(key=lambda placed: placed[0])
-        steps += [(copy.start, copy.start, copy) for copy in copies(plain)]
+        steps += [(copy.start, copy) for copy in copies(plain)]
         steps.sort(key=lambda step: step[0])
         self.nbytes = max(
             (places[_key(held)] + held.nbytes for held in QuantisedShards(shards, scheme).held), default=0
         )
-        missing = accumulate((min(step[:2]) for step in reversed(steps)), min, initial=self.nbytes)
+        missing = accumulate((start for start, _ in reversed(steps)), min, initial=self.nbytes)
         """The first byte that is not there yet, by how many steps are left."""
         done = list(missing)[-2::-1]
         self._milestones = [
-            Milestone(step, until, number)
-            for number, ((*_, step), until) in enumerate(zip(steps, done, strict=True), 1)
+            Milestone(step, until, number) for number, ((_, step), until) in enumerate(zip(steps, done, strict=True), 1)
         ]
-        self.is_cut = any(
-            isinstance(step, _Fp8Step) and _is_cut(step.rows.pair, step.start, step.stop) for *_, step in steps
-        )
+        self.is_cut = any(isinstance(step, _Step) and step.is_cut for _, step in steps)
         self.read_end = len(steps)
         self.ends = {}
-        for number, (*_, step) in enumerate(steps, 1):
+        for number, (_, step) in enumerate(steps, 1):
             if not isinstance(step, Copy):
-                self.ends[step.rows.pair.weight.name] = number
-        starts = [(copy.start, number) for number, (*_, copy) in enumerate(steps, 1) if isinstance(copy, Copy)]
+                self.ends[step.matrix.name] = number
+        starts = [(copy.start, number) for number, (_, copy) in enumerate(steps, 1) if isinstance(copy, Copy)]
         for place, shard in plain:
             self.ends[shard.spec.name] = max(
                 (number for start, number in starts if start < place + shard.nbytes), default=0
@@ -259,69 +238,85 @@ def _key(held: Held) -> _Key:
     return held.spec.name, held.box
 
 
-def _rows_of(shard: LocalShard) -> tuple[int, int]:
-    """First row and number of rows."""
-    return shard.starts[0], shard.box.shape[0] if shard.numel else 0
+def _differing(shard: LocalShard, pair: QuantisedPair, scheme: Scheme) -> Callable[[torch.Tensor], float] | None:
+    """What becomes of one block, or of some rows, compared with what became of it: see `HeldSlice.differing`.
 
-
-def _differing(shard: LocalShard, scheme: Scheme) -> Callable[[torch.Tensor], float]:
-    """What becomes of one block, or of some rows, compared with what became of it: see `HeldSlice.differing`."""
-    first, count = _rows_of(shard)
-    columns = shard.spec.shape[1]
-    bands = [(start, stop) for start, stop in _bands(first, first + count) if stop - start == _BAND]
-    start, stop = (bands or [next(_bands(first, first + count))])[len(bands) // 2]
-    left = columns // _BAND // 2 * _BAND
-    if scheme == "int8":
-        stop, left = start + min(_SAMPLED_ROWS, stop - start), 0
-    right = min(left + _BAND, columns) if scheme == "fp8" else columns
+    None where every row of an int8 matrix is divided: too much of a scale is not known here.
+    """
+    quantiser, regions = QUANTISERS[scheme], list(_regions(shard.box, pair, scheme))
+    whole = [box for box, is_cut in regions if not is_cut]
+    if scheme == "int8" and not whole:
+        return None
+    region = max(whole, key=lambda box: box.numel) if whole else regions[0][0]
+    sample = _middle(region, (_SAMPLED_ROWS, pair.weight.shape[1]) if scheme == "int8" else _block(pair, scheme))
+    inside = sample.within(shard.box).index
 
     def differing(old: torch.Tensor) -> float:
-        data = shard.data.detach().reshape(count, columns)[start - first : stop - first, left:right]
-        if scheme == "fp8":
-            scales = block_fp8.scales_of(block_fp8.block_amax(data, start))
-            new = block_fp8.quantise(data, start, scales)
-        else:
-            new = channel_int8.quantise(data, channel_int8.scales_of(channel_int8.channel_amax(data)))
-        before = old.view(count, columns)[start - first : stop - first, left:right]
-        differ = new.to(old.device).view(torch.uint8) != before.contiguous().view(torch.uint8)
+        data = shard.data.detach()[inside]
+        scales = quantiser.scales_of(quantiser.magnitudes(data, at=_corner(sample)))
+        new = quantiser.quantise(data, scales, at=_corner(sample))
+        differ = new.to(old.device).view(torch.uint8) != old.view(shard.box.shape)[inside].contiguous().view(
+            torch.uint8
+        )
         return int(torch.count_nonzero(differ)) / differ.numel()
 
     return differing
 
 
-def _bands(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Runs of rows that are cut at the borders of blocks."""
-    while start < stop:
-        end = min(stop, (start // _BAND + 1) * _BAND)
-        yield start, end
-        start = end
+def _middle(box: Box, size: tuple[int, int]) -> Box:
+    """About the middle one of the parts of `box`, `size` large, that begin at a border between them."""
+    starts = tuple(
+        start + (count // most // 2) * most for start, count, most in zip(box.starts, box.shape, size, strict=True)
+    )
+    return Box(starts, tuple(min(most, stop - at) for at, stop, most in zip(starts, box.stops, size, strict=True)))
 
 
-def _is_cut(pair: QuantisedPair, start: int, stop: int) -> bool:
-    """Whether the rows end, on either side, inside a block that goes on there."""
-    return start % _BAND > 0 or (stop % _BAND > 0 and stop < pair.weight.shape[0])
+def _block(pair: QuantisedPair, scheme: Scheme) -> tuple[int, int]:
+    return QUANTISERS[scheme].block_shape(pair.weight.shape[1])
 
 
-def _steps(
-    shard: LocalShard, places: Mapping[_Key, int], scheme: Scheme
-) -> Iterator[tuple[int, int, _Fp8Step | _Int8Step]]:
+def _regions(box: Box, pair: QuantisedPair, scheme: Scheme) -> Iterator[tuple[Box, bool]]:
+    """A slice of a matrix cut at blocks: what consists of whole blocks, and parts of others; and whether it is such parts."""
+    sides = zip(box.starts, box.stops, _block(pair, scheme), pair.weight.shape, strict=True)
+    rows, columns = (list(_runs(*side)) for side in sides)
+    for (top, bottom, cut_above), (left, right, cut_beside) in product(rows, columns):
+        yield Box((top, left), (bottom - top, right - left)), cut_above or cut_beside
+
+
+def _runs(start: int, stop: int, block: int, size: int) -> Iterator[tuple[int, int, bool]]:
+    """Indices cut at the borders of blocks: a part of one, whole ones together, a part of another; and whether it is a part."""
+    first = min(stop, -(-start // block) * block)
+    last = stop if stop == size else max(first, stop // block * block)
+    for begin, end, is_part in ((start, first, True), (first, last, False), (last, stop, True)):
+        if begin < end:
+            yield begin, end, is_part
+
+
+def _steps(shard: LocalShard, places: Mapping[_Key, int], scheme: Scheme) -> Iterator[tuple[int, _Step]]:
     pair = pair_of(shard.spec, scheme)
-    first, _ = _rows_of(shard)
-    own, width = scale_box(pair, shard.box, scheme), pair.scales.shape[1]
-    scale_place = places[pair.scales.name, own]
-    rows = _Rows(pair, shard.data, first, places[_key(shard)], scale_place)
-    kind, per = (_Fp8Step, _BAND) if scheme == "fp8" else (_Int8Step, 1)
-    chunk = max(_CHUNK_NUMEL // rows.columns // per, 1) * per
-    start = first
-    while start < rows.end:
-        stop = min(start + chunk, rows.end)
-        if scheme == "fp8":
-            band_end = next(_bands(start, stop))[1]
-            if _is_cut(pair, start, band_end):
-                stop = band_end
-            else:  # up to the last border, if the last rows are cut
-                last = stop // _BAND * _BAND
-                stop = last if last > start and _is_cut(pair, last, stop) else stop
-        begun = start - first if scheme == "int8" else -(-start // _BAND) - own.starts[0]
-        yield rows.place(start), scale_place + begun * width * pair.scales.dtype.itemsize, kind(rows, start, stop)
-        start = stop
+    own = scale_box(pair, shard.box, scheme)
+    matrix = _Matrix(shard, pair, scheme, places[_key(shard)], places[pair.scales.name, own])
+    height, _ = _block(pair, scheme)
+    for region, is_cut in _regions(shard.box, pair, scheme):
+        rows = max(_CHUNK_NUMEL // region.shape[1] // height, 1) * height
+        for first in range(0, region.shape[0], rows):
+            starts = (region.starts[0] + first, region.starts[1])
+            box = Box(starts, (min(rows, region.shape[0] - first), region.shape[1]))
+            yield matrix.first_byte(box), _Step(matrix, box, is_cut)
+
+
+def _corner(box: Box) -> tuple[int, int]:
+    row, column = box.starts
+    return row, column
+
+
+def _offset(outer: Box, box: Box) -> int:
+    """Number of the first element of `box` among those of `outer`."""
+    strides = row_major_strides(outer.shape)
+    return sum(start * stride for start, stride in zip(box.within(outer).starts, strides, strict=True))
+
+
+def _place_of(memory: torch.Tensor, place: int, dtype: torch.dtype, outer: Box, box: Box) -> torch.Tensor:
+    """Where the elements of `box` go, if those of `outer` go to `memory`, 1-D uint8, from byte `place` on."""
+    flat = memory[place : place + outer.numel * dtype.itemsize].view(dtype)
+    return flat.view(outer.shape)[box.within(outer).index]

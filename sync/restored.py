@@ -8,7 +8,7 @@ import torch
 
 from weightlane.ckpt_engines import ManifestError
 
-from .codecs.quantised import DTYPES, Scheme, block_fp8, channel_int8
+from .codecs.quantised import DTYPES, QUANTISERS, Scheme
 from .coverage import Expectation
 from .manifest import Manifest
 from .quantisation import QuantisedPair, checked_scheme, quantised_pairs
@@ -47,9 +47,7 @@ class RestoredTensors(Mapping[str, torch.Tensor]):
             return staged
         out = torch.empty(staged.shape, dtype=self._dtypes[name], device=staged.device)
         scales = self._staged[pair.scales.name]
-        if self._scheme == "fp8":
-            return block_fp8.dequantise(staged, 0, scales, out=out)
-        return channel_int8.dequantise(staged, scales, out=out)
+        return QUANTISERS[self._scheme].dequantise(staged, scales, out=out)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

@@ -18,7 +18,7 @@ from .progress import Progress
 from .tensor_spec import LocalShard
 
 if TYPE_CHECKING:
-    from .quantised_snapshot import CutRows
+    from .quantised_snapshot import CutBlocks, Magnitudes
 
 _CHUNK_BYTES = 64 << 20
 """What is copied, at most, before those who wait for it hear of it."""
@@ -32,8 +32,10 @@ _SMALL_BYTES = 256 << 10
 class Remains:
     """What a snapshot leaves behind that is not in its memory; see `weightlane.sync.quantised_snapshot`."""
 
-    cuts: list[CutRows] = field(default_factory=list)
-    """Rows whose scales depend on what other ranks hold."""
+    cuts: list[CutBlocks] = field(default_factory=list)
+    """Elements whose scales depend on what other ranks hold, until these have said it."""
+    magnitudes: list[Magnitudes] = field(default_factory=list)
+    """How large they are."""
     error: QuantisationReport = field(default_factory=QuantisationReport)
     """What quantising did to a sample of the elements."""
 

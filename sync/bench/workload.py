@@ -14,7 +14,7 @@ import torch
 
 from weightlane.ckpt_engines import ConfigError
 
-from ..codecs.quantised import Scheme, block_fp8, channel_int8
+from ..codecs.quantised import QUANTISERS, Scheme
 from ..quantisation import is_quantised
 from ..tensor_spec import TensorSpec, dtype_of
 from .headers import read_headers
@@ -145,13 +145,9 @@ def restored_crc(specs: Sequence[TensorSpec], payload: Payload, scheme: Scheme) 
 
 
 def _restored(matrix: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    if scheme == "fp8":
-        scales = block_fp8.scales_of(block_fp8.block_amax(matrix, 0))
-        restored = block_fp8.dequantise(block_fp8.quantise(matrix, 0, scales), 0, scales)
-    else:
-        scales = channel_int8.scales_of(channel_int8.channel_amax(matrix))
-        restored = channel_int8.dequantise(channel_int8.quantise(matrix, scales), scales)
-    return restored.to(matrix.dtype)
+    quantiser = QUANTISERS[scheme]
+    scales = quantiser.scales_of(quantiser.magnitudes(matrix))
+    return quantiser.dequantise(quantiser.quantise(matrix, scales), scales).to(matrix.dtype)
 
 
 def _crc(data: torch.Tensor, so_far: int = 0) -> int:

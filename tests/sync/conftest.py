@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+from direct_hop import Hop
 from hop_run import Run
 
 
@@ -30,3 +32,14 @@ def make_run(tmp_path: Path, socket_dir: Path) -> Iterator[Callable[..., Run]]:
     yield make
     for run in made:
         run.end()
+
+
+@pytest.fixture
+def hop(tmp_path: Path) -> Iterator[Callable[..., Hop]]:
+    with ExitStack() as stack:
+
+        def make(engine: str, *arguments: Any, **more: Any) -> Hop:
+            options = {"path": str(tmp_path / "store")} if engine == "filesystem" else {}
+            return Hop(stack, engine, options, *arguments, **more)
+
+        yield make

@@ -3,239 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
+from direct_hop import SPECS, Cut, Hop, columns, copies, interleaved, mesh, of_rank, rows, values
 
-from weightlane.ckpt_engines import (
-    CheckpointEngineRegistry,
-    ManifestError,
-    ProtocolError,
-    QuorumError,
-    SyncAbortedError,
-)
-from weightlane.sync import (
-    CommitMode,
-    CommitReport,
-    Coordinator,
-    Expectation,
-    ExpectedTensor,
-    LiveStream,
-    LocalShard,
-    Placement,
-    Publisher,
-    Rendezvous,
-    SlicedTensors,
-    Subscriber,
-    SyncConfig,
-    SyncReport,
-    TensorSpec,
-)
+from weightlane.ckpt_engines import ManifestError, ProtocolError, QuorumError, SyncAbortedError
+from weightlane.sync import LocalShard, Placement, TensorSpec
 from weightlane.sync.boxes import Box
 from weightlane.sync.replica_check import ReplicaCheck
 from weightlane.sync.transfer_plan import Holdings
-
-SHAPES = {"embed": (37, 192), "q": (24, 192), "o": (24, 320), "experts": (6, 8, 130), "norm": (192,), "scale": ()}
-SPECS = {name: TensorSpec(name, shape, torch.float32) for name, shape in SHAPES.items()}
-Cut = Callable[[TensorSpec, int, int], list[Box]]
-
-
-def along(axis: int) -> Cut:
-    """Even parts along a dimension, the last ones short or empty; of a scalar, everything on rank 0."""
-
-    def cut(spec: TensorSpec, rank: int, world: int) -> list[Box]:
-        if not spec.shape:
-            return [Box((), ())] if rank == 0 else []
-        at = min(axis, len(spec.shape) - 1)
-        chunk = -(-spec.shape[at] // world)
-        first, stop = (min(spec.shape[at], number * chunk) for number in (rank, rank + 1))
-        whole = Box.whole(spec.shape)
-        return [
-            Box(
-                (*whole.starts[:at], first, *whole.starts[at + 1 :]),
-                (*whole.shape[:at], stop - first, *whole.shape[at + 1 :]),
-            )
-        ]
-
-    return cut
-
-
-rows, columns = along(0), along(9)
-
-
-def copies(spec: TensorSpec, rank: int, world: int) -> list[Box]:
-    """Everything on every rank, as data-parallel ranks hold it."""
-    return [Box.whole(spec.shape)]
-
-
-def interleaved(spec: TensorSpec, rank: int, world: int) -> list[Box]:
-    """Every so manieth row, as fused parameters of tensor-parallel ranks hold them."""
-    if not spec.shape:
-        return copies(spec, rank, world)
-    return [Box((row, *(0 for _ in spec.shape[1:])), (1, *spec.shape[1:])) for row in range(rank, spec.shape[0], world)]
-
-
-def mesh(spec: TensorSpec, rank: int, world: int) -> list[Box]:
-    """Rows of columns: two ranks in each direction."""
-    if len(spec.shape) < 2:
-        return rows(spec, rank // 2, 2)
-    row, column = rows(spec, rank // 2, 2)[0], columns(spec, rank % 2, 2)[0]
-    common = row.intersect(column)
-    return [common] if common is not None else []
-
-
-def values(version: int) -> dict[str, torch.Tensor]:
-    """The tensors of a version: one element in 96 is new in each."""
-    generator = torch.Generator().manual_seed(0)
-    tensors = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
-    for tensor in tensors.values():
-        tensor.view(-1)[version % 96 :: 96] += version
-    return tensors
-
-
-class Rollout:
-    """A rollout rank that is a replica of its own, whose live weights are what it needs of each tensor."""
-
-    def __init__(
-        self,
-        number: int,
-        address: Any,
-        engine: str,
-        options: dict[str, Any],
-        needed: Placement | None,
-        commit: CommitMode = "staged",
-    ) -> None:
-        self.name = f"rollout-{number}"
-        self._needed = Placement.whole(SPECS.values()) if needed is None else needed
-        expectation = Expectation(
-            {name: ExpectedTensor(shape, frozenset({torch.float32})) for name, shape in SHAPES.items()}
-        )
-        self.subscriber = Subscriber(
-            f"{self.name}/0", address, engine, options, expectation, needed=needed, commit=commit
-        )
-        first = values(0)
-        self.live: dict[tuple[str, Box], torch.Tensor] = {
-            (spec.name, box): first[spec.name][box.index].clone() for spec, box in self._needed.slices
-        }
-
-    def subscriber_names(self) -> list[str]:
-        return [f"{self.name}/0"]
-
-    async def commit(self, version: int) -> CommitReport:
-        if (stream := self.subscriber.take_stream(version)) is not None:
-            await asyncio.to_thread(self._write, stream)
-            return CommitReport(version, blocked_s=0.0)
-        tensors = self.subscriber.take(version)
-        self.live = {
-            (spec.name, box): (tensors.partly(spec.name) if isinstance(tensors, SlicedTensors) else tensors[spec.name])[
-                box.index
-            ].clone()
-            for spec, box in self._needed.slices
-        }
-        self.subscriber.release(version)
-        return CommitReport(version, blocked_s=0.0)
-
-    def _write(self, stream: LiveStream) -> None:
-        """Put a version into the live weights piece by piece."""
-        live = {name: torch.full(shape, float("nan")) for name, shape in SHAPES.items()}
-        stream.begin()
-        for piece in stream.pieces():
-            live[piece.name].view(-1)[piece.start : piece.start + piece.values.numel()] = piece.values
-        self.live = {(name, Box.whole(SHAPES[name])): tensor for name, tensor in live.items()}
-
-    async def rollback(self, version: int) -> None:
-        raise AssertionError(version)
-
-    async def quarantine(self, error: BaseException) -> None:
-        raise AssertionError(error)
-
-    def holds(self, version: int) -> bool:
-        """Whether its weights are, bit for bit, those of `version`."""
-        wanted = values(version)
-        return all(torch.equal(tensor, wanted[name][box.index]) for (name, box), tensor in self.live.items())
-
-
-class Hop:
-    """Trainer ranks that hold what `cut` says, and replicas that need what is said of each; all in this process."""
-
-    def __init__(
-        self,
-        stack: ExitStack,
-        engine: str,
-        options: dict[str, Any],
-        cut: Cut,
-        world: int,
-        needs: Sequence[Placement | None],
-        commit: CommitMode = "staged",
-        sent: Sequence[TensorSpec] = tuple(SPECS.values()),
-        **more: Any,
-    ) -> None:
-        rendezvous = Rendezvous.host()
-        self.shards = [
-            [LocalShard(spec, box.starts, torch.zeros(box.shape)) for spec in sent for box in cut(spec, rank, world)]
-            for rank in range(world)
-        ]
-        placements = [Placement.of_shards(shards) for shards in self.shards]
-        self.replicas = [
-            Rollout(number, rendezvous.address, engine, options, needed, commit) for number, needed in enumerate(needs)
-        ]
-        for replica in self.replicas:
-            stack.enter_context(closing(replica.subscriber))
-        self.publishers = [
-            stack.enter_context(
-                closing(
-                    Publisher(
-                        f"trainer-{rank}",
-                        rendezvous.address,
-                        shards=shards,
-                        placements=placements,
-                        rank=rank,
-                        engine=CheckpointEngineRegistry().create(engine, options),
-                        bucket_bytes=8192,
-                        deadline_s=20.0,
-                        **more,
-                    )
-                )
-            )
-            for rank, shards in enumerate(self.shards)
-        ]
-        names = [publisher.name for publisher in self.publishers]
-        config = SyncConfig(deadline_s=20.0, quorum=1.0)
-        self.coordinator = Coordinator(rendezvous, names, self.replicas, config)
-        stack.enter_context(closing(self.coordinator))
-
-    def sync(self, version: int) -> SyncReport:
-        """Train, publish, commit."""
-        wanted = values(version)
-        for publisher, shards in zip(self.publishers, self.shards, strict=True):
-            publisher.fence()
-            for shard in shards:
-                shard.data.copy_(wanted[shard.spec.name][shard.box.index])
-            publisher.publish(version)
-        return asyncio.run(self.coordinator.sync(version))
-
-
-@pytest.fixture
-def hop(tmp_path: Path) -> Iterator[Callable[..., Hop]]:
-    with ExitStack() as stack:
-
-        def make(engine: str, *arguments: Any, **more: Any) -> Hop:
-            options = {"path": str(tmp_path / "store")} if engine == "filesystem" else {}
-            return Hop(stack, engine, options, *arguments, **more)
-
-        yield make
-
-
-def of_rank(cut: Cut, rank: int, world: int) -> Placement:
-    """What a tensor-parallel rank needs; of a scalar everything."""
-    return Placement.of_boxes(
-        (spec, cut(spec, rank, world) if spec.shape else [Box((), ())]) for spec in SPECS.values()
-    )
-
 
 TP2 = [of_rank(columns, 0, 2), of_rank(columns, 1, 2)]
 EVERYTHING = None
@@ -359,16 +137,16 @@ def test_copies_are_compared_element_by_element_however_each_rank_has_cut_them()
         checks["a"].compare(said, 1)
 
 
-def other(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[TensorSpec]:
+def other(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> dict[str, TensorSpec]:
     """What is sent if one of the tensors is another, or there is one more."""
-    return list((SPECS | {name: TensorSpec(name, shape, dtype)}).values())
+    return {**SPECS, name: TensorSpec(name, shape, dtype)}
 
 
 @pytest.mark.parametrize("engine", ["shm", "gloo", "filesystem"])
 @pytest.mark.parametrize(
     ("sent", "said"),
     [
-        ([spec for spec in SPECS.values() if spec.name != "experts"], "missing experts"),
+        ({name: spec for name, spec in SPECS.items() if name != "experts"}, "missing experts"),
         (other("experts.6", (8, 130)), r"unexpected experts\.6"),
         (other("q", (24, 193)), r"q has shape \[24, 193\], expected \[24, 192\]"),
         (other("embed", (64, 192)), r"embed has shape \[64, 192\], expected \[37, 192\] \(padded rows"),
@@ -377,9 +155,9 @@ def other(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32)
     ids=["a missing expert", "one more tensor", "another shape", "padded rows", "a type that loses bits"],
 )
 def test_what_does_not_fit_is_refused_by_name_before_a_byte_moves_and_the_old_weights_serve_on(
-    hop: Callable[..., Hop], engine: str, sent: list[TensorSpec], said: str
+    hop: Callable[..., Hop], engine: str, sent: dict[str, TensorSpec], said: str
 ) -> None:
-    run = hop(engine, rows, 2, [TP2[0], EVERYTHING], sent=sent)
+    run = hop(engine, rows, 2, [TP2[0], EVERYTHING], specs=sent, rollout_specs=SPECS)
     for publisher in run.publishers:
         publisher.publish(1)
     with pytest.raises(SyncAbortedError, match=said) as caught:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 import torch
 from hop import LINEAR, digest, grow_one, weights
 from hop_run import Run
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from quantised_reference import reference_fp8, reference_int8, restored
 
 from weightlane.ckpt_engines import (
@@ -34,11 +37,14 @@ from weightlane.sync import (
     quantised_snapshot,
     read_version,
 )
+from weightlane.sync.boxes import Box
+from weightlane.sync.codecs.quantised import Scheme
 from weightlane.sync.delta_encoding import DeltaEncoder
+from weightlane.sync.magnitudes import MagnitudeAgreement, largest
 from weightlane.sync.packing import compact_places
 from weightlane.sync.progress import Progress
-from weightlane.sync.quantisation import is_quantised, wire_specs
-from weightlane.sync.quantised_snapshot import QuantisedShards
+from weightlane.sync.quantisation import is_quantised, pair_of, wire_specs
+from weightlane.sync.quantised_snapshot import Magnitudes, QuantisedShards
 from weightlane.sync.restored import Restoring
 from weightlane.sync.snapshot import Remains
 
@@ -281,10 +287,7 @@ def test_weights_of_linear_layers_are_quantised_and_nothing_else(
     assert not is_quantised(TensorSpec(name, shape, torch.int64))
 
 
-def test_what_cannot_be_quantised_is_refused_when_the_publisher_is_made() -> None:
-    spec = TensorSpec("q.weight", (4, 6), torch.float32)
-    with pytest.raises(ConfigError, match="no whole rows of 6"):
-        QuantisedShards([LocalShard(spec, (0, 3), torch.zeros(4, 3))], "fp8")
+def test_a_model_without_linear_layers_is_refused_when_the_publisher_is_made() -> None:
     norm = TensorSpec("norm.weight", (4,), torch.float32)
     rendezvous = Rendezvous.host()
     with pytest.raises(ConfigError, match="no tensor of this checkpoint is the matrix of a linear layer"):
@@ -296,6 +299,13 @@ def test_what_cannot_be_quantised_is_refused_when_the_publisher_is_made() -> Non
             bucket_bytes=1 << 16,
             quantise="fp8",
         )
+
+
+def complete_alone(remains: Remains, memory: torch.Tensor) -> None:
+    """Quantise parts of blocks as if there were no others."""
+    merged = largest(remains.magnitudes, {cut.pair.weight.name: cut.pair.scales.shape for cut in remains.cuts})
+    for cut in remains.cuts:
+        cut.quantise(merged[cut.pair.weight.name], memory)
 
 
 class SeenProgress(Progress):
@@ -346,23 +356,27 @@ def test_a_snapshot_is_offered_as_far_as_it_is_there_and_parameters_may_change_o
 @pytest.mark.parametrize("pinned", [False, True])
 @every_scheme
 def test_a_gpu_quantises_into_its_own_memory_and_into_pinned_memory(scheme: str, *, pinned: bool) -> None:
-    """Whole matrices, and halves that cut a block: what is left of each is what the CPU leaves."""
+    """Whole matrices, and parts that cut blocks: what is left of each is what the CPU leaves."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     spec = TensorSpec("a.weight", (700, 400), torch.float32)
     values = torch.randn(spec.shape, generator=torch.Generator().manual_seed(1))
-    for first, rows in ((0, 700), (0, 300), (300, 400)):
+    for box in (
+        Box((0, 0), (700, 400)),
+        Box((0, 0), (300, 400)),
+        Box((300, 0), (400, 400)),
+        Box((100, 60), (600, 300)),
+    ):
         found = []
         for device in ("cpu", "cuda"):
-            live = values[first : first + rows].contiguous().to(device)
-            ours = QuantisedShards([LocalShard(spec, (first, 0), live)], scheme)
+            live = values[box.index].contiguous().to(device)
+            ours = QuantisedShards([LocalShard(spec, box.starts, live)], scheme)
             snapshot, remains = ours.snapshot(compact_places(ours.held)), Remains()
             memory = torch.zeros(snapshot.nbytes, dtype=torch.uint8, device="cpu" if pinned else device)
             if pinned and device == "cuda":
                 memory = memory.pin_memory()
             snapshot.take(memory, snapshot.mark(), Progress("it", "test"), remains)
-            for cut in remains.cuts:
-                cut.quantise(cut.amax, memory)
+            complete_alone(remains, memory)
             found.append(memory.cpu())
         assert torch.equal(*found)
 
@@ -371,20 +385,103 @@ def test_a_gpu_quantises_into_its_own_memory_and_into_pinned_memory(scheme: str,
 def test_a_sample_tells_about_how_much_a_delta_would_hold(scheme: str) -> None:
     spec = TensorSpec("a.weight", (640, 512), torch.float32)
     data = torch.randn(spec.shape, generator=torch.Generator().manual_seed(1))
-    for first, rows in (
-        (0, 640),
-        (100, 300),
-        (10, 50),
-    ):  # a whole matrix, cut blocks on both sides, nothing but a cut block
-        live = data[first : first + rows].clone()
-        ours = QuantisedShards([LocalShard(spec, (first, 0), live)], scheme)
+    boxes = [
+        Box((0, 0), (640, 512)),  # a whole matrix
+        Box((100, 0), (300, 512)),  # cut blocks on both sides
+        Box((10, 0), (50, 512)),  # nothing but cut blocks
+        Box((100, 60), (300, 400)),  # cut blocks on all four
+    ]
+    for box in boxes if scheme == "fp8" else boxes[:3]:
+        live = data[box.index].clone()
+        ours = QuantisedShards([LocalShard(spec, box.starts, live)], scheme)
         places = compact_places(ours.held)
         encoder = DeltaEncoder(ours.held, places)
         base, snapshot = torch.zeros(1 << 19, dtype=torch.uint8), ours.snapshot(places)
         remains = Remains()
         snapshot.take(base, None, Progress("it", "test"), remains)
-        for cut in remains.cuts:
-            cut.quantise(cut.amax, base)
+        complete_alone(remains, base)
         assert encoder.sampled_density(base) == 0.0
         live[:, ::8] *= -1
         assert encoder.sampled_density(base) == pytest.approx(1 / 8, rel=0.05)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    row_cuts=st.lists(st.integers(0, 300), max_size=2),
+    column_cuts=st.lists(st.integers(0, 280), max_size=2),
+    ranks=st.integers(1, 3),
+    scheme=st.sampled_from(["fp8", "int8"]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_whoever_holds_which_part_of_a_matrix_what_all_send_is_the_whole_quantised(
+    row_cuts: list[int], column_cuts: list[int], ranks: int, scheme: Scheme, dtype: torch.dtype
+) -> None:
+    spec = TensorSpec("a.weight", (300, 280), dtype)
+    values = torch.randn(spec.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    rows, columns = (
+        [*itertools.pairwise([0, *sorted(cuts), size])]
+        for cuts, size in zip((row_cuts, column_cuts), spec.shape, strict=True)
+    )
+    held: list[list[LocalShard]] = [[] for _ in range(ranks)]
+    for number, ((top, bottom), (left, right)) in enumerate(itertools.product(rows, columns)):
+        live = values[top:bottom, left:right].clone() if number % 2 else values.clone()[top:bottom, left:right]
+        held[number % ranks].append(LocalShard(spec, (top, left), live))
+    said: list[Magnitudes] = []
+    taken = []
+    for shards in held:
+        ours, remains = QuantisedShards(shards, scheme), Remains()
+        places = compact_places(ours.held)
+        snapshot = ours.snapshot(places)
+        memory = torch.full((snapshot.nbytes,), 0xA5, dtype=torch.uint8)
+        snapshot.take(memory, None, Progress("it", "test"), remains)
+        assert snapshot.is_cut == bool(remains.cuts)
+        for shard in shards:
+            shard.data.fill_(float("nan"))  # once it is taken, parameters may change
+        said += remains.magnitudes
+        taken.append((ours, places, remains, memory))
+    pair = pair_of(spec, scheme)
+    merged = largest(said, {spec.name: pair.scales.shape})
+    sent = {each.name: torch.zeros(each.shape, dtype=each.dtype) for each in (pair.weight, pair.scales)}
+    times = {each.name: torch.zeros(each.shape) for each in (pair.weight, pair.scales)}
+    for ours, places, remains, memory in taken:
+        for cut in remains.cuts:
+            cut.quantise(merged[spec.name], memory)
+        for mine, place in zip(ours.held, places, strict=True):
+            part = memory[place : place + mine.nbytes].view(mine.spec.dtype).view(mine.box.shape)
+            sent[mine.spec.name][mine.box.index] = part
+            times[mine.spec.name][mine.box.index] += 1
+    elements, scales = {"fp8": reference_fp8, "int8": reference_int8}[scheme](values)
+    assert torch.equal(sent[pair.weight.name].view(torch.uint8), elements.view(torch.uint8))
+    assert torch.equal(sent[pair.scales.name], scales)
+    assert all(bool((each == 1).all()) for each in times.values()), "an element or a scale is not sent once"
+
+
+def test_only_blocks_that_a_border_divides_wait_for_other_ranks() -> None:
+    spec = TensorSpec("a.weight", (512, 512), torch.float32)
+    for box, waiting in ((Box((0, 128), (512, 256)), 0), (Box((0, 0), (512, 300)), 512 * 44)):
+        ours, remains = QuantisedShards([LocalShard(spec, box.starts, torch.ones(box.shape))], "fp8"), Remains()
+        snapshot = ours.snapshot(compact_places(ours.held))
+        snapshot.take(torch.zeros(snapshot.nbytes, dtype=torch.uint8), None, Progress("it", "test"), remains)
+        assert sum(cut.data.numel() for cut in remains.cuts) == waiting
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        7,
+        [["a.weight", [0, 0], [1, 1], "AAAA"]],
+        [["a.weight", [0, 0], [1, 1], "no base64"]],
+        [["a.weight", [0, 0], [1, 2], "AAAAAA=="]],
+        [["a.weight", [0, 1], [1, 1], "AAAAAA=="]],
+        [["a.weight", [0], [1, 1], "AAAAAA=="]],
+        [["a.weight"]],
+    ],
+)
+def test_magnitudes_that_are_none_are_refused(said: object) -> None:
+    rendezvous = Rendezvous.host()
+    board = rendezvous.mailbox("magnitudes")
+    board.put("1/other", said)
+    agreement = MagnitudeAgreement(board, ["me", "other"], 0)
+    agreement.say(1, [Magnitudes("a.weight", Box((0, 0), (1, 1)), torch.ones(1, 1))])
+    with pytest.raises(ProtocolError):
+        agreement.hear(1, {"a.weight": (1, 1)}, Deadline.after(5), lambda: True)

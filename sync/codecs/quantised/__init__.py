@@ -5,21 +5,24 @@
 >>> import torch
 >>> from weightlane.sync.codecs.quantised import block_fp8
 >>> weight = torch.linspace(-2, 2, 200 * 130).view(200, 130)
->>> scales = block_fp8.scales_of(block_fp8.block_amax(weight, 0))
->>> quantised = block_fp8.quantise(weight, 0, scales)
+>>> scales = block_fp8.scales_of(block_fp8.magnitudes(weight))
+>>> quantised = block_fp8.quantise(weight, scales)
 >>> quantised.dtype, tuple(scales.shape)
 (torch.float8_e4m3fn, (2, 2))
->>> block_fp8.report(weight, quantised, 0, scales).relative_rms < 0.03
+>>> block_fp8.report(weight, quantised, scales).relative_rms < 0.03
 True
 """
 
 from . import block_fp8, channel_int8
 from .checkpoint import DTYPES, Scheme, quantization_config, scale_name, scale_shape
+from .quantiser import QUANTISERS, Quantiser
 from .report import QuantisationReport
 
 __all__ = [
     "DTYPES",
+    "QUANTISERS",
     "QuantisationReport",
+    "Quantiser",
     "Scheme",
     "block_fp8",
     "channel_int8",

@@ -9,14 +9,14 @@ block, in float32::
 
 Source: DeepSeek-V3 technical report (arXiv 2412.19437), section 3.3, and its ``inference/kernel.py``.
 
-Shards are runs of rows. One that begins or ends inside a block shares that block with its neighbours: every rank computes
-`block_amax` of its rows, the rows of blocks named by `shared_block_rows` are exchanged and their maximum taken, and each rank
-quantises its rows with the scales of what results. The union is bit for bit what the whole matrix gives.
+A shard is any slice of the matrix. A block that its border divides is shared with the neighbours there: every rank computes
+the `magnitudes` of its part, the ranks exchange them and take the maximum, and each quantises its part with the scale of what
+results. The union is bit for bit what the whole matrix gives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
@@ -30,53 +30,43 @@ _HALF_STEPS = 256.0
 """What the same exponent bits stand for in float16, times this, they stand for in e4m3."""
 
 
-def block_rows(first_row: int, rows: int) -> range:
-    """The rows of blocks that matrix rows [`first_row`, `first_row` + `rows`) touch."""
-    return range(first_row // BLOCK, -(-(first_row + rows) // BLOCK)) if rows else range(0)
+def block_shape(columns: int) -> tuple[int, int]:  # noqa: ARG001 - that of `channel_int8` depends on it
+    """Rows and columns of a block, in a matrix of so many columns."""
+    return BLOCK, BLOCK
 
 
-def shared_block_rows(shards: Sequence[tuple[int, int]]) -> dict[int, list[int]]:
-    """Which rows of blocks several shards touch.
-
-    Args:
-        shards: (first row, number of rows) of every rank's shard.
-
-    Returns:
-        For each shared row of blocks the ranks that must exchange its magnitudes, e.g. ``{0: [0, 1]}``.
-    """
-    holders: dict[int, list[int]] = {}
-    for rank, (first_row, rows) in enumerate(shards):
-        for block_row in block_rows(first_row, rows):
-            holders.setdefault(block_row, []).append(rank)
-    return {block_row: ranks for block_row, ranks in sorted(holders.items()) if len(ranks) > 1}
+def blocks_along(first: int, count: int) -> range:
+    """The blocks that `count` rows, or columns, from `first` on touch."""
+    return range(first // BLOCK, -(-(first + count) // BLOCK)) if count else range(0)
 
 
-def block_amax(shard: torch.Tensor, first_row: int, *, name: str = "the tensor") -> torch.Tensor:
+def magnitudes(shard: torch.Tensor, *, at: tuple[int, int] = (0, 0), name: str = "the tensor") -> torch.Tensor:
     """Largest magnitude in each block, as far as this shard holds it.
 
     Args:
-        shard: [rows, c], float32, bfloat16 or float16.
-        first_row: Where its rows begin in the whole matrix.
+        shard: [rows, columns], float32, bfloat16 or float16.
+        at: Its first row and column in the whole matrix.
         name: For errors.
 
     Returns:
-        float32 [len(block_rows(first_row, rows)), ceil(c / 128)].
+        float32 of as many rows and columns of blocks as the shard touches.
 
     Raises:
         ManifestError: There is an inf or a NaN.
         ConfigError: `shard` is no matrix of floats.
     """
     check_shard(shard, name)
-    columns = -(-shard.shape[1] // BLOCK)
-    amax = torch.zeros(len(block_rows(first_row, shard.shape[0])), columns, dtype=torch.float32, device=shard.device)
+    rows, columns = _grid(shard, at)
+    largest = torch.zeros(rows, columns, dtype=torch.float32, device=shard.device)
     if not columns:
-        return amax
+        return largest
     padded = torch.zeros(columns * BLOCK, dtype=torch.float32, device=shard.device)
-    for index, band in enumerate(_bands(shard, first_row)):
-        padded[: shard.shape[1]] = band.abs().amax(0)
-        amax[index] = padded.view(columns, BLOCK).amax(1)
-    check_finite(amax, name)
-    return amax
+    mine = padded[at[1] % BLOCK :][: shard.shape[1]]
+    for index, band in enumerate(_bands(shard, at[0])):
+        mine.copy_(band.abs().amax(0))
+        largest[index] = padded.view(columns, BLOCK).amax(1)
+    check_finite(largest, name)
+    return largest
 
 
 def scales_of(amax: torch.Tensor) -> torch.Tensor:
@@ -86,18 +76,18 @@ def scales_of(amax: torch.Tensor) -> torch.Tensor:
 
 def quantise(
     shard: torch.Tensor,
-    first_row: int,
     scales: torch.Tensor,
     *,
+    at: tuple[int, int] = (0, 0),
     name: str = "the tensor",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The shard's elements as float8_e4m3fn.
 
     Args:
-        shard: As for `block_amax`.
-        first_row: As for `block_amax`.
-        scales: float32, for the same rows of blocks as `block_amax` returned, magnitudes exchanged.
+        shard: As for `magnitudes`.
+        scales: float32, for the same blocks as `magnitudes` returned, after the exchange.
+        at: As for `magnitudes`.
         name: For errors.
         out: Where to put them: float8_e4m3fn of the shard's shape, on any device.
 
@@ -105,36 +95,48 @@ def quantise(
         ConfigError: `scales` has another shape.
     """
     check_shard(shard, name)
-    _check_scales(shard, first_row, scales, name)
+    check_scales(scales, _grid(shard, at), name)
     quantised = torch.empty(shard.shape, dtype=torch.float8_e4m3fn, device=shard.device) if out is None else out
-    for target, band, scale in zip(_bands(quantised, first_row), _bands(shard, first_row), scales, strict=True):
-        target.copy_((band.float() / _by_column(scale, shard)).clamp_(-LARGEST, LARGEST))
+    for target, band, scale in zip(_bands(quantised, at[0]), _bands(shard, at[0]), scales, strict=True):
+        target.copy_((band.float() / _by_column(scale, shard, at[1])).clamp_(-LARGEST, LARGEST))
     return quantised
 
 
 def dequantise(
-    quantised: torch.Tensor, first_row: int, scales: torch.Tensor, *, out: torch.Tensor | None = None
+    quantised: torch.Tensor,
+    scales: torch.Tensor,
+    *,
+    at: tuple[int, int] = (0, 0),
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """What quantised elements stand for: float32 of the same shape, or `out`, to whose type float32 is rounded."""
-    _check_scales(quantised, first_row, scales, "the quantised tensor")
+    check_scales(scales, _grid(quantised, at), "the quantised tensor")
     if out is None:
         out = torch.empty(quantised.shape, dtype=torch.float32, device=quantised.device)
-    for target, band, scale in zip(_bands(out, first_row), _bands(quantised, first_row), scales, strict=True):
-        target.copy_(_values(band).mul_(_by_column(scale * _HALF_STEPS, quantised)))
+    for target, band, scale in zip(_bands(out, at[0]), _bands(quantised, at[0]), scales, strict=True):
+        target.copy_(_values(band).mul_(_by_column(scale * _HALF_STEPS, quantised, at[1])))
     return out
 
 
-def report(shard: torch.Tensor, quantised: torch.Tensor, first_row: int, scales: torch.Tensor) -> QuantisationReport:
+def report(
+    shard: torch.Tensor, quantised: torch.Tensor, scales: torch.Tensor, *, at: tuple[int, int] = (0, 0)
+) -> QuantisationReport:
     """The error of `quantised` against `shard`."""
     total = QuantisationReport()
-    for before, band, scale in zip(_bands(shard, first_row), _bands(quantised, first_row), scales, strict=True):
-        total += QuantisationReport.of(before.float(), _values(band).mul_(_by_column(scale * _HALF_STEPS, shard)))
+    for before, band, scale in zip(_bands(shard, at[0]), _bands(quantised, at[0]), scales, strict=True):
+        after = _values(band).mul_(_by_column(scale * _HALF_STEPS, shard, at[1]))
+        total += QuantisationReport.of(before.float(), after)
     return total
+
+
+def _grid(shard: torch.Tensor, at: tuple[int, int]) -> tuple[int, int]:
+    rows, columns = (len(blocks_along(first, count)) for first, count in zip(at, shard.shape, strict=True))
+    return rows, columns
 
 
 def _bands(shard: torch.Tensor, first_row: int) -> Iterator[torch.Tensor]:
     """The shard's rows, row of blocks by row of blocks: at most 128 rows each, so that temporaries stay small."""
-    for block_row in block_rows(first_row, shard.shape[0]):
+    for block_row in blocks_along(first_row, shard.shape[0]):
         start = max(block_row * BLOCK - first_row, 0)
         yield shard[start : (block_row + 1) * BLOCK - first_row]
 
@@ -148,10 +150,5 @@ def _values(codes: torch.Tensor) -> torch.Tensor:
     return wide.view(torch.float16).float()
 
 
-def _by_column(scale: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-    return scale.repeat_interleave(BLOCK)[: shard.shape[1]]
-
-
-def _check_scales(shard: torch.Tensor, first_row: int, scales: torch.Tensor, name: str) -> None:
-    rows = len(block_rows(first_row, shard.shape[0]))
-    check_scales(scales, (rows, -(-shard.shape[1] // BLOCK)), name)
+def _by_column(scale: torch.Tensor, shard: torch.Tensor, first_column: int) -> torch.Tensor:
+    return scale.repeat_interleave(BLOCK)[first_column % BLOCK :][: shard.shape[1]]

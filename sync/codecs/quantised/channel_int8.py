@@ -6,8 +6,8 @@ A matrix ``w`` of shape [r, c] becomes ``weight`` (int8, [r, c]) and ``weight_sc
     scale = max |w| / 127.5      1 where the row is zero, at least 2**-126
     q = clamp(round(w / scale), -128, 127)       ties to even;  w is about q * scale
 
-Source: ``compressed_tensors.quantization.utils.calculate_qparams`` for symmetric 8-bit integers. A row lies in one shard, so
-nothing is exchanged.
+Source: ``compressed_tensors.quantization.utils.calculate_qparams`` for symmetric 8-bit integers. A row is what a block is in
+`block_fp8`: ranks that hold parts of one exchange its `magnitudes`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,17 @@ _BAND_ROWS = 256
 """Rows that are widened to float32 at once."""
 
 
-def channel_amax(shard: torch.Tensor, *, name: str = "the tensor") -> torch.Tensor:
+def block_shape(columns: int) -> tuple[int, int]:
+    """Rows and columns of what has one scale, in a matrix of so many columns."""
+    return 1, columns
+
+
+def magnitudes(
+    shard: torch.Tensor,
+    *,
+    at: tuple[int, int] = (0, 0),  # noqa: ARG001 - wherever it is, its rows are theirs
+    name: str = "the tensor",
+) -> torch.Tensor:
     """Largest magnitude of each row, float32 [rows, 1], of a shard [rows, c] of float32, bfloat16 or float16.
 
     Raises:
@@ -30,12 +40,12 @@ def channel_amax(shard: torch.Tensor, *, name: str = "the tensor") -> torch.Tens
         ConfigError: `shard` is no matrix of floats.
     """
     check_shard(shard, name)
-    amax = torch.zeros(shard.shape[0], 1, dtype=torch.float32, device=shard.device)
+    largest = torch.zeros(shard.shape[0], 1, dtype=torch.float32, device=shard.device)
     if shard.numel():
         for start in range(0, shard.shape[0], _BAND_ROWS):
-            amax[start : start + _BAND_ROWS, 0] = shard[start : start + _BAND_ROWS].abs().amax(1)
-    check_finite(amax, name)
-    return amax
+            largest[start : start + _BAND_ROWS, 0] = shard[start : start + _BAND_ROWS].abs().amax(1)
+    check_finite(largest, name)
+    return largest
 
 
 def scales_of(amax: torch.Tensor) -> torch.Tensor:
@@ -44,7 +54,12 @@ def scales_of(amax: torch.Tensor) -> torch.Tensor:
 
 
 def quantise(
-    shard: torch.Tensor, scales: torch.Tensor, *, name: str = "the tensor", out: torch.Tensor | None = None
+    shard: torch.Tensor,
+    scales: torch.Tensor,
+    *,
+    at: tuple[int, int] = (0, 0),  # noqa: ARG001 - as for `magnitudes`
+    name: str = "the tensor",
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The shard's elements as int8, with the scales of its rows (float32 [rows, 1]); in `out` if that is given.
 
@@ -60,7 +75,13 @@ def quantise(
     return quantised
 
 
-def dequantise(quantised: torch.Tensor, scales: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+def dequantise(
+    quantised: torch.Tensor,
+    scales: torch.Tensor,
+    *,
+    at: tuple[int, int] = (0, 0),  # noqa: ARG001 - as for `magnitudes`
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """What quantised elements stand for: float32 of the same shape, or `out`, to whose type float32 is rounded."""
     check_scales(scales, (quantised.shape[0], 1), "the quantised tensor")
     if out is None:
@@ -71,7 +92,13 @@ def dequantise(quantised: torch.Tensor, scales: torch.Tensor, *, out: torch.Tens
     return out
 
 
-def report(shard: torch.Tensor, quantised: torch.Tensor, scales: torch.Tensor) -> QuantisationReport:
+def report(
+    shard: torch.Tensor,
+    quantised: torch.Tensor,
+    scales: torch.Tensor,
+    *,
+    at: tuple[int, int] = (0, 0),  # noqa: ARG001 - as for `magnitudes`
+) -> QuantisationReport:
     """The error of `quantised` against `shard`."""
     total = QuantisationReport()
     for start in range(0, shard.shape[0], _BAND_ROWS):

@@ -36,7 +36,7 @@ def check_scales(scales: torch.Tensor, shape: tuple[int, int], name: str) -> Non
         raise ConfigError(
             f"{name} needs float32 scales of shape {shape}, there are {scales.dtype} of {tuple(scales.shape)}.",
             part=PART,
-            hint="Pass what scales_of made of the exchanged magnitudes of the same rows.",
+            hint="Pass what scales_of made of the exchanged magnitudes of the same blocks.",
         )
 
 
