@@ -11,7 +11,7 @@ import torch
 
 from weightlane.ckpt_engines import ConfigError
 
-from .expectation import checkpoint_files, stored_tensors
+from .expectation import checkpoint_files, free_in_type, stored_tensors
 from .layout import SourceSpec
 
 _PART = "model directory"
@@ -22,10 +22,9 @@ def checkpoint_specs(model: str | os.PathLike[str], dtype: torch.dtype) -> dict[
 
     Raises `ConfigError` as `weightlane.rollout.expectation.expectation_of`.
     """
-    return {
-        name: SourceSpec(shape, dtype if on_disk.is_floating_point else on_disk)
-        for name, (shape, on_disk) in stored_tensors(model).items()
-    }
+    stored = stored_tensors(model)
+    free = free_in_type(stored)
+    return {name: SourceSpec(shape, dtype if name in free else on_disk) for name, (shape, on_disk) in stored.items()}
 
 
 class CheckpointValues(Mapping[str, torch.Tensor]):

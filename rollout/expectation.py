@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -41,9 +41,9 @@ def expectation_of(model: str | os.PathLike[str], *, dtype: torch.dtype, tied_em
     """
     directory = _directory(model)
     on_disk = stored_tensors(model)
-    quantised = {name for name, (_, stored) in on_disk.items() if stored.itemsize == 1}
+    free = free_in_type(on_disk)
     tensors = {
-        name: ExpectedTensor(shape, frozenset({stored, dtype} if _is_cast(name, stored, quantised) else {stored}))
+        name: ExpectedTensor(shape, frozenset({stored, dtype} if name in free else {stored}))
         for name, (shape, stored) in on_disk.items()
     }
     if not tensors:
@@ -56,10 +56,15 @@ def expectation_of(model: str | os.PathLike[str], *, dtype: torch.dtype, tied_em
     return Expectation(tensors=tensors, tied=tied, dtype=dtype)
 
 
-def _is_cast(name: str, stored: torch.dtype, quantised: Collection[str]) -> bool:
-    """Whether a model may take the tensor in another type than its checkpoint's: not what is quantised, and no scales of that."""
-    base, mark, _ = name.rpartition("_scale")
-    return stored.is_floating_point and name not in quantised and not (mark and base in quantised)
+def free_in_type(stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> set[str]:
+    """The tensors that a model may take in another type than its checkpoint's: not what is quantised, and no scales of that."""
+    quantised = {name for name, (_, dtype) in stored.items() if dtype.itemsize == 1}
+
+    def is_free(name: str, dtype: torch.dtype) -> bool:
+        base, mark, _ = name.rpartition("_scale")
+        return dtype.is_floating_point and name not in quantised and not (mark and base in quantised)
+
+    return {name for name, (_, dtype) in stored.items() if is_free(name, dtype)}
 
 
 def stored_tensors(model: str | os.PathLike[str]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

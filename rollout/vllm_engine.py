@@ -46,7 +46,7 @@ from weightlane.ckpt_engines import (
     as_weightlane_error,
 )
 from weightlane.sync import Expectation, LiveStream, Subscriber
-from weightlane.sync.restored import RestoredTensors
+from weightlane.sync.restored import are_restored
 
 from .agreement import RankGroup
 from .checkpoint_values import CheckpointValues, checkpoint_specs
@@ -427,7 +427,7 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         change.way = self._loader.load(change.tensors, group)
         if self._subscriber is not None:
             # What came quantised is restored from the whole of what is kept: a scale that changes changes its block.
-            scatters = self._loader.takes_deltas and not isinstance(change.tensors, RestoredTensors)
+            scatters = self._loader.takes_deltas and not are_restored(change.tensors)
             self._subscriber.prepare_delta = self._loader.live_delta if scatters else None
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)  # The staging memory is reused as soon as this returns.

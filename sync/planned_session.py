@@ -58,7 +58,9 @@ def planned_session(
             "the engine stores: the first trainer rank gathers whole tensors, and every rollout rank reads them all"
         ]
         return gathered_report(shares, list(needed), network, links=links) | {"notes": notes + _of_codec(sync)}
-    fitting = {name: need if need is not None and supply.fits(need) else supply.whole for name, need in needed.items()}
+    fitting = {
+        name: (None if need is None else supply.said_of_it(need)) or supply.whole for name, need in needed.items()
+    }
     session = SessionPlan(supply, fitting, facts)
     planning_s = time.perf_counter() - began
     # Where receivers look at senders' memory there is nothing to hand on.
@@ -72,8 +74,8 @@ def planned_session(
     if relay and not may_relay:
         notes.append("receivers hand on nothing: the engine does not send from one to another")
     if quantised:
-        notes.append(f"weights travel as {quantised}, of which every rollout rank needs whole tensors")
-    elif stranger := _not_fitting(needed, supply):
+        notes.append(f"weights travel as {quantised}, with their scales")
+    if stranger := _not_fitting(needed, supply):
         notes.append(f"rollout ranks get whole tensors: they expect {stranger}")
     return {"cut": "shares" if facts.views else "exact", "planning_s": planning_s} | explained | {"notes": notes}
 
@@ -88,7 +90,7 @@ def _not_fitting(needed: Mapping[str, Placement | None], supply: Supply) -> str:
     """The first tensor of which a rank expects something else than what is sent, and how; empty when there is none."""
     sent = {spec.name: spec for spec in supply.specs}
     for need in needed.values():
-        if need is None or supply.fits(need):
+        if need is None or supply.said_of_it(need) is not None:
             continue
         asked = {spec.name: spec for spec in need.specs}
         name = next(name for name in [*sent, *asked] if sent.get(name) != asked.get(name))

@@ -1,76 +1,22 @@
-"""The receiver's side of a quantised version: what it stands for, tensor by tensor, for a model in another type."""
+"""The receiver's side of a quantised version: what it stands for, slice by slice, for a model in another type."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 import torch
 
 from weightlane.ckpt_engines import ManifestError
 
+from .boxes import Box
 from .codecs.quantised import DTYPES, QUANTISERS, Scheme
 from .coverage import Expectation
-from .manifest import Manifest
-from .quantisation import QuantisedPair, checked_scheme, quantised_pairs
+from .made_tensors import MadeTensors
+from .manifest import Manifest, Slicing
+from .quantisation import QuantisedPair, checked_scheme, quantised_pairs, touched_blocks
 from .sliced import SlicedTensors
-from .tensor_spec import TensorSpec
-
-
-class RestoredTensors(Mapping[str, torch.Tensor]):
-    """The tensors of a quantised version as they were before, as far as quantising leaves it: each is made when it is asked for.
-
-    Args:
-        staged: The tensors as they came, scales included.
-        pairs: The matrices among them.
-        dtypes: In which type each matrix is wanted: its float32 values, rounded.
-    """
-
-    def __init__(
-        self,
-        staged: Mapping[str, torch.Tensor],
-        pairs: Mapping[str, QuantisedPair],
-        dtypes: Mapping[str, torch.dtype],
-        scheme: Scheme,
-    ) -> None:
-        scales = {pair.scales.name for pair in pairs.values()}
-        self._staged = staged
-        self._kinds = without_data(staged)
-        self._pairs = pairs
-        self._dtypes = dtypes
-        self._scheme = scheme
-        self._names = [name for name in staged if name not in scales]
-
-    @torch.no_grad()
-    def __getitem__(self, name: str) -> torch.Tensor:
-        staged, pair = self._staged[name], self._pairs.get(name)
-        if pair is None:
-            return staged
-        out = torch.empty(staged.shape, dtype=self._dtypes[name], device=staged.device)
-        scales = self._staged[pair.scales.name]
-        return QUANTISERS[self._scheme].dequantise(staged, scales, out=out)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def without_data(self, name: str) -> torch.Tensor:
-        """What `name` gives, on the meta device."""
-        staged = self._kinds[name]
-        return torch.empty(staged.shape, dtype=self._dtypes.get(name, staged.dtype), device="meta")
-
-
-def without_data(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors with the shapes and types of `tensors`, without making any of those that are made when asked for."""
-    if isinstance(tensors, RestoredTensors | SlicedTensors):
-        return {name: tensors.without_data(name) for name in tensors}
-    return dict(tensors)
-
-
-def one_by_one(tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether each tensor takes memory of its own once it is asked for."""
-    return isinstance(tensors, RestoredTensors | SlicedTensors)
+from .tensor_spec import Region, TensorSpec
 
 
 class Restoring:
@@ -86,34 +32,111 @@ class Restoring:
 
     def __init__(self, manifest: Manifest, expectation: Expectation) -> None:
         tensors = manifest.tensors
-        self._scheme: Scheme = "fp8"
-        self._pairs: dict[str, QuantisedPair] = {}
-        self._dtypes: dict[str, torch.dtype] = {}
+        self.scheme: Scheme = "fp8"
+        """As what matrices were quantised, if any are restored."""
+        self.pairs: dict[str, QuantisedPair] = {}
+        """The matrices that are restored, by name."""
         self.specs = tensors
         """What the version consists of once it is restored."""
-        if not manifest.quantised:
-            return
-        self._scheme = scheme = checked_scheme(manifest.quantised)
-        pairs = quantised_pairs(tensors, scheme)
+        self.regions: dict[str, Region] = {}
+        """Which slices of restored tensors come, by the names under which they come."""
+        self.scales: dict[str, list[tuple[Box, str]]] = defaultdict(list)
+        """Which slices of which scales come, with their names."""
+        self._slicing = manifest.slicing
+        self._order = [spec.name for spec in tensors]
+        """Of a version that goes by a transfer plan, and of which every tensor comes whole; empty otherwise."""
+        if manifest.slicing is None or {spec.name for spec in manifest.specs} != set(self._order):
+            self._order = []
+        if manifest.quantised:
+            self._prepare(manifest, expectation)
+
+    def _prepare(self, manifest: Manifest, expectation: Expectation) -> None:
+        scheme = checked_scheme(manifest.quantised)
+        pairs = quantised_pairs(manifest.tensors, scheme)
         if any(pair.scales.name in expectation.tensors for pair in pairs.values()):
             return  # the model itself is quantised
-        self._pairs = pairs
-        self._dtypes = {name: _wanted(name, expectation, scheme) for name in pairs}
+        self.scheme, self.pairs = scheme, pairs
+        dtypes = {name: _wanted(name, expectation, scheme) for name in pairs}
         scales = {pair.scales.name for pair in pairs.values()}
         self.specs = tuple(
-            TensorSpec(spec.name, spec.shape, self._dtypes.get(spec.name, spec.dtype))
-            for spec in tensors
+            TensorSpec(spec.name, spec.shape, dtypes.get(spec.name, spec.dtype))
+            for spec in manifest.tensors
             if spec.name not in scales
         )
+        restored = {spec.name: spec for spec in self.specs}
+        regions = {spec.name: region for spec, region in zip(manifest.specs, manifest.regions, strict=True)}
+        for name in self._order or regions:
+            tensor, box = regions[name].spec.name, regions[name].box
+            if tensor in scales:
+                self.scales[tensor].append((box, name))
+            else:
+                self.regions[name] = Region(restored[tensor], box)
+        if self._slicing is not None:
+            self._slicing = Slicing(manifest.plan, self.specs, tuple(self.regions.values()))
 
     def __call__(self, staged: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """The tensors to load, of those that are staged."""
-        return RestoredTensors(staged, self._pairs, self._dtypes, self._scheme) if self._pairs else staged
+        """The tensors to load, of what is staged of the stream."""
+        if self.pairs:
+            staged = RestoredTensors(self, staged)
+        elif self._order:
+            staged = {name: staged[name] for name in self._order}
+        return staged if self._slicing is None or self._order else SlicedTensors(self._slicing, staged)
 
     @property
     def restores(self) -> bool:
         """Whether anything is restored."""
-        return bool(self._pairs)
+        return bool(self.pairs)
+
+
+class RestoredTensors(MadeTensors):
+    """What came of a quantised version as it was before, as far as quantising leaves it.
+
+    Args:
+        how: Which slices of what these are.
+        staged: They as they came, scales included.
+    """
+
+    def __init__(self, how: Restoring, staged: Mapping[str, torch.Tensor]) -> None:
+        self._how = how
+        self._staged = staged
+
+    @torch.no_grad()
+    def __getitem__(self, name: str) -> torch.Tensor:
+        region, staged = self._how.regions[name], self._staged[name]
+        pair = self._how.pairs.get(region.spec.name)
+        if pair is None:
+            return staged
+        out = torch.empty(staged.shape, dtype=region.spec.dtype, device=staged.device)
+        scales = self._scales(pair, touched_blocks(pair, region.box, self._how.scheme), staged.device)
+        row, column = region.box.starts
+        return QUANTISERS[self._how.scheme].dequantise(staged, scales, at=(row, column), out=out)
+
+    def _scales(self, pair: QuantisedPair, blocks: Box, device: torch.device) -> torch.Tensor:
+        """Of `blocks`. Where a slice has elements that nobody needs here, their scales may not have come: these are NaN."""
+        scales = torch.full(blocks.shape, float("nan"), dtype=torch.float32, device=device)
+        for box, name in self._how.scales[pair.scales.name]:
+            if (common := box.intersect(blocks)) is not None:
+                scales[common.within(blocks).index] = self._staged[name][common.within(box).index]
+        return scales
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._how.regions
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._how.regions)
+
+    def __len__(self) -> int:
+        return len(self._how.regions)
+
+    def without_data(self, name: str) -> torch.Tensor:
+        """See `MadeTensors`."""
+        region = self._how.regions[name]
+        return torch.empty(region.box.shape, dtype=region.spec.dtype, device="meta")
+
+
+def are_restored(tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether `tensors` are of a quantised version, for a model in another type."""
+    return isinstance(tensors.staged if isinstance(tensors, SlicedTensors) else tensors, RestoredTensors)
 
 
 def _wanted(name: str, expectation: Expectation, scheme: Scheme) -> torch.dtype:

@@ -16,6 +16,8 @@ from weightlane.ckpt_engines import Capabilities, Deadline, Delivery, ProtocolEr
 
 from .manifest import Manifest, Slicing
 from .placement import Placement
+from .quantisation import checked_scheme
+from .quantised_needs import needed_on_the_wire
 from .tensor_spec import Region, TensorSpec
 from .transfer_plan import TransferPlan, plan_transfer
 
@@ -60,9 +62,11 @@ class Supply:
         """All of it."""
         return Placement.whole(self.specs)
 
-    def fits(self, needed: Placement) -> bool:
-        """Whether that can be cut out of it: whoever has said it of other tensors gets everything."""
-        return not self.quantised and set(needed.specs) == set(self.specs)
+    def said_of_it(self, needed: Placement) -> Placement | None:
+        """`needed`, which may speak of the tensors as they are restored, said of what is sent; None if it is of others."""
+        if set(needed.specs) == set(self.specs):
+            return needed
+        return needed_on_the_wire(needed, self.specs, checked_scheme(self.quantised)) if self.quantised else None
 
     def to_plain(self) -> list[Any]:
         """As JSON."""
@@ -108,14 +112,14 @@ class PlanBoard:
     def needed(self, keys: Mapping[str, str], supply: Supply, deadline: Deadline) -> dict[str, Placement]:
         """What each rollout rank needs of what is sent, by its name. Raises as `supplied`.
 
-        Whoever has said it of other tensors than those that are sent gets everything: it finds out anew then what it needs, or
-        refuses.
+        Of a quantised version a rank may have said it of the tensors as they are sent, or as they are restored. Whoever has said
+        it of others gets everything: it finds out anew then what it needs, or refuses.
         """
         known: dict[str, Placement] = {WHOLE: supply.whole}
         for key in keys.values():
             if key not in known:
                 needed = Placement.from_plain(self._board.get(f"need/{key}", deadline))
-                known[key] = needed if supply.fits(needed) else supply.whole
+                known[key] = supply.said_of_it(needed) or supply.whole
         return {name: known[key] for name, key in keys.items()}
 
 

@@ -3,41 +3,40 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
 from weightlane.ckpt_engines import CommitError
 
 from .boxes import Box
-from .manifest import Manifest
+from .made_tensors import MadeTensors, without_data
+from .manifest import Slicing
 
 
-class SlicedTensors(Mapping[str, torch.Tensor]):
+class SlicedTensors(MadeTensors):
     """Every tensor of the checkpoint by name. What has come in one piece is that piece, anything else a new tensor each time.
 
     Args:
-        manifest: Of the version; it goes by a transfer plan.
-        staged: What has come, by the names of the manifest's `specs`.
+        slicing: Which slices of which tensors have come.
+        staged: These slices, in that order, by the names under which they came.
     """
 
-    def __init__(self, manifest: Manifest, staged: Mapping[str, torch.Tensor]) -> None:
-        assert manifest.slicing is not None, "it goes by a transfer plan"
-        self.slicing = manifest.slicing
+    def __init__(self, slicing: Slicing, staged: Mapping[str, torch.Tensor]) -> None:
+        self.slicing = slicing
         """The same object for all versions of a session."""
         self.staged = staged
         """What has come, by the names under which it came."""
-        self.regions = dict(zip(staged, manifest.regions, strict=True))
+        self.regions = dict(zip(staged, slicing.regions, strict=True))
         """Which slice of which tensor each of that is."""
-        self._specs = {spec.name: spec for spec in manifest.tensors}
-        self._parts: dict[str, list[tuple[Box, torch.Tensor]]] = defaultdict(list)
-        for spec, region in zip(manifest.specs, manifest.regions, strict=True):
-            self._parts[region.spec.name].append((region.box, staged[spec.name]))
+        self._specs = {spec.name: spec for spec in slicing.specs}
+        self._parts: dict[str, list[tuple[Box, str]]] = defaultdict(list)
+        for name, region in self.regions.items():
+            self._parts[region.spec.name].append((region.box, name))
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """All of a tensor. `CommitError` if only slices of it have come."""
-        spec, parts = self._specs[name], self.parts(name)
-        if sum(box.numel for box, _ in parts) != spec.numel:
+        if not self.has(name, [Box.whole(self._specs[name].shape)]):
             raise CommitError(
                 f"{name} was to be loaded whole, and only the slices that this rank needs have come.",
                 part="sliced version",
@@ -45,20 +44,28 @@ class SlicedTensors(Mapping[str, torch.Tensor]):
             )
         return self.partly(name)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._specs
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._specs)
 
     def __len__(self) -> int:
         return len(self._specs)
 
-    def parts(self, name: str) -> Sequence[tuple[Box, torch.Tensor]]:
-        """Which slices of a tensor have come, each with its elements; they do not overlap."""
-        return self._parts.get(name, ())
+    def has(self, name: str, boxes: Iterable[Box]) -> bool:
+        """Whether every element of `boxes` of a tensor has come."""
+        parts = [part for part, _ in self._parts.get(name, ())]
+        return all(
+            sum(common.numel for part in parts if (common := box.intersect(part)) is not None) == box.numel
+            for box in boxes
+        )
 
     @torch.no_grad()
     def partly(self, name: str) -> torch.Tensor:
         """A tensor with what has come of it; the rest is undefined."""
-        spec, parts = self._specs[name], self.parts(name)
+        spec = self._specs[name]
+        parts = [(box, self.staged[part]) for box, part in self._parts.get(name, ())]
         if len(parts) == 1 and parts[0][0] == Box.whole(spec.shape):
             return parts[0][1]
         device = parts[0][1].device if parts else torch.device("cpu")
@@ -68,6 +75,36 @@ class SlicedTensors(Mapping[str, torch.Tensor]):
         return whole
 
     def without_data(self, name: str) -> torch.Tensor:
-        """What `name` gives, on the meta device."""
+        """See `MadeTensors`."""
         spec = self._specs[name]
         return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+
+
+class Pieces(MadeTensors):
+    """Some of what has come: slices under the names under which they came, and under a tensor's own what has come of it.
+
+    Args:
+        tensors: What has come.
+        names: Of slices, and of tensors.
+    """
+
+    def __init__(self, tensors: SlicedTensors, names: Iterable[str]) -> None:
+        self._tensors = tensors
+        self._kinds = without_data(tensors.staged)
+        self._names = dict.fromkeys(names)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors.staged[name] if name in self._kinds else self._tensors.partly(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def without_data(self, name: str) -> torch.Tensor:
+        """See `MadeTensors`."""
+        return self._kinds[name] if name in self._kinds else self._tensors.without_data(name)

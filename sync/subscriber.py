@@ -40,7 +40,6 @@ from .rendezvous import RendezvousAddress
 from .restored import Restoring
 from .seal import SealMail, verify
 from .session_plan import PlanBoard, SessionPlan
-from .sliced import SlicedTensors
 from .staged_delta import IncomingDelta, StagedDelta
 from .staging import Staging, Stream, lacks_base
 
@@ -342,12 +341,7 @@ class Subscriber(Participant):
 
     def _hand_out(self, manifest: Manifest, staged: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """The tensors of the checkpoint, of those of the stream."""
-        if manifest.slicing is None:
-            return self._restoring(manifest)(staged)
-        whole = {spec.name: staged[spec.name] for spec in manifest.tensors if spec.name in staged}
-        return self._restoring(manifest)(
-            whole if len(whole) == len(manifest.tensors) else SlicedTensors(manifest, staged)
-        )
+        return self._restoring(manifest)(staged)
 
     def _check_base(self, manifest: Manifest) -> None:
         have = self._live if self.prepare_delta else self._staging.kept_identity(manifest.plan)

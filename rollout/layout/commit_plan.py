@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 
 from weightlane.ckpt_engines import CommitError
-from weightlane.sync.restored import one_by_one, without_data
+from weightlane.sync.made_tensors import MadeTensors, without_data
 
 from .geometry import Cover, blocks_between, target_block
 from .host_copies import HostCopy, StagedCopies
@@ -117,7 +117,7 @@ class CommitPlan:
             alike.run(memory)
             _copy_all((copy.live, _value(copy.piece, tensors[name])) for name, copy in self._by_torch)
             return
-        if one_by_one(tensors):
+        if isinstance(tensors, MadeTensors):
             for name, tensor in without_data(tensors).items():
                 if name in self.sources:
                     self._checked(name, {name: tensor})  # raises before anything is copied

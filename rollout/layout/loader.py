@@ -17,8 +17,10 @@ from vllm.logger import init_logger
 
 from weightlane.ckpt_engines import CommitError, WeightlaneError
 from weightlane.sync import IncomingDelta, Piece, Placement, SlicedTensors
+from weightlane.sync.boxes import Box
+from weightlane.sync.made_tensors import without_data
 from weightlane.sync.manifest import Slicing
-from weightlane.sync.restored import without_data
+from weightlane.sync.sliced import Pieces
 
 from ..agreement import RankGroup
 from ..weight_loading import load_version
@@ -27,7 +29,8 @@ from .commit_plan import CommitPlan
 from .equal_compute import OtherValues, first_difference, layer_digests
 from .layout_map import LayoutMap, Refusal, SourceSpec
 from .live_delta import LiveDelta
-from .needs import needed_placement
+from .loading_form import read_by_loading
+from .needs import needed_boxes, needed_placement
 from .partial_reload import reload_layers
 from .sliced_layout import sliced_layout
 from .trace import trace_loading
@@ -67,6 +70,8 @@ class VersionLoader:
         self._verdict: Verdict | None = None
         self._plan: CommitPlan | None = None
         self._shown = False
+        self._read: dict[str, list[Box]] | None = None
+        """What vLLM's own loading reads of versions that go through it; None where that is not known."""
         self._sliced: tuple[Slicing, CommitPlan] | None = None
         """The copies of versions that come in the same slices as the last one."""
 
@@ -100,9 +105,12 @@ class VersionLoader:
 
     def needed(self) -> Placement | None:
         """What this rank has to get of versions of the tensors that it was `proven` for; None if that is everything."""
-        if self._plan is None or not self._shown:
+        boxes = self._read
+        if self._plan is not None and self._shown:
+            boxes = needed_boxes(self._plan.layout)
+        if boxes is None:
             return None
-        return needed_placement(self._plan.layout, self._signature)
+        return needed_placement(boxes, self._signature)
 
     def load(self, tensors: Mapping[str, torch.Tensor], group: RankGroup) -> Way:
         """Replace every weight of the model by `tensors` (Hugging Face names, full shapes), in place.
@@ -115,11 +123,14 @@ class VersionLoader:
         """
         self._prepare(_signature_of(tensors), group)
         assert self._verdict is not None, "prepared"
-        if isinstance(tensors, SlicedTensors) and not self._shown:
+        lacks = isinstance(tensors, SlicedTensors) and not self._shown and not self._has_all(tensors)
+        if not self._shown and self._verdict.way is not Way.RELOAD:
+            lacks = any(group.exchange(lacks))  # ranks that went on would wait for this one
+        if lacks:
             raise CommitError(
                 "slices of a version have come, and it is not known any more where they go: parameters have moved.",
                 part=self._part,
-                hint="Connect this replica anew; it asks for whole tensors then.",
+                hint="Connect this replica anew; it asks for what it needs then.",
             )
         if self._verdict.way is Way.RELOAD:
             self._reload(tensors)
@@ -128,6 +139,11 @@ class VersionLoader:
         else:
             self._show(tensors, group, lambda: self._commit(tensors))
         return self._verdict.way
+
+    def _has_all(self, tensors: SlicedTensors) -> bool:
+        """Whether everything that vLLM's own loading reads has come."""
+        read = self._read or {}
+        return all(tensors.has(name, read.get(name, [Box.whole(spec.shape)])) for name, spec in self._signature.items())
 
     def proven(self, signature: Mapping[str, SourceSpec], group: RankGroup) -> bool:
         """Find out how versions of these tensors go. Nothing is written.
@@ -220,10 +236,32 @@ class VersionLoader:
             return
         if same:
             logger.info("weightlane: parameters have moved, %s learns anew where weights go", self._part)
-        self._signature, self._plan, self._shown, self._sliced = signature, None, False, None
+        self._signature, self._plan, self._shown, self._sliced, self._read = signature, None, False, None, None
         self._verdict = self._judged(group)
-        if self._verdict.way is not Way.RELOAD:
+        if self._verdict.way is Way.RELOAD:
+            self._read = self._read_by_loading()
+        else:
             self._plan = CommitPlan(self._verdict.layout, self._model)
+
+    def _read_by_loading(self) -> dict[str, list[Box]] | None:
+        try:
+            boxes = read_by_loading(self._model, self._signature)
+        except Exception as cause:  # noqa: BLE001 - a model's loader may raise anything; the rank asks for whole tensors then
+            logger.warning(
+                "weightlane: %s needs every tensor whole: %s: %s",
+                self._part,
+                type(cause).__name__,
+                str(cause)[:200],
+            )
+            return None
+        whole = [name for name, spec in self._signature.items() if boxes[name] == [Box.whole(spec.shape)]]
+        logger.info(
+            "weightlane: vLLM's own loading reads slices of %d tensors, and %d whole: %s",
+            len(boxes) - len(whole),
+            len(whole),
+            ", ".join(whole),
+        )
+        return boxes
 
     def _judged(self, group: RankGroup) -> Verdict:
         began = time.perf_counter()
@@ -273,10 +311,7 @@ class VersionLoader:
             sliced = CommitPlan(sliced_layout(plan.layout, tensors.regions), self._model)
             known = self._sliced = tensors.slicing, sliced
         staged, sources = tensors.staged, known[1].sources
-        if sources.keys() <= staged.keys():
-            known[1].commit(staged)
-        else:
-            known[1].commit({name: staged[name] if name in staged else tensors.partly(name) for name in sources})
+        known[1].commit(staged if all(name in staged for name in sources) else Pieces(tensors, sources))
 
     def _commit(self, tensors: Mapping[str, torch.Tensor]) -> None:
         assert self._plan is not None, "a version goes by copies"
@@ -300,7 +335,12 @@ class VersionLoader:
         )
 
     def _reload(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        load_version(self._model, self._config.model_config, tensors, part=self._part)
+        """Load by vLLM's own loading; of slices each tensor as far as it has come, which is all that is read."""
+        if isinstance(tensors, SlicedTensors):
+            come = ((name, tensors.partly(name)) for name in tensors)
+            load_version(self._model, self._config.model_config, come, part=self._part)
+        else:
+            load_version(self._model, self._config.model_config, tensors, part=self._part)
 
     def _show(self, tensors: Mapping[str, torch.Tensor], group: RankGroup, commit: Callable[[], object]) -> None:
         """See the module's docstring. Each rank takes part in every exchange, whatever has failed on it."""
@@ -338,6 +378,7 @@ class VersionLoader:
             return
         logger.warning("weightlane: versions go through vLLM's own loading: %s", trouble)
         self._verdict, self._plan = whole_reload([Refusal("the model", trouble)]), None
+        self._read = self._read_by_loading()
 
     def _compute(self) -> dict[str, str]:
         return layer_digests(self._model, self._config, self._device)

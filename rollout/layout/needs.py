@@ -57,12 +57,8 @@ def needed_boxes(layout: LayoutMap) -> dict[str, list[Box]]:
     return result
 
 
-def needed_placement(layout: LayoutMap, sent: Mapping[str, SourceSpec]) -> Placement:
-    """What a rank has to get of `sent`, the tensors of a version, if what its accepted `layout` knows goes by copies.
-
-    What the layout does not know is needed whole.
-    """
-    boxes = needed_boxes(layout)
+def needed_placement(boxes: Mapping[str, list[Box]], sent: Mapping[str, SourceSpec]) -> Placement:
+    """What a rank has to get of `sent`, the tensors of a version, of which it reads `boxes`; of others everything."""
     return Placement.of_boxes(
         (TensorSpec(name, spec.shape, spec.dtype), boxes[name] if name in boxes else [Box.whole(spec.shape)])
         for name, spec in sent.items()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 from collections.abc import Iterator
@@ -36,37 +35,20 @@ def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
     Shared by modules, because it takes long to start; the last test of the last module that uses it kills a rank.
     """
-    from running_worker import RecordingWorker, Setup
+    from running_worker import running
     from tiny_models import make_qwen3
 
-    from weightlane.rollout import RolloutConfig
     from weightlane.rollout.shared_memory import segments_of_trees
 
     base = tmp_path_factory.mktemp("models")
     world = request.param
     models = [make_qwen3(base / f"model{seed}", seed=seed, tied=world == 2, vocab=300) for seed in range(3)]
-    config = RolloutConfig(
-        tensor_parallel=world,
-        dtype="float32",
-        max_model_len=1024,
-        kv_cache_memory_bytes=64 << 20,
-        extra_engine_args={"worker_extension_cls": "probe_extension.ProbeExtension"},
-    )
-    environment = dict(os.environ)
-    with asyncio.Runner() as runner:
-        made = Setup(runner, RecordingWorker("rollout-0", config, models[0]), models, world)
-        try:
-            runner.run(made.worker.start())
-            # Other tests of the session must not find what a replica's own process sets.
-            os.environ.clear()
-            os.environ.update(environment)
-            segments = segments_of_trees([os.getpid()])
-            made.new_trainer()
-            made.connect()
-            yield made
-            made.trainer.close()
-        finally:
-            runner.run(made.worker.close())
+    with running(models, models[0], tensor_parallel=world, dtype="float32") as made:
+        segments = segments_of_trees([os.getpid()])
+        made.new_trainer()
+        made.connect()
+        yield made
+        made.trainer.close()
     # Also after the last test, which kills a rank.
     assert segments
     assert not [segment for segment in segments if segment.exists()]

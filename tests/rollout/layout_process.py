@@ -17,12 +17,13 @@ from layout_models import bits, random_bits
 
 from weightlane.ckpt_engines import WeightlaneError
 from weightlane.rollout.agreement import RankGroup
-from weightlane.rollout.checkpoint_values import CheckpointValues
+from weightlane.rollout.checkpoint_values import CheckpointValues, checkpoint_specs
 from weightlane.rollout.layout import CommitPlan, LayoutMap, SourceSpec, VersionLoader, needed_boxes, trace_loading
 from weightlane.rollout.layout.rank_models import engine_config, model_of_rank
 from weightlane.rollout.layout.report import make_report
 from weightlane.rollout.weight_loading import load_version
-from weightlane.sync import Manifest, Piece, TensorSpec
+from weightlane.sync import Manifest, Piece, Region, SlicedTensors, TensorSpec
+from weightlane.sync.manifest import Slicing
 
 
 def tensors_of(path: str, dtype: str) -> dict[str, torch.Tensor]:
@@ -356,6 +357,52 @@ def needs(path: str, dtype: str, world: int, expert_parallel: bool) -> list[dict
     return answers
 
 
+def quantised_slices(path: str, other_path: str, world: int) -> list[dict[str, Any]]:
+    """A version of which each rank of a quantised model gets only what it asks for: what it asks for, and what it then holds."""
+    from safetensors.torch import load_file
+
+    config, alone = engine_config(path, tensor_parallel=world, dtype="bfloat16"), RankGroup(None)
+    first, second = (load_file(Path(model) / "model.safetensors") for model in (path, other_path))
+    torch.use_deterministic_algorithms(True, warn_only=True)  # memory that nobody has written holds NaN
+    answers = []
+    for rank in range(world):
+        with model_of_rank(config, rank) as model:
+            load_version(model, config.model_config, second, part="test")
+            wanted = state(model)
+            load_version(model, config.model_config, first, part="test")
+            before = state(model)
+            loader = VersionLoader(model, config, torch.device("cpu"), part="test")
+            loader.proven(checkpoint_specs(path, torch.bfloat16), alone)
+            touched = differing(before, state(model))
+            needed = loader.needed()
+            assert needed is not None
+            slicing = Slicing("plan", needed.specs, tuple(Region(*each) for each in needed.slices))
+            come = {
+                region.as_tensor.name: second[region.spec.name][region.box.index].clone() for region in slicing.regions
+            }
+            way = loader.load(SlicedTensors(slicing, come), alone)
+            answers.append(
+                {
+                    "way": way,
+                    "touched": touched,
+                    "changed": len(differing(before, state(model))),
+                    "differing": differing(wanted, state(model)),
+                    "boxes": {
+                        spec.name: [box.to_plain() for box in boxes]
+                        for spec, boxes in zip(needed.specs, needed.boxes, strict=True)
+                    },
+                }
+            )
+            del come[next(iter(come))]
+            less = Slicing("plan", needed.specs, slicing.regions[1:])
+            try:
+                loader.load(SlicedTensors(less, come), alone)
+            except WeightlaneError as error:
+                answers[-1]["refused"] = str(error)
+    torch.use_deterministic_algorithms(False)
+    return answers
+
+
 def report(path: str, tensor_parallel: int, expert_parallel: bool) -> dict[str, Any]:
     """What ``weightlane layout`` shows."""
     return make_report(path, tensor_parallel=tensor_parallel, dtype="auto", expert_parallel=expert_parallel)
@@ -382,6 +429,7 @@ def main() -> None:
         experts_beside_kernel,
         rank_layout,
         needs,
+        quantised_slices,
         report,
         refused,
     )

@@ -99,6 +99,10 @@ class ProbeExtension:
 
             plan.write_part = slow
 
+    def probe_sliced(self) -> bool:
+        """Whether the newest version was copied out of slices."""
+        return self.weight_transfer_engine._loader._sliced is not None  # type: ignore[attr-defined]
+
     def probe_way(self) -> list[str]:
         """How versions are loaded, and why not by copies alone."""
         verdict = self.weight_transfer_engine._loader.verdict  # type: ignore[attr-defined]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+import os
+from collections.abc import Coroutine, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,7 +14,7 @@ import torch
 from publishing import OneRankTrainer
 from tiny_models import load_tensors, vllm_parameters
 
-from weightlane.rollout import CommitReport, Completion, RolloutWorker
+from weightlane.rollout import CommitReport, Completion, RolloutConfig, RolloutWorker
 from weightlane.sync import Replica
 from weightlane.sync.config import CodecPolicy, Quantise
 
@@ -27,6 +29,28 @@ class RecordingWorker(RolloutWorker):
     async def commit(self, version: int) -> CommitReport:
         self.report = await super().commit(version)
         return self.report
+
+
+@contextmanager
+def running(models: list[Path], started_from: Path, **settings: Any) -> Iterator[Setup]:
+    """A worker that was started from a checkpoint, with `settings` of `RolloutConfig`; `models` are for its trainer."""
+    config = RolloutConfig(
+        max_model_len=1024,
+        kv_cache_memory_bytes=64 << 20,
+        extra_engine_args={"worker_extension_cls": "probe_extension.ProbeExtension"},
+        **settings,
+    )
+    environment = dict(os.environ)
+    with asyncio.Runner() as runner:
+        worker = RecordingWorker("rollout-0", config, started_from)
+        try:
+            runner.run(worker.start())
+            # Other tests of the session must not find what a replica's own process sets.
+            os.environ.clear()
+            os.environ.update(environment)
+            yield Setup(runner, worker, models, config.tensor_parallel)
+        finally:
+            runner.run(worker.close())
 
 
 @dataclass

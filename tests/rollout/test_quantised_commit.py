@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 from quantised_reference import restored
-from running_worker import Setup
+from running_worker import Setup, running
 from safetensors.torch import save_file
-from tiny_models import greedy_tokens, load_tensors
+from tiny_models import greedy_tokens, load_tensors, make_blocky_qwen3, quantised_copy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -42,6 +43,31 @@ def test_a_replica_serves_exactly_what_quantising_leaves(
         version = setup.serve(model)
         check(setup, left_of(load_tensors(setup.models[model]), scheme), tmp_path / f"v{version}")
     assert setup.probe("probe_way")[0][0] == "traced", "restored tensors do not go by copies"
+    # Everything is shown through shared memory, and stored; over a wire a rank gets its slices.
+    assert setup.probe("probe_sliced") == [backend == "gloo" and setup.world > 1] * setup.world
+
+
+def test_both_ranks_of_a_quantised_replica_get_their_slices_and_hold_what_vllm_loads_from_the_whole(
+    tmp_path: Path,
+) -> None:
+    if not torch.cpu._is_amx_tile_supported():
+        pytest.skip("vLLM's fp8 layers need AMX on a CPU")
+    plain = [make_blocky_qwen3(tmp_path / f"model{seed}", seed=seed, ranks=2) for seed in range(2)]
+    first, second = (quantised_copy(model, tmp_path / f"{model.name}-fp8", "fp8") for model in plain)
+    with (
+        running(plain, first, tensor_parallel=2, dtype="bfloat16") as made,
+        closing(made.new_trainer("gloo", quantise="fp8")) as trainer,
+    ):
+        made.connect()
+        report = made.run(trainer.sync(plain[1]))
+        live, tokens = made.probe("probe_parameters"), made.greedy(PROMPT).token_ids
+        made.probe("probe_reload", str(second))
+        assert made.probe("probe_parameters") == live
+        assert made.greedy(PROMPT).token_ids == tokens
+    shared = sum(tensor.nbytes for name, tensor in load_tensors(second).items() if "norm" in name)
+    everything = sum(tensor.nbytes for tensor in load_tensors(second).values())
+    [replica] = report.replicas.values()
+    assert everything + shared <= replica.nbytes < 1.1 * (everything + shared), "not every rank got its half alone"
 
 
 def test_deltas_of_quantised_bytes_reach_a_replica_exactly(setup: Setup) -> None:

@@ -35,10 +35,13 @@ def make_qwen3(
     return _save(transformers.Qwen3ForCausalLM, config, path, seed, dtype)
 
 
-def make_blocky_qwen3(path: Path, *, seed: int) -> Path:
-    """A tiny Qwen3 in bfloat16; all parts of fused tensors have a multiple of 128 rows, as vLLM asks of fp8 checkpoints."""
+def make_blocky_qwen3(path: Path, *, seed: int, ranks: int = 1) -> Path:
+    """A tiny Qwen3 in bfloat16; on each of `ranks` all parts of fused tensors have a multiple of 128 rows.
+
+    That is what vLLM asks of fp8 checkpoints.
+    """
     sizes = _sizes(False, VOCAB) | {"hidden_size": 128, "intermediate_size": 256}
-    config = transformers.Qwen3Config(head_dim=64, **sizes)
+    config = transformers.Qwen3Config(head_dim=64 * ranks, **sizes)
     return _save(transformers.Qwen3ForCausalLM, config, path, seed, torch.bfloat16)
 
 

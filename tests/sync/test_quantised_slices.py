@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
 import torch
-from direct_hop import Cut, Hop, columns, copies, interleaved, mesh, rows, values
-from quantised_reference import restored
+from direct_hop import Cut, Hop, columns, copies, interleaved, mesh, of_rank, rows, values
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quantised_reference import reference_fp8, reference_int8, restored
 
-from weightlane.sync import TensorSpec
+from weightlane.sync import Placement, TensorSpec
+from weightlane.sync.boxes import Box
+from weightlane.sync.codecs.quantised import Scheme
+from weightlane.sync.quantisation import pair_of, wire_specs
+from weightlane.sync.quantised_needs import needed_on_the_wire
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "embed_tokens.weight": (37, 24),
@@ -63,3 +70,111 @@ def test_deltas_of_divided_blocks_are_exact(hop: Callable[..., Hop], scheme: str
         codecs.append(run.sync(version, tensors).codec)
         assert run.replicas[0].holds_tensors(left_of(tensors, scheme))
     assert codecs == ["dense", "delta", "delta"]
+
+
+TP2 = [of_rank(columns, 0, 2, SPECS), of_rank(columns, 1, 2, SPECS)]
+ROWS2 = [of_rank(rows, 0, 2, SPECS), of_rank(rows, 1, 2, SPECS)]
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int8"])
+@pytest.mark.parametrize(
+    ("layout", "needs", "engine", "codec"),
+    [
+        ("columns", TP2, "gloo", "delta"),
+        ("rows", TP2, "shm", "delta"),
+        ("a mesh", ROWS2, "shm", "dense"),
+        ("data parallel", ROWS2, "gloo", "dense"),
+        ("columns", TP2, "filesystem", "dense"),
+    ],
+)
+def test_a_rank_that_restores_slices_has_the_scale_of_every_element(
+    hop: Callable[..., Hop], layout: str, needs: list[Placement], engine: str, codec: str, scheme: str
+) -> None:
+    run = hop(engine, *LAYOUTS[layout], needs, specs=SPECS, quantise=scheme, codec=codec, full_every=100)
+    tensors = values(0, SPECS)
+    for version in (1, 2):
+        for tensor in tensors.values():
+            tensor.view(-1)[version * 7 % tensor.numel()] *= 4
+        assert run.sync(version, tensors).codec == ("dense" if version == 1 else codec)
+        assert all(replica.holds_tensors(left_of(tensors, scheme)) for replica in run.replicas)
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int8"])
+@pytest.mark.parametrize("engine", ["gloo", "shm"])
+@pytest.mark.parametrize("layout", ["columns", "rows"])
+@pytest.mark.parametrize("native", [False, True])
+def test_what_is_sent_of_a_quantised_version_is_what_is_needed_and_no_more(
+    hop: Callable[..., Hop], layout: str, engine: str, scheme: Scheme, *, native: bool
+) -> None:
+    """Two trainer ranks, two rollout ranks that restore slices, or take them as they come."""
+    wire = {spec.name: spec for spec in wire_specs(SPECS.values(), scheme)}
+    on_the_wire = [needed_on_the_wire(needed, list(wire.values()), scheme) for needed in TP2]
+    asked = [needed for needed in on_the_wire if needed is not None]
+    needs, specs = (asked, wire) if native else (TP2, SPECS)
+    run = hop(engine, LAYOUTS[layout][0], 2, needs, specs=SPECS, rollout_specs=specs, quantise=scheme)
+    report = run.sync(1)
+    tensors = values(1, SPECS)
+    if native:
+        for name in MATRICES:
+            pair = pair_of(SPECS[name], scheme)
+            reference = {"fp8": reference_fp8, "int8": reference_int8}[scheme](tensors[name])
+            tensors |= dict(zip((pair.weight.name, pair.scales.name), reference, strict=True))
+    assert all(replica.holds_tensors(tensors if native else left_of(tensors, scheme)) for replica in run.replicas)
+    least = sum(needed.nbytes for needed in asked)
+    if engine == "gloo":  # what both need goes to both in one broadcast
+        for spec in wire.values():
+            boxes = [needed.boxes[needed.specs.index(spec)] for needed in asked]
+            both = [common for a, b in itertools.product(*boxes) if (common := a.intersect(b)) is not None]
+            least -= sum(box.numel for box in both) * spec.dtype.itemsize
+    else:  # the memory of a share is shown to whoever needs something of it
+        least = sum(spec.nbytes for spec in wire.values())
+    slices = len(run.publishers[0]._end.sending.layout.specs)  # up to 64 bytes each begin behind a gap
+    assert least <= report.sent_bytes <= least + 64 * slices
+
+
+@st.composite
+def slices_of(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
+    """A few parts of a matrix that do not overlap."""
+    rows = sorted(draw(st.sets(st.integers(0, shape[0]), min_size=2, max_size=6)))
+    parts = []
+    for top, bottom in itertools.pairwise(rows):
+        left, right = sorted(draw(st.sets(st.integers(0, shape[1]), min_size=2, max_size=2)))
+        if draw(st.booleans()):
+            parts.append(Box((top, left), (bottom - top, right - left)))
+    return parts
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), scheme=st.sampled_from(["fp8", "int8"]))
+def test_what_is_asked_for_has_the_scale_of_every_element_once_and_no_other(
+    data: st.DataObject, scheme: Scheme
+) -> None:
+    spec = TensorSpec("q.weight", (300, 700), torch.bfloat16)
+    boxes = data.draw(slices_of(spec.shape))
+    needed = needed_on_the_wire(Placement.of_boxes([(spec, boxes)]), wire_specs([spec], scheme), scheme)
+    assert needed is not None
+    pair = pair_of(spec, scheme)
+    assert needed.specs == (pair.weight, pair.scales)
+    assert needed.boxes[0] == tuple(boxes)
+    height, width = (128, 128) if scheme == "fp8" else (1, 700)
+    wanted, times = torch.zeros(pair.scales.shape), torch.zeros(pair.scales.shape)
+    for box in boxes:
+        (top, left), (bottom, right) = box.starts, box.stops
+        wanted[top // height : -(-bottom // height), left // width : -(-right // width)] = 1
+    for box in needed.boxes[1]:
+        times[box.index] += 1
+    assert torch.equal(times, wanted)
+
+
+def test_whoever_needs_other_tensors_than_are_sent_is_not_taken_at_its_word() -> None:
+    wire = wire_specs(SPECS.values(), "fp8")
+    norm = SPECS["norm.weight"]
+    others: list[dict[str, TensorSpec]] = [
+        {"norm.weight": TensorSpec(norm.name, norm.shape, torch.bfloat16)},
+        {"q.weight": TensorSpec("q.weight", (300, 201), torch.float32)},
+        {"q.weight": TensorSpec("q.weight", (300, 200), torch.int64)},
+        {"more": TensorSpec("more", (1,), torch.float32)},
+    ]
+    assert needed_on_the_wire(Placement.whole(SPECS.values()), wire, "fp8") is not None
+    for changed in others:
+        assert needed_on_the_wire(Placement.whole((SPECS | changed).values()), wire, "fp8") is None

@@ -1,0 +1,70 @@
+"""What vLLM's own loading reads of each checkpoint tensor, for layers that keep weights in a form that loading does not fill.
+
+Quantised layers are an example: once loaded, a weight is packed for its kernel, and copies cannot go there. vLLM's reload gives
+such a layer back, for a while, the parameters that loading fills. They are given to the model here without their data, and
+loading is traced into them: that tells what a rank needs for a reload.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from weightlane.ckpt_engines import CommitError
+from weightlane.sync.boxes import Box
+
+from .coverage import target_coverage
+from .layout_map import SourceSpec
+from .needs import needed_boxes
+from .trace import trace_loading
+from .untouched import Untouched
+
+
+def read_by_loading(model: torch.nn.Module, sources: Mapping[str, SourceSpec]) -> dict[str, list[Box]]:
+    """The parts of `sources` that loading them reads on this rank, in disjoint boxes; the model is as before when this returns.
+
+    Tensors of which that cannot be told are read whole. Runs inside vLLM's current config, as a load does.
+
+    Raises:
+        CommitError: Loading does not fill every parameter with what was seen.
+        Exception: What loading raised, when leaving tensors out does not help.
+    """
+    with _loading_form(model):
+        layout = trace_loading(model, sources)
+    # What is gone once a layer is loaded, such as the scales of a cache that is not quantised, need not be in a checkpoint.
+    kept = {name for name, _ in model.named_parameters()} - {refusal.tensor for refusal in layout.refused_targets}
+    for target, counts in target_coverage(layout).items():
+        if counts.unmapped and target in kept:
+            raise CommitError(f"{counts.unmapped} elements of {target} are not loaded", part="layout")
+    return needed_boxes(layout)
+
+
+@contextmanager
+def _loading_form(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, every layer has the parameters that its loading fills, on the meta device."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info  # noqa: PLC0415 - in a worker only
+    from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta  # noqa: PLC0415 - as above
+
+    # Torch notes there, in place, which buffers are not saved, as buffers come and go.
+    unsaved = [(layer, set(layer._non_persistent_buffers_set)) for layer in model.modules()]
+    try:
+        with Untouched(model):
+            for layer, _ in unsaved:
+                restore_layer_on_meta(layer, get_layerwise_info(layer))
+                for tensor in (*layer._parameters.values(), *layer._buffers.values()):
+                    if tensor is not None and hasattr(tensor, "weight_loader"):
+                        tensor.weight_loader = inspect.unwrap(tensor.weight_loader, stop=_is_original)
+            yield
+    finally:
+        for layer, names in unsaved:
+            layer._non_persistent_buffers_set.clear()
+            layer._non_persistent_buffers_set.update(names)
+
+
+def _is_original(loader: Callable[..., Any]) -> bool:
+    """Whether it is not one that a reload has put before another, to put off what that does."""
+    return getattr(loader, "__name__", "") != "online_process_loader"
