@@ -14,7 +14,7 @@ from rich.table import Table
 from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError
 from weightlane.rollout.layout.planned_needs import planned_needs
 from weightlane.sync.planned_session import planned_session
-from weightlane.sync.transfer_plan import Network, plan_report
+from weightlane.sync.transfer_plan import BYTES_PER_GBIT, Network, plan_report
 from weightlane.sync.transfer_plan.layouts import USUAL, RolloutLayout, TrainerLayout
 from weightlane.sync.transfer_plan.shapes import shape_named, weights, wire_named
 from weightlane.trainer.hf_model import check_model_dir
@@ -24,7 +24,6 @@ from weightlane.trainer.registry import training_engine_class
 
 from .config import load_config, wire_dtype
 
-_BYTES_PER_GBIT = 1e9 / 8
 _BUCKET_MIB = 32.0
 _DIRECT = (
     ("busiest network card", "bound_s"),
@@ -50,8 +49,8 @@ def network_of(
 ) -> Network:
     """What the command's options say of links: GB/s of all cards, or Gbit/s of either side's. Raises `ConfigError`."""
     return Network(
-        1e9 * gb_per_s if sender_gbps is None else _BYTES_PER_GBIT * sender_gbps,
-        1e9 * gb_per_s if receiver_gbps is None else _BYTES_PER_GBIT * receiver_gbps,
+        1e9 * gb_per_s if sender_gbps is None else BYTES_PER_GBIT * sender_gbps,
+        1e9 * gb_per_s if receiver_gbps is None else BYTES_PER_GBIT * receiver_gbps,
         1e-6 * latency_us,
         int((_BUCKET_MIB if bucket_mib is None else bucket_mib) * 2**20),
     )

@@ -172,9 +172,9 @@ class RunHooks:
 
     @hookspec
     def bucket_sent(self, version: int, index: int, facts: Facts) -> None:
-        """The engine sent bucket `index` to every receiver. Called by the trainer rank that sends.
+        """The engine sent bucket `index` to every receiver. Called by the trainer rank or relay that sends.
 
-        Facts: ``seconds`` (in the engine), ``nbytes``, ``participant``.
+        Facts: ``seconds`` (in the engine), ``nbytes``, ``participant``, and from a rollout rank ``relayed`` (true).
         """
         self._call("bucket_sent", version=version, index=index, facts=facts)
 

@@ -108,7 +108,8 @@ class TraceObserver:
     @hookimpl
     def bucket_sent(self, version: int, index: int, facts: Facts) -> None:
         """One bucket in the engine."""
-        self._track("trainer", facts, "send").took(f"bucket {index}", facts, version=version, index=index)
+        role = "rollout" if facts.get("relayed") else "trainer"
+        self._track(role, facts, "send").took(f"bucket {index}", facts, version=version, index=index)
 
     # -- rollout ranks and replicas -------------------------------------------------------------------------------------
 

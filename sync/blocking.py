@@ -183,6 +183,7 @@ class CollectivePublisher:
             quantise=self._config.quantise,
             codec=self._config.codec,
             full_every=self._config.full_every,
+            network=self._config.network,
         )
 
     def _running(self) -> Publisher:

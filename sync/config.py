@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from .transfer_plan import BYTES_PER_GBIT, Network
 
 Integrity = Literal["full", "off"]
 """Whether every bucket has a checksum that receivers verify."""
@@ -16,6 +18,10 @@ CodecPolicy = Literal["dense", "delta", "auto"]
 
 Quantise = Literal["none", "fp8", "int8"]
 """What linear weights are turned into for the way."""
+
+
+Relays = Literal["auto", "never"]
+"""Whether rollout ranks hand on what they get."""
 
 
 class CheckpointEngineConfig(BaseModel):
@@ -83,6 +89,24 @@ class SyncConfig(BaseModel):
         description="full: both sides compute a checksum of every bucket, and a version that differs is not committed."
         " off: the transport's own checks must do.",
     )
+    relays: Relays = Field(
+        "auto",
+        description="auto: where sender_gbps and receiver_gbps say what links carry, and the engine allows it, rollout ranks hand"
+        " buckets on to one another wherever that is predicted to be sooner than sending to each. never: every trainer rank sends"
+        " to each rollout rank itself.",
+    )
+    sender_gbps: float = Field(
+        0.0, ge=0, description="Gbit/s that the network carries from a trainer rank, for choosing relays; 0: not known."
+    )
+    receiver_gbps: float = Field(
+        0.0,
+        ge=0,
+        description="Gbit/s that the network carries to a rollout rank, and from it at the same time: its share of what its"
+        " host's card, and the memory behind it, can do. 0: not known.",
+    )
+    latency_us: float = Field(
+        20.0, ge=0, description="Microseconds that a bucket is on its way beside that, for choosing relays."
+    )
     host: str = Field(
         "127.0.0.1",
         description="Address on which the run's rendezvous store listens; loopback unless the run spans machines.",
@@ -97,6 +121,24 @@ class SyncConfig(BaseModel):
                 "must be one address of this machine that the other participants can reach, not a wildcard"
             )
         return host
+
+    @model_validator(mode="after")
+    def _speeds_of_both_sides(self) -> Self:
+        if bool(self.sender_gbps) != bool(self.receiver_gbps):
+            raise ValueError("sender_gbps and receiver_gbps must be given both, or neither")
+        return self
+
+    @property
+    def network(self) -> Network | None:
+        """What links carry, if it is known and relays are allowed."""
+        if self.relays == "never" or not self.sender_gbps:
+            return None
+        return Network(
+            BYTES_PER_GBIT * self.sender_gbps,
+            BYTES_PER_GBIT * self.receiver_gbps,
+            self.latency_us / 1e6,
+            self.bucket_bytes,
+        )
 
     @property
     def bucket_bytes(self) -> int:

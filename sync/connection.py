@@ -38,8 +38,6 @@ from .roster import Member, Roster
 # Whoever is closest to the cause of a stall gives up first, so that the reason everybody gets names the right peer.
 _PUBLISHER_SHARE = 0.9
 _SUBSCRIBER_SHARE = 0.95
-_RECEIVERS_PATIENCE = 1.2
-"""A receiver waits so much longer for a bucket than a sender does for it to be taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +65,8 @@ class Connection:
         self._inboxes: dict[str, str] = {}
         """Which incarnation of it that is."""
         self._traits: EngineTraits | None = None
+        self._relayed = False
+        """Whether in the present session subscribers hand on to others what they get."""
         self._stored: dict[int, Offer] = {}
         """Versions that were sent in full and can be read again without the sender."""
         self._as_delta: set[int] = set()
@@ -90,14 +90,22 @@ class Connection:
         With `everyone` nobody may be missing; else replicas that do not answer are marked as lost, and the others go on.
         """
         self._letters.catch_up()
-        selective = self._traits is None or self._traits.selective
-        wanted = _names(self._roster.reachable() if selective else targets)
+        wanted = _names(self._roster.reachable() if self._selective else targets)
         alive = self._up and not self._letters.stale
         if alive and self._traits and self._traits.elastic:
             if newcomers := [name for name in _names(targets) if not self._connected(name)]:
                 self._attach(newcomers, deadline)
         elif not alive or {name for name in self._receivers if self._connected(name)} != set(wanted):
             self._connect(wanted, deadline, everyone=everyone)
+            # Who hands on to whom is known now, and so whether somebody has to be there who is not to get the version.
+            ours = [name for name in _names(targets) if name in self._receivers]
+            if not self._selective and len(ours) < len(self._receivers):
+                self._connect(ours, deadline, everyone=False)
+
+    @property
+    def _selective(self) -> bool:
+        """Whether some of a session's receivers can be sent to without the others; it is so until the contrary is known."""
+        return (self._traits is None or self._traits.selective) and not self._relayed
 
     def _connected(self, name: str) -> bool:
         return name in self._receivers and self._inboxes[name] == self._roster.inboxes.get(name)
@@ -147,18 +155,21 @@ class Connection:
         }
 
     def _introduce(self, names: Sequence[str], deadline: Deadline) -> None:
+        greeted = {name: self._letters.hellos[name] for name in self._receivers if name in self._letters.hellos}
         message = Connect(
             session=self.session,
             publishers=list(self._roster.publishers),
             senders=self._senders,
             receivers=self._receivers,
             # In the roster's order, not in that of answers: the same ranks make the same plan in every session.
-            needs={name: self._letters.hellos[name].need for name in self._receivers if name in self._letters.hellos},
+            needs={name: hello.need for name, hello in greeted.items()},
+            relays=all(hello.relays for hello in greeted.values()),
             deadline_s=deadline.within(self._config.connect_timeout_s).remaining_s * _SUBSCRIBER_SHARE,
         )
         self._letters.post_all(names, message)
         connected = self._letters.collect(Connected, names, -1, deadline, "to connect")
         _check_plans(connected, self._roster)
+        self._relayed = any(message.relays for message in connected)
         self._inboxes |= {name: self._roster.inboxes[name] for name in names if name in self._roster.inboxes}
 
     def stream(
@@ -244,7 +255,7 @@ class Connection:
             version=offer.version,
             manifest=offer.manifest,
             deadline_s=deadline.remaining_s * _SUBSCRIBER_SHARE,
-            stall_s=self._config.stall_s * _RECEIVERS_PATIENCE,
+            stall_s=self._config.stall_s,
         )
         self._letters.post_all(names, message)
         limit = deadline.within(self._config.stall_s)
@@ -273,10 +284,9 @@ class Connection:
         # Whoever accepted and shares the replica of one that refused waits for buckets: it must be interrupted.
         partly = any(len(self._roster.members[name].names) > 1 for name in refused if name in self._roster.members)
         silent = any(isinstance(error, DeadlineExceededError) for error in refused.values())
-        selective = self._traits is not None and self._traits.selective
         if len(members) < needed:
             raise TroubleError(first, hopeless=True)
-        if partly or silent or not selective:
+        if partly or silent or not self._selective:
             raise TroubleError(first, refused)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 from weightlane.ckpt_engines import (
@@ -287,23 +287,52 @@ class Correspondence:
         # The sender knows which receiver did not take a bucket.
         for failure in failures:
             error = error_from_wire(failure.error)
-            named = {member.name for name in error.peer.split(", ") if (member := self._roster.owner(name))}
-            if failure.name in self._roster.publishers and named:
+            if failure.name in self._roster.publishers and (named := self._replicas_named(error)):
                 return TroubleError(error, named)
-        # A receiver that lost the sender, or waited for it in vain, says nothing about itself.
+        # A receiver that lost whom it gets buckets from, or waited in vain, says nothing about itself.
+        lost = _lost_peers(failures)
         for failure in failures:
-            error, owner = error_from_wire(failure.error), self._roster.owner(failure.name)
-            # One that took the version in place, and was interrupted in it by the sender's end, does not either.
-            network = isinstance(error, TransportError | DeadlineExceededError | QuarantinedError)
-            if owner is not None and not (network and error.peer in self._roster.publishers):
-                blamed = {
-                    member.name
-                    for other in failures
-                    if other.error["type"] == failure.error["type"] and (member := self._roster.owner(other.name))
-                }
-                return TroubleError(error, blamed)
-        error = error_from_wire(failures[0].error)
+            if self._roster.owner(failure.name) is None:
+                continue
+            error = error_from_wire(failure.error)
+            if failure.name in lost:
+                error = _where_the_way_ends(failure.name, lost)
+                if error.peer in self._roster.publishers:
+                    continue
+                if named := self._replicas_named(error):
+                    return TroubleError(error, named)
+            blamed = {
+                member.name
+                for other in failures
+                if other.error["type"] == failure.error["type"] and (member := self._roster.owner(other.name))
+            }
+            return TroubleError(error, blamed)
+        first = failures[0]
+        error = _where_the_way_ends(first.name, lost) if first.name in lost else error_from_wire(first.error)
         return TroubleError(error, hopeless=isinstance(error, SupersededError | ManifestError))
+
+    def _replicas_named(self, error: WeightlaneError) -> set[str]:
+        """The replicas that an error is about."""
+        return {member.name for name in error.peer.split(", ") if (member := self._roster.owner(name))}
+
+
+def _lost_peers(failures: Iterable[Failed]) -> dict[str, WeightlaneError]:
+    """Who of them has lost a peer, and how: also one that was interrupted by its sender's end while it wrote in place."""
+    errors = {failure.name: error_from_wire(failure.error) for failure in failures}
+    kinds = TransportError | DeadlineExceededError | QuarantinedError
+    return {name: error for name, error in errors.items() if isinstance(error, kinds)}
+
+
+def _where_the_way_ends(name: str, lost: Mapping[str, WeightlaneError]) -> WeightlaneError:
+    """What ranks that wait for one another wait for: the error of the last on the way to whoever has not failed itself.
+
+    Of two that accuse each other `name`, who spoke first, is believed: a sender gives up before its receiver does.
+    """
+    error, passed = lost[name], {name}
+    while (before := lost.get(error.peer)) is not None and before.peer not in passed:
+        passed.add(error.peer)
+        error = before
+    return error
 
 
 def _gone(message: Left | Joined) -> PeerLostError:

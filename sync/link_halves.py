@@ -2,44 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from typing import Generic, TypeVar
 
-from weightlane.ckpt_engines import ClosedError, Deadline, DeadlineExceededError, Topology, WeightReceiver, WeightSender
+from weightlane.ckpt_engines import (
+    CheckpointEngine,
+    ClosedError,
+    Deadline,
+    DeadlineExceededError,
+    Topology,
+    WeightReceiver,
+    WeightSender,
+)
 
 from .rendezvous import Rendezvous
-from .session_plan import Link
+from .session_plan import Link, SessionPlan
 
-Half = TypeVar("Half", WeightSender, WeightReceiver)
 _GRACE_S = 2.0
 """How much longer than the engine, which knows the peer, whoever waits for all links does."""
 
 
-class LinkHalves(Generic[Half]):
+class LinkHalves:
     """Of one participant in one session. `close` may be called from any thread, while it connects, too.
 
     Args:
         name: The participant.
-        make: Makes a half for a participant of that name.
+        engine: Makes the halves.
     """
 
-    def __init__(self, name: str, make: Callable[[str], Half]) -> None:
+    def __init__(self, name: str, engine: CheckpointEngine) -> None:
         self._name = name
-        self._make: Callable[[str], Half] = make
+        self._engine = engine
         self._closed = False
-        self.halves: dict[int, Half] = {}
+        self.senders: dict[int, WeightSender] = {}
+        """By the link's number."""
+        self.receivers: dict[int, WeightReceiver] = {}
         """By the link's number."""
 
-    def connect(self, rendezvous: Rendezvous, session: str, links: Sequence[Link], deadline: Deadline) -> None:
-        """Connect a half for each of `links`, all at the same time.
+    def connect(self, rendezvous: Rendezvous, session: str, planned: SessionPlan, deadline: Deadline) -> None:
+        """Connect a half for each link of the plan that this participant has an end of, all at the same time.
 
         Raises what the engine raises, `DeadlineExceededError` naming the peer that has said no address, or `ClosedError`.
         """
         box = rendezvous.mailbox(f"links/{session}")
+        links = [*planned.sent_by(self._name), *planned.received_by(self._name)]
         for link in links:
-            half = self._make(self._name)
-            self.halves[link.number] = half
+            half = self._make(link)
             if self._closed:
                 self.close()
                 raise ClosedError("the connection was closed while connecting.", part=self._name)
@@ -57,6 +65,11 @@ class LinkHalves(Generic[Half]):
             self.close()  # the others need not go on, and nobody waits for them
             raise failure
 
+    def _make(self, link: Link) -> WeightSender | WeightReceiver:
+        if link.sender == self._name:
+            return self.senders.setdefault(link.number, self._engine.make_sender(self._name))
+        return self.receivers.setdefault(link.number, self._engine.make_receiver(self._name))
+
     def _connect(self, rendezvous: Rendezvous, session: str, link: Link, deadline: Deadline) -> None:
         box, own = rendezvous.mailbox(f"links/{session}"), link.session(session)
 
@@ -70,10 +83,12 @@ class LinkHalves(Generic[Half]):
             return found
 
         topology = Topology(own, addresses([link.sender]), addresses(link.receivers), rendezvous.session_key(own))
-        self.halves[link.number].connect(topology, rendezvous.mailbox(f"engine/{own}"), deadline)
+        half = self.senders.get(link.number) or self.receivers[link.number]
+        half.connect(topology, rendezvous.mailbox(f"engine/{own}"), deadline)
 
     def close(self) -> None:
         """Close every half. Idempotent, never raises."""
         self._closed = True
-        for half in list(self.halves.values()):
+        halves: list[WeightSender | WeightReceiver] = [*list(self.senders.values()), *list(self.receivers.values())]
+        for half in halves:
             half.close()

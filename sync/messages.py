@@ -73,6 +73,8 @@ class Connect(_Message):
     receivers: dict[str, dict[str, Any]]
     needs: dict[str, str] = {}
     """What each receiver has said in `Hello.need`."""
+    relays: bool = False
+    """Whether all of them have said `Hello.relays`."""
     deadline_s: float
 
 
@@ -144,6 +146,8 @@ class Hello(_Message):
     """Of the engine; from rank 0's publisher only."""
     need: str = ""
     """Where a rollout rank has said what it needs; see `weightlane.sync.session_plan`."""
+    relays: bool = False
+    """Whether a rollout rank can hand on what it gets."""
 
 
 class Connected(_Message):
@@ -154,6 +158,8 @@ class Connected(_Message):
     session: str
     plan: str = ""
     """Digest of the transfer plan it has made; empty where all goes through one stream."""
+    relays: bool = False
+    """Whether somebody hands on what it gets, by that plan: then a version goes to everybody in the session, or to nobody."""
 
 
 class Offer(_Message):

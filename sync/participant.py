@@ -36,6 +36,7 @@ from .messages import (
     Stop,
 )
 from .rendezvous import COORDINATOR, Inbox, Rendezvous, RendezvousAddress
+from .session_plan import SessionPlan
 
 _log = logging.getLogger(__name__)
 _JOIN_THREAD_S = 5.0
@@ -108,7 +109,8 @@ class Participant(ABC):
                 if self.session != message.session:
                     return  # it has begun anew meanwhile
                 self.ready_session = message.session
-            self._tell(Connected(name=self.name, session=message.session, plan=plan))
+            agreed = {} if plan is None else {"plan": plan.digest, "relays": plan.relays}
+            self._tell(Connected(name=self.name, session=message.session, **agreed))
             self._connected()
         except Exception as error:  # noqa: BLE001 - whatever happened, the coordinator must learn it
             self._report(-1, message.session, error)
@@ -125,11 +127,16 @@ class Participant(ABC):
         """Say in the session's mailbox what is needed here; returns where. See `weightlane.sync.session_plan`."""
         return ""
 
+    @property
+    def _can_relay(self) -> bool:
+        """Whether this participant can hand on what it gets."""
+        return False
+
     @abstractmethod
-    def _connect_half(self, message: Connect, topology: Topology, deadline: Deadline) -> str:
+    def _connect_half(self, message: Connect, topology: Topology, deadline: Deadline) -> SessionPlan | None:
         """Connect what `_open_half` has made, on a thread of its own; `_close_half` ends it.
 
-        Returns the digest of the transfer plan that was made; empty where all goes through one stream.
+        Returns the session's plan; None where all goes through one stream.
         """
 
     @abstractmethod
@@ -192,7 +199,14 @@ class Participant(ABC):
                 self.session = message.session
             address, traits = self._open_half()
             self._tell(
-                Hello(name=self.name, session=self.session, address=address, traits=traits, need=self._said_need())
+                Hello(
+                    name=self.name,
+                    session=self.session,
+                    address=address,
+                    traits=traits,
+                    need=self._said_need(),
+                    relays=self._can_relay,
+                )
             )
         elif isinstance(message, Abort):
             # A verdict counts whatever the session: the connection may have been given up already.

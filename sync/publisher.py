@@ -42,7 +42,9 @@ from .publication import Base, Publication, Slot, SnapshotSlots
 from .rendezvous import RendezvousAddress
 from .sending import Sending
 from .sending_end import SendingEnd
+from .session_plan import SessionPlan
 from .tensor_spec import LocalShard
+from .transfer_plan import Network
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.5
@@ -75,6 +77,8 @@ class Publisher(Participant):
         quantise: What linear weights are turned into; see `SyncConfig`.
         codec: What versions are sent as; see `SyncConfig`.
         full_every: With deltas, at the latest every so many versions one is sent in full.
+        network: What links carry, the same on every rank: rollout ranks then hand versions on to one another where that is
+            predicted to be sooner. By default nobody does.
         hooks: Observers; those of this process by default.
 
     Raises:
@@ -98,6 +102,7 @@ class Publisher(Participant):
         quantise: Quantise = "none",
         codec: CodecPolicy = "dense",
         full_every: int = 100,
+        network: Network | None = None,
         hooks: RunHooks | None = None,
     ) -> None:
         held = [Placement.of_shards(shards)] if placements is None else placements
@@ -111,6 +116,7 @@ class Publisher(Participant):
             bucket_bytes=bucket_bytes,
             sealed=integrity == "full",
             uses_deltas=codec != "dense",
+            network=network,
         )
         self._snapshot = self._end.snapshot
         self._slots = SnapshotSlots(self._end.snapshot_memory, name)
@@ -231,7 +237,7 @@ class Publisher(Participant):
     def _open_half(self) -> tuple[dict[str, Any], EngineTraits | None]:
         return self._end.open(self.session)
 
-    def _connect_half(self, message: Connect, topology: Topology, deadline: Deadline) -> str:
+    def _connect_half(self, message: Connect, topology: Topology, deadline: Deadline) -> SessionPlan | None:
         return self._end.connect(self.rendezvous, message, topology, deadline, self._sent)
 
     def _close_half(self) -> None:

@@ -10,12 +10,16 @@ from typing import Any
 
 from weightlane.ckpt_engines import Deadline, WeightReceiver
 
+from .link_halves import LinkHalves
 from .manifest import Manifest
+from .relaying import Onward, onward_links
 from .seal import SealMail
 from .session_plan import Link, SessionPlan
 
 _GRACE_S = 2.0
-"""How much longer than the receiving calls, which know better what has happened, whoever waits for them does."""
+"""How much longer than the engine's calls, which know better what has happened, whoever waits for them does."""
+_PATIENCE = 0.2
+"""By how much of the longest time for a bucket a receiver waits longer than whoever is one hop nearer to the trainer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,12 @@ class Source:
     receiver: WeightReceiver
     sender: str
     sections: tuple[int, ...]
+    hops: int = 1
+    """How many the longest way from the trainer has, of those that end here."""
+
+    def patience_s(self, stall_s: float) -> float:
+        """How long one bucket may take if its sender gives up after `stall_s`, seconds: the sender shall speak first."""
+        return stall_s * (1 + _PATIENCE * self.hops)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +57,7 @@ class Receiving:
         sources: From whom something comes.
         planned: The session's plan; None for one stream from one sender.
         lanes: The plan's lanes that come here, in order: the sections of this rank's own stream.
+        onward: The links through which they are handed on.
     """
 
     session: str
@@ -54,20 +65,21 @@ class Receiving:
     sources: tuple[Source, ...]
     planned: SessionPlan | None = None
     lanes: tuple[int, ...] = ()
+    onward: tuple[Onward, ...] = ()
 
     @classmethod
-    def by_plan(
-        cls, session: str, seals: SealMail, name: str, planned: SessionPlan, halves: dict[int, WeightReceiver]
-    ) -> Receiving:
-        """Of the rank `name`, whose connected `halves` are given by link."""
+    def by_plan(cls, session: str, seals: SealMail, name: str, planned: SessionPlan, halves: LinkHalves) -> Receiving:
+        """Of the rank `name`, whose `halves` are connected."""
         links = planned.received_by(name)
         lanes = tuple(sorted(lane for link in links for lane in planned.lanes_to(name, link)))
 
         def source(link: Link) -> Source:
-            sections = tuple(lanes.index(lane) for lane in planned.lanes_to(name, link))
-            return Source(halves[link.number], link.sender, sections)
+            theirs = planned.lanes_to(name, link)
+            hops = max(planned.routes[lane].hops_to(name) for lane in theirs)
+            return Source(halves.receivers[link.number], link.sender, tuple(map(lanes.index, theirs)), hops)
 
-        return cls(session, seals, tuple(map(source, links)), planned, lanes)
+        onward = onward_links(name, planned, halves.senders)
+        return cls(session, seals, tuple(map(source, links)), planned, lanes, onward)
 
     @cached_property
     def _own(self) -> Manifest | None:
@@ -92,8 +104,16 @@ class Receiving:
             yield from map(Arrival, own.buckets_of(section), theirs)
 
 
-class SourceThreads:
-    """Receives from several sources at the same time, on a thread for each; from one on the caller's own.
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What goes on between this rank and `peers` while a version comes."""
+
+    peers: Sequence[str]
+    run: Callable[[], None]
+
+
+class Ways:
+    """Receives from several sources, and hands on to others, at the same time: each on a thread; one alone on the caller's own.
 
     Args:
         name: The participant.
@@ -102,31 +122,31 @@ class SourceThreads:
     def __init__(self, name: str) -> None:
         self._name = name
         self._running: list[Future[None]] = []
-        """What has not ended though another source failed."""
+        """What has not ended though another one failed."""
 
-    def run(self, sources: Sequence[Source], receive: Callable[[Source], None], deadline: Deadline) -> None:
-        """Return when `receive` has returned for each of `sources`; raise what it first raised, at once.
+    def run(self, ways: Sequence[Way], deadline: Deadline) -> None:
+        """Return when all of `ways` have ended; raise what one first raised, at once.
 
-        What else is running then ends when the session is closed: see `settle`. `DeadlineExceededError`, naming the senders, if a
+        What else is running then ends when the session is closed: see `settle`. `DeadlineExceededError`, naming the peers, if a
         call has outlived the deadline that it was given.
         """
-        if len(sources) <= 1:
-            for source in sources:
-                receive(source)
+        if len(ways) <= 1:
+            for way in ways:
+                way.run()
             return
-        threads = ThreadPoolExecutor(len(sources), thread_name_prefix=f"weightlane-receive-{self._name}")
-        running = [threads.submit(receive, source) for source in sources]
+        threads = ThreadPoolExecutor(len(ways), thread_name_prefix=f"weightlane-receive-{self._name}")
+        running = [threads.submit(way.run) for way in ways]
         threads.shutdown(wait=False)
         done, late = wait(running, deadline.remaining_s + _GRACE_S, FIRST_EXCEPTION)
         self._running = list(late)
         for each in done:
             each.result()
         if late:
-            peers = [source.sender for source, future in zip(sources, running, strict=True) if future in late]
+            peers = [peer for way, future in zip(ways, running, strict=True) if future in late for peer in way.peers]
             raise deadline.error("buckets", part=self._name, peer=", ".join(peers))
 
     def settle(self, deadline: Deadline) -> None:
-        """Wait until nobody of an earlier `run` writes any more. Raises `DeadlineExceededError`."""
+        """Wait until nobody of an earlier `run` reads or writes any more. Raises `DeadlineExceededError`."""
         if wait(self._running, deadline.remaining_s).not_done:
             raise deadline.error("an earlier version's buckets to be given up", part=self._name)
         self._running = []

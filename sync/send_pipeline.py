@@ -30,6 +30,13 @@ class Destination:
     sender: WeightSender
     receivers: Sequence[str]
 
+    def send(self, bucket: Bucket, deadline: Deadline, on_sent: OnSent | None = None) -> None:
+        """Send a bucket there, and tell `on_sent`. Raises what the engine raises."""
+        started = time.perf_counter()
+        self.sender.send(bucket, self.receivers, deadline)
+        if on_sent is not None:
+            on_sent(bucket.version, bucket.index, bucket.nbytes, time.perf_counter() - started)
+
 
 class SendPipeline:
     """Sends versions through a rank's engine senders, which are called from one thread of this pipeline only.
@@ -106,10 +113,7 @@ class SendPipeline:
             sender.open_version(version_files(manifest), deadline)
 
     def _send(self, bucket: Bucket, to: Destination, deadline: Deadline, stall_s: float) -> None:
-        started = time.perf_counter()
-        to.sender.send(bucket, to.receivers, deadline.within(stall_s))
-        if self._on_sent is not None:
-            self._on_sent(bucket.version, bucket.index, bucket.nbytes, time.perf_counter() - started)
+        to.send(bucket, deadline.within(stall_s), self._on_sent)
 
     def commit_version(self, version: int, deadline: Deadline) -> None:
         """`version` serves: readers of a store find it from now on. Raises what the engine raises."""

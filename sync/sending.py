@@ -252,7 +252,7 @@ class GatheredSending(Sending):
 
 
 class DirectSending(Sending):
-    """Every rank sends its slices straight to the ranks that need them, through a link of its own to each.
+    """Every rank sends its slices straight to the ranks that need them, or to those of them that hand them on to the others.
 
     Making it connects.
 
@@ -266,22 +266,19 @@ class DirectSending(Sending):
         WeightlaneError: What kept it from connecting; nothing is left open.
     """
 
-    def __init__(
-        self, opening: Opening, planned: SessionPlan, parts: Sequence[Part], halves: LinkHalves[WeightSender]
-    ) -> None:
+    def __init__(self, opening: Opening, planned: SessionPlan, parts: Sequence[Part], halves: LinkHalves) -> None:
         super().__init__(opening, planned.layout, parts)
         self._halves = halves
-        links = planned.sent_by(opening.name)
         try:
-            halves.connect(opening.rendezvous, opening.session, links, opening.deadline)
+            halves.connect(opening.rendezvous, opening.session, planned, opening.deadline)
         except BaseException:
             halves.close()
             raise
-        self._pipeline = opening.pipeline([halves.halves[link.number] for link in links])
+        self._pipeline = opening.pipeline(list(halves.senders.values()))
         self._table = RunTable.of(parts, planned.layout)
         self._lanes = {
-            lane: Destination(halves.halves[link.number], planned.plan.lanes[lane].receivers)
-            for link in links
+            lane: Destination(halves.senders[link.number], planned.routes[lane].next_after(opening.name))
+            for link in planned.sent_by(opening.name)
             for lane in link.lanes
         }
 

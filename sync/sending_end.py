@@ -21,6 +21,7 @@ from .send_pipeline import IN_FLIGHT, OnSent
 from .sending import DirectSending, GatheredSending, Opening, Sending
 from .session_plan import PlanBoard, SessionPlan, Supply
 from .stream_parts import parts_of
+from .transfer_plan import Network
 
 
 class SendingEnd:
@@ -34,6 +35,7 @@ class SendingEnd:
         bucket_bytes: Payload of a bucket.
         sealed: Whether buckets are sealed.
         uses_deltas: Whether there may be deltas.
+        network: What links carry; None to have nobody hand anything on.
     """
 
     def __init__(
@@ -46,8 +48,10 @@ class SendingEnd:
         bucket_bytes: int,
         sealed: bool,
         uses_deltas: bool,
+        network: Network | None,
     ) -> None:
         self._name, self._rank, self._engine, self._ours = name, rank, engine, ours
+        self._network = network
         self._bucket_bytes, self._sealed, self._uses_deltas = bucket_bytes, sealed, uses_deltas
         self._stored: Manifest | None = None
         """The stream of whole tensors that an engine gets which stores."""
@@ -71,7 +75,7 @@ class SendingEnd:
         self._session = ""
         self._sender: WeightSender | None = None
         """Of rank 0, where it gathers."""
-        self._halves: LinkHalves[WeightSender] | None = None
+        self._halves: LinkHalves | None = None
         """Where it does not."""
         self._sending: Sending | None = None
 
@@ -99,7 +103,7 @@ class SendingEnd:
         with self._changed:
             self._session = session
             if self._stored is None:
-                self._halves = LinkHalves(self._name, self._engine.make_sender)
+                self._halves = LinkHalves(self._name, self._engine)
             elif self._rank == 0:
                 self._sender = self._engine.make_sender(self._name)
                 address = dict(self._sender.address())
@@ -115,8 +119,8 @@ class SendingEnd:
 
     def connect(
         self, rendezvous: Rendezvous, message: Connect, topology: Topology, deadline: Deadline, on_sent: OnSent
-    ) -> str:
-        """Connect; the digest of the transfer plan, if there is one. Raises `ClosedError` if the session is over meanwhile."""
+    ) -> SessionPlan | None:
+        """Connect; the session's plan, if there is one. Raises `ClosedError` if the session is over meanwhile."""
         opening = Opening(
             self._name,
             self._rank,
@@ -132,7 +136,8 @@ class SendingEnd:
         with self._changed:  # this thread may be late, and another session begun
             current = self._session == message.session
             sender, halves = (self._sender, self._halves) if current else (None, None)
-        held, digest = self._ours.held, ""
+        held = self._ours.held
+        planned: SessionPlan | None = None
         sending: Sending | None = None
         if self._stored is not None and current:
             tables = self._ours.tables(self._stored, self.places)
@@ -142,7 +147,7 @@ class SendingEnd:
             )
         elif halves is not None:
             planned = self._plan(rendezvous, message, deadline)
-            parts, digest = parts_of(held, self.places, planned.layout.regions), planned.plan.digest
+            parts = parts_of(held, self.places, planned.layout.regions)
             sending = DirectSending(opening, planned, parts, halves)
         with self._changed:
             if kept := self._session == message.session and sending is not None:
@@ -151,15 +156,16 @@ class SendingEnd:
             if sending is not None:
                 sending.close()
             raise ClosedError("the connection was closed while connecting.", part=self._name)
-        return digest
+        return planned
 
     def _plan(self, rendezvous: Rendezvous, message: Connect, deadline: Deadline) -> SessionPlan:
         board = PlanBoard(rendezvous.mailbox(f"plan/{message.session}"))
         shares = dict(zip(message.publishers, self._ours.shares, strict=True))
-        supply = Supply(shares, self._bucket_bytes, self._sealed, self._ours.scheme)
+        supply = Supply(shares, self._bucket_bytes, self._sealed, self._ours.scheme, self._network)
         if self._rank == 0:
             board.supply(supply)
-        return SessionPlan(supply, board.needed(message.needs, supply, deadline), self._engine.capabilities)
+        needed = board.needed(message.needs, supply, deadline)
+        return SessionPlan(supply, needed, self._engine.capabilities, may_relay=message.relays)
 
     def _packing_memory(self, nbytes: int) -> Sequence[torch.Tensor]:
         """Two buffers of at least so many bytes."""

@@ -1,25 +1,26 @@
 """What everybody in a session works out alike: which slices of which tensors go from whom to whom, and as which stream.
 
 The trainer ranks say what each of them sends, the rollout ranks what they need (`PlanBoard`). From that every participant makes
-the same transfer plan; the digests are compared before the first byte moves.
+the same transfer plan, and the same routes for its lanes; the digests are compared before the first byte moves.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-from weightlane.ckpt_engines import Capabilities, Deadline, Delivery, ProtocolError
+from weightlane.ckpt_engines import Capabilities, ConfigError, Deadline, Delivery, ProtocolError
 
 from .manifest import Manifest, Slicing
 from .placement import Placement
 from .quantisation import checked_scheme
 from .quantised_needs import needed_on_the_wire
 from .tensor_spec import Region, TensorSpec
-from .transfer_plan import TransferPlan, plan_transfer
+from .transfer_plan import Network, Route, TransferPlan, plan_routes, plan_transfer, straight
 
 _PART = "transfer plan"
 WHOLE = ""
@@ -45,12 +46,14 @@ class Supply:
         bucket_bytes: Payload of a bucket.
         sealed: As in `Manifest`.
         quantised: As in `Manifest`.
+        network: What links are said to carry, by which routes are chosen; None to have nobody hand anything on.
     """
 
     shares: Mapping[str, Placement]
     bucket_bytes: int
     sealed: bool
     quantised: str
+    network: Network | None = None
 
     @cached_property
     def specs(self) -> tuple[TensorSpec, ...]:
@@ -71,17 +74,31 @@ class Supply:
     def to_plain(self) -> list[Any]:
         """As JSON."""
         shares = [[name, share.to_plain()] for name, share in self.shares.items()]
-        return [shares, self.bucket_bytes, self.sealed, self.quantised]
+        network = self.network
+        links = network and [network.sender_bytes_per_s, network.receiver_bytes_per_s, network.latency_s]
+        return [shares, self.bucket_bytes, self.sealed, self.quantised, links]
 
     @classmethod
     def from_plain(cls, plain: Any) -> Supply:
         """Parse what rank 0 said; `ProtocolError` for anything else."""
         match plain:
-            case [[*shares], int() as bucket_bytes, bool() as sealed, str() as quantised]:
+            case [[*shares], int() as bucket_bytes, bool() as sealed, str() as quantised, links]:
                 if all(isinstance(pair, list) and len(pair) == 2 for pair in shares):  # noqa: PLR2004 - name and share
                     pairs = [(str(name), Placement.from_plain(share)) for name, share in shares]
-                    return cls(dict(pairs), bucket_bytes, sealed, quantised)
+                    return cls(dict(pairs), bucket_bytes, sealed, quantised, _network(links, bucket_bytes))
         raise ProtocolError("not what trainer ranks send.", part=_PART)
+
+
+def _network(plain: Any, bucket_bytes: int) -> Network | None:
+    match plain:
+        case None:
+            return None
+        case [float() as sender, float() as receiver, float() as latency_s] if all(map(math.isfinite, plain)):
+            try:
+                return Network(sender, receiver, latency_s, bucket_bytes)
+            except ConfigError as error:
+                raise ProtocolError(f"not what links carry: {error.message}", part=_PART) from error
+    raise ProtocolError("not what links carry.", part=_PART)
 
 
 class PlanBoard:
@@ -125,7 +142,10 @@ class PlanBoard:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One connection of the engine: a sender, its receivers, and the lanes that go through it."""
+    """One connection of the engine: a sender, its receivers, and the lanes that go through it.
+
+    The sender is the trainer rank whose lanes these are, or a rollout rank that hands them on.
+    """
 
     number: int
     sender: str
@@ -137,6 +157,16 @@ class Link:
         return f"{session}-{self.number}"
 
 
+def can_relay(facts: Capabilities) -> bool:
+    """Whether an engine's receivers can hand on what they get, and anything be gained by it.
+
+    Where a send reaches everybody, or buckets stay in a store or in their sender's memory, there is nothing to hand on; within
+    one host no network card is short, but memory.
+    """
+    elsewhere = facts.views or facts.persistent or facts.elastic or facts.same_host_only
+    return Delivery.POINT_TO_POINT in facts.delivery and not elsewhere
+
+
 class SessionPlan:
     """Of one session.
 
@@ -144,9 +174,12 @@ class SessionPlan:
         supply: What the trainer ranks send.
         needed: What each rollout rank needs.
         facts: Capabilities of the engine.
+        may_relay: Whether every rollout rank could hand on what it gets.
     """
 
-    def __init__(self, supply: Supply, needed: Mapping[str, Placement], facts: Capabilities) -> None:
+    def __init__(
+        self, supply: Supply, needed: Mapping[str, Placement], facts: Capabilities, *, may_relay: bool = False
+    ) -> None:
         # Each rollout rank compares what is sent with its model, and says itself what it lacks.
         names = {spec.name for spec in supply.specs}
         self.plan: TransferPlan = plan_transfer(
@@ -167,10 +200,25 @@ class SessionPlan:
             sections=tuple(len(lane.cells) for lane in self.plan.lanes),
         )
         """The stream: every lane is a section of it."""
-        self.links = _links(self.plan, apart=Delivery.POINT_TO_POINT not in facts.delivery)
+        self.routes: tuple[Route, ...] = straight(self.plan)
+        """How each lane travels."""
+        if may_relay and supply.network is not None and can_relay(facts):
+            self.routes = plan_routes(self.plan, supply.network, may_relay=True)
+        self.links = _links(self.plan, self.routes, apart=Delivery.POINT_TO_POINT not in facts.delivery)
+
+    @cached_property
+    def digest(self) -> str:
+        """What two participants must have in common: the transfer plan, and by which way each lane goes."""
+        hops = [route.hops for route in self.routes]
+        return hashlib.sha256(repr((self.plan.digest, hops)).encode()).hexdigest()[:16]
+
+    @property
+    def relays(self) -> bool:
+        """Whether some rank gets what another one hands on."""
+        return any(route.depth > 1 for route in self.routes)
 
     def sent_by(self, name: str) -> list[Link]:
-        """The links through which a trainer rank sends."""
+        """The links through which a rank sends."""
         return [link for link in self.links if link.sender == name]
 
     def received_by(self, name: str) -> list[Link]:
@@ -179,16 +227,21 @@ class SessionPlan:
 
     def lanes_to(self, name: str, link: Link) -> list[int]:
         """The lanes of a link that go to a rollout rank."""
-        return [lane for lane in link.lanes if name in self.plan.lanes[lane].receivers]
+        return [lane for lane in link.lanes if (link.sender, name) in self.routes[lane].hops]
 
 
-def _links(plan: TransferPlan, *, apart: bool) -> list[Link]:
-    """One for each sender, or where every send reaches everybody in a connection, one for each set of receivers (`apart`)."""
-    found: dict[tuple[str, tuple[str, ...]], list[int]] = defaultdict(list)
-    for number, lane in enumerate(plan.lanes):
-        found[lane.sender, lane.receivers if apart else ()].append(number)
-    links = []
-    for number, ((sender, _), lanes) in enumerate(found.items()):
-        receivers = {name: None for lane in lanes for name in plan.lanes[lane].receivers}
-        links.append(Link(number, sender, tuple(receivers), tuple(lanes)))
-    return links
+def _links(plan: TransferPlan, routes: Sequence[Route], *, apart: bool) -> list[Link]:
+    """One for each rank that sends and each trainer rank whose lanes it sends, none of which waits for another's.
+
+    Where every send reaches everybody in a connection (`apart`), one for each set of receivers, too.
+    """
+    found: dict[tuple[str, str, tuple[str, ...]], tuple[dict[str, None], dict[int, None]]] = {}
+    for number, (lane, route) in enumerate(zip(plan.lanes, routes, strict=True)):
+        for sender, receiver in route.hops:
+            key = sender, lane.sender, lane.receivers if apart else ()
+            receivers, lanes = found.setdefault(key, ({}, {}))
+            receivers[receiver] = lanes[number] = None
+    return [
+        Link(number, sender, tuple(receivers), tuple(lanes))
+        for number, ((sender, *_), (receivers, lanes)) in enumerate(found.items())
+    ]

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -35,7 +36,8 @@ from .manifest import Manifest
 from .messages import Accepted, Connect, EngineTraits, Message, Open, Ready, Staged
 from .participant import Participant
 from .placement import Placement
-from .receiving import Arrival, Receiving, Source, SourceThreads
+from .receiving import Arrival, Receiving, Source, Way, Ways
+from .relaying import Relaying
 from .rendezvous import RendezvousAddress
 from .restored import Restoring
 from .seal import SealMail, verify
@@ -63,6 +65,8 @@ class _Job:
     stall_s: float
     stream: LiveStream | None = None
     """Where the buckets of a version go that is taken in place."""
+    relaying: Relaying | None = None
+    """Who else gets buckets from here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +129,11 @@ class Subscriber(Participant):
         """The newest version that is taken in place."""
         self._receiver: WeightReceiver | None = None
         """Where one sender has everything."""
-        self._halves: LinkHalves[WeightReceiver] | None = None
-        """Where every trainer rank sends."""
+        self._halves: LinkHalves | None = None
+        """Where every trainer rank sends, and other rollout ranks hand on."""
         self._receiving: Receiving | None = None
         """There while the session is up."""
-        self._threads = SourceThreads(name)
+        self._ways = Ways(name)
         self._manifest: Manifest | None = None
         """The newest that was offered."""
         self._restorings: tuple[Manifest, Restoring] | None = None
@@ -228,7 +232,7 @@ class Subscriber(Participant):
 
     def _open_half(self) -> tuple[dict[str, Any], EngineTraits | None]:
         if not self._engine.capabilities.persistent:
-            self._halves = LinkHalves(self.name, self._engine.make_receiver)
+            self._halves = LinkHalves(self.name, self._engine)
             return {}, None
         self._receiver = self._engine.make_receiver(self.name)
         return dict(self._receiver.address()), None
@@ -236,13 +240,18 @@ class Subscriber(Participant):
     def _said_need(self) -> str:
         return PlanBoard(self.rendezvous.mailbox(f"plan/{self.session}")).need(self._needed)
 
-    def _connect_half(self, message: Connect, topology: Topology, deadline: Deadline) -> str:
+    @property
+    def _can_relay(self) -> bool:
+        # In place there is memory for one bucket, which is to be handed on and written at once: who is slow would stop both.
+        return not self._in_place
+
+    def _connect_half(self, message: Connect, topology: Topology, deadline: Deadline) -> SessionPlan | None:
         session = message.session
         seals = SealMail(self.rendezvous.mailbox(f"seals/{session}"))
         with self._turn:  # this thread may be late, and another session begun
             current = self.session == session
             receiver, halves = (self._receiver, self._halves) if current else (None, None)
-        digest = ""
+        planned: SessionPlan | None = None
         if receiver is not None:
             (sender,) = topology.senders
             receiving = Receiving(session, seals, (Source(receiver, sender, ()),))
@@ -250,16 +259,16 @@ class Subscriber(Participant):
         elif halves is not None:
             board = PlanBoard(self.rendezvous.mailbox(f"plan/{session}"))
             supply = board.supplied(deadline)
-            planned = SessionPlan(supply, board.needed(message.needs, supply, deadline), self._engine.capabilities)
-            halves.connect(self.rendezvous, session, planned.received_by(self.name), deadline)
-            receiving = Receiving.by_plan(session, seals, self.name, planned, halves.halves)
-            digest = planned.plan.digest
+            needed = board.needed(message.needs, supply, deadline)
+            planned = SessionPlan(supply, needed, self._engine.capabilities, may_relay=message.relays)
+            halves.connect(self.rendezvous, session, planned, deadline)
+            receiving = Receiving.by_plan(session, seals, self.name, planned, halves)
         else:
             raise ClosedError("the connection was closed while connecting.", part=self.name)
         with self._turn:
             if self.session == session:
                 self._receiving = receiving
-        return digest
+        return planned
 
     def _close_half(self) -> None:
         parts = self._receiver, self._halves
@@ -317,7 +326,10 @@ class Subscriber(Participant):
             self._stream = stream = LiveStream(manifest, self.name, deadline)
         else:
             self._staging.reserve(manifest, lent=self._looks_at(manifest))
-        self._jobs.put(_Job(manifest, sent, receiving, deadline, message.stall_s, stream))
+        relaying = None
+        if receiving.onward:
+            relaying = Relaying(receiving.onward, sent, deadline, message.stall_s, self.name, self._handed_on)
+        self._jobs.put(_Job(manifest, sent, receiving, deadline, message.stall_s, stream, relaying))
         in_place = stream is not None
         self._tell(Accepted(name=self.name, session=self.session, version=message.version, in_place=in_place))
 
@@ -379,7 +391,7 @@ class Subscriber(Participant):
                     job.stream.fail(error)
 
     def _stage(self, job: _Job) -> None:
-        self._threads.settle(job.deadline)
+        self._ways.settle(job.deadline)
         if job.stream is not None:
             self._pass_on(job, job.stream)
             return
@@ -442,13 +454,26 @@ class Subscriber(Participant):
             self._settle(manifest.version)
 
     def _receive_all(self, job: _Job, receive: Callable[[Source, Arrival], None]) -> None:
-        """Call `receive` for every bucket, in the order of its sender; for those of different senders at the same time."""
+        """Call `receive` for every bucket, in the order of its sender; for those of different senders at the same time.
+
+        Returns when all that others get from here was handed on, too.
+        """
+        receiving, relaying = job.receiving, job.relaying
 
         def from_one(source: Source) -> None:
-            for arrival in job.receiving.arrivals(job.sent, job.manifest, source):
+            for arrival in receiving.arrivals(job.sent, job.manifest, source):
                 receive(source, arrival)
 
-        self._threads.run(job.receiving.sources, from_one, job.deadline)
+        ways = [Way([source.sender], partial(from_one, source)) for source in receiving.sources]
+        if relaying is None:
+            self._ways.run(ways, job.deadline)
+            return
+        ways += [Way(link.receivers, partial(relaying.hand_on, link)) for link in receiving.onward]
+        try:
+            self._ways.run(ways, job.deadline)
+        except Exception as error:
+            relaying.give_up(error)
+            raise
 
     def _show_from(self, version: int, receiving: Receiving) -> None:
         """`version` is looked at from now on."""
@@ -484,14 +509,16 @@ class Subscriber(Participant):
         return decoding.result()
 
     def _receive_bucket(self, job: _Job, source: Source, arrival: Arrival, data: torch.Tensor) -> None:
-        started, deadline = time.perf_counter(), job.deadline.within(job.stall_s)
+        started, deadline = time.perf_counter(), job.deadline.within(source.patience_s(job.stall_s))
         bucket = Bucket(job.manifest.version, arrival.sent_as, data)
         source.receiver.receive(bucket, source.sender, deadline)
         self._arrived(job, source, arrival, data, started, deadline)
+        if job.relaying is not None:
+            job.relaying.came(arrival.sent_as, data)
 
     def _view_bucket(self, job: _Job, source: Source, arrival: Arrival) -> torch.Tensor:
         nbytes = _length(job.manifest, arrival)
-        started, deadline = time.perf_counter(), job.deadline.within(job.stall_s)
+        started, deadline = time.perf_counter(), job.deadline.within(source.patience_s(job.stall_s))
         data = source.receiver.view(job.manifest.version, arrival.sent_as, nbytes, source.sender, deadline)
         self._arrived(job, source, arrival, data, started, deadline)
         return data
@@ -525,6 +552,10 @@ class Subscriber(Participant):
             verify(data, job.receiving.seals.get(version, index, deadline), version, index, peer=source.sender)
         facts = {"seconds": time.perf_counter() - started, "nbytes": data.numel(), "participant": self.name}
         self.hooks.bucket_received(version=version, index=index, facts=facts)
+
+    def _handed_on(self, version: int, index: int, nbytes: int, seconds: float) -> None:
+        facts = {"seconds": seconds, "nbytes": nbytes, "participant": self.name, "relayed": True}
+        self.hooks.bucket_sent(version=version, index=index, facts=facts)
 
     def _settle(self, version: int) -> None:
         """Give a version's memory back to its sender once nobody here looks at it."""

@@ -91,6 +91,7 @@ class TrainerRank:
             quantise=sync.quantise,
             codec=sync.codec,
             full_every=sync.full_every,
+            network=sync.network,
         )
 
     def publish(self, version: int) -> float:

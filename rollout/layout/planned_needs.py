@@ -111,7 +111,10 @@ def find_needs(
     converted = [name for name, (_, on_disk) in stored_tensors(model).items() if sent[name].dtype != on_disk]
     if lossy := [name for name in converted for rank in ranks if not rank.verdict.layout.holds_as_sent(name)]:
         return {"ranks": [], "why": f"{lossy[0]} is sent in another type than the model and its checkpoint have"}
-    return {"ranks": [needed_placement(needed_boxes(rank.verdict.layout), sent).to_plain() for rank in ranks], "why": ""}
+    return {
+        "ranks": [needed_placement(needed_boxes(rank.verdict.layout), sent).to_plain() for rank in ranks],
+        "why": "",
+    }
 
 
 if __name__ == "__main__":

@@ -95,6 +95,7 @@ class SendingSide:
             codec=settings.codec,
             integrity=settings.integrity,
             quantise=settings.quantise,
+            network=settings.network,
         )
 
     def publish(self, version: int, step_s: float) -> dict[str, float]:

@@ -23,11 +23,12 @@ from .needs import replica_of
 from .plan import Cell, Lane, TransferPlan, plan_transfer
 from .predict import GatherAndBroadcast, Prediction, gather_and_broadcast, predict
 from .report import explain, plan_report
-from .routes import Network, Route, plan_routes
+from .routes import BYTES_PER_GBIT, Network, Route, plan_routes, straight
 from .shares import Holdings, Replicated, shares
 from .traffic import Traffic, traffic
 
 __all__ = [
+    "BYTES_PER_GBIT",
     "Cell",
     "GatherAndBroadcast",
     "Holdings",
@@ -47,5 +48,6 @@ __all__ = [
     "predict",
     "replica_of",
     "shares",
+    "straight",
     "traffic",
 ]

@@ -9,10 +9,11 @@ from typing import Literal
 
 from weightlane.ckpt_engines import ConfigError
 
-from .plan import TransferPlan
+from .plan import Lane, TransferPlan
 
 Kind = Literal["star", "chain", "tree"]
 _FAN_OUTS = (1, 2, 3, 4)
+BYTES_PER_GBIT = 1e9 / 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,18 @@ class Route:
     hops: tuple[tuple[str, str], ...]
     depth: int
 
+    def next_after(self, name: str) -> tuple[str, ...]:
+        """Whom a rank sends the lane to."""
+        return tuple(receiver for sender, receiver in self.hops if sender == name)
+
+    def hops_to(self, name: str) -> int:
+        """How many hops the lane takes to a receiver."""
+        before = {receiver: sender for sender, receiver in self.hops}
+        count = 0
+        while (sender := before.get(name)) is not None:
+            name, count = sender, count + 1
+        return count
+
 
 def plan_routes(plan: TransferPlan, network: Network, *, may_relay: bool) -> tuple[Route, ...]:
     """A route for each lane of a plan, the same in every process.
@@ -75,17 +88,27 @@ def plan_routes(plan: TransferPlan, network: Network, *, may_relay: bool) -> tup
         network: What links carry.
         may_relay: Whether receivers can send: a matter of the engine's capabilities, and of the memory of their hosts.
     """
-    fan_outs = _fan_outs(plan, network) if may_relay else [0] * len(plan.lanes)
+    if not may_relay:
+        return straight(plan)
     turns: Counter[tuple[str, ...]] = Counter()
     routes = []
-    for lane, fan_out in zip(plan.lanes, fan_outs, strict=True):
+    for lane, fan_out in zip(plan.lanes, _fan_outs(plan, network), strict=True):
         if not fan_out:
-            routes.append(Route("star", tuple((lane.sender, receiver) for receiver in lane.receivers), 1))
+            routes.append(_star(lane))
             continue
         turn = turns[lane.receivers] % len(lane.receivers)
         turns[lane.receivers] += 1
         routes.append(_handed_on(lane.sender, lane.receivers[turn:] + lane.receivers[:turn], fan_out))
     return tuple(routes)
+
+
+def straight(plan: TransferPlan) -> tuple[Route, ...]:
+    """Routes without a relay: from each lane's sender to each of its receivers."""
+    return tuple(map(_star, plan.lanes))
+
+
+def _star(lane: Lane) -> Route:
+    return Route("star", tuple((lane.sender, receiver) for receiver in lane.receivers), 1)
 
 
 def _fan_outs(plan: TransferPlan, network: Network) -> list[int]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry
+from weightlane.plugins import RunHooks
 from weightlane.sync import (
     CommitMode,
     CommitReport,
@@ -100,6 +101,7 @@ class Rollout:
         needed: Placement | None,
         commit: CommitMode = "staged",
         specs: Specs = SPECS,
+        hooks: RunHooks | None = None,
     ) -> None:
         self.name = f"rollout-{number}"
         self._specs = specs
@@ -108,7 +110,7 @@ class Rollout:
             {name: ExpectedTensor(spec.shape, frozenset({spec.dtype})) for name, spec in specs.items()}
         )
         self.subscriber = Subscriber(
-            f"{self.name}/0", address, engine, options, expectation, needed=needed, commit=commit
+            f"{self.name}/0", address, engine, options, expectation, needed=needed, commit=commit, hooks=hooks
         )
         first = values(0, specs)
         self.live: dict[tuple[str, Box], torch.Tensor] = {
@@ -169,6 +171,7 @@ class Hop:
         commit: CommitMode = "staged",
         specs: Specs = SPECS,
         rollout_specs: Specs | None = None,
+        hooks: RunHooks | None = None,
         **more: Any,
     ) -> None:
         rendezvous = Rendezvous.host()
@@ -184,7 +187,7 @@ class Hop:
         ]
         placements = [Placement.of_shards(shards) for shards in self.shards]
         self.replicas = [
-            Rollout(number, rendezvous.address, engine, options, needed, commit, rollout_specs or specs)
+            Rollout(number, rendezvous.address, engine, options, needed, commit, rollout_specs or specs, hooks)
             for number, needed in enumerate(needs)
         ]
         for replica in self.replicas:
@@ -201,6 +204,7 @@ class Hop:
                         engine=CheckpointEngineRegistry().create(engine, options),
                         bucket_bytes=8192,
                         deadline_s=20.0,
+                        hooks=hooks,
                         **more,
                     )
                 )
@@ -233,3 +237,15 @@ def of_rank(cut: Cut, rank: int, world: int, specs: Specs = SPECS) -> Placement:
     return Placement.of_boxes(
         (spec, cut(spec, rank, world) if spec.shape else [Box((), ())]) for spec in specs.values()
     )
+
+
+TP2 = [of_rank(columns, 0, 2), of_rank(columns, 1, 2)]
+EVERYTHING = None
+LAYOUTS: dict[str, tuple[Cut, int]] = {
+    "rows": (rows, 3),
+    "columns": (columns, 2),
+    "interleaved": (interleaved, 2),
+    "a mesh": (mesh, 4),
+    "data parallel": (copies, 2),
+    "one rank": (rows, 1),
+}

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, CommitError, QuarantinedError, WeightlaneError
+from weightlane.plugins import hookimpl
 from weightlane.sync import (
     Expectation,
     ExpectedTensor,
@@ -237,6 +240,25 @@ class Rollout:
             handle(message)
 
         self._subscriber._handle = late  # type: ignore[method-assign]
+
+    def die_at(self, number: int) -> None:
+        """Be killed when so many buckets have come, before the last of them is handed on."""
+        self._signal_at(number, signal.SIGKILL)
+
+    def freeze_at(self, number: int) -> None:
+        """As `die_at`, but stop only."""
+        self._signal_at(number, signal.SIGSTOP)
+
+    def _signal_at(self, number: int, what: signal.Signals) -> None:
+        came = itertools.count(1)
+
+        class Observer:
+            @hookimpl
+            def bucket_received(self) -> None:
+                if next(came) == number:
+                    os.kill(os.getpid(), what)
+
+        self._subscriber.hooks.register(Observer())
 
     def watch_memory(self) -> None:
         """From now on, look how much memory this process takes."""

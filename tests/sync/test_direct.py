@@ -7,24 +7,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from direct_hop import SPECS, Cut, Hop, columns, copies, interleaved, mesh, of_rank, rows, values
+from direct_hop import EVERYTHING, LAYOUTS, SPECS, TP2, Hop, columns, copies, rows, values
 
 from weightlane.ckpt_engines import ManifestError, ProtocolError, QuorumError, SyncAbortedError
 from weightlane.sync import LocalShard, Placement, TensorSpec
 from weightlane.sync.boxes import Box
 from weightlane.sync.replica_check import ReplicaCheck
 from weightlane.sync.transfer_plan import Holdings
-
-TP2 = [of_rank(columns, 0, 2), of_rank(columns, 1, 2)]
-EVERYTHING = None
-LAYOUTS: dict[str, tuple[Cut, int]] = {
-    "rows": (rows, 3),
-    "columns": (columns, 2),
-    "interleaved": (interleaved, 2),
-    "a mesh": (mesh, 4),
-    "data parallel": (copies, 2),
-    "one rank": (rows, 1),
-}
 
 
 @pytest.mark.parametrize("codec", ["dense", "delta"])

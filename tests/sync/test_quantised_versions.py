@@ -47,6 +47,7 @@ from weightlane.sync.quantisation import is_quantised, pair_of, wire_specs
 from weightlane.sync.quantised_snapshot import Magnitudes, QuantisedShards
 from weightlane.sync.restored import Restoring
 from weightlane.sync.snapshot import Remains
+from weightlane.sync.transfer_plan import Network
 
 MATRICES = ("q.weight", "up.weight", "down.weight")
 SUFFIXES = {"fp8": "_scale_inv", "int8": "_scale"}
@@ -110,6 +111,16 @@ def test_deltas_of_quantised_bytes_are_exact(
         assert run.live() == [left_of(values, scheme)], f"version {version} as {codecs[-1]}"
     if codec == "delta":
         assert codecs == ["delta"] * 7
+
+
+def test_quantised_versions_are_handed_on_by_relays(make_run: Callable[..., Run]) -> None:
+    trainer = {"network": Network(sender_bytes_per_s=1e8, receiver_bytes_per_s=1e9, bucket_bytes=1024)}
+    run = begun(make_run, "gloo", "fp8", trainers=2, replicas=3, trainer=trainer)
+    for version in (1, 2):
+        run.step(version)
+        run.publish(version)
+        run.sync(version)
+        assert run.live() == [left_of(weights(version, torch.float32, shapes=LINEAR), "fp8")] * 3
 
 
 @pytest.mark.parametrize("codec", ["dense", "delta"])

@@ -1,0 +1,265 @@
+"""Rollout ranks hand versions on to one another: everybody gets them bit for bit, and a relay that dies harms nobody else."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+from direct_hop import EVERYTHING, LAYOUTS, SPECS, TP2, Hop
+from hop_run import Run, expected
+
+from weightlane.ckpt_engines import (
+    CheckpointEngineRegistry,
+    CorruptBucketError,
+    DeadlineExceededError,
+    ManifestError,
+    PeerLostError,
+    ProtocolError,
+    WeightlaneError,
+)
+from weightlane.plugins import RunHooks, hookimpl
+from weightlane.sync import Outcome, Placement, Rendezvous, ReplicaState, SyncConfig
+from weightlane.sync.correspondence import Correspondence
+from weightlane.sync.messages import Failed, Joined
+from weightlane.sync.roster import Roster
+from weightlane.sync.session_plan import SessionPlan, Supply
+from weightlane.sync.transfer_plan import Network
+
+SLOW_SENDERS = Network(sender_bytes_per_s=1e8, receiver_bytes_per_s=1e9, bucket_bytes=8192)
+"""What trainers send is what takes longest, by far."""
+IMPATIENT = {"rejoin_s": 3.0, "stall_s": 2.0, "quorum": 0.5}
+
+
+class Bytes:
+    """Observer: what each participant sent and received, counting a bucket once however many it goes to."""
+
+    def __init__(self) -> None:
+        self.sent: Counter[str] = Counter()
+        self.received: Counter[str] = Counter()
+
+    @hookimpl
+    def bucket_sent(self, facts: Mapping[str, Any]) -> None:
+        self.sent[facts["participant"]] += facts["nbytes"]
+
+    @hookimpl
+    def bucket_received(self, facts: Mapping[str, Any]) -> None:
+        self.received[facts["participant"]] += facts["nbytes"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "codec"), [("gloo", "dense"), ("gloo", "delta"), ("nixl", "delta"), ("mooncake", "dense")]
+)
+def test_down_a_chain_a_trainer_sends_its_bytes_once_and_every_replica_has_them_bit_for_bit(
+    hop: Callable[..., Hop], engine: str, codec: str
+) -> None:
+    hooks, moved = RunHooks(), Bytes()
+    hooks.register(moved)
+    run = hop(engine, *LAYOUTS["one rank"], [EVERYTHING] * 3, codec=codec, hooks=hooks, network=SLOW_SENDERS)
+    for version in (1, 2, 3):
+        moved.sent.clear()
+        moved.received.clear()
+        report = run.sync(version)
+        assert report.codec == ("dense" if version == 1 else codec)
+        assert all(replica.holds(version) for replica in run.replicas)
+        (once,) = set(moved.received.values())
+        # Everything sent goes to one receiver: what the relays send is what the trainer does not.
+        assert sum(moved.sent.values()) == sum(moved.received.values()) == 3 * once
+        assert moved.sent["trainer-0"] == report.sent_bytes == once
+        assert sorted(moved.sent.values()) == [once] * 3
+
+
+@pytest.mark.parametrize(
+    ("layout", "codec", "integrity"),
+    [("a mesh", "dense", "full"), ("interleaved", "delta", "off"), ("data parallel", "delta", "full")],
+)
+def test_lanes_of_slices_cross_one_another_on_their_ways_and_all_arrive(
+    hop: Callable[..., Hop], layout: str, codec: str, integrity: str
+) -> None:
+    hooks, moved = RunHooks(), Bytes()
+    hooks.register(moved)
+    more = {"codec": codec, "integrity": integrity, "hooks": hooks}
+    run = hop("gloo", *LAYOUTS[layout], [*TP2, *TP2], network=SLOW_SENDERS, **more)
+    for version in (1, 2):
+        run.sync(version)
+        assert all(replica.holds(version) for replica in run.replicas)
+    assert len([name for name in moved.sent if name.startswith("rollout")]) > 1, "several of them relay"
+
+
+def test_without_a_word_about_links_nobody_relays(hop: Callable[..., Hop]) -> None:
+    hooks, moved = RunHooks(), Bytes()
+    hooks.register(moved)
+    for more in ({}, {"network": SLOW_SENDERS, "commit": "in_place"}):
+        run = hop("gloo", *LAYOUTS["one rank"], [EVERYTHING] * 3, hooks=hooks, **more)
+        run.sync(1)
+        assert all(replica.holds(1) for replica in run.replicas)
+    assert set(moved.sent) == {"trainer-0"}
+
+
+def relayed(make_run: Callable[..., Run]) -> Run:
+    """A trainer with a chain of three replicas, which have version 1."""
+    run = make_run("gloo", replicas=3, trainer={"network": SLOW_SENDERS}, sync=IMPATIENT)
+    run.step(1)
+    run.publish(1)
+    run.sync(1)
+    return run
+
+
+@pytest.mark.parametrize("number", [2, 8], ids=["while the trainer sends", "when it has sent almost everything"])
+def test_a_relay_that_is_killed_is_named_and_the_others_get_the_version_without_it(
+    make_run: Callable[..., Run], number: int
+) -> None:
+    run = relayed(make_run)
+    run.replicas[1].ranks["rollout-1/0"].call("die_at", number)
+    run.step(2)
+    run.publish(2)
+    report = run.sync(2)
+    (failure,) = report.failures
+    assert failure.excluded == ("rollout-1",)
+    assert isinstance(failure.error, PeerLostError)
+    assert failure.error.peer == "rollout-1/0"
+    committed = {name for name, part in report.replicas.items() if part.outcome is Outcome.COMMITTED}
+    assert committed == {"rollout-0", "rollout-2"}
+    run.step(3)
+    run.publish(3)
+    report = run.sync(3)
+    assert report.failures == ()
+    assert report.replicas["rollout-1"].outcome is Outcome.LOST
+    alive = [rank for replica in run.replicas if replica.name in committed for rank in replica.ranks.values()]
+    assert [rank.call("live_digest") for rank in alive] == [expected(3)] * 2
+    states = run.coordinator.states()
+    assert {name for name, state in states.items() if state is ReplicaState.SERVING} == committed
+
+
+def test_a_relay_that_freezes_is_left_behind_and_those_that_starve_behind_it_are_not(
+    make_run: Callable[..., Run],
+) -> None:
+    run = relayed(make_run)
+    frozen = run.replicas[1].ranks["rollout-1/0"]
+    frozen.call("freeze_at", 2)
+    run.step(2)
+    run.publish(2)
+    try:
+        report = run.sync(2)
+    finally:
+        os.kill(frozen.pid, signal.SIGCONT)
+    (failure,) = report.failures
+    assert failure.excluded == ("rollout-1",)
+    assert isinstance(failure.error, DeadlineExceededError)
+    assert failure.error.peer == "rollout-1/0"
+    assert {name for name, part in report.replicas.items() if part.outcome is not Outcome.COMMITTED} == {"rollout-1"}
+
+
+def test_a_replica_that_refuses_and_one_that_joins_late_do_not_break_the_chain(make_run: Callable[..., Run]) -> None:
+    run = make_run("gloo", replicas=2, trainer={"network": SLOW_SENDERS}, sync=IMPATIENT)
+    odd = run.add_replica(shapes={"head": [40, 24]})
+    run.step(1)
+    run.publish(1)
+    report = run.sync(1)
+    assert isinstance(report.replicas[odd.name].error, ManifestError)
+    run.coordinator.remove(odd.name)
+    late = run.add_replica()
+    run.sync(1)
+    assert late.ranks[f"{late.name}/0"].call("live_digest") == expected(1)
+    run.step(2)
+    run.publish(2)
+    assert run.outcomes(2) == dict.fromkeys(("rollout-0", "rollout-1", late.name), "committed")
+    assert run.replicas[0].ranks["rollout-0/0"].call("live_digest") == expected(2)
+    assert late.ranks[f"{late.name}/0"].call("live_digest") == expected(2)
+
+
+# -- what everybody works out alike ---------------------------------------------------------------------------------------
+
+
+def planned(engine: str, *, may_relay: bool = True, network: Network | None = SLOW_SENDERS) -> SessionPlan:
+    supply = Supply({"trainer-0": Placement.whole(SPECS.values())}, 8192, True, "", network)
+    needed = {f"rollout-{number}/0": Placement.whole(SPECS.values()) for number in range(4)}
+    facts = CheckpointEngineRegistry().create(engine, {"path": "unused"} if engine == "filesystem" else {}).capabilities
+    return SessionPlan(supply, needed, facts, may_relay=may_relay)
+
+
+def test_engines_hand_on_if_they_send_to_one_and_nothing_is_shared() -> None:
+    assert {name: planned(name).relays for name in ("gloo", "nixl", "mooncake", "shm", "filesystem")} == {
+        "gloo": True,
+        "nixl": True,
+        "mooncake": True,
+        "shm": False,
+        "filesystem": False,
+    }
+
+
+def test_ranks_that_would_send_by_other_routes_are_told_apart_by_the_digest() -> None:
+    relays, straight = planned("gloo"), [planned("gloo", may_relay=False), planned("gloo", network=None)]
+    assert relays.plan.digest == straight[0].plan.digest
+    assert relays.digest != straight[0].digest == straight[1].digest
+
+
+def test_what_is_said_of_links_comes_over_the_wire_or_is_refused() -> None:
+    supply = Supply({"trainer-0": Placement.whole(SPECS.values())}, 8192, True, "", SLOW_SENDERS)
+    plain = supply.to_plain()
+    assert Supply.from_plain(plain).network == SLOW_SENDERS
+    for links in ([1e9], [1e9, 0.0, 0.0], [1e9, float("nan"), 0.0], [1e9, "1e9", 0.0], [1e9, 1e9, -1.0], 7, {}):
+        with pytest.raises(ProtocolError, match="not what links carry"):
+            Supply.from_plain([*plain[:-1], links])
+
+
+def test_relays_are_chosen_by_the_speeds_that_a_user_states() -> None:
+    assert SyncConfig().network is None
+    stated = SyncConfig(sender_gbps=100, receiver_gbps=400)
+    assert stated.network == Network(12.5e9, 50e9, 20e-6, 32 << 20)
+    assert stated.model_copy(update={"relays": "never"}).network is None
+    with pytest.raises(ValueError, match="both, or neither"):
+        SyncConfig(sender_gbps=100)
+
+
+# -- who is at fault ------------------------------------------------------------------------------------------------------
+
+
+def lost(peer: str) -> WeightlaneError:
+    return PeerLostError("hung up.", part="gloo receiver", peer=peer)
+
+
+def starved(peer: str) -> WeightlaneError:
+    return DeadlineExceededError("no bucket.", part="gloo receiver", peer=peer)
+
+
+@pytest.mark.parametrize(
+    ("told", "culprits", "peer"),
+    [
+        # r1 is dead: whoever is next to it says so, on either side.
+        ([("r2/0", lost("r1/0"))], {"r1"}, "r1/0"),
+        ([("r2/0", lost("r1/0")), ("r0/0", lost("r1/0"))], {"r1"}, "r1/0"),
+        ([("r2/0", lost("r1/0")), ("t0", lost("r1/0"))], {"r1"}, "r1/0"),
+        # Those who starve are named by those behind them, and are not at fault.
+        ([("r3/0", starved("r2/0")), ("r2/0", starved("r1/0"))], {"r1"}, "r1/0"),
+        ([("r3/0", starved("r2/0")), ("r2/0", starved("r1/0")), ("r1/0", lost("t0"))], set(), "t0"),
+        ([("r2/0", starved("r1/0")), ("r1/0", starved("t0"))], set(), "t0"),
+        # Two that accuse each other: a sender speaks before its receiver does.
+        ([("r1/0", starved("r2/0")), ("r2/0", starved("r1/0"))], {"r2"}, "r2/0"),
+        # A bad bucket is its receiver's, as long as nobody else has it: the relay has verified it.
+        ([("r2/0", CorruptBucketError("changed bytes.", part="bucket check", peer="r1/0"))], {"r2"}, "r1/0"),
+    ],
+)
+def test_whoever_is_at_the_end_of_the_way_is_at_fault(
+    told: list[tuple[str, WeightlaneError]], culprits: set[str], peer: str
+) -> None:
+    class Named:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def subscriber_names(self) -> list[str]:
+            return [f"{self.name}/0"]
+
+    rendezvous = Rendezvous.host()
+    roster = Roster(["t0"], [Named(f"r{number}") for number in range(4)], 0.5)  # type: ignore[list-item]
+    letters = Correspondence(rendezvous, roster)
+    letters._note(Joined(name="t0", inbox="t0#1"))
+    verdict = letters._verdict(
+        [Failed(name=name, session="s", version=1, error=error.to_wire()) for name, error in told]
+    )
+    assert verdict.culprits == culprits
+    assert verdict.error.peer == peer
+    assert not verdict.hopeless
