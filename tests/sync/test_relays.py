@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from direct_hop import EVERYTHING, LAYOUTS, SPECS, TP2, Hop
 from hop_run import Run, expected
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from weightlane.ckpt_engines import (
     CheckpointEngineRegistry,
@@ -27,7 +29,7 @@ from weightlane.sync.correspondence import Correspondence
 from weightlane.sync.messages import Failed, Joined
 from weightlane.sync.roster import Roster
 from weightlane.sync.session_plan import SessionPlan, Supply
-from weightlane.sync.transfer_plan import Network
+from weightlane.sync.transfer_plan import Network, shares
 
 SLOW_SENDERS = Network(sender_bytes_per_s=1e8, receiver_bytes_per_s=1e9, bucket_bytes=8192)
 """What trainers send is what takes longest, by far."""
@@ -153,32 +155,73 @@ def test_a_relay_that_freezes_is_left_behind_and_those_that_starve_behind_it_are
     assert {name for name, part in report.replicas.items() if part.outcome is not Outcome.COMMITTED} == {"rollout-1"}
 
 
-def test_a_replica_that_refuses_and_one_that_joins_late_do_not_break_the_chain(make_run: Callable[..., Run]) -> None:
-    run = make_run("gloo", replicas=2, trainer={"network": SLOW_SENDERS}, sync=IMPATIENT)
+def test_a_replica_that_refuses_and_some_that_join_late_do_not_break_the_chain(make_run: Callable[..., Run]) -> None:
+    run = make_run("gloo", replicas=1, trainer={"network": SLOW_SENDERS}, sync=IMPATIENT)
     odd = run.add_replica(shapes={"head": [40, 24]})
     run.step(1)
     run.publish(1)
     report = run.sync(1)
     assert isinstance(report.replicas[odd.name].error, ManifestError)
     run.coordinator.remove(odd.name)
-    late = run.add_replica()
-    run.sync(1)
-    assert late.ranks[f"{late.name}/0"].call("live_digest") == expected(1)
+    late = [run.add_replica(), run.add_replica()]
+    # The first one in the chain of all has the version already.
+    assert run.outcomes(1) == {replica.name: "committed" for replica in late}
     run.step(2)
     run.publish(2)
-    assert run.outcomes(2) == dict.fromkeys(("rollout-0", "rollout-1", late.name), "committed")
-    assert run.replicas[0].ranks["rollout-0/0"].call("live_digest") == expected(2)
-    assert late.ranks[f"{late.name}/0"].call("live_digest") == expected(2)
+    well = [run.replicas[0], *late]
+    assert run.outcomes(2) == {replica.name: "committed" for replica in well}
+    for replica in well:
+        (rank,) = replica.ranks.values()
+        assert rank.call("live_digest") == expected(2)
 
 
 # -- what everybody works out alike ---------------------------------------------------------------------------------------
 
 
+WHOLE = Placement.whole(SPECS.values())
+
+
 def planned(engine: str, *, may_relay: bool = True, network: Network | None = SLOW_SENDERS) -> SessionPlan:
-    supply = Supply({"trainer-0": Placement.whole(SPECS.values())}, 8192, True, "", network)
-    needed = {f"rollout-{number}/0": Placement.whole(SPECS.values()) for number in range(4)}
+    supply = Supply({"trainer-0": WHOLE}, 8192, True, "", network)
+    needed = {f"rollout-{number}/0": WHOLE for number in range(4)}
     facts = CheckpointEngineRegistry().create(engine, {"path": "unused"} if engine == "filesystem" else {}).capabilities
     return SessionPlan(supply, needed, facts, may_relay=may_relay)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    layout=st.sampled_from(sorted(LAYOUTS)),
+    needs=st.lists(st.sampled_from([WHOLE, *TP2]), min_size=1, max_size=4),
+    slowness=st.sampled_from([0.5, 2.0, 10.0]),
+)
+def test_whatever_the_routes_every_lane_gets_to_its_receivers_once_and_nobody_waits_in_a_circle(
+    layout: str, needs: list[Placement], slowness: float
+) -> None:
+    cut, world = LAYOUTS[layout]
+    held = {
+        f"trainer-{rank}": Placement.of_boxes((spec, cut(spec, rank, world)) for spec in SPECS.values())
+        for rank in range(world)
+    }
+    supply = Supply(shares(held), 8192, True, "", Network(1e8 / slowness, 1e8, bucket_bytes=64))
+    needed = {f"rollout-{number}/0": need for number, need in enumerate([*needs, *needs])}
+    gloo = CheckpointEngineRegistry().create("gloo").capabilities
+    plan = SessionPlan(supply, needed, gloo, may_relay=True)
+    queues = {link: list(link.lanes) for link in plan.links}
+    has = {(lane.sender, number) for number, lane in enumerate(plan.plan.lanes)}
+    moved = True
+    while moved:
+        moved = False
+        for link, queue in queues.items():
+            if queue and (link.sender, queue[0]) in has:
+                lane, moved = queue.pop(0), True
+                for name in plan.routes[lane].next_after(link.sender):
+                    assert lane in plan.lanes_to(name, link)
+                    assert (name, lane) not in has, "it has come already"
+                    has.add((name, lane))
+    assert not any(queues.values()), "links wait for one another"
+    wanted = {(name, number) for number, lane in enumerate(plan.plan.lanes) for name in lane.receivers}
+    assert wanted <= has
+    assert plan.relays or slowness < 10
 
 
 def test_engines_hand_on_if_they_send_to_one_and_nothing_is_shared() -> None:
@@ -198,7 +241,7 @@ def test_ranks_that_would_send_by_other_routes_are_told_apart_by_the_digest() ->
 
 
 def test_what_is_said_of_links_comes_over_the_wire_or_is_refused() -> None:
-    supply = Supply({"trainer-0": Placement.whole(SPECS.values())}, 8192, True, "", SLOW_SENDERS)
+    supply = Supply({"trainer-0": WHOLE}, 8192, True, "", SLOW_SENDERS)
     plain = supply.to_plain()
     assert Supply.from_plain(plain).network == SLOW_SENDERS
     for links in ([1e9], [1e9, 0.0, 0.0], [1e9, float("nan"), 0.0], [1e9, "1e9", 0.0], [1e9, 1e9, -1.0], 7, {}):
