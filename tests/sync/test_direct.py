@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -161,7 +163,12 @@ def test_a_rank_with_another_plan_is_named_before_a_byte_moves(
 ) -> None:
     run = hop("gloo", rows, 2, [EVERYTHING, EVERYTHING])
     connect = run.replicas[1].subscriber._connect_half
-    monkeypatch.setattr(run.replicas[1].subscriber, "_connect_half", lambda *given: connect(*given) + "0")
+
+    def other_plan(*given: Any) -> SimpleNamespace:
+        plan = connect(*given)
+        return SimpleNamespace(digest=f"{plan.digest}0", relays=plan.relays)
+
+    monkeypatch.setattr(run.replicas[1].subscriber, "_connect_half", other_plan)
     for publisher in run.publishers:
         publisher.publish(1)
     with pytest.raises(
