@@ -27,6 +27,9 @@ from .roster import Roster
 _SETTLE_S = 0.1
 """How long the first failure waits for others: whoever knows whose fault it was may not have been the first to speak."""
 
+_LOST = TransportError | DeadlineExceededError | QuarantinedError
+"""What one fails with who has lost a peer; the last where that interrupts it while it writes in place."""
+
 Reply = Hello | Connected | Offer | Accepted | Ready | Sent | Staged
 M = TypeVar("M", Hello, Connected, Offer, Accepted, Ready, Sent, Staged)
 
@@ -295,7 +298,9 @@ class Correspondence:
             if self._roster.owner(failure.name) is None:
                 continue
             error = error_from_wire(failure.error)
-            if failure.name in lost:
+            if isinstance(error, _LOST):
+                if failure.name not in lost:
+                    continue  # what it failed with itself says more
                 error = _where_the_way_ends(failure.name, lost)
                 if error.peer in self._roster.publishers:
                     continue
@@ -317,10 +322,16 @@ class Correspondence:
 
 
 def _lost_peers(failures: Iterable[Failed]) -> dict[str, WeightlaneError]:
-    """Who of them has lost a peer, and how: also one that was interrupted by its sender's end while it wrote in place."""
-    errors = {failure.name: error_from_wire(failure.error) for failure in failures}
-    kinds = TransportError | DeadlineExceededError | QuarantinedError
-    return {name: error for name, error in errors.items() if isinstance(error, kinds)}
+    """Who of them has lost a peer, and nothing else happened to it, and how."""
+    lost: dict[str, WeightlaneError] = {}
+    failed_itself = set()
+    for failure in failures:
+        error = error_from_wire(failure.error)
+        if isinstance(error, _LOST):
+            lost.setdefault(failure.name, error)
+        else:
+            failed_itself.add(failure.name)
+    return {name: error for name, error in lost.items() if name not in failed_itself}
 
 
 def _where_the_way_ends(name: str, lost: Mapping[str, WeightlaneError]) -> WeightlaneError:

@@ -107,6 +107,7 @@ class Run:
     def __init__(self, backend: str, options: dict[str, Any]) -> None:
         self._started: list[Participant] = []
         self._plain = {"backend": backend, "options": options}
+        self._trainer: dict[str, Any] = {}
         self._rollout: dict[str, Any] = {}
         self.rendezvous = Rendezvous.host()
         self.trainers: list[Participant] = []
@@ -138,9 +139,10 @@ class Run:
         sync: dict[str, Any] | None = None,
         hooks: RunHooks | None = None,
     ) -> None:
+        self._trainer = {"deadline_s": deadline_s} | (trainer or {})
         for rank in range(trainers):
-            more = {"deadline_s": deadline_s} | (trainer or {})
-            self.trainers.append(self._start("trainer", name=f"trainer-{rank}", rank=rank, world=trainers, **more))
+            mine = {"name": f"trainer-{rank}", "rank": rank, "world": trainers}
+            self.trainers.append(self._start("trainer", **mine, **self._trainer))
         self._rollout = rollout or {}
         for number in range(replicas):
             self.replicas.append(self._start_replica(number, ranks, **self._rollout))
@@ -170,10 +172,10 @@ class Run:
         self.replicas[number].ranks[name] = self._start("rollout", name=name, **self._rollout)
         assert self.replicas[number].ranks[name].answer() == "ready"
 
-    def restart_trainer(self, **more: Any) -> None:
+    def restart_trainer(self) -> None:
         """The only trainer is killed, and another one started in its place."""
         self.trainers[0].kill()
-        self.trainers[0] = self._start("trainer", name="trainer-0", rank=0, world=1, **more)
+        self.trainers[0] = self._start("trainer", name="trainer-0", rank=0, world=1, **self._trainer)
         assert self.trainers[0].answer() == "ready"
 
     def participants(self) -> list[Participant]:

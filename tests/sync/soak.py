@@ -29,6 +29,7 @@ from weightlane.ckpt_engines import CheckpointEngineRegistry, CommitError, Quara
 from weightlane.ckpt_engines.faulty import NO_BUCKET, FaultKind, FaultRecord, read_fault_log
 from weightlane.plugins import hookimpl, make_hooks
 from weightlane.sync import ReplicaState
+from weightlane.sync.transfer_plan import Network
 
 DEADLINE_S = 6.0
 IMPATIENT = {"rejoin_s": 1.5, "stall_s": 0.5, "retries": 2}
@@ -110,13 +111,24 @@ def soak(
     rate: float,
     log: Path,
     commit: str = "staged",
+    relays: bool = False,
 ) -> Result:
-    """Run it. `rate` is the probability of a fault per call of a half; `log` is where the faults are written."""
+    """Run it. `rate` is the probability of a fault per call of a half; `log` is where the faults are written.
+
+    With `relays` one replica gets from the other what it gets.
+    """
     chance = random.Random(seed)
     faulty = {"inner": options, "seed": seed, "rate": rate, "delay_s": 0.05, "log": str(log)}
     run = Run(f"faulty:{engine}", faulty)
     ledger = Ledger()
-    run.begin(replicas=2, deadline_s=DEADLINE_S, rollout={"commit": commit}, sync=IMPATIENT, hooks=make_hooks([ledger]))
+    run.begin(
+        replicas=2,
+        deadline_s=DEADLINE_S,
+        trainer={"network": Network(sender_bytes_per_s=1e8, receiver_bytes_per_s=1e9)} if relays else None,
+        rollout={"commit": commit},
+        sync=IMPATIENT,
+        hooks=make_hooks([ledger]),
+    )
     result = Result(engine, versions, 0, 0, Counter(), 0, 0, [], [], 0.0, 0.0, ledger)
     started = time.monotonic()
     try:
@@ -202,6 +214,7 @@ def main() -> int:
     parser.add_argument("--versions", default=200, type=int)
     parser.add_argument("--seed", default=0, type=int)
     parser.add_argument("--commit", default="staged", choices=["staged", "in_place"])
+    parser.add_argument("--relays", action="store_true", help="one replica hands on to the other")
     parser.add_argument("--rate", default=0.03, type=float, help="probability of a fault per bucket and half")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
@@ -214,6 +227,7 @@ def main() -> int:
             rate=arguments.rate,
             log=Path(directory) / "faults.jsonl",
             commit=arguments.commit,
+            relays=arguments.relays,
         )
     print("\n".join(result.lines()))
     return 1 if result.wrong or result.unaccounted else 0

@@ -80,7 +80,7 @@ def test_a_replica_that_was_started_anew_gets_a_full_version_with_the_others(
 def test_a_trainer_that_was_started_anew_and_counts_alike_is_not_believed(make_run: Callable[..., Run]) -> None:
     run = begun(make_run)
     nudge(run, 2)
-    run.restart_trainer(codec="delta")
+    run.restart_trainer()
     report = nudge(run, 3)  # of the weights that a new trainer begins with
     assert report.codec == "dense"
     assert run.live() == [after(0, [3])]

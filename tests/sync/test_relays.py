@@ -21,6 +21,7 @@ from weightlane.ckpt_engines import (
     ManifestError,
     PeerLostError,
     ProtocolError,
+    QuarantinedError,
     WeightlaneError,
 )
 from weightlane.plugins import RunHooks, hookimpl
@@ -269,6 +270,9 @@ def starved(peer: str) -> WeightlaneError:
     return DeadlineExceededError("no bucket.", part="gloo receiver", peer=peer)
 
 
+CHANGED = CorruptBucketError("changed bytes.", part="bucket check", peer="r1/0")
+
+
 @pytest.mark.parametrize(
     ("told", "culprits", "peer"),
     [
@@ -283,7 +287,10 @@ def starved(peer: str) -> WeightlaneError:
         # Two that accuse each other: a sender speaks before its receiver does.
         ([("r1/0", starved("r2/0")), ("r2/0", starved("r1/0"))], {"r2"}, "r2/0"),
         # A bad bucket is its receiver's, as long as nobody else has it: the relay has verified it.
-        ([("r2/0", CorruptBucketError("changed bytes.", part="bucket check", peer="r1/0"))], {"r2"}, "r1/0"),
+        ([("r2/0", CHANGED)], {"r2"}, "r1/0"),
+        ([("r2/0", CHANGED), ("r2/0", QuarantinedError("a mixture.", peer="r1/0"))], {"r2"}, "r1/0"),
+        ([("r2/0", QuarantinedError("a mixture.", peer="t0")), ("r2/0", CHANGED)], {"r2"}, "r1/0"),
+        ([("r3/0", starved("r2/0")), ("r2/0", starved("r1/0")), ("r2/0", CHANGED)], {"r2"}, "r2/0"),
     ],
 )
 def test_whoever_is_at_the_end_of_the_way_is_at_fault(
