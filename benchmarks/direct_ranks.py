@@ -304,9 +304,8 @@ class RolloutRank(Rank):
         """Copy a staged version into the weights."""
         tensors = self._subscribers[integrity].take(version)
         assert isinstance(tensors, SlicedTensors), "the engine goes from shard to shard"
-        for name, number in self._at.items():
-            for box, values in tensors.parts(name):
-                self._put(number, box, values)
+        for name, region in tensors.regions.items():
+            self._put(self._at[region.spec.name], region.box, tensors.staged[name])
         del tensors
         self._subscribers[integrity].release(version)
 
