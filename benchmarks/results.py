@@ -45,7 +45,16 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
 """Of other benchmarks, whose figures are kept beside these as ``<machine>/<name>-<date>.json``."""
 _OTHERS = (
     *(f"{name}-" for name in _TABLES),
-    *("density-", "densities-", "slow-link-", "commit-layout-", "small-tensors-", "delta-codec-", "plan-scale-", "direct-"),
+    *(
+        "density-",
+        "densities-",
+        "slow-link-",
+        "commit-layout-",
+        "small-tensors-",
+        "delta-codec-",
+        "plan-scale-",
+        "direct-",
+    ),
 )
 """How files are called that are no baselines of ``weightlane bench``."""
 

@@ -223,7 +223,9 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
             self._caught(lambda: wanted.update(checkpoint_specs(model.model, model.dtype) if specs is None else specs))
         )
         if error is None:
-            error = group.first_error(self._caught(lambda: known.append(loader.proven(wanted, group))))
+            error = group.first_error(
+                self._caught(lambda: known.append(loader.proven(wanted, group, whole=self._in_place)))
+            )
         if error is not None or known[0]:
             return error
         tied = {} if self._expectation is None else self._expectation.tied

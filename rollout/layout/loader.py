@@ -29,7 +29,7 @@ from .commit_plan import CommitPlan
 from .equal_compute import OtherValues, first_difference, layer_digests
 from .layout_map import LayoutMap, Refusal, SourceSpec
 from .live_delta import LiveDelta
-from .loading_form import read_by_loading
+from .loading_form import OnlyRead, read_by_loading
 from .needs import needed_boxes, needed_placement
 from .partial_reload import reload_layers
 from .sliced_layout import sliced_layout
@@ -72,6 +72,8 @@ class VersionLoader:
         self._shown = False
         self._read: dict[str, list[Box]] | None = None
         """What vLLM's own loading reads of versions that go through it; None where that is not known."""
+        self._read_shown = False
+        """Whether nothing else of a version changes what it loads."""
         self._sliced: tuple[Slicing, CommitPlan] | None = None
         """The copies of versions that come in the same slices as the last one."""
 
@@ -105,12 +107,11 @@ class VersionLoader:
 
     def needed(self) -> Placement | None:
         """What this rank has to get of versions of the tensors that it was `proven` for; None if that is everything."""
-        boxes = self._read
         if self._plan is not None and self._shown:
-            boxes = needed_boxes(self._plan.layout)
-        if boxes is None:
-            return None
-        return needed_placement(boxes, self._signature)
+            return needed_placement(needed_boxes(self._plan.layout), self._signature)
+        if self._read is not None and self._read_shown:
+            return needed_placement(self._read, self._signature)
+        return None
 
     def load(self, tensors: Mapping[str, torch.Tensor], group: RankGroup) -> Way:
         """Replace every weight of the model by `tensors` (Hugging Face names, full shapes), in place.
@@ -145,14 +146,17 @@ class VersionLoader:
         read = self._read or {}
         return all(tensors.has(name, read.get(name, [Box.whole(spec.shape)])) for name, spec in self._signature.items())
 
-    def proven(self, signature: Mapping[str, SourceSpec], group: RankGroup) -> bool:
+    def proven(self, signature: Mapping[str, SourceSpec], group: RankGroup, *, whole: bool) -> bool:
         """Find out how versions of these tensors go. Nothing is written.
 
-        Returns whether that has been shown to be right. If not, `prove` has to, before `load_pieces`.
+        Returns whether that has been shown to be right. If not, `prove` has to, before `load_pieces`. What goes through vLLM's
+        own loading is right as long as `whole` tensors come.
         """
         self._prepare(dict(signature), group)
         assert self._verdict is not None, "prepared"
-        return self._shown or self._verdict.way is Way.RELOAD
+        if self._verdict.way is not Way.RELOAD:
+            return self._shown
+        return whole or self._read_shown or not any(group.exchange(self._read is not None))
 
     def holds_as_sent(self, name: str) -> bool:
         """Whether all parameters that a tensor goes to have the type in which it is sent, as far as that is known."""
@@ -164,7 +168,10 @@ class VersionLoader:
         Raises:
             CommitError: As `load`.
         """
-        self._show(tensors, group, lambda: self.load_pieces(_pieces_of(tensors)))
+        if self._verdict is not None and self._verdict.way is Way.RELOAD:
+            self._show_read(tensors, group)
+        else:
+            self._show(tensors, group, lambda: self.load_pieces(_pieces_of(tensors)))
 
     def load_pieces(self, pieces: Iterator[Piece]) -> Way:
         """As `load`, for a version that comes in pieces, of which one is kept at a time.
@@ -236,7 +243,8 @@ class VersionLoader:
             return
         if same:
             logger.info("weightlane: parameters have moved, %s learns anew where weights go", self._part)
-        self._signature, self._plan, self._shown, self._sliced, self._read = signature, None, False, None, None
+        self._signature, self._plan, self._shown, self._sliced = signature, None, False, None
+        self._read, self._read_shown = None, False
         self._verdict = self._judged(group)
         if self._verdict.way is Way.RELOAD:
             self._read = self._read_by_loading()
@@ -378,7 +386,38 @@ class VersionLoader:
             return
         logger.warning("weightlane: versions go through vLLM's own loading: %s", trouble)
         self._verdict, self._plan = whole_reload([Refusal("the model", trouble)]), None
-        self._read = self._read_by_loading()
+        self._read, self._read_shown = self._read_by_loading(), False
+
+    def _show_read(self, tensors: Mapping[str, torch.Tensor], group: RankGroup) -> None:
+        """Load what vLLM's own loading is thought to read, and then all of it: the model must be the same, bit for bit."""
+        sliced: dict[str, str] = {}
+        whole: dict[str, str] = {}
+        trouble = self._step(group, lambda: self._reload(OnlyRead(tensors, self._read or {})))
+        if trouble is None:
+            trouble = self._step(group, lambda: sliced.update(self._compute()))
+        failure: WeightlaneError | None = None
+        try:
+            self._reload(tensors)
+        except WeightlaneError as error:
+            failure = error
+        if any(group.exchange(failure is not None)):
+            self._verdict = None  # The next version begins anew.
+            if failure is not None:
+                raise failure
+            return
+        if trouble is None:
+            trouble = self._step(group, lambda: whole.update(self._compute()))
+        if trouble is None:
+            trouble = self._step(group, lambda: self._compare_read(sliced, whole))
+        if trouble is None:
+            self._read_shown = True
+            return
+        logger.warning("weightlane: %s needs every tensor whole: %s", self._part, trouble)
+        self._read = None
+
+    def _compare_read(self, sliced: Mapping[str, str], whole: Mapping[str, str]) -> None:
+        if (name := first_difference(sliced, whole)) is not None:
+            raise CommitError(f"loading reads more of {name or 'the model'} than was seen", part=self._part)
 
     def _compute(self) -> dict[str, str]:
         return layer_digests(self._model, self._config, self._device)

@@ -43,6 +43,34 @@ def read_by_loading(model: torch.nn.Module, sources: Mapping[str, SourceSpec]) -
     return needed_boxes(layout)
 
 
+class OnlyRead(Mapping[str, torch.Tensor]):
+    """Tensors of which only what is read has its values; every other bit is set, which is NaN in types that have it.
+
+    Args:
+        tensors: Their values; each may be made when it is asked for.
+        boxes: What is read of each, see `read_by_loading`; all of those that are not named.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], boxes: Mapping[str, list[Box]]) -> None:
+        self._tensors, self._boxes = tensors, boxes
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        whole = self._tensors[name]
+        if name not in self._boxes:
+            return whole
+        held = torch.empty_like(whole, memory_format=torch.contiguous_format)
+        held.view(-1).view(torch.uint8).fill_(0xFF)
+        for box in self._boxes[name]:
+            held[box.index].copy_(whole[box.index])
+        return held
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
 @contextmanager
 def _loading_form(model: torch.nn.Module) -> Iterator[None]:
     """Inside, every layer has the parameters that its loading fills, on the meta device."""

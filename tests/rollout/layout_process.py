@@ -23,6 +23,7 @@ from weightlane.rollout.layout.rank_models import engine_config, model_of_rank
 from weightlane.rollout.layout.report import make_report
 from weightlane.rollout.weight_loading import load_version
 from weightlane.sync import Manifest, Piece, Region, SlicedTensors, TensorSpec
+from weightlane.sync.checksum import sums
 from weightlane.sync.manifest import Slicing
 
 
@@ -168,13 +169,13 @@ def in_place(path: str, dtype: str, bucket_bytes: int, stale: str) -> dict[str, 
             pack_secretly(model, stale)
         loader = VersionLoader(model, config, torch.device("cpu"), part="test")
         before, alone = state(model), RankGroup(None)
-        if not loader.proven(specs, alone):
+        if not loader.proven(specs, alone, whole=True):
             with CheckpointValues(path, specs, {}) as values:
                 loader.prove(values, alone)
         after_proof = differing(before, state(model))
         second = other(first, seed=2000)
         for tensors in (first, second):
-            assert loader.proven(specs, alone)
+            assert loader.proven(specs, alone, whole=True)
             way = loader.load_pieces(arriving(tensors, bucket_bytes))
         got = state(model)
         load_version(model, config.model_config, second, part="test")
@@ -357,6 +358,13 @@ def needs(path: str, dtype: str, world: int, expert_parallel: bool) -> list[dict
     return answers
 
 
+class LoaderOfOneRank(VersionLoader):
+    """No rank can compute without the others: what it holds is compared instead."""
+
+    def _compute(self) -> dict[str, str]:
+        return {name: sums(held) for name, held in state(self._model).items()}
+
+
 def quantised_slices(path: str, other_path: str, world: int) -> list[dict[str, Any]]:
     """A version of which each rank of a quantised model gets only what it asks for: what it asks for, and what it then holds."""
     from safetensors.torch import load_file
@@ -371,8 +379,17 @@ def quantised_slices(path: str, other_path: str, world: int) -> list[dict[str, A
             wanted = state(model)
             load_version(model, config.model_config, first, part="test")
             before = state(model)
-            loader = VersionLoader(model, config, torch.device("cpu"), part="test")
-            loader.proven(checkpoint_specs(path, torch.bfloat16), alone)
+            specs = checkpoint_specs(path, torch.bfloat16)
+            blind = LoaderOfOneRank(model, config, torch.device("cpu"), part="test")
+            assert not blind.proven(specs, alone, whole=False)
+            assert blind._read is not None
+            blind._read["model.layers.1.mlp.up_proj.weight"].pop()
+            loader = LoaderOfOneRank(model, config, torch.device("cpu"), part="test")
+            assert not loader.proven(specs, alone, whole=False)
+            assert loader.needed() is None, "slices are asked for before it is shown that they are enough"
+            with CheckpointValues(path, specs, {}) as values:
+                blind.prove(values, alone)
+                loader.prove(values, alone)
             touched = differing(before, state(model))
             needed = loader.needed()
             assert needed is not None
@@ -384,6 +401,7 @@ def quantised_slices(path: str, other_path: str, world: int) -> list[dict[str, A
             answers.append(
                 {
                     "way": way,
+                    "blind": blind.needed() is None,
                     "touched": touched,
                     "changed": len(differing(before, state(model))),
                     "differing": differing(wanted, state(model)),

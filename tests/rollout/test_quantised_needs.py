@@ -28,6 +28,7 @@ def test_out_of_the_slices_that_it_asks_for_a_quantised_rank_is_what_vllm_loads_
     for place, rank in enumerate(ranks):
         assert rank["way"] == "reload", "the CPU's kernels take packed weights"
         assert rank["touched"] == rank["differing"] == []
+        assert rank["blind"], "a rank that was wrong about what is read asks for slices"
         assert rank["changed"] > 0
         assert "only" in rank["refused"] or "not known" in rank["refused"]
         for kind, along in (("self_attn.q_proj", 0), ("self_attn.o_proj", 1), ("mlp.up_proj", 0), ("mlp.down_proj", 1)):
