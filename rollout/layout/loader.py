@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from vllm.logger import init_logger
 from weightlane.ckpt_engines import CommitError, WeightlaneError
 from weightlane.sync import IncomingDelta, Piece, Placement, SlicedTensors
 from weightlane.sync.boxes import Box
+from weightlane.sync.checksum import sums
 from weightlane.sync.made_tensors import without_data
 from weightlane.sync.manifest import Slicing
 from weightlane.sync.sliced import Pieces
@@ -359,25 +361,11 @@ class VersionLoader:
             self._reload(OtherValues(tensors))
             commit()
 
-        copied: dict[str, str] = {}
-        loaded: dict[str, str] = {}
-        trouble = self._step(group, overwrite_and_commit)
-        if trouble is None:
-            trouble = self._step(group, lambda: copied.update(self._compute()))
-        failure: WeightlaneError | None = None
-        try:
-            self._reload(tensors)
-        except WeightlaneError as error:
-            failure = error
-        if any(group.exchange(failure is not None)):
-            self._verdict = None  # The next version begins anew.
-            if failure is not None:
-                raise failure
+        trouble = self._beside_whole(
+            tensors, group, overwrite_and_commit, self._compute, partial(self._compare, tensors)
+        )
+        if self._verdict is None:
             return
-        if trouble is None:
-            trouble = self._step(group, lambda: loaded.update(self._compute()))
-        if trouble is None:
-            trouble = self._step(group, lambda: self._compare(tensors, copied, loaded))
         if trouble is None:
             self._shown = True
             logger.info(
@@ -390,11 +378,34 @@ class VersionLoader:
 
     def _show_read(self, tensors: Mapping[str, torch.Tensor], group: RankGroup) -> None:
         """Load what vLLM's own loading is thought to read, and then all of it: the model must be the same, bit for bit."""
-        sliced: dict[str, str] = {}
-        whole: dict[str, str] = {}
-        trouble = self._step(group, lambda: self._reload(OnlyRead(tensors, self._read or {})))
+
+        def load_read() -> None:
+            self._reload(OnlyRead(tensors, self._read or {}))
+
+        trouble = self._beside_whole(tensors, group, load_read, self._hold_and_compute, self._compare_read)
         if trouble is None:
-            trouble = self._step(group, lambda: sliced.update(self._compute()))
+            self._read_shown = self._verdict is not None
+            return
+        logger.warning("weightlane: %s needs every tensor whole: %s", self._part, trouble)
+        self._read = None
+
+    def _beside_whole(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        group: RankGroup,
+        first: Callable[[], None],
+        look: Callable[[], dict[str, str]],
+        compare: Callable[[dict[str, str], dict[str, str]], None],
+    ) -> str | None:
+        """Do `first`, load `tensors` whole, and `compare` how the model `look`s after either; what some rank says against it.
+
+        The verdict is None afterwards if another rank could not load.
+        """
+        before: dict[str, str] = {}
+        after: dict[str, str] = {}
+        trouble = self._step(group, first)
+        if trouble is None:
+            trouble = self._step(group, lambda: before.update(look()))
         failure: WeightlaneError | None = None
         try:
             self._reload(tensors)
@@ -404,20 +415,22 @@ class VersionLoader:
             self._verdict = None  # The next version begins anew.
             if failure is not None:
                 raise failure
-            return
+            return None
         if trouble is None:
-            trouble = self._step(group, lambda: whole.update(self._compute()))
-        if trouble is None:
-            trouble = self._step(group, lambda: self._compare_read(sliced, whole))
-        if trouble is None:
-            self._read_shown = True
-            return
-        logger.warning("weightlane: %s needs every tensor whole: %s", self._part, trouble)
-        self._read = None
+            trouble = self._step(group, lambda: after.update(look()))
+        return self._step(group, lambda: compare(before, after)) if trouble is None else trouble
 
     def _compare_read(self, sliced: Mapping[str, str], whole: Mapping[str, str]) -> None:
         if (name := first_difference(sliced, whole)) is not None:
             raise CommitError(f"loading reads more of {name or 'the model'} than was seen", part=self._part)
+
+    def _hold_and_compute(self) -> dict[str, str]:
+        """What the model gives for a few tokens, and, since these do not meet all of it, the bits of its parameters."""
+        bits = {
+            f"the parameter {name}": sums(held.detach().reshape(-1).clone().view(torch.uint8))
+            for name, held in self._model.named_parameters()
+        }
+        return bits | self._compute()
 
     def _compute(self) -> dict[str, str]:
         return layer_digests(self._model, self._config, self._device)
