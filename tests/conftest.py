@@ -25,6 +25,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # torch asks the name server for the name of every address that it connects to; one that drops a question costs five seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
+# Ray gives way to every other process with all it starts (niceness 15): beside other tests its tests would hardly run at all.
+os.environ.setdefault("RAY_worker_niceness", "0")
+
 # How long an example takes says nothing on a machine that runs other tests beside it.
 hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")

@@ -40,7 +40,6 @@ MIB = 1 << 20
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.timeout(900)
 def test_the_whole_conformance_suite_passes_on_the_devices_there_are() -> None:
     report = run_conformance("cuda_ipc")
     assert report.passed, "\n".join(check.detail for check in report.checks if check.detail)

@@ -222,7 +222,6 @@ def test_interfaces_are_dealt_out_by_rank_so_that_each_sender_has_its_own() -> N
         sender.close()
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "engine",
     [

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 MARKER = "WEIGHTLANE_TEST_RUN"
-START_S = 240.0
+START_S = 500.0
 """Most seconds until a run trains; a busy machine with two cores needs many of them."""
 END_S = 60.0
 """Most seconds until everything of a run has ended once something went wrong."""

@@ -13,7 +13,7 @@ from tiny_run import Material
 
 from weightlane.trainer.run_dir import RunDir
 
-pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow]
 
 StartRun = Callable[[Sequence[str]], RunProcess]
 FOREVER = {"steps": 100_000, "evaluate_tasks": 0, "blocking_syncs": 1}

@@ -11,7 +11,7 @@ import pytest
 from run_process import END_S, START_S, RunProcess
 from tiny_run import Material
 
-pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow]
 
 StartRun = Callable[[Sequence[str]], RunProcess]
 STEPS = 50

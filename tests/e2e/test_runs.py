@@ -14,7 +14,7 @@ from run_process import END_S, START_S, Ended, RunProcess
 from tiny_run import BETAS, GROUP_SIZE, HELDOUT_TASKS, LEARNING_RATE, PROMPTS_PER_STEP, Material
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow]
 
 StartRun = Callable[[Sequence[str]], RunProcess]
 QUANTILES = {"p50", "p95", "max"}

@@ -16,7 +16,7 @@ from test_prometheus import scrape
 from tiny_run import make_material
 from trace_format import Span, Trace, load
 
-pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow]
 
 STEPS = 5
 SLACK_US = 2_000

@@ -16,7 +16,7 @@ _ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
-_START_S = 180.0
+_START_S = 400.0
 
 
 class StockServer:

@@ -74,7 +74,7 @@ def test_a_replica_in_ray_takes_versions_in_flight_and_its_killed_actor_leaves_n
         finally:
             await replica.close()
 
-    asyncio.run(asyncio.wait_for(life(), 240.0))  # two ranks start in it, beside other tests
+    asyncio.run(asyncio.wait_for(life(), 600.0))  # two ranks start in it, beside other tests
 
 
 def check_switch(completion: Completion, models: list[Path]) -> None:
@@ -110,7 +110,7 @@ def test_a_model_that_cannot_be_loaded_is_a_config_error_and_leaves_no_actor(loc
             await start_replicas(RolloutConfig(cpus_per_rank=0.5), tmp_path / "nowhere")
 
     before = {process.pid for process in descendants(os.getpid())}
-    asyncio.run(asyncio.wait_for(start(), 120.0))
+    asyncio.run(asyncio.wait_for(start(), 300.0))
     engines = [process for process in descendants(os.getpid()) if process.pid not in before and is_actor(process)]
     assert gone_within(engines, 15.0)
 

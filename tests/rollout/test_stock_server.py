@@ -254,7 +254,7 @@ def test_the_coordinator_commits_and_takes_back_and_quarantines_over_http(
             with pytest.raises(QuarantinedError, match=rf"cannot be trusted.*{cause}.*update_weights"):
                 await impatient.commit(4)
             assert not impatient.serving
-            assert (await asyncio.wait_for(flying, 60.0))["finish_reason"] == "abort"
+            assert (await asyncio.wait_for(flying, 120.0))["finish_reason"] == "abort"
         wire.swallow = b""
         await replica.quarantine(WeightlaneError("told to"))
         assert not replica.serving
@@ -273,7 +273,7 @@ def test_the_coordinator_commits_and_takes_back_and_quarantines_over_http(
     async def over_the_wire() -> None:
         wire = Wire(server.port)
         async with wire as url:
-            await asyncio.wait_for(life(url, wire), 90.0)
+            await asyncio.wait_for(life(url, wire), 240.0)
 
     asyncio.run(over_the_wire())
 

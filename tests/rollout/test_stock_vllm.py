@@ -108,7 +108,7 @@ def test_offline_vllm_takes_a_version_through_its_own_weight_transfer_calls(
         await trainer.connect([StockReplica(offline)])
         await trainer.sync(models[1])
 
-    asyncio.run(asyncio.wait_for(life(), 60.0))
+    asyncio.run(asyncio.wait_for(life(), 240.0))
     trainer.close()
     wanted = vllm_parameters(load_tensors(models[1]))
     assert offline.call("parameters") == {name: described(tensor) for name, tensor in wanted.items()}
@@ -140,7 +140,7 @@ def test_a_quantised_model_takes_versions_in_its_own_format(
             assert offline.call("parameters") == parameters
             assert offline.call("greedy", PROMPT, 12) == tokens
 
-    asyncio.run(asyncio.wait_for(life(), 60.0))
+    asyncio.run(asyncio.wait_for(life(), 240.0))
     trainer.close()
 
 
@@ -158,7 +158,7 @@ def test_a_quantised_model_refuses_what_is_not(offline: Offline, tmp_path: Path)
         with pytest.raises(SyncAbortedError, match="is bfloat16, expected float8_e4m3fn"):
             await trainer.sync(model)
 
-    asyncio.run(asyncio.wait_for(life(), 60.0))
+    asyncio.run(asyncio.wait_for(life(), 240.0))
     trainer.close()
     assert offline.call("parameters") == before
 
@@ -181,7 +181,7 @@ def test_experts_are_computed_from_their_parameters_before_and_after_a_version(
         await trainer.connect([StockReplica(offline)])
         await trainer.sync(models[1])
 
-    asyncio.run(asyncio.wait_for(life(), 60.0))
+    asyncio.run(asyncio.wait_for(life(), 240.0))
     trainer.close()
     wanted = vllm_parameters(load_tensors(models[1]))
     assert offline.call("parameters") == {name: described(tensor) for name, tensor in wanted.items()}
