@@ -40,7 +40,7 @@ from .placement import Placement
 from .progress import Progress
 from .publication import Base, Publication, Slot, SnapshotSlots
 from .rendezvous import RendezvousAddress
-from .sending import Sending
+from .sending import Outgoing, Sending
 from .sending_end import SendingEnd
 from .session_plan import SessionPlan
 from .tensor_spec import LocalShard
@@ -531,7 +531,7 @@ class Publisher(Participant):
 
         if manifest.lasting:
             held.slot.exposed.add((sending.session, go.version))
-        return sending.send(manifest, segments, memory, ready, go.receivers, deadline, go.stall_s)
+        return sending.send(Outgoing(manifest, segments, memory, ready, go.receivers, deadline, go.stall_s))
 
     def _sent(self, version: int, index: int, nbytes: int, seconds: float) -> None:
         facts = {"seconds": seconds, "nbytes": nbytes, "participant": self.name}

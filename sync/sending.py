@@ -86,6 +86,29 @@ class Opening:
         return SendPipeline(self.session, senders, seals, self.on_sent)
 
 
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A version that one rank is to send what it has of.
+
+    Attributes:
+        manifest: What it is offered as.
+        segments: Of a delta, those of every rank, in rank order.
+        memory: The rank's snapshot, or its segments of a delta back to back; 1-D uint8.
+        ready: See `Ready`.
+        receivers: Who accepted it.
+        deadline: For all of it.
+        stall_s: Longest time for one bucket, in seconds.
+    """
+
+    manifest: Manifest
+    segments: Sequence[Sequence[Segment]]
+    memory: torch.Tensor
+    ready: Ready
+    receivers: Sequence[str]
+    deadline: Deadline
+    stall_s: float
+
+
 class Sending(ABC):
     """Of one rank in one session. `close` may be called from any thread.
 
@@ -122,27 +145,8 @@ class Sending(ABC):
         return replace(self.layout, version=held.version, identity=held.identity)
 
     @abstractmethod
-    def send(
-        self,
-        manifest: Manifest,
-        segments: Sequence[Sequence[Segment]],
-        memory: torch.Tensor,
-        ready: Ready,
-        receivers: Sequence[str],
-        deadline: Deadline,
-        stall_s: float,
-    ) -> int:
-        """Send what this rank has of a version; returns the bytes.
-
-        Args:
-            manifest: What it is offered as.
-            segments: Of a delta, those of every rank, in rank order.
-            memory: The rank's snapshot, or its segments of a delta back to back; 1-D uint8.
-            ready: See `Ready`.
-            receivers: Who accepted it.
-            deadline: For all of it.
-            stall_s: Longest time for one bucket, in seconds.
-        """
+    def send(self, version: Outgoing) -> int:
+        """Send what this rank has of `version`; returns the bytes."""
 
     @property
     @abstractmethod
@@ -213,20 +217,12 @@ class GatheredSending(Sending):
         """See `Sending.pipeline`."""
         return self._pipeline
 
-    def send(
-        self,
-        manifest: Manifest,
-        segments: Sequence[Sequence[Segment]],
-        memory: torch.Tensor,
-        ready: Ready,
-        receivers: Sequence[str],
-        deadline: Deadline,
-        stall_s: float,
-    ) -> int:
+    def send(self, version: Outgoing) -> int:
         """See `Sending.send`."""
-        gather = self._gather
+        gather, manifest = self._gather, version.manifest
+        memory, ready, deadline = version.memory, version.ready, version.deadline
         assert gather is not None, "connected"
-        tables = delta_tables(segments) if manifest.is_delta else gather.tables
+        tables = delta_tables(version.segments) if manifest.is_delta else gather.tables
         if self._pipeline is None or self._sender is None:
             return gather.give(manifest, tables, memory, ready, deadline)
         largest = manifest.largest_bucket_bytes
@@ -239,8 +235,10 @@ class GatheredSending(Sending):
                 manifest,
                 lambda index, data: gather.fill(manifest, tables, memory, index, data, ready, deadline),
             )
-        to = Destination(self._sender, receivers)
-        return self._pipeline.send_version(manifest, source, deadline, destinations=lambda _: to, stall_s=stall_s)
+        to = Destination(self._sender, version.receivers)
+        return self._pipeline.send_version(
+            manifest, source, deadline, destinations=lambda _: to, stall_s=version.stall_s
+        )
 
     def close(self) -> None:
         """See `Sending.close`."""
@@ -287,26 +285,18 @@ class DirectSending(Sending):
         """See `Sending.pipeline`."""
         return self._pipeline
 
-    def send(
-        self,
-        manifest: Manifest,
-        segments: Sequence[Sequence[Segment]],  # noqa: ARG002 - the manifest says where they are
-        memory: torch.Tensor,
-        ready: Ready,
-        receivers: Sequence[str],
-        deadline: Deadline,
-        stall_s: float,
-    ) -> int:
-        """See `Sending.send`."""
+    def send(self, version: Outgoing) -> int:
+        """See `Sending.send`. The manifest of a delta says where the segments are."""
+        manifest = version.manifest
         table = _delta_table(manifest, self._lanes) if manifest.is_delta else self._table
         to: dict[int, Destination] = {}
         for lane, everybody in sorted(self._lanes.items()):
-            accepting = [name for name in everybody.receivers if name in set(receivers)]
+            accepting = [name for name in everybody.receivers if name in set(version.receivers)]
             to |= dict.fromkeys(manifest.buckets_of(lane), replace(everybody, receivers=accepting))
         largest = manifest.largest_bucket_bytes
-        source = FromSnapshot(memory, table, manifest, ready, lambda: self._buffers(largest))
+        source = FromSnapshot(version.memory, table, manifest, version.ready, lambda: self._buffers(largest))
         return self._pipeline.send_version(
-            manifest, source, deadline, destinations=to.__getitem__, buckets=to, stall_s=stall_s
+            manifest, source, version.deadline, destinations=to.__getitem__, buckets=to, stall_s=version.stall_s
         )
 
     def close(self) -> None:
