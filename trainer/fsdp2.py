@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import inspect
-import math
-import random
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from weightlane.ckpt_engines import ConfigError, WeightlaneError
+from weightlane.ckpt_engines import ConfigError
 from weightlane.sync.tensor_spec import LocalShard
 
 from .batch import MicroBatch, TrainBatch
 from .config import TrainerConfig
-from .engine import TrainingEngine
 from .fsdp2_mesh import RankMesh, check_mesh, clip_gradients
 from .fsdp2_parts import PartwiseAdamW, split_into_parts
 from .fsdp2_shards import checkpoint_tensors, local_shards
@@ -26,10 +22,11 @@ from .fsdp2_state import export_model, load_state, save_state
 from .hf_model import check_model_dir
 from .hf_names import checkpoint_runs
 from .losses import LossFn, token_logprobs
-from .process_group import join_ranks, leave_ranks, require_open, typed_collective_errors
+from .process_group import require_open
+from .torch_engine import TorchEngine, add_sums
 
 
-class Fsdp2Engine(TrainingEngine):
+class Fsdp2Engine(TorchEngine):
     """Shards every decoder layer, and the rest of the model, over all ranks with ``fully_shard``.
 
     Where neighbouring ranks share every matrix (``TrainerConfig.fsdp2``), it does so over those that hold the same part. Master
@@ -40,17 +37,7 @@ class Fsdp2Engine(TrainingEngine):
 
     def __init__(self, config: TrainerConfig, rank: int, world: int, rendezvous: tuple[str, int]) -> None:
         super().__init__(config, rank, world, rendezvous)
-        self._part = f"trainer rank {rank}"
-        self._device = _device(config, rank)
         self._model: torch.nn.Module | None = None
-        self._owns_group = False
-        self._torn = False
-        self._step = 0
-
-    @property
-    def step(self) -> int:
-        """As `TrainingEngine.step`."""
-        return self._step
 
     @classmethod
     def check(cls, config: TrainerConfig, model_dir: Path) -> None:
@@ -61,16 +48,7 @@ class Fsdp2Engine(TrainingEngine):
         """As `TrainingEngine.setup`."""
         check_model_dir(model_dir)
         check_mesh(self.config, model_dir)
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-        else:
-            torch.set_num_threads(self.config.threads_per_rank)
-        random.seed(seed)
-        torch.manual_seed(seed)
-        self._model_dir = model_dir
-        self._owns_group = join_ranks(
-            self.rank, self.world, self.rendezvous, self._device, self.config.collective_timeout_s
-        )
+        self._join(model_dir, seed)
         model = _load_model(model_dir)
         self._shard(model)
         takes = inspect.signature(model.forward).parameters
@@ -100,8 +78,7 @@ class Fsdp2Engine(TrainingEngine):
                 output = loss(self._logprobs(model, micro, batch.temperature), micro)
                 # FSDP averages gradients over the ranks; the token mean wants their sum.
                 torch.autograd.backward(output.loss_sum * (mesh.data_world / tokens))
-                for name, value in {"loss": output.loss_sum.detach(), **output.metric_sums}.items():
-                    sums[name] = sums[name] + value if name in sums else value
+                add_sums(sums, output)
             totals = torch.stack([value.double() for value in sums.values()])
             dist.all_reduce(totals, group=mesh.data.get_group())
         return {**dict(zip(sums, (totals / tokens).tolist(), strict=True)), "tokens": float(tokens)}
@@ -112,16 +89,8 @@ class Fsdp2Engine(TrainingEngine):
         with self._collective("the gradient norm of the other ranks"):
             self._mesh.complete_gradients(self._loaded_model())
             norm_value = clip_gradients(self._parameters, self.config.max_grad_norm)
-        if not math.isfinite(norm_value):
-            self._optimizer.zero_grad()
-            raise WeightlaneError(
-                f"the gradient norm is {norm_value} at step {self._step}; no parameter was changed.",
-                part=self._part,
-                hint="Lower trainer.learning_rate, or look for broken log-probabilities or rewards in the batch.",
-            )
-        self._optimizer.set_learning_rate(
-            self.config.learning_rate * min(1.0, (self._step + 1) / max(1, self.config.lr_warmup_steps))
-        )
+        self._refuse_not_finite(norm_value)
+        self._optimizer.set_learning_rate(self._learning_rate())
 
         def about_to_change(names: Collection[str]) -> None:
             before_change(names)
@@ -129,7 +98,7 @@ class Fsdp2Engine(TrainingEngine):
 
         self._optimizer.step(about_to_change)
         self._torn = False
-        self._optimizer.zero_grad()
+        self._clear_gradients()
         self._step += 1
         return norm_value
 
@@ -161,9 +130,7 @@ class Fsdp2Engine(TrainingEngine):
         self._model = None
         self._parameters = []
         self._optimizer = None  # type: ignore[assignment]  # nothing uses it once the model is gone
-        if self._owns_group:
-            self._owns_group = False
-            leave_ranks()
+        self._leave()
 
     def _shard(self, model: torch.nn.Module) -> None:
         """Split `model` over the ranks, in place, and note what its parameters are saved as. Collective."""
@@ -173,22 +140,17 @@ class Fsdp2Engine(TrainingEngine):
             self._mesh.shard(model, _decoder_layers(model), self.config)
         self._model = model
 
+    def _clear_gradients(self) -> None:
+        self._optimizer.zero_grad()
+
     def _loaded_model(self) -> torch.nn.Module:
         require_open(self._model is not None, self._part)
         assert self._model is not None
         return self._model
 
     def _open_model(self) -> torch.nn.Module:
-        if self._torn:
-            raise WeightlaneError(
-                f"step {self._step} stopped when some parameters had changed and others had not.",
-                part=self._part,
-                hint="Load a saved state, or end this run; the error of that step says why it stopped.",
-            )
+        self._refuse_torn()
         return self._loaded_model()
-
-    def _collective(self, waiting_for: str) -> AbstractContextManager[None]:
-        return typed_collective_errors(waiting_for, self._part, self.config.collective_timeout_s)
 
     def _logprobs(self, model: torch.nn.Module, micro: MicroBatch, temperature: float) -> torch.Tensor:
         """float32 [B, A]: log-probability of each target."""
@@ -250,12 +212,3 @@ def _model_without_weights(model_dir: Path) -> torch.nn.Module:
     except (OSError, RuntimeError, ValueError) as cause:
         raise ConfigError(f"the model in {model_dir} cannot be built: {cause}", part="model") from cause
     return model.eval()
-
-
-def _device(config: TrainerConfig, rank: int) -> torch.device:
-    available = torch.cuda.is_available()
-    if config.device == "cuda" and not available:
-        raise ConfigError("trainer.device is cuda, but torch sees no CUDA device.", part="trainer")
-    if config.device == "cpu" or not available:
-        return torch.device("cpu")
-    return torch.device("cuda", rank % torch.cuda.device_count())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import random
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -14,17 +12,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weightlane.ckpt_engines import ConfigError, WeightlaneError
+from weightlane.ckpt_engines import ConfigError
 from weightlane.sync.tensor_spec import LocalShard, TensorSpec
 
 from .batch import MicroBatch, TrainBatch
 from .config import TrainerConfig
-from .engine import TrainingEngine
 from .hf_model import check_model_dir
 from .losses import LossFn
 from .megatron_layout import check_layout, read_model
 from .megatron_names import HEAD, Coordinates, checkpoint_shapes
-from .process_group import join_ranks, leave_ranks, require_open, typed_collective_errors
+from .process_group import require_open
+from .torch_engine import TorchEngine, add_sums
 
 with warnings.catch_warnings():
     # Without TransformerEngine and Apex, megatron-core says several times that it uses torch instead.
@@ -50,7 +48,7 @@ with warnings.catch_warnings():
     )
 
 
-class MegatronEngine(TrainingEngine):
+class MegatronEngine(TorchEngine):
     """Splits the model over the ranks as ``trainer.megatron`` says, and trains it by megatron-core's own schedules.
 
     Master weights, gradients and AdamW's moments are float32; forward and backward run in ``TrainerConfig.compute_dtype``. The
@@ -60,20 +58,10 @@ class MegatronEngine(TrainingEngine):
 
     def __init__(self, config: TrainerConfig, rank: int, world: int, rendezvous: tuple[str, int]) -> None:
         super().__init__(config, rank, world, rendezvous)
-        self._part = f"trainer rank {rank}"
-        self._device = _device(config, rank)
         self._chunks: list[Any] = []
         self._slices: list[WeightSlice] = []
         self._optimizer: Any = None
         self._groups: list[Any] | None = None
-        self._owns_group = False
-        self._torn = False
-        self._step = 0
-
-    @property
-    def step(self) -> int:
-        """As `TrainingEngine.step`."""
-        return self._step
 
     @classmethod
     def check(cls, config: TrainerConfig, model_dir: Path) -> None:
@@ -84,16 +72,7 @@ class MegatronEngine(TrainingEngine):
         """As `TrainingEngine.setup`."""
         check_model_dir(model_dir)
         self._read(model_dir)
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-        else:
-            torch.set_num_threads(self.config.threads_per_rank)
-        random.seed(seed)
-        torch.manual_seed(seed)
-        self._model_dir = model_dir
-        self._owns_group = join_ranks(
-            self.rank, self.world, self.rendezvous, self._device, self.config.collective_timeout_s
-        )
+        self._join(model_dir, seed)
         with self._megatron("the trainer ranks to build the model"):
             self._build(seed)
             load_model(model_dir, self._shapes, self._slices, HEAD if self._facts.shape.tied else "")
@@ -146,17 +125,10 @@ class MegatronEngine(TrainingEngine):
             finalize_model_grads(self._chunks)
             self._optimizer.prepare_grads()
             norm = float(self._optimizer.get_grad_norm())
-        if not math.isfinite(norm):
-            self._clear_gradients()
-            raise WeightlaneError(
-                f"the gradient norm is {norm} at step {self._step}; no parameter was changed.",
-                part=self._part,
-                hint="Lower trainer.learning_rate, or look for broken log-probabilities or rewards in the batch.",
-            )
-        rate = self.config.learning_rate * min(1.0, (self._step + 1) / max(1, self.config.lr_warmup_steps))
+        self._refuse_not_finite(norm)
         inner = inner_optimizers(self._optimizer)
         for group in (group for optimizer in inner for group in optimizer.optimizer.param_groups):
-            group["lr"] = rate
+            group["lr"] = self._learning_rate()
         try:
             before_change(list(self._shapes))
         except BaseException:
@@ -224,24 +196,23 @@ class MegatronEngine(TrainingEngine):
         if self._groups is not None and self._groups is _parallel_groups():
             _destroy_parallel_groups()
         self._groups = None
-        if self._owns_group:
-            self._owns_group = False
-            leave_ranks()
+        self._leave()
+
+    def _choose_device(self) -> torch.device:
+        if self.config.device == "cpu" and torch.cuda.is_available():
+            raise ConfigError(
+                "trainer.device is cpu, but megatron-core uses the CUDA device of this machine.",
+                part="trainer",
+                hint="Set trainer.device=auto, or hide the device with CUDA_VISIBLE_DEVICES= in the environment.",
+            )
+        return super()._choose_device()
 
     def _require_open(self) -> None:
         require_open(bool(self._chunks), self._part)
 
     def _require_whole(self) -> None:
         self._require_open()
-        if self._torn:
-            raise WeightlaneError(
-                f"step {self._step} stopped when some parameters had changed and others had not.",
-                part=self._part,
-                hint="Load a saved state, or end this run; the error of that step says why it stopped.",
-            )
-
-    def _collective(self, waiting_for: str) -> AbstractContextManager[None]:
-        return typed_collective_errors(waiting_for, self._part, self.config.collective_timeout_s)
+        self._refuse_torn()
 
     @contextmanager
     def _megatron(self, waiting_for: str) -> Iterator[None]:
@@ -355,8 +326,7 @@ class MegatronEngine(TrainingEngine):
             group=parallel_state.get_tensor_model_parallel_group(),
         )
         output = loss(logprobs, micro)
-        for name, value in {"loss": output.loss_sum.detach(), **output.metric_sums}.items():
-            sums[name] = sums[name] + value if name in sums else value
+        add_sums(sums, output)
         return output.loss_sum / batch.loss_tokens, torch.zeros((), dtype=torch.int, device=self._device), {}
 
 
@@ -374,16 +344,3 @@ def _destroy_parallel_groups() -> None:
         if isinstance(group, dist.ProcessGroup):
             with suppress(RuntimeError, ValueError, AssertionError):  # as torch complains when a peer is gone
                 dist.destroy_process_group(group)
-
-
-def _device(config: TrainerConfig, rank: int) -> torch.device:
-    available = torch.cuda.is_available()
-    if config.device == "cuda" and not available:
-        raise ConfigError("trainer.device is cuda, but torch sees no CUDA device.", part="trainer")
-    if config.device == "cpu" and available:
-        raise ConfigError(
-            "trainer.device is cpu, but megatron-core uses the CUDA device of this machine.",
-            part="trainer",
-            hint="Set trainer.device=auto, or hide the device with CUDA_VISIBLE_DEVICES= in the environment.",
-        )
-    return torch.device("cuda", rank % torch.cuda.device_count()) if available else torch.device("cpu")

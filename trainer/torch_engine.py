@@ -1,0 +1,100 @@
+"""What training engines on torch.distributed have in common: joining the ranks, the step's bookkeeping, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+import random
+from abc import abstractmethod
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+
+from weightlane.ckpt_engines import ConfigError, WeightlaneError
+
+from .config import TrainerConfig
+from .engine import TrainingEngine
+from .losses import LossOutput
+from .process_group import join_ranks, leave_ranks, typed_collective_errors
+
+
+class TorchEngine(TrainingEngine):
+    """A training engine whose ranks meet in torch.distributed's default group and step by AdamW.
+
+    Subclasses set `_torn` while some parameters of a step have changed and others have not, and count `_step`.
+    """
+
+    def __init__(self, config: TrainerConfig, rank: int, world: int, rendezvous: tuple[str, int]) -> None:
+        super().__init__(config, rank, world, rendezvous)
+        self._part = f"trainer rank {rank}"
+        self._device = self._choose_device()
+        self._owns_group = False
+        self._torn = False
+        self._step = 0
+
+    @property
+    def step(self) -> int:
+        """As `TrainingEngine.step`."""
+        return self._step
+
+    @abstractmethod
+    def _clear_gradients(self) -> None:
+        """Make them zero on this rank."""
+
+    def _choose_device(self) -> torch.device:
+        available = torch.cuda.is_available()
+        if self.config.device == "cuda" and not available:
+            raise ConfigError("trainer.device is cuda, but torch sees no CUDA device.", part="trainer")
+        if self.config.device == "cpu" or not available:
+            return torch.device("cpu")
+        return torch.device("cuda", self.rank % torch.cuda.device_count())
+
+    def _join(self, model_dir: Path, seed: int) -> None:
+        """Get this process ready to train the model in `model_dir`, and meet the other ranks. Collective."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        else:
+            torch.set_num_threads(self.config.threads_per_rank)
+        random.seed(seed)
+        torch.manual_seed(seed)
+        self._model_dir = model_dir
+        self._owns_group = join_ranks(
+            self.rank, self.world, self.rendezvous, self._device, self.config.collective_timeout_s
+        )
+
+    def _leave(self) -> None:
+        """Undo `_join`. Idempotent, never raises."""
+        if self._owns_group:
+            self._owns_group = False
+            leave_ranks()
+
+    def _collective(self, waiting_for: str) -> AbstractContextManager[None]:
+        return typed_collective_errors(waiting_for, self._part, self.config.collective_timeout_s)
+
+    def _refuse_torn(self) -> None:
+        if self._torn:
+            raise WeightlaneError(
+                f"step {self._step} stopped when some parameters had changed and others had not.",
+                part=self._part,
+                hint="Load a saved state, or end this run; the error of that step says why it stopped.",
+            )
+
+    def _refuse_not_finite(self, norm: float) -> None:
+        """Raise, with the gradients cleared, unless the gradient norm is a number."""
+        if not math.isfinite(norm):
+            self._clear_gradients()
+            raise WeightlaneError(
+                f"the gradient norm is {norm} at step {self._step}; no parameter was changed.",
+                part=self._part,
+                hint="Lower trainer.learning_rate, or look for broken log-probabilities or rewards in the batch.",
+            )
+
+    def _learning_rate(self) -> float:
+        """Of the step to come: it rises linearly over the warm-up."""
+        return self.config.learning_rate * min(1.0, (self._step + 1) / max(1, self.config.lr_warmup_steps))
+
+
+def add_sums(sums: dict[str, torch.Tensor], output: LossOutput) -> None:
+    """Add one micro batch's loss and metrics, each summed over its tokens, to `sums`."""
+    for name, value in {"loss": output.loss_sum.detach(), **output.metric_sums}.items():
+        sums[name] = sums[name] + value if name in sums else value
