@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from weightlane.ckpt_engines import ConfigError, StorageError
 
-from .hf_export import PART, partial_name, require_absent, storage_error, write_model_dir
-from .process_group import on_rank_zero
+from .hf_export import write_model_dir
+from .partial_dir import PART, discard_partial, make_partial, partial_name, storage_error, write_on_rank_zero
 
 
 def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
@@ -41,22 +40,16 @@ def save_state(
 ) -> None:
     """Write everything under a temporary name beside `directory`, then rename it."""
     partial = partial_name(directory)
-
-    def prepare() -> None:
-        require_absent(directory)
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-
-    _on_rank_zero(prepare, rank, device, directory)
+    write_on_rank_zero(lambda: make_partial(directory), directory, rank, device)
     state = _state(tensors, optimizer, rank)
     state["step"] = torch.tensor(step)
     try:
         save(state, checkpoint_id=partial)
     except (CheckpointException, OSError) as cause:
         if rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
+            discard_partial(directory)
         raise _storage_error("written", directory, cause) from cause
-    _on_rank_zero(lambda: _rename(partial, directory), rank, device, directory)
+    write_on_rank_zero(lambda: partial.rename(directory), directory, rank, device)
 
 
 def load_state(
@@ -106,7 +99,7 @@ def export_model(
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if rank == 0:
                 full[name] = whole.detach().to("cpu", dtype if whole.is_floating_point() else whole.dtype, copy=True)
-    _on_rank_zero(lambda: _write_hf(directory, model_dir, full, dtype), rank, device, directory)
+    write_on_rank_zero(lambda: _write_hf(directory, model_dir, full, dtype), directory, rank, device)
 
 
 def _state(
@@ -131,22 +124,6 @@ def _write_hf(directory: Path, model_dir: Path, full: dict[str, torch.Tensor], d
         skeleton.save_pretrained(partial, state_dict=full)
 
     write_model_dir(directory, model_dir, dtype, write_weights)
-
-
-def _on_rank_zero(action: Callable[[], None], rank: int, device: torch.device, directory: Path) -> None:
-    def guarded() -> None:
-        try:
-            action()
-        except OSError as cause:
-            if isinstance(cause, StorageError):
-                raise
-            raise _storage_error("written", directory, cause) from cause
-
-    on_rank_zero(guarded, rank, device, PART)
-
-
-def _rename(partial: Path, directory: Path) -> None:
-    partial.rename(directory)
 
 
 def _storage_error(verb: str, directory: Path, cause: BaseException) -> StorageError:

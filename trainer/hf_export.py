@@ -10,26 +10,9 @@ from typing import Any
 
 import torch
 
-from weightlane.ckpt_engines import StorageError
+from .partial_dir import discard_partial, make_partial, storage_error
 
-PART = "trainer checkpoint"
 _COPIED_SUFFIXES = frozenset({".json", ".jinja", ".model", ".tiktoken", ".txt"})
-
-
-def partial_name(directory: Path) -> Path:
-    """Where the contents of `directory` are written until they are complete."""
-    return directory.with_name(f".{directory.name}.partial")
-
-
-def require_absent(directory: Path) -> None:
-    """Raise `StorageError` when there already is something at `directory`."""
-    if directory.exists():
-        raise StorageError(f"{directory} already exists.", part=PART, hint="Remove it or choose another name.")
-
-
-def storage_error(verb: str, directory: Path, detail: object) -> StorageError:
-    """That `directory` could not be `verb` ("read", "written")."""
-    return StorageError(f"{directory} could not be {verb}: {detail}.", part=PART, hint="Check space and permissions.")
 
 
 def write_model_dir(
@@ -46,10 +29,7 @@ def write_model_dir(
     from safetensors import SafetensorError  # noqa: PLC0415 - optional
     from transformers import AutoConfig  # noqa: PLC0415 - optional, and slow to import
 
-    require_absent(directory)
-    partial = partial_name(directory)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    partial = make_partial(directory)
     try:
         for path in model_dir.iterdir():
             if path.is_file() and path.suffix in _COPIED_SUFFIXES and not path.name.endswith(".index.json"):
@@ -64,5 +44,5 @@ def write_model_dir(
             shutil.copyfile(model_dir / "generation_config.json", partial / "generation_config.json")
         partial.rename(directory)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        discard_partial(directory)
         raise

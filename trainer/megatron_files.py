@@ -13,7 +13,7 @@ import torch
 
 from weightlane.sync.boxes import Box
 
-from .hf_export import storage_error
+from .partial_dir import storage_error
 
 
 @dataclass(frozen=True, slots=True)

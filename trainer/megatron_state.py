@@ -8,7 +8,6 @@ number of ranks in any layout can therefore read it, and nothing in it is code.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,11 @@ import torch.distributed as dist
 from weightlane.ckpt_engines import ConfigError, StorageError
 from weightlane.sync.boxes import Box
 
-from .hf_export import PART, partial_name, require_absent, storage_error, write_model_dir
+from .hf_export import write_model_dir
 from .megatron_files import Shelf, StoredSlice, hf_tensors, shapes_in
 from .megatron_weights import MOMENTS, WeightSlice
-from .process_group import on_every_rank, on_rank_zero, share_json
+from .partial_dir import PART, discard_partial, make_partial, partial_name, storage_error, write_on_rank_zero
+from .process_group import on_every_rank, share_json
 
 _WEIGHT = "weight"
 _STATE = "state.json"
@@ -78,11 +78,6 @@ def save_state(
 
     partial = partial_name(directory)
 
-    def prepare() -> None:
-        require_absent(directory)
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-
     def write() -> None:
         tensors = {f"{_RANDOM}|{name}|": state for name, state in _random_state().items()}
         for piece, mine in zip(slices, owned, strict=True):
@@ -99,14 +94,14 @@ def save_state(
         (partial / _STATE).write_text(json.dumps(about, indent=1), encoding="utf-8")
         partial.rename(directory)
 
-    on_rank_zero(lambda: _as_storage_errors(prepare, directory), rank, device, PART)
+    write_on_rank_zero(lambda: make_partial(directory), directory, rank, device)
     owned = _owned(slices, rank, device)
     try:
         on_every_rank(write, device, PART)
-        on_rank_zero(lambda: _as_storage_errors(finish, directory), rank, device, PART)
+        write_on_rank_zero(finish, directory, rank, device)
     except StorageError:
         if rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
+            discard_partial(directory)
         raise
 
 
@@ -177,7 +172,7 @@ def export_model(
     def write() -> None:
         write_model_dir(directory, model_dir, dtype, write_weights)
 
-    on_rank_zero(lambda: _as_storage_errors(write, directory), rank, device, PART)
+    write_on_rank_zero(write, directory, rank, device)
 
 
 def _described(slices: Iterable[WeightSlice]) -> list[Any]:
@@ -240,12 +235,3 @@ def _restore_random_state(directory: Path, rank: int, device: torch.device) -> N
         torch.set_rng_state(opened.get_tensor(f"{_RANDOM}|cpu|"))
         if device.type == "cuda" and f"{_RANDOM}|cuda|" in opened.keys():  # noqa: SIM118 - not a dict
             torch.cuda.set_rng_state(opened.get_tensor(f"{_RANDOM}|cuda|"))
-
-
-def _as_storage_errors(action: Any, directory: Path) -> None:
-    try:
-        action()
-    except OSError as cause:
-        if isinstance(cause, StorageError):
-            raise
-        raise storage_error("written", directory, cause) from cause
