@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture
-def decoding(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """`benchmarks` belongs to the checkout and is never installed."""
-    monkeypatch.syspath_prepend(str(ROOT))
-    return importlib.import_module("benchmarks.decode_while_syncing")
+def decoding(load_benchmark: Callable[[str], ModuleType]) -> ModuleType:
+    return load_benchmark("decode_while_syncing")
 
 
 def test_a_share_is_of_the_turn_just_before_so_that_a_machine_that_slows_down_does_not_count(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -12,14 +11,10 @@ import pytest
 from weightlane.sync.bench.processes import Processes
 from weightlane.sync.bench.workload import named_workload
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture
-def densities(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """`benchmarks` belongs to the checkout and is never installed."""
-    monkeypatch.syspath_prepend(str(ROOT))
-    return importlib.import_module("benchmarks.densities")
+def densities(load_benchmark: Callable[[str], ModuleType]) -> ModuleType:
+    return load_benchmark("densities")
 
 
 def test_every_density_has_all_three_what_auto_made_of_it_and_whether_every_bit_was_right(

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
+from collections.abc import Callable
+from types import ModuleType
 
-import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
 
-
-def test_a_change_is_any_bit_of_the_wire_and_tied_weights_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT))
-    density = importlib.import_module("benchmarks.density")
+def test_a_change_is_any_bit_of_the_wire_and_tied_weights_count_once(
+    load_benchmark: Callable[[str], ModuleType],
+) -> None:
+    density = load_benchmark("density")
     model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False))
     model[1].weight = model[0].weight
     weight = model[0].weight.detach().view(-1)
@@ -27,9 +25,10 @@ def test_a_change_is_any_bit_of_the_wire_and_tied_weights_count_once(monkeypatch
     assert density.changed_share(before, before) == 0.0
 
 
-def test_training_counts_every_step_and_leaves_the_prepared_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT))
-    density = importlib.import_module("benchmarks.density")
+def test_training_counts_every_step_and_leaves_the_prepared_model_alone(
+    load_benchmark: Callable[[str], ModuleType],
+) -> None:
+    density = load_benchmark("density")
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 8)
     kept = [parameter.clone() for parameter in model.parameters()]

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture
-def direct(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """`benchmarks` belongs to the checkout and is never installed."""
-    monkeypatch.syspath_prepend(str(ROOT))
-    return importlib.import_module("benchmarks.direct")
+def direct(load_benchmark: Callable[[str], ModuleType]) -> ModuleType:
+    return load_benchmark("direct")
 
 
 def test_all_ways_carry_the_same_weights(

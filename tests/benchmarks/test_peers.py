@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +17,6 @@ import torch
 
 from weightlane.ckpt_engines import ConfigError
 
-ROOT = Path(__file__).resolve().parents[2]
 HANGS = """
 import multiprocessing, pathlib, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -29,10 +28,8 @@ time.sleep(600)
 
 
 @pytest.fixture
-def peers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """`benchmarks` belongs to the checkout and is never installed."""
-    monkeypatch.syspath_prepend(str(ROOT))
-    return importlib.import_module("benchmarks.peers.runner")
+def peers(load_benchmark: Callable[[str], ModuleType]) -> ModuleType:
+    return load_benchmark("peers.runner")
 
 
 @pytest.fixture

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture
-def plan_scale(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """`benchmarks` belongs to the checkout and is never installed."""
-    monkeypatch.syspath_prepend(str(ROOT))
-    return importlib.import_module("benchmarks.plan_scale")
+def plan_scale(load_benchmark: Callable[[str], ModuleType]) -> ModuleType:
+    return load_benchmark("plan_scale")
 
 
 def test_each_case_is_planned_in_its_own_process_and_shown_in_one_row(

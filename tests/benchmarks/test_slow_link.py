@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -25,10 +25,8 @@ PROBE = "ip link add wl0 type veth peer name wl1 && tc qdisc add dev wl0 root tb
 
 
 @pytest.fixture
-def slow_link(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """`benchmarks` belongs to the checkout and is never installed."""
-    monkeypatch.syspath_prepend(str(ROOT))
-    return importlib.import_module("benchmarks.slow_link")
+def slow_link(load_benchmark: Callable[[str], ModuleType]) -> ModuleType:
+    return load_benchmark("slow_link")
 
 
 @pytest.fixture

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
+from collections.abc import Callable
+from types import ModuleType
 
-import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
 
-
-def test_every_way_leaves_the_very_bits_and_a_wrong_one_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT))
-    small = importlib.import_module("benchmarks.small_tensors")
+def test_every_way_leaves_the_very_bits_and_a_wrong_one_is_noticed(load_benchmark: Callable[[str], ModuleType]) -> None:
+    small = load_benchmark("small_tensors")
     found = small.measure(50, 256, 1)
     assert found["verified"]
     assert all(taken["min"] > 0 for taken in found["seconds"].values())
