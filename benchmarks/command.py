@@ -1,7 +1,8 @@
-"""How the benchmarks that measure with weightlane's own processes end: with a table, a JSON file if asked for, an exit code."""
+"""What commands of benchmarks have in common: options, and how they end: a table, JSON if asked for, an exit code."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import signal
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from weightlane.ckpt_engines import WeightlaneError
+from weightlane.sync.bench.workload import MODELS
 
 Report = dict[str, Any]
 
@@ -17,6 +19,29 @@ Report = dict[str, Any]
 def say(what: str) -> None:
     """Tell on standard error what is going on."""
     print(what, file=sys.stderr, flush=True)
+
+
+def options_of(
+    about: str | None, *, model: str = "", rounds: int = 0, deadline_s: float = 0.0
+) -> argparse.ArgumentParser:
+    """Takes --json, and --model, --rounds and --deadline-s with these defaults where they are given.
+
+    Args:
+        about: The benchmark's docstring, for --help.
+        model: Name of a workload.
+        rounds: How often each way is measured.
+        deadline_s: Longest time for any single thing, in seconds.
+    """
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if model:
+        names = ", ".join(dict.fromkeys((model, *MODELS)))
+        parser.add_argument("--model", default=model, help=f"{names}, or a directory of safetensors files")
+    if rounds:
+        parser.add_argument("--rounds", type=int, default=rounds)
+    if deadline_s:
+        parser.add_argument("--deadline-s", type=float, default=deadline_s, help="for any single thing")
+    parser.add_argument("--json", type=Path)
+    return parser
 
 
 def finish(name: str, measure: Callable[[], Report], text: Callable[[Report], str], to: Path | None) -> int:

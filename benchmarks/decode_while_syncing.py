@@ -42,7 +42,7 @@ from weightlane.sync.bench.machine import this_machine
 from weightlane.sync.bench.participants import Meeting, sync_config
 from weightlane.sync.bench.processes import Processes, Worker
 
-from .command import finish, say
+from .command import finish, options_of, say
 from .commit_layout import write_config
 
 KV = ("keep", "recompute")
@@ -330,16 +330,13 @@ _MODULE = "benchmarks.decode_while_syncing"
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print a table, write JSON if asked to; 1 if any bit was wrong, 2 where it cannot run here."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, rounds=3, deadline_s=120.0)
     parser.add_argument("--engine", type=_words, default=["shm", "gloo"], help="of shm, gloo, filesystem")
     parser.add_argument("--kv", type=_words, default=list(KV), help="of keep, recompute")
     parser.add_argument("--threads", type=_numbers, default=[1, 2], help="of torch in vLLM")
     parser.add_argument("--layers", type=int, default=6, help="of 31.5 MB each, beside an embedding of 67 MB")
     parser.add_argument("--concurrency", type=int, default=8, help="requests in flight")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--turn-s", type=float, default=5.0)
-    parser.add_argument("--deadline-s", type=float, default=120.0, help="for any single thing")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     if min(options.rounds, options.layers, options.concurrency, *options.threads) < 1 or set(options.kv) - set(KV):
         parser.error("--rounds, --layers, --concurrency and --threads must be positive, --kv of keep and recompute")

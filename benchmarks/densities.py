@@ -13,14 +13,12 @@ deciding costs. Both are medians: a version by which auto measures the codec it 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,9 +29,9 @@ from weightlane.sync.bench.machine import this_machine
 from weightlane.sync.bench.participants import sync_config
 from weightlane.sync.bench.processes import Processes, Worker
 from weightlane.sync.bench.rows import RowContender, RowFacts
-from weightlane.sync.bench.workload import MODELS, Workload, named_workload
+from weightlane.sync.bench.workload import Workload, named_workload
 
-from .command import finish, say
+from .command import finish, options_of, say
 
 DENSITIES = (0.0, 0.0001, 0.001, 0.01, 0.05, 0.1, 0.3, 0.5, 1.0)
 CODECS = ("dense", "delta", "auto")
@@ -200,17 +198,12 @@ def text(report: dict[str, Any]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print a table, write JSON if asked to; 1 if any bit was wrong, 2 where it cannot run here."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model", default=MIDDLE, help=f"{MIDDLE}, {', '.join(MODELS)}, or a directory of safetensors files"
-    )
+    parser = options_of(__doc__, model=MIDDLE, deadline_s=120.0)
     parser.add_argument("--engine", default="shm,gloo")
     parser.add_argument("--density", type=float, nargs="*", default=DENSITIES)
     parser.add_argument("--receivers", type=int, default=2)
     parser.add_argument("--warm", type=int, default=4, help="versions of each density that are left out")
     parser.add_argument("--versions", type=int, default=9, help="versions of each density that count")
-    parser.add_argument("--deadline-s", type=float, default=120.0, help="for any single thing")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     if min(options.receivers, options.versions) < 1 or options.warm < 0:
         parser.error("--receivers and --versions must be positive, --warm not negative")

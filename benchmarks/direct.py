@@ -17,7 +17,6 @@ how much the peak of a process lies above what it has with nothing but its weigh
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import multiprocessing
 import socket
@@ -28,16 +27,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Self
 
 from weightlane.ckpt_engines import WorkerDiedError
 from weightlane.ckpt_engines.errors import DeadlineExceededError
 from weightlane.sync import CommitReport, Coordinator, Rendezvous, SyncConfig
 from weightlane.sync.bench.machine import this_machine
-from weightlane.sync.bench.workload import MODELS, Workload, named_workload
+from weightlane.sync.bench.workload import Workload, named_workload
 
-from .command import finish, say
+from .command import finish, options_of, say
 from .direct_ranks import ROLLOUTS, TRAINERS, serve
 
 _PROCESSES = multiprocessing.get_context("forkserver")
@@ -351,14 +349,8 @@ def text(report: dict[str, Any]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print a table, write JSON if asked to; 1 if any bit was wrong, 2 where it cannot run here."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model", default="qwen3-0.6b", help=f"{', '.join(MODELS)}, or a directory of safetensors files"
-    )
-    parser.add_argument("--rounds", type=int, default=7)
+    parser = options_of(__doc__, model="qwen3-0.6b", rounds=7, deadline_s=120.0)
     parser.add_argument("--bucket-mib", type=float, default=32.0)
-    parser.add_argument("--deadline-s", type=float, default=120.0, help="for any single thing")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     if options.rounds < 1 or options.bucket_mib <= 0:
         parser.error("--rounds and --bucket-mib must be positive")

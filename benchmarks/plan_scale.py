@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.command import Report, finish, say
+from benchmarks.command import Report, finish, options_of, say
 from weightlane.sync.placement import Placement
 from weightlane.sync.transfer_plan import Network, plan_report, plan_transfer, shares
 from weightlane.sync.transfer_plan.layouts import RolloutLayout, TrainerLayout
@@ -171,11 +171,9 @@ def text(report: Report) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print a table, write JSON if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, rounds=3)
     parser.add_argument("--case", action="append", choices=list(CASES), help="only this one; repeatable")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--gb-per-s", type=float, default=50.0, help="of every network card")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", action="store_true", help="print the table in Markdown")
     parser.add_argument("--here", choices=list(CASES), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

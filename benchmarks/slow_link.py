@@ -13,7 +13,6 @@ process in them, however the benchmark ends.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import os
@@ -28,7 +27,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from weightlane.ckpt_engines import ConfigError, WeightlaneError
@@ -38,9 +36,9 @@ from weightlane.sync.bench.participants import sync_config
 from weightlane.sync.bench.processes import Processes
 from weightlane.sync.bench.report import PHASES
 from weightlane.sync.bench.rows import RowContender, RowFacts
-from weightlane.sync.bench.workload import MODELS, Workload, named_workload
+from weightlane.sync.bench.workload import Workload, named_workload
 
-from .command import finish, say
+from .command import finish, options_of, say
 
 INTERFACE = "wl0"
 """Of both ends, each in its own namespace."""
@@ -289,18 +287,12 @@ def text(report: dict[str, Any]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print a table, write JSON if asked to; 1 if any bit was wrong, 2 where it cannot run here."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model", default="qwen3-0.6b", help=f"{', '.join(MODELS)}, or a directory of safetensors files"
-    )
+    parser = options_of(__doc__, model="qwen3-0.6b", rounds=3, deadline_s=120.0)
     parser.add_argument("--receivers", type=int, default=1)
     parser.add_argument("--rate-mbit", type=float, default=1000.0)
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--density", type=float, default=0.01)
     parser.add_argument("--codec", default="dense,delta", help="of dense, delta, auto")
     parser.add_argument("--integrity", default="off", choices=["off", "full"])
-    parser.add_argument("--deadline-s", type=float, default=120.0, help="for any single thing")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     if min(options.receivers, options.rounds) < 1 or options.rate_mbit <= 0:
         parser.error("--receivers, --rounds and --rate-mbit must be positive")
