@@ -8,13 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from weightlane.ckpt_engines import (
-    Bucket,
     CheckpointEngineRegistry,
     ClosedError,
     CommitError,
@@ -30,17 +28,18 @@ from weightlane.plugins import RunHooks
 from .coverage import Expectation, check_coverage
 from .delta_decoding import DeltaDecoding
 from .devices import buffer_device
+from .intake import Intake, Job
 from .link_halves import LinkHalves
 from .live_stream import LiveStream
 from .manifest import Manifest
 from .messages import Accepted, Connect, EngineTraits, Message, Open, Ready, Staged
 from .participant import Participant
 from .placement import Placement
-from .receiving import Arrival, Receiving, Source, Way, Ways
+from .receiving import Arrival, Receiving, Source
 from .relaying import Relaying
 from .rendezvous import RendezvousAddress
 from .restored import Restoring
-from .seal import SealMail, verify
+from .seal import SealMail
 from .session_plan import PlanBoard, SessionPlan
 from .staged_delta import IncomingDelta, StagedDelta
 from .staging import Staging, Stream, lacks_base
@@ -50,23 +49,6 @@ _RELEASE_S = 5.0
 
 CommitMode = Literal["staged", "in_place"]
 """Whether a version in full is put aside until it is complete, or written into the live weights as it comes."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """A version to stage."""
-
-    manifest: Manifest
-    """Of what comes here."""
-    sent: Manifest
-    """Of all that is sent."""
-    receiving: Receiving
-    deadline: Deadline
-    stall_s: float
-    stream: LiveStream | None = None
-    """Where the buckets of a version go that is taken in place."""
-    relaying: Relaying | None = None
-    """Who else gets buckets from here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +115,7 @@ class Subscriber(Participant):
         """Where every trainer rank sends, and other rollout ranks hand on."""
         self._receiving: Receiving | None = None
         """There while the session is up."""
-        self._ways = Ways(name)
+        self._intake = Intake(name, self.hooks)
         self._manifest: Manifest | None = None
         """The newest that was offered."""
         self._restorings: tuple[Manifest, Restoring] | None = None
@@ -152,7 +134,7 @@ class Subscriber(Participant):
         self._live = self._live_before = ""
         """Which publication the live weights are, and were before the last `take`; empty when that is not certain."""
         self._staged_identity = (-1, "")
-        self._jobs: queue.SimpleQueue[_Job | _Settle | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | _Settle | None] = queue.SimpleQueue()
         self._worker = threading.Thread(target=self._run, name=f"weightlane-stage-{name}", daemon=True)
         self._worker.start()
         self.start()
@@ -329,7 +311,7 @@ class Subscriber(Participant):
         relaying = None
         if receiving.onward:
             relaying = Relaying(receiving.onward, sent, deadline, message.stall_s, self.name, self._handed_on)
-        self._jobs.put(_Job(manifest, sent, receiving, deadline, message.stall_s, stream, relaying))
+        self._jobs.put(Job(manifest, sent, receiving, deadline, message.stall_s, stream, relaying))
         in_place = stream is not None
         self._tell(Accepted(name=self.name, session=self.session, version=message.version, in_place=in_place))
 
@@ -390,8 +372,8 @@ class Subscriber(Participant):
                 if job.stream is not None:
                     job.stream.fail(error)
 
-    def _stage(self, job: _Job) -> None:
-        self._ways.settle(job.deadline)
+    def _stage(self, job: Job) -> None:
+        self._intake.settle(job.deadline)
         if job.stream is not None:
             self._pass_on(job, job.stream)
             return
@@ -415,7 +397,7 @@ class Subscriber(Participant):
                 self._staging.apply(delta)
             self._staged_identity = (manifest.version, manifest.identity)
 
-    def _pass_on(self, job: _Job, stream: LiveStream) -> None:
+    def _pass_on(self, job: Job, stream: LiveStream) -> None:
         """Hand one bucket after the other to whoever writes it into the live weights; see `take_stream`."""
         manifest, receiving = job.manifest, job.receiving
         looks = self._looks_at(manifest)
@@ -432,17 +414,17 @@ class Subscriber(Participant):
         def receive(source: Source, arrival: Arrival) -> None:
             nonlocal told
             if looks:
-                data = self._view_bucket(job, source, arrival)
+                data = self._intake.view_bucket(job, source, arrival)
             else:
-                data = rooms[source.sender][: _length(manifest, arrival)]
-                self._receive_bucket(job, source, arrival, data)
+                data = rooms[source.sender][: job.length(arrival)]
+                self._intake.receive_bucket(job, source, arrival, data)
             with turn:
                 if not told:
                     told = True
                     self._tell(ready)
                 stream.offer(arrival.index, data)
 
-        self._receive_all(job, receive)
+        self._intake.receive_all(job, receive)
         if not told:
             self._tell(ready)
         with self._turn:
@@ -453,86 +435,49 @@ class Subscriber(Participant):
         if looks:
             self._settle(manifest.version)
 
-    def _receive_all(self, job: _Job, receive: Callable[[Source, Arrival], None]) -> None:
-        """Call `receive` for every bucket, in the order of its sender; for those of different senders at the same time.
-
-        Returns when all that others get from here was handed on, too.
-        """
-        receiving, relaying = job.receiving, job.relaying
-
-        def from_one(source: Source) -> None:
-            for arrival in receiving.arrivals(job.sent, job.manifest, source):
-                receive(source, arrival)
-
-        ways = [Way([source.sender], partial(from_one, source)) for source in receiving.sources]
-        if relaying is None:
-            self._ways.run(ways, job.deadline)
-            return
-        ways += [Way(link.receivers, partial(relaying.hand_on, link)) for link in receiving.onward]
-        try:
-            self._ways.run(ways, job.deadline)
-        except Exception as error:
-            relaying.give_up(error)
-            raise
-
     def _show_from(self, version: int, receiving: Receiving) -> None:
         """`version` is looked at from now on."""
         # Of older sessions nothing can be given back: their senders take other memory.
         self._shown = {shown: other for shown, other in self._shown.items() if other.session == receiving.session}
         self._shown[version] = receiving
 
-    def _receive(self, job: _Job) -> None:
+    def _receive(self, job: Job) -> None:
         """Receive every bucket into memory of our own."""
         memory = self._staging.memory(job.manifest)
 
         def receive(source: Source, arrival: Arrival) -> None:
             start, stop = job.manifest.window(arrival.index)
-            self._receive_bucket(job, source, arrival, memory[start:stop])
+            self._intake.receive_bucket(job, source, arrival, memory[start:stop])
 
-        self._receive_all(job, receive)
+        self._intake.receive_all(job, receive)
 
-    def _receive_delta(self, job: _Job, prepare: Callable[[IncomingDelta], Any]) -> Any:
+    def _receive_delta(self, job: Job, prepare: Callable[[IncomingDelta], Any]) -> Any:
         """What `prepare` makes of a delta: each segment is decoded while the buckets behind it are on their way."""
         manifest = job.manifest
         decoding = DeltaDecoding(manifest, prepare, job.deadline, self.name)
 
         def receive(source: Source, arrival: Arrival) -> None:
-            bucket = self._staging.bucket(_length(manifest, arrival))
-            self._receive_bucket(job, source, arrival, bucket)
+            bucket = self._staging.bucket(job.length(arrival))
+            self._intake.receive_bucket(job, source, arrival, bucket)
             decoding.arrived(arrival.index, bucket)
 
         try:
-            self._receive_all(job, receive)
+            self._intake.receive_all(job, receive)
         except Exception as error:
             decoding.give_up(error)
             raise
         return decoding.result()
 
-    def _receive_bucket(self, job: _Job, source: Source, arrival: Arrival, data: torch.Tensor) -> None:
-        started, deadline = time.perf_counter(), job.deadline.within(source.patience_s(job.stall_s))
-        bucket = Bucket(job.manifest.version, arrival.sent_as, data)
-        source.receiver.receive(bucket, source.sender, deadline)
-        self._arrived(job, source, arrival, data, started, deadline)
-        if job.relaying is not None:
-            job.relaying.came(arrival.sent_as, data)
-
-    def _view_bucket(self, job: _Job, source: Source, arrival: Arrival) -> torch.Tensor:
-        nbytes = _length(job.manifest, arrival)
-        started, deadline = time.perf_counter(), job.deadline.within(source.patience_s(job.stall_s))
-        data = source.receiver.view(job.manifest.version, arrival.sent_as, nbytes, source.sender, deadline)
-        self._arrived(job, source, arrival, data, started, deadline)
-        return data
-
-    def _look(self, job: _Job) -> Stream | None:
+    def _look(self, job: Job) -> Stream | None:
         """Look at every bucket; the stream where it lies, or None after copying it where a section is in pieces."""
         manifest = job.manifest
         self._show_from(manifest.version, job.receiving)
         shown: dict[int, torch.Tensor] = {}
 
         def look(source: Source, arrival: Arrival) -> None:
-            shown[arrival.index] = self._view_bucket(job, source, arrival)
+            shown[arrival.index] = self._intake.view_bucket(job, source, arrival)
 
-        self._receive_all(job, look)
+        self._intake.receive_all(job, look)
         sections = [manifest.buckets_of(number) for number in range(manifest.section_count)]
         parts = [adjoined([shown[index] for index in section]) for section in sections]
         if all(part is not None for part in parts):
@@ -543,15 +488,6 @@ class Subscriber(Participant):
             start, stop = manifest.window(index)
             memory[start:stop].copy_(bucket)
         return None
-
-    def _arrived(
-        self, job: _Job, source: Source, arrival: Arrival, data: torch.Tensor, started: float, deadline: Deadline
-    ) -> None:
-        version, index = job.manifest.version, arrival.sent_as
-        if job.manifest.sealed:
-            verify(data, job.receiving.seals.get(version, index, deadline), version, index, peer=source.sender)
-        facts = {"seconds": time.perf_counter() - started, "nbytes": data.numel(), "participant": self.name}
-        self.hooks.bucket_received(version=version, index=index, facts=facts)
 
     def _handed_on(self, version: int, index: int, nbytes: int, seconds: float) -> None:
         facts = {"seconds": seconds, "nbytes": nbytes, "participant": self.name, "relayed": True}
@@ -571,11 +507,6 @@ class Subscriber(Participant):
             )
         except Exception:  # noqa: BLE001 - without this thread nothing would ever be staged again
             _log.exception("%s: version %d was not given back", self.name, version)
-
-
-def _length(manifest: Manifest, arrival: Arrival) -> int:
-    start, stop = manifest.window(arrival.index)
-    return stop - start
 
 
 def adjoined(views: Sequence[torch.Tensor]) -> torch.Tensor | None:
