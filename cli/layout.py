@@ -21,7 +21,10 @@ def print_layout(console: Console, report: Mapping[str, Any]) -> None:
     """Print what `weightlane.rollout.layout.report.layout_report` returned."""
     divided = ", experts divided between them" if report["expert_parallel"] else ""
     ranks = f"{report['tensor_parallel']} rank(s){divided}"
-    console.print(f"{escape(report['architecture'])} in {report['dtype']} on {ranks}: {_WAYS[report['way']]}")
+    quantised = f" ({escape(report['quantization'])})" if report["quantization"] else ""
+    console.print(
+        f"{escape(report['architecture'])} in {report['dtype']}{quantised} on {ranks}: {_WAYS[report['way']]}"
+    )
     table = Table("rank", "tensors", "copies", "MB copied", "parameters", "padding", "learned in", "way")
     for rank in report["ranks"]:
         table.add_row(
@@ -45,6 +48,8 @@ def print_layout(console: Console, report: Mapping[str, Any]) -> None:
     if report["tied"]:
         console.print(f"may be left out, or sent and ignored: {escape(', '.join(report['tied']))}")
     for rank in report["ranks"]:
+        if rank["way"] == "reload":
+            console.print(f"rank {rank['rank']} needs {rank['needed_elements']} of these elements for its loading")
         for layer in rank["reloaded"]:
             console.print(f"rank {rank['rank']} reloads {escape(layer)}")
         for refusal in rank["refused"][:_SHOWN]:

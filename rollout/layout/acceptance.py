@@ -95,6 +95,11 @@ def judge(
     return _mixed(model, layout, set(refused), tuple(reasons))
 
 
+def untraceable(cause: Exception) -> Refusal:
+    """That nothing is copied, since loading raised `cause` when it was traced."""
+    return Refusal("the model", f"its loading cannot be traced: {type(cause).__name__}: {str(cause)[:200]}")
+
+
 def whole_reload(reasons: Iterable[Refusal]) -> Verdict:
     """The verdict that nothing is copied."""
     return Verdict(Way.RELOAD, LayoutMap({}, {}), (), frozenset(), tuple(reasons))

@@ -26,7 +26,7 @@ from weightlane.sync.sliced import Pieces
 
 from ..agreement import RankGroup
 from ..weight_loading import load_version
-from .acceptance import Verdict, Way, judge, whole_reload
+from .acceptance import Verdict, Way, judge, untraceable, whole_reload
 from .commit_plan import CommitPlan
 from .equal_compute import OtherValues, first_difference, layer_digests
 from .layout_map import LayoutMap, Refusal, SourceSpec
@@ -281,7 +281,7 @@ class VersionLoader:
             layout = trace_loading(self._model, self._signature)
             fact["layout"] = layout.to_plain()
         except Exception as cause:  # noqa: BLE001 - a model's loader may raise anything; the version is loaded without copies then
-            fact["error"] = f"its loading cannot be traced: {type(cause).__name__}: {str(cause)[:200]}"
+            fact["error"] = untraceable(cause).why
         facts = group.exchange(fact)
         errors = [fact["error"] for fact in facts if "error" in fact]
         if errors or layout is None:

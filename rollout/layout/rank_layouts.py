@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -9,12 +10,19 @@ from typing import Any
 
 import torch
 
+from weightlane.sync.boxes import Box
+
 from ..expectation import expectation_of
+from ..quantised_models import refuse_other_formats
 from ..weight_loading import refuse_unsupported
-from .acceptance import Verdict, judge
-from .layout_map import LayoutMap, SourceSpec
+from .acceptance import Verdict, Way, judge, untraceable, whole_reload
+from .layout_map import LayoutMap, Refusal, SourceSpec
+from .loading_form import read_by_loading
+from .needs import needed_boxes
 from .rank_models import engine_config, model_of_rank, quiet_vllm
 from .trace import trace_loading
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +30,11 @@ class RankLayout:
     """Of one rank."""
 
     layout: LayoutMap
-    """As it was traced."""
+    """As it was traced; without targets where that cannot be."""
     verdict: Verdict
     """What goes by copies, as a worker decides before its first version."""
+    needed: dict[str, list[Box]]
+    """What is read of each tensor."""
     experts: list[dict[str, Any]]
     """See `held_experts`."""
     learned_s: float
@@ -43,9 +53,11 @@ def checked_config(
     # The headers come first, and tell most of what can be wrong.
     expectation_of(model, dtype=torch.float32, tied_embeddings=False)
     quiet_vllm()
-    return engine_config(
+    config = engine_config(
         model, tensor_parallel=tensor_parallel, dtype=dtype, expert_parallel=expert_parallel, extra=extra
     )
+    refuse_other_formats(config.model_config)
+    return config
 
 
 def rank_layouts(config: Any, sources: Mapping[str, SourceSpec], *, tied: Collection[str]) -> list[RankLayout]:
@@ -58,22 +70,39 @@ def rank_layouts(config: Any, sources: Mapping[str, SourceSpec], *, tied: Collec
 
     Raises:
         ConfigError: A model cannot be built, or its weights cannot be replaced.
-        Exception: What the model's own loading raised.
     """
     ranks = range(config.parallel_config.tensor_parallel_size)
     traced: list[tuple[LayoutMap, list[dict[str, Any]], float]] = []
+    untraced: list[Refusal] = []
     for rank in ranks:
         with model_of_rank(config, rank) as built:
             refuse_unsupported(built, config, config.device_config.device)
             began = time.perf_counter()
-            layout = trace_loading(built, sources)
+            try:
+                layout = trace_loading(built, sources)
+            except Exception as cause:  # noqa: BLE001 - a model's loader may raise anything; versions are loaded without copies then
+                untraced.append(untraceable(cause))
+                layout = LayoutMap(
+                    dict(sources), {}, refused_sources=[Refusal(name, untraced[0].why) for name in sources]
+                )
             traced.append((layout, held_experts(built), time.perf_counter() - began))
     layouts = [layout for layout, _, _ in traced]
     found = []
     for rank, (layout, experts, learned_s) in zip(ranks, traced, strict=True):
         with model_of_rank(config, rank) as built:
-            found.append(RankLayout(layout, judge(built, layout, layouts, tied=tied), experts, learned_s))
+            verdict = whole_reload(dict.fromkeys(untraced)) if untraced else judge(built, layout, layouts, tied=tied)
+            needed = _read(built, sources) if verdict.way is Way.RELOAD else needed_boxes(layout)
+            found.append(RankLayout(layout, verdict, needed, experts, learned_s))
     return found
+
+
+def _read(model: torch.nn.Module, sources: Mapping[str, SourceSpec]) -> dict[str, list[Box]]:
+    """What vLLM's own loading reads of `sources`; all of them where that cannot be told."""
+    try:
+        return read_by_loading(model, sources)
+    except Exception as cause:  # noqa: BLE001 - as above
+        _log.info("weightlane: every tensor is needed whole: %s: %s", type(cause).__name__, str(cause)[:200])
+        return {name: [Box.whole(spec.shape)] for name, spec in sources.items()}
 
 
 def held_experts(model: torch.nn.Module) -> list[dict[str, Any]]:

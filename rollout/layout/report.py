@@ -13,7 +13,6 @@ from ..expectation import expectation_of
 from .acceptance import Way
 from .coverage import target_coverage, unused_elements
 from .layout_map import SourceSpec
-from .needs import needed_boxes
 from .rank_layouts import checked_config, rank_layouts
 
 _PART = "layout"
@@ -41,11 +40,11 @@ def layout_report(
         timeout_s: Longest time it may take.
 
     Returns:
-        Plain data: ``model``, ``architecture``, ``dtype``, ``tensor_parallel``, ``expert_parallel``, ``way``, ``tied``,
-        ``union`` (over ranks: ``tensors``, ``elements``, ``unused``) and ``ranks``, each with ``rank``, ``way``, ``tensors``,
-        ``slices``, ``bytes``, ``needed_elements`` (of the checkpoint), ``experts`` (for each kind of layer that has any:
-        ``held``, their numbers, and ``of``, how many there are), ``constants``, ``constant_elements``, ``parameters``,
-        ``reloaded`` (layers), ``refused`` and ``learned_s``.
+        Plain data: ``model``, ``architecture``, ``dtype``, ``quantization`` (vLLM's name for it, or nothing),
+        ``tensor_parallel``, ``expert_parallel``, ``way``, ``tied``, ``union`` (over ranks: ``tensors``, ``elements``,
+        ``unused``) and ``ranks``, each with ``rank``, ``way``, ``tensors``, ``slices``, ``bytes``, ``needed_elements`` (of the
+        checkpoint), ``experts`` (for each kind of layer that has any: ``held``, their numbers, and ``of``, how many there
+        are), ``constants``, ``constant_elements``, ``parameters``, ``reloaded`` (layers), ``refused`` and ``learned_s``.
 
     Raises:
         ConfigError: There is no such model, its files are broken, or vLLM cannot run it so.
@@ -84,10 +83,16 @@ def make_report(model: str, *, tensor_parallel: int, dtype: str, expert_parallel
     excused = {source for layout in layouts for source, _ in layout.feeds}
     excused |= {refusal.tensor for layout in layouts for refusal in layout.refused_sources}
     unused = {name: count for name, count in unused_elements(layouts).items() if name not in excused}
+    unused |= {
+        name: spec.numel
+        for name, spec in sources.items()
+        if spec.numel and not any(rank.needed[name] for rank in ranks)
+    }
     return {
         "model": model,
         "architecture": ", ".join(config.model_config.architectures),
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
+        "quantization": config.model_config.quantization or "",
         "tensor_parallel": tensor_parallel,
         "expert_parallel": expert_parallel,
         "way": next(way for way in (Way.RELOAD, Way.MIXED, Way.TRACED) if way in ways),
@@ -104,7 +109,7 @@ def make_report(model: str, *, tensor_parallel: int, dtype: str, expert_parallel
                 "tensors": len({piece.source for piece in rank.layout.slices}),
                 "slices": len(rank.layout.slices),
                 "bytes": rank.layout.bytes_copied,
-                "needed_elements": sum(box.numel for boxes in needed_boxes(rank.layout).values() for box in boxes),
+                "needed_elements": sum(box.numel for boxes in rank.needed.values() for box in boxes),
                 "experts": rank.experts,
                 "parameters": len(rank.layout.targets),
                 "constants": len(rank.layout.constants),

@@ -1,4 +1,4 @@
-"""Lends the end-to-end tests' tiny model and tasks to the tests of bad input."""
+"""Lends the tiny models and tasks of other folders' tests to those of the commands."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
 from tiny_run import Material, make_material

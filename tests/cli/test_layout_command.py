@@ -7,9 +7,12 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import pytest
+import torch
 from rich.console import Console
+from tiny_models import make_blocky_qwen3, quantised_copy
 from tiny_run import Material
 from typer.testing import CliRunner, Result
 
@@ -36,6 +39,44 @@ def test_every_tensor_of_every_rank_is_accounted_for(material: Material) -> None
         assert rank["slices"] >= rank["parameters"]
 
 
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheme", "told"), [("fp8", "fp8"), ("int8", "compressed-tensors")])
+def test_of_a_quantised_checkpoint_each_rank_needs_what_vllms_loading_reads(
+    scheme: Literal["fp8", "int8"], told: str, tmp_path: Path
+) -> None:
+    if scheme == "fp8" and not torch.cpu._is_amx_tile_supported():
+        pytest.skip("vLLM's fp8 layers need AMX on a CPU")
+    model = quantised_copy(make_blocky_qwen3(tmp_path / "plain", seed=0, ranks=2), tmp_path / scheme, scheme)
+    result = run([str(model), "--tp", "2", "--json"])
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert (report["way"], report["quantization"]) == ("reload", told)
+    assert report["union"]["unused"] == {}
+    everything = report["union"]["elements"]
+    for rank in report["ranks"]:
+        assert rank["way"] == "reload"
+        assert rank["refused"], "nobody learns why it is not copied"
+        assert everything / 2 <= rank["needed_elements"] < 0.51 * everything, "a rank reads its half"
+    console = Console(width=200, record=True, file=io.StringIO())
+    print_layout(console, report)
+    shown = console.export_text()
+    assert f"in bfloat16 ({told}) on 2 rank(s): versions go through vLLM's own loading" in shown
+    assert f"rank 1 needs {report['ranks'][1]['needed_elements']} of these elements for its loading" in shown
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_format_in_which_versions_are_not_sent_is_named(tmp_path: Path) -> None:
+    model = quantised_copy(make_blocky_qwen3(tmp_path / "plain", seed=0), tmp_path / "fp8", "fp8")
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"]["weight_block_size"] = [64, 64]
+    (model / "config.json").write_text(json.dumps(config))
+    result = run([str(model)])
+    assert result.exit_code == 2
+    assert "the replica quantizes its weights (fp8) in a format in which versions are not sent." in result.stderr
+
+
 def test_each_rank_says_which_experts_it_holds() -> None:
     facts = {"tensors": 4, "slices": 4, "bytes": 64, "parameters": 2, "constant_elements": 0, "learned_s": 0.01}
     ranks = [
@@ -45,6 +86,7 @@ def test_each_rank_says_which_experts_it_holds() -> None:
     report = {
         "architecture": "Mixture",
         "dtype": "bfloat16",
+        "quantization": "",
         "tensor_parallel": 2,
         "expert_parallel": True,
         "way": "traced",
