@@ -76,7 +76,7 @@ def run_report(
     tensor_parallel = config.rollout.tensor_parallel
     ranks: Sequence[Any] = (None,) * tensor_parallel
     why_whole = ""
-    if not facts.persistent and config.sync.quantise == "none":
+    if not facts.persistent:
         needs = planned_needs(config.rollout, config.model.path)
         ranks, why_whole = needs.ranks, needs.why_whole
     report = planned_session(

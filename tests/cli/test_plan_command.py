@@ -137,6 +137,9 @@ def test_a_run_is_planned_from_its_configuration(material: Material, tmp_path: P
     assert "sync.codec = delta" in note
     assert len(list(cache.iterdir())) == 1
     assert not (tmp_path / "run").exists()
+    fewer = report([str(config), *(part for each in (*overrides, "sync.quantise=fp8") for part in ("--set", each))])
+    assert fewer["crossing_bytes"] == fewer["minimum_bytes"] < found["crossing_bytes"]
+    assert fewer["payload_bytes"] < fewer["crossing_bytes"] / 2 < 1.2 * fewer["payload_bytes"], "slices, quantised too"
 
 
 def test_what_an_engine_cannot_do_is_not_planned(material: Material, tmp_path: Path) -> None:
