@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,7 +52,8 @@ class SendingEnd:
         network: Network | None,
     ) -> None:
         self._name, self._rank, self._engine, self._ours = name, rank, engine, ours
-        self._network = network
+        # By it everybody chooses routes, and rollout ranks know no buckets but those that are sent.
+        self._network = network and replace(network, bucket_bytes=bucket_bytes)
         self._bucket_bytes, self._sealed, self._uses_deltas = bucket_bytes, sealed, uses_deltas
         self._stored: Manifest | None = None
         """The stream of whole tensors that an engine gets which stores."""

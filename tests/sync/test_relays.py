@@ -75,6 +75,18 @@ def test_down_a_chain_a_trainer_sends_its_bytes_once_and_every_replica_has_them_
         assert sorted(moved.sent.values()) == [once] * 3
 
 
+def test_trainer_ranks_choose_routes_by_the_buckets_they_send_whatever_the_network_was_said_to_carry(
+    hop: Callable[..., Hop],
+) -> None:
+    hooks, moved = RunHooks(), Bytes()
+    hooks.register(moved)
+    links = Network(sender_bytes_per_s=1e8, receiver_bytes_per_s=1e9)
+    run = hop("gloo", *LAYOUTS["one rank"], [EVERYTHING] * 3, hooks=hooks, network=links)
+    run.sync(1)
+    assert all(replica.holds(1) for replica in run.replicas)
+    assert len(set(moved.sent.values())) == 1, "each sends everything once"
+
+
 @pytest.mark.parametrize(
     ("layout", "codec", "integrity"),
     [("a mesh", "dense", "full"), ("interleaved", "delta", "off"), ("data parallel", "delta", "full")],
