@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +13,10 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+PROBE = (
+    "ip link add wlbridge type bridge && ip link add wl0 type veth peer name wl1 && ip link set wl1 master wlbridge"
+    " && tc qdisc add dev wl0 root tbf rate 1mbit burst 64kb latency 50ms"
+)
 
 
 @pytest.fixture
@@ -17,3 +24,36 @@ def load_benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleTyp
     """Gives a module of `benchmarks` by its name there."""
     monkeypatch.syspath_prepend(str(ROOT))
     return lambda name: importlib.import_module(f"benchmarks.{name}")
+
+
+@pytest.fixture
+def networks(load_benchmark: Callable[[str], ModuleType]) -> ModuleType:
+    """Where benchmarks have limited links from."""
+    return load_benchmark("networks")
+
+
+@pytest.fixture
+def limited_links(networks: ModuleType) -> None:
+    """Skips, with the reason, where no link can be limited."""
+    if reason := networks.missing():
+        pytest.skip(reason)
+    if (unshare := shutil.which("unshare")) is None:
+        pytest.skip("unshare, of util-linux, not found")
+    done = subprocess.run([unshare, "--net", "sh", "-c", PROBE], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"this system makes no limited links: {done.stderr.strip()}")
+
+
+@pytest.fixture
+def networks_held() -> Callable[[], list[str]]:
+    """Finds the network namespaces of which this process has a descriptor."""
+
+    def held() -> list[str]:
+        found = []
+        for entry in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if (target := str(entry.readlink())).startswith("net:"):
+                    found.append(target)
+        return found
+
+    return held

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,34 +20,11 @@ from weightlane.sync.bench.network import enter_network
 from weightlane.sync.bench.workload import named_workload
 
 ROOT = Path(__file__).resolve().parents[2]
-PROBE = "ip link add wl0 type veth peer name wl1 && tc qdisc add dev wl0 root tbf rate 1mbit burst 64kb latency 50ms"
 
 
 @pytest.fixture
 def slow_link(load_benchmark: Callable[[str], ModuleType]) -> ModuleType:
     return load_benchmark("slow_link")
-
-
-@pytest.fixture
-def possible(slow_link: ModuleType) -> None:
-    """Skips, with the reason, where no link can be limited."""
-    if reason := slow_link.missing():
-        pytest.skip(reason)
-    if (unshare := shutil.which("unshare")) is None:
-        pytest.skip("unshare, of util-linux, not found")
-    done = subprocess.run([unshare, "--net", "sh", "-c", PROBE], capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"this system makes no limited links: {done.stderr.strip()}")
-
-
-def networks_held() -> list[str]:
-    """Network namespaces of which this process has a descriptor."""
-    found = []
-    for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            if (target := str(entry.readlink())).startswith("net:"):
-                found.append(target)
-    return found
 
 
 def network_of(pid: int | str) -> str:
@@ -57,8 +33,10 @@ def network_of(pid: int | str) -> str:
     return ""
 
 
-@pytest.mark.usefixtures("possible")
-def test_both_codecs_cross_a_link_that_carries_what_it_was_limited_to(slow_link: ModuleType) -> None:
+@pytest.mark.usefixtures("limited_links")
+def test_both_codecs_cross_a_link_that_carries_what_it_was_limited_to(
+    slow_link: ModuleType, networks_held: Callable[[], list[str]]
+) -> None:
     mine, threads = network_of("self"), threading.active_count()
     with ThreadPoolExecutor(1) as aside:  # it changes the network of the thread that runs it
         report = aside.submit(
@@ -86,7 +64,7 @@ def test_both_codecs_cross_a_link_that_carries_what_it_was_limited_to(slow_link:
     assert threading.active_count() <= threads
 
 
-@pytest.mark.usefixtures("possible")
+@pytest.mark.usefixtures("limited_links")
 def test_an_interrupt_ends_every_process_and_with_them_the_link() -> None:
     command = [sys.executable, "-m", "benchmarks.slow_link", "--model", "tiny", "--rounds", "100000"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
@@ -120,13 +98,13 @@ def offspring(pid: int) -> list[int]:
     return [pid, *(further for child in found for further in offspring(child))]
 
 
-def test_where_it_cannot_run_it_says_why(slow_link: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slow_link.shutil, "which", lambda _: None)
-    assert slow_link.missing() == "ip and tc not found: install iproute2."
-    with pytest.raises(ConfigError, match="install iproute2"), slow_link.limited_link(1.0):
+def test_where_it_cannot_run_it_says_why(networks: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    assert networks.missing() == "ip and tc not found: install iproute2."
+    with pytest.raises(ConfigError, match="install iproute2"), networks.limited_link(1.0):
         pass
-    monkeypatch.setattr(slow_link.shutil, "which", lambda program: f"/sbin/{program}")
-    monkeypatch.setattr(slow_link.os, "geteuid", lambda: 1000)
-    assert "it takes root" in slow_link.missing()
+    monkeypatch.setattr("shutil.which", lambda program: f"/sbin/{program}")
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert "it takes root" in networks.missing()
     with pytest.raises(ConfigError, match="there is no network namespace at"):
         enter_network("/proc/self/fd/100000")

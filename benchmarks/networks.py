@@ -1,0 +1,216 @@
+"""Network namespaces joined by limited links, for benchmarks whose participants shall not be on one machine's loopback.
+
+Linux only; it takes root and the programs ip and tc (Debian's iproute2). The namespaces have no names: they go with the last
+process in them, however a benchmark ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weightlane.ckpt_engines import ConfigError
+from weightlane.sync.bench.network import enter_network, new_network
+
+INTERFACE = "wl0"
+"""Of every participant, each in its own namespace."""
+_PART = "limited link"
+_SUBNET = "10.83.71"
+_BURST_BYTES = 256 << 10
+"""What may pass at once: four of the largest segments the kernel hands down, a quarter of a percent of a second's worth."""
+_QUEUE_MS = 50
+_COMMAND_S = 20.0
+_PIECE_BYTES = 1 << 20
+_TRAFFIC_CONTROL_S = 0.5
+"""A raw transfer must take about so long, against a burst that passes unhindered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A namespace with one interface."""
+
+    namespace: str
+    """Its path."""
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Two namespaces that see each other only."""
+
+    sender: Host
+    receiver: Host
+    rate_mbit: float
+
+
+def missing() -> str:
+    """Why no such link can be made here; empty when it can."""
+    if not sys.platform.startswith("linux"):
+        return "network namespaces are Linux's."
+    if absent := [program for program in ("ip", "tc") if shutil.which(program) is None]:
+        return f"{' and '.join(absent)} not found: install iproute2."
+    if os.geteuid() != 0:
+        return "it takes root to make network namespaces and to limit a link."
+    return ""
+
+
+def inside(namespace: str, work: Callable[[], Any]) -> Future[Any]:
+    """Do `work` on a thread of its own in `namespace`."""
+    done: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            enter_network(namespace)
+            done.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - whoever asks for the result gets it
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="weightlane-limited-link", daemon=True).start()
+    return done
+
+
+@contextlib.contextmanager
+def on(host: Host) -> Iterator[None]:
+    """This thread, and all that it starts, is in the host's namespace meanwhile."""
+    before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    try:
+        enter_network(host.namespace)
+        yield
+    finally:
+        enter_network(f"/proc/self/fd/{before}")
+        os.close(before)
+
+
+@contextlib.contextmanager
+def limited_link(rate_mbit: float) -> Iterator[Link]:
+    """Two fresh namespaces joined by a link of that rate in each direction.
+
+    Raises `ConfigError` where the system does not allow it, or ip or tc fail.
+    """
+    with _namespaces(2) as (sender, receiver):
+        peer = f"ip link add {INTERFACE} type veth peer name {INTERFACE} netns {receiver}"
+        _each(sender, [peer])
+        hosts = [Host(path, f"{_SUBNET}.{number}") for number, path in enumerate((sender, receiver), 1)]
+        for host in hosts:
+            _each(host.namespace, [*_up(host, 30), _limit(INTERFACE, rate_mbit)])
+        yield Link(*hosts, rate_mbit)
+
+
+@contextlib.contextmanager
+def limited_hosts(count: int, rate_mbit: float) -> Iterator[tuple[Host, ...]]:
+    """`count` fresh namespaces joined by a bridge in one more, each with a link of that rate in each direction.
+
+    Raises `ConfigError` where the system does not allow it, or ip or tc fail.
+    """
+    with _namespaces(count + 1) as (bridge, *paths):
+        _each(bridge, ["ip link add wlbridge type bridge", "ip link set wlbridge up"])
+        hosts = tuple(Host(path, f"{_SUBNET}.{number}") for number, path in enumerate(paths, 1))
+        for number, host in enumerate(hosts):
+            port = f"wlport{number}"
+            _each(host.namespace, [f"ip link add {INTERFACE} type veth peer name {port} netns {bridge}"])
+            # What a host gets is limited where it leaves the bridge.
+            joined = [f"ip link set {port} master wlbridge", f"ip link set {port} up"]
+            _each(bridge, [*joined, _limit(port, rate_mbit)])
+            _each(host.namespace, [*_up(host, 24), _limit(INTERFACE, rate_mbit)])
+        yield hosts
+
+
+def sent_bytes(host: Host) -> int:
+    """What its interface has sent so far, headers and acknowledgements included."""
+    counters = inside(host.namespace, Path("/proc/thread-self/net/dev").read_text).result(_COMMAND_S)
+    line = next(line for line in counters.splitlines() if line.strip().startswith(f"{INTERFACE}:"))
+    return int(line.split(":")[1].split()[8])  # eight columns of what it has received come first
+
+
+def raw_mbit(sender: Host, receivers: Sequence[Host], rate_mbit: float) -> float:
+    """What TCP carries from a host of that rate to others, one connection to each at once: Mbit of payload per second."""
+    nbytes = max(_PIECE_BYTES, round(rate_mbit * 1e6 / 8 * _TRAFFIC_CONTROL_S))
+    listening: list[Future[int]] = [Future() for _ in receivers]
+
+    def receive(host: Host, at: Future[int]) -> float:
+        with socket.create_server((host.address, 0)) as server:
+            server.settimeout(_COMMAND_S)
+            at.set_result(server.getsockname()[1])
+            connection, _ = server.accept()
+            with connection:
+                connection.settimeout(_COMMAND_S)
+                buffer, left = bytearray(_PIECE_BYTES), nbytes
+                while left:
+                    if not (got := connection.recv_into(buffer, min(left, len(buffer)))):
+                        raise ConfigError("the connection ended early.", part=_PART)
+                    left -= got
+                return time.monotonic()
+
+    def send(host: Host, at: Future[int]) -> float:
+        with socket.create_connection((host.address, at.result(_COMMAND_S)), _COMMAND_S) as connection:
+            started, piece, left = time.monotonic(), memoryview(bytes(_PIECE_BYTES)), nbytes
+            while left:
+                connection.sendall(piece[: min(left, len(piece))])
+                left -= min(left, len(piece))
+            return started
+
+    total = nbytes * len(receivers)
+    wait_s = 2 * _COMMAND_S + 8e-6 * total / rate_mbit
+    ends = list(zip(receivers, listening, strict=True))
+    received = [inside(host.namespace, lambda host=host, at=at: receive(host, at)) for host, at in ends]  # type: ignore[misc]
+    sent = [inside(sender.namespace, lambda host=host, at=at: send(host, at)) for host, at in ends]  # type: ignore[misc]
+    started = min(float(each.result(wait_s)) for each in sent)
+    return 8e-6 * total / (max(float(each.result(wait_s)) for each in received) - started)
+
+
+@contextlib.contextmanager
+def _namespaces(count: int) -> Iterator[list[str]]:
+    """The paths of fresh ones."""
+    if reason := missing():
+        raise ConfigError(reason, part=_PART)
+    with contextlib.ExitStack() as opened:
+        paths = []
+        for _ in range(count):
+            made: Future[int] = Future()
+            threading.Thread(target=_make_network, args=(made,), daemon=True).start()
+            descriptor = made.result(_COMMAND_S)
+            opened.callback(os.close, descriptor)
+            paths.append(f"/proc/{os.getpid()}/fd/{descriptor}")
+        yield paths
+
+
+def _make_network(made: Future[int]) -> None:
+    try:
+        made.set_result(new_network())
+    except BaseException as error:  # noqa: BLE001 - raised by whoever waits
+        made.set_exception(error)
+
+
+def _up(host: Host, prefix: int) -> list[str]:
+    return [
+        "ip link set lo up",
+        f"ip address add {host.address}/{prefix} dev {INTERFACE}",
+        f"ip link set {INTERFACE} up",
+    ]
+
+
+def _limit(interface: str, rate_mbit: float) -> str:
+    limit = f"rate {round(rate_mbit * 1000)}kbit burst {_BURST_BYTES} latency {_QUEUE_MS}ms"
+    return f"tc qdisc add dev {interface} root tbf {limit}"
+
+
+def _each(namespace: str, lines: Sequence[str]) -> None:
+    """Run commands there, one after the other."""
+    inside(namespace, lambda: [_command(line) for line in lines]).result((1 + len(lines)) * _COMMAND_S)
+
+
+def _command(line: str) -> None:
+    done = subprocess.run(line.split(), capture_output=True, text=True, timeout=_COMMAND_S, check=False)  # noqa: S603 - ours
+    if done.returncode:
+        raise ConfigError(f"`{line}` failed: {done.stderr.strip()}", part=_PART)
