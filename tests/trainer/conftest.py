@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,12 +11,26 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from engine_ranks import Parity, Ranks, make_models
 
+_teams: dict[int, Ranks] = {}
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End the workers after the folder's last test: threads of their process groups poll for as long as they live."""
+    if nextitem is None or nextitem.path.parent != item.path.parent:
+        while _teams:
+            _teams.popitem()[1].end()
+
 
 @pytest.fixture(scope="session")
-def ranks_of() -> Iterator[Callable[[int], Ranks]]:
+def ranks_of() -> Callable[[int], Ranks]:
     """Workers by their number, started once for all modules."""
-    with ExitStack() as stack:
-        yield functools.cache(lambda world: stack.enter_context(Ranks(world)))
+
+    def found(world: int) -> Ranks:
+        if world not in _teams:
+            _teams[world] = Ranks(world)
+        return _teams[world]
+
+    return found
 
 
 @pytest.fixture(scope="session")
@@ -30,4 +42,4 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def parity(ranks_of: Callable[[int], Ranks], models: dict[str, Path]) -> Parity:
     """Compares training with FSDP2's on one rank."""
-    return Parity(ranks_of(1), models)
+    return Parity(ranks_of, models)

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -92,6 +93,10 @@ class Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """End them all."""
         for process in self.processes:
             if process.stdin is not None:
                 process.stdin.close()
@@ -201,22 +206,23 @@ class Parity:
     """Twenty steps beside those of FSDP2 on one rank.
 
     Args:
-        alone: A team of one rank.
+        ranks_of: Gives the team of so many ranks.
         models: Tiny checkpoints by name.
     """
 
     STEPS = 20
 
-    def __init__(self, alone: Ranks, models: dict[str, Path]) -> None:
-        self._alone, self._models = alone, models
+    def __init__(self, ranks_of: Callable[[int], Ranks], models: dict[str, Path]) -> None:
+        self._ranks_of, self._models = ranks_of, models
         self._known: dict[str, list[dict[str, float]]] = {}
 
     def _reports(self, name: str) -> list[dict[str, float]]:
         """What one rank reports of each step of a model."""
         if name not in self._known:
             trainer = {**TRAINER, "micro_batch_tokens": 40}
-            self._alone.all("setup", model=str(self._models[name]), trainer=trainer)
-            self._known[name] = list(self._alone.all("train", first=0, count=self.STEPS)[0])
+            alone = self._ranks_of(1)
+            alone.all("setup", model=str(self._models[name]), trainer=trainer)
+            self._known[name] = list(alone.all("train", first=0, count=self.STEPS)[0])
         return self._known[name]
 
     def check(self, ranks: Ranks, name: str, trainer: dict[str, Any], directory: Path) -> None:

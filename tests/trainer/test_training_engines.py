@@ -71,6 +71,23 @@ def test_shards_of_all_ranks_are_the_checkpoint_bit_for_bit(
     assert_same(gathered(team.ranks, tmp_path / "shards", "bfloat16"), checkpoint(models[name]))
 
 
+@pytest.mark.megatron
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
+def test_a_megatron_engine_that_is_closed_takes_its_process_groups_with_it(
+    ranks_of: Callable[[int], Ranks], models: dict[str, Path]
+) -> None:
+    """It has dozens, whose threads poll; the worker closes an engine when the next one is set up."""
+    layout, threads = TEAMS["megatron-tp2"], []
+    team = Team(ranks_of(layout.world), layout.settings)
+    for _ in range(3):
+        team.setup(models["qwen3-tied"])
+        team.ranks.all("train", first=0, count=1)
+        threads.append(team.ranks.all("gloo_threads"))
+    of_one_group = 3
+    new = [after - before for before, after in zip(threads[1], threads[2], strict=True)]
+    assert max(new) <= of_one_group, "all but one of seventeen groups have ended"
+
+
 def test_export_loads_in_transformers_with_the_trained_weights(
     team: Team, models: dict[str, Path], tmp_path: Path
 ) -> None:
