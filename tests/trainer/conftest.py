@@ -1,4 +1,4 @@
-"""Makes this folder's helper modules importable, and shares the worker processes, which take long to start."""
+"""Makes this folder's helper modules importable, and shares the worker processes of a module, which take long to start."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _teams: dict[int, Ranks] = {}
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """End the workers after the folder's last test: threads of their process groups poll for as long as they live."""
-    if nextitem is None or nextitem.path.parent != item.path.parent:
+    """End the workers after a module's last test: threads of their process groups poll for as long as they live."""
+    if nextitem is None or nextitem.path != item.path:
         while _teams:
             _teams.popitem()[1].end()
 
 
 @pytest.fixture(scope="session")
 def ranks_of() -> Callable[[int], Ranks]:
-    """Workers by their number, started once for all modules."""
+    """Workers by their number, started once for a module."""
 
     def found(world: int) -> Ranks:
         if world not in _teams:
