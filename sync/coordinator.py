@@ -37,6 +37,7 @@ from .roster import Member, Replica, ReplicaState, Roster
 
 _log = logging.getLogger(__name__)
 _QUARANTINE_S = 10.0
+_LOOK_AGAIN_S = 0.01
 _CLEAN_UP_S = 60.0
 """How much longer than the sync commits that were interrupted may take to end, at the very most."""
 
@@ -192,6 +193,21 @@ class Coordinator:
             replica: Name of the replica that died; empty for a trainer, without which a version cannot be sent.
         """
         self._rendezvous.post(COORDINATOR, Lost(replica=replica, error=error.to_wire()))
+
+    def wait_until_heard(self, timeout_s: float) -> None:
+        """Return when every trainer has read how the versions ended, or after `timeout_s` if one has died. Never raises.
+
+        For programs that end and take the store with them: what nobody has read then is lost.
+        """
+        deadline = Deadline.after(timeout_s)
+        try:
+            while (deaf := self._letters.unread(self._roster.publishers)) and not deadline.expired:
+                time.sleep(_LOOK_AGAIN_S)
+        except WeightlaneError:
+            _log.debug("the store was gone before close")
+            return
+        if deaf:
+            _log.warning("%s did not read how the last version ended within %.0f s", ", ".join(deaf), timeout_s)
 
     def close(self) -> None:
         """Stop every participant's control thread and end a sync that is under way. Idempotent."""

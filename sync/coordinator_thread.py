@@ -20,6 +20,8 @@ from .roster import Replica, ReplicaState
 _log = logging.getLogger(__name__)
 _PART = "coordinator thread"
 _JOIN_S = 5.0
+_HEARD_S = 5.0
+"""How long rank 0 keeps the rendezvous for ranks that have not read how the last version ended; a dead one never does."""
 
 T = TypeVar("T")
 
@@ -73,8 +75,9 @@ class CoordinatorThread:
             raise ClosedError("the publisher was closed.", part=_PART) from None
 
     def close(self) -> None:
-        """End what is under way, and the thread. Never raises."""
+        """End what is under way, and the thread, once the other ranks know how the last version ended. Never raises."""
         if self._coordinator is not None:
+            self._coordinator.wait_until_heard(_HEARD_S)
             self._coordinator.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_JOIN_S)

@@ -97,6 +97,11 @@ class Correspondence:
         for name in names:
             self.post(name, message)
 
+    def unread(self, names: Iterable[str]) -> list[str]:
+        """Those among `names` that have not read all that was written to them."""
+        inboxes = self._roster.inboxes
+        return [name for name in names if name in inboxes and self._rendezvous.unread(inboxes[name])]
+
     def catch_up(self) -> None:
         """Take note of everything that has come in meanwhile."""
         while (message := self._inbox.get_nowait()) is not None:

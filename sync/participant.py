@@ -169,7 +169,7 @@ class Participant(ABC):
             _log.warning("%s: could not report a failure, the store is gone: %s", self.name, ours)
 
     def _follow(self) -> None:
-        while not self._closed.is_set():
+        while True:
             try:
                 message = self._inbox.get()
             except ProtocolError as error:
@@ -185,6 +185,8 @@ class Participant(ABC):
                     self._close_half()
                     self._outcomes.fail_all(ClosedError("the coordinator has closed.", part=self.name))
                 return
+            if self._closed.is_set():
+                continue  # read, so that nobody waits for it to be; the `Stop` of `close` ends this
             try:
                 self._dispatch(message)
             except Exception as error:  # noqa: BLE001 - whatever happened, the coordinator must learn it

@@ -94,6 +94,14 @@ class Rendezvous:
         except dist.DistError as error:
             raise self._gone() from error
 
+    def unread(self, name: str) -> int:
+        """How many messages lie in the inbox called `name`; `ClosedError` when the store is gone."""
+        try:
+            with self._lock:
+                return int(self._store.queue_len(_queue(name)))
+        except dist.DistError as error:
+            raise self._gone() from error
+
     def inbox(self, name: str) -> Inbox:
         """The inbox called `name`, on a connection of its own: reading blocks a connection."""
         deadline = Deadline.after(_JOIN_TIMEOUT_S)

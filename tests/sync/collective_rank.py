@@ -1,44 +1,48 @@
-"""One of two trainer ranks, as torchrun starts them, whose publishers cannot connect: says how that reads here."""
+"""One of two trainer ranks, as torchrun starts them: says how the life of its `CollectivePublisher` ended.
+
+Mode ``unwilling``: the replica refuses to connect. ``slow``: rank 1 lets a while pass before it reads each of its messages.
+"""
 
 from __future__ import annotations
 
 import sys
+import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from shelf import SHAPE, Shelf
 
 from weightlane.ckpt_engines import ConfigError, WeightlaneError
-from weightlane.sync import CollectivePublisher, LocalShard, SyncConfig, TensorSpec
+from weightlane.sync import CollectivePublisher, LocalShard, SyncConfig, TensorSpec, rendezvous
 
 
-class Unwilling:
-    name = "rollout-0"
-
-    def subscriber_names(self) -> list[str]:
-        return ["rollout-0/0"]
-
+class Unwilling(Shelf):
     async def connect(self, *_: object) -> None:
         raise ConfigError("not today.", part=self.name)
 
-    async def commit(self, version: int) -> None:
-        raise AssertionError
 
-    async def rollback(self, version: int) -> None:
-        raise AssertionError
-
-    async def quarantine(self, error: WeightlaneError) -> None:
-        raise AssertionError
+class SlowInbox(rendezvous.Inbox):
+    def get(self, *args: Any, **settings: Any) -> Any:
+        time.sleep(0.5)
+        return super().get(*args, **settings)
 
 
 def main() -> None:
-    rank, port = int(sys.argv[1]), int(sys.argv[2])
+    rank, port, mode = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    spec = TensorSpec("w", (4, 2), torch.float32)
-    shards = [LocalShard(spec, (2 * rank, 0), torch.zeros(2, 2))]
+    rows = (SHAPE[0] + 1) // 2
+    shard = LocalShard(TensorSpec("w", SHAPE, torch.float32), (rank * rows, 0), torch.ones(SHAPE)[rank * rows :][:rows])
+    replica = Unwilling() if mode == "unwilling" else Shelf()
+    if mode == "slow" and rank == 1:
+        rendezvous.Inbox = SlowInbox  # type: ignore[misc]
     try:
-        CollectivePublisher(shards, [Unwilling()] if rank == 0 else [], backend="shm", config=SyncConfig())
+        with CollectivePublisher([shard], [replica], backend="shm", config=SyncConfig()) as weights:
+            weights.publish(1)
+        print("done", flush=True)
     except WeightlaneError as error:
         print(f"{type(error).__name__}: {error}", flush=True)
+    replica.close()
     dist.destroy_process_group()
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import subprocess
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from shelf import SHAPE, Shelf
 
 from weightlane.ckpt_engines import (
     ClosedError,
@@ -18,60 +18,18 @@ from weightlane.ckpt_engines import (
     ConfigError,
     SyncAbortedError,
     UnknownEngineError,
-    WeightlaneError,
     WorkerDiedError,
 )
 from weightlane.sync import (
     CollectivePublisher,
-    CommitReport,
-    Expectation,
-    ExpectedTensor,
     LocalShard,
     Outcome,
-    Subscriber,
+    Rendezvous,
     SyncConfig,
     TensorSpec,
 )
 
-SPEC = TensorSpec("w", (3, 2), torch.float32)
-
-
-class Shelf:
-    """A replica with a dictionary for a model; `fails` is what its commits raise."""
-
-    def __init__(self, name: str = "rollout-0") -> None:
-        self.name = name
-        self.model: dict[str, torch.Tensor] = {}
-        self.connections = 0
-        self.fails: WeightlaneError | None = None
-        self._subscriber: Subscriber | None = None
-
-    def subscriber_names(self) -> list[str]:
-        return [f"{self.name}/0"]
-
-    async def connect(self, rendezvous: Mapping[str, Any], backend: str, options: Mapping[str, Any]) -> None:
-        self.connections += 1
-        self.close()
-        expectation = Expectation({"w": ExpectedTensor((3, 2), frozenset({torch.float32}))})
-        self._subscriber = Subscriber(f"{self.name}/0", rendezvous, backend, options, expectation)
-
-    async def commit(self, version: int) -> CommitReport:
-        assert self._subscriber is not None
-        if self.fails:
-            raise self.fails
-        self.model = {name: tensor.clone() for name, tensor in self._subscriber.take(version).items()}
-        self._subscriber.release(version)
-        return CommitReport(version, blocked_s=0.0)
-
-    async def rollback(self, version: int) -> None:
-        raise CommitError("kept nothing.", part=self.name)
-
-    async def quarantine(self, error: WeightlaneError) -> None:
-        self.model = {}
-
-    def close(self) -> None:
-        if self._subscriber is not None:
-            self._subscriber.close()
+SPEC = TensorSpec("w", SHAPE, torch.float32)
 
 
 @pytest.fixture
@@ -167,11 +125,35 @@ def test_what_keeps_it_from_connecting_leaves_nothing_running(weight: torch.Tens
     assert not {name for name in threads() if not name.startswith(("weightlane-control-roll", "weightlane-stage"))}
 
 
-def test_every_rank_raises_what_kept_one_from_connecting(children: Any, free_port: int) -> None:
+def two_ranks(children: Any, port: int, mode: str) -> list[str]:
+    """What the ranks of `collective_rank.py` have said in the end."""
     program = str(Path(__file__).with_name("collective_rank.py"))
     ranks = [
-        children.start([program, str(rank), str(free_port)], stdout=subprocess.PIPE, env={"GLOO_SOCKET_IFNAME": "lo"})
+        children.start([program, str(rank), str(port), mode], stdout=subprocess.PIPE, env={"GLOO_SOCKET_IFNAME": "lo"})
         for rank in range(2)
     ]
-    said = [rank.communicate(timeout=60.0)[0].strip() for rank in ranks]
-    assert said == ["ConfigError: rollout-0: not today."] * 2
+    return [rank.communicate(timeout=60.0)[0].strip() for rank in ranks]
+
+
+def test_every_rank_raises_what_kept_one_from_connecting(children: Any, free_port: int) -> None:
+    assert two_ranks(children, free_port, "unwilling") == ["ConfigError: rollout-0: not today."] * 2
+
+
+def test_rank_0_keeps_the_rendezvous_until_a_slower_rank_knows_how_the_last_version_ended(
+    children: Any, free_port: int
+) -> None:
+    assert two_ranks(children, free_port, "slow") == ["done"] * 2
+
+
+def test_rank_0_does_not_wait_for_long_for_a_rank_that_reads_nothing_any_more(
+    weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("weightlane.sync.coordinator_thread._HEARD_S", 0.2)
+    shelf, before = Shelf(), threads()
+    with publisher(weight, shelf) as weights:
+        weights.publish(1)
+        weights.wait()
+        monkeypatch.setattr(Rendezvous, "unread", lambda *_: 1)
+    assert "trainer-0 did not read how the last version ended" in caplog.text
+    shelf.close()
+    assert threads() <= before
