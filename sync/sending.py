@@ -290,8 +290,9 @@ class DirectSending(Sending):
         manifest = version.manifest
         table = _delta_table(manifest, self._lanes) if manifest.is_delta else self._table
         to: dict[int, Destination] = {}
+        accepted = set(version.receivers)
         for lane, everybody in sorted(self._lanes.items()):
-            accepting = [name for name in everybody.receivers if name in set(version.receivers)]
+            accepting = [name for name in everybody.receivers if name in accepted]
             to |= dict.fromkeys(manifest.buckets_of(lane), replace(everybody, receivers=accepting))
         largest = manifest.largest_bucket_bytes
         source = FromSnapshot(version.memory, table, manifest, version.ready, lambda: self._buffers(largest))
