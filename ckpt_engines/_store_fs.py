@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import errno
 import os
-import secrets
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import fsspec
 import torch
 
 from ._lifecycle import Lifecycle
+from ._store_growing import LOCAL_STEP_BYTES, GrowingFile, LocalGrowingFile, RemoteGrowingFile, unfinished_name
 from ._waiting import run_bounded
 from .deadline import Deadline
 from .errors import ClosedError, ConfigError, DeadlineExceededError, ProtocolError, StorageError, WeightlaneError
@@ -29,10 +29,9 @@ _T = TypeVar("_T")
 _LOCAL = frozenset({"file", "local"})
 _PUT_IS_ATOMIC = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss"})
 _PART = "filesystem engine"
-_LOCAL_STEP_BYTES = 8 << 20
-"""Between two looks at the deadline."""
 _REMOTE_STEP_BYTES = 64 << 20
 """Of one request, and of the copy that it needs."""
+_DISCARD_S = 5.0
 _HEADER_LENGTH = struct.Struct("<Q")
 """How a safetensors file begins: the length of the header that follows."""
 _HINTS = {
@@ -156,36 +155,55 @@ class StoreDirectory:
         """`write` for a small file."""
         self.write(path, [text.encode()], guard)
 
+    def begin(self, path: str, guard: Guard) -> GrowingFile:
+        """Begin a file that is written piece by piece; see `append` and `finish`."""
+        final = self.full(path)
+        with self._typed("write", final):
+            if self.is_local:
+                return LocalGrowingFile(final, fsync=self._fsync)
+            waiting_for = f"{final} to be begun"
+            return self._remotely(
+                lambda: RemoteGrowingFile(self._fs, final, atomic=self._put_is_atomic), guard, waiting_for
+            )
+
+    def append(self, file: GrowingFile, content: Sequence[bytes | memoryview], guard: Guard) -> None:
+        """Write `content` behind what `file` has."""
+        waiting_for = f"{file.final} to be written"
+
+        def check() -> None:
+            guard.check(waiting_for)
+
+        with self._typed("write", file.final):
+            if self.is_local:
+                file.write(content, check)
+            else:
+                joined = b"".join(content)  # a copy: an abandoned upload must not read the caller's memory
+                self._remotely(lambda: file.write([joined], check), guard, waiting_for)
+
+    def finish(self, file: GrowingFile, guard: Guard) -> None:
+        """Let `file` appear, in the place of any other of that name."""
+        with self._typed("write", file.final):
+            self._remotely(file.finish, guard, f"{file.final} to be written")
+
+    def discard(self, file: GrowingFile, part: str) -> None:
+        """Let nothing of `file` remain, for the half `part`. Never raises, never takes long."""
+        with standalone_guard(part, Deadline.after(_DISCARD_S)) as guard, contextlib.suppress(WeightlaneError):
+            self._remotely(file.discard, guard, f"{file.final} to be removed")
+
     def _write_local(self, final: str, content: Sequence[bytes | memoryview], guard: Guard) -> None:
-        unfinished = _unfinished(final)
-        folder = os.path.dirname(final)  # noqa: PTH120
-        os.makedirs(folder, exist_ok=True)  # noqa: PTH103
+        file = LocalGrowingFile(final, fsync=self._fsync)
         try:
-            with open(unfinished, "wb", buffering=0) as file:  # noqa: PTH123
-                for piece in content:
-                    rest = memoryview(piece)
-                    while rest:
-                        guard.check(f"{final} to be written")
-                        rest = rest[file.write(rest[:_LOCAL_STEP_BYTES]) :]
-                if self._fsync:
-                    os.fsync(file.fileno())
-            os.replace(unfinished, final)  # noqa: PTH105
+            file.write(content, lambda: guard.check(f"{final} to be written"))
+            file.finish()
         except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(unfinished)  # noqa: PTH108
+            file.discard()
             raise
-        if self._fsync:
-            directory = os.open(folder, os.O_RDONLY)
-            try:
-                os.fsync(directory)
-            finally:
-                os.close(directory)
 
     def _upload(self, final: str, content: bytes) -> None:
         if self._put_is_atomic:
             self._fs.pipe_file(final, content)
             return
-        unfinished = _unfinished(final)
+        unfinished = unfinished_name(final)
         try:
             self._fs.makedirs(final.rpartition("/")[0], exist_ok=True)
             self._fs.pipe_file(unfinished, content)
@@ -195,58 +213,65 @@ class StoreDirectory:
                 self._fs.rm(unfinished)
             raise
 
-    def read_payload(self, path: str, data: memoryview, guard: Guard) -> bool:
-        """Fill `data` with the end of a file; False when there is no such file yet.
+    def read_payload(self, path: str, data: memoryview, guard: Guard, offset: int, total: int) -> bool:
+        """Fill `data` with what lies `offset` bytes into a file's payload; False when there is no such file yet.
 
-        Ahead of it there may be nothing, or a safetensors header. `ProtocolError` when the file has any other size.
+        The payload is the last `total` bytes of the file. Ahead of it there may be nothing, or a safetensors header.
+        `ProtocolError` when the file has any other size.
         """
         final = self.full(path)
         with self._typed("read", final):
             try:
                 if self.is_local:
-                    self._read_local(final, data, guard)
+                    self._read_local(final, data, guard, offset, total)
                 else:
-                    self._read_remote(final, data, guard)
+                    self._read_remote(final, data, guard, offset, total)
             except OSError as error:
                 if _is_missing(error):
                     return False
                 raise
         return True
 
-    def _read_local(self, final: str, data: memoryview, guard: Guard) -> None:
+    def _read_local(self, final: str, data: memoryview, guard: Guard, offset: int, total: int) -> None:
         with open(final, "rb", buffering=0) as file:  # noqa: PTH123
             size = os.fstat(file.fileno()).st_size
-            _check_size(final, size, data.nbytes, file.read(_HEADER_LENGTH.size))
-            file.seek(size - data.nbytes)
+            _check_size(final, size, total, file.read(_HEADER_LENGTH.size))
+            file.seek(size - total + offset)
             rest = data
             while rest:
                 guard.check(f"{final} to be read")
-                count = file.readinto(rest[:_LOCAL_STEP_BYTES])
+                count = file.readinto(rest[:LOCAL_STEP_BYTES])
                 if not count:
                     raise _cut_off(final)
                 rest = rest[count:]
 
-    def _read_remote(self, final: str, data: memoryview, guard: Guard) -> None:
+    def _read_remote(self, final: str, data: memoryview, guard: Guard, offset: int, total: int) -> None:
         waiting_for = f"{final} to be read"
-        size = int(self._remotely(lambda: self._fs.info(final)["size"], guard, waiting_for))
-        place = 0
-        while place < size:
-            stop = min(size, place + _REMOTE_STEP_BYTES)
-            piece = self._remotely(
-                lambda start=place, stop=stop: self._fs.cat_file(final, start=start, end=stop),  # type: ignore[misc]
-                guard,
-                waiting_for,
-            )
-            if len(piece) != stop - place:
+
+        def read(start: int, stop: int) -> bytes:
+            piece = self._remotely(lambda: self._fs.cat_file(final, start=start, end=stop), guard, waiting_for)
+            if len(piece) != stop - start:
                 raise _cut_off(final)
+            return bytes(piece)
+
+        size = int(self._remotely(lambda: self._fs.info(final)["size"], guard, waiting_for))
+        first = size - total + offset
+        place, last = first, first + data.nbytes
+        if offset:
+            _check_size(final, size, total, read(0, min(size, _HEADER_LENGTH.size)))
+        elif size <= total:
+            _check_size(final, size, total, b"")
+        else:
+            place = 0  # the header comes along with what is behind it, in one request
+        while place < last:
+            stop = min(last, place + _REMOTE_STEP_BYTES)
+            piece = read(place, stop)
             if place == 0:
-                _check_size(final, size, data.nbytes, piece[: _HEADER_LENGTH.size])
-            low = max(place, size - data.nbytes)
+                _check_size(final, size, total, piece[: _HEADER_LENGTH.size])
+            low = max(place, first)
             if low < stop:
-                data[low - size + data.nbytes : stop - size + data.nbytes] = piece[low - place :]
+                data[low - first : stop - first] = piece[low - place :]
             place = stop
-        if size == 0:
-            _check_size(final, size, data.nbytes, b"")
 
     def read_text(self, path: str, guard: Guard) -> str | None:
         """A small file's text, undecodable bytes replaced; None when there is no such file."""
@@ -333,11 +358,6 @@ def byte_view(data: torch.Tensor) -> memoryview:
         if data.numel()
         else memoryview(b"")
     )
-
-
-def _unfinished(final: str) -> str:
-    """A name nobody else uses: two processes may write the same file."""
-    return f"{final}.{secrets.token_hex(4)}.part"
 
 
 def _is_missing(error: OSError) -> bool:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from .contract import Topology, bucket_file_name
+from .contract import Bucket, Topology, bucket_file_name
 from .errors import ProtocolError
 
 SESSION = re.compile(r"[a-z0-9][a-z0-9-]{0,99}")
@@ -72,9 +72,9 @@ def version_directory(directory: str, version: int) -> str:
     return f"{directory}/v{int(version)}"
 
 
-def payload_name(index: int) -> str:
-    """File of a bucket."""
-    return bucket_file_name(int(index))
+def payload_name(bucket: Bucket) -> str:
+    """File that a bucket is in."""
+    return bucket_file_name(int(bucket.part.first if bucket.part else bucket.index))
 
 
 def latest_name(directory: str) -> str:

@@ -28,9 +28,10 @@ _log = logging.getLogger(__name__)
 def read_bucket(store: StoreDirectory, directory: str, bucket: Bucket, guard: Guard) -> bool:
     """Fill `bucket` from the version in `directory`; False when its file is not there (yet).
 
-    Raises `ProtocolError` when it has another size than the bucket, or `StorageError`.
+    Raises `ProtocolError` when it has another size than the bucket, or all that are in it, or `StorageError`.
     """
-    return store.read_payload(f"{directory}/{payload_name(bucket.index)}", byte_view(bucket.data), guard)
+    offset, total = (bucket.part.offset, bucket.part.total) if bucket.part else (0, bucket.nbytes)
+    return store.read_payload(f"{directory}/{payload_name(bucket)}", byte_view(bucket.data), guard, offset, total)
 
 
 def committed_versions(store: StoreDirectory, directory: str, guard: Guard) -> list[CommittedVersion]:

@@ -110,6 +110,18 @@ class Topology:
 
 
 @dataclass(frozen=True, slots=True)
+class FilePart:
+    """Which part of a file a bucket is, where a persistent engine keeps several in one: what they hold is not to be torn."""
+
+    first: int
+    """Index of the bucket that the file begins with and is called after; the others follow it without a gap."""
+    offset: int
+    """Bytes of the file's buckets before this one."""
+    total: int
+    """Bytes of all of them."""
+
+
+@dataclass(frozen=True, slots=True)
 class Bucket:
     """One contiguous run of bytes to send, or to fill.
 
@@ -124,6 +136,8 @@ class Bucket:
     lasting: bool = False
     """Said by the sender: the bytes stay as they are until `WeightSender.reclaim` of the version has returned, so receivers may
     look at them in place. Only if the engine declares `Capabilities.views`."""
+    part: FilePart | None = None
+    """Said on both sides, to persistent engines only; None for a bucket with a file of its own."""
 
     def __post_init__(self) -> None:
         if self.data.dtype != torch.uint8 or self.data.dim() != 1 or not self.data.is_contiguous():
@@ -140,7 +154,7 @@ class Bucket:
 
 
 def bucket_file_name(index: int) -> str:
-    """Name of the file in which a persistent engine keeps a bucket's payload; `VersionFiles` documents refer to it."""
+    """Name of the file that begins with bucket `index`, in a persistent engine; `VersionFiles` documents refer to it."""
     return f"bucket-{index:05d}.safetensors"
 
 
@@ -149,11 +163,13 @@ class VersionFiles:
     """How a persistent engine stores a version so that other tools can read it. The engine need not understand it.
 
     The file of a bucket is its prefix followed by its bytes, and is then a complete safetensors file called `bucket_file_name`.
+    Where several buckets make a file (`Bucket.part`), it is the first one's prefix followed by the bytes of all. They are sent
+    one after the other, and readers must not find the file before it is complete.
     """
 
     version: int
     prefixes: Sequence[bytes]
-    """Bytes ahead of each bucket, by bucket index."""
+    """Bytes ahead of each bucket, by bucket index; none ahead of one that continues a file."""
     documents: Mapping[str, str]
     """Text files of the version by file name (``[a-z0-9._-]+``), e.g. its manifest and the safetensors index."""
 

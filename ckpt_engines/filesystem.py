@@ -5,7 +5,7 @@ Layout, where ``n`` is the sender's place in the topology::
     <path>/latest.json                                      the newest committed version, and those that are kept beside it
     <path>/<session>/sender-<n>/sender.json                 which process writes here; there while the session lasts
     <path>/<session>/sender-<n>/v<version>/
-        bucket-00000.safetensors                            one bucket, complete as soon as it has its name
+        bucket-00000.safetensors                            one bucket, or several from it on; there when complete
         manifest.json, model.safetensors.index.json         whatever documents the framework hands over, before or at the commit
         COMMITTED                                           there once the version has served
 
@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from pydantic import Field
@@ -31,6 +32,7 @@ from pydantic import Field
 from ._lifecycle import Lifecycle
 from ._process_identity import is_dead, process_identity
 from ._store_fs import Guard, StoreDirectory, byte_view, standalone_guard
+from ._store_growing import GrowingFile
 from ._store_layout import (
     COMMITTED,
     DOCUMENT,
@@ -61,6 +63,7 @@ from .contract import (
     CheckpointEngine,
     Delivery,
     EngineConfig,
+    FilePart,
     Mailbox,
     Topology,
     VersionFiles,
@@ -106,6 +109,21 @@ class FilesystemConfig(EngineConfig):
     )
 
 
+@dataclass(slots=True)
+class _Growing:
+    """A file of several buckets."""
+
+    file: GrowingFile
+    version: int
+    begun_with: FilePart
+    size: int
+    """Bytes of the buckets that are in it."""
+
+    def continues_with(self, bucket: Bucket, part: FilePart) -> bool:
+        expected = replace(self.begun_with, offset=self.size)
+        return (bucket.version, part) == (self.version, expected) and self.size + bucket.nbytes <= part.total
+
+
 class FilesystemSender(WeightSender):
     """Writes buckets; knows nothing of who reads them."""
 
@@ -125,6 +143,8 @@ class FilesystemSender(WeightSender):
         """The version of which the list of committed ones may speak, whether or not that was acknowledged."""
         self._doomed: list[str] = []
         """Directories of other sessions that are no longer kept and could not be removed yet."""
+        self._growing: _Growing | None = None
+        """The file of several buckets that lacks some."""
 
     def address(self) -> Address:
         """Which process this is, so that receivers on the same host notice its death."""
@@ -170,8 +190,41 @@ class FilesystemSender(WeightSender):
                 prefix = files.prefixes[bucket.index]
             written = self._written.setdefault(bucket.version, set())
             directory = version_directory(self._directory, bucket.version)
-            self._store.write(f"{directory}/{payload_name(bucket.index)}", [prefix, byte_view(bucket.data)], guard)
+            content: list[bytes | memoryview] = [prefix, byte_view(bucket.data)]
+            if bucket.part is None:
+                self._discard_growing()
+                self._store.write(f"{directory}/{payload_name(bucket)}", content, guard)
+            else:
+                self._grow(directory, bucket, bucket.part, content, guard)
             written.add(bucket.index)
+
+    def _grow(
+        self, directory: str, bucket: Bucket, part: FilePart, content: Sequence[bytes | memoryview], guard: Guard
+    ) -> None:
+        """Write a bucket to the file that it is a part of."""
+        if part.offset == 0:
+            self._discard_growing()
+            file = self._store.begin(f"{directory}/{payload_name(bucket)}", guard)
+            self._growing = _Growing(file, bucket.version, part, 0)
+        growing = self._growing
+        if growing is None or not growing.continues_with(bucket, part):
+            message = f"bucket {bucket.index} of version {bucket.version} continues a file that does not end there."
+            raise ProtocolError(message, part=self._life.part)
+        try:
+            self._store.append(growing.file, content, guard)
+            growing.size += bucket.nbytes
+            if growing.size == part.total:
+                self._store.finish(growing.file, guard)
+                self._growing = None
+        except BaseException:
+            self._discard_growing()
+            raise
+
+    def _discard_growing(self) -> None:
+        """Of a version that was given up."""
+        growing, self._growing = self._growing, None
+        if growing is not None:
+            self._store.discard(growing.file, self._life.part)
 
     def commit_version(self, version: int, documents: Mapping[str, str], deadline: Deadline) -> None:
         """Write `documents`, make `version` the newest one that readers find, then remove those that are no longer kept.
@@ -247,6 +300,7 @@ class FilesystemSender(WeightSender):
         self._life.close()
 
     def _release(self) -> None:
+        self._discard_growing()
         if not self._directory:
             return
         with standalone_guard(self._life.part, Deadline.after(_CLEANUP_S)) as guard:
@@ -313,7 +367,7 @@ class FilesystemReceiver(WeightReceiver):
                     self._check_health(sender, bucket, guard)
                     next_check = Deadline.after(self._health_check_s)
                 guard.sleep(poll_s)
-                guard.check(self._store.full(f"{directory}/{payload_name(bucket.index)}"))
+                guard.check(self._store.full(f"{directory}/{payload_name(bucket)}"))
                 poll_s = min(2 * poll_s, self._slowest_poll_s)
 
     def _check_alive(self, sender: str) -> None:

@@ -67,7 +67,7 @@ class StoredVersion:
         """Fill `bucket`. `StorageError` when it is not there, `ProtocolError` when it has another size."""
         with standalone_guard(_PART, deadline) as guard:
             if not read_bucket(self._store, self._entry.directory, bucket, guard):
-                raise self._missing(payload_name(bucket.index))
+                raise self._missing(payload_name(bucket))
 
     def _missing(self, name: str) -> StorageError:
         return StorageError(

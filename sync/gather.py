@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -14,6 +14,8 @@ from .packing import RunTable, copy_runs, gather_runs, scatter_runs
 from .rendezvous import Rendezvous
 
 _PART = "shard gather"
+_PIECE_BYTES = 1 << 20
+"""What one rank hands to another at once, a multiple of any alignment: all that is in memory beside snapshots and buckets."""
 
 GROUP_BACKENDS: dict[str, BackendName] = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 """torch.distributed backend that moves bytes between the memories of a device type."""
@@ -22,7 +24,7 @@ GROUP_BACKENDS: dict[str, BackendName] = {"cpu": "gloo", "cuda": "nccl", "npu": 
 class ShardGather:
     """Rank 0 fills buckets (`fill`), the other ranks give their pieces (`give`), bucket by bucket in lockstep.
 
-    A rank sends only the bytes it holds, and only one bucket's worth of them is in memory beside its snapshot.
+    A rank sends only the bytes it holds, and no more than a piece of a bucket is in memory beside its snapshot.
     """
 
     def __init__(
@@ -101,11 +103,11 @@ class ShardGather:
         ready(mine.snapshot_end(start, stop))
         copy_runs(snapshot, mine, start, stop, payload)
         for rank, table in enumerate(tables[1:], 1):
-            nbytes = table.bytes_within(start, stop)
-            if nbytes:
-                piece = self._room(nbytes)
-                self._run("recv", piece, rank, deadline)
-                scatter_runs(piece, table, start, stop, payload)
+            for low, high in _pieces(start, stop):
+                if nbytes := table.bytes_within(low, high):
+                    piece = self._room(nbytes)
+                    self._run("recv", piece, rank, deadline)
+                    scatter_runs(piece, table, low, high, payload[low - start : high - start])
 
     def give(
         self,
@@ -118,12 +120,11 @@ class ShardGather:
         """Send this rank's pieces of every bucket to rank 0; returns the bytes sent (every other rank). `ready` as for `fill`."""
         table, total = tables[self._rank], 0
         for index in range(manifest.bucket_count):
-            start, stop = manifest.window(index)
-            nbytes = table.bytes_within(start, stop)
-            if nbytes:
-                ready(table.snapshot_end(start, stop))
-                self._run("send", gather_runs(snapshot, table, start, stop, self._room(nbytes)), 0, deadline)
-                total += nbytes
+            for low, high in _pieces(*manifest.window(index)):
+                if nbytes := table.bytes_within(low, high):
+                    ready(table.snapshot_end(low, high))
+                    self._run("send", gather_runs(snapshot, table, low, high, self._room(nbytes)), 0, deadline)
+                    total += nbytes
         return total
 
     def close(self) -> None:
@@ -144,3 +145,9 @@ class ShardGather:
             operation = group.send if kind == "send" else group.recv
             work = operation([data], rank, 0)
             work.wait(deadline.timedelta())
+
+
+def _pieces(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """A window in parts."""
+    for low in range(start, stop, _PIECE_BYTES):
+        yield low, min(low + _PIECE_BYTES, stop)

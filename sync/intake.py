@@ -83,7 +83,7 @@ class Intake:
     def receive_bucket(self, job: Job, source: Source, arrival: Arrival, data: torch.Tensor) -> None:
         """Receive one into `data`, of its length, and have it handed on."""
         started, deadline = time.perf_counter(), job.deadline.within(source.patience_s(job.stall_s))
-        bucket = Bucket(job.manifest.version, arrival.sent_as, data)
+        bucket = Bucket(job.manifest.version, arrival.sent_as, data, part=job.sent.part(arrival.sent_as))
         source.receiver.receive(bucket, source.sender, deadline)
         self._arrived(job, source, arrival, data, started, deadline)
         if job.relaying is not None:

@@ -4,9 +4,9 @@ The tensors of a version form one *stream*: each tensor's row-major bytes at an 
 A bucket is a window on that stream, cut in one of two ways:
 
 - *Fixed* windows: every bucket but the last has the same size. Large tensors span buckets, small ones share them.
-- *Whole tensors*, for engines whose buckets other tools shall read: a bucket holds as many whole tensors as fit, and a larger
-  tensor is a bucket of its own. Inside a bucket tensors lie back to back, because the safetensors format allows no gaps; each
-  is aligned to its element size nevertheless, since the stream begins with the tensors of the widest elements.
+- *Whole tensors*, for engines whose files other tools shall read: a bucket holds as many whole tensors as fit, and a larger
+  tensor several buckets, which make one file. Inside a file tensors lie back to back, because the safetensors format allows no
+  gaps; each is aligned to its element size nevertheless, since the stream begins with the tensors of the widest elements.
 
 Empty and scalar tensors need no rule of their own. Offsets follow from names, shapes and dtypes, so they are not transmitted.
 
@@ -33,13 +33,13 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
-from weightlane.ckpt_engines import ProtocolError
+from weightlane.ckpt_engines import FilePart, ProtocolError
 
 from .boxes import Box, overlap
 from .tensor_spec import Region, TensorSpec, dtype_of
 
 ALIGNMENT_BYTES = 64
-"""Every tensor, or with whole tensors every bucket, starts at a multiple of this: enough for any dtype view."""
+"""Every tensor, or with whole tensors every file, starts at a multiple of this: enough for any dtype view."""
 
 CODEC_DENSE = "dense"
 CODEC_DELTA = "delta"
@@ -138,13 +138,12 @@ class Manifest:
     version: int
     specs: tuple[TensorSpec, ...]
     bucket_bytes: int
-    """Payload bytes of every bucket but the last, a multiple of `ALIGNMENT_BYTES`; with `whole_tensors` what a bucket may
-    have unless one tensor alone has more."""
+    """Payload bytes of every bucket but the last, with `whole_tensors` at most; a multiple of `ALIGNMENT_BYTES`."""
     codec: str = CODEC_DENSE
     base_version: int | None = None
     """The version a delta applies to; None for the dense codec."""
     whole_tensors: bool = False
-    """Whether buckets are cut between tensors."""
+    """Whether no tensor is in two files."""
     sealed: bool = True
     """Whether every bucket has a seal, which receivers verify."""
     lasting: bool = False
@@ -233,7 +232,7 @@ class Manifest:
     def entries(self) -> tuple[StreamEntry, ...]:
         """Every tensor with its place in the stream, in the stream's order."""
         if self.whole_tensors:
-            return tuple(chain.from_iterable(self._buckets))
+            return tuple(chain.from_iterable(self._files))
         entries, offset = [], 0
         for spec in self.specs:
             entries.append(StreamEntry(spec, offset))
@@ -241,19 +240,19 @@ class Manifest:
         return tuple(entries)
 
     @cached_property
-    def _buckets(self) -> tuple[tuple[StreamEntry, ...], ...]:
-        """The tensors of each bucket; with `whole_tensors` only."""
-        buckets: list[tuple[StreamEntry, ...]] = []
+    def _files(self) -> tuple[tuple[StreamEntry, ...], ...]:
+        """The tensors of each file; with `whole_tensors` only."""
+        files: list[tuple[StreamEntry, ...]] = []
         current: list[StreamEntry] = []
         start = offset = 0
         for spec in sorted(self.specs, key=lambda spec: -spec.dtype.itemsize):
             if offset > start and spec.nbytes and offset - start + spec.nbytes > self.bucket_bytes:
-                buckets.append(tuple(current))
+                files.append(tuple(current))
                 current = []
                 start = offset = _aligned(offset)
             current.append(StreamEntry(spec, offset))
             offset += spec.nbytes
-        return (*buckets, tuple(current)) if current else ()
+        return (*files, tuple(current)) if current else ()
 
     @cached_property
     def total_bytes(self) -> int:
@@ -283,24 +282,41 @@ class Manifest:
         return list(pairwise([0, *accumulate(sizes)]))
 
     @cached_property
+    def _runs(self) -> list[tuple[int, int]]:
+        """As `_bounds`, of what is cut into buckets by itself: sections, or with `whole_tensors` files."""
+        if self._cut_between_tensors:
+            return [(tensors[0].offset, tensors[-1].end) for tensors in self._files]
+        return self._bounds
+
+    @cached_property
     def _firsts(self) -> list[int]:
-        """The first bucket of each section, and one past the last of all, for buckets of fixed size."""
-        return [0, *accumulate(-(-(stop - start) // self.bucket_bytes) for start, stop in self._bounds)]
+        """The first bucket of each run, and one past the last of all."""
+        least = int(self._cut_between_tensors)  # a file of empty tensors has a bucket, too
+        return [0, *accumulate(max(least, -(-(stop - start) // self.bucket_bytes)) for start, stop in self._runs)]
 
     @property
     def bucket_count(self) -> int:
         """How many buckets there are; 0 when there is no tensor, or with fixed windows no byte."""
-        return len(self._buckets) if self._cut_between_tensors else self._firsts[-1]
+        return self._firsts[-1]
 
     def window(self, index: int) -> tuple[int, int]:
         """First byte and one past the last byte of bucket `index` in the stream, or in a delta's segments."""
-        if self._cut_between_tensors:
-            tensors = self._buckets[index]
-            return tensors[0].offset, tensors[-1].end
-        section = min(bisect_right(self._firsts, index), len(self._bounds)) - 1
-        first, stop = self._bounds[section]
-        start = first + (index - self._firsts[section]) * self.bucket_bytes
+        run = self._run_of(index)
+        first, stop = self._runs[run]
+        start = first + (index - self._firsts[run]) * self.bucket_bytes
         return start, min(start + self.bucket_bytes, stop)
+
+    def part(self, index: int) -> FilePart | None:
+        """Which part of a file bucket `index` is; None if it has one of its own, or none."""
+        run = self._run_of(index)
+        first, last = self._firsts[run], self._firsts[run + 1]
+        if not self._cut_between_tensors or last - first == 1:
+            return None
+        start, stop = self._runs[run]
+        return FilePart(first, self.window(index)[0] - start, stop - start)
+
+    def _run_of(self, index: int) -> int:
+        return min(bisect_right(self._firsts, index), len(self._runs)) - 1
 
     @property
     def section_count(self) -> int:
@@ -313,6 +329,8 @@ class Manifest:
 
     def buckets_of(self, section: int) -> range:
         """The buckets of a section, in order."""
+        if self._cut_between_tensors:
+            return range(self.bucket_count)
         return range(self._firsts[section], self._firsts[section + 1])
 
     def only(self, sections: Sequence[int]) -> Manifest:
@@ -349,15 +367,14 @@ class Manifest:
     @cached_property
     def largest_bucket_bytes(self) -> int:
         """Payload bytes of the largest bucket."""
-        if self._cut_between_tensors:
-            return max((tensors[-1].end - tensors[0].offset for tensors in self._buckets), default=0)
-        return min(self.bucket_bytes, max((stop - start for start, stop in self._bounds), default=0))
+        return min(self.bucket_bytes, max((stop - start for start, stop in self._runs), default=0))
 
-    def tensors_of(self, index: int) -> tuple[StreamEntry, ...]:
-        """The tensors of bucket `index`, back to back; `ProtocolError` unless buckets hold whole tensors."""
+    @property
+    def files(self) -> dict[int, tuple[StreamEntry, ...]]:
+        """The tensors of each file, back to back, by its first bucket; `ProtocolError` for buckets of fixed size."""
         if not self._cut_between_tensors:
-            raise ProtocolError("buckets of fixed size do not hold whole tensors.", part=_PART)
-        return self._buckets[index]
+            raise ProtocolError("buckets of fixed size are not kept as files of whole tensors.", part=_PART)
+        return dict(zip(self._firsts, self._files, strict=False))
 
     @cached_property
     def layout_digest(self) -> str:

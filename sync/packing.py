@@ -18,6 +18,8 @@ from .stream_parts import Part
 from .strips import Piece, Window, copy_rows
 from .tensor_spec import Held
 
+_KEPT_WINDOWS = 1 << 14
+
 
 class RunTable:
     """Where the bytes of one rank's snapshot belong in the stream."""
@@ -42,9 +44,11 @@ class RunTable:
             yield from piece.within(start, stop)
 
     def window(self, start: int, stop: int) -> Window:
-        """How the runs of the stream window [`start`, `stop`) are copied; worked out once."""
+        """How the runs of the stream window [`start`, `stop`) are copied; worked out once unless there are too many."""
         window = self._windows.get((start, stop))
         if window is None:
+            if len(self._windows) >= _KEPT_WINDOWS:
+                self._windows.clear()
             window = self._windows[start, stop] = Window.of(self.within(start, stop))
         return window
 

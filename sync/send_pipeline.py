@@ -76,7 +76,7 @@ class SendPipeline:
     ) -> int:
         """Seal and send `buckets` of `manifest`, by default all, each to where `destinations` says; returns the bytes sent.
 
-        A bucket that goes to nobody is not sent. If buckets hold whole tensors, the engine is a persistent one, and told of
+        A bucket that goes to nobody is not sent. If files hold whole tensors, the engine is a persistent one, and told of
         every version that is sent in full. No bucket may take longer than `stall_s` seconds. Raises what the engine or the
         source raises.
         """
@@ -96,7 +96,7 @@ class SendPipeline:
                 seals.append(seal(data))
                 self._mail.put(version, index, seals[-1])
             opened.result()
-            bucket = Bucket(version, index, data, manifest.lasting)
+            bucket = Bucket(version, index, data, manifest.lasting, manifest.part(index))
             sending.append(self._thread.submit(self._send, bucket, destination, deadline, stall_s))
             total += data.numel()
         for future in sending:

@@ -68,7 +68,7 @@ def _read(stored: StoredVersion, deadline: Deadline) -> tuple[Manifest, dict[str
     for index in range(manifest.bucket_count):
         start, stop = manifest.window(index)
         data = memory[start:stop]
-        stored.read(Bucket(stored.version, index, data), deadline)
+        stored.read(Bucket(stored.version, index, data, part=manifest.part(index)), deadline)
         if seals is not None:
             verify(data, seals[index], stored.version, index, peer=stored.location)
     return manifest, manifest.views(memory)

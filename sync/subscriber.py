@@ -322,8 +322,7 @@ class Subscriber(Participant):
                 f"taking version {manifest.version} in place needs a bucket of {needed / 2**20:.1f} MiB,"
                 f" {self._limit / 2**20:.1f} MiB are allowed.",
                 part=self.name,
-                hint="Lower sync.bucket_mib, or raise rollout.staging_limit_bytes. Engines that store need room for the"
-                " largest tensor.",
+                hint="Lower sync.bucket_mib, or raise rollout.staging_limit_bytes.",
             )
 
     def _restoring(self, manifest: Manifest) -> Restoring:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from weightlane.ckpt_engines import ManifestError, ProtocolError, VersionFiles, bucket_file_name
 
-from .manifest import ALIGNMENT_BYTES, Manifest
+from .manifest import ALIGNMENT_BYTES, Manifest, StreamEntry
 from .tensor_spec import SAFETENSORS_DTYPES
 
 MANIFEST_FILE = "manifest.json"
@@ -35,12 +36,12 @@ class _ManifestFile(BaseModel):
 def version_files(manifest: Manifest) -> VersionFiles:
     """Prefixes and documents that make the buckets of `manifest` a directory of safetensors files.
 
-    Raises `ManifestError` for a tensor name that safetensors reserves, `ProtocolError` unless buckets hold whole tensors.
+    Raises `ManifestError` for a tensor name that safetensors reserves, `ProtocolError` unless files hold whole tensors.
     """
     if any(spec.name == _METADATA for spec in manifest.specs):
         raise ManifestError(f"a tensor cannot be called {_METADATA}: safetensors reserves that name.", part=_PART)
-    buckets = range(manifest.bucket_count)
-    weight_map = {entry.spec.name: bucket_file_name(index) for index in buckets for entry in manifest.tensors_of(index)}
+    files = manifest.files
+    weight_map = {entry.spec.name: bucket_file_name(first) for first, tensors in files.items() for entry in tensors}
     total = sum(spec.nbytes for spec in manifest.specs)
     documents = {
         MANIFEST_FILE: {"layout_digest": manifest.layout_digest, "manifest": manifest.to_plain()},
@@ -48,7 +49,7 @@ def version_files(manifest: Manifest) -> VersionFiles:
     }
     return VersionFiles(
         manifest.version,
-        [_header(manifest, index) for index in buckets],
+        [_header(manifest.version, files.get(index, ())) for index in range(manifest.bucket_count)],
         {name: json.dumps(content, indent=1) + "\n" for name, content in documents.items()},
     )
 
@@ -67,11 +68,14 @@ def manifest_of_document(text: str) -> Manifest:
     return manifest
 
 
-def _header(manifest: Manifest, index: int) -> bytes:
-    start, _ = manifest.window(index)
+def _header(version: int, tensors: Sequence[StreamEntry]) -> bytes:
+    """Of the file that holds `tensors`; nothing for none."""
+    if not tensors:
+        return b""
     # transformers refuses a file that does not say which framework's tensors it holds.
-    content: dict[str, Any] = {_METADATA: {"format": "pt", "weightlane_version": str(manifest.version)}}
-    for entry in manifest.tensors_of(index):
+    content: dict[str, Any] = {_METADATA: {"format": "pt", "weightlane_version": str(version)}}
+    start = tensors[0].offset
+    for entry in tensors:
         content[entry.spec.name] = {
             "dtype": _DTYPE_NAMES[entry.spec.dtype],
             "shape": list(entry.spec.shape),

@@ -135,6 +135,24 @@ class DeclarationChecks(ConformanceBase):
         connection.start_receive(receiver, parcels, deadline_s=5.0)
         connection.check_received([receiver])
 
+    def test_buckets_that_make_one_file_are_each_received_and_outlive_their_sender(
+        self, connected: ConnectionMaker, capabilities: Capabilities
+    ) -> None:
+        """Of a tensor larger than a bucket, between others that have a file of their own."""
+        if not capabilities.persistent:
+            pytest.skip("the engine does not declare that buckets are persistent")
+        connection = connected(2)
+        sizes, total = [50_000, 50_000, 1_001], 101_001
+        parts = [
+            Parcel(1, 1 + place, nbytes, 700 + place, 1, 50_000 * place, total) for place, nbytes in enumerate(sizes)
+        ]
+        parcels = [Parcel(1, 0, 4096, 1), *parts, Parcel(1, 4, 4096, 2)]
+        connection.deliver(parcels)
+        connection.sender.kill()
+        for receiver in connection.receivers:
+            connection.start_receive(receiver, parcels, deadline_s=5.0)
+        connection.check_received(connection.receivers)
+
     def test_buckets_of_a_store_that_is_not_persistent_go_with_their_sender(
         self, connected: ConnectionMaker, capabilities: Capabilities
     ) -> None:

@@ -276,8 +276,9 @@ class HalfProcess:
     def view(self, parcels: list[list[int]], sender: str, deadline_s: float) -> list[str]:
         """View `parcels` one after the other by one deadline; for each a `complaint`, empty when it is right."""
         deadline = Deadline.after(deadline_s)
-        for version, number, nbytes, _ in parcels:
-            self._views[version, number] = self.receiver.view(version, number, nbytes, sender, deadline)
+        for parcel in (Parcel(*parcel) for parcel in parcels):
+            view = self.receiver.view(parcel.version, parcel.number, parcel.nbytes, sender, deadline)
+            self._views[parcel.version, parcel.number] = view
         return self.look(parcels)
 
     def look(self, parcels: list[list[int]]) -> list[str]:
@@ -287,7 +288,8 @@ class HalfProcess:
 
     def join(self, parcels: list[list[int]]) -> str:
         """What is wrong with the views of `parcels`, which adjoin, as one tensor; empty when it is right."""
-        views = [self._views[version, number] for version, number, _, _ in parcels]
+        plan = [Parcel(*parcel) for parcel in parcels]
+        views = [self._views[parcel.version, parcel.number] for parcel in plan]
         storage, start = views[0].untyped_storage(), views[0].storage_offset()
         place = start
         for view in views:
@@ -295,7 +297,7 @@ class HalfProcess:
                 return "two views of buckets that adjoin do not adjoin in one storage"
             place += view.numel()
         joined = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, start, (place - start,), (1,))
-        expected = torch.cat([payload(nbytes, seed, self._device) for _, _, nbytes, seed in parcels])
+        expected = torch.cat([payload(parcel.nbytes, parcel.seed, self._device) for parcel in plan])
         return "" if torch.equal(joined, expected) else "what the joined views show is wrong"
 
     def release(self, version: int, deadline_s: float) -> None:
@@ -364,14 +366,19 @@ class HalfProcess:
 
 
 def _bucket(parcel: Parcel, data: torch.Tensor) -> Bucket:
-    return Bucket(parcel.version, parcel.number, data)
+    return Bucket(parcel.version, parcel.number, data, part=parcel.part)
 
 
 def _files(version: int, plan: Iterable[Parcel]) -> VersionFiles:
     """A version whose every file is a safetensors file of one tensor."""
-    sizes = {parcel.number: parcel.nbytes for parcel in plan if parcel.version == version}
-    prefixes = []
+    parcels = [parcel for parcel in plan if parcel.version == version]
+    sizes = {parcel.number: parcel.total if parcel.part else parcel.nbytes for parcel in parcels}
+    continuing = {parcel.number for parcel in parcels if parcel.offset}
+    prefixes: list[bytes] = []
     for index in range(max(sizes) + 1):
+        if index in continuing:
+            prefixes.append(b"")
+            continue
         nbytes = sizes.get(index, 0)
         entry = {f"bytes.{index}": {"dtype": "U8", "shape": [nbytes], "data_offsets": [0, nbytes]}}
         header = json.dumps(entry).encode()

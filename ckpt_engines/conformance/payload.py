@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..contract import FilePart
+
 UNTOUCHED = 0x55
 """What a receiving buffer holds before."""
 OVERWRITTEN = 0xAA
@@ -21,6 +23,17 @@ class Parcel(NamedTuple):
     number: int
     nbytes: int
     seed: int
+    file: int = -1
+    """Index of the first bucket of the file that it is a part of; -1 for a bucket with a file of its own."""
+    offset: int = 0
+    """Bytes of that file's buckets before this one."""
+    total: int = 0
+    """Bytes of all of them."""
+
+    @property
+    def part(self) -> FilePart | None:
+        """As the engine is told."""
+        return FilePart(self.file, self.offset, self.total) if self.file >= 0 else None
 
 
 def payload(nbytes: int, seed: int, device: str = "cpu") -> torch.Tensor:
@@ -43,7 +56,7 @@ def complaint(received: torch.Tensor, parcel: Parcel, plan: Iterable[Parcel] = (
         if (
             other.nbytes == parcel.nbytes
             and other != parcel
-            and torch.equal(received, payload(*other[2:]).to(received))
+            and torch.equal(received, payload(other.nbytes, other.seed).to(received))
         ):
             return f"{name} holds the bytes of bucket {other.number} of version {other.version}"
     first = _first_difference(received, expected)

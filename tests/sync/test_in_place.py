@@ -61,8 +61,8 @@ def test_it_takes_the_memory_of_a_bucket(make_run: Callable[..., Run], backend: 
         publish_next(run, version)
         run.sync(version)
         extra = rank_of(run).call("extra_memory")
-        # A stored bucket holds whole tensors. What the seals, messages and sockets of a hundred buckets take is not counted.
-        assert extra < (96 << 20) * (backend == "filesystem") + bucket + (12 << 20), f"{extra / 2**20:.1f} MiB"
+        # What the seals, messages and sockets of a hundred buckets take is not counted.
+        assert extra < bucket + (12 << 20), f"{extra / 2**20:.1f} MiB"
     assert run.live() == [hop.digest(hop.weights(2, torch.float32, 96))]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def newest_directory(path: Path) -> Path:
 @given(
     st.lists(st.tuples(st.text(max_size=5), shapes, st.sampled_from(DTYPES)), max_size=6), st.sampled_from([64, 192])
 )
-def test_every_bucket_with_its_prefix_is_a_safetensors_file_of_the_tensors_in_it(
+def test_every_file_with_its_prefix_is_a_safetensors_file_of_the_tensors_in_it(
     drawn: list[tuple[str, tuple[int, ...], torch.dtype]], bucket_bytes: int
 ) -> None:
     specs = tuple(TensorSpec(f"{name}.{i}", shape, dtype) for i, (name, shape, dtype) in enumerate(drawn))
@@ -66,13 +67,17 @@ def test_every_bucket_with_its_prefix_is_a_safetensors_file_of_the_tensors_in_it
     assert weight_map.keys() == {spec.name for spec in specs}
     generator = torch.Generator().manual_seed(1)
     stream = torch.randint(0, 2, (manifest.total_bytes,), dtype=torch.uint8, generator=generator)
+    on_disk: dict[int, bytes] = defaultdict(bytes)
+    assert {index for index, prefix in enumerate(files.prefixes) if prefix} == set(manifest.files)
     for index, prefix in enumerate(files.prefixes):
-        assert len(prefix) % 64 == 0
         start, stop = manifest.window(index)
-        loaded = load(prefix + stream[start:stop].numpy().tobytes())
+        part = manifest.part(index)
+        on_disk[part.first if part else index] += prefix + stream[start:stop].numpy().tobytes()
+    for index, in_it in manifest.files.items():
+        assert len(files.prefixes[index]) % 64 == 0
+        loaded = load(on_disk[index])
         for name in loaded:
             assert weight_map.pop(name) == f"bucket-{index:05d}.safetensors"
-        in_it = manifest.tensors_of(index)
         assert_same(
             loaded,
             {e.spec.name: stream[e.offset : e.end].view(e.spec.dtype).view(e.spec.shape) for e in in_it},

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightlane.ckpt_engines import ProtocolError
+from weightlane.ckpt_engines import FilePart, ProtocolError
 from weightlane.sync import LocalShard, Manifest, TensorSpec
 from weightlane.sync.manifest import ALIGNMENT_BYTES
 from weightlane.sync.packing import (
@@ -117,37 +117,50 @@ def test_sharded_tensors_arrive_bit_for_bit_through_buckets_of_any_size_and_cut(
 
 @settings(deadline=None)
 @given(tensors, st.sampled_from([64, 128, 192, 4096]))
-def test_buckets_of_whole_tensors_leave_no_gaps_and_hold_as_many_as_fit(
+def test_files_of_whole_tensors_leave_no_gaps_and_hold_as_many_as_fit_into_a_bucket(
     drawn: list[tuple[tuple[int, ...], torch.dtype]], bucket_bytes: int
 ) -> None:
     specs = tuple(TensorSpec(f"t{i}", shape, dtype) for i, (shape, dtype) in enumerate(drawn))
     manifest = Manifest(1, specs, bucket_bytes, whole_tensors=True)
-    buckets = [manifest.tensors_of(index) for index in range(manifest.bucket_count)]
-    assert [entry for bucket in buckets for entry in bucket] == list(manifest.entries)
+    files = list(manifest.files.values())
+    assert [entry for file in files for entry in file] == list(manifest.entries)
     assert sorted(entry.spec.name for entry in manifest.entries) == sorted(spec.name for spec in specs)
-    assert manifest.largest_bucket_bytes == max(
-        (stop - start for start, stop in map(manifest.window, range(len(buckets)))), default=0
-    )
-    place = 0
-    for index, bucket in enumerate(buckets):
-        start, stop = manifest.window(index)
+    firsts = [*manifest.files, manifest.bucket_count]
+    end = 0
+    for number, file in enumerate(files):
+        place = start = manifest.window(firsts[number])[0]
         assert start % ALIGNMENT_BYTES == 0
-        assert place <= start < place + ALIGNMENT_BYTES
-        place = start
-        for entry in bucket:
+        assert end <= start < end + ALIGNMENT_BYTES
+        for entry in file:
             assert entry.offset == place
             place = entry.end
-        assert place == stop
-        if stop - start > bucket_bytes:
-            assert sum(entry.spec.nbytes > 0 for entry in bucket) == 1
-        if index + 1 < len(buckets):
-            following = next(entry.spec.nbytes for entry in buckets[index + 1] if entry.spec.nbytes)
-            assert stop - start + following > bucket_bytes
+        end = place
+        if end - start > bucket_bytes:
+            assert sum(entry.spec.nbytes > 0 for entry in file) == 1
+        if number + 1 < len(files):
+            following = next(entry.spec.nbytes for entry in files[number + 1] if entry.spec.nbytes)
+            assert end - start + following > bucket_bytes
+        check_windows(manifest, range(firsts[number], firsts[number + 1]), start, end)
 
 
-def test_buckets_of_fixed_size_do_not_claim_to_hold_whole_tensors() -> None:
+def check_windows(manifest: Manifest, buckets: range, start: int, end: int) -> None:
+    """That `buckets` are those of a file which is the bytes from `start` to `end` of the stream."""
+    place = start
+    for index in buckets:
+        window = manifest.window(index)
+        part = manifest.part(index)
+        assert window == (place, min(place + manifest.bucket_bytes, end))
+        assert part == (None if len(buckets) == 1 else FilePart(buckets[0], place - start, end - start))
+        assert window[1] - window[0] <= manifest.largest_bucket_bytes <= manifest.bucket_bytes
+        place = window[1]
+    assert place == end
+
+
+def test_buckets_of_fixed_size_do_not_claim_to_be_files_of_whole_tensors() -> None:
+    manifest = manifest_of(TensorSpec("w", (4,), torch.float32))
+    assert manifest.part(0) is None
     with pytest.raises(ProtocolError, match="whole tensors"):
-        manifest_of(TensorSpec("w", (4,), torch.float32)).tensors_of(0)
+        _ = manifest.files
 
 
 def test_a_manifest_says_how_it_is_cut() -> None:

@@ -40,14 +40,22 @@ def held(cut: str, rank: int) -> list[tuple[TensorSpec, Box]]:
     return slices
 
 
-def serve(pipe: Connection, rendezvous: dict[str, Any], engine: str, cut: str, rank: int, record: Path) -> None:
+def serve(
+    pipe: Connection,
+    rendezvous: dict[str, Any],
+    engine: str,
+    options: dict[str, Any],
+    cut: str,
+    rank: int,
+    record: Path,
+) -> None:
     """Publish versions when told to; at the end, write everything that was allocated meanwhile to `record`."""
     import memray
 
     torch.set_num_threads(1)
     shards = [LocalShard(spec, box.starts, torch.zeros(box.shape)) for spec, box in held(cut, rank)]
     placements = [Placement.of(held(cut, other)) for other in range(WORLD)]
-    transport = CheckpointEngineRegistry().create(engine, {})
+    transport = CheckpointEngineRegistry().create(engine, options)
     with memray.Tracker(record):
         publisher = Publisher(
             f"trainer-{rank}",
