@@ -107,10 +107,14 @@ class RemoteGrowingFile(GrowingFile):
 
     def discard(self) -> None:
         """See `GrowingFile.discard`."""
-        with contextlib.suppress(Exception):
-            self._file.discard()  # first, since to close an upload is to complete it
-            self._file.closed = True
-        if self._target != self.final:
+        if self._target == self.final:
+            with contextlib.suppress(Exception):
+                self._file.discard()
+            with contextlib.suppress(Exception):
+                self._file.closed = True  # its destructor would close it, and to close an upload is to complete it
+        else:
+            with contextlib.suppress(Exception):
+                self._file.close()
             with contextlib.suppress(Exception):
                 self._fs.rm(self._target)
 

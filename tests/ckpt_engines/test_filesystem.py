@@ -224,6 +224,39 @@ def test_nothing_remains_of_a_file_of_which_not_every_bucket_was_sent(place: Pla
     assert place.files() == sorted(["latest.json", *version_files("session-1/sender-0/v2", 1)])
 
 
+def test_a_large_file_goes_to_an_object_store_in_parts_which_are_dropped_with_it(
+    s3_url: str, s3_options: dict[str, str]
+) -> None:
+    options = {**s3_options, "default_block_size": 5 << 20}
+    place = Place(s3_url, options)
+    sender, receiver = connect(place.options)
+    bucket, count = 4 << 20, 3
+    whole = FilePart(0, 0, count * bucket)
+    sent = [
+        Bucket(version, index, content(version, index, bucket), part=replace(whole, offset=index * bucket))
+        for version in (1, 2)
+        for index in range(count)
+    ]
+    for each in sent[:-1]:
+        sender.send(each, ["rollout"], within(30.0))
+    assert uploads(place), "the second version's file was to be on its way"
+    for each in sent[:count]:
+        taken = replace(each, data=torch.zeros_like(each.data))
+        receiver.receive(taken, "trainer", within(30.0))
+        assert torch.equal(taken.data, each.data)
+    sender.close()
+    assert place.files() == []
+    assert uploads(place) == []
+    receiver.close()
+
+
+def uploads(place: Place) -> list[str]:
+    """What is on its way to the bucket of `place`, by key."""
+    name, _, prefix = place.root.partition("/")
+    found = place.fs.call_s3("list_multipart_uploads", Bucket=name, Prefix=prefix)
+    return [upload["Key"] for upload in found.get("Uploads", [])]
+
+
 @pytest.mark.parametrize("wrong", [(2,), (1, 3), (1, 2, 2), (1, 2, 3, 3)])
 def test_a_bucket_that_does_not_continue_its_file_is_refused(tmp_path: Path, wrong: tuple[int, ...]) -> None:
     sender, _ = connect({"path": str(tmp_path)})
