@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,9 @@ from typing import Any
 import fsspec
 import hypothesis
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import ports
 
 # A shell starts background jobs with Ctrl-C ignored, and every process that a test starts would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -114,10 +116,8 @@ def session_children() -> Iterator[Children]:
 
 @pytest.fixture
 def free_port() -> int:
-    """A TCP port on loopback that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """See `ports.free_port`."""
+    return ports.free_port()
 
 
 @pytest.fixture

@@ -275,6 +275,15 @@ class HidesPersistence(HealthyStore):
             pass
 
 
+class ForgetsOffsets(HealthyStore):
+    """Every bucket of a file is read from where the file begins."""
+
+    class receiver(Receiver):  # noqa: N801
+        def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
+            first = bucket.part and replace(bucket.part, offset=0)
+            super().receive(replace(bucket, part=first), sender, deadline)
+
+
 class ClaimsElasticity(Healthy):
     capabilities = declared(elastic=True)
 

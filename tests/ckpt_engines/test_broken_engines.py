@@ -24,6 +24,11 @@ LIMITS = {"deadline_s": 2.0, "interrupted_s": 1.0, "slack_s": 0.6, "prompt_s": 1
 DEFECTS = [
     ("HidesPersistence", "test_buckets_of_a_store_that_is_not_persistent_go_with_their_sender", "did not raise"),
     (
+        "ForgetsOffsets",
+        "test_buckets_that_make_one_file_are_each_received_and_outlive_their_sender",
+        "holds the bytes of bucket 1",
+    ),
+    (
         "ReceiveOverGlooIgnoresDeadline",
         "test_receive_ends_by_its_deadline_when_the_sender_freezes_in_mid_bucket",
         "hung",

@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,9 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from ports import free_port
 from tiny_models import (
     add_tokenizer,
     greedy_tokens,
@@ -113,9 +114,7 @@ class Trainers:
     """Trainer ranks in processes of their own, called at the same time: most of their calls are collective."""
 
     def __init__(self, world: int) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         environment = dict(os.environ) | {"OMP_NUM_THREADS": "1"}
         self._children = [
             subprocess.Popen(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import subprocess
 from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from ports import free_port
 from tiny_models import add_tokenizer, greedy_tokens, is_greedy, load_tensors, make_llama, make_qwen3, vllm_parameters
 from tiny_run import IN_ENGINE
 
@@ -59,10 +59,7 @@ class Trainers:
 
 @pytest.fixture(scope="module")
 def trainers(session_children: Any) -> Iterator[Trainers]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    started = Trainers(session_children, port)
+    started = Trainers(session_children, free_port())
     started.wait_ready()
     yield started
     started.call("close")

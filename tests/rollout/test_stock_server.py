@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from ports import free_port
 from publishing import OneRankTrainer
 from stock_server import StockServer
 from tiny_models import add_tokenizer, greedy_tokens, make_qwen3
@@ -48,10 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(session_children: Any, model: Path) -> Iterator[StockServer]:
     """One server for all tests, of two ranks: nothing but its own endpoints tells it that trainers come and go."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    started = StockServer(session_children, model, port, 2, model.with_name("server.log"))
+    started = StockServer(session_children, model, free_port(), 2, model.with_name("server.log"))
     started.wait_ready()
     yield started
     segments = segments_of_trees([started.process.pid])

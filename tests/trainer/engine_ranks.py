@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import queue
-import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +14,7 @@ from typing import Any, Self
 
 import pytest
 import torch
+from ports import free_port
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -35,12 +35,6 @@ VOCAB = 61  # odd: the embedding's rows do not divide by two ranks
 LEARNING_RATE = 1e-3
 TRAINER = {"learning_rate": LEARNING_RATE, "weight_decay": 0.01}
 START_S, ANSWER_S = 120.0, 60.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Ranks:
