@@ -194,14 +194,14 @@ class FilesystemSender(WeightSender):
             if bucket.part is None:
                 self._discard_growing()
                 self._store.write(f"{directory}/{payload_name(bucket)}", content, guard)
-            else:
-                self._grow(directory, bucket, bucket.part, content, guard)
-            written.add(bucket.index)
+                written.add(bucket.index)
+            elif self._grow(directory, bucket, bucket.part, content, guard):
+                written.update(range(bucket.part.first, bucket.index + 1))
 
     def _grow(
         self, directory: str, bucket: Bucket, part: FilePart, content: Sequence[bytes | memoryview], guard: Guard
-    ) -> None:
-        """Write a bucket to the file that it is a part of."""
+    ) -> bool:
+        """Write a bucket to the file that it is a part of; returns whether that is complete now."""
         if part.offset == 0:
             self._discard_growing()
             file = self._store.begin(f"{directory}/{payload_name(bucket)}", guard)
@@ -213,12 +213,14 @@ class FilesystemSender(WeightSender):
         try:
             self._store.append(growing.file, content, guard)
             growing.size += bucket.nbytes
-            if growing.size == part.total:
+            complete = growing.size == part.total
+            if complete:
                 self._store.finish(growing.file, guard)
                 self._growing = None
         except BaseException:
             self._discard_growing()
             raise
+        return complete
 
     def _discard_growing(self) -> None:
         """Of a version that was given up."""

@@ -215,7 +215,7 @@ def test_nothing_remains_of_a_file_of_which_not_every_bucket_was_sent(place: Pla
     sender, _ = connect(place.options)
     begin_parts(sender)
     sender.send(part(1), ["rollout"], within())
-    with pytest.raises(ProtocolError, match="bucket 2 of it is missing"):
+    with pytest.raises(ProtocolError, match="bucket 1 of it is missing"):
         sender.commit_version(1, {}, within())
     publish(sender, 2, 100)
     begin_parts(sender)
