@@ -20,7 +20,7 @@ import fsspec
 import torch
 
 from ._lifecycle import Lifecycle
-from ._store_growing import LOCAL_STEP_BYTES, GrowingFile, LocalGrowingFile, RemoteGrowingFile, unfinished_name
+from ._store_growing import LOCAL_STEP_BYTES, GrowingFile, LocalGrowingFile, RemoteGrowingFile
 from ._waiting import run_bounded
 from .deadline import Deadline
 from .errors import ClosedError, ConfigError, DeadlineExceededError, ProtocolError, StorageError, WeightlaneError
@@ -31,7 +31,6 @@ _PUT_IS_ATOMIC = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "ad
 _PART = "filesystem engine"
 _REMOTE_STEP_BYTES = 64 << 20
 """Of one request, and of the copy that it needs."""
-_DISCARD_S = 5.0
 _HEADER_LENGTH = struct.Struct("<Q")
 """How a safetensors file begins: the length of the header that follows."""
 _HINTS = {
@@ -143,13 +142,18 @@ class StoreDirectory:
 
     def write(self, path: str, content: Sequence[bytes | memoryview], guard: Guard) -> None:
         """Write `content`, piece after piece, to a file that replaces any of that name. When that fails there is no new file."""
-        final = self.full(path)
-        with self._typed("write", final):
-            if self.is_local:
-                self._write_local(final, content, guard)
-            else:
-                joined = b"".join(content)  # a copy: an abandoned upload must not read the caller's memory
-                self._remotely(lambda: self._upload(final, joined), guard, f"{final} to be written")
+        if self._put_is_atomic:
+            final, joined = self.full(path), b"".join(content)  # copied, as in `append`
+            with self._typed("write", final):
+                self._remotely(lambda: self._fs.pipe_file(final, joined), guard, f"{final} to be written")
+            return
+        file = self.begin(path, guard)
+        try:
+            self.append(file, content, guard)
+            self.finish(file, guard)
+        except BaseException:
+            self.discard(file, guard.life.part, guard.deadline)
+            raise
 
     def write_text(self, path: str, text: str, guard: Guard) -> None:
         """`write` for a small file."""
@@ -185,33 +189,13 @@ class StoreDirectory:
         with self._typed("write", file.final):
             self._remotely(file.finish, guard, f"{file.final} to be written")
 
-    def discard(self, file: GrowingFile, part: str) -> None:
-        """Let nothing of `file` remain, for the half `part`. Never raises, never takes long."""
-        with standalone_guard(part, Deadline.after(_DISCARD_S)) as guard, contextlib.suppress(WeightlaneError):
-            self._remotely(file.discard, guard, f"{file.final} to be removed")
-
-    def _write_local(self, final: str, content: Sequence[bytes | memoryview], guard: Guard) -> None:
-        file = LocalGrowingFile(final, fsync=self._fsync)
-        try:
-            file.write(content, lambda: guard.check(f"{final} to be written"))
-            file.finish()
-        except BaseException:
+    def discard(self, file: GrowingFile, part: str, deadline: Deadline) -> None:
+        """Let nothing of `file` remain, for the half `part`. Never raises; where it takes longer it goes on behind the caller."""
+        if self.is_local:
             file.discard()
-            raise
-
-    def _upload(self, final: str, content: bytes) -> None:
-        if self._put_is_atomic:
-            self._fs.pipe_file(final, content)
             return
-        unfinished = unfinished_name(final)
-        try:
-            self._fs.makedirs(final.rpartition("/")[0], exist_ok=True)
-            self._fs.pipe_file(unfinished, content)
-            self._fs.mv(unfinished, final)
-        except BaseException:
-            with contextlib.suppress(Exception):
-                self._fs.rm(unfinished)
-            raise
+        with standalone_guard(part, deadline) as guard, contextlib.suppress(WeightlaneError):
+            guard.run(file.discard, f"{file.final} to be removed")
 
     def read_payload(self, path: str, data: memoryview, guard: Guard, offset: int, total: int) -> bool:
         """Fill `data` with what lies `offset` bytes into a file's payload; False when there is no such file yet.

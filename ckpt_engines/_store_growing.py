@@ -43,7 +43,7 @@ class LocalGrowingFile(GrowingFile):
         super().__init__(final)
         self._fsync = fsync
         self._folder = os.path.dirname(final)  # noqa: PTH120
-        self._unfinished = unfinished_name(final)
+        self._unfinished = _unfinished(final)
         os.makedirs(self._folder, exist_ok=True)  # noqa: PTH103
         self._file: BinaryIO = open(self._unfinished, "wb", buffering=0)  # noqa: SIM115, PTH123 - closed by finish and discard
 
@@ -88,7 +88,7 @@ class RemoteGrowingFile(GrowingFile):
     def __init__(self, fs: Any, final: str, *, atomic: bool) -> None:
         super().__init__(final)
         self._fs = fs
-        self._target = final if atomic else unfinished_name(final)
+        self._target = final if atomic else _unfinished(final)
         if not atomic:
             fs.makedirs(final.rpartition("/")[0], exist_ok=True)
         self._file = fs.open(self._target, "wb")
@@ -119,6 +119,6 @@ class RemoteGrowingFile(GrowingFile):
                 self._fs.rm(self._target)
 
 
-def unfinished_name(final: str) -> str:
+def _unfinished(final: str) -> str:
     """A name nobody else uses: two processes may write the same file."""
     return f"{final}.{secrets.token_hex(4)}.part"

@@ -192,7 +192,7 @@ class FilesystemSender(WeightSender):
             directory = version_directory(self._directory, bucket.version)
             content: list[bytes | memoryview] = [prefix, byte_view(bucket.data)]
             if bucket.part is None:
-                self._discard_growing()
+                self._discard_growing(guard.deadline)
                 self._store.write(f"{directory}/{payload_name(bucket)}", content, guard)
                 written.add(bucket.index)
             elif self._grow(directory, bucket, bucket.part, content, guard):
@@ -203,13 +203,14 @@ class FilesystemSender(WeightSender):
     ) -> bool:
         """Write a bucket to the file that it is a part of; returns whether that is complete now."""
         if part.offset == 0:
-            self._discard_growing()
+            self._discard_growing(guard.deadline)
             file = self._store.begin(f"{directory}/{payload_name(bucket)}", guard)
             self._growing = _Growing(file, bucket.version, part, 0)
         growing = self._growing
         if growing is None or not growing.continues_with(bucket, part):
             message = f"bucket {bucket.index} of version {bucket.version} continues a file that does not end there."
-            raise ProtocolError(message, part=self._life.part)
+            hint = "The buckets of a file are sent in their order, with no other between them, each once."
+            raise ProtocolError(message, part=self._life.part, hint=hint)
         try:
             self._store.append(growing.file, content, guard)
             growing.size += bucket.nbytes
@@ -218,15 +219,15 @@ class FilesystemSender(WeightSender):
                 self._store.finish(growing.file, guard)
                 self._growing = None
         except BaseException:
-            self._discard_growing()
+            self._discard_growing(guard.deadline)
             raise
         return complete
 
-    def _discard_growing(self) -> None:
+    def _discard_growing(self, deadline: Deadline) -> None:
         """Of a version that was given up."""
         growing, self._growing = self._growing, None
         if growing is not None:
-            self._store.discard(growing.file, self._life.part)
+            self._store.discard(growing.file, self._life.part, deadline)
 
     def commit_version(self, version: int, documents: Mapping[str, str], deadline: Deadline) -> None:
         """Write `documents`, make `version` the newest one that readers find, then remove those that are no longer kept.
@@ -302,7 +303,7 @@ class FilesystemSender(WeightSender):
         self._life.close()
 
     def _release(self) -> None:
-        self._discard_growing()
+        self._discard_growing(Deadline.after(_CLEANUP_S))
         if not self._directory:
             return
         with standalone_guard(self._life.part, Deadline.after(_CLEANUP_S)) as guard:

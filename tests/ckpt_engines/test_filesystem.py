@@ -9,15 +9,28 @@ import resource
 import signal
 import subprocess
 import time
-import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 import torch
+from stores import (
+    SECONDS,
+    NoMailbox,
+    Place,
+    connect,
+    connect_receiver,
+    connect_sender,
+    content,
+    place_of,
+    prefix,
+    publish,
+    received,
+    send,
+    version_files,
+    within,
+)
 
 from weightlane.ckpt_engines import (
     Bucket,
@@ -25,120 +38,14 @@ from weightlane.ckpt_engines import (
     ConfigError,
     Deadline,
     DeadlineExceededError,
-    FilePart,
     PeerLostError,
     ProtocolError,
     StorageError,
     Topology,
     VersionFiles,
-    WeightReceiver,
-    WeightSender,
 )
 from weightlane.ckpt_engines._store_fs import StoreDirectory
 from weightlane.ckpt_engines.conformance import ConformanceBase, ConnectionMaker, Parcel
-
-SECONDS = 10.0
-
-
-class NoMailbox:
-    """The engine needs none."""
-
-    def put(self, key: str, value: Any) -> None:
-        raise AssertionError(key)
-
-    def get(self, key: str, deadline: Deadline) -> Any:
-        raise AssertionError(key)
-
-
-class Place:
-    """Where versions are kept, on whatever file system, seen from outside."""
-
-    def __init__(self, path: str, storage_options: dict[str, Any]) -> None:
-        self.options = {"path": path, "storage_options": storage_options}
-        self.fs, self.root = fsspec.url_to_fs(path, use_listings_cache=False, **storage_options)
-
-    def files(self) -> list[str]:
-        return sorted(str(path).removeprefix(f"{self.root}/") for path in self.fs.find(self.root))
-
-    def read(self, path: str) -> bytes:
-        return bytes(self.fs.cat_file(f"{self.root}/{path}"))
-
-    def write(self, path: str, content: bytes) -> None:
-        self.fs.pipe_file(f"{self.root}/{path}", content)
-
-    def latest(self) -> list[tuple[int, str]]:
-        """What is committed: version and directory, newest first."""
-        found = json.loads(self.read("latest.json"))
-        assert (found["version"], found["directory"]) == tuple(found["committed"][0].values())
-        return [(entry["version"], entry["directory"]) for entry in found["committed"]]
-
-
-@pytest.fixture(params=["local", "s3", "memory"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    """The same promises on local disks, on a store whose uploads are atomic, and on one that renames."""
-    if request.param == "s3":
-        return Place(request.getfixturevalue("s3_url"), request.getfixturevalue("s3_options"))
-    return Place(str(tmp_path / "store") if request.param == "local" else f"memory://{uuid.uuid4().hex}", {})
-
-
-def within(seconds: float = SECONDS) -> Deadline:
-    return Deadline.after(seconds)
-
-
-def connect_sender(options: dict[str, Any], session: str = "session-1") -> tuple[WeightSender, Topology]:
-    sender = CheckpointEngineRegistry().create("filesystem", options).make_sender("trainer")
-    topology = Topology(session, {"trainer": sender.address()}, {})
-    sender.connect(topology, NoMailbox(), within())
-    return sender, topology
-
-
-def connect_receiver(options: dict[str, Any], topology: Topology) -> WeightReceiver:
-    receiver = CheckpointEngineRegistry().create("filesystem", options).make_receiver("rollout")
-    receiver.connect(topology, NoMailbox(), within())
-    return receiver
-
-
-def connect(options: dict[str, Any], session: str = "session-1") -> tuple[WeightSender, WeightReceiver]:
-    sender, topology = connect_sender(options, session)
-    return sender, connect_receiver(options, topology)
-
-
-def content(version: int, index: int, nbytes: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(version * 1000 + index)
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
-
-
-def send(sender: WeightSender, version: int, index: int, nbytes: int) -> torch.Tensor:
-    data = content(version, index, nbytes)
-    sender.send(Bucket(version, index, data.clone()), ["rollout"], within())
-    return data
-
-
-def received(receiver: WeightReceiver, version: int, index: int, nbytes: int) -> torch.Tensor:
-    data = torch.full((nbytes,), 0x55, dtype=torch.uint8)
-    receiver.receive(Bucket(version, index, data), "trainer", within())
-    return data
-
-
-def prefix(nbytes: int) -> bytes:
-    header = json.dumps({"x": {"dtype": "U8", "shape": [nbytes], "data_offsets": [0, nbytes]}}).encode()
-    return len(header).to_bytes(8, "little") + header
-
-
-def publish(sender: WeightSender, version: int, *sizes: int, commit: bool = True) -> None:
-    """A whole version as the framework sends it."""
-    prefixes = [prefix(nbytes) for nbytes in sizes]
-    sender.open_version(VersionFiles(version, prefixes, {"about.json": f"[{version}]"}), within())
-    for index, nbytes in enumerate(sizes):
-        send(sender, version, index, nbytes)
-    if commit:
-        sender.commit_version(version, {"checksums.json": str(version)}, within())
-
-
-def version_files(directory: str, buckets: int, *, committed: bool = True) -> list[str]:
-    names = [f"bucket-{index:05d}.safetensors" for index in range(buckets)]
-    names += ["COMMITTED", "checksums.json"] if committed else []
-    return sorted(f"{directory}/{name}" for name in [*names, "about.json"])
 
 
 def test_a_version_is_files_that_safetensors_reads_and_receivers_get_every_byte(place: Place) -> None:
@@ -168,105 +75,6 @@ def test_without_version_files_buckets_are_plain_files(place: Place) -> None:
     sender.close()
     receiver.close()
     assert place.files() == []
-
-
-SIZES = [60_000, 60_000, 7]
-WHOLE = FilePart(first=1, offset=0, total=sum(SIZES))
-
-
-def part(index: int) -> Bucket:
-    """Bucket `index` (1 to 3) of a version whose second file has three, as it is sent."""
-    data = content(1, index, SIZES[index - 1])
-    return Bucket(1, index, data, part=replace(WHOLE, offset=sum(SIZES[: index - 1])))
-
-
-def begin_parts(sender: WeightSender) -> None:
-    prefixes = [prefix(10), prefix(WHOLE.total), b"", b""]
-    sender.open_version(VersionFiles(1, prefixes, {"about.json": "[1]"}), within())
-    send(sender, 1, 0, 10)
-
-
-def test_buckets_of_one_file_are_there_when_it_is_complete(place: Place) -> None:
-    sender, receiver = connect(place.options)
-    begin_parts(sender)
-    sent = [part(index) for index in (1, 2, 3)]
-    for bucket in sent:
-        empty = replace(sent[0], data=torch.zeros_like(sent[0].data))
-        with pytest.raises(DeadlineExceededError, match="bucket-00001"):
-            receiver.receive(empty, "trainer", within(0.3))
-        sender.send(bucket, ["rollout"], within())
-    sender.commit_version(1, {}, within())
-    for bucket in reversed(sent):
-        taken = replace(bucket, data=torch.full_like(bucket.data, 0x55))
-        receiver.receive(taken, "trainer", within())
-        assert torch.equal(taken.data, bucket.data)
-    stored = place.read("session-1/sender-0/v1/bucket-00001.safetensors")
-    assert stored == prefix(WHOLE.total) + b"".join(bucket.data.numpy().tobytes() for bucket in sent)
-    beside = [path for path in place.files() if "bucket" in path]
-    assert beside == [f"session-1/sender-0/v1/bucket-0000{index}.safetensors" for index in (0, 1)]
-    wrong = replace(sent[1], data=torch.zeros_like(sent[1].data), part=replace(WHOLE, offset=60_000, total=120_008))
-    with pytest.raises(ProtocolError, match="neither 120008 nor"):
-        receiver.receive(wrong, "trainer", within())
-    sender.close()
-    receiver.close()
-
-
-def test_nothing_remains_of_a_file_of_which_not_every_bucket_was_sent(place: Place) -> None:
-    sender, _ = connect(place.options)
-    begin_parts(sender)
-    sender.send(part(1), ["rollout"], within())
-    with pytest.raises(ProtocolError, match="bucket 1 of it is missing"):
-        sender.commit_version(1, {}, within())
-    publish(sender, 2, 100)
-    begin_parts(sender)
-    sender.send(part(1), ["rollout"], within())
-    sender.close()
-    assert place.files() == sorted(["latest.json", *version_files("session-1/sender-0/v2", 1)])
-
-
-def test_a_large_file_goes_to_an_object_store_in_parts_which_are_dropped_with_it(
-    s3_url: str, s3_options: dict[str, str]
-) -> None:
-    options = {**s3_options, "default_block_size": 5 << 20}
-    place = Place(s3_url, options)
-    sender, receiver = connect(place.options)
-    bucket, count = 4 << 20, 3
-    whole = FilePart(0, 0, count * bucket)
-    sent = [
-        Bucket(version, index, content(version, index, bucket), part=replace(whole, offset=index * bucket))
-        for version in (1, 2)
-        for index in range(count)
-    ]
-    for each in sent[:-1]:
-        sender.send(each, ["rollout"], within(30.0))
-    assert uploads(place), "the second version's file was to be on its way"
-    for each in sent[:count]:
-        taken = replace(each, data=torch.zeros_like(each.data))
-        receiver.receive(taken, "trainer", within(30.0))
-        assert torch.equal(taken.data, each.data)
-    sender.close()
-    assert place.files() == []
-    assert uploads(place) == []
-    receiver.close()
-
-
-def uploads(place: Place) -> list[str]:
-    """What is on its way to the bucket of `place`, by key."""
-    name, _, prefix = place.root.partition("/")
-    found = place.fs.call_s3("list_multipart_uploads", Bucket=name, Prefix=prefix)
-    return [upload["Key"] for upload in found.get("Uploads", [])]
-
-
-@pytest.mark.parametrize("wrong", [(2,), (1, 3), (1, 2, 2), (1, 2, 3, 3)])
-def test_a_bucket_that_does_not_continue_its_file_is_refused(tmp_path: Path, wrong: tuple[int, ...]) -> None:
-    sender, _ = connect({"path": str(tmp_path)})
-    begin_parts(sender)
-    for index in wrong[:-1]:
-        sender.send(part(index), ["rollout"], within())
-    with pytest.raises(ProtocolError, match=f"bucket {wrong[-1]} of version 1 continues a file"):
-        sender.send(part(wrong[-1]), ["rollout"], within())
-    sender.close()
-    assert place_of(tmp_path).files() == []
 
 
 @pytest.mark.parametrize(("keep", "kept"), [(1, [4]), (2, [3, 4]), (9, [1, 2, 3, 4])])
@@ -316,10 +124,6 @@ def test_a_receiver_may_take_its_time_while_the_next_version_is_sent(tmp_path: P
     )
     sender.close()
     receiver.close()
-
-
-def place_of(path: Path) -> Place:
-    return Place(str(path), {})
 
 
 def test_a_receiver_that_comes_too_late_for_a_version_is_told_so_before_its_deadline(tmp_path: Path) -> None:

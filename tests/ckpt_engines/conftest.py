@@ -1,0 +1,20 @@
+"""Makes this folder's helper modules importable, and gives the places in which versions are kept."""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from stores import Place
+
+
+@pytest.fixture(params=["local", "s3", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """The same promises on local disks, on a store whose uploads are atomic, and on one that renames."""
+    if request.param == "s3":
+        return Place(request.getfixturevalue("s3_url"), request.getfixturevalue("s3_options"))
+    return Place(str(tmp_path / "store") if request.param == "local" else f"memory://{uuid.uuid4().hex}", {})

@@ -1,0 +1,119 @@
+"""Places where versions are kept, senders and receivers of the filesystem engine there, and what they send."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import torch
+
+from weightlane.ckpt_engines import (
+    Bucket,
+    CheckpointEngineRegistry,
+    Deadline,
+    Topology,
+    VersionFiles,
+    WeightReceiver,
+    WeightSender,
+)
+
+SECONDS = 10.0
+
+
+class NoMailbox:
+    """The engine needs none."""
+
+    def put(self, key: str, value: Any) -> None:
+        raise AssertionError(key)
+
+    def get(self, key: str, deadline: Deadline) -> Any:
+        raise AssertionError(key)
+
+
+class Place:
+    """Where versions are kept, on whatever file system, seen from outside."""
+
+    def __init__(self, path: str, storage_options: dict[str, Any]) -> None:
+        self.options = {"path": path, "storage_options": storage_options}
+        self.fs, self.root = fsspec.url_to_fs(path, use_listings_cache=False, **storage_options)
+
+    def files(self) -> list[str]:
+        return sorted(str(path).removeprefix(f"{self.root}/") for path in self.fs.find(self.root))
+
+    def read(self, path: str) -> bytes:
+        return bytes(self.fs.cat_file(f"{self.root}/{path}"))
+
+    def write(self, path: str, content: bytes) -> None:
+        self.fs.pipe_file(f"{self.root}/{path}", content)
+
+    def latest(self) -> list[tuple[int, str]]:
+        """What is committed: version and directory, newest first."""
+        found = json.loads(self.read("latest.json"))
+        assert (found["version"], found["directory"]) == tuple(found["committed"][0].values())
+        return [(entry["version"], entry["directory"]) for entry in found["committed"]]
+
+
+def within(seconds: float = SECONDS) -> Deadline:
+    return Deadline.after(seconds)
+
+
+def connect_sender(options: dict[str, Any], session: str = "session-1") -> tuple[WeightSender, Topology]:
+    sender = CheckpointEngineRegistry().create("filesystem", options).make_sender("trainer")
+    topology = Topology(session, {"trainer": sender.address()}, {})
+    sender.connect(topology, NoMailbox(), within())
+    return sender, topology
+
+
+def connect_receiver(options: dict[str, Any], topology: Topology) -> WeightReceiver:
+    receiver = CheckpointEngineRegistry().create("filesystem", options).make_receiver("rollout")
+    receiver.connect(topology, NoMailbox(), within())
+    return receiver
+
+
+def connect(options: dict[str, Any], session: str = "session-1") -> tuple[WeightSender, WeightReceiver]:
+    sender, topology = connect_sender(options, session)
+    return sender, connect_receiver(options, topology)
+
+
+def content(version: int, index: int, nbytes: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(version * 1000 + index)
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+
+
+def send(sender: WeightSender, version: int, index: int, nbytes: int) -> torch.Tensor:
+    data = content(version, index, nbytes)
+    sender.send(Bucket(version, index, data.clone()), ["rollout"], within())
+    return data
+
+
+def received(receiver: WeightReceiver, version: int, index: int, nbytes: int) -> torch.Tensor:
+    data = torch.full((nbytes,), 0x55, dtype=torch.uint8)
+    receiver.receive(Bucket(version, index, data), "trainer", within())
+    return data
+
+
+def prefix(nbytes: int) -> bytes:
+    header = json.dumps({"x": {"dtype": "U8", "shape": [nbytes], "data_offsets": [0, nbytes]}}).encode()
+    return len(header).to_bytes(8, "little") + header
+
+
+def publish(sender: WeightSender, version: int, *sizes: int, commit: bool = True) -> None:
+    """A whole version as the framework sends it."""
+    prefixes = [prefix(nbytes) for nbytes in sizes]
+    sender.open_version(VersionFiles(version, prefixes, {"about.json": f"[{version}]"}), within())
+    for index, nbytes in enumerate(sizes):
+        send(sender, version, index, nbytes)
+    if commit:
+        sender.commit_version(version, {"checksums.json": str(version)}, within())
+
+
+def version_files(directory: str, buckets: int, *, committed: bool = True) -> list[str]:
+    names = [f"bucket-{index:05d}.safetensors" for index in range(buckets)]
+    names += ["COMMITTED", "checksums.json"] if committed else []
+    return sorted(f"{directory}/{name}" for name in [*names, "about.json"])
+
+
+def place_of(path: Path) -> Place:
+    return Place(str(path), {})

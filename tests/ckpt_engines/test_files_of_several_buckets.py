@@ -1,0 +1,150 @@
+"""The filesystem engine: files that several buckets make, because no tensor is in two."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from stores import (
+    Place,
+    connect,
+    content,
+    place_of,
+    prefix,
+    publish,
+    send,
+    version_files,
+    within,
+)
+
+from weightlane.ckpt_engines import (
+    Bucket,
+    DeadlineExceededError,
+    FilePart,
+    ProtocolError,
+    VersionFiles,
+    WeightSender,
+)
+from weightlane.ckpt_engines._store_fs import StoreDirectory
+from weightlane.ckpt_engines._store_growing import GrowingFile
+
+SIZES = [60_000, 60_000, 7]
+WHOLE = FilePart(first=1, offset=0, total=sum(SIZES))
+
+
+def part(index: int) -> Bucket:
+    """Bucket `index` (1 to 3) of a version whose second file has three, as it is sent."""
+    data = content(1, index, SIZES[index - 1])
+    return Bucket(1, index, data, part=replace(WHOLE, offset=sum(SIZES[: index - 1])))
+
+
+def begin_parts(sender: WeightSender) -> None:
+    prefixes = [prefix(10), prefix(WHOLE.total), b"", b""]
+    sender.open_version(VersionFiles(1, prefixes, {"about.json": "[1]"}), within())
+    send(sender, 1, 0, 10)
+
+
+def test_buckets_of_one_file_are_there_when_it_is_complete(place: Place) -> None:
+    sender, receiver = connect(place.options)
+    begin_parts(sender)
+    sent = [part(index) for index in (1, 2, 3)]
+    for bucket in sent:
+        empty = replace(sent[0], data=torch.zeros_like(sent[0].data))
+        with pytest.raises(DeadlineExceededError, match="bucket-00001"):
+            receiver.receive(empty, "trainer", within(0.3))
+        sender.send(bucket, ["rollout"], within())
+    sender.commit_version(1, {}, within())
+    for bucket in reversed(sent):
+        taken = replace(bucket, data=torch.full_like(bucket.data, 0x55))
+        receiver.receive(taken, "trainer", within())
+        assert torch.equal(taken.data, bucket.data)
+    stored = place.read("session-1/sender-0/v1/bucket-00001.safetensors")
+    assert stored == prefix(WHOLE.total) + b"".join(bucket.data.numpy().tobytes() for bucket in sent)
+    beside = [path for path in place.files() if "bucket" in path]
+    assert beside == [f"session-1/sender-0/v1/bucket-0000{index}.safetensors" for index in (0, 1)]
+    wrong = replace(sent[1], data=torch.zeros_like(sent[1].data), part=replace(WHOLE, offset=60_000, total=120_008))
+    with pytest.raises(ProtocolError, match="neither 120008 nor"):
+        receiver.receive(wrong, "trainer", within())
+    sender.close()
+    receiver.close()
+
+
+def test_nothing_remains_of_a_file_of_which_not_every_bucket_was_sent(place: Place) -> None:
+    sender, _ = connect(place.options)
+    begin_parts(sender)
+    sender.send(part(1), ["rollout"], within())
+    with pytest.raises(ProtocolError, match="bucket 1 of it is missing"):
+        sender.commit_version(1, {}, within())
+    publish(sender, 2, 100)
+    begin_parts(sender)
+    sender.send(part(1), ["rollout"], within())
+    sender.close()
+    assert place.files() == sorted(["latest.json", *version_files("session-1/sender-0/v2", 1)])
+
+
+def test_a_large_file_goes_to_an_object_store_in_parts_which_are_dropped_with_it(
+    s3_url: str, s3_options: dict[str, str]
+) -> None:
+    options = {**s3_options, "default_block_size": 5 << 20}
+    place = Place(s3_url, options)
+    sender, receiver = connect(place.options)
+    bucket, count = 4 << 20, 3
+    whole = FilePart(0, 0, count * bucket)
+    sent = [
+        Bucket(version, index, content(version, index, bucket), part=replace(whole, offset=index * bucket))
+        for version in (1, 2)
+        for index in range(count)
+    ]
+    for each in sent[:-1]:
+        sender.send(each, ["rollout"], within(30.0))
+    assert uploads(place), "the second version's file was to be on its way"
+    for each in sent[:count]:
+        taken = replace(each, data=torch.zeros_like(each.data))
+        receiver.receive(taken, "trainer", within(30.0))
+        assert torch.equal(taken.data, each.data)
+    sender.close()
+    assert place.files() == []
+    assert uploads(place) == []
+    receiver.close()
+
+
+def uploads(place: Place) -> list[str]:
+    """What is on its way to the bucket of `place`, by key."""
+    name, _, prefix = place.root.partition("/")
+    found = place.fs.call_s3("list_multipart_uploads", Bucket=name, Prefix=prefix)
+    return [upload["Key"] for upload in found.get("Uploads", [])]
+
+
+@pytest.mark.parametrize("wrong", [(2,), (1, 3), (1, 2, 2), (1, 2, 3, 3)])
+def test_a_bucket_that_does_not_continue_its_file_is_refused(tmp_path: Path, wrong: tuple[int, ...]) -> None:
+    sender, _ = connect({"path": str(tmp_path)})
+    begin_parts(sender)
+    for index in wrong[:-1]:
+        sender.send(part(index), ["rollout"], within())
+    with pytest.raises(ProtocolError, match=f"bucket {wrong[-1]} of version 1 continues a file"):
+        sender.send(part(wrong[-1]), ["rollout"], within())
+    sender.close()
+    assert place_of(tmp_path).files() == []
+
+
+class Stuck(GrowingFile):
+    """One whose store does not answer any more."""
+
+    def write(self, content: Sequence[bytes | memoryview], check: Callable[[], None]) -> None:
+        raise AssertionError
+
+    def finish(self) -> None:
+        raise AssertionError
+
+    def discard(self) -> None:
+        time.sleep(2.0)
+
+
+def test_to_give_a_file_up_takes_no_longer_than_the_deadline_where_the_store_does_not_answer() -> None:
+    started = time.monotonic()
+    StoreDirectory("memory://stuck").discard(Stuck("x"), "sender", within(0.2))
+    assert time.monotonic() - started < 1.5
