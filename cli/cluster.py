@@ -30,8 +30,9 @@ _QUIET = {
 class RayCluster:
     """Context manager: Ray is initialized inside, and every process of a local cluster has ended after it.
 
-    A local cluster keeps its files in a temporary directory, which is removed; after a failure the logs of its workers are
-    copied to `logs` first. Every process of the run has the variables of `environment`.
+    A local cluster keeps its files in a temporary directory, which is removed; after a failure the logs of its workers, or of
+    Ray's own processes if these did not come up, are copied to `logs` first. Every process of the run has the variables of
+    `environment`.
     """
 
     def __init__(self, config: RunConfig, logs: Path, environment: Mapping[str, str]) -> None:
@@ -40,6 +41,7 @@ class RayCluster:
         self._logs = logs
         self._failed = True
         self._files: Path | None = None
+        self._started = False
 
     def succeeded(self) -> None:
         """The run ended well: its logs are not needed."""
@@ -83,18 +85,27 @@ class RayCluster:
         # Short: Ray puts Unix sockets below it, whose paths are limited to 107 characters.
         self._files = Path(tempfile.mkdtemp(prefix="weightlane-ray-"))
         self._keep_compiled_code(self._files)
-        ray.init(
-            address="local",  # not the one that RAY_ADDRESS may name
-            # Logical CPUs: a run on a small machine shares its cores instead of waiting for more of them.
-            num_cpus=max(int(cpus) + 1, os.cpu_count() or 1),
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-            _temp_dir=str(self._files),
-            _node_ip_address=self._config.sync.host,
-            # vLLM leaves files and sockets in the temporary directory, however its processes end.
-            runtime_env={"env_vars": {"TMPDIR": str(self._files), **self._environment}},
-        )
+        try:
+            ray.init(
+                address="local",  # not the one that RAY_ADDRESS may name
+                # Logical CPUs: a run on a small machine shares its cores instead of waiting for more of them.
+                num_cpus=max(int(cpus) + 1, os.cpu_count() or 1),
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="ERROR",
+                _temp_dir=str(self._files),
+                _node_ip_address=self._config.sync.host,
+                # vLLM leaves files and sockets in the temporary directory, however its processes end.
+                runtime_env={"env_vars": {"TMPDIR": str(self._files), **self._environment}},
+            )
+        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+            raise ConfigError(
+                f"Ray does not start on this machine: {error}.",
+                part="ray",
+                hint="gcs_server.* and raylet.* in the run's logs say what its own processes ran into. If they were only slow,"
+                " set RAY_gcs_server_port_wait_time_s to more seconds than Ray waits by itself, which is 30.",
+            ) from error
+        self._started = True
 
     def _join(self) -> None:
         import ray  # noqa: PLC0415 - as above
@@ -112,7 +123,7 @@ class RayCluster:
                 logging_level="ERROR",
                 runtime_env={"env_vars": self._environment},
             )
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             raise ConfigError(
                 f"cannot join the Ray cluster at {self._config.ray.address!r}: {error}.",
                 part="ray",
@@ -130,6 +141,7 @@ class RayCluster:
     def _keep_logs(self, files: Path) -> None:
         with suppress(OSError):
             self._logs.mkdir(parents=True, exist_ok=True)
-            for log in files.glob("session_*/logs/worker-*"):
-                if not log.is_symlink() and log.stat().st_size:
-                    shutil.copy(log, self._logs)
+            for name in ("worker-*",) if self._started else ("gcs_server.*", "raylet.*"):
+                for log in files.glob(f"session_*/logs/{name}"):
+                    if not log.is_symlink() and log.stat().st_size:
+                        shutil.copy(log, self._logs)

@@ -148,10 +148,14 @@ def s3_url(s3_options: dict[str, str]) -> str:
 def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A Ray of its own on this machine."""
     ray = pytest.importorskip("ray")
+    # One home for all modules of a process: Ray keeps the token that it wrote there in memory, does not write it again,
+    # and its server, which reads the file, would not start under another home.
+    home = tmp_path_factory.getbasetemp() / "ray-home"
+    home.mkdir(exist_ok=True)
     # Ray's sockets have paths of limited length, so its files cannot lie in pytest's folder.
     short = Path(tempfile.mkdtemp(prefix="wl-ray-", dir="/tmp"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        patch.setenv("HOME", str(home))
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, _temp_dir=str(short))

@@ -93,6 +93,20 @@ def test_a_signal_ends_a_run_cleanly_whether_it_trains_or_still_starts(
     assert (ended.code, only_line(ended)) == (130, INTERRUPTED)
 
 
+def test_a_ray_that_does_not_come_up_ends_the_run_with_the_logs_that_say_why(
+    endless: Callable[..., RunProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_gcs_storage", "nowhere")  # Ray's first process ends as soon as it reads this
+    monkeypatch.setenv("RAY_gcs_server_port_wait_time_s", "5")
+    run = endless("run")
+    ended = run.end(START_S)
+    assert ended.code == 2
+    assert only_line(ended).startswith("error: ray: Ray does not start on this machine: ")
+    assert f"logs of the run's processes: {tmp_path / 'run' / 'logs'}" in ended.out
+    assert any("nowhere" in log.read_text() for log in (tmp_path / "run" / "logs").glob("gcs_server.*"))
+    RunDir(tmp_path / "run", resume=False)  # can be used again
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system with room for two of a version's three buckets."""
