@@ -20,6 +20,7 @@ from weightlane.ckpt_engines import (
     SyncAbortedError,
     WeightlaneError,
 )
+from weightlane.ckpt_engines.faulty import read_fault_log
 from weightlane.rollout import Completion
 from weightlane.sync import ReplicaState
 
@@ -131,27 +132,37 @@ def heal(setup: Setup) -> None:
     assert set(completion.versions) == {version}
 
 
-def test_a_corrupted_bucket_leaves_a_mixture_out_of_service_or_the_old_version_serving(in_place: Setup) -> None:
+def test_a_corrupted_bucket_leaves_a_mixture_out_of_service_or_the_old_version_serving(
+    in_place: Setup, tmp_path: Path
+) -> None:
     setup = in_place
     seen = set()
     for seed in range(20):
         setup.serve(1)
         held = setup.probe("probe_parameters")
-        flips = {"inner": {}, "seed": seed, "rate": 0.3, "kinds": ["flip"]}
+        log = tmp_path / f"faults-{seed}"
+        flips = {"inner": {}, "seed": seed, "rate": 0.3, "kinds": ["flip"], "log": str(log)}
         setup.trainer.close()
         setup.new_trainer("gloo")
         setup.run(setup.worker.connect(setup.trainer.address, "faulty:gloo", flips))
         setup.run(setup.trainer.connect([setup.worker]))
         setup.trainer.version = setup.worker.version
-        with pytest.raises(SyncAbortedError, match="arrived with changed bytes") as caught:
+        try:
             setup.run(setup.trainer.sync(setup.models[2]))
+        except SyncAbortedError as error:
+            aborted = error
+        else:  # chance spares every bucket now and then
+            assert not read_fault_log(log), "changed bytes were served"
+            reconnect(setup, "gloo")
+            continue
+        assert "arrived with changed bytes" in str(aborted)
         seen.add(serving := setup.worker.stats().serving)
         if serving:
             assert setup.probe("probe_parameters") == held
             assert setup.greedy(PROMPT).token_ids == greedy_tokens(setup.models[1], PROMPT, 16)
             reconnect(setup, "gloo")
         else:
-            torn(setup, caught.value)
+            torn(setup, aborted)
             heal(setup)
         if False in seen:
             return

@@ -26,7 +26,7 @@ from weightlane.ckpt_engines import (
     SyncAbortedError,
     WeightlaneError,
 )
-from weightlane.ckpt_engines.faulty import FaultKind
+from weightlane.ckpt_engines.faulty import FaultKind, read_fault_log
 from weightlane.sync import CommitReport, Manifest, ReplicaState, TensorSpec
 from weightlane.sync.live_stream import LiveStream
 
@@ -104,16 +104,23 @@ def test_too_little_memory_to_stage_names_both_numbers_and_the_way_out(make_run:
     assert isinstance(caught.value.reason, StagingMemoryError)
 
 
-def test_a_bucket_that_was_changed_on_its_way_is_never_written(make_faulty: Callable[..., Run]) -> None:
-    """Chance says which bucket is struck: the first leaves the old version serving, a later one a mixture."""
+def test_a_bucket_that_was_changed_on_its_way_is_never_written(make_faulty: Callable[..., Run], tmp_path: Path) -> None:
+    """Chance says which bucket is struck: the first leaves the old version serving, a later one a mixture, none a new one."""
     seen: set[ReplicaState] = set()
     for seed in range(25):
-        run = make_faulty("gloo", seed=seed, rate=0.3, kinds=[FaultKind.FLIP.value])
+        log = tmp_path / f"faults-{seed}"
+        run = make_faulty("gloo", seed=seed, rate=0.3, kinds=[FaultKind.FLIP.value], log=str(log))
         before = run.live()
         publish_next(run, 1)
-        with pytest.raises(SyncAbortedError, match="arrived with changed bytes") as caught:
+        try:
             run.sync(1)
-        assert isinstance(caught.value.reason, CorruptBucketError)
+        except SyncAbortedError as error:
+            aborted = error
+        else:
+            assert not read_fault_log(log), "changed bytes were served"
+            continue
+        assert "arrived with changed bytes" in str(aborted)
+        assert isinstance(aborted.reason, CorruptBucketError)
         state = run.coordinator.states()["rollout-0"]
         assert bool(run.replicas[0].quarantined_by) == (state is ReplicaState.QUARANTINED)
         assert (run.live() == before) == (state is not ReplicaState.QUARANTINED), "touched, or not touched, unnoticed"
