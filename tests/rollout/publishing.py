@@ -62,7 +62,7 @@ class OneRankTrainer:
         return self._rendezvous.address.to_plain()
 
     async def connect(self, replicas: Sequence[Replica], quorum: float = 0.5) -> None:
-        # vLLM's workers poll for work with the interpreter's lock held; where cores are short, others in them answer late.
+        # On a busy machine a live worker of vLLM has been later than the 5 s that are the default.
         config = SyncConfig(deadline_s=30.0, rejoin_s=20.0, quorum=quorum)
         self._coordinator = Coordinator(self._rendezvous, ["trainer-0"], replicas, config)
         await self._coordinator.connect()
