@@ -21,6 +21,7 @@ import torch.distributed as dist
 from ._channel import listen_tcp
 from .deadline import Deadline
 from .errors import ConfigError, DeadlineExceededError, EngineUnavailableError, PeerLostError, TransportError
+from .gloo_connect import connect_gloo
 
 BackendName = Literal["gloo", "nccl", "hccl"]
 
@@ -129,11 +130,15 @@ def open_process_group(
     """
     with translated(_PART, deadline, f"all {world} members of the group"):
         if backend == "gloo":
-            options = cast("Any", dist.ProcessGroupGloo)._Options()  # the only way to choose the address
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-            options._timeout = deadline.timedelta()
-            options._threads = 1
-            return cast("Group", dist.ProcessGroupGloo(store, rank, world, options))
+
+            def connect(place: dist.Store, timeout: timedelta) -> Group:
+                options = cast("Any", dist.ProcessGroupGloo)._Options()  # the only way to choose the address
+                options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+                options._timeout = timeout
+                options._threads = 1
+                return cast("Group", dist.ProcessGroupGloo(place, rank, world, options))
+
+            return connect_gloo(store, rank, world, deadline, connect)
         if device is None:
             raise TransportError(f"{backend} needs a device.", part=_PART)
         if backend == "nccl":
@@ -233,7 +238,9 @@ def translate(
     """What a RuntimeError of torch.distributed means; it tells the cases apart only by its text."""
     text = str(error)
     lowered = text.lower()
-    if any(sign in lowered for sign in ("timed out", "timeout after", "wait timeout", "socket timeout")):
+    if any(
+        sign in lowered for sign in ("timed out", "timeout after", "wait timeout", "socket timeout", "connect timeout")
+    ):
         return deadline.error(waiting_for, part=part, peer=peer)
     reason = text.splitlines()[0].rpartition("] ")[2]
     if isinstance(error, dist.DistNetworkError) or any(

@@ -102,8 +102,8 @@ class RayCluster:
             raise ConfigError(
                 f"Ray does not start on this machine: {error}.",
                 part="ray",
-                hint="gcs_server.* and raylet.* in the run's logs say what its own processes ran into. If they were only slow,"
-                " set RAY_gcs_server_port_wait_time_s to more seconds than Ray waits by itself, which is 30.",
+                hint="Look at gcs_server.* and raylet.* in the run's logs for what its own processes ran into; if they were"
+                " only slow, set RAY_gcs_server_port_wait_time_s to more seconds than Ray waits by itself, which is 30.",
             ) from error
         self._started = True
 

@@ -152,7 +152,8 @@ def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     # and its server, which reads the file, would not start under another home.
     home = tmp_path_factory.getbasetemp() / "ray-home"
     home.mkdir(exist_ok=True)
-    # Ray's sockets have paths of limited length, so its files cannot lie in pytest's folder.
+    # Ray's sockets have paths of limited length, so its files cannot lie in pytest's folder. Where it does not start, they stay:
+    # its logs say why.
     short = Path(tempfile.mkdtemp(prefix="wl-ray-", dir="/tmp"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(home))

@@ -136,7 +136,13 @@ class Fsdp2Engine(TorchEngine):
         """Split `model` over the ranks, in place, and note what its parameters are saved as. Collective."""
         self._runs = checkpoint_runs(model, checkpoint_tensors(model))
         with self._collective("the trainer ranks to shard the model"):
-            self._mesh = RankMesh.of(self._device, self.rank, self.world, self.config.fsdp2.tensor_parallel)
+            self._mesh = RankMesh.of(
+                self._device,
+                self.rank,
+                self.world,
+                self.config.fsdp2.tensor_parallel,
+                self.config.collective_timeout_s,
+            )
             self._mesh.shard(model, _decoder_layers(model), self.config)
         self._model = model
 

@@ -7,6 +7,7 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -68,13 +69,16 @@ class RankMesh:
     data_world: int
 
     @classmethod
-    def of(cls, device: torch.device, rank: int, world: int, tensor_parallel: int) -> RankMesh:
-        """Of `world` ranks, this one being `rank`. Collective."""
+    def of(cls, device: torch.device, rank: int, world: int, tensor_parallel: int, timeout_s: float) -> RankMesh:
+        """Of `world` ranks, this one being `rank`; a collective between some of them fails after `timeout_s`. Collective."""
         if tensor_parallel == 1:
             return cls(init_device_mesh(device.type, (world,), mesh_dim_names=("fsdp",)), None, rank, world)
-        shape = (world // tensor_parallel, tensor_parallel)
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("fsdp", "tp"))
-        return cls(mesh["fsdp"], mesh["tp"], rank // tensor_parallel, shape[0])
+        ranks = torch.arange(world).view(-1, tensor_parallel)
+        timeout = timedelta(seconds=timeout_s)  # `init_device_mesh` would leave these groups torch's own, half an hour
+        split = dist.new_subgroups_by_enumeration
+        groups = [split(rows.tolist(), timeout=timeout)[0] for rows in (ranks.T, ranks)]  # type: ignore[no-untyped-call]
+        mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("fsdp", "tp"))
+        return cls(mesh["fsdp"], mesh["tp"], rank // tensor_parallel, len(ranks))
 
     def shard(self, model: torch.nn.Module, layers: Sequence[torch.nn.Module], config: TrainerConfig) -> None:
         """Wrap decoder layers and root of a transformers model in place; its parameters become DTensors.

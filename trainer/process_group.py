@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from weightlane.ckpt_engines import (
     ClosedError,
@@ -25,9 +26,11 @@ from weightlane.ckpt_engines import (
     as_weightlane_error,
     error_from_wire,
 )
+from weightlane.ckpt_engines.gloo_connect import connect_gloo
 from weightlane.ckpt_engines.process_group import host_store, join_store, translate
 
 _RETRY_S = 0.05
+_HINT = "Check that the other trainer ranks are alive, or raise trainer.collective_timeout_s."
 
 
 def join_ranks(rank: int, world: int, rendezvous: tuple[str, int], device: torch.device, timeout_s: float) -> bool:
@@ -63,9 +66,20 @@ def join_ranks(rank: int, world: int, rendezvous: tuple[str, int], device: torch
         store = host_store(host, port)[0] if rank == 0 else _await_store(host, port, deadline)
         store.set_timeout(deadline.timedelta())
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        timeout = timedelta(seconds=timeout_s)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+
+        def connect(place: dist.Store, timeout: timedelta) -> None:
+            dist.init_process_group(backend, store=place, rank=rank, world_size=world, timeout=timeout)
+
+        connect_gloo(store, rank, world, deadline, connect, undo=_forget_group, hint=_HINT)
+        _set_pg_timeout(timedelta(seconds=timeout_s))
     return True
+
+
+def _forget_group() -> None:
+    """Leave torch as if it had never tried: it numbers groups, those of failed tries too, and ranks must count alike."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()
 
 
 @contextmanager
@@ -88,7 +102,7 @@ def typed_collective_errors(waiting_for: str, part: str, timeout_s: float) -> It
                 f"no answer within {timeout_s:g} s while waiting for {waiting_for}.",
                 part=part,
                 peer=error.peer,
-                hint="Check that the other trainer ranks are alive, or raise trainer.collective_timeout_s.",
+                hint=_HINT,
             ) from cause
         raise error from cause
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from gloo_faults import publish_and_never_call
 
 from weightlane.ckpt_engines import (
     AddressInUseError,
@@ -21,7 +24,9 @@ from weightlane.ckpt_engines import (
     EngineUnavailableError,
     PeerLostError,
     TransportError,
+    gloo_connect,
 )
+from weightlane.ckpt_engines.gloo_connect import connect_gloo
 from weightlane.ckpt_engines.process_group import (
     Group,
     abandon_gloo,
@@ -97,6 +102,64 @@ def test_a_group_whose_member_never_comes_ends_at_the_deadline() -> None:
     with pytest.raises(DeadlineExceededError):
         open_process_group("gloo", store, 0, 2, Deadline.after(0.5))
     assert time.monotonic() - started < 1.5
+
+
+def join_beside(connect: Callable[[dist.Store, timedelta], Any]) -> tuple[dist.Store, threading.Thread, list[Any]]:
+    """The store of a group of two, whose rank 1 joins in a thread by `connect`, and what it gets."""
+    store, port = host_store("127.0.0.1")
+    got: list[Any] = []
+
+    def join() -> None:
+        place = dist.PrefixStore("group", join_store("127.0.0.1", port, Deadline.after(20)))
+        try:
+            got.append(connect_gloo(place, 1, 2, Deadline.after(6), connect, undo=lambda: got.append("undone")))
+        except DeadlineExceededError as error:
+            got.append(error)
+
+    thread = threading.Thread(target=join)
+    thread.start()
+    return dist.PrefixStore("group", store), thread, got
+
+
+def test_a_connection_that_gloo_loses_is_made_again() -> None:
+    tries = 0
+
+    def connect(place: dist.Store, timeout: timedelta) -> Any:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            return publish_and_never_call(place, 1, timeout)
+        return dist.ProcessGroupGloo(place, 1, 2, timeout)
+
+    store, thread, got = join_beside(connect)
+    first = open_process_group("gloo", store, 0, 2, Deadline.after(6))
+    thread.join(5)
+    undone, second = got
+    assert (undone, tries) == ("undone", 2)
+    sent, received = torch.arange(9, dtype=torch.uint8), torch.zeros(9, dtype=torch.uint8)
+    deadline = Deadline.after(5)
+    for work in [start_broadcast(first, sent, 0, deadline), start_broadcast(second, received, 0, deadline)]:
+        work.wait()
+    assert torch.equal(sent, received)
+
+
+def test_a_connection_that_gloo_never_makes_ends_at_the_deadline() -> None:
+    store, thread, got = join_beside(lambda place, timeout: publish_and_never_call(place, 1, timeout))
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceededError, match=r"a group of 2"):
+        open_process_group("gloo", store, 0, 2, Deadline.after(1.5))
+    assert time.monotonic() - started < 3  # gloo alone waits for five times as long as it was told to
+    thread.join(10)
+    assert isinstance(got[-1], DeadlineExceededError)
+
+
+def test_a_member_that_comes_and_is_not_heard_of_again_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gloo_connect, "_GRACE_S", 0.2)
+    store, _ = host_store("127.0.0.1")
+    store.set("try0/here/1", "")
+    store.add("try0/here", 1)
+    with pytest.raises(PeerLostError, match="rank 1 came to the group and was not heard of again"):
+        open_process_group("gloo", store, 0, 2, Deadline.after(6))
 
 
 def test_an_abandoned_gloo_group_fails_its_pending_operations_at_once() -> None:

@@ -153,6 +153,7 @@ def test_a_corrupted_bucket_leaves_a_mixture_out_of_service_or_the_old_version_s
             aborted = error
         else:  # chance spares every bucket now and then
             assert not read_fault_log(log), "changed bytes were served"
+            setup.check_parameters(2)
             reconnect(setup, "gloo")
             continue
         assert "arrived with changed bytes" in str(aborted)

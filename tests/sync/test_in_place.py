@@ -118,6 +118,7 @@ def test_a_bucket_that_was_changed_on_its_way_is_never_written(make_faulty: Call
             aborted = error
         else:
             assert not read_fault_log(log), "changed bytes were served"
+            assert run.live() == [expected(1)]
             continue
         assert "arrived with changed bytes" in str(aborted)
         assert isinstance(aborted.reason, CorruptBucketError)

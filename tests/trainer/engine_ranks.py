@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
@@ -71,9 +73,21 @@ class Ranks:
         stdin.flush()
 
     def answer(self, rank: int, timeout_s: float = ANSWER_S) -> dict[str, Any]:
-        line = self._answers[rank].get(timeout=timeout_s)
+        try:
+            line = self._answers[rank].get(timeout=timeout_s)
+        except queue.Empty:
+            raise AssertionError(self._silence(rank, timeout_s)) from None
         assert line, f"rank {rank} ended with exit code {self.processes[rank].wait(10)}"
         return dict(json.loads(line))
+
+    def _silence(self, rank: int, timeout_s: float) -> str:
+        """What there is to know of a rank that does not answer. Where each of them is goes to stderr."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGUSR1)
+        time.sleep(1)
+        said = {number: list(answers.queue) for number, answers in enumerate(self._answers)}
+        return f"rank {rank} did not answer for {timeout_s:g} s; answers of the others not read yet: {said}"
 
     def all(self, do: str, **arguments: Any) -> list[Any]:
         """Run a command on every rank; fails the test when a rank raises."""

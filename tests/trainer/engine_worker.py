@@ -8,15 +8,19 @@ travel in files. The real engine runs here: nothing is replaced.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import random
 import resource
+import signal
 import sys
 from collections.abc import Collection
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from weightlane.ckpt_engines import WeightlaneError
@@ -71,6 +75,21 @@ class Worker:
         self._engine = fresh
         self._first = self._first or fresh
         return fresh.step
+
+    def lose_first_connection(self) -> None:
+        """Make this rank's first try to connect go wrong as it does in gloo now and then: the other one waits."""
+        sys.path.append(str(Path(__file__).parents[1]))
+        from gloo_faults import publish_and_never_call
+
+        connect = dist.init_process_group
+
+        def lose(*_: Any, store: dist.Store, rank: int, timeout: timedelta, **__: Any) -> None:
+            dist.init_process_group = connect
+            publish_and_never_call(
+                dist.PrefixStore("0//cpu/", store), rank, timeout
+            )  # where torch puts its first group
+
+        dist.init_process_group = lose
 
     def train(
         self, first: int, count: int, rows: int = 6, vocab: int = 61, loss: str = "grpo"
@@ -246,6 +265,16 @@ class Worker:
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard if size is None else size, hard))
 
+    def group_timeouts(self) -> list[float]:
+        """Seconds until a collective fails, in the group of all ranks and in those of an fsdp2 engine over tensor parallelism."""
+        from weightlane.trainer.fsdp2 import Fsdp2Engine
+
+        engine = self._open()
+        assert isinstance(engine, Fsdp2Engine)
+        assert engine._mesh.tensor is not None
+        groups: list[Any] = [dist.group.WORLD, engine._mesh.data.get_group(), engine._mesh.tensor.get_group()]
+        return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+
     def gloo_threads(self) -> int:
         """How many threads work for process groups."""
         names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
@@ -261,6 +290,7 @@ def main() -> None:
     rank, world, port = map(int, sys.argv[1:4])
     torch.set_num_threads(1)
     worker = Worker(rank, world, port, float(sys.argv[4]))
+    faulthandler.register(signal.SIGUSR1)
     for line in sys.stdin:
         command = json.loads(line)
         try:

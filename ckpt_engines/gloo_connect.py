@@ -1,0 +1,100 @@
+"""Connecting the members of a gloo group within a deadline, and again where gloo loses a connection."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from .deadline import Deadline
+from .errors import PeerLostError
+
+_T = TypeVar("_T")
+
+_PART = "process group"
+_PATIENCE = 5
+"""gloo waits for a connection for so many times the timeout it is given (gloo/transport/tcp/pair.h)."""
+_SHARE = 3
+"""A try may use one in so many of the seconds left."""
+_SHORTEST_TRY_S, _LONGEST_TRY_S = 1.0, 60.0
+_GRACE_S = 5.0
+"""What a member may need beyond a try's end to say how it went, on a busy machine."""
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
+
+
+def connect_gloo(
+    store: dist.Store,
+    rank: int,
+    world: int,
+    deadline: Deadline,
+    connect: Callable[[dist.Store, timedelta], _T],
+    *,
+    undo: Callable[[], None] = lambda: None,
+    hint: str = "",
+) -> _T:
+    """Have all members of a gloo group connect, and try again when any of them could not.
+
+    gloo connects every pair of members. Now and then, on a busy machine, one side of a pair holds the connection for made
+    and the other never hears of it, and waits for it five times as long as it was told to. So all members meet in the
+    store first, a try gets a part of the time, and everybody learns of everybody's outcome before the group is used.
+
+    Args:
+        store: A store of its own for this group.
+        rank: This process's rank, from 0.
+        world: Number of members.
+        deadline: Bounds all of it.
+        connect: Makes the group, given a store of its own for this try and the timeout for gloo.
+        undo: Takes back a `connect` that failed, or that succeeded while another member's failed.
+        hint: For the error when the deadline passes.
+
+    Raises:
+        DeadlineExceededError: Somebody did not come, or no try succeeded.
+        PeerLostError: Somebody came and was not heard of again.
+    """
+    for attempt in itertools.count():
+        place = dist.PrefixStore(f"try{attempt}", store)
+        if missing := _await_all(place, "here", rank, world, deadline):
+            raise deadline.error(f"{missing} of a group of {world}", part=_PART, peer=missing, hint=hint)
+        end = deadline.within(min(_LONGEST_TRY_S, max(_SHORTEST_TRY_S, deadline.remaining_s / _SHARE)))
+        groups: list[_T] = []
+        failure: RuntimeError | None = None
+        try:
+            groups.append(connect(dist.PrefixStore("group", place), end.timedelta() / _PATIENCE))
+        except RuntimeError as error:
+            failure = error
+            place.add("failed", 1)
+        missing = _await_all(place, "tried", rank, world, deadline.within(end.remaining_s + _GRACE_S))
+        if not missing and place.add("failed", 0) == 0:
+            return groups[0]
+        groups.clear()
+        undo()
+        deadline.check(f"a group of {world} to connect to each other", part=_PART, peer=missing, hint=hint)
+        if missing:
+            raise PeerLostError(
+                f"{missing} came to the group and was not heard of again.",
+                part=_PART,
+                peer=missing,
+                hint="Look at its own log for the reason.",
+            ) from failure
+    raise AssertionError
+
+
+def _await_all(place: dist.Store, what: str, rank: int, world: int, deadline: Deadline) -> str:
+    """Tell everybody that this member has come so far, and wait for the others; returns those missing at the deadline.
+
+    Asks again and again: a wait of the store's that ends without success makes torch write warnings.
+    """
+    place.set(f"{what}/{rank}", "")
+    place.add(what, 1)
+    pause_s = _SHORTEST_PAUSE_S
+    while place.add(what, 0) < world:
+        if deadline.expired:
+            missing = [str(member) for member in range(world) if not place.check([f"{what}/{member}"])]
+            return f"rank {', '.join(missing)}" if missing else ""
+        time.sleep(min(pause_s, deadline.remaining_s))
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    return ""
