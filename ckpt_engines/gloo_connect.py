@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -55,7 +54,8 @@ def connect_gloo(
         DeadlineExceededError: Somebody did not come, or no try succeeded.
         PeerLostError: Somebody came and was not heard of again.
     """
-    for attempt in itertools.count():
+    attempt = 0
+    while True:
         place = dist.PrefixStore(f"try{attempt}", store)
         if missing := _await_all(place, "here", rank, world, deadline):
             raise deadline.error(f"{missing} of a group of {world}", part=_PART, peer=missing, hint=hint)
@@ -80,7 +80,7 @@ def connect_gloo(
                 peer=missing,
                 hint="Look at its own log for the reason.",
             ) from failure
-    raise AssertionError
+        attempt += 1
 
 
 def _await_all(place: dist.Store, what: str, rank: int, world: int, deadline: Deadline) -> str:
