@@ -1,4 +1,4 @@
-"""Connecting the members of a gloo group within a deadline, and again where gloo loses a connection."""
+"""Connecting the members of a gloo group within a deadline, and again where two of them did not."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def connect_gloo(
 ) -> _T:
     """Have all members of a gloo group connect, and try again when any of them could not.
 
-    gloo connects every pair of members. Now and then, on a busy machine, one side of a pair holds the connection for made
-    and the other never hears of it, and waits for it five times as long as it was told to. So all members meet in the
-    store first, a try gets a part of the time, and everybody learns of everybody's outcome before the group is used.
+    gloo connects every pair of members, and where one side of a pair does not call, because it has given up or believes that
+    it did, the other waits for five times as long as it was told to. So all members meet in the store first, a try gets a
+    part of the time, and everybody learns of everybody's outcome before the group is used.
 
     Args:
         store: A store of its own for this group.

@@ -129,7 +129,10 @@ def test_a_connection_that_gloo_loses_is_made_again() -> None:
         tries += 1
         if tries == 1:
             return publish_and_never_call(place, 1, timeout)
-        return dist.ProcessGroupGloo(place, 1, 2, timeout)
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._timeout = timeout
+        return dist.ProcessGroupGloo(place, 1, 2, options)
 
     store, thread, got = join_beside(connect)
     first = open_process_group("gloo", store, 0, 2, Deadline.after(6))
@@ -148,7 +151,7 @@ def test_a_connection_that_gloo_never_makes_ends_at_the_deadline() -> None:
     started = time.monotonic()
     with pytest.raises(DeadlineExceededError, match=r"a group of 2"):
         open_process_group("gloo", store, 0, 2, Deadline.after(1.5))
-    assert time.monotonic() - started < 3  # gloo alone waits for five times as long as it was told to
+    assert time.monotonic() - started < 5  # gloo alone waits for 7.5
     thread.join(10)
     assert isinstance(got[-1], DeadlineExceededError)
 

@@ -85,9 +85,8 @@ class Worker:
 
         def lose(*_: Any, store: dist.Store, rank: int, timeout: timedelta, **__: Any) -> None:
             dist.init_process_group = connect
-            publish_and_never_call(
-                dist.PrefixStore("0//cpu/", store), rank, timeout
-            )  # where torch puts its first group
+            first_group = dist.PrefixStore("0//cpu/", store)  # where torch has it
+            publish_and_never_call(first_group, rank, timeout)
 
         dist.init_process_group = lose
 
