@@ -151,7 +151,7 @@ def test_a_connection_that_gloo_never_makes_ends_at_the_deadline() -> None:
     started = time.monotonic()
     with pytest.raises(DeadlineExceededError, match=r"a group of 2"):
         open_process_group("gloo", store, 0, 2, Deadline.after(1.5))
-    assert time.monotonic() - started < 5  # gloo alone waits for 7.5
+    assert time.monotonic() - started < 4  # gloo alone waits for 7.5, and for 5 in one try
     thread.join(10)
     assert isinstance(got[-1], DeadlineExceededError)
 
