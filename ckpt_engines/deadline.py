@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 from .errors import DeadlineExceededError
@@ -20,26 +21,28 @@ class Deadline:
     """
 
     at: float
-    """`time.monotonic` value, seconds."""
+    """A value of `clock`, seconds."""
+    clock: Callable[[], float] = field(default=time.monotonic, repr=False, compare=False)
+    """Tells the time in seconds. Tests pass a clock that they move; everybody else leaves the process's monotonic one."""
 
     @classmethod
-    def after(cls, seconds: float) -> Deadline:
-        """The deadline `seconds` from now, ten years at most: the clocks of what waits by it cannot count further."""
-        return cls(time.monotonic() + min(_LONGEST_S, seconds))
+    def after(cls, seconds: float, clock: Callable[[], float] = time.monotonic) -> Deadline:
+        """The deadline `seconds` from now, ten years at most: the timers that wait by it cannot count further."""
+        return cls(clock() + min(_LONGEST_S, seconds), clock)
 
     def within(self, seconds: float) -> Deadline:
         """This deadline, or the point `seconds` from now if that comes first."""
-        return Deadline(min(self.at, time.monotonic() + seconds))
+        return Deadline(min(self.at, self.clock() + seconds), self.clock)
 
     @property
     def remaining_s(self) -> float:
         """Seconds left, never negative."""
-        return max(0.0, self.at - time.monotonic())
+        return max(0.0, self.at - self.clock())
 
     @property
     def expired(self) -> bool:
         """Whether the time is up."""
-        return time.monotonic() >= self.at
+        return self.clock() >= self.at
 
     def timedelta(self) -> timedelta:
         """The time left for torch.distributed calls, at least one millisecond: zero means *no timeout* to some of them."""
