@@ -8,11 +8,11 @@ STAMP := $(shell date +%Y%m%d-%H%M%S)
 # Further settings for the demo, e.g. make demo SET="--set checkpoint_engine.backend=gloo"
 SET ?=
 
-.PHONY: help setup demo test lint types
+.PHONY: help setup demo test test-all lint types
 
 help:
 	@echo "make demo   set up (first time: a few minutes), then train an arithmetic policy: FSDP2 -> vLLM, fully async"
-	@echo "make test   set up, then run the tests"
+	@echo "make test   set up, then run the tests that hold every promise;  make test-all   further cases of these, too"
 	@echo "make lint   ruff;  make types   mypy"
 
 setup:
@@ -26,9 +26,15 @@ demo: setup
 		--set run.dir=$(DEMO)/run-$(STAMP) --set run.seed=$(SEED) --set model.path=$(DEMO)/task-$(SEED)/model \
 		--set data.train=$(DEMO)/task-$(SEED)/train.jsonl --set data.heldout=$(DEMO)/task-$(SEED)/heldout.jsonl $(SET)
 
+PYTEST := $(VENV)/pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder --durations 30
+
 test: setup
-	@echo "== tests"
-	@$(VENV)/pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
+	@echo "== tests: every promise (about ten minutes on two cores; make test-all runs further cases, too)"
+	@$(PYTEST) -m "not exhaustive"
+
+test-all: setup
+	@echo "== tests: all of them (about 25 minutes on two cores)"
+	@$(PYTEST)
 
 lint: setup
 	@$(VENV)/ruff check .

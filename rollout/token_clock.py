@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 
 class TokenClock:
-    """Arrival times of all requests of one replica. Lives on one event loop; times are `time.monotonic` seconds."""
+    """Arrival times of all requests of one replica. Lives on one event loop.
 
-    def __init__(self) -> None:
+    Args:
+        now: A monotonic clock in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
         self.tokens = 0
         self.gaps_s: dict[int, float] = {}
         """Longest gap spanning the commit of each version."""
@@ -28,17 +34,17 @@ class TokenClock:
     @property
     def busy_s(self) -> float:
         """Seconds in which at least one request was in flight."""
-        return self._busy_s + (time.monotonic() - self._busy_since if self._last else 0.0)
+        return self._busy_s + (self._now() - self._busy_since if self._last else 0.0)
 
     def begin(self, request_id: str) -> None:
         """A request was accepted; it counts towards gaps from its first token on."""
         if not self._last:
-            self._busy_since = time.monotonic()
+            self._busy_since = self._now()
         self._last[request_id] = None
 
     def arrived(self, request_id: str, tokens: int) -> None:
         """`tokens` more tokens of a request arrived together."""
-        now, last = time.monotonic(), self._last.get(request_id)
+        now, last = self._now(), self._last.get(request_id)
         self.tokens += tokens
         self._last[request_id] = now
         if last is not None:
@@ -51,7 +57,7 @@ class TokenClock:
             watched.discard(request_id)
         self._settled.set()
         if not self._last:
-            self._busy_s += time.monotonic() - self._busy_since
+            self._busy_s += self._now() - self._busy_since
 
     def commit_begins(self, version: int) -> int:
         """Watch every request that has tokens from now on; returns their number."""
@@ -67,13 +73,13 @@ class TokenClock:
         far, and are watched further: `gaps_s` gets the final figure.
         """
         self._resumed.add(version)
-        end = time.monotonic() + timeout_s
+        end = self._now() + timeout_s
         while watched := self._watched[version]:
             self._settled.clear()
             try:
-                await asyncio.wait_for(self._settled.wait(), max(0.0, end - time.monotonic()))
+                await asyncio.wait_for(self._settled.wait(), max(0.0, end - self._now()))
             except TimeoutError:
-                now = time.monotonic()
+                now = self._now()
                 waits = [now - last for request_id in watched if (last := self._last.get(request_id)) is not None]
                 self.gaps_s[version] = max(self.gaps_s[version], *waits)
                 break

@@ -19,7 +19,14 @@ import hypothesis
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+import budget
 import ports
+from budget import pytest_sessionfinish, pytest_terminal_summary
+from fork_server import ForkedPopen
+
+budget.watch()
+
+__all__ = ["pytest_sessionfinish", "pytest_terminal_summary"]
 
 # A shell starts background jobs with Ctrl-C ignored, and every process that a test starts would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -34,33 +41,31 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
 
-_HEAVY = ("tests/e2e/", "tests/plugins/", "tests/rollout/")
-"""Folders whose tests start many processes: one worker runs all of these, one after the other, beside the others."""
-_LAST = ("tests/rollout/test_trainers_to_vllm.py", "tests/rollout/test_fsdp2_to_vllm.py", "tests/rollout/test_stock_")
-"""Those among them that whoever is free may run at the end, the longest first, so that all workers end at about the same time."""
+_LANES = (
+    ("tests/rollout/", "tests/cli/test_layout_command.py", "tests/cli/test_plan_command.py"),
+    ("tests/e2e/",),
+)
+"""Tests that one worker runs from end to end: the first ones share vLLM, imported, and its engines; the second are whole runs."""
 
 
-def _turn(item: str) -> int:
-    """0 for the heavy tests, which take longest, 1 for the rest, more for the last ones, in their order."""
-    for turn, last in enumerate(_LAST, 2):
-        if item.startswith(last):
-            return turn
-    return 0 if item.startswith(_HEAVY) else 1
+def _lane(nodeid: str) -> int:
+    return next((number for number, paths in enumerate(_LANES) if nodeid.startswith(paths)), len(_LANES))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """In that order."""
-    items.sort(key=lambda item: _turn(item.nodeid))
+    """The lanes first, because they take longest, and then the rest, which whoever is free runs file by file."""
+    items.sort(key=lambda item: _lane(item.nodeid))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """How pytest-xdist deals out tests: the heavy ones to one worker, the rest file by file."""
+    """How pytest-xdist deals out tests."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Lanes(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return nodeid.partition("::")[0] if _turn(nodeid) else "heavy"
+            lane = _lane(nodeid)
+            return str(lane) if lane < len(_LANES) else nodeid.partition("::")[0]
 
     return Lanes(config, log)
 
@@ -71,10 +76,15 @@ class Children:
     def __init__(self) -> None:
         self._started: list[subprocess.Popen[str]] = []
 
-    def start(self, arguments: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-        """Start ``python <arguments>`` in a process group of its own, single-threaded in torch."""
+    def start(self, arguments: Sequence[str], *, forked: bool = False, **options: Any) -> subprocess.Popen[str]:
+        """Start ``python <arguments>`` in a process group of its own, single-threaded in torch.
+
+        Args:
+            forked: Whether it comes from the fork server, and so has imported vLLM already.
+        """
         env = {**os.environ, "OMP_NUM_THREADS": "1", **options.pop("env", {})}
-        child = subprocess.Popen([sys.executable, *arguments], env=env, text=True, start_new_session=True, **options)
+        start = ForkedPopen if forked else subprocess.Popen
+        child = start([sys.executable, *arguments], env=env, text=True, start_new_session=True, **options)
         self._started.append(child)
         return child
 

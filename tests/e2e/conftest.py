@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "plugins"))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from run_process import RunProcess
+from installed import install
+from run_process import FinishedRun, RunProcess
+from test_prometheus import scrape
 from tiny_run import BETAS, LEARNING_RATE, Material, make_material
+
+RAISING_PLUGIN = """
+from weightlane.plugins import hookimpl
+
+@hookimpl
+def rank_stepped(step):
+    raise OSError(f"no room at [step {step}]")
+"""
 
 
 @pytest.fixture(scope="session")
@@ -21,26 +35,36 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
 
 
 @pytest.fixture(scope="session")
-def over_files(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunProcess]:
-    """A run that trains four steps over the filesystem engine and ends by itself; its files are below ``folder``.
-
-    It starts when a test first asks for it. A single run keeps one core busy, so the test before the one that judges it asks,
-    too.
-    """
-    folder = tmp_path_factory.mktemp("over-files")
-    config = material.write_config(
-        folder / "config",
-        folder / "run",
+def finished_run(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FinishedRun]:
+    """A run of four steps on two trainer ranks with every observer, and with a plugin that raises."""
+    folder = tmp_path_factory.mktemp("finished")
+    config, run_dir = folder / "config", folder / "run"
+    sections: dict[str, dict[str, Any]] = {
         # On-policy: no task is drawn before the version that generates it serves.
-        loop={"steps": 4, "max_staleness": 0, "save_every": 2},
-        trainer={"ranks": 2, "learning_rate": LEARNING_RATE, "betas": BETAS},
-        reward={"function": "rewards_of_test:remembering"},
-    )
-    run = RunProcess(
-        ["train", str(config), "--plain", "--set", "checkpoint_engine.backend=filesystem"], folder / "logs"
-    )
-    yield run
-    run.reap()
+        "loop": {"steps": 4, "max_staleness": 0, "save_every": 2},
+        "trainer": {"ranks": 2, "learning_rate": LEARNING_RATE, "betas": BETAS},
+        "reward": {"function": "rewards_of_test:remembering"},
+        "observers": {"trace": "trace.json", "tensorboard": "board", "prometheus_port": 0},
+    }
+    path = material.write_config(config, run_dir, **sections)
+    with pytest.MonkeyPatch.context() as patch:
+        install(folder / "site", "wl_raising_plugin", RAISING_PLUGIN, "raising = wl_raising_plugin")
+        patch.setenv("PYTHONPATH", str(folder / "site"), prepend=os.pathsep)
+        run = RunProcess(["train", str(path), "--plain"], folder / "logs")
+    try:
+        run.wait_for("step 3/4")
+        served = re.search(r"metrics for Prometheus: (http://127\.0\.0\.1:\d+/metrics)", run.out)
+        assert served, run.out
+        samples = scrape(served[1])
+        run.note_segments()
+        ended = run.end()
+        assert (ended.code, ended.err) == (0, ""), ended.out + ended.err
+        # Whoever goes on with the run does so without observers.
+        del sections["observers"]
+        material.write_config(config, run_dir, **sections)
+        yield FinishedRun(path, run_dir, ended.out, samples, lambda: scrape(served[1]))
+    finally:
+        run.reap()
 
 
 @pytest.fixture

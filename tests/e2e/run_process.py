@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from waiting import HANG_S, wait_until
 
 MARKER = "WEIGHTLANE_TEST_RUN"
-START_S = 500.0
-"""Most seconds until a run trains; a busy machine with two cores needs many of them."""
-END_S = 60.0
-"""Most seconds until everything of a run has ended once something went wrong."""
+_POLL_S = 0.2
+"""Looking at every process of the machine takes its time, too."""
 _SEGMENT = re.compile(r"(/dev/shm/\S+?)(?: \(deleted\))?$")
 
 
@@ -34,8 +33,17 @@ class Ended:
     code: int
     out: str
     err: str
-    seconds: float
-    """From the last signal or start to the end."""
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A run that has ended by itself, and what Prometheus saw of it while it trained."""
+
+    config: Path
+    run_dir: Path
+    out: str
+    samples: dict[str, float]
+    scrape_again: Callable[[], object]
 
 
 class RunProcess:
@@ -52,7 +60,6 @@ class RunProcess:
         self._home = logs / "home"
         self._home.mkdir(exist_ok=True)
         self._segments: set[Path] = set()
-        self._since = time.monotonic()
         # torch keeps compiled code in the temporary directory; runs of all tests share one cache.
         user = getpass.getuser()
         caches = Path(tempfile.gettempdir()) / f"torchinductor_{user}"
@@ -111,18 +118,19 @@ class RunProcess:
                     if match := _SEGMENT.search(line):
                         self._segments.add(Path(match[1]))
 
-    def wait_until(self, reached: Callable[[], bool], what: str, timeout_s: float = START_S) -> None:
+    def wait_until(self, reached: Callable[[], bool], what: str) -> None:
         """Poll until `reached()`; fails at once when the run ends before."""
-        end = time.monotonic() + timeout_s
-        while not reached():
+
+        def reached_or_over() -> bool:
             code = self._process.poll()
             assert code is None or reached(), f"ended with {code} before {what}:\n{self.out}\n{self.err}"
-            assert time.monotonic() < end, f"no {what} after {timeout_s} s:\n{self.out}\n{self.err}"
-            time.sleep(0.2)  # looking at every process of the machine takes its time, too
+            return reached()
 
-    def wait_for(self, text: str, timeout_s: float = START_S) -> None:
+        wait_until(reached_or_over, f"{what}; it printed to {self._logs}", poll_s=_POLL_S)
+
+    def wait_for(self, text: str) -> None:
         """Wait until the run has printed `text`."""
-        self.wait_until(lambda: text in self.out, f"{text!r}", timeout_s)
+        self.wait_until(lambda: text in self.out, repr(text))
 
     def kill(self, title: str) -> int:
         """SIGKILL the run's only process called `title`; returns its id."""
@@ -134,32 +142,30 @@ class RunProcess:
     def kill_process(self, pid: int) -> None:
         """SIGKILL one process of the run."""
         self.note_segments()
-        self._since = time.monotonic()
         os.kill(pid, signal.SIGKILL)
 
     def interrupt(self, number: signal.Signals, *, whole_group: bool = False) -> None:
         """Send a signal to the command, or, as a terminal does, to its whole process group."""
         self.note_segments()
-        self._since = time.monotonic()
         (os.killpg if whole_group else os.kill)(self._process.pid, number)
 
-    def end(self, timeout_s: float = END_S) -> Ended:
+    def end(self) -> Ended:
         """Wait for the end, and check that nothing of the run is left."""
         try:
-            code = self._process.wait(timeout_s)
+            code = self._process.wait(HANG_S)
         except subprocess.TimeoutExpired:
             tree = [f"{process.pid} {_title(process)}" for process in self.processes()]
-            raise AssertionError(f"not over after {timeout_s} s:\n{self.out}\n{self.err}\n{tree}") from None
-        ended = Ended(code, self.out, self.err, time.monotonic() - self._since)
+            raise AssertionError(f"not over after {HANG_S} s:\n{self.out}\n{self.err}\n{tree}") from None
+        ended = Ended(code, self.out, self.err)
         self._check_nothing_left()
         assert "Traceback" not in ended.out + ended.err, ended.err
         return ended
 
     def _check_nothing_left(self) -> None:
-        grace = time.monotonic() + 5.0  # vLLM's children look for their parent twice a second
-        while (left := self.processes()) and time.monotonic() < grace:
-            time.sleep(0.1)
-        assert not left, f"still running: {[f'{process.pid} {_title(process)}' for process in left]}"
+        # vLLM's children look for their parent twice a second.
+        wait_until(
+            lambda: not self.processes(), f"end of all processes that have {MARKER}={self._marker}", poll_s=_POLL_S
+        )
         segments = [str(path) for path in self._segments if path.exists()]
         assert not segments, f"left in shared memory: {segments}"
         files = sorted(path.name for path in self.temporary.iterdir() if not path.name.startswith("torchinductor_"))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from run_process import END_S, START_S, Ended, RunProcess
+from run_process import Ended, RunProcess
 from tiny_run import Material
 
 from weightlane.trainer.run_dir import RunDir
@@ -69,28 +69,29 @@ def test_a_killed_trainer_rank_and_a_killed_vllm_engine_end_their_runs_and_are_n
     assert "processes are gone" in only_line(ended)
 
 
-def test_a_signal_ends_a_run_cleanly_whether_it_trains_or_still_starts(
-    endless: Callable[..., RunProcess], tmp_path: Path
-) -> None:
-    with_ray = endless("ray")
+def test_ctrl_c_ends_a_run_that_trains(endless: Callable[..., RunProcess], tmp_path: Path) -> None:
+    training = endless("training")
+    training.wait_for(TRAINS)
+    training.interrupt(signal.SIGINT, whole_group=True)  # as Ctrl-C in a terminal does
+    ended = training.end()
+    assert (ended.code, only_line(ended)) == (130, INTERRUPTED)
+    RunDir(tmp_path / "training", resume=False)  # can be used again
+
+
+@pytest.mark.exhaustive
+def test_a_signal_ends_a_run_that_still_starts(endless: Callable[..., RunProcess], tmp_path: Path) -> None:
+    with_ray, with_vllm = endless("ray"), endless("vllm")
     with_ray.wait_until(lambda: bool(with_ray.named("gcs_server")), "a Ray process")
     with_ray.interrupt(signal.SIGINT)
     ended = with_ray.end()
     assert (ended.code, only_line(ended)) == (130, INTERRUPTED)
 
-    with_vllm = endless("vllm")
     with_vllm.wait_until(lambda: bool(with_vllm.named("multiprocessing.resource_tracker")), "a child of the replica")
     with_vllm.interrupt(signal.SIGTERM)
     ended = with_vllm.end()
     assert (ended.code, only_line(ended)) == (143, TERMINATED)
     for name in ("ray", "vllm"):
         RunDir(tmp_path / name, resume=False)  # can be used again
-
-    training = endless("training")
-    training.wait_for(TRAINS)
-    training.interrupt(signal.SIGINT, whole_group=True)  # as Ctrl-C in a terminal does
-    ended = training.end()
-    assert (ended.code, only_line(ended)) == (130, INTERRUPTED)
 
 
 def test_a_ray_that_does_not_come_up_ends_the_run_with_the_logs_that_say_why(
@@ -99,7 +100,7 @@ def test_a_ray_that_does_not_come_up_ends_the_run_with_the_logs_that_say_why(
     monkeypatch.setenv("RAY_gcs_storage", "nowhere")  # Ray's first process ends as soon as it reads this
     monkeypatch.setenv("RAY_gcs_server_port_wait_time_s", "5")
     run = endless("run")
-    ended = run.end(START_S)
+    ended = run.end()
     assert ended.code == 2
     assert only_line(ended).startswith("error: ray: Ray does not start on this machine: ")
     assert f"logs of the run's processes: {tmp_path / 'run' / 'logs'}" in ended.out
@@ -121,16 +122,15 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
+@pytest.mark.exhaustive
 def test_a_full_disk_ends_the_run_with_the_path_and_what_to_do(
-    endless: Callable[..., RunProcess],
-    small_disk: Path,
-    over_files: RunProcess,  # has time to train meanwhile
+    endless: Callable[..., RunProcess], small_disk: Path
 ) -> None:
     run = endless(
         "run",
         **{"checkpoint_engine": {"backend": "filesystem"}, "checkpoint_engine.options": {"path": str(small_disk)}},
     )
-    ended = run.end(START_S + END_S)
+    ended = run.end()
     assert ended.code == 2
     line = only_line(ended)
     assert line.startswith("error: sync: version 0 was aborted")

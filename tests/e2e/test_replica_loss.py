@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from run_process import END_S, START_S, RunProcess
+from run_process import RunProcess
 from tiny_run import Material
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow]
@@ -64,7 +65,7 @@ def observer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: observer-of-test\nVersion: 1.0\n")
     (facts / "entry_points.txt").write_text("[weightlane.plugins]\nobserver = observer_of_test:Observer\n")
     (folder / "observer_of_test.py").write_text(OBSERVER)
-    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
     return folder / "notes.jsonl"
 
 
@@ -87,17 +88,17 @@ def test_a_killed_replica_is_replaced_by_one_that_has_the_current_version_before
     slow = config.parent / "slow"
     run = start_run(["train", str(config), "--plain"])
 
-    run.wait_for("step 10/", START_S)
+    run.wait_for("step 10/")
     slow.touch()
     actors = run.named("ray::ReplicaActor")
     assert len(actors) == 2
     victim = actors[0].pid
     run.kill_process(victim)
-    run.wait_for("is lost:", END_S)
-    run.wait_for("in the place of", START_S)
+    run.wait_for("is lost:")
+    run.wait_for("in the place of")
     run.note_segments()
     slow.unlink()
-    ended = run.end(START_S)
+    ended = run.end()
     assert (ended.code, ended.err) == (0, ""), ended.out + ended.err
 
     events = lines(run_dir / "metrics.jsonl")

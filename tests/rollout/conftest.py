@@ -6,27 +6,29 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import fork_server
 import pytest
+from json_program import Program
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "sync"))
 sys.path.insert(0, str(Path(__file__).parent))
 
+# vLLM's processes are forked from one that has imported it.
+fork_server.install()
+
 if TYPE_CHECKING:
-    from layout_models import LayoutProcess
     from running_worker import Setup
 
 
 @pytest.fixture(scope="session")
-def process(session_children: Any) -> Iterator[LayoutProcess]:
-    """A process that builds models; importing vLLM takes longer than all that is built there."""
-    from layout_models import LayoutProcess
-
-    started = LayoutProcess(session_children)
+def process() -> Iterator[Program]:
+    """`layout_process.py`, which builds models."""
+    started = Program(Path(__file__).with_name("layout_process.py"), env={"VLLM_LOGGING_LEVEL": "ERROR"})
     yield started
-    started.close()
+    started.kill()
 
 
 @pytest.fixture(scope="session", params=[1, 2], ids=["tp1-untied", "tp2-tied"])

@@ -1,18 +1,17 @@
 """Builds tiny vLLM models one after the other, without an engine, and compares ways to load them.
 
-Commands come as JSON lists on standard input, one per line; each is answered with one line on standard output that begins
-with ``SAY``. One process for all models: importing vLLM takes longer than building one.
+A `json_program`, whose functions are called.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from json_program import serve
 from layout_models import bits, random_bits
 
 from weightlane.ckpt_engines import WeightlaneError
@@ -438,23 +437,7 @@ def refused(path: str, tensor_parallel: int) -> list[str]:
 def main() -> None:
     # A CPU worker does the same before it runs a model.
     torch.accelerator.empty_cache = lambda: None
-    commands = (
-        compare,
-        in_place,
-        moved,
-        stale,
-        stale_expert,
-        experts_beside_kernel,
-        rank_layout,
-        needs,
-        quantised_slices,
-        report,
-        refused,
-    )
-    for line in sys.stdin:
-        method, *arguments = json.loads(line)
-        answer = next(command for command in commands if command.__name__ == method)(*arguments)
-        print(f"SAY{json.dumps(answer)}", flush=True)
+    serve(sys.modules[__name__])
 
 
 if __name__ == "__main__":

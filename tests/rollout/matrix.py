@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from ports import free_port
+from fork_server import install
 from tiny_models import (
     add_tokenizer,
     greedy_tokens,
@@ -40,17 +38,17 @@ from tiny_models import (
 )
 from tiny_run import IN_ENGINE
 from trainer_process import nudge
+from trainer_ranks import Trainers
+from waiting import HANG_S
 
 from weightlane.rollout import RolloutConfig, RolloutWorker
 from weightlane.sync import Coordinator, Rendezvous, SyncConfig
 
-PROGRAM = str(Path(__file__).with_name("trainer_process.py"))
 VOCAB = 300
 """Needs padding in vLLM and in megatron-core, and gives two trainer ranks an uneven part of a fused tensor."""
 PROMPT = [5, 6, 7]
 EVERY = 97
 """One element in so many changes from version to version."""
-_WAIT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,48 +108,6 @@ def cases(model: str, trainers: Sequence[str] = tuple(TRAINERS)) -> list[Case]:
     ]
 
 
-class Trainers:
-    """Trainer ranks in processes of their own, called at the same time: most of their calls are collective."""
-
-    def __init__(self, world: int) -> None:
-        port = free_port()
-        environment = dict(os.environ) | {"OMP_NUM_THREADS": "1"}
-        self._children = [
-            subprocess.Popen(
-                [sys.executable, PROGRAM, json.dumps({"rank": rank, "world": world, "port": port})],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env=environment,
-            )
-            for rank in range(world)
-        ]
-
-    def call(self, method: str, *arguments: Any) -> list[Any]:
-        """What every rank answers, in rank order."""
-        for child in self._children:
-            assert child.stdin is not None
-            child.stdin.write(json.dumps([method, *arguments]) + "\n")
-            child.stdin.flush()
-        return self._answers()
-
-    def wait_ready(self) -> None:
-        assert set(self._answers()) == {"ready"}
-
-    def _answers(self) -> list[Any]:
-        lines = [child.stdout.readline() for child in self._children if child.stdout is not None]
-        if not all(lines):
-            raise RuntimeError(f"a trainer rank has ended: {[child.poll() for child in self._children]}")
-        return [json.loads(line) for line in lines]
-
-    def close(self) -> None:
-        """End them."""
-        for child in self._children:
-            child.kill()
-        for child in self._children:
-            child.wait(_WAIT_S)
-
-
 @dataclass(frozen=True, slots=True)
 class Row:
     """What was seen of a case."""
@@ -208,8 +164,7 @@ class ModelRun:
     def _trained_by(self, name: str) -> Trainers:
         layout = TRAINERS[name]
         if layout.ranks not in self._trainers:
-            started = self._trainers[layout.ranks] = self._stack.enter_context(closing(Trainers(layout.ranks)))
-            started.wait_ready()
+            self._trainers[layout.ranks] = self._stack.enter_context(closing(Trainers(layout.ranks)))
         trainers = self._trainers[layout.ranks]
         if self._layout != name:
             trainers.call("setup", str(self.path), layout.trainer(self._model))
@@ -226,8 +181,8 @@ class ModelRun:
         rendezvous = Rendezvous.host()
         address = rendezvous.address.to_plain()
         trainers.call("connect", address, case.engine, options, "float32", placements, "none", case.codec)
-        names = [f"trainer-{rank}" for rank in range(TRAINERS[case.trainer].ranks)]
-        coordinator = Coordinator(rendezvous, names, self.workers, SyncConfig(deadline_s=60.0, quorum=1.0))
+        config = SyncConfig(deadline_s=HANG_S, quorum=1.0)
+        coordinator = Coordinator(rendezvous, trainers.names, self.workers, config)
         with closing(coordinator):
             return self._runner.run(self._versions(case, trainers, coordinator, address, options))
 
@@ -297,6 +252,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--trainers", nargs="+", choices=TRAINERS, default=list(TRAINERS))
     arguments = parser.parse_args()
+    install()
     began, count = time.monotonic(), 0
     print(f"{'model':<12}{'trainer':<18}{'engine':<12}{'codec':<8}{'sent bytes':<22}{'seconds':<14}", flush=True)
     for model in arguments.models:

@@ -1,18 +1,13 @@
-"""Stock offline vLLM as a program, without processes of its own: nothing here but vLLM's calls.
-
-Commands come as JSON lists on standard input, one per line; each is answered with one line on standard output that begins
-with ``SAY``. One process holds one engine after another: importing vLLM takes longer than starting an engine.
-"""
+"""Stock offline vLLM as a `json_program`, without processes of its own: nothing here but vLLM's calls, one `LLM` at a time."""
 
 from __future__ import annotations
 
 import gc
 import hashlib
-import json
-import sys
 from typing import Any
 
 import torch
+from json_program import serve
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
@@ -70,12 +65,5 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def main() -> None:
-    offline = Offline()
-    for line in sys.stdin:
-        method, *arguments = json.loads(line)
-        print(f"SAY{json.dumps(getattr(offline, method)(*arguments))}", flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    serve(Offline())

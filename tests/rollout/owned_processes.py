@@ -8,6 +8,8 @@ import threading
 import time
 from multiprocessing.connection import Connection
 
+from waiting import HANG_S
+
 from weightlane.rollout.watchdog import WATCH_ENV, watch_parent
 
 
@@ -16,7 +18,7 @@ def be_watched(connection: Connection) -> None:
     assert watch_parent()  # once more changes nothing
     assert sum(thread.name == "weightlane-parent-watch" for thread in threading.enumerate()) == 1
     connection.send(os.getpid())
-    time.sleep(60.0)
+    time.sleep(HANG_S)
 
 
 def own_a_child(connection: Connection) -> None:
@@ -24,4 +26,4 @@ def own_a_child(connection: Connection) -> None:
     assert not watch_parent()  # the owner itself is not watched
     process = multiprocessing.get_context("spawn").Process(target=be_watched, args=(connection,))
     process.start()
-    time.sleep(60.0)
+    time.sleep(HANG_S)

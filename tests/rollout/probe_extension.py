@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from waiting import wait_until
 
 
 class ProbeExtension:
@@ -73,31 +74,24 @@ class ProbeExtension:
 
         live_delta._write = failing
 
-    def probe_slow_loading(self, seconds: float) -> None:
-        """From now on, let every load take at least so long; 0 ends that."""
+    def probe_hold(self, method: str, folder: str, after: int = 0) -> None:
+        """Let a coming call of the plan's `method` write ``reached`` into `folder`, and wait there until it finds ``go``.
+
+        Args:
+            after: How many calls come before that one. An empty `folder` ends all that.
+        """
         plan = self._plan()
-        plan.__dict__.pop("commit", None)
-        if seconds:
-            commit = plan.commit
+        plan.__dict__.pop(method, None)
+        if folder:
+            function, calls = getattr(plan, method), itertools.count()
 
-            def slow(tensors: Mapping[str, torch.Tensor]) -> None:
-                time.sleep(seconds)
-                commit(tensors)
+            def holding(*arguments: Any) -> None:
+                if next(calls) == after:
+                    Path(folder, "reached").touch()
+                    wait_until(Path(folder, "go").exists, "leave to go on")
+                function(*arguments)
 
-            plan.commit = slow
-
-    def probe_slow_pieces(self, seconds: float) -> None:
-        """From now on, let every piece of a version that is taken in place take at least so long; 0 ends that."""
-        plan = self._plan()
-        plan.__dict__.pop("write_part", None)
-        if seconds:
-            write_part = plan.write_part
-
-            def slow(name: str, start: int, values: torch.Tensor) -> None:
-                time.sleep(seconds)
-                write_part(name, start, values)
-
-            plan.write_part = slow
+            setattr(plan, method, holding)
 
     def probe_sliced(self) -> bool:
         """Whether the newest version was copied out of slices."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from tiny_models import load_tensors
+from waiting import HANG_S
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry
 from weightlane.sync import (
@@ -61,9 +62,8 @@ class OneRankTrainer:
     def address(self) -> dict[str, Any]:
         return self._rendezvous.address.to_plain()
 
-    async def connect(self, replicas: Sequence[Replica], quorum: float = 0.5) -> None:
-        # On a busy machine a live worker of vLLM has been later than the 5 s that are the default.
-        config = SyncConfig(deadline_s=30.0, rejoin_s=20.0, quorum=quorum)
+    async def connect(self, replicas: Sequence[Replica], quorum: float = 0.5, retries: int = 1) -> None:
+        config = SyncConfig(deadline_s=HANG_S, rejoin_s=HANG_S, retries=retries, quorum=quorum)
         self._coordinator = Coordinator(self._rendezvous, ["trainer-0"], replicas, config)
         await self._coordinator.connect()
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from publishing import OneRankTrainer
 from tiny_models import load_tensors, vllm_parameters
+from waiting import HANG_S
 
 from weightlane.rollout import CommitReport, Completion, RolloutConfig, RolloutWorker
 from weightlane.sync import Replica
@@ -63,8 +64,8 @@ class Setup:
     world: int
     trainer: OneRankTrainer = field(init=False)
 
-    def run(self, call: Coroutine[Any, Any, T], timeout_s: float = 60.0) -> T:
-        return self.runner.run(asyncio.wait_for(call, timeout_s))
+    def run(self, call: Coroutine[Any, Any, T]) -> T:
+        return self.runner.run(asyncio.wait_for(call, HANG_S))
 
     def new_trainer(
         self,
@@ -77,10 +78,10 @@ class Setup:
         self.trainer = OneRankTrainer(self.models[0], backend, options, codec=codec, quantise=quantise)
         return self.trainer
 
-    def connect(self, *, quorum: float = 0.5, others: Iterable[Replica] = ()) -> None:
+    def connect(self, *, quorum: float = 0.5, others: Iterable[Replica] = (), retries: int = 1) -> None:
         """Let the trainer publish to the worker and to `others`."""
         self.run(self.worker.connect(self.trainer.address, self.trainer.backend, self.trainer.options))
-        self.run(self.trainer.connect([self.worker, *others], quorum))
+        self.run(self.trainer.connect([self.worker, *others], quorum, retries))
         self.trainer.version = self.worker.version
 
     def probe(self, method: str, *args: object) -> list[Any]:
@@ -92,6 +93,11 @@ class Setup:
         self.worker.config = self.worker.config.model_copy(update={"kv_on_commit": kv_on_commit})
         self.run(self.trainer.sync(self.models[model]))
         return self.trainer.version
+
+    async def held(self, folder: Path) -> None:
+        """Wait until a rank waits where `probe_hold` says."""
+        while not (folder / "reached").exists():  # noqa: ASYNC110 - another process makes it
+            await asyncio.sleep(0.005)
 
     async def tokens(self, count: int) -> None:
         """Wait until so many more tokens were generated."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import subprocess
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from waiting import HANG_S, wait_until
 
 _ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
@@ -16,7 +18,6 @@ _ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
-_START_S = 400.0
 
 
 class StockServer:
@@ -39,25 +40,24 @@ class StockServer:
             ),
         ]
         with log.open("w") as file:
-            self.process = children.start(arguments, env=_ENVIRONMENT, stdout=file, stderr=subprocess.STDOUT)
+            self.process = children.start(
+                arguments, forked=True, env=_ENVIRONMENT, stdout=file, stderr=subprocess.STDOUT
+            )
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
     def wait_ready(self) -> None:
-        end = time.monotonic() + _START_S
-        while time.monotonic() < end:
-            assert self.process.poll() is None, self.log.read_text()[-4000:]
-            try:
-                if self.ask("GET", "/health")[0] == 200:
-                    return
-            except OSError:
-                pass
-            time.sleep(0.1)
-        raise AssertionError(f"the server did not start: {self.log.read_text()[-4000:]}")
+        wait_until(self._healthy, f"server: see {self.log}")
 
-    def ask(self, method: str, path: str, body: object = None, timeout_s: float = 60.0) -> tuple[int, Any]:
+    def _healthy(self) -> bool:
+        assert self.process.poll() is None, self.log.read_text()[-4000:]
+        with contextlib.suppress(OSError):
+            return self.ask("GET", "/health")[0] == 200
+        return False
+
+    def ask(self, method: str, path: str, body: object = None, timeout_s: float = HANG_S) -> tuple[int, Any]:
         """Status and parsed answer."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
         try:
@@ -82,7 +82,7 @@ class StockServer:
 
     def running(self) -> bool:
         """Whether requests are being decoded, by vLLM's own metrics."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10.0)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=HANG_S)
         try:
             connection.request("GET", "/metrics")
             text = connection.getresponse().read().decode()

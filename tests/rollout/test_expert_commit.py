@@ -8,26 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from layout_models import LayoutProcess
+from json_program import Program
 from pydantic import ValidationError
-from running_worker import RecordingWorker, Setup
+from running_worker import Setup, running
 from tiny_models import greedy_tokens, make_qwen3, make_qwen3_moe
 
 from weightlane.ckpt_engines import ConfigError
-from weightlane.rollout import RolloutConfig
+from weightlane.rollout import RolloutConfig, RolloutWorker
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-
-
-def config_of(ranks: int, *, expert_parallel: bool) -> RolloutConfig:
-    return RolloutConfig(
-        tensor_parallel=ranks,
-        expert_parallel=expert_parallel,
-        dtype="float32",
-        max_model_len=256,
-        kv_cache_memory_bytes=64 << 20,
-        extra_engine_args={"worker_extension_cls": "probe_extension.ProbeExtension"},
-    )
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["tp2", "tp2-ep"])
@@ -35,20 +24,11 @@ def experts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """Two ranks that start from model 0 of three mixtures of eight experts."""
     base = tmp_path_factory.mktemp("models")
     models = [make_qwen3_moe(base / f"model{seed}", seed=seed, vocab=300) for seed in range(3)]
-    environment = dict(os.environ)
-    with asyncio.Runner() as runner:
-        worker = RecordingWorker("rollout-0", config_of(2, expert_parallel=request.param), models[0])
-        made = Setup(runner, worker, models, 2)
-        try:
-            runner.run(worker.start())
-            os.environ.clear()
-            os.environ.update(environment)
-            made.new_trainer()
-            made.connect()
-            yield made
-            made.trainer.close()
-        finally:
-            runner.run(worker.close())
+    with running(models, models[0], tensor_parallel=2, expert_parallel=request.param, dtype="float32") as made:
+        made.new_trainer()
+        made.connect()
+        yield made
+        made.trainer.close()
 
 
 def test_experts_are_committed_by_copies_and_tokens_are_those_of_transformers(experts: Setup) -> None:
@@ -62,7 +42,7 @@ def test_experts_are_committed_by_copies_and_tokens_are_those_of_transformers(ex
     assert experts.probe("probe_way") == [["traced", ""]] * 2
 
 
-def test_experts_go_where_a_model_built_for_each_rank_alone_says(experts: Setup, process: LayoutProcess) -> None:
+def test_experts_go_where_a_model_built_for_each_rank_alone_says(experts: Setup, process: Program) -> None:
     experts.serve(1)
     divided = experts.worker.config.expert_parallel
     for rank, layout in enumerate(experts.probe("probe_layout")):
@@ -91,7 +71,7 @@ def test_what_cannot_be_divided_is_refused_in_words(
 ) -> None:
     moe = experts_of_model > 0
     model = make_qwen3_moe(tmp_path, seed=0, experts=experts_of_model) if moe else make_qwen3(tmp_path, seed=0)
-    worker = RecordingWorker("rollout-0", config_of(ranks, expert_parallel=expert_parallel), model)
+    worker = RolloutWorker("rollout-0", RolloutConfig(tensor_parallel=ranks, expert_parallel=expert_parallel), model)
     environment = dict(os.environ)
     with pytest.raises(ConfigError) as raised:
         asyncio.run(worker.start())

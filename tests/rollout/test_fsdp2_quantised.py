@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from quantised_reference import restored
-from test_fsdp2_to_vllm import RANKS, Trainers
 from tiny_models import add_tokenizer, load_tensors, make_qwen3
+from trainer_ranks import Trainers
+from waiting import HANG_S
 
 from weightlane.sync import CommitReport, Coordinator, Expectation, ExpectedTensor, Rendezvous, Subscriber, SyncConfig
 
@@ -41,11 +41,10 @@ class Copy:
         raise error
 
 
-def test_fsdp2_ranks_quantise_what_they_hold(session_children: Any, free_port: int, tmp_path: Path) -> None:
+def test_fsdp2_ranks_quantise_what_they_hold(tmp_path: Path) -> None:
     model = make_qwen3(tmp_path / "model", seed=3, vocab=300)
     add_tokenizer(model, 300)
-    trainers = Trainers(session_children, free_port)
-    trainers.wait_ready()
+    trainers = Trainers(2)
     trainers.call("setup", str(model))
     placements = trainers.call("placement", "float32")
     expectation = Expectation(
@@ -57,8 +56,7 @@ def test_fsdp2_ranks_quantise_what_they_hold(session_children: Any, free_port: i
         trainers.call("connect", address, "shm", {}, "float32", placements, scheme)
         subscriber = Subscriber("rollout-0/0", address, "shm", {}, expectation)
         replica = Copy(subscriber)
-        names = [f"trainer-{rank}" for rank in range(RANKS)]
-        coordinator = Coordinator(rendezvous, names, [replica], SyncConfig(deadline_s=30.0))
+        coordinator = Coordinator(rendezvous, trainers.names, [replica], SyncConfig(deadline_s=HANG_S))
         trainers.call("train", number)
         trainers.call("export", str(tmp_path / scheme))
         trainers.call("publish", number)
@@ -68,4 +66,4 @@ def test_fsdp2_ranks_quantise_what_they_hold(session_children: Any, free_port: i
             assert torch.equal(replica.weights[name], wanted), name
         coordinator.close()
         subscriber.close()
-    trainers.call("close")
+    trainers.close()

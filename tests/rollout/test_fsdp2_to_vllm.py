@@ -6,63 +6,34 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import subprocess
 from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ports import free_port
 from tiny_models import add_tokenizer, greedy_tokens, is_greedy, load_tensors, make_llama, make_qwen3, vllm_parameters
 from tiny_run import IN_ENGINE
+from trainer_ranks import Trainers
+from waiting import HANG_S
 
 from weightlane.rollout import Completion, RolloutConfig, RolloutWorker
 from weightlane.sync import Coordinator, Rendezvous, SyncConfig
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-PROGRAM = str(Path(__file__).with_name("trainer_process.py"))
 RANKS = 2
 PROMPT = [5, 6, 7]
 VOCAB = 300
 """Needs padding in vLLM, and gives each of two trainer ranks an uneven part of a fused tensor."""
 
 
-class Trainers:
-    """Two trainer ranks in processes of their own, called at the same time: most of their calls are collective."""
-
-    def __init__(self, children: Any, port: int) -> None:
-        self._children = [
-            children.start(
-                [PROGRAM, json.dumps({"rank": rank, "world": RANKS, "port": port})],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-            )
-            for rank in range(RANKS)
-        ]
-
-    def wait_ready(self) -> None:
-        assert self._answers() == ["ready"] * RANKS
-
-    def call(self, method: str, *arguments: Any) -> list[Any]:
-        for child in self._children:
-            child.stdin.write(json.dumps([method, *arguments]) + "\n")
-            child.stdin.flush()
-        return self._answers()
-
-    def _answers(self) -> list[Any]:
-        return [json.loads(child.stdout.readline()) for child in self._children]
-
-
 @pytest.fixture(scope="module")
-def trainers(session_children: Any) -> Iterator[Trainers]:
-    started = Trainers(session_children, free_port())
-    started.wait_ready()
+def trainers() -> Iterator[Trainers]:
+    started = Trainers(RANKS)
     yield started
-    started.call("close")
+    started.close()
 
 
 @pytest.fixture(
@@ -126,8 +97,7 @@ async def _all_engines(trainers: Trainers, workers: Sequence[RolloutWorker], dty
         trainers.call("connect", address, backend, options, dtype, placements, "none")
         for worker in workers:
             await worker.connect(address, backend, options)
-        names = [f"trainer-{rank}" for rank in range(RANKS)]
-        coordinator = Coordinator(rendezvous, names, workers, SyncConfig(deadline_s=30.0, quorum=1.0))
+        coordinator = Coordinator(rendezvous, trainers.names, workers, SyncConfig(deadline_s=HANG_S, quorum=1.0))
         await coordinator.connect()
         for _ in range(versions):
             version += 1

@@ -13,8 +13,6 @@ from test_delta_commit import check, nudge
 from tiny_models import greedy_tokens, is_greedy
 
 from weightlane.ckpt_engines import (
-    Deadline,
-    DeadlineExceededError,
     PeerLostError,
     QuarantinedError,
     SyncAbortedError,
@@ -170,21 +168,23 @@ def test_a_corrupted_bucket_leaves_a_mixture_out_of_service_or_the_old_version_s
     raise AssertionError(f"only {seen}")
 
 
-def test_a_trainer_that_leaves_half_way_ends_requests_and_leaves_a_mixture_out_of_service(in_place: Setup) -> None:
+def test_a_trainer_that_leaves_half_way_ends_requests_and_leaves_a_mixture_out_of_service(
+    in_place: Setup, tmp_path: Path
+) -> None:
     setup = in_place
+    setup.trainer.close()
+    setup.new_trainer("gloo")
+    setup.connect(retries=0)  # nobody comes back
     setup.serve(1)
-    setup.probe("probe_slow_pieces", 0.15)
+    setup.probe("probe_hold", "write_part", str(tmp_path), 2)
 
     async def leave_meanwhile() -> SyncAbortedError:
         flying = asyncio.create_task(setup.worker.generate("r", PROMPT, 900))
         await setup.tokens(10)
         syncing = asyncio.create_task(setup.trainer.sync(setup.models[2]))
-        deadline = Deadline.after(20.0)
-        while not setup.worker._control.locked():
-            deadline.check("the commit to begin", part="test")
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.5)
+        await setup.held(tmp_path)
         await asyncio.to_thread(setup.trainer._publisher.close)
+        (tmp_path / "go").touch()
         with pytest.raises(SyncAbortedError) as caught:
             await syncing
         with pytest.raises(QuarantinedError):
@@ -192,7 +192,7 @@ def test_a_trainer_that_leaves_half_way_ends_requests_and_leaves_a_mixture_out_o
         return caught.value
 
     aborted = setup.run(leave_meanwhile())
-    setup.probe("probe_slow_pieces", 0.0)
-    assert isinstance(aborted.reason, PeerLostError | DeadlineExceededError), aborted
+    setup.probe("probe_hold", "write_part", "")
+    assert isinstance(aborted.reason, PeerLostError), aborted
     torn(setup, aborted)
     heal(setup)

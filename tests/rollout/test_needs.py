@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layout_models import LayoutProcess
+from json_program import Program
 from tiny_models import HEADS, HIDDEN, INTERMEDIATE, make_architecture, make_qwen3_moe
 
 from weightlane.rollout.layout import LayoutMap, Refusal, Slice, SourceSpec, needed_boxes
@@ -145,7 +145,7 @@ def rows(start: int, count: int, columns: int = HIDDEN) -> list[list[int]]:
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3", "llama", "gpt2", "bloom", "gemma2", "phi3", "mixtral"])
 def test_the_boxes_of_every_rank_hold_exactly_what_its_model_reads(
-    kind: str, world: int, process: LayoutProcess, tmp_path: Path
+    kind: str, world: int, process: Program, tmp_path: Path
 ) -> None:
     ranks = process.call("needs", str(make_architecture(kind, tmp_path)), "float32", world, False)
     assert [rank["wrong"] for rank in ranks] == [{}] * world
@@ -173,7 +173,7 @@ def test_the_boxes_of_every_rank_hold_exactly_what_its_model_reads(
 @pytest.mark.slow
 @pytest.mark.parametrize("expert_parallel", [False, True])
 def test_a_rank_needs_slices_of_all_experts_or_whole_ones_of_its_own(
-    expert_parallel: bool, process: LayoutProcess, tmp_path: Path
+    expert_parallel: bool, process: Program, tmp_path: Path
 ) -> None:
     """Seven experts on two ranks: the first has one more."""
     model = make_qwen3_moe(tmp_path, seed=0, experts=7)

@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 from owned_processes import own_a_child
 from pydantic import ValidationError
+from waiting import HANG_S, MovableClock
 
 from weightlane import rollout
 from weightlane.ckpt_engines import CommitError, SyncAbortedError, WeightlaneError
@@ -35,7 +36,7 @@ def test_importing_rollout_and_its_worker_needs_neither_vllm_nor_ray() -> None:
         "import weightlane.rollout.vllm_plugin\n"
         "sys.exit(', '.join({'vllm', 'ray', 'transformers'} & set(sys.modules)) or None)"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=HANG_S, check=False).returncode == 0
 
 
 def test_the_facade_offers_what_it_lists_and_nothing_else() -> None:
@@ -84,7 +85,7 @@ def test_all_ranks_learn_the_first_ranks_error_and_only_the_last_one_raises() ->
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30.0)
+        thread.join(HANG_S)
     assert learned == {rank: ("CommitError('one')", rank == 2, None) for rank in range(world)}
 
 
@@ -95,45 +96,44 @@ def test_a_lone_rank_reports_its_own_error() -> None:
 
 
 def test_a_gap_spans_the_commit_and_not_the_step_that_was_still_under_way() -> None:
-    async def life() -> tuple[int, float, float]:
-        clock = TokenClock()
+    async def life() -> None:
+        now = MovableClock()
+        clock = TokenClock(now)
         for request in ("a", "b", "waiting"):
             clock.begin(request)
         clock.arrived("a", 1)
         clock.arrived("b", 1)
-        watched = clock.commit_begins(7)
+        assert clock.commit_begins(7) == 2
+        now.advance(0.5)
         clock.arrived("a", 1)  # the step that was under way
-        await asyncio.sleep(0.1)
-        resumed = asyncio.create_task(clock.commit_ends(7, 5.0))
+        now.advance(2.0)
+        resumed = asyncio.create_task(clock.commit_ends(7, HANG_S))
         await asyncio.sleep(0)
         clock.arrived("a", 1)
         assert not resumed.done()
         clock.end("b")
-        gap = await resumed
-        await asyncio.sleep(0.2)
+        assert await resumed == 2.0
+        now.advance(8.0)
         clock.arrived("a", 1)
-        return watched, gap, clock.gaps_s[7]
+        assert clock.gaps_s[7] == 2.0
 
-    watched, gap, final = asyncio.run(life())
-    assert watched == 2
-    assert 0.1 <= gap < 0.2
-    assert final == gap
+    asyncio.run(life())
 
 
 def test_a_request_that_does_not_go_on_counts_with_its_gap_so_far_and_later_with_the_whole_one() -> None:
-    async def life() -> tuple[float, float]:
-        clock = TokenClock()
+    async def life() -> None:
+        now = MovableClock()
+        clock = TokenClock(now)
         clock.begin("a")
         clock.arrived("a", 1)
         clock.commit_begins(1)
-        so_far = await clock.commit_ends(1, 0.05)
-        await asyncio.sleep(0.1)
+        now.advance(4.0)
+        assert await clock.commit_ends(1, 0.01) == 4.0
+        now.advance(8.0)
         clock.arrived("a", 1)
-        return so_far, clock.gaps_s[1]
+        assert clock.gaps_s[1] == 12.0
 
-    so_far, final = asyncio.run(life())
-    assert 0.05 <= so_far < 0.1
-    assert 0.15 <= final < 0.5
+    asyncio.run(life())
 
 
 def test_an_engine_process_ends_when_the_process_that_started_it_is_killed() -> None:
@@ -143,14 +143,14 @@ def test_an_engine_process_ends_when_the_process_that_started_it_is_killed() -> 
     owner.start()
     theirs.close()
     try:
-        assert ours.poll(60.0)
+        assert ours.poll(HANG_S)
         pid = ours.recv()
     finally:
         assert owner.pid is not None
         os.kill(owner.pid, signal.SIGKILL)
-        owner.join(10.0)
+        owner.join()
     # Its end of the pipe closes with the process, however it ends and whoever reaps it.
-    assert ours.poll(10.0), f"process {pid} outlived its parent"
+    assert ours.poll(HANG_S), f"process {pid} outlived its parent"
     with pytest.raises(EOFError):
         ours.recv()
 

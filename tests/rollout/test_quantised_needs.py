@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 import torch
-from layout_models import LayoutProcess
+from json_program import Program
 from tiny_models import load_tensors, make_blocky_qwen3, quantised_copy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -17,7 +17,7 @@ WORLD = 2
 
 @pytest.mark.parametrize("scheme", ["fp8", "int8"])
 def test_out_of_the_slices_that_it_asks_for_a_quantised_rank_is_what_vllm_loads_from_the_whole(
-    scheme: Literal["fp8", "int8"], process: LayoutProcess, tmp_path: Path
+    scheme: Literal["fp8", "int8"], process: Program, tmp_path: Path
 ) -> None:
     if not torch.cpu._is_amx_tile_supported():
         pytest.skip("vLLM's fp8 and int8 layers need AMX on a CPU")

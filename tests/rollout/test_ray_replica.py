@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import os
 import signal
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 from publishing import OneRankTrainer
 from tiny_models import greedy_tokens, is_greedy, make_llama
+from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import ConfigError, QuarantinedError, StorageError, WorkerDiedError
 from weightlane.rollout import Completion, RolloutConfig, RolloutReplica, start_replicas
@@ -25,14 +25,11 @@ def descendants(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
 
 
-def gone_within(processes: list[psutil.Process], seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        alive = [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
-        if not alive:
-            return True
-        time.sleep(0.1)
-    return False
+def wait_until_gone(processes: list[psutil.Process]) -> None:
+    def gone() -> bool:
+        return all(not process.is_running() or process.status() == psutil.STATUS_ZOMBIE for process in processes)
+
+    wait_until(gone, "end of what a killed actor has started")
 
 
 def test_a_replica_in_ray_takes_versions_in_flight_and_its_killed_actor_leaves_no_process(
@@ -74,7 +71,7 @@ def test_a_replica_in_ray_takes_versions_in_flight_and_its_killed_actor_leaves_n
         finally:
             await replica.close()
 
-    asyncio.run(asyncio.wait_for(life(), 600.0))  # two ranks start in it, beside other tests
+    asyncio.run(asyncio.wait_for(life(), HANG_S))
 
 
 def check_switch(completion: Completion, models: list[Path]) -> None:
@@ -92,11 +89,12 @@ async def kill_it(replica: RolloutReplica) -> None:
     segments = segments_of_trees([replica.pid])
     assert segments
     flying = asyncio.create_task(replica.generate("flying", [1, 2, 3], 400))
-    await asyncio.sleep(0.1)
+    while (await replica.stats()).in_flight == 0:  # noqa: ASYNC110 - it tells nobody
+        await asyncio.sleep(0.01)
     os.kill(replica.pid, signal.SIGKILL)
     with pytest.raises(WorkerDiedError, match=rf"rollout-0 \(process {replica.pid}\) died"):
         await flying
-    assert await asyncio.to_thread(gone_within, children, 15.0)
+    await asyncio.to_thread(wait_until_gone, children)
     assert not [segment for segment in segments if segment.exists()]
 
 
@@ -110,9 +108,9 @@ def test_a_model_that_cannot_be_loaded_is_a_config_error_and_leaves_no_actor(loc
             await start_replicas(RolloutConfig(cpus_per_rank=0.5), tmp_path / "nowhere")
 
     before = {process.pid for process in descendants(os.getpid())}
-    asyncio.run(asyncio.wait_for(start(), 300.0))
+    asyncio.run(asyncio.wait_for(start(), HANG_S))
     engines = [process for process in descendants(os.getpid()) if process.pid not in before and is_actor(process)]
-    assert gone_within(engines, 15.0)
+    wait_until_gone(engines)
 
 
 def is_actor(process: psutil.Process) -> bool:

@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from waiting import HANG_S
 
 from weightlane.ckpt_engines import ConfigError, DeadlineExceededError, ProtocolError, WeightlaneError, WorkerDiedError
 from weightlane.rollout import ServerReplica
@@ -39,7 +40,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.seen.append((self.path, self.headers["Authorization"]))
         if self.server.silent:
-            self.server.released.wait(30.0)
+            self.server.released.wait(HANG_S)
             return
         self.send_response(self.server.status)
         self.send_header("Content-Length", str(len(self.server.body)))
@@ -66,7 +67,7 @@ def answering() -> Iterator[Answering]:
 
 def refusal(url: str, **settings: Any) -> WeightlaneError:
     with pytest.raises(WeightlaneError) as raised:
-        asyncio.run(asyncio.wait_for(ServerReplica(url, **settings).connect(ADDRESS, "shm"), 10.0))
+        asyncio.run(asyncio.wait_for(ServerReplica(url, **settings).connect(ADDRESS, "shm"), HANG_S))
     return raised.value
 
 

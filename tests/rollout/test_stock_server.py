@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from ports import free_port
 from publishing import OneRankTrainer
 from stock_server import StockServer
 from tiny_models import add_tokenizer, greedy_tokens, make_qwen3
+from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import (
     CommitError,
@@ -53,7 +53,7 @@ def server(session_children: Any, model: Path) -> Iterator[StockServer]:
     yield started
     segments = segments_of_trees([started.process.pid])
     started.process.terminate()
-    started.process.wait(60.0)
+    started.process.wait(HANG_S)
     unlink(segments)  # vLLM leaves those between its ranks behind
 
 
@@ -98,7 +98,7 @@ def test_a_plain_torchrun_script_publishes_to_a_stock_server_over_any_engine(
     trained, log = tmp_path / "trained", tmp_path / "log"
     options = json.dumps(options_of(engine, tmp_path))
     example = start_example(children, server, log=log, engine=engine, options=options, steps=3, out=trained)
-    assert example.wait(120.0) == 0, log.read_text()
+    assert example.wait(HANG_S) == 0, log.read_text()
     assert server.version() == "3"
     wanted = greedy_tokens(trained, PROMPT, 16)
     assert server.greedy(PROMPT) == wanted
@@ -113,13 +113,18 @@ def test_a_trainer_killed_in_the_middle_of_a_version_leaves_the_old_one_serving_
     slow = {"engine": "filesystem", "sync": json.dumps({"bucket_mib": 0.001})}
     options = json.dumps(options_of("filesystem", tmp_path) | {"fsync": True})
     example = start_example(children, server, log=tmp_path / "killed.log", options=options, **slow)
-    wait_until(lambda: len(list((tmp_path / "versions").rglob("bucket-*"))) > 2, example, tmp_path / "killed.log")
+
+    def under_way() -> bool:
+        assert example.poll() is None, (tmp_path / "killed.log").read_text()
+        return len(list((tmp_path / "versions").rglob("bucket-*"))) > 2
+
+    wait_until(under_way, "bucket of the version")
     kill_all(example)
     assert server.greedy(PROMPT) == tokens
     assert (server.checksums(), server.version()) == (before, version)
     trained, log = tmp_path / "trained", tmp_path / "log"
     example = start_example(children, server, log=log, engine="shm", steps=1, out=trained)
-    assert example.wait(120.0) == 0, log.read_text()
+    assert example.wait(HANG_S) == 0, log.read_text()
     assert server.greedy(PROMPT) == greedy_tokens(trained, PROMPT, 16)
 
 
@@ -128,7 +133,7 @@ def kill_all(example: subprocess.Popen[str]) -> None:
     for process in psutil.Process(example.pid).children(recursive=True):
         process.kill()
     example.kill()
-    example.wait(10.0)
+    example.wait()
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +223,7 @@ def test_the_coordinator_commits_and_takes_back_and_quarantines_over_http(
     first, second = other_models
 
     async def life(url: str, wire: Wire) -> None:
-        replica = ServerReplica(url, tensor_parallel=2, commit_timeout_s=20.0)
+        replica = ServerReplica(url, tensor_parallel=2, commit_timeout_s=HANG_S)
         trainer = OneRankTrainer(model)
         await replica.connect(trainer.address, trainer.backend, {})
         other = PickyReplica(trainer)
@@ -251,7 +256,7 @@ def test_the_coordinator_commits_and_takes_back_and_quarantines_over_http(
             with pytest.raises(QuarantinedError, match=rf"cannot be trusted.*{cause}.*update_weights"):
                 await impatient.commit(4)
             assert not impatient.serving
-            assert (await asyncio.wait_for(flying, 120.0))["finish_reason"] == "abort"
+            assert (await asyncio.wait_for(flying, HANG_S))["finish_reason"] == "abort"
         wire.swallow = b""
         await replica.quarantine(WeightlaneError("told to"))
         assert not replica.serving
@@ -270,7 +275,7 @@ def test_the_coordinator_commits_and_takes_back_and_quarantines_over_http(
     async def over_the_wire() -> None:
         wire = Wire(server.port)
         async with wire as url:
-            await asyncio.wait_for(life(url, wire), 240.0)
+            await asyncio.wait_for(life(url, wire), HANG_S)
 
     asyncio.run(over_the_wire())
 
@@ -281,7 +286,7 @@ def test_what_keeps_a_server_from_connecting_is_said_and_leaves_it_serving(serve
 
     def refusal(replica: ServerReplica, backend: str = "shm") -> WeightlaneError:
         with pytest.raises(WeightlaneError) as raised:
-            asyncio.run(asyncio.wait_for(replica.connect(address, backend), 30.0))
+            asyncio.run(asyncio.wait_for(replica.connect(address, backend), HANG_S))
         return raised.value
 
     assert isinstance(refusal(ServerReplica(f"http://127.0.0.1:{free_port}")), WorkerDiedError)
@@ -292,11 +297,3 @@ def test_what_keeps_a_server_from_connecting_is_said_and_leaves_it_serving(serve
     assert "backend" in str(refusal(named, ""))
     assert type(refusal(named, "no-such-engine")).__name__ == "UnknownEngineError"
     assert server.greedy(PROMPT) == tokens
-
-
-def wait_until(done: Any, process: subprocess.Popen[str], log: Path, seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not done():
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < end, log.read_text()
-        time.sleep(0.01)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from json_program import Program
 from publishing import OneRankTrainer
 from tiny_models import (
     greedy_tokens,
@@ -24,13 +23,13 @@ from tiny_models import (
     quantised_copy,
     vllm_parameters,
 )
+from waiting import HANG_S
 
 from weightlane.ckpt_engines import SyncAbortedError, WeightlaneError
 from weightlane.sync import CommitReport
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-PROGRAM = str(Path(__file__).with_name("offline_process.py"))
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -40,33 +39,19 @@ ENVIRONMENT = {
 PROMPT = [4, 5, 6]
 
 
-class Offline:
-    """The process of `offline_process.py`, called by method name."""
-
-    def __init__(self, children: Any) -> None:
-        self._child = children.start([PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENVIRONMENT)
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        self._child.stdin.write(json.dumps([method, *arguments]) + "\n")
-        self._child.stdin.flush()
-        for line in self._child.stdout:
-            if line.startswith("SAY"):
-                return json.loads(line.removeprefix("SAY"))
-        raise AssertionError(f"the process ended with {self._child.wait(30.0)}")
-
-
 @pytest.fixture(scope="module")
-def offline(session_children: Any) -> Iterator[Offline]:
-    started = Offline(session_children)
+def offline() -> Iterator[Program]:
+    """`offline_process.py`."""
+    started = Program(Path(__file__).with_name("offline_process.py"), env=ENVIRONMENT)
     yield started
-    started._child.kill()
+    started.kill()
 
 
 @dataclass
 class StockReplica:
     """Drives a vLLM that knows nothing of weightlane but its weight-transfer engine."""
 
-    offline: Offline
+    offline: Program
     name: str = "stock"
 
     def subscriber_names(self) -> list[str]:
@@ -92,7 +77,7 @@ class StockReplica:
     ],
 )
 def test_offline_vllm_takes_a_version_through_its_own_weight_transfer_calls(
-    architecture: str, tied: bool, dtype: str, backend: str, offline: Offline, tmp_path: Path
+    architecture: str, tied: bool, dtype: str, backend: str, offline: Program, tmp_path: Path
 ) -> None:
     make = {"qwen3": make_qwen3, "llama": make_llama}[architecture]
     models = [
@@ -108,7 +93,7 @@ def test_offline_vllm_takes_a_version_through_its_own_weight_transfer_calls(
         await trainer.connect([StockReplica(offline)])
         await trainer.sync(models[1])
 
-    asyncio.run(asyncio.wait_for(life(), 240.0))
+    asyncio.run(asyncio.wait_for(life(), HANG_S))
     trainer.close()
     wanted = vllm_parameters(load_tensors(models[1]))
     assert offline.call("parameters") == {name: described(tensor) for name, tensor in wanted.items()}
@@ -118,7 +103,7 @@ def test_offline_vllm_takes_a_version_through_its_own_weight_transfer_calls(
 
 @pytest.mark.parametrize("scheme", ["fp8", "int8"])
 def test_a_quantised_model_takes_versions_in_its_own_format(
-    scheme: Literal["fp8", "int8"], offline: Offline, tmp_path: Path
+    scheme: Literal["fp8", "int8"], offline: Program, tmp_path: Path
 ) -> None:
     """Bit for bit what vLLM holds that was started from the version's checkpoint; and it says the same."""
     if not torch.cpu._is_amx_tile_supported():
@@ -140,11 +125,11 @@ def test_a_quantised_model_takes_versions_in_its_own_format(
             assert offline.call("parameters") == parameters
             assert offline.call("greedy", PROMPT, 12) == tokens
 
-    asyncio.run(asyncio.wait_for(life(), 240.0))
+    asyncio.run(asyncio.wait_for(life(), HANG_S))
     trainer.close()
 
 
-def test_a_quantised_model_refuses_what_is_not(offline: Offline, tmp_path: Path) -> None:
+def test_a_quantised_model_refuses_what_is_not(offline: Program, tmp_path: Path) -> None:
     if not torch.cpu._is_amx_tile_supported():
         pytest.skip("vLLM's fp8 layers need AMX on a CPU")
     model = make_blocky_qwen3(tmp_path / "model", seed=0)
@@ -158,7 +143,7 @@ def test_a_quantised_model_refuses_what_is_not(offline: Offline, tmp_path: Path)
         with pytest.raises(SyncAbortedError, match="is bfloat16, expected float8_e4m3fn"):
             await trainer.sync(model)
 
-    asyncio.run(asyncio.wait_for(life(), 240.0))
+    asyncio.run(asyncio.wait_for(life(), HANG_S))
     trainer.close()
     assert offline.call("parameters") == before
 
@@ -169,7 +154,7 @@ def described(tensor: torch.Tensor) -> list[object]:
 
 
 def test_experts_are_computed_from_their_parameters_before_and_after_a_version(
-    offline: Offline, tmp_path: Path
+    offline: Program, tmp_path: Path
 ) -> None:
     models = [make_qwen3_moe(tmp_path / f"model{seed}", seed=seed, normalised=False) for seed in range(2)]
     offline.call("start", str(models[0]), "float32", "weightlane")
@@ -181,21 +166,21 @@ def test_experts_are_computed_from_their_parameters_before_and_after_a_version(
         await trainer.connect([StockReplica(offline)])
         await trainer.sync(models[1])
 
-    asyncio.run(asyncio.wait_for(life(), 240.0))
+    asyncio.run(asyncio.wait_for(life(), HANG_S))
     trainer.close()
     wanted = vllm_parameters(load_tensors(models[1]))
     assert offline.call("parameters") == {name: described(tensor) for name, tensor in wanted.items()}
     assert offline.call("greedy", PROMPT, 12) == greedy_tokens(models[1], PROMPT, 12)
 
 
-def test_an_engine_that_does_not_use_weightlane_packs_its_layers_as_before(offline: Offline, tmp_path: Path) -> None:
+def test_an_engine_that_does_not_use_weightlane_packs_its_layers_as_before(offline: Program, tmp_path: Path) -> None:
     offline.call("start", str(make_qwen3(tmp_path, seed=0)), "float32", None)
     _, shape, _ = offline.call("parameters")["model.layers.0.mlp.gate_up_proj.weight"]
     assert 0 in shape
 
 
 def test_an_engine_that_does_not_use_weightlane_computes_experts_with_vllms_kernel(
-    offline: Offline, tmp_path: Path
+    offline: Program, tmp_path: Path
 ) -> None:
     model = make_qwen3_moe(tmp_path, seed=0)
     offline.call("start", str(model), "float32", None)

@@ -1,7 +1,4 @@
-"""One FSDP2 trainer rank as a program: ``python trainer_process.py '{"json": "arguments"}'``.
-
-Commands come as JSON lists on standard input, one per line; each is answered with one JSON line on standard output.
-"""
+"""One trainer rank as a `json_program`: ``python trainer_process.py '{"json": "arguments"}'``."""
 
 from __future__ import annotations
 
@@ -11,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from json_program import serve
+from waiting import HANG_S
 
 from weightlane.sync import CheckpointEngineConfig, Placement, SyncConfig
 from weightlane.sync.config import CodecPolicy, Quantise
@@ -52,7 +51,7 @@ class Process:
         codec: CodecPolicy = "dense",
     ) -> None:
         transport = CheckpointEngineConfig(backend=backend, options=options)
-        sync = SyncConfig(bucket_mib=0.05, deadline_s=30.0, quantise=quantise, codec=codec)
+        sync = SyncConfig(bucket_mib=0.05, deadline_s=HANG_S, quantise=quantise, codec=codec)
         self._rank.connect(rendezvous, transport, sync, wire, list(map(Placement.from_plain, placements)))
 
     def publish(self, version: int) -> float:
@@ -87,15 +86,5 @@ def nudge(numbers: torch.Tensor, version: int, every: int) -> torch.Tensor:
     return (numbers % every == version % every).float() * (0.25 + numbers % 7) / 8
 
 
-def main() -> None:
-    process = Process(**json.loads(sys.argv[1]))
-    print(json.dumps("ready"), flush=True)
-    for line in sys.stdin:
-        method, *arguments = json.loads(line)
-        print(json.dumps(getattr(process, method)(*arguments)), flush=True)
-        if method == "close":
-            return
-
-
 if __name__ == "__main__":
-    main()
+    serve(Process(**json.loads(sys.argv[1])))

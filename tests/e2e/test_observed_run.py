@@ -3,76 +3,43 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from event_files import scalars_and_texts
-from installed import install
-from run_process import END_S, START_S, RunProcess
-from test_prometheus import scrape
-from tiny_run import make_material
+from run_process import FinishedRun
 from trace_format import Span, Trace, load
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow]
 
-STEPS = 5
+STEPS = 4
 SLACK_US = 2_000
 """Hooks are called a moment after their event has ended, and a loaded machine may make two processes do so out of turn."""
 
-PLUGIN = """
-from weightlane.plugins import hookimpl
-
-@hookimpl
-def rank_stepped(step):
-    raise OSError(f"no room at [step {step}]")
-"""
-
 
 def test_a_run_is_seen_on_one_time_line_in_tensorboard_and_by_prometheus_and_a_plugin_that_raises_does_not_end_it(
-    start_run: Callable[[Sequence[str]], RunProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished_run: FinishedRun,
 ) -> None:
-    install(tmp_path / "site", "wl_raising_plugin", PLUGIN, "raising = wl_raising_plugin")
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path / "site"), os.environ.get("PYTHONPATH")]))
-    )
-    run_dir = tmp_path / "run"
-    config = make_material(tmp_path / "material").write_config(
-        tmp_path / "config",
-        run_dir,
-        loop={"steps": STEPS, "evaluate_tasks": 4},
-        trainer={"ranks": 2},
-        observers={"trace": "trace.json", "tensorboard": "board", "prometheus_port": 0},
-    )
-    run = start_run(["train", str(config), "--plain"])
-    run.wait_for(f"step {STEPS - 1}/{STEPS}", START_S)
-    served = re.search(r"metrics for Prometheus: (http://127\.0\.0\.1:\d+/metrics)", run.out)
-    assert served, run.out
-    samples = scrape(served[1])
+    run_dir, samples = finished_run.run_dir, finished_run.samples
     assert samples["weightlane_training_step"] >= STEPS - 1
     assert samples["weightlane_versions_committed_total"] >= 2
     assert samples["weightlane_sync_latency_seconds_sum"] > 0
     assert samples["weightlane_trained_tokens_total"] > 0
-    run.note_segments()
-    ended = run.end(END_S + START_S)
-    assert (ended.code, ended.err) == (0, ""), ended.out + ended.err
-
     with pytest.raises(ConnectionRefusedError):
-        scrape(served[1])
+        finished_run.scrape_again()
     said = "plugin raising (wl_raising_plugin 1.0) was disabled: rank_stepped raised OSError: no room at [step 1]"
-    assert ended.out.count(said) == 1, "once, though both trainer ranks have it"
+    assert finished_run.out.count(said) == 1, "once, though both trainer ranks have it"
     assert "Traceback" in (run_dir / "logs" / "plugins.log").read_text()
     metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    commits = {event["version"]: event for event in metrics if event["event"] == "version_committed"}
-    check_curves(run_dir / "board", commits.keys())
-    assert f"events: {run_dir}/trace.json" in ended.out
+    commits = [event["version"] for event in metrics if event["event"] == "version_committed"][: STEPS + 1]
+    check_curves(run_dir / "board", commits)
+    assert f"events: {run_dir}/trace.json" in finished_run.out
     assert not (run_dir / "trace.json.parts").exists()
-    check_trace(load(run_dir / "trace.json"), list(commits))
+    check_trace(load(run_dir / "trace.json"), commits)
 
 
-def check_curves(board: Path, versions: Sequence[int] | set[int]) -> None:
+def check_curves(board: Path, versions: Sequence[int]) -> None:
     curves, texts = scalars_and_texts(board)
     assert list(curves["train/reward"]) == list(range(1, STEPS + 1))
     assert set(curves["sync/latency_s"]) == set(versions)
