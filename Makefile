@@ -8,7 +8,7 @@ STAMP := $(shell date +%Y%m%d-%H%M%S)
 # Further settings for the demo, e.g. make demo SET="--set checkpoint_engine.backend=gloo"
 SET ?=
 
-.PHONY: help setup demo test test-all lint types
+.PHONY: help setup demo test test-all coverage lint types
 
 help:
 	@echo "make demo   set up (first time: a few minutes), then train an arithmetic policy: FSDP2 -> vLLM, fully async"
@@ -35,6 +35,14 @@ test: setup
 test-all: setup
 	@echo "== tests: all of them (about 25 minutes on two cores)"
 	@$(PYTEST)
+
+# Lines and branches of the product that `make test` runs (TESTS=test-all: that all tests run), over all processes.
+TESTS ?= test
+coverage: setup
+	@rm -f .coverage*
+	@$(VENV)/coverage run -m pytest -q $(if $(filter test,$(TESTS)),-m "not exhaustive") || echo "== some tests failed beside the measurement"
+	@$(VENV)/coverage combine -q
+	@$(VENV)/coverage report --skip-covered
 
 lint: setup
 	@$(VENV)/ruff check .
