@@ -42,40 +42,40 @@ def only_line(ended: Ended) -> str:
     return line
 
 
-def test_a_killed_trainer_rank_and_a_killed_vllm_engine_end_their_runs_and_are_named(
-    endless: Callable[..., RunProcess], tmp_path: Path
-) -> None:
-    over_gloo = endless("trainer", trainer={"ranks": 2, "cpus_per_rank": 0.5}, checkpoint_engine={"backend": "gloo"})
-    over_shm = endless("rollout")
-
-    over_gloo.wait_for(TRAINS)
-    ranks = over_gloo.named("ray::RankActor")
+def test_a_killed_trainer_rank_ends_its_run_and_is_named(endless: Callable[..., RunProcess], tmp_path: Path) -> None:
+    run = endless("run", trainer={"ranks": 2, "cpus_per_rank": 0.5}, checkpoint_engine={"backend": "gloo"})
+    run.wait_for(TRAINS)
+    ranks = run.named("ray::RankActor")
     assert len(ranks) == 2
     victim = max(process.pid for process in ranks)
-    over_gloo.kill_process(victim)
-    ended = over_gloo.end()
+    run.kill_process(victim)
+    ended = run.end()
     assert ended.code == 2
     assert only_line(ended).startswith("error: trainer group (peer trainer-")
     assert f"(process {victim}) died" in only_line(ended)
-    logs = tmp_path / "trainer" / "logs"
+    logs = tmp_path / "run" / "logs"
     assert f"logs of the run's processes: {logs}" in ended.out
     assert list(logs.glob("worker-*"))
 
-    over_shm.wait_for(TRAINS)
-    over_shm.kill("VLLM::EngineCore")
-    ended = over_shm.end()
+
+@pytest.mark.exhaustive
+def test_a_killed_vllm_engine_ends_its_run_and_is_named(endless: Callable[..., RunProcess]) -> None:
+    run = endless("run")
+    run.wait_for(TRAINS)
+    run.kill("VLLM::EngineCore")
+    ended = run.end()
     assert ended.code == 2
     assert only_line(ended).startswith("error: rollout-0")
     assert "processes are gone" in only_line(ended)
 
 
-def test_ctrl_c_ends_a_run_that_trains(endless: Callable[..., RunProcess], tmp_path: Path) -> None:
+@pytest.mark.exhaustive
+def test_ctrl_c_ends_a_run_that_trains(endless: Callable[..., RunProcess]) -> None:
     training = endless("training")
     training.wait_for(TRAINS)
     training.interrupt(signal.SIGINT, whole_group=True)  # as Ctrl-C in a terminal does
     ended = training.end()
     assert (ended.code, only_line(ended)) == (130, INTERRUPTED)
-    RunDir(tmp_path / "training", resume=False)  # can be used again
 
 
 @pytest.mark.exhaustive

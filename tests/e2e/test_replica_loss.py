@@ -73,6 +73,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.exhaustive
 def test_a_killed_replica_is_replaced_by_one_that_has_the_current_version_before_its_first_request(
     material: Material, start_run: StartRun, observer: Path, tmp_path: Path
 ) -> None:

@@ -37,7 +37,10 @@ def trainers() -> Iterator[Trainers]:
 
 
 @pytest.fixture(
-    params=[("qwen3", True, "float32", (1, 2)), ("llama", False, "bfloat16", (2,))],
+    params=[
+        ("qwen3", True, "float32", (1, 2)),
+        pytest.param(("llama", False, "bfloat16", (2,)), marks=pytest.mark.exhaustive),
+    ],
     ids=lambda case: f"{case[0]}-{'tied' if case[1] else 'untied'}-{case[2]}",
 )
 def case(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str, tuple[int, ...]]:

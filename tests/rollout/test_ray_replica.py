@@ -98,6 +98,7 @@ async def kill_it(replica: RolloutReplica) -> None:
     assert not [segment for segment in segments if segment.exists()]
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_cannot_be_loaded_is_a_config_error_and_leaves_no_actor(local_ray: None, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
 

@@ -91,7 +91,7 @@ def test_the_example_is_as_short_as_promised_and_needs_no_ray_and_no_vllm() -> N
     assert not [line for line in lines if line.startswith(("import", "from")) and ("ray" in line or "vllm" in line)]
 
 
-@pytest.mark.parametrize("engine", ["gloo", "filesystem"])  # shm: below
+@pytest.mark.parametrize("engine", ["gloo", pytest.param("filesystem", marks=pytest.mark.exhaustive)])  # shm: below
 def test_a_plain_torchrun_script_publishes_to_a_stock_server_over_any_engine(
     engine: str, server: StockServer, children: Any, tmp_path: Path
 ) -> None:
