@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,16 +14,15 @@ import torch
 from ..contract import Capabilities
 from ..errors import WeightlaneError
 from .connection import DEADLINE_S, Connection, waits_for_receivers
-from .pool import GRACE_S, Pool, RemoteHalf
+from .pool import GRACE_S, Pool, RemoteHalf, first_answers
 from .resolve import engine_class, why_unavailable
 
 MIB = 1 << 20
 LARGE = 48 * MIB
 """More than the sockets between two processes hold."""
-SETTLE_S = 0.15
-"""After so long, a process that was told to call something is in that call."""
 EARLY_S = 0.1
 """How much too early a deadline may be noticed."""
+_PAUSE_S = 0.05
 
 ConnectionMaker = Callable[..., Connection]
 POOL = pytest.StashKey[Pool]()
@@ -38,6 +38,10 @@ class ConformanceBase:
     """What a call gets that is expected to succeed, in seconds."""
     interrupted_s: ClassVar[float] = 2.5
     """The deadline of calls that the death of a peer interrupts, in seconds."""
+    expiring_s: ClassVar[float] = 0.6
+    """The deadline of calls that nothing else is meant to end, in seconds."""
+    settle_s: ClassVar[float] = 0.15
+    """After so long, in seconds, a process that was told to call something is in that call."""
     slack_s: ClassVar[float] = 2.0
     """How long after its deadline a call may end, in seconds."""
     prompt_s: ClassVar[float] = 5.0
@@ -153,6 +157,10 @@ class ConformanceBase:
         assert half.seconds <= latest_s, f"{took}, {latest_s:g} s were allowed"
         return error
 
+    def not_yet(self, half: RemoteHalf, seconds: float, event: str) -> None:
+        """Let `half`'s oldest running operation go on for so many seconds, in which it must not end: `event` is still to come."""
+        assert not first_answers([half], seconds), f"{half.name} returned before {event}"
+
     def late(self, deadline_s: float) -> tuple[float, float]:
         """When a call may end whose deadline passes: `failure`'s ``between_s``."""
         return deadline_s - EARLY_S, deadline_s + self.slack_s
@@ -161,11 +169,29 @@ class ConformanceBase:
         """When a call may end that fails for another reason, at its deadline at the latest."""
         return 0.0, deadline_s + self.slack_s
 
+    def no_more_than(self, before: Sequence[Mapping[str, int]], connection: Connection, when: str) -> None:
+        """The halves' processes must come back to the resources that they had; threads may take a moment to end."""
+        end = time.monotonic() + self.slack_s
+        while True:
+            found = [
+                grown(earlier, half.call("resources")) for half, earlier in zip(connection.halves, before, strict=True)
+            ]
+            if not any(found) or time.monotonic() > end:
+                break
+            time.sleep(_PAUSE_S)
+        more = [f"{half.name} has {text}" for half, text in zip(connection.halves, found, strict=True) if text]
+        assert not more, f"{when} {'; '.join(more)}"
+
     @staticmethod
     def needs_waiting_sender(capabilities: Capabilities) -> None:
         """Skip for engines whose sender does not wait for receivers."""
         if not waits_for_receivers(capabilities):
             pytest.skip("nobody waits for the receivers of a store")
+
+
+def grown(before: Mapping[str, int], after: Mapping[str, int]) -> str:
+    """In words what `after` has more of than `before`; empty when it has nothing."""
+    return ", ".join(f"{after[kind]} {kind} instead of {before[kind]}" for kind in before if after[kind] > before[kind])
 
 
 def device_is_here(device: str) -> bool:

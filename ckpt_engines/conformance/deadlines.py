@@ -8,11 +8,9 @@ import pytest
 
 from ..contract import Capabilities
 from ..errors import ClosedError, DeadlineExceededError, ProtocolError, TransportError, WeightlaneError
-from .base import LARGE, SETTLE_S, ConformanceBase, ConnectionMaker
+from .base import LARGE, ConformanceBase, ConnectionMaker
 from .connection import waits_for_receivers
 from .payload import Parcel
-
-_DEADLINE_S = 0.6
 
 
 class DeadlineChecks(ConformanceBase):
@@ -25,14 +23,14 @@ class DeadlineChecks(ConformanceBase):
         connection = halves(2)
         connection.exchange_addresses()
         present, absent = connection.receivers
-        patience_s = _DEADLINE_S + self.grace_s + 1.0  # longer than it takes to see that the sender hangs
-        connection.start_connect(connection.sender, _DEADLINE_S)
+        patience_s = self.expiring_s + self.grace_s + 1.0  # longer than it takes to see that the sender hangs
+        connection.start_connect(connection.sender, self.expiring_s)
         connection.start_connect(present, patience_s)
         if not waits_for_receivers(capabilities):  # a store is there without its receivers
             connection.sender.result()
             present.result()
             return
-        self.failure(connection.sender, DeadlineExceededError, names=absent.name, between_s=self.late(_DEADLINE_S))
+        self.failure(connection.sender, DeadlineExceededError, names=absent.name, between_s=self.late(self.expiring_s))
         connection.sender.call("close")
         self.failure(present, TransportError, DeadlineExceededError, between_s=self.in_time(patience_s))
 
@@ -43,8 +41,10 @@ class DeadlineChecks(ConformanceBase):
         connection = halves(1)
         connection.exchange_addresses()
         (receiver,) = connection.receivers
-        connection.start_connect(receiver, _DEADLINE_S)
-        self.failure(receiver, DeadlineExceededError, names=connection.sender.name, between_s=self.late(_DEADLINE_S))
+        connection.start_connect(receiver, self.expiring_s)
+        self.failure(
+            receiver, DeadlineExceededError, names=connection.sender.name, between_s=self.late(self.expiring_s)
+        )
 
     def test_send_ends_by_its_deadline_when_a_receiver_does_not_take_the_bucket(
         self, connected: ConnectionMaker, capabilities: Capabilities
@@ -54,16 +54,18 @@ class DeadlineChecks(ConformanceBase):
         connection = connected(2)
         frozen = connection.receivers[1]
         frozen.stop()
-        connection.start_send([Parcel(1, 0, LARGE, 1)], deadline_s=_DEADLINE_S)
-        connection.start_receive(connection.receivers[0], [Parcel(1, 0, LARGE, 1)], deadline_s=_DEADLINE_S)
-        self.failure(connection.sender, DeadlineExceededError, names=frozen.name, between_s=self.late(_DEADLINE_S))
+        connection.start_send([Parcel(1, 0, LARGE, 1)], deadline_s=self.expiring_s)
+        connection.start_receive(connection.receivers[0], [Parcel(1, 0, LARGE, 1)], deadline_s=self.expiring_s)
+        self.failure(connection.sender, DeadlineExceededError, names=frozen.name, between_s=self.late(self.expiring_s))
 
     def test_receive_ends_by_its_deadline_when_nothing_is_sent(self, connected: ConnectionMaker) -> None:
         """The sender is silent, alive and connected."""
         connection = connected(1)
         (receiver,) = connection.receivers
-        connection.start_receive(receiver, [Parcel(1, 0, 10, 1)], deadline_s=_DEADLINE_S)
-        self.failure(receiver, DeadlineExceededError, names=connection.sender.name, between_s=self.late(_DEADLINE_S))
+        connection.start_receive(receiver, [Parcel(1, 0, 10, 1)], deadline_s=self.expiring_s)
+        self.failure(
+            receiver, DeadlineExceededError, names=connection.sender.name, between_s=self.late(self.expiring_s)
+        )
 
     def test_receive_ends_by_its_deadline_when_the_sender_freezes_in_mid_bucket(
         self, connected: ConnectionMaker, capabilities: Capabilities
@@ -74,13 +76,13 @@ class DeadlineChecks(ConformanceBase):
         first, second = connection.receivers
         second.stop()
         connection.start_send([Parcel(1, 0, LARGE, 1)], deadline_s=self.deadline_s)
-        time.sleep(SETTLE_S)
+        time.sleep(self.settle_s)
         connection.sender.stop()
-        connection.start_receive(first, [Parcel(1, 0, LARGE, 1)], deadline_s=_DEADLINE_S)
+        connection.start_receive(first, [Parcel(1, 0, LARGE, 1)], deadline_s=self.expiring_s)
         try:
             connection.check_received([first])  # all of it was there already
         except DeadlineExceededError:
-            _, latest_s = self.late(_DEADLINE_S)
+            _, latest_s = self.late(self.expiring_s)
             assert first.seconds <= latest_s, f"{first.name} noticed its deadline only after {first.seconds:.2f} s"
 
     @pytest.mark.parametrize("side", ["sender", "receiver"])
@@ -93,17 +95,17 @@ class DeadlineChecks(ConformanceBase):
         connection = halves(1)
         connection.exchange_addresses()
         half = connection.sender if side == "sender" else connection.receivers[0]
-        half.call("close_after", seconds=SETTLE_S)
+        half.call("close_after", seconds=self.settle_s)
         connection.start_connect(half, self.deadline_s)
-        self.failure(half, ClosedError, between_s=(0.0, SETTLE_S + self.slack_s))
+        self.failure(half, ClosedError, between_s=(0.0, self.settle_s + self.slack_s))
 
     def test_close_from_another_thread_ends_a_blocked_receive(self, connected: ConnectionMaker) -> None:
         """With `ClosedError`, soon; and so does every later call."""
         connection = connected(1)
         (receiver,) = connection.receivers
-        receiver.call("close_after", seconds=SETTLE_S)
+        receiver.call("close_after", seconds=self.settle_s)
         connection.start_receive(receiver, [Parcel(1, 0, LARGE, 1)], deadline_s=self.deadline_s)
-        self.failure(receiver, ClosedError, between_s=(0.0, SETTLE_S + self.slack_s))
+        self.failure(receiver, ClosedError, between_s=(0.0, self.settle_s + self.slack_s))
         connection.start_receive(receiver, [Parcel(1, 0, LARGE, 1)], deadline_s=self.deadline_s)
         self.failure(receiver, ClosedError, between_s=(0.0, self.slack_s))
 
@@ -114,9 +116,9 @@ class DeadlineChecks(ConformanceBase):
         self.needs_waiting_sender(capabilities)
         connection = connected(1)
         connection.receivers[0].stop()
-        connection.sender.call("close_after", seconds=2 * SETTLE_S)
+        connection.sender.call("close_after", seconds=2 * self.settle_s)
         connection.start_send([Parcel(1, 0, LARGE, 1)], deadline_s=self.deadline_s)
-        self.failure(connection.sender, ClosedError, between_s=(0.0, 2 * SETTLE_S + self.slack_s))
+        self.failure(connection.sender, ClosedError, between_s=(0.0, 2 * self.settle_s + self.slack_s))
         connection.start_send([Parcel(1, 0, 1000, 1)], deadline_s=self.deadline_s, allocated=False)
         self.failure(connection.sender, ClosedError, between_s=(0.0, self.slack_s))
 
@@ -137,13 +139,13 @@ class DeadlineChecks(ConformanceBase):
         connection = halves(1)
         (receiver,) = connection.receivers
         connection.exchange_addresses()
-        connection.start_connect(connection.sender, _DEADLINE_S)
+        connection.start_connect(connection.sender, self.expiring_s)
         connection.topology = {**connection.topology, "session": connection.topology["session"] + "-stale"}
-        connection.start_connect(receiver, _DEADLINE_S)
+        connection.start_connect(receiver, self.expiring_s)
         self.failure(
-            receiver, ProtocolError, TransportError, DeadlineExceededError, between_s=self.in_time(_DEADLINE_S)
+            receiver, ProtocolError, TransportError, DeadlineExceededError, between_s=self.in_time(self.expiring_s)
         )
         if waits_for_receivers(capabilities):
-            self.failure(connection.sender, WeightlaneError, between_s=self.in_time(_DEADLINE_S))
+            self.failure(connection.sender, WeightlaneError, between_s=self.in_time(self.expiring_s))
         else:
             connection.sender.result()

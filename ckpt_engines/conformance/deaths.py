@@ -10,7 +10,7 @@ import pytest
 
 from ..contract import Capabilities
 from ..errors import ClosedError, DeadlineExceededError, PeerLostError, StorageError, TransportError
-from .base import LARGE, SETTLE_S, ConformanceBase, ConnectionMaker
+from .base import LARGE, ConformanceBase, ConnectionMaker
 from .connection import Connection, waits_for_receivers
 from .payload import Parcel
 from .pool import RemoteHalf
@@ -31,7 +31,7 @@ class DeathChecks(ConformanceBase):
         doomed, _ = connection.receivers
         for half in (connection.sender, doomed):
             connection.start_connect(half, self.interrupted_s)
-        time.sleep(SETTLE_S)
+        time.sleep(self.settle_s)
         doomed.kill()
         self.failure(connection.sender, *_LOSSES, between_s=self.in_time(self.interrupted_s))
 
@@ -55,7 +55,7 @@ class DeathChecks(ConformanceBase):
         present, _ = connection.receivers
         for half in (connection.sender, present):
             connection.start_connect(half, self.interrupted_s)
-        time.sleep(SETTLE_S)
+        time.sleep(self.settle_s)
         connection.sender.kill()
         self.failure(present, *_LOSSES, names=connection.sender.name, between_s=self.in_time(self.interrupted_s))
 
@@ -81,7 +81,7 @@ class DeathChecks(ConformanceBase):
         second.stop()  # so that the sender cannot be done before it is killed
         connection.start_receive(first, [Parcel(1, 0, LARGE, 1)], deadline_s=self.interrupted_s)
         connection.start_send([Parcel(1, 0, LARGE, 1)], deadline_s=self.interrupted_s, commit=False)
-        time.sleep(SETTLE_S)
+        time.sleep(self.settle_s)
         connection.sender.kill()
         second.resume()
         connection.start_receive(second, [Parcel(1, 0, LARGE, 1)], deadline_s=self.interrupted_s)
@@ -114,7 +114,7 @@ class DeathChecks(ConformanceBase):
         connection.deliver(plan[:1], plan=plan, commit=False)
         for half in connection.receivers:
             connection.start_receive(half, plan[1:], deadline_s=self.interrupted_s)
-        time.sleep(SETTLE_S)
+        time.sleep(self.settle_s)
         connection.sender.kill()
         for half in connection.receivers:
             self.failure(half, *_LOSSES, names=connection.sender.name, between_s=self.in_time(self.interrupted_s))
@@ -138,7 +138,7 @@ class DeathChecks(ConformanceBase):
             doomed = connection.sender
             connection.start_receive(witness, [Parcel(1, 0, LARGE, 1)], deadline_s=self.deadline_s)
             connection.start_receive(other, [Parcel(1, 0, LARGE, 1)], deadline_s=self.deadline_s)
-            time.sleep(SETTLE_S)
+            time.sleep(self.settle_s)
             doomed.kill()
         self.failure(witness, PeerLostError, names=doomed.name, between_s=(0.0, self.prompt_s))
         for half in connection.halves:
@@ -161,9 +161,8 @@ class DeathChecks(ConformanceBase):
                 assert half.seconds < self.prompt_s, f"close of {half.name} took {half.seconds:.1f} s"
         halves(2).connect().deliver([Parcel(1, 0, 100_000, 2)])
 
-    @staticmethod
     def _kill_in_mid_bucket(
-        connection: Connection, doomed: RemoteHalf, alive: Sequence[RemoteHalf], deadline_s: float
+        self, connection: Connection, doomed: RemoteHalf, alive: Sequence[RemoteHalf], deadline_s: float
     ) -> None:
         """Kill a receiver while a bucket goes to all of them."""
         parcel = Parcel(1, 0, LARGE, 1)
@@ -171,7 +170,7 @@ class DeathChecks(ConformanceBase):
         for half in alive:
             connection.start_receive(half, [parcel], deadline_s=deadline_s)
         connection.start_send([parcel], deadline_s=deadline_s)
-        time.sleep(SETTLE_S)
+        time.sleep(self.settle_s)
         doomed.kill()
 
     def _right_or_typed(

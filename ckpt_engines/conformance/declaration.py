@@ -12,12 +12,11 @@ import torch
 
 from ..contract import Capabilities, Delivery
 from ..errors import ConfigError, CorruptBucketError, WeightlaneError
-from .base import LARGE, MIB, SETTLE_S, ConformanceBase, ConnectionMaker, device_is_here
+from .base import LARGE, MIB, ConformanceBase, ConnectionMaker, device_is_here
 from .connection import waits_for_receivers
 from .payload import Parcel
 from .resolve import create_engine, engine_class
 
-_DEADLINE_S = 1.0
 _NO_VALUE = {"no": {"such": "value"}}
 
 
@@ -103,7 +102,7 @@ class DeclarationChecks(ConformanceBase):
             parcel=parcel,
             receivers=[receiver.name],
             deadline_s=self.deadline_s,
-            after_s=2 * SETTLE_S,
+            after_s=2 * self.settle_s,
             seed=seeds[1],
             done=str(done),
         )
@@ -132,7 +131,7 @@ class DeclarationChecks(ConformanceBase):
         connection.sender.result()
         connection.sender.kill()
         (receiver,) = connection.receivers
-        connection.start_receive(receiver, parcels, deadline_s=5.0)
+        connection.start_receive(receiver, parcels, deadline_s=self.deadline_s)
         connection.check_received([receiver])
 
     def test_buckets_that_make_one_file_are_each_received_and_outlive_their_sender(
@@ -150,7 +149,7 @@ class DeclarationChecks(ConformanceBase):
         connection.deliver(parcels)
         connection.sender.kill()
         for receiver in connection.receivers:
-            connection.start_receive(receiver, parcels, deadline_s=5.0)
+            connection.start_receive(receiver, parcels, deadline_s=self.deadline_s)
         connection.check_received(connection.receivers)
 
     def test_buckets_of_a_store_that_is_not_persistent_go_with_their_sender(
@@ -164,8 +163,8 @@ class DeclarationChecks(ConformanceBase):
         connection.start_send([Parcel(1, 0, 1000, 1)])
         connection.sender.result()
         connection.sender.call("close")
-        connection.start_receive(receiver, [Parcel(1, 0, 1000, 1)], deadline_s=_DEADLINE_S)
-        self.failure(receiver, WeightlaneError, between_s=self.in_time(_DEADLINE_S))
+        connection.start_receive(receiver, [Parcel(1, 0, 1000, 1)], deadline_s=self.expiring_s)
+        self.failure(receiver, WeightlaneError, between_s=self.in_time(self.expiring_s))
 
     def test_a_late_receiver_joins_an_elastic_engine_and_leaves_it(
         self, connected: ConnectionMaker, capabilities: Capabilities
@@ -176,7 +175,7 @@ class DeclarationChecks(ConformanceBase):
         connection = connected(1)
         connection.deliver([Parcel(1, 0, 50_000, 1)])
         late = connection.late_receiver()
-        connection.start_connect(late, 5.0)
+        connection.start_connect(late)
         late.result()
         connection.receivers.append(late)
         connection.deliver([Parcel(2, 0, 50_000, 2)])
@@ -192,8 +191,8 @@ class DeclarationChecks(ConformanceBase):
             pytest.skip("the engine declares that it is elastic")
         connection = connected(1)
         late = connection.late_receiver()
-        connection.start_connect(late, _DEADLINE_S)
-        self.failure(late, WeightlaneError, between_s=self.in_time(_DEADLINE_S))
+        connection.start_connect(late, self.expiring_s)
+        self.failure(late, WeightlaneError, between_s=self.in_time(self.expiring_s))
         connection.deliver([Parcel(1, 0, 50_000, 1)])
 
     def test_an_engine_that_crosses_hosts_holds_a_link_to_the_network(

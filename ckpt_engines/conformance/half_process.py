@@ -162,16 +162,18 @@ class HalfProcess:
         """Send `parcels` one after the other, overwriting the memory after each, all by one deadline.
 
         An engine that is persistent is told of each version before, with `plan` as what the version consists of, and
-        after.
+        after. The deadline's time starts when the first payload is made, so that all of it is the engine's.
         """
-        deadline = Deadline.after(deadline_s)
         everything = [Parcel(*parcel) for parcel in plan or parcels]
         mine = [Parcel(*parcel) for parcel in parcels]
         buffer = self._buffer(max(parcel.nbytes for parcel in mine), allocated=allocated)
+        buffer[: mine[0].nbytes].copy_(payload(mine[0].nbytes, mine[0].seed))
+        deadline = Deadline.after(deadline_s)
         for place, parcel in enumerate(mine):
             self._open(parcel.version, everything, deadline)
             data = buffer[: parcel.nbytes]
-            data.copy_(payload(parcel.nbytes, parcel.seed))
+            if place:
+                data.copy_(payload(parcel.nbytes, parcel.seed))
             self.sender.send(_bucket(parcel, data), receivers, deadline)
             data.fill_(OVERWRITTEN)
             last = place + 1 == len(mine) or mine[place + 1].version != parcel.version

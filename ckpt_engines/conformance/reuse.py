@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .base import ConformanceBase, ConnectionMaker
+from .base import ConformanceBase, ConnectionMaker, grown
 from .payload import Parcel
 from .pool import Pool
 
 _WARM_UP_ROUNDS = 5
 """Until then something may be loaded that stays, such as a library's own threads."""
-_SETTLE_S = 2.0
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked at only
 
 
@@ -38,19 +36,7 @@ class ReuseChecks(ConformanceBase):
             if number + 1 == _WARM_UP_ROUNDS:
                 before = [half.call("resources") for half in connection.halves]
                 files_before = _names(pool.temporary)
-        end = time.monotonic() + _SETTLE_S
-        while True:  # threads may take a moment to end
-            grown = [
-                f"{half.name} has {after[kind]} {kind} instead of {earlier[kind]}"
-                for half, earlier in zip(connection.halves, before, strict=True)
-                for after in [half.call("resources")]
-                for kind in earlier
-                if after[kind] > earlier[kind]
-            ]
-            if not grown or time.monotonic() > end:
-                break
-            time.sleep(0.05)
-        assert not grown, f"after {rounds} connections {'; '.join(grown)}"
+        self.no_more_than(before, connection, f"after {rounds} connections")
         assert not (files := _names(pool.temporary) - files_before), f"temporary files were left: {sorted(files)[:5]}"
         # Others may use shared memory meanwhile, but hardly leave something there in every second round.
         left = [names & _names(_SHARED_MEMORY) for names in appeared]
@@ -68,8 +54,7 @@ class ReuseChecks(ConformanceBase):
         connection.make()
         connection.exchange_addresses()
         connection.close()
-        for half, earlier in zip(connection.halves, before, strict=True):
-            _not_more(half.call("resources"), earlier, half.name)
+        self.no_more_than(before, connection, "after its close")
 
     def test_making_an_engine_and_its_halves_opens_no_port_and_leaves_nothing_behind(
         self, halves: ConnectionMaker, engine_name: str, engine_options: Mapping[str, Any]
@@ -78,13 +63,8 @@ class ReuseChecks(ConformanceBase):
         process = halves(1).sender
         counts = process.call("make_and_close", engine=engine_name, options=dict(engine_options))
         assert counts["during"]["listening ports"] <= counts["before"]["listening ports"], "a port was opened"
-        _not_more(counts["after"], counts["before"], "the process")
+        assert not (more := grown(counts["before"], counts["after"])), f"the process has {more}"
 
 
 def _names(directory: Path) -> set[str]:
     return {path.name for path in directory.iterdir()}
-
-
-def _not_more(after: Mapping[str, int], before: Mapping[str, int], who: str) -> None:
-    grown = [f"{after[kind]} {kind} instead of {before[kind]}" for kind in before if after[kind] > before[kind]]
-    assert not grown, f"{who} has {', '.join(grown)}"

@@ -33,7 +33,17 @@ GROUP = "weightlane.conformance"
 """Entry-point group by which a distribution offers its own subclass of the suite under its engine's name."""
 _PART = "conformance"
 _NO_PLUGINS = "PYTEST_DISABLE_PLUGIN_AUTOLOAD"
-_LIMITS = ("deadline_s", "interrupted_s", "slack_s", "prompt_s", "grace_s", "rounds", "most_halves")
+_LIMITS = (
+    "deadline_s",
+    "interrupted_s",
+    "expiring_s",
+    "settle_s",
+    "slack_s",
+    "prompt_s",
+    "grace_s",
+    "rounds",
+    "most_halves",
+)
 _SOURCE = """\
 import pytest
 from {module} import {suite} as _Suite

@@ -43,7 +43,7 @@ def main() -> None:
     if device_type != "cpu":
         device = torch.device(device_type, rank)
         torch.get_device_module(device_type).set_device(device)
-    deadline = Deadline.after(40)
+    deadline = Deadline.after(240)
     dist.init_process_group(
         engine, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=deadline.timedelta()
     )

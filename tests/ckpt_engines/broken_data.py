@@ -17,6 +17,7 @@ from broken_wrappers import (
     Receiver,
     Sender,
     declared,
+    engine_with,
 )
 from pydantic import ConfigDict, Field
 
@@ -38,164 +39,145 @@ from weightlane.ckpt_engines.shm import ShmConfig
 # --- bytes -----------------------------------------------------------------------------------------------------------
 
 
-class Reorders(Healthy):
+@engine_with
+class Reorders(Receiver):
     """The bytes of every second bucket come in place of the one before, and the other way round."""
 
-    class receiver(Receiver):  # noqa: N801
-        held: torch.Tensor | None = None
-        last: torch.Tensor | None = None
+    last: torch.Tensor | None = None
 
-        def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
-            super().receive(bucket, sender, deadline)
-            if self.last is not None and self.last.numel() == bucket.nbytes:
-                current = bucket.data.clone()
-                bucket.data.copy_(self.last)
-                self.last = current
-            else:
-                self.last = bucket.data.clone()
+    def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
+        super().receive(bucket, sender, deadline)
+        if self.last is not None and self.last.numel() == bucket.nbytes:
+            current = bucket.data.clone()
+            bucket.data.copy_(self.last)
+            self.last = current
+        else:
+            self.last = bucket.data.clone()
 
 
-class Duplicates(Healthy):
-    """Every third bucket is sent again."""
-
-    class sender(Sender):  # noqa: N801
-        def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
-            super().send(bucket, receivers, deadline)
-            if bucket.index % 3 == 2:
-                super().send(bucket, receivers, deadline)
-
-
-class Drops(Healthy):
-    """Every third bucket is not sent."""
-
-    class sender(Sender):  # noqa: N801
-        def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
-            if bucket.index % 3 != 2:
-                super().send(bucket, receivers, deadline)
-
-
-class Truncates(Healthy):
+@engine_with
+class Truncates(Receiver):
     """Works in words: what is left over at the end is not transferred."""
 
-    class receiver(Receiver):  # noqa: N801
-        def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
-            before = bucket.data.clone()
-            super().receive(bucket, sender, deadline)
-            whole = bucket.nbytes // 8 * 8
-            bucket.data[whole:] = before[whole:]
+    def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
+        before = bucket.data.clone()
+        super().receive(bucket, sender, deadline)
+        whole = bucket.nbytes // 8 * 8
+        bucket.data[whole:] = before[whole:]
 
 
-class FlipsABit(Healthy):
+@engine_with
+class FlipsABit(Receiver):
     """One bit in the middle of buckets of more than a megabyte."""
 
-    class receiver(Receiver):  # noqa: N801
-        def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
-            super().receive(bucket, sender, deadline)
-            if bucket.nbytes > 1 << 20:
-                bucket.data[bucket.nbytes // 2] ^= 4
+    def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
+        super().receive(bucket, sender, deadline)
+        if bucket.nbytes > 1 << 20:
+            bucket.data[bucket.nbytes // 2] ^= 4
 
 
-class KeepsOldVersions(Healthy):
+@engine_with
+class KeepsOldVersions(Receiver):
     """A cache by index and size that forgets to look at the version."""
 
-    class receiver(Receiver):  # noqa: N801
-        def __init__(self, real: WeightReceiver) -> None:
-            super().__init__(real)
-            self.cache: dict[tuple[int, int], torch.Tensor] = {}
+    def __init__(self, real: WeightReceiver) -> None:
+        super().__init__(real)
+        self.cache: dict[tuple[int, int], torch.Tensor] = {}
 
-        def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
-            super().receive(bucket, sender, deadline)
-            bucket.data.copy_(self.cache.setdefault((bucket.index, bucket.nbytes), bucket.data.clone()))
-
-
-class ReturnsTooEarly(Healthy):
-    """`send` hands the buffer to a thread and returns, as if nobody overwrote it."""
-
-    class sender(Sender):  # noqa: N801
-        last: threading.Thread | None = None
-
-        def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
-            before = self.last
-
-            def work() -> None:
-                if before is not None:
-                    before.join()
-                time.sleep(0.02)
-                with contextlib.suppress(WeightlaneError):
-                    self.real.send(bucket, receivers, deadline)
-
-            self.last = threading.Thread(target=work, daemon=True)
-            self.last.start()
+    def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
+        super().receive(bucket, sender, deadline)
+        bucket.data.copy_(self.cache.setdefault((bucket.index, bucket.nbytes), bucket.data.clone()))
 
 
-class OverrunsSlowReceivers(Healthy):
+@engine_with
+class ReturnsTooEarly(Sender):
+    """`send` hands the buffer to a thread and returns, as if nobody overwrote it: the thread sends when somebody has."""
+
+    last: threading.Thread | None = None
+
+    def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
+        before, content = self.last, bucket.data.clone()
+
+        def work() -> None:
+            if before is not None:
+                before.join()
+            while torch.equal(bucket.data, content):
+                time.sleep(0.001)
+            with contextlib.suppress(WeightlaneError):
+                self.real.send(bucket, receivers, deadline)
+
+        self.last = threading.Thread(target=work, daemon=True)
+        self.last.start()
+
+
+@engine_with
+class OverrunsSlowReceivers(Receiver):
     """A ring that is overwritten when nobody empties it for 50 ms."""
 
-    class receiver(Receiver):  # noqa: N801
-        looked = 0.0
+    looked = 0.0
 
-        def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
-            overrun = bool(self.looked) and time.monotonic() - self.looked > 0.05
-            super().receive(bucket, sender, deadline)
-            self.looked = time.monotonic()
-            if overrun:
-                bucket.data.zero_()
+    def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
+        overrun = bool(self.looked) and time.monotonic() - self.looked > 0.05
+        super().receive(bucket, sender, deadline)
+        self.looked = time.monotonic()
+        if overrun:
+            bucket.data.zero_()
 
 
-class FillsOneSocketBuffer(Healthy):
+@engine_with
+class FillsOneSocketBuffer(Receiver):
     """One write, whose return value nobody looks at."""
 
-    class receiver(Receiver):  # noqa: N801
-        def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
-            super().receive(bucket, sender, deadline)
-            bucket.data[4 << 20 :] = 0x55
+    def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
+        super().receive(bucket, sender, deadline)
+        bucket.data[4 << 20 :] = 0x55
 
 
-class WaitsForEmptyBuckets(Healthy):
+@engine_with
+class WaitsForEmptyBuckets(Sender):
     """Nothing is sent for an empty bucket, but it is waited for."""
 
-    class sender(Sender):  # noqa: N801
-        def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
-            if bucket.nbytes:
-                super().send(bucket, receivers, deadline)
+    def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
+        if bucket.nbytes:
+            super().send(bucket, receivers, deadline)
 
 
-class ServesFourReceivers(Healthy):
+@engine_with
+class ServesFourReceivers(Sender):
     """The fifth one is forgotten."""
 
-    class sender(Sender):  # noqa: N801
-        def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
-            super().send(bucket, receivers[:4], deadline)
+    def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
+        super().send(bucket, receivers[:4], deadline)
 
 
-class ConfusesSenders(Healthy):
+@engine_with
+class ConfusesSenders(Receiver):
     """A receiver listens to its first sender only."""
 
-    class receiver(Receiver):  # noqa: N801
-        first = ""
+    first = ""
 
-        def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:
-            self.first = next(iter(topology.senders))
-            super().connect(topology, mailbox, deadline)
+    def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:
+        self.first = next(iter(topology.senders))
+        super().connect(topology, mailbox, deadline)
 
-        def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
-            super().receive(bucket, self.first, min(deadline, Deadline.after(1.0), key=lambda each: each.at))
+    def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
+        super().receive(bucket, self.first, min(deadline, Deadline.after(1.0), key=lambda each: each.at))
 
 
-class IgnoresTheVersion(Healthy):
+@engine_with
+class IgnoresTheVersion(Receiver):
     """Takes whatever comes: asks for the bucket that is under way instead of the one wanted."""
 
-    class receiver(Receiver):  # noqa: N801
-        def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
-            super().receive(replace(bucket, version=1), sender, deadline)
+    def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
+        super().receive(replace(bucket, version=1), sender, deadline)
 
 
-class SendsToNobody(Healthy):
+@engine_with
+class SendsToNobody(Sender):
     """An unknown name is dropped without a word."""
 
-    class sender(Sender):  # noqa: N801
-        def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
-            super().send(bucket, [name for name in receivers if name != "nobody"], deadline)
+    def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
+        super().send(bucket, [name for name in receivers if name != "nobody"], deadline)
 
 
 class OnlyOwnMemory(Healthy):
@@ -215,20 +197,20 @@ class OnlyOwnMemory(Healthy):
             super().send(bucket, receivers, deadline)
 
 
-class LosesTheLastBucket(Healthy):
+@engine_with
+class LosesTheLastBucket(Sender):
     """Closing drops what is still in its queue."""
 
-    class sender(Sender):  # noqa: N801
-        queue: list[Any]
+    queue: list[Any]
 
-        def __init__(self, real: WeightSender) -> None:
-            super().__init__(real)
-            self.queue = []
+    def __init__(self, real: WeightSender) -> None:
+        super().__init__(real)
+        self.queue = []
 
-        def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
-            queued, self.queue = self.queue, [(replace(bucket, data=bucket.data.clone()), receivers, deadline)]
-            for waiting in queued:
-                super().send(*waiting)
+    def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
+        queued, self.queue = self.queue, [(replace(bucket, data=bucket.data.clone()), receivers, deadline)]
+        for waiting in queued:
+            super().send(*waiting)
 
 
 # --- declarations ----------------------------------------------------------------------------------------------------
@@ -240,18 +222,18 @@ class HidesPointToPoint(Healthy):
     capabilities = declared(delivery=frozenset({Delivery.BROADCAST}))
 
 
-class ClaimsPointToPoint(Healthy):
+@engine_with
+class ClaimsPointToPoint(Sender):
     """Sends to everybody, whoever is named."""
 
-    class sender(Sender):  # noqa: N801
-        everybody: tuple[str, ...] = ()
+    everybody: tuple[str, ...] = ()
 
-        def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:
-            self.everybody = tuple(topology.receivers)
-            super().connect(topology, mailbox, deadline)
+    def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:
+        self.everybody = tuple(topology.receivers)
+        super().connect(topology, mailbox, deadline)
 
-        def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
-            super().send(bucket, self.everybody, deadline)
+    def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
+        super().send(bucket, self.everybody, deadline)
 
 
 class ClaimsZeroCopy(Healthy):
@@ -288,28 +270,28 @@ class ClaimsElasticity(Healthy):
     capabilities = declared(elastic=True)
 
 
-class HidesElasticity(Healthy):
+@engine_with
+class HidesElasticity(Receiver):
     """Lets late receivers in without declaring it."""
 
-    class receiver(Receiver):  # noqa: N801
-        late = False
+    late = False
 
-        def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:
-            self.late = len(topology.receivers) == 2
-            if not self.late:
-                super().connect(topology, mailbox, deadline)
+    def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:
+        self.late = len(topology.receivers) == 2
+        if not self.late:
+            super().connect(topology, mailbox, deadline)
 
 
 class ClaimsToCrossHosts(Healthy):
     capabilities = declared(same_host_only=False)
 
 
-class ClaimsADevice(Healthy):
+@engine_with
+class ClaimsADevice(Sender):
     """Declares CPU memory, and cannot read it."""
 
-    class sender(Sender):  # noqa: N801
-        def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
-            raise TransportError("the bucket is not on a CUDA device.", part="sender")
+    def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
+        raise TransportError("the bucket is not on a CUDA device.", part="sender")
 
 
 class ClaimsNoDeviceOfTorch(Healthy):
@@ -343,17 +325,17 @@ class DescribesNoOption(Healthy):
     config_type = SilentConfig
 
 
-class AddressIsNoPlainData(Healthy):
-    class sender(Sender):  # noqa: N801
-        def address(self) -> Address:
-            return {**super().address(), "ports": (1, 2)}
+@engine_with
+class AddressIsNoPlainData(Sender):
+    def address(self) -> Address:
+        return {**super().address(), "ports": (1, 2)}
 
 
-class Unpickles(Healthy):
-    class receiver(Receiver):  # noqa: N801
-        def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
-            pickle.loads(pickle.dumps([1]))
-            super().receive(bucket, sender, deadline)
+@engine_with
+class Unpickles(Receiver):
+    def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
+        pickle.loads(pickle.dumps([1]))
+        super().receive(bucket, sender, deadline)
 
 
 class GivesAnEmptyReason(Healthy):

@@ -8,31 +8,23 @@ from dataclasses import replace
 from typing import ClassVar
 
 import torch
-from broken_wrappers import FOREVER_S, Healthy, Receiver, Sender
+from broken_wrappers import Healthy, Receiver, Sender, engine_with
 
 from weightlane.ckpt_engines import Bucket, Deadline, PeerLostError, WeightReceiver, WeightSender
 
 
-class ShowsAFlippedBit(Healthy):
-    class receiver(Receiver):  # noqa: N801
-        def view(self, version: int, index: int, nbytes: int, sender: str, deadline: Deadline) -> torch.Tensor:
-            data = super().view(version, index, nbytes, sender, deadline).clone()
-            data[nbytes // 2 : nbytes // 2 + 1] ^= 4
-            return data
+@engine_with
+class ShowsAFlippedBit(Receiver):
+    def view(self, version: int, index: int, nbytes: int, sender: str, deadline: Deadline) -> torch.Tensor:
+        data = super().view(version, index, nbytes, sender, deadline).clone()
+        data[nbytes // 2 : nbytes // 2 + 1] ^= 4
+        return data
 
 
-class ShowsToTheFirst(Healthy):
-    """Only one receiver at a time may map the memory; the others never hear of it."""
-
-    class sender(Sender):  # noqa: N801
-        def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
-            super().send(bucket, receivers[:1], deadline)
-
-
-class ShowsCopies(Healthy):
-    class receiver(Receiver):  # noqa: N801
-        def view(self, version: int, index: int, nbytes: int, sender: str, deadline: Deadline) -> torch.Tensor:
-            return super().view(version, index, nbytes, sender, deadline).clone()
+@engine_with
+class ShowsCopies(Receiver):
+    def view(self, version: int, index: int, nbytes: int, sender: str, deadline: Deadline) -> torch.Tensor:
+        return super().view(version, index, nbytes, sender, deadline).clone()
 
 
 class ShowsOneCopyForAll(Healthy):
@@ -50,52 +42,52 @@ class ShowsOneCopyForAll(Healthy):
             super().send(replace(bucket, data=copy), receivers, deadline)
 
 
-class CopiesByViewing(Healthy):
+@engine_with
+class CopiesByViewing(Receiver):
     """Who copies counts as one who looks, and never says that it is done."""
 
-    class receiver(Receiver):  # noqa: N801
-        def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
-            bucket.data.copy_(self.real.view(bucket.version, bucket.index, bucket.nbytes, sender, deadline))
+    def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
+        bucket.data.copy_(self.real.view(bucket.version, bucket.index, bucket.nbytes, sender, deadline))
 
 
-class ShowsWhatDoesNotLast(Healthy):
-    class sender(Sender):  # noqa: N801
-        def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
-            super().send(replace(bucket, lasting=True), receivers, deadline)
+@engine_with
+class ShowsWhatDoesNotLast(Sender):
+    def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
+        super().send(replace(bucket, lasting=True), receivers, deadline)
 
 
-class ReclaimsAtOnce(Healthy):
-    class sender(Sender):  # noqa: N801
-        def reclaim(self, version: int, deadline: Deadline) -> None:
-            pass
+@engine_with
+class ReclaimsAtOnce(Sender):
+    def reclaim(self, version: int, deadline: Deadline) -> None:
+        pass
 
 
-class ReleasesEverything(Healthy):
+@engine_with
+class ReleasesEverything(Receiver):
     """The release of a version counts for all of them."""
 
-    class receiver(Receiver):  # noqa: N801
-        viewed: tuple[int, ...] = ()
+    viewed: tuple[int, ...] = ()
 
-        def view(self, version: int, index: int, nbytes: int, sender: str, deadline: Deadline) -> torch.Tensor:
-            self.viewed = *self.viewed, version
-            return super().view(version, index, nbytes, sender, deadline)
+    def view(self, version: int, index: int, nbytes: int, sender: str, deadline: Deadline) -> torch.Tensor:
+        self.viewed = *self.viewed, version
+        return super().view(version, index, nbytes, sender, deadline)
 
-        def release(self, version: int, deadline: Deadline) -> None:
-            for each in self.viewed:
-                super().release(each, deadline)
+    def release(self, version: int, deadline: Deadline) -> None:
+        for each in self.viewed:
+            super().release(each, deadline)
 
 
-class ShowsOldVersions(Healthy):
+@engine_with
+class ShowsOldVersions(Receiver):
     """A cache by index and size that forgets to look at the version."""
 
-    class receiver(Receiver):  # noqa: N801
-        def __init__(self, real: WeightReceiver) -> None:
-            super().__init__(real)
-            self.cache: dict[tuple[int, int], torch.Tensor] = {}
+    def __init__(self, real: WeightReceiver) -> None:
+        super().__init__(real)
+        self.cache: dict[tuple[int, int], torch.Tensor] = {}
 
-        def view(self, version: int, index: int, nbytes: int, sender: str, deadline: Deadline) -> torch.Tensor:
-            data = super().view(version, index, nbytes, sender, deadline)
-            return self.cache.setdefault((index, nbytes), data.clone())
+    def view(self, version: int, index: int, nbytes: int, sender: str, deadline: Deadline) -> torch.Tensor:
+        data = super().view(version, index, nbytes, sender, deadline)
+        return self.cache.setdefault((index, nbytes), data.clone())
 
 
 class WipesItsMemoryOnClose(Healthy):
@@ -122,45 +114,39 @@ class WipesWhatIsFreed(Healthy):
         super().free(memory)
 
 
-class UnmapsOnClose(Healthy):
+@engine_with
+class UnmapsOnClose(Receiver):
     """What was viewed is gone with its receiver: zeros, as if the pages had been dropped."""
 
-    class receiver(Receiver):  # noqa: N801
-        def __init__(self, real: WeightReceiver) -> None:
-            super().__init__(real)
-            self.viewed: list[torch.Tensor] = []
+    def __init__(self, real: WeightReceiver) -> None:
+        super().__init__(real)
+        self.viewed: list[torch.Tensor] = []
 
-        def view(self, version: int, index: int, nbytes: int, sender: str, deadline: Deadline) -> torch.Tensor:
-            self.viewed.append(super().view(version, index, nbytes, sender, deadline).clone())
-            return self.viewed[-1]
+    def view(self, version: int, index: int, nbytes: int, sender: str, deadline: Deadline) -> torch.Tensor:
+        self.viewed.append(super().view(version, index, nbytes, sender, deadline).clone())
+        return self.viewed[-1]
 
-        def close(self) -> None:
-            super().close()
-            for data in self.viewed:
-                data.zero_()
-
-
-class TakesDeathForRelease(Healthy):
-    class sender(Sender):  # noqa: N801
-        def reclaim(self, version: int, deadline: Deadline) -> None:
-            with contextlib.suppress(PeerLostError):
-                super().reclaim(version, deadline)
+    def close(self) -> None:
+        super().close()
+        for data in self.viewed:
+            data.zero_()
 
 
-class ReclaimIgnoresDeadline(Healthy):
-    class sender(Sender):  # noqa: N801
-        def reclaim(self, version: int, deadline: Deadline) -> None:
-            super().reclaim(version, Deadline.after(FOREVER_S))
+@engine_with
+class TakesDeathForRelease(Sender):
+    def reclaim(self, version: int, deadline: Deadline) -> None:
+        with contextlib.suppress(PeerLostError):
+            super().reclaim(version, deadline)
 
 
-class KeepsEveryView(Healthy):
+@engine_with
+class KeepsEveryView(Receiver):
     """Memory that somebody may still look at is never given back."""
 
-    class receiver(Receiver):  # noqa: N801
-        def __init__(self, real: WeightReceiver) -> None:
-            super().__init__(real)
-            self.viewed: list[torch.Tensor] = []
+    def __init__(self, real: WeightReceiver) -> None:
+        super().__init__(real)
+        self.viewed: list[torch.Tensor] = []
 
-        def view(self, version: int, index: int, nbytes: int, sender: str, deadline: Deadline) -> torch.Tensor:
-            self.viewed.append(super().view(version, index, nbytes, sender, deadline))
-            return self.viewed[-1]
+    def view(self, version: int, index: int, nbytes: int, sender: str, deadline: Deadline) -> torch.Tensor:
+        self.viewed.append(super().view(version, index, nbytes, sender, deadline))
+        return self.viewed[-1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -15,6 +15,7 @@ from weightlane.ckpt_engines import (
     Deadline,
     Mailbox,
     Topology,
+    VersionFiles,
     WeightReceiver,
     WeightSender,
 )
@@ -26,47 +27,49 @@ FOREVER_S = 3600.0
 SHARED_MEMORY_PREFIX = "broken-engine-"
 
 
-class Sender(WeightSender):
-    def __init__(self, real: WeightSender) -> None:
+class Half:
+    """Hands every call on to the half of a right engine."""
+
+    def __init__(self, real: Any) -> None:
         self.real = real
 
+    def around(self, call: str, *arguments: Any) -> Any:
+        """All of them come by here; a deadline is the last argument."""
+        return getattr(self.real, call)(*arguments)
+
     def address(self) -> Address:
-        return self.real.address()
+        return self.around("address")
 
     def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:
-        self.real.connect(topology, mailbox, deadline)
+        self.around("connect", topology, mailbox, deadline)
 
+    def close(self) -> None:
+        self.around("close")
+
+
+class Sender(Half, WeightSender):
     def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
-        self.real.send(bucket, receivers, deadline)
+        self.around("send", bucket, receivers, deadline)
+
+    def open_version(self, files: VersionFiles, deadline: Deadline) -> None:
+        self.around("open_version", files, deadline)
+
+    def commit_version(self, version: int, documents: Mapping[str, str], deadline: Deadline) -> None:
+        self.around("commit_version", version, documents, deadline)
 
     def reclaim(self, version: int, deadline: Deadline) -> None:
-        self.real.reclaim(version, deadline)
-
-    def close(self) -> None:
-        self.real.close()
+        self.around("reclaim", version, deadline)
 
 
-class Receiver(WeightReceiver):
-    def __init__(self, real: WeightReceiver) -> None:
-        self.real = real
-
-    def address(self) -> Address:
-        return self.real.address()
-
-    def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:
-        self.real.connect(topology, mailbox, deadline)
-
+class Receiver(Half, WeightReceiver):
     def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
-        self.real.receive(bucket, sender, deadline)
+        self.around("receive", bucket, sender, deadline)
 
     def view(self, version: int, index: int, nbytes: int, sender: str, deadline: Deadline) -> torch.Tensor:
-        return self.real.view(version, index, nbytes, sender, deadline)
+        return self.around("view", version, index, nbytes, sender, deadline)
 
     def release(self, version: int, deadline: Deadline) -> None:
-        self.real.release(version, deadline)
-
-    def close(self) -> None:
-        self.real.close()
+        self.around("release", version, deadline)
 
 
 class Wrapped:
@@ -92,6 +95,15 @@ class HealthyGloo(Wrapped, GlooEngine):
 
 class HealthyStore(Wrapped, FilesystemEngine):
     """Passes everything."""
+
+
+HEALTHY = (Healthy, HealthyGloo, HealthyStore)
+
+
+def engine_with(half: type[Half]) -> type[Healthy]:
+    """The healthy engine with `half` in the place of its sender or its receiver. Decorates that half."""
+    side = "sender" if issubclass(half, Sender) else "receiver"
+    return type(half.__name__, (Healthy,), {"__doc__": half.__doc__, side: half})
 
 
 def declared(**changes: Any) -> Capabilities:

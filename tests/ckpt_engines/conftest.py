@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import sys
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from stores import Place
+from stores import Place, opened
+from waiting import HANG_S
+
+
+@pytest.fixture(autouse=True)
+def _halves_are_closed() -> Iterator[None]:
+    yield
+    while opened:
+        opened.pop().close()
 
 
 @pytest.fixture(params=["local", "s3", "memory"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     """The same promises on local disks, on a store whose uploads are atomic, and on one that renames."""
+    monkeypatch.setattr("weightlane.ckpt_engines.filesystem._CLEANUP_S", HANG_S)
     if request.param == "s3":
         return Place(request.getfixturevalue("s3_url"), request.getfixturevalue("s3_options"))
     return Place(str(tmp_path / "store") if request.param == "local" else f"memory://{uuid.uuid4().hex}", {})

@@ -8,6 +8,7 @@ from typing import Any
 
 import fsspec
 import torch
+from waiting import HANG_S
 
 from weightlane.ckpt_engines import (
     Bucket,
@@ -18,18 +19,6 @@ from weightlane.ckpt_engines import (
     WeightReceiver,
     WeightSender,
 )
-
-SECONDS = 10.0
-
-
-class NoMailbox:
-    """The engine needs none."""
-
-    def put(self, key: str, value: Any) -> None:
-        raise AssertionError(key)
-
-    def get(self, key: str, deadline: Deadline) -> Any:
-        raise AssertionError(key)
 
 
 class Place:
@@ -55,20 +44,28 @@ class Place:
         return [(entry["version"], entry["directory"]) for entry in found["committed"]]
 
 
-def within(seconds: float = SECONDS) -> Deadline:
+opened: list[WeightSender | WeightReceiver] = []
+"""Halves of the running test, which are closed behind it."""
+
+
+def within(seconds: float = HANG_S) -> Deadline:
     return Deadline.after(seconds)
 
 
-def connect_sender(options: dict[str, Any], session: str = "session-1") -> tuple[WeightSender, Topology]:
+def connect_sender(
+    options: dict[str, Any], session: str = "session-1", deadline: Deadline | None = None
+) -> tuple[WeightSender, Topology]:
     sender = CheckpointEngineRegistry().create("filesystem", options).make_sender("trainer")
+    opened.append(sender)
     topology = Topology(session, {"trainer": sender.address()}, {})
-    sender.connect(topology, NoMailbox(), within())
+    sender.connect(topology, None, deadline or within())
     return sender, topology
 
 
 def connect_receiver(options: dict[str, Any], topology: Topology) -> WeightReceiver:
     receiver = CheckpointEngineRegistry().create("filesystem", options).make_receiver("rollout")
-    receiver.connect(topology, NoMailbox(), within())
+    opened.append(receiver)
+    receiver.connect(topology, None, within())
     return receiver
 
 

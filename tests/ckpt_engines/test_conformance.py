@@ -9,23 +9,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import HANG_S
 
 from weightlane.ckpt_engines.conformance import EngineConformance
 
 
-class TestGloo(EngineConformance):
+class Patient(EngineConformance):
+    """However busy the machine is: an engine that waits for its deadline, or for ever, fails all the same."""
+
+    deadline_s = slack_s = prompt_s = grace_s = HANG_S
+
+
+class TestGloo(Patient):
     @pytest.fixture
     def engine_name(self) -> str:
         return "gloo"
 
 
-class TestShm(EngineConformance):
+class TestShm(Patient):
     @pytest.fixture
     def engine_name(self) -> str:
         return "shm"
 
 
-class TestFilesystem(EngineConformance):
+class TestFilesystem(Patient):
     @pytest.fixture
     def engine_name(self) -> str:
         return "filesystem"
@@ -35,8 +42,9 @@ class TestFilesystem(EngineConformance):
         return {"path": str(tmp_path / "store")}
 
 
-class TestFilesystemOnS3(EngineConformance):
-    """A real S3 API, served on loopback."""
+@pytest.mark.exhaustive
+class TestFilesystemOnS3(Patient):
+    """A real S3 API, served on loopback. That bytes arrive over it is held by ``test_filesystem.py`` as well."""
 
     preload = ("s3fs",)
     rounds = 6  # each connection is dozens of requests to a server written in Python; local paths do all fifty

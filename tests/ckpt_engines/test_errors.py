@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import torch
+from waiting import MovableClock
 
 from weightlane.ckpt_engines import (
     Bucket,
@@ -73,14 +74,19 @@ def test_a_foreign_exception_is_named_and_kept_as_the_cause() -> None:
     assert as_weightlane_error(error, "other") is error
 
 
-def test_a_deadline_says_what_it_waited_for() -> None:
-    Deadline.after(10).check("nothing", part="x")
-    past = Deadline.after(-1)
-    assert past.expired
-    assert past.remaining_s == 0
-    assert past.timedelta().total_seconds() > 0
+def test_a_deadline_says_what_it_waited_for_and_is_shared_by_the_waits_below() -> None:
+    clock = MovableClock()
+    deadline = Deadline.after(10, clock)
+    assert deadline.within(4).remaining_s == 4
+    clock.advance(7)
+    deadline.check("nothing", part="x")
+    assert deadline.within(4).remaining_s == deadline.remaining_s == 3
+    clock.advance(3)
+    assert deadline.expired
+    assert deadline.remaining_s == 0
+    assert deadline.timedelta().total_seconds() > 0
     with pytest.raises(DeadlineExceededError, match="waiting for the moon") as failure:
-        past.check("the moon", part="watcher", peer="moon")
+        deadline.check("the moon", part="watcher", peer="moon")
     assert failure.value.peer == "moon"
 
 

@@ -7,8 +7,8 @@ import json
 import os
 import resource
 import signal
+import socket
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,8 @@ from typing import Any
 import pytest
 import torch
 from stores import (
-    SECONDS,
-    NoMailbox,
     Place,
     connect,
-    connect_receiver,
     connect_sender,
     content,
     place_of,
@@ -31,6 +28,7 @@ from stores import (
     version_files,
     within,
 )
+from waiting import HANG_S, MovableClock
 
 from weightlane.ckpt_engines import (
     Bucket,
@@ -41,10 +39,9 @@ from weightlane.ckpt_engines import (
     PeerLostError,
     ProtocolError,
     StorageError,
-    Topology,
     VersionFiles,
 )
-from weightlane.ckpt_engines._store_fs import StoreDirectory
+from weightlane.ckpt_engines._store_fs import Guard, StoreDirectory
 from weightlane.ckpt_engines.conformance import ConformanceBase, ConnectionMaker, Parcel
 
 
@@ -62,8 +59,6 @@ def test_a_version_is_files_that_safetensors_reads_and_receivers_get_every_byte(
     assert place.latest() == [(7, directory)]
     assert place.read(f"{directory}/about.json") == b"[7]"
     assert place.read(f"{directory}/checksums.json") == b"7"
-    sender.close()
-    receiver.close()
 
 
 def test_without_version_files_buckets_are_plain_files(place: Place) -> None:
@@ -122,36 +117,17 @@ def test_a_receiver_may_take_its_time_while_the_next_version_is_sent(tmp_path: P
     assert place_of(tmp_path).files() == sorted(
         ["latest.json", "session-1/sender-0/sender.json", *version_files("session-1/sender-0/v3", 2)]
     )
-    sender.close()
-    receiver.close()
 
 
-def test_a_receiver_that_comes_too_late_for_a_version_is_told_so_before_its_deadline(tmp_path: Path) -> None:
+def test_a_receiver_that_comes_too_late_for_a_version_is_told_so(tmp_path: Path) -> None:
     sender, receiver = connect({"path": str(tmp_path), "keep_versions": 1})
     publish(sender, 1, 100)
     publish(sender, 2, 100)
-    started = time.monotonic()
     with pytest.raises(StorageError, match="keep_versions"):
         received(receiver, 1, 0, 100)
-    assert time.monotonic() - started < 3
     sender.close()
     with pytest.raises(PeerLostError, match="closed"):
         received(receiver, 3, 0, 100)
-    receiver.close()
-
-
-def test_a_receiver_that_connects_late_reads_what_was_sent_before_without_anybodys_help(place: Place) -> None:
-    sender, topology = connect_sender(place.options)
-    publish(sender, 1, 1000, 500)
-    publish(sender, 2, 1000, 500, commit=False)
-    late = connect_receiver(place.options, topology)
-    for version in (1, 2):
-        assert torch.equal(received(late, version, 0, 1000), content(version, 0, 1000))
-    late.close()
-    later = connect_receiver(place.options, topology)
-    assert torch.equal(received(later, 2, 1, 500), content(2, 1, 500))
-    later.close()
-    sender.close()
 
 
 def test_nobody_needs_a_directory_listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,12 +162,10 @@ def test_a_file_that_another_host_has_replaced_under_our_hands_is_read_again(
     monkeypatch.setattr("weightlane.ckpt_engines._store_fs.os.fstat", sometimes_stale)
     assert torch.equal(received(receiver, 1, 0, 1000), content(1, 0, 1000))
     assert stale == [0]
-    sender.close()
-    receiver.close()
 
 
 def test_a_version_with_a_missing_bucket_cannot_be_committed(tmp_path: Path) -> None:
-    sender, receiver = connect({"path": str(tmp_path)})
+    sender, _ = connect({"path": str(tmp_path)})
     sender.open_version(VersionFiles(1, [prefix(10), prefix(10)], {}), within())
     send(sender, 1, 0, 10)
     with pytest.raises(ProtocolError, match="bucket 1 of it is missing"):
@@ -201,17 +175,12 @@ def test_a_version_with_a_missing_bucket_cannot_be_committed(tmp_path: Path) -> 
     with pytest.raises(ProtocolError, match="not announced"):
         send(sender, 1, 2, 10)
     assert not (tmp_path / "latest.json").exists()
-    sender.close()
-    receiver.close()
 
 
-@pytest.mark.parametrize("name", ["../x", "a/b", "", ".hidden", "a" * 101, "x\n"])
-def test_a_document_name_that_could_be_another_path_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_document_name_that_could_be_another_path_is_not_committed(tmp_path: Path) -> None:
     sender, _ = connect_sender({"path": str(tmp_path)})
     with pytest.raises(ProtocolError, match="name of a document"):
-        sender.open_version(VersionFiles(1, [], {name: "x"}), within())
-    with pytest.raises(ProtocolError, match="name of a document"):
-        sender.commit_version(1, {name: "x"}, within())
+        sender.commit_version(1, {"../x": "x"}, within())
     sender.close()
     assert list(tmp_path.iterdir()) == []
 
@@ -237,11 +206,9 @@ def test_a_file_of_the_wrong_size_is_a_protocol_error(
     with pytest.raises(ProtocolError, match=says) as caught:
         received(receiver, 1, 0, 500)
     assert path in str(caught.value)
-    sender.close()
-    receiver.close()
 
 
-def test_a_live_sender_keeps_its_versions_whatever_another_one_commits(tmp_path: Path, children: Any) -> None:
+def test_a_live_sender_keeps_its_versions_whatever_another_one_commits(tmp_path: Path) -> None:
     options = {"path": str(tmp_path), "keep_versions": 1}
     first, _ = connect_sender(options, "session-1")
     publish(first, 1, 100)
@@ -252,7 +219,6 @@ def test_a_live_sender_keeps_its_versions_whatever_another_one_commits(tmp_path:
     first.close()
     publish(second, 10, 100)
     assert not (tmp_path / "session-1").exists()
-    second.close()
 
 
 def test_what_could_not_be_removed_is_removed_after_the_next_commit(
@@ -272,7 +238,6 @@ def test_what_could_not_be_removed_is_removed_after_the_next_commit(
     assert len(list(tmp_path.glob("*/sender-0/v*"))) == 3
     publish(second, 4, 100)
     assert [path.name for path in tmp_path.glob("*/sender-0/v*")] == ["v4"]
-    second.close()
 
 
 def refuse(*arguments: Any) -> None:
@@ -320,66 +285,52 @@ def test_a_damaged_list_of_versions_removes_nothing_and_the_next_commit_makes_a_
     assert (tmp_path / "session-1/sender-0/v1/COMMITTED").exists()
 
 
-def test_a_store_that_does_not_answer_costs_no_more_than_the_deadline(
-    s3_options: dict[str, str], free_port: int
-) -> None:
-    options = {
-        "path": "s3://weights/x",
-        "storage_options": {**s3_options, "endpoint_url": f"http://127.0.0.1:{free_port}"},
-    }
-    sender = CheckpointEngineRegistry().create("filesystem", options).make_sender("trainer")
-    started = time.monotonic()
-    with pytest.raises((DeadlineExceededError, StorageError)):
-        sender.connect(Topology("session-1", {"trainer": {}}, {}), NoMailbox(), within(1.0))
-    sender.close()
-    assert time.monotonic() - started < 2.0
+def test_a_store_that_does_not_answer_costs_no_more_than_the_deadline(s3_options: dict[str, str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        options = {"path": "s3://weights/x", "storage_options": {**s3_options, "endpoint_url": endpoint}}
+        with pytest.raises(DeadlineExceededError, match="filesystem sender trainer"):
+            connect_sender(options, deadline=within(0.3))
 
 
 def test_a_bucket_that_does_not_exist_is_a_storage_error_with_what_to_check(s3_options: dict[str, str]) -> None:
     options = {"path": "s3://no-such-place/x", "storage_options": s3_options}
-    sender = CheckpointEngineRegistry().create("filesystem", options).make_sender("trainer")
     with pytest.raises(StorageError, match=r"no-such-place(?s:.*)credentials"):
-        sender.connect(Topology("session-1", {"trainer": {}}, {}), NoMailbox(), within())
-    sender.close()
+        connect_sender(options)
 
 
-def test_a_store_is_not_asked_more_than_a_few_times_a_second(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    sender, receiver = connect(place.options)
-    looks, read_payload = [0], StoreDirectory.read_payload
+@pytest.mark.parametrize(
+    ("remote", "looks_after_s"),
+    [(False, [0, 0.005, 0.01, 0.02, 0.04, 0.05, 0.05]), (True, [0, 0.1, 0.2, 0.4, 0.8, 1.0])],
+)
+def test_a_store_is_not_asked_more_than_a_few_times_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: bool, looks_after_s: list[float]
+) -> None:
+    clock, pauses, looks = MovableClock(), [0.0], []
+    read_payload = StoreDirectory.read_payload
 
-    def counted(*arguments: Any) -> bool:
-        looks[0] += 1
+    def looked(*arguments: Any) -> bool:
+        looks.append(pauses[-1])
         return read_payload(*arguments)
 
-    monkeypatch.setattr(StoreDirectory, "read_payload", counted)
+    def pause(_: Guard, seconds: float) -> None:
+        pauses.append(seconds)
+        clock.advance(seconds)
+
+    _, receiver = connect({"path": f"memory://{tmp_path}" if remote else str(tmp_path)})
+    monkeypatch.setattr(StoreDirectory, "read_payload", looked)
+    monkeypatch.setattr(Guard, "sleep", pause)
+    bucket = Bucket(1, 0, torch.empty(10, dtype=torch.uint8))
     with pytest.raises(DeadlineExceededError, match="peer trainer"):
-        receiver.receive(Bucket(1, 0, torch.empty(10, dtype=torch.uint8)), "trainer", within(0.7))
-    local = place.fs.protocol == ("file", "local")
-    assert looks[0] > 10 if local else 1 < looks[0] < 6
-    sender.close()
-    receiver.close()
-
-
-@pytest.mark.parametrize("session", ["..", "a/b", "", "-x", "A", "a" * 101, "a.b", "ünï"])
-def test_a_session_name_that_could_be_another_path_is_refused_by_both_halves(tmp_path: Path, session: str) -> None:
-    engine = CheckpointEngineRegistry().create("filesystem", {"path": str(tmp_path / "store")})
-    topology = Topology(session, {"trainer": {}}, {"rollout": {}})
-    for half in (engine.make_sender("trainer"), engine.make_receiver("rollout")):
-        with pytest.raises(ProtocolError, match="session name"):
-            half.connect(topology, NoMailbox(), Deadline.after(SECONDS))
-        half.close()
-    assert list(tmp_path.iterdir()) == []
+        receiver.receive(bucket, "trainer", Deadline.after(sum(looks_after_s) + 0.001, clock))
+    assert looks == looks_after_s
 
 
 @pytest.mark.parametrize("fsync", [False, True])
 def test_a_file_url_and_fsync_deliver_the_same_bytes(tmp_path: Path, fsync: bool) -> None:
     sender, receiver = connect({"path": f"file://{tmp_path}/x", "fsync": fsync})
     sent = send(sender, 1, 0, 12_345)
-    received = torch.empty_like(sent)
-    receiver.receive(Bucket(1, 0, received), "trainer", Deadline.after(SECONDS))
-    assert torch.equal(sent, received)
-    sender.close()
-    receiver.close()
+    assert torch.equal(received(receiver, 1, 0, 12_345), sent)
 
 
 def test_an_unknown_protocol_is_a_config_error(tmp_path: Path) -> None:
@@ -414,33 +365,28 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_a_full_disk_is_a_storage_error_that_says_so_and_leaves_nothing_behind(tiny_disk: Path) -> None:
-    sender, receiver = connect({"path": str(tiny_disk / "store")})
-    sent = send(sender, 1, 0, 100_000)
+def test_a_full_disk_is_a_storage_error_that_says_so_and_costs_only_what_was_not_complete(tiny_disk: Path) -> None:
+    sender, receiver = connect({"path": str(tiny_disk / "store"), "keep_versions": 1})
+    publish(sender, 1, 100_000)
+    sent = send(sender, 2, 0, 100_000)
     with pytest.raises(StorageError, match=r"(?i)(no space left|file too large)(?s:.*)\.path") as failure:
-        send(sender, 1, 1, 4 << 20)
+        send(sender, 2, 1, 4 << 20)
     assert str(tiny_disk) in str(failure.value)
-    assert place_of(tiny_disk).files() == [
-        "store/session-1/sender-0/sender.json",
-        "store/session-1/sender-0/v1/bucket-00000.safetensors",
-    ]
-    assert torch.equal(received(receiver, 1, 0, sent.numel()), sent)  # what was complete before is still good
+    version_1, version_2 = (f"session-1/sender-0/v{version}" for version in (1, 2))
+    committed = ["latest.json", *version_files(version_1, 1)]
+    store = place_of(tiny_disk / "store")
+    unfinished = ["session-1/sender-0/sender.json", f"{version_2}/bucket-00000.safetensors"]
+    assert store.files() == sorted([*committed, *unfinished])
+    assert torch.equal(received(receiver, 2, 0, sent.numel()), sent)  # what was complete before is still good
     sender.close()
     receiver.close()
-    assert place_of(tiny_disk).files() == []
-
-
-def test_a_full_disk_does_not_cost_the_committed_version(tiny_disk: Path) -> None:
-    sender, _ = connect_sender({"path": str(tiny_disk / "store"), "keep_versions": 1})
-    publish(sender, 1, 100_000)
-    with pytest.raises(StorageError):
-        publish(sender, 2, 100_000, 4 << 20)
-    sender.close()
-    assert place_of(tiny_disk / "store").latest() == [(1, "session-1/sender-0/v1")]
-    assert place_of(tiny_disk / "store").files() == ["latest.json", *version_files("session-1/sender-0/v1", 1)]
+    assert store.files() == sorted(committed)
+    assert store.latest() == [(1, version_1)]
 
 
 class TestKilledSender(ConformanceBase):
+    deadline_s = grace_s = HANG_S
+
     @pytest.fixture
     def engine_name(self) -> str:
         return "filesystem"

@@ -9,13 +9,15 @@ import json
 import os
 import subprocess
 import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from sessions import soon
+from waiting import HANG_S, NEVER_S, wait_until
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError, Deadline
 from weightlane.ckpt_engines._device_group import DeviceGroup
@@ -43,6 +45,8 @@ def device_count(device: str) -> int | None:
 
 class TestSeveralSenders(ConformanceBase):
     """Each sender has a group of its own with all receivers."""
+
+    deadline_s = grace_s = HANG_S
 
     @pytest.fixture(params=ENGINES)
     def engine_name(self, request: pytest.FixtureRequest) -> str:
@@ -100,7 +104,7 @@ def test_transfers_run_beside_the_trainings_own_group_and_leave_it_and_the_envir
         for rank in (0, 1)
     ]
     for child in started:
-        output, errors = child.communicate(timeout=60)
+        output, errors = child.communicate(timeout=HANG_S)
         assert child.returncode == 0, errors
         assert json.loads(output) == {"before": 3.0, "arrived": True, "after": 3.0, "environment": "unchanged"}
 
@@ -111,39 +115,27 @@ def needs(engine: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(reason is not None, reason=f"{engine} cannot run here: {reason}")
 
 
-def gloo_device_groups() -> list[DeviceGroup]:
-    """Both members of a group whose transfers are ordered by streams and events, in this process, over gloo."""
-    deadline = Deadline.after(10)
-    store, port = host_store("127.0.0.1")
-    groups: list[Any] = [None, None]
-
-    def join(rank: int, of: dist.Store) -> None:
-        backend = open_process_group("gloo", dist.PrefixStore("g", of), rank, 2, deadline)
-        groups[rank] = DeviceGroup(backend, torch.device("cpu"), lambda: None, streams=True)
-
-    thread = threading.Thread(target=join, args=(1, join_store("127.0.0.1", port, deadline)))
-    thread.start()
-    join(0, store)
-    thread.join(10)
-    return groups
-
-
 def test_a_transfer_ordered_by_streams_and_events_arrives_and_says_when_it_is_done() -> None:
-    first, second = gloo_device_groups()
-    sent, received = torch.arange(200, dtype=torch.uint8), torch.zeros(200, dtype=torch.uint8)
-    transfers = []
-    thread = threading.Thread(target=lambda: transfers.append(second.start(received, Deadline.after(10))))
-    thread.start()
-    transfers.append(first.start(sent, Deadline.after(10)))
-    thread.join(10)
-    for transfer in transfers:
+    store, port = host_store("127.0.0.1")
+    tensors = [torch.arange(200, dtype=torch.uint8), torch.zeros(200, dtype=torch.uint8)]
+
+    def member(rank: int) -> tuple[DeviceGroup, Any]:
+        """A member, over gloo, of a group whose transfers are ordered by streams and events; and its transfer."""
+        place = dist.PrefixStore("g", join_store("127.0.0.1", port, soon()))
+        backend = open_process_group("gloo", place, rank, 2, soon())
+        group = DeviceGroup(backend, torch.device("cpu"), lambda: None, streams=True)
+        return group, group.start(tensors[rank], soon())
+
+    with ThreadPoolExecutor(2) as threads:
+        members = list(threads.map(member, (0, 1)))
+    for group, transfer in members:
         assert transfer.done()
         transfer.result()
         assert transfer.pause_s(0.0) < transfer.pause_s(1.0) < 0.1
-    assert torch.equal(sent, received)
-    for group in (first, second):
         group.break_off()
         group.close()
+    assert torch.equal(*tensors)
+    del store
 
 
 class StuckBackend:
@@ -155,18 +147,19 @@ class StuckBackend:
 
     def abort(self) -> None:
         self.entered += 1
-        self.freed.wait(30)
+        self.freed.wait(NEVER_S)
 
 
-def test_leaving_a_group_takes_a_second_at_most_even_if_the_library_never_returns_from_its_abort() -> None:
+def test_leaving_a_group_does_not_wait_for_a_library_that_never_returns_from_its_abort(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("weightlane.ckpt_engines._device_group._ABORT_WAIT_S", 0.05)
     backend = StuckBackend()
     group = DeviceGroup(backend, torch.device("cpu"), lambda: None, streams=True)  # type: ignore[arg-type]
-    started = time.monotonic()
     group.break_off()
-    assert time.monotonic() - started < 0.2
+    wait_until(lambda: backend.entered == 1, "abort")
     group.close()
     group.close()
-    assert time.monotonic() - started < 4
     assert backend.entered == 1
     backend.freed.set()
 
@@ -233,5 +226,6 @@ def test_the_whole_conformance_suite_passes_on_the_device(engine: str) -> None:
     count = device_count(DEVICES[engine]) or 0
     if count < 2:
         pytest.skip(f"{engine} needs a device for each half, here are {count}")
-    report = run_conformance(engine, limits={"most_halves": count})
+    patient = dict.fromkeys(("deadline_s", "slack_s", "prompt_s", "grace_s"), HANG_S)
+    report = run_conformance(engine, limits={"most_halves": count, **patient})
     assert report.passed, "\n".join(check.detail for check in report.checks if check.detail)

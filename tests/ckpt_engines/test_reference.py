@@ -30,7 +30,8 @@ def test_every_option_of_every_engine_is_there_with_its_default_and_meaning() ->
         assert section, name
         for option, field in registry.engine_class(name).config_type.model_fields.items():
             (line,) = [line for line in section.splitlines() if line.startswith(f"| `{option}` |")]
-            assert (field.description or "?").replace("|", "\\|") in line
+            assert field.description, f"{name}.{option}"
+            assert field.description.replace("|", "\\|") in line
 
 
 def test_every_built_in_engine_says_what_was_run_of_it_and_what_was_not() -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import mmap
 import os
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from sessions import Session, descriptors, mappings, soon
 
 from weightlane.ckpt_engines import (
     Bucket,
@@ -23,57 +22,13 @@ from weightlane.ckpt_engines import (
     PeerLostError,
     ProtocolError,
     StorageError,
-    Topology,
 )
 from weightlane.ckpt_engines._segment_engine import SegmentEngine
-from weightlane.ckpt_engines._segment_receiver import SegmentReceiver
-from weightlane.ckpt_engines._segment_sender import SegmentSender
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
 NAMES = ("a", "b")
-
-
-def soon() -> Deadline:
-    return Deadline.after(5)
-
-
-class Session:
-    """A connected sender with two receivers in this process."""
-
-    def __init__(self, engine: CheckpointEngine, session: str = "session") -> None:
-        self.sender = cast("SegmentSender", engine.make_sender("s"))
-        self.receivers = {name: cast("SegmentReceiver", engine.make_receiver(name)) for name in NAMES}
-        self.threads = ThreadPoolExecutor(4)
-        addresses = {name: receiver.address() for name, receiver in self.receivers.items()}
-        topology = Topology(session, {"s": self.sender.address()}, addresses, b"key")
-        halves = (self.sender, *self.receivers.values())
-        for future in [self.threads.submit(half.connect, topology, None, soon()) for half in halves]:  # type: ignore[arg-type]
-            future.result()
-
-    def view(self, name: str, version: int, nbytes: int, index: int = 0) -> Future[torch.Tensor]:
-        return self.threads.submit(self.receivers[name].view, version, index, nbytes, "s", soon())
-
-    def send(self, version: int, data: torch.Tensor, *, lasting: bool = True) -> Future[None]:
-        return self.threads.submit(
-            self.sender.send, Bucket(version, 0, data, lasting=lasting), list(self.receivers), soon()
-        )
-
-    def show(self, version: int, data: torch.Tensor) -> list[torch.Tensor]:
-        """Send one lasting bucket, which both view."""
-        viewing = [self.view(name, version, data.numel()) for name in NAMES]
-        self.send(version, data).result()
-        return [future.result() for future in viewing]
-
-    def release(self, version: int) -> None:
-        for receiver in self.receivers.values():
-            receiver.release(version, soon())
-        self.sender.reclaim(version, soon())
-
-    def close(self) -> None:
-        for half in (self.sender, *self.receivers.values()):
-            half.close()
-        self.threads.shutdown()
+READ, WRITE = ("r--s", MIB), ("rw-s", MIB)
 
 
 @pytest.fixture
@@ -84,21 +39,9 @@ def engine(socket_dir: Path) -> SegmentEngine:
 
 @pytest.fixture
 def session(engine: SegmentEngine) -> Iterator[Session]:
-    made = Session(engine)
+    made = Session(engine, *NAMES)
     yield made
     made.close()
-
-
-def mappings() -> list[str]:
-    """Permissions of the mappings of memory files in this process."""
-    gc.collect()  # engines of other tests
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return sorted(line.split()[1] for line in lines if "memfd:weightlane" in line)
-
-
-def descriptors() -> int:
-    gc.collect()
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def filled(engine: CheckpointEngine, nbytes: int, value: int) -> torch.Tensor:
@@ -110,7 +53,7 @@ def test_a_view_is_the_senders_memory_mapped_to_be_read_and_nothing_is_copied(
 ) -> None:
     data = filled(engine, MIB, 1)
     views = session.show(1, data)
-    assert mappings() == ["r--s", "r--s", "rw-s"]
+    assert mappings() == [READ, READ, WRITE]
     data[5] = 9  # which nobody may do before the version is reclaimed
     assert [int(view[5]) for view in views] == [9, 9]
 
@@ -127,16 +70,16 @@ def test_nobody_but_the_sender_can_map_the_memory_to_write_to_it(engine: Segment
 
 def test_memory_and_descriptors_go_with_the_last_who_looks(engine: SegmentEngine) -> None:
     before = descriptors()
-    session = Session(engine)
+    session = Session(engine, *NAMES)
     data = filled(engine, MIB, 7)
     views = session.show(1, data)
     session.close()
     engine.free(data)
     del data
-    assert mappings() == ["r--s", "r--s"]
+    assert mappings() == [READ, READ]
     part = views[0][10:20]
     del views
-    assert mappings() == ["r--s"]
+    assert mappings() == [READ]
     assert part.tolist() == [7] * 10
     del part
     assert mappings() == []
@@ -147,7 +90,7 @@ def test_memory_goes_with_an_engine_that_nobody_has_any_more(socket_dir: Path) -
     before = descriptors()
     engine = CheckpointEngineRegistry().create("shm", {"socket_dir": str(socket_dir)})
     engine.allocate(MIB, CPU)
-    assert mappings() == ["rw-s"]
+    assert mappings() == [WRITE]
     del engine
     assert mappings() == []
     assert descriptors() == before
@@ -169,7 +112,7 @@ def test_a_freed_segment_is_unmapped_by_receivers_with_the_next_bucket_and_held_
     assert len(mappings()) == 3
     session.show(2, second)
     assert segment() is None
-    assert mappings() == ["r--s", "r--s", "rw-s"]
+    assert mappings() == [READ, READ, WRITE]
 
 
 def test_the_limit_is_for_what_is_held_and_not_for_what_others_still_look_at(
@@ -230,14 +173,14 @@ def test_a_bucket_that_was_taken_after_its_send_had_failed_still_counts_as_looke
     data = filled(engine, 100, 1)
     prompt = session.view("a", 1, 100)
     with pytest.raises(DeadlineExceededError, match="b"):
-        session.sender.send(Bucket(1, 0, data, lasting=True), NAMES, Deadline.after(0.2))
+        session.sender.send(Bucket(1, 0, data, lasting=True), NAMES, Deadline.after(0.05))
     prompt.result()
     session.receivers["a"].release(1, soon())
     with pytest.raises(DeadlineExceededError, match="b"):  # it may come to look
-        session.sender.reclaim(1, Deadline.after(0.2))
+        session.sender.reclaim(1, Deadline.after(0.05))
     session.view("b", 1, 100).result()
     with pytest.raises(DeadlineExceededError, match="b"):  # and now it does
-        session.sender.reclaim(1, Deadline.after(0.2))
+        session.sender.reclaim(1, Deadline.after(0.05))
     session.receivers["b"].release(1, soon())
     session.sender.reclaim(1, soon())
 
@@ -250,11 +193,7 @@ def test_only_what_was_viewed_is_released_and_once(engine: SegmentEngine, sessio
         receiver.release(version, soon())
     assert channel.receive_json(soon(), "the release") == {"released": 1}
     with pytest.raises(DeadlineExceededError):
-        channel.receive_json(Deadline.after(0.05), "another one")
-
-
-def test_a_version_that_was_never_shown_is_reclaimed_at_once(session: Session) -> None:
-    session.sender.reclaim(1, Deadline.after(0))
+        channel.receive_json(Deadline.after(0), "another one")
 
 
 def test_what_a_receiver_should_not_say_fails_the_reclaim_and_what_it_says_without_end_does_not_put_off_the_deadline(
@@ -292,7 +231,8 @@ def test_copies_of_lasting_buckets_go_when_they_are_reclaimed_or_their_sender_cl
     engine.free(engine.allocate(4 * MIB, CPU))
 
 
-def test_an_empty_bucket_is_viewed_and_owes_nothing(session: Session) -> None:
+def test_a_version_that_was_never_shown_and_one_of_empty_buckets_are_reclaimed_at_once(session: Session) -> None:
+    session.sender.reclaim(7, Deadline.after(0))
     (view, _) = session.show(1, torch.empty(0, dtype=torch.uint8))
     assert view.numel() == 0
-    session.sender.reclaim(1, soon())
+    session.sender.reclaim(1, Deadline.after(0))

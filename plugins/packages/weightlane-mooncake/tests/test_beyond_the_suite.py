@@ -21,15 +21,15 @@ def test_memory_is_unregistered_only_when_the_read_that_uses_it_has_ended() -> N
     def read() -> None:
         with memory:
             reading.set()
-            may_end.wait(10)
+            may_end.wait()
 
     thread = threading.Thread(target=read)
     thread.start()
-    assert reading.wait(10)
+    assert reading.wait(240)
     memory.release()
     assert unregistered == []
     may_end.set()
-    thread.join(10)
+    thread.join()
     assert unregistered == [memory.start]
 
 

@@ -8,7 +8,8 @@ from weightlane.ckpt_engines.conformance import EngineConformance
 
 
 class TestOverTcp(EngineConformance):
-    slack_s = 4.0  # other suites run beside this one
+    # However busy the machine is: what waits for its deadline, or for ever, fails all the same.
+    deadline_s = slack_s = prompt_s = grace_s = 240.0
 
     @pytest.fixture
     def engine_name(self) -> str:

@@ -1,0 +1,97 @@
+"""A sender and receivers of one session in this process, each called in a thread; and what memory they map."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from waiting import HANG_S
+
+from weightlane.ckpt_engines import Bucket, CheckpointEngine, Deadline, Topology, WeightReceiver
+
+
+def soon() -> Deadline:
+    """For what is expected to succeed."""
+    return Deadline.after(HANG_S)
+
+
+class Session:
+    """One sender ``s`` and its receivers, connected unless told otherwise.
+
+    Built-in engines need no mailbox: they get None.
+    """
+
+    def __init__(
+        self, engine: CheckpointEngine, *names: str, of_receivers: CheckpointEngine | None = None, connect: bool = True
+    ) -> None:
+        self.sender: Any = engine.make_sender("s")
+        self.receivers: dict[str, Any] = {name: (of_receivers or engine).make_receiver(name) for name in names}
+        self.threads = ThreadPoolExecutor(2 + len(names))
+        addresses = {name: receiver.address() for name, receiver in self.receivers.items()}
+        self.topology = Topology("session", {"s": self.sender.address()}, addresses, b"key")
+        if connect:
+            for future in self.start_connect():
+                future.result()
+
+    @property
+    def receiver(self) -> WeightReceiver:
+        """The first one."""
+        return next(iter(self.receivers.values()))
+
+    def start_connect(self, deadline: Deadline | None = None) -> list[Future[None]]:
+        halves = (self.sender, *self.receivers.values())
+        return [self.threads.submit(half.connect, self.topology, None, deadline or soon()) for half in halves]
+
+    def send(self, bucket: Bucket, to: Sequence[str] | None = None, deadline: Deadline | None = None) -> Future[None]:
+        names = list(self.receivers) if to is None else to
+        return self.threads.submit(self.sender.send, bucket, names, deadline or soon())
+
+    def deliver(self, version: int, data: torch.Tensor) -> torch.Tensor:
+        """Send one bucket to the only receiver, and return what it received."""
+        sending = self.send(Bucket(version, 0, data))
+        received = torch.full_like(data, 0x55)
+        self.receiver.receive(Bucket(version, 0, received), "s", soon())
+        sending.result()
+        return received
+
+    def view(self, name: str, version: int, nbytes: int, index: int = 0) -> Future[torch.Tensor]:
+        return self.threads.submit(self.receivers[name].view, version, index, nbytes, "s", soon())
+
+    def show(self, version: int, data: torch.Tensor) -> list[torch.Tensor]:
+        """Send one lasting bucket, which all view."""
+        viewing = [self.view(name, version, data.numel()) for name in self.receivers]
+        self.send(Bucket(version, 0, data, lasting=True)).result()
+        return [future.result() for future in viewing]
+
+    def release(self, version: int) -> None:
+        """All release a version, and the sender reclaims it."""
+        for receiver in self.receivers.values():
+            receiver.release(version, soon())
+        self.sender.reclaim(version, soon())
+
+    def close(self) -> None:
+        for half in (self.sender, *self.receivers.values()):
+            half.close()
+        self.threads.shutdown()
+
+
+def mappings() -> list[tuple[str, int]]:
+    """Permissions and sizes of the mappings of memory files in this process."""
+    gc.collect()  # engines of other tests
+    found = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "memfd:weightlane" in line:
+            place, permissions, *_ = line.split()
+            start, end = (int(part, 16) for part in place.split("-"))
+            found.append((permissions, end - start))
+    return sorted(found)
+
+
+def descriptors() -> int:
+    """How many this process has."""
+    gc.collect()
+    return len(list(Path("/proc/self/fd").iterdir()))
