@@ -8,12 +8,13 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import time
+import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from waiting import HANG_S
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, CommitError, QuarantinedError, WeightlaneError
 from weightlane.plugins import hookimpl
@@ -26,6 +27,7 @@ from weightlane.sync import (
     StagedDelta,
     Subscriber,
     TensorSpec,
+    publisher,
 )
 from weightlane.sync.boxes import Box
 from weightlane.sync.checksum import sums
@@ -112,6 +114,8 @@ class Trainer:
         wire = getattr(torch, more.pop("wire_dtype", "float32"))
         self._model = LINEAR if more.pop("linear", False) else SHAPES
         self._big_mib = more.pop("big_mib", 0)
+        # How long it waits for receivers that look at memory which it needs.
+        publisher._PATIENCE_S = more.pop("patience_s", publisher._PATIENCE_S)
         held = [
             [
                 LocalShard(TensorSpec(tensor_name, tuple(full.shape), wire), box.starts, full[box.index].clone())
@@ -129,7 +133,7 @@ class Trainer:
             shards=held[rank],
             engine=CheckpointEngineRegistry().create(backend, options),
             bucket_bytes=more.pop("bucket_bytes", 1024),
-            deadline_s=more.pop("deadline_s", 20.0),
+            deadline_s=more.pop("deadline_s", HANG_S),
             **more,
         )
 
@@ -212,8 +216,8 @@ class Rollout:
             staging_limit_bytes=more.get("staging_limit_bytes", 0),
             commit=more.get("commit", "staged"),
         )
-        self._trips_after = -1
-        self._slowness_s = 0.0
+        self._trips_after, self._victim = -1, 0
+        self._may_accept = threading.Event()
         if more.get("scatters"):
             self._subscriber.prepare_delta = StagedDelta.of
         self._undo: StagedDelta | None = None
@@ -231,15 +235,18 @@ class Rollout:
         self._subscriber.release(version)
         return digest(self.live)
 
-    def accept_late(self, seconds: float) -> None:
-        """From now on, think so long about every manifest."""
+    def accept_late(self) -> None:
+        """From now on, think about every manifest until `accept`."""
         handle = self._subscriber._handle
 
         def late(message: Message) -> None:
-            time.sleep(seconds)
+            self._may_accept.wait()
             handle(message)
 
         self._subscriber._handle = late  # type: ignore[method-assign]
+
+    def accept(self) -> None:
+        self._may_accept.set()
 
     def die_at(self, number: int) -> None:
         """Be killed when so many buckets have come, before the last of them is handed on."""
@@ -270,9 +277,12 @@ class Rollout:
         """By how many bytes its peak was above what it took when the watch began."""
         return self._memory.stop()
 
-    def trip(self, after: int, slowness_s: float = 0.0) -> None:
-        """From now on, fail to write a version in place after so many pieces (never if negative), each taking so long."""
-        self._trips_after, self._slowness_s = after, slowness_s
+    def trip(self, after: int, victim: int = 0) -> None:
+        """From now on, when so many pieces of a version are written in place, kill the process `victim`; without one, fail.
+
+        Never if negative.
+        """
+        self._trips_after, self._victim = after, victim
 
     def _write(self, stream: LiveStream) -> None:
         """Overwrite the live weights piece by piece."""
@@ -281,8 +291,9 @@ class Rollout:
             stream.begin()
             for piece in stream.pieces():
                 if written == self._trips_after:
-                    raise CommitError("tripped, on purpose.", part="hop")
-                time.sleep(self._slowness_s)
+                    if not self._victim:
+                        raise CommitError("tripped, on purpose.", part="hop")
+                    os.kill(self._victim, signal.SIGKILL)
                 live = self.live[piece.name].view(-1)
                 live[piece.start : piece.start + piece.values.numel()] = piece.values
                 written += 1

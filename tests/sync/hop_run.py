@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import hop
 import torch
+from waiting import HANG_S, wait_until
 
-from weightlane.ckpt_engines import QuarantinedError, WeightlaneError, error_from_wire
+from weightlane.ckpt_engines import QuarantinedError, WeightlaneError, WorkerDiedError, error_from_wire
 from weightlane.plugins import RunHooks
-from weightlane.sync import CommitReport, Coordinator, Rendezvous, SyncConfig
+from weightlane.sync import CommitReport, Coordinator, Rendezvous, ReplicaState, SyncConfig
 
 # A server that has everything imported forks the participants: each would need two seconds of CPU time for that.
 _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(
     ["weightlane.sync", *(f"weightlane.ckpt_engines.{name}" for name in ("shm", "torch_distributed", "filesystem"))]
 )
-_ANSWER_S = 60.0
+_PATIENT = dict.fromkeys(("deadline_s", "connect_timeout_s", "stall_s", "rejoin_s"), HANG_S)
+PATIENCES_S = (0.7, 5.0, 40.0)
+"""What a test grants everybody that sees one participant time out and the others not. Where the others were too slow as well, it
+starts over with the next one: the first is enough unless the machine is very busy."""
 
 
 class Participant:
@@ -33,7 +41,7 @@ class Participant:
         self.pid = self._process.pid
 
     def answer(self) -> Any:
-        assert self._pipe.poll(_ANSWER_S), f"participant {self.pid} does not answer"
+        assert self._pipe.poll(HANG_S), f"participant {self.pid} does not answer"
         try:
             reply = self._pipe.recv()
         except EOFError:
@@ -50,8 +58,17 @@ class Participant:
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.join(10)
+        self._process.join(HANG_S)
         self._pipe.close()
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """It stops meanwhile."""
+        os.kill(self.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self.pid, signal.SIGCONT)
 
     def tell(self, method: str, *arguments: Any) -> None:
         self._pipe.send([method, *arguments])
@@ -133,13 +150,13 @@ class Run:
         replicas: int = 1,
         ranks: int = 1,
         *,
-        deadline_s: float = 20.0,
         trainer: dict[str, Any] | None = None,
         rollout: dict[str, Any] | None = None,
         sync: dict[str, Any] | None = None,
         hooks: RunHooks | None = None,
     ) -> None:
-        self._trainer = {"deadline_s": deadline_s} | (trainer or {})
+        """Start it. `sync` are settings of `SyncConfig`; deadlines that are not among them are too long to be missed."""
+        self._trainer = trainer or {}
         for rank in range(trainers):
             mine = {"name": f"trainer-{rank}", "rank": rank, "world": trainers}
             self.trainers.append(self._start("trainer", **mine, **self._trainer))
@@ -149,8 +166,13 @@ class Run:
         for participant in self.participants():
             assert participant.answer() == "ready"
         publishers = [f"trainer-{rank}" for rank in range(trainers)]
-        settings = {"deadline_s": deadline_s, "connect_timeout_s": 20.0} | (sync or {})
-        self.coordinator = Coordinator(self.rendezvous, publishers, self.replicas, SyncConfig(**settings), hooks)
+        self._config = SyncConfig(**(_PATIENT | (sync or {})))
+        self.coordinator = Coordinator(self.rendezvous, publishers, self.replicas, self._config, hooks)
+
+    def configure(self, **changes: float) -> None:
+        """Change settings between two versions. Deadlines that are not named are too long to be missed."""
+        self._config = self._config.model_copy(update=_PATIENT | changes)
+        self.coordinator._config = self.coordinator._connection._config = self._config
 
     def _start_replica(self, number: int, ranks: int, **rollout: Any) -> Replica:
         names = [f"rollout-{number}/{rank}" for rank in range(ranks)]
@@ -172,6 +194,21 @@ class Run:
         self.replicas[number].ranks[name] = self._start("rollout", name=name, **self._rollout)
         assert self.replicas[number].ranks[name].answer() == "ready"
 
+    def lose_replica(self, number: int) -> None:
+        """The first rank of a replica is killed, and the coordinator told so, as by whoever watches the processes."""
+        self.rank(number).kill()
+        died = WorkerDiedError("its process was killed.", part="watch")
+        self.coordinator.participant_lost(died, self.replicas[number].name)
+
+    def nobody_is_lost(self) -> None:
+        """Wait until every replica that was given up has answered."""
+
+        def all_answered() -> bool:
+            self.coordinator._letters.catch_up()
+            return ReplicaState.LOST not in self.coordinator.states().values()
+
+        wait_until(all_answered, "answer of a replica that lives")
+
     def restart_trainer(self) -> None:
         """The only trainer is killed, and another one started in its place."""
         self.trainers[0].kill()
@@ -189,12 +226,26 @@ class Run:
         for trainer in self.trainers:
             trainer.call("step", version)
 
+    def publish_next(self, version: int) -> None:
+        """The weights of `version` are published under its number."""
+        self.step(version)
+        self.publish(version)
+
+    def serve(self, version: int) -> None:
+        """As `publish_next`, and every replica serves it."""
+        self.publish_next(version)
+        assert set(self.outcomes(version).values()) == {"committed"}
+
     def sync(self, version: int) -> Any:
         return asyncio.run(self.coordinator.sync(version))
 
     def outcomes(self, version: int) -> dict[str, str]:
         """Sync `version` and tell what became of it on each replica."""
         return {name: part.outcome.value for name, part in self.sync(version).replicas.items()}
+
+    def rank(self, replica: int = 0) -> Participant:
+        """The first rank of a replica."""
+        return next(iter(self.replicas[replica].ranks.values()))
 
     def live(self) -> list[dict[str, str]]:
         return [rank.call("live_digest") for replica in self.replicas for rank in replica.ranks.values()]

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 from hop_run import Run, expected
 
@@ -31,8 +32,9 @@ from weightlane.plugins import hookimpl, make_hooks
 from weightlane.sync import ReplicaState
 from weightlane.sync.transfer_plan import Network
 
-DEADLINE_S = 6.0
-IMPATIENT = {"rejoin_s": 1.5, "stall_s": 0.5, "retries": 2}
+DEADLINE_S = 30.0
+IMPATIENT = {"deadline_s": DEADLINE_S, "rejoin_s": 10.0, "stall_s": 0.5, "retries": 2}
+"""Short is only what every injected hang and every bucket that is dropped costs."""
 
 
 def harmless(engine: str) -> set[FaultKind]:
@@ -73,6 +75,8 @@ class Result:
     engine: str
     versions: int
     committed: int
+    recovered: int
+    """Versions that were committed at a further attempt, or after one that was aborted."""
     aborted: int
     engine_faults: Counter[str]
     commit_faults: int
@@ -123,13 +127,13 @@ def soak(
     ledger = Ledger()
     run.begin(
         replicas=2,
-        deadline_s=DEADLINE_S,
-        trainer={"network": Network(sender_bytes_per_s=1e8, receiver_bytes_per_s=1e9)} if relays else None,
+        trainer={"deadline_s": DEADLINE_S}
+        | ({"network": Network(sender_bytes_per_s=1e8, receiver_bytes_per_s=1e9)} if relays else {}),
         rollout={"commit": commit},
         sync=IMPATIENT,
         hooks=make_hooks([ledger]),
     )
-    result = Result(engine, versions, 0, 0, Counter(), 0, 0, [], [], 0.0, 0.0, ledger)
+    result = Result(engine, versions, 0, 0, 0, Counter(), 0, 0, [], [], 0.0, 0.0, ledger)
     started = time.monotonic()
     try:
         for version in range(1, versions + 1):
@@ -189,6 +193,7 @@ def _carry(run: Run, version: int, result: Result) -> None:
         result.aborted += 1
     else:
         result.committed += 1
+        result.recovered += bool(report.failures or result.aborted)
         for replica in run.replicas:
             if report.replicas[replica.name].outcome.value == "committed":
                 replica.serves = version

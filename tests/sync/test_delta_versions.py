@@ -12,7 +12,7 @@ from hop_run import Run, expected
 from weightlane.ckpt_engines import QuarantinedError, SyncAbortedError
 
 EVERY = 20
-every_engine = pytest.mark.parametrize("backend", ["gloo", "shm", "filesystem"])
+further = pytest.mark.exhaustive
 
 
 def nudge(run: Run, version: int) -> Any:
@@ -36,9 +36,18 @@ def begun(make_run: Callable[..., Run], backend: str = "shm", **arguments: Any) 
     return run
 
 
-@every_engine
-@pytest.mark.parametrize("trainers", [1, 2])
-@pytest.mark.parametrize("scatters", [False, True])
+@pytest.mark.parametrize(
+    ("backend", "trainers", "scatters"),
+    [
+        ("gloo", 2, True),
+        ("shm", 1, False),
+        ("shm", 2, True),
+        ("filesystem", 2, False),
+        pytest.param("gloo", 1, False, marks=further),
+        pytest.param("shm", 2, False, marks=further),
+        pytest.param("filesystem", 1, True, marks=further),
+    ],
+)
 def test_deltas_of_all_ranks_arrive_bit_for_bit(
     make_run: Callable[..., Run], backend: str, trainers: int, scatters: bool
 ) -> None:
@@ -123,14 +132,7 @@ def test_where_no_copy_is_kept_and_none_can_scatter_versions_come_in_full(make_r
 
 def test_now_and_then_a_version_is_sent_in_full(make_run: Callable[..., Run]) -> None:
     run = begun(make_run, trainer={"full_every": 3})
-    assert [nudge(run, version).codec for version in range(2, 8)] == [
-        "delta",
-        "delta",
-        "dense",
-        "delta",
-        "delta",
-        "dense",
-    ]
+    assert [nudge(run, version).codec for version in range(2, 8)] == ["delta", "delta", "dense"] * 2
     assert run.live() == [after(0, list(range(2, 8)))]
 
 
@@ -139,5 +141,5 @@ def test_auto_measures_dense_first_and_gives_its_reasons(make_run: Callable[...,
     reports = [nudge(run, version) for version in range(2, 8)]
     assert [report.codec for report in reports[:2]] == ["dense"] * 2
     assert all("dense is being measured" in report.codec_reason for report in reports[:2])
-    assert all("a delta is expected to take" in report.codec_reason for report in reports[2:])
+    assert "a delta is expected to take" in reports[-1].codec_reason
     assert run.live() == [after(0, list(range(2, 8)))]

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from waiting import HANG_S, NEVER_S
 
 from weightlane.ckpt_engines import Deadline, DeadlineExceededError, StorageError
 from weightlane.sync import LocalShard, TensorSpec
@@ -123,14 +124,14 @@ def test_nothing_is_read_any_more_when_a_copy_has_failed() -> None:
 
 def test_whoever_waits_for_a_part_goes_on_when_it_is_there() -> None:
     progress = Progress("the snapshot of version 3", "trainer-0")
-    passed = threading.Event()
-    waiting = threading.Thread(target=lambda: (progress.wait(10, Deadline.after(10)), passed.set()))
+    waiting = threading.Thread(target=progress.wait, args=(10, Deadline.after(NEVER_S)))
     waiting.start()
     progress.advance(9)
-    assert not passed.wait(0.05)
+    with pytest.raises(DeadlineExceededError):
+        progress.wait(10, Deadline.after(0.01))
     progress.advance(10)
-    assert passed.wait(5)
-    waiting.join()
+    waiting.join(HANG_S)
+    assert not waiting.is_alive()
 
 
 def test_whoever_waits_hears_why_nothing_more_comes() -> None:
@@ -139,6 +140,6 @@ def test_whoever_waits_hears_why_nothing_more_comes() -> None:
     with pytest.raises(DeadlineExceededError, match="the snapshot of version 3"):
         progress.wait(6, Deadline.after(0.01))
     progress.fail(StorageError("no room.", part="p"))
-    progress.wait(5, Deadline.after(1))
+    progress.wait(5, Deadline.after(HANG_S))
     with pytest.raises(StorageError, match="no room"):
-        progress.wait(6, Deadline.after(1))
+        progress.wait(6, Deadline.after(HANG_S))

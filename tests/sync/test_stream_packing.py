@@ -197,17 +197,6 @@ def test_what_is_not_a_manifest_is_refused_in_words(change: dict[str, object], s
         Manifest.from_plain(plain)
 
 
-@given(
-    st.recursive(
-        st.none() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
-    )
-)
-@settings(deadline=None)
-def test_any_json_is_a_manifest_or_a_protocol_error(plain: object) -> None:
-    with pytest.raises(ProtocolError):
-        Manifest.from_plain(plain)
-
-
 def test_snapshot_places_are_aligned_and_disjoint() -> None:
     specs = [
         TensorSpec("a", (3,), torch.int8),

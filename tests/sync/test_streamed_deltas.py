@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from waiting import HANG_S, wait_until
 
-from weightlane.ckpt_engines import Bucket, ClosedError, CommitError, Deadline, ProtocolError, WeightlaneError
+from weightlane.ckpt_engines import (
+    Bucket,
+    ClosedError,
+    CommitError,
+    Deadline,
+    DeadlineExceededError,
+    ProtocolError,
+    WeightlaneError,
+)
 from weightlane.sync import Expectation, ExpectedTensor, IncomingDelta, Manifest, Rendezvous, Subscriber, TensorSpec
 from weightlane.sync.boxes import Box
 from weightlane.sync.codecs.delta import Encoded, encode
@@ -26,7 +34,6 @@ from weightlane.sync.staged_delta import StagedDelta
 
 SPECS = tuple(TensorSpec(name, (8,), torch.float32) for name in "abc")
 BASE = Manifest(1, SPECS, 64, identity="t/1")
-WAIT_S = 5.0
 
 
 def delta_of(parts: list[torch.Tensor], version: int = 2) -> Manifest:
@@ -105,11 +112,11 @@ class Rollout:
         self.subscriber._receiving = Receiving("", line, (Source(line, "t-0", ()),))  # type: ignore[arg-type]
         plain = manifest.to_plain()
         self.subscriber._dispatch(
-            Open(session="", version=manifest.version, manifest=plain, deadline_s=WAIT_S, stall_s=WAIT_S)
+            Open(session="", version=manifest.version, manifest=plain, deadline_s=HANG_S, stall_s=HANG_S)
         )
 
     def hears(self, kind: type[Message]) -> Any:
-        while not isinstance(message := self.inbox.get(Deadline.after(WAIT_S)), kind):
+        while not isinstance(message := self.inbox.get(Deadline.after(HANG_S)), kind):
             assert not isinstance(message, Failed | Staged), message
         return message
 
@@ -146,7 +153,11 @@ def begun(rollout: Rollout, line: Line) -> None:
     rollout.offer(line)
     line.let_through(line.manifest.bucket_count - 1)
     if rollout.subscriber.prepare_delta is not None:
-        assert [rollout.seen.get(timeout=WAIT_S) for _ in range(2)] == ["a", "b"], "nothing is decoded before the end"
+        assert [rollout.seen.get(timeout=HANG_S) for _ in range(2)] == ["a", "b"], "nothing is decoded before the end"
+
+
+def nothing_is_decoded() -> bool:
+    return all(thread.name != "weightlane-decode-r/0" for thread in threading.enumerate())
 
 
 def goes_on(rollout: Rollout) -> None:
@@ -173,10 +184,7 @@ def test_a_connection_that_ends_in_the_middle_leaves_nothing_behind(rollout: Rol
     line.cut()
     rollout.subscriber._aborted(2)
     rollout.nothing_is_staged(2)
-    end = time.monotonic() + WAIT_S
-    while any(thread.name == "weightlane-decode-r/0" for thread in threading.enumerate()):
-        assert time.monotonic() < end, "it waits for what will never come"
-        time.sleep(0.01)
+    wait_until(nothing_is_decoded, "end of the thread that decodes, which waits for what will never come")
     goes_on(rollout)
 
 
@@ -208,9 +216,10 @@ def test_a_tensor_that_is_no_delta_is_told_before_the_rest_has_come(rollout: Rol
     parts[0][0] ^= 1
     line = line_of(parts)
     rollout.offer(line)
-    for _ in range(line.manifest.bucket_count - 1):
-        line.let_through(1)
-        time.sleep(0.05)  # the other thread decodes
+    line.let_through(line.manifest.bucket_count - 2)
+    wait_until(line.passed.empty, "bucket but the last two")
+    wait_until(nothing_is_decoded, "end of the thread that decodes")
+    line.let_through(1)
     assert "the delta of a" in rollout.hears(Failed).error["message"]
     goes_on(rollout)
 
@@ -228,7 +237,7 @@ def test_what_is_left_out_by_whoever_prepares_must_be_valid_too() -> None:
     parts = parts_to(2.0)
     parts[1][0] ^= 1
     manifest = delta_of(parts)
-    decoding = DeltaDecoding(manifest, lambda _: "made", Deadline.after(WAIT_S), "r/0")
+    decoding = DeltaDecoding(manifest, lambda _: "made", Deadline.after(HANG_S), "r/0")
 
     def all_of_it() -> None:
         decoding.arrived(0, torch.cat(parts))
@@ -244,10 +253,10 @@ def test_a_delta_whose_decoding_does_not_end_is_given_up() -> None:
     end = threading.Event()
 
     def prepare(delta: IncomingDelta) -> None:
-        end.wait(WAIT_S)
+        end.wait(HANG_S)
         StagedDelta.of(delta)
 
-    decoding = DeltaDecoding(manifest, prepare, Deadline.after(0.2), "r/0")
+    decoding = DeltaDecoding(manifest, prepare, Deadline.after(0.05), "r/0")
     decoding.arrived(0, torch.cat(parts))
     with pytest.raises(WeightlaneError, match="waiting for the delta of version 2 to be decoded"):
         decoding.result()
@@ -262,24 +271,16 @@ def test_an_offer_is_accepted_before_anything_is_decoded(rollout: Rollout) -> No
     rollout.hears(Staged)
 
 
-def test_no_more_is_received_than_is_decoded(rollout: Rollout) -> None:
+def test_no_more_is_received_than_is_decoded() -> None:
+    parts = parts_to(2.0)
     go_on = threading.Event()
 
     def prepare(delta: IncomingDelta) -> StagedDelta:
-        go_on.wait(WAIT_S)
+        go_on.wait(HANG_S)
         return StagedDelta.of(delta)
 
-    rollout.subscriber._live = BASE.identity
-    rollout.subscriber.prepare_delta = prepare
-    line = line_of(parts_to(2.0))
-    count = line.manifest.bucket_count
-    rollout.offer(line)
-    line.let_through(count)
-    end = time.monotonic() + WAIT_S
-    while line.passed.qsize() > count - 2 and time.monotonic() < end:
-        time.sleep(0.01)
-    time.sleep(0.1)
-    assert line.passed.qsize() == count - 2, "one waits for whoever decodes, the next one for that"
+    decoding = DeltaDecoding(delta_of(parts), prepare, Deadline.after(0.05), "r/0")
+    decoding.arrived(0, torch.cat(parts)[:64])
+    with pytest.raises(DeadlineExceededError, match="the delta of version 2 to be decoded"):
+        decoding.arrived(1, torch.cat(parts)[64:])
     go_on.set()
-    rollout.hears(Staged)
-    rollout.serves(2, 2.0)
