@@ -1,50 +1,70 @@
-"""One of two trainer ranks, as torchrun starts them: says how the life of its `CollectivePublisher` ended.
-
-Mode ``unwilling``: the replica refuses to connect. ``slow``: rank 1 lets a while pass before it reads each of its messages.
-"""
+"""One of two trainer ranks in a process of its own: says how the life of its `CollectivePublisher` ended."""
 
 from __future__ import annotations
 
-import sys
-import time
+import os
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from patience import PATIENT
 from shelf import SHAPE, Shelf
+from waiting import HANG_S
 
 from weightlane.ckpt_engines import ConfigError, WeightlaneError
-from weightlane.sync import CollectivePublisher, LocalShard, SyncConfig, TensorSpec, rendezvous
+from weightlane.sync import CollectivePublisher, LocalShard, SyncConfig, TensorSpec, coordinator_thread, rendezvous
+from weightlane.sync.messages import Go
 
 
 class Unwilling(Shelf):
+    """It refuses to connect."""
+
     async def connect(self, *_: object) -> None:
         raise ConfigError("not today.", part=self.name)
 
 
-class SlowInbox(rendezvous.Inbox):
-    def get(self, *args: Any, **settings: Any) -> Any:
-        time.sleep(0.5)
-        return super().get(*args, **settings)
+def close_ahead_of_rank_1(rank: int, closing: Any) -> None:
+    """Rank 1 does not read how the version ended before rank 0 is about to close."""
+    if rank == 0:
+        close = coordinator_thread.CoordinatorThread.close
+
+        def close_now(thread: coordinator_thread.CoordinatorThread) -> None:
+            closing.set()
+            close(thread)
+
+        coordinator_thread.CoordinatorThread.close = close_now  # type: ignore[method-assign]
+        coordinator_thread._HEARD_S = HANG_S
+        return
+
+    class SlowInbox(rendezvous.Inbox):
+        sends = False
+
+        def get(self, *args: Any, **settings: Any) -> Any:
+            if self.sends:
+                closing.wait(HANG_S)
+            message = super().get(*args, **settings)
+            self.sends = self.sends or isinstance(message, Go)
+            return message
+
+    rendezvous.Inbox = SlowInbox  # type: ignore[misc]
 
 
-def main() -> None:
-    rank, port, mode = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+def run_rank(pipe: Connection, rank: int, port: int, mode: str, closing: Any) -> None:
+    """Mode ``unwilling``: the replica refuses to connect. ``slow``: see `close_ahead_of_rank_1`."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     rows = (SHAPE[0] + 1) // 2
     shard = LocalShard(TensorSpec("w", SHAPE, torch.float32), (rank * rows, 0), torch.ones(SHAPE)[rank * rows :][:rows])
     replica = Unwilling() if mode == "unwilling" else Shelf()
-    if mode == "slow" and rank == 1:
-        rendezvous.Inbox = SlowInbox  # type: ignore[misc]
+    if mode == "slow":
+        close_ahead_of_rank_1(rank, closing)
     try:
-        with CollectivePublisher([shard], [replica], backend="shm", config=SyncConfig()) as weights:
+        with CollectivePublisher([shard], [replica], backend="shm", config=SyncConfig(**PATIENT)) as weights:
             weights.publish(1)
-        print("done", flush=True)
+        pipe.send("done")
     except WeightlaneError as error:
-        print(f"{type(error).__name__}: {error}", flush=True)
+        pipe.send(f"{type(error).__name__}: {error}")
     replica.close()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

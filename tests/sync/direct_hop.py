@@ -8,6 +8,8 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 import torch
+from patience import PATIENT
+from waiting import HANG_S
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry
 from weightlane.plugins import RunHooks
@@ -203,7 +205,7 @@ class Hop:
                         rank=rank,
                         engine=CheckpointEngineRegistry().create(engine, options),
                         bucket_bytes=8192,
-                        deadline_s=20.0,
+                        deadline_s=HANG_S,
                         hooks=hooks,
                         **more,
                     )
@@ -212,7 +214,7 @@ class Hop:
             for rank, shards in enumerate(self.shards)
         ]
         names = [publisher.name for publisher in self.publishers]
-        config = SyncConfig(deadline_s=20.0, quorum=1.0)
+        config = SyncConfig(quorum=1.0, **PATIENT)
         self.coordinator = Coordinator(rendezvous, names, self.replicas, config)
         stack.enter_context(closing(self.coordinator))
 

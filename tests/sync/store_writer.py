@@ -1,15 +1,14 @@
-"""Publishes versions of `tensors_of` into a store, as a trainer's sending rank does, and waits to be killed."""
+"""Publishes versions of `tensors_of` into a store, as a trainer's sending rank does."""
 
 from __future__ import annotations
 
-import json
-import sys
-import time
 from collections.abc import Mapping
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from waiting import HANG_S
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, Deadline, Topology
 from weightlane.sync import LocalShard, Manifest, TensorSpec
@@ -20,8 +19,6 @@ from weightlane.sync.seal import SealMail
 from weightlane.sync.send_pipeline import Destination, SendPipeline
 from weightlane.sync.snapshot import Snapshot
 from weightlane.sync.stream_parts import parts_of
-
-SECONDS = 20.0
 
 
 class NoMailbox:
@@ -59,7 +56,7 @@ class Writer:
         self.sender = CheckpointEngineRegistry().create("filesystem", options).make_sender("trainer-0")
         self.topology = Topology(session, {"trainer-0": self.sender.address()}, {})
         self.pipeline = SendPipeline(session, [self.sender], SealMail(NoMailbox()))
-        self.pipeline.connect(self.topology, NoMailbox(), Deadline.after(SECONDS))
+        self.pipeline.connect(self.topology, NoMailbox(), Deadline.after(HANG_S))
 
     def send(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         shards = [LocalShard.whole(spec, tensors[spec.name]) for spec in self.layout.specs]
@@ -68,7 +65,7 @@ class Writer:
         snapshot = Snapshot(shards, places)
         memory = torch.zeros(self.layout.total_bytes, dtype=torch.uint8)
         snapshot.take(memory, None, progress)
-        deadline = Deadline.after(SECONDS)
+        deadline = Deadline.after(HANG_S)
         table = RunTable.of(parts_of(shards, places, self.layout.regions), self.layout)
         source = FromSnapshot(memory, table, self.layout, lambda until: progress.wait(until, deadline), list)
         nobody = Destination(self.sender, [])
@@ -78,22 +75,18 @@ class Writer:
 
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
         self.send(version, tensors_of(version) if tensors is None else tensors)
-        self.pipeline.commit_version(version, Deadline.after(SECONDS))
+        self.pipeline.commit_version(version, Deadline.after(HANG_S))
 
     def close(self) -> None:
         self.sender.close()
         self.pipeline.close()
 
 
-def main() -> None:
-    writer = Writer(json.loads(sys.argv[1]), tensors_of(0))
+def write(pipe: Connection, path: str) -> None:
+    """In a process of its own: commit versions 1 and 2, send 3, and wait to be killed."""
+    writer = Writer({"path": path}, tensors_of(0))
     for version in (1, 2):
         writer.publish(version)
     writer.send(3, tensors_of(3))
-    sys.stdout.write("written\n")
-    sys.stdout.flush()
-    time.sleep(600)
-
-
-if __name__ == "__main__":
-    main()
+    pipe.send("written")
+    pipe.recv()

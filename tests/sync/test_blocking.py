@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-import subprocess
+import multiprocessing
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from collective_rank import run_rank
+from patience import PATIENT
 from shelf import SHAPE, Shelf
+from waiting import HANG_S
 
 from weightlane.ckpt_engines import (
     ClosedError,
@@ -20,14 +22,7 @@ from weightlane.ckpt_engines import (
     UnknownEngineError,
     WorkerDiedError,
 )
-from weightlane.sync import (
-    CollectivePublisher,
-    LocalShard,
-    Outcome,
-    Rendezvous,
-    SyncConfig,
-    TensorSpec,
-)
+from weightlane.sync import CollectivePublisher, LocalShard, Outcome, Rendezvous, SyncConfig, TensorSpec
 
 SPEC = TensorSpec("w", SHAPE, torch.float32)
 
@@ -38,7 +33,8 @@ def weight() -> torch.Tensor:
 
 
 def publisher(weight: torch.Tensor, *replicas: Shelf, **settings: Any) -> CollectivePublisher:
-    return CollectivePublisher([LocalShard.whole(SPEC, weight)], replicas, backend="shm", **settings)
+    settings = {"backend": "shm", "config": SyncConfig(**PATIENT)} | settings
+    return CollectivePublisher([LocalShard.whole(SPEC, weight)], replicas, **settings)
 
 
 def threads() -> set[str]:
@@ -94,7 +90,7 @@ def test_a_replica_that_was_lost_is_called_back_for_the_next_version(
     weight: torch.Tensor, caplog: pytest.LogCaptureFixture
 ) -> None:
     steady, mortal = Shelf("steady"), Shelf("mortal")
-    with publisher(weight, steady, mortal, config=SyncConfig(rejoin_s=2.0)) as weights:
+    with publisher(weight, steady, mortal) as weights:
         weights.publish(1)
         weights.wait()
         mortal.fails = WorkerDiedError("gone.", part="mortal")
@@ -121,28 +117,35 @@ def test_what_keeps_it_from_connecting_leaves_nothing_running(weight: torch.Tens
     with pytest.raises(ConfigError, match="rollout-0 takes part already"):
         publisher(weight, Shelf(), Shelf())
     with pytest.raises(UnknownEngineError):
-        CollectivePublisher([LocalShard.whole(SPEC, weight)], [Shelf()], backend="shn")
+        publisher(weight, Shelf(), backend="shn")
     assert not {name for name in threads() if not name.startswith(("weightlane-control-roll", "weightlane-stage"))}
 
 
-def two_ranks(children: Any, port: int, mode: str) -> list[str]:
-    """What the ranks of `collective_rank.py` have said in the end."""
-    program = str(Path(__file__).with_name("collective_rank.py"))
-    ranks = [
-        children.start([program, str(rank), str(port), mode], stdout=subprocess.PIPE, env={"GLOO_SOCKET_IFNAME": "lo"})
-        for rank in range(2)
-    ]
-    return [rank.communicate(timeout=60.0)[0].strip() for rank in ranks]
+def two_ranks(port: int, mode: str) -> list[str]:
+    """What the ranks of `collective_rank` have said in the end."""
+    context = multiprocessing.get_context("forkserver")
+    closing, pipes, processes = context.Event(), [], []
+    for rank in range(2):
+        ours, theirs = context.Pipe()
+        processes.append(context.Process(target=run_rank, args=(theirs, rank, port, mode, closing), daemon=True))
+        processes[-1].start()
+        theirs.close()
+        pipes.append(ours)
+    try:
+        assert all(pipe.poll(HANG_S) for pipe in pipes)
+        return [pipe.recv() for pipe in pipes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
 
 
-def test_every_rank_raises_what_kept_one_from_connecting(children: Any, free_port: int) -> None:
-    assert two_ranks(children, free_port, "unwilling") == ["ConfigError: rollout-0: not today."] * 2
+def test_every_rank_raises_what_kept_one_from_connecting(free_port: int) -> None:
+    assert two_ranks(free_port, "unwilling") == ["ConfigError: rollout-0: not today."] * 2
 
 
-def test_rank_0_keeps_the_rendezvous_until_a_slower_rank_knows_how_the_last_version_ended(
-    children: Any, free_port: int
-) -> None:
-    assert two_ranks(children, free_port, "slow") == ["done"] * 2
+def test_rank_0_keeps_the_rendezvous_until_a_slower_rank_knows_how_the_last_version_ended(free_port: int) -> None:
+    assert two_ranks(free_port, "slow") == ["done"] * 2
 
 
 def test_rank_0_does_not_wait_for_long_for_a_rank_that_reads_nothing_any_more(

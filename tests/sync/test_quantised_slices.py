@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from direct_hop import Cut, Hop, columns, copies, interleaved, mesh, of_rank, rows, values
-from hypothesis import given, settings
+from cases import covering
+from direct_hop import EVERYTHING, LAYOUTS, Hop, columns, of_rank, rows, values
+from hypothesis import given
 from hypothesis import strategies as st
 from quantised_reference import reference_fp8, reference_int8, restored
 
@@ -27,15 +28,9 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }
 SPECS = {name: TensorSpec(name, shape, torch.float32) for name, shape in SHAPES.items()}
 MATRICES = ("q.weight", "o.weight")
-EVERYTHING = None
-LAYOUTS: dict[str, tuple[Cut, int]] = {
-    "rows": (rows, 3),
-    "columns": (columns, 2),
-    "interleaved": (interleaved, 2),
-    "a mesh": (mesh, 4),
-    "data parallel": (copies, 2),
-}
-"""Some borders divide blocks of 128 x 128, and all between columns divide rows."""
+"""Some borders of `LAYOUTS` divide their blocks of 128 x 128, and all between columns divide rows."""
+TP2 = [of_rank(columns, 0, 2, SPECS), of_rank(columns, 1, 2, SPECS)]
+ROWS2 = [of_rank(rows, 0, 2, SPECS), of_rank(rows, 1, 2, SPECS)]
 
 
 def left_of(tensors: dict[str, torch.Tensor], scheme: str) -> dict[str, torch.Tensor]:
@@ -43,66 +38,54 @@ def left_of(tensors: dict[str, torch.Tensor], scheme: str) -> dict[str, torch.Te
     return {name: restored(tensor, scheme) if name in MATRICES else tensor for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("scheme", ["fp8", "int8"])
-@pytest.mark.parametrize(
-    ("layout", "engine"), [*((layout, "gloo") for layout in LAYOUTS), ("a mesh", "shm"), ("columns", "filesystem")]
-)
-def test_whatever_slices_the_trainers_hold_the_version_is_the_whole_quantised(
-    hop: Callable[..., Hop], layout: str, engine: str, scheme: str
+HOPS = [
+    ("rows", [EVERYTHING], "gloo", "dense"),
+    ("columns", [EVERYTHING], "shm", "delta"),
+    ("interleaved", [EVERYTHING], "gloo", "delta"),
+    ("a mesh", [EVERYTHING], "shm", "dense"),
+    ("data parallel", [EVERYTHING], "filesystem", "dense"),
+    ("columns", TP2, "gloo", "delta"),
+    ("rows", TP2, "shm", "delta"),
+    ("a mesh", ROWS2, "shm", "dense"),
+    ("data parallel", ROWS2, "gloo", "dense"),
+    ("columns", TP2, "filesystem", "dense"),
+]
+"""The trainers' layout, what rollout ranks need, the engine and the codec."""
+
+
+@pytest.mark.parametrize(("way", "scheme"), covering(HOPS, ["int8", "fp8"]))
+def test_whatever_slices_ranks_hold_and_need_everybody_restores_the_whole_quantised(
+    hop: Callable[..., Hop], way: tuple[str, list[Placement | None], str, str], scheme: str
 ) -> None:
-    run = hop(engine, *LAYOUTS[layout], [EVERYTHING], specs=SPECS, quantise=scheme)
-    for version in (1, 2):
-        report = run.sync(version)
-        assert run.replicas[0].holds_tensors(left_of(values(version, SPECS), scheme))
+    """Also as deltas, where what one rank has of a block changes the scale of what another has."""
+    layout, needs, engine, codec = way
+    run = hop(engine, *LAYOUTS[layout], needs, specs=SPECS, quantise=scheme, codec=codec, full_every=100)
+    tensors = values(0, SPECS)
+    for version in (1, 2, 3):
+        for tensor in tensors.values():
+            tensor.view(-1)[version * 7 % tensor.numel()] *= 4
+        report = run.sync(version, tensors)
+        assert report.codec == ("dense" if version == 1 else codec)
+        assert all(replica.holds_tensors(left_of(tensors, scheme)) for replica in run.replicas)
         assert report.quantisation is not None
         assert 0.001 < report.quantisation.relative_rms < (0.04 if scheme == "fp8" else 0.01)
 
 
-@pytest.mark.parametrize("scheme", ["fp8", "int8"])
-def test_deltas_of_divided_blocks_are_exact(hop: Callable[..., Hop], scheme: str) -> None:
-    """Also where what one rank has of a block changes the scale of what another has."""
-    run = hop("shm", columns, 2, [EVERYTHING], specs=SPECS, quantise=scheme, codec="delta", full_every=100)
-    tensors = values(0, SPECS)
-    codecs = []
-    for version in (1, 2, 3):
-        for tensor in tensors.values():
-            tensor.view(-1)[version * 7 % tensor.numel()] *= 4
-        codecs.append(run.sync(version, tensors).codec)
-        assert run.replicas[0].holds_tensors(left_of(tensors, scheme))
-    assert codecs == ["dense", "delta", "delta"]
-
-
-TP2 = [of_rank(columns, 0, 2, SPECS), of_rank(columns, 1, 2, SPECS)]
-ROWS2 = [of_rank(rows, 0, 2, SPECS), of_rank(rows, 1, 2, SPECS)]
-
-
-@pytest.mark.parametrize("scheme", ["fp8", "int8"])
 @pytest.mark.parametrize(
-    ("layout", "needs", "engine", "codec"),
-    [
-        ("columns", TP2, "gloo", "delta"),
-        ("rows", TP2, "shm", "delta"),
-        ("a mesh", ROWS2, "shm", "dense"),
-        ("data parallel", ROWS2, "gloo", "dense"),
-        ("columns", TP2, "filesystem", "dense"),
-    ],
+    ("layout", "engine", "scheme", "native"),
+    covering(
+        ["columns", "rows"],
+        ["gloo", "shm"],
+        ["fp8", "int8"],
+        [False, True],
+        keep={
+            ("columns", "gloo", "fp8", False),
+            ("rows", "gloo", "int8", True),
+            ("rows", "shm", "fp8", True),
+            ("columns", "shm", "int8", False),
+        },
+    ),
 )
-def test_a_rank_that_restores_slices_has_the_scale_of_every_element(
-    hop: Callable[..., Hop], layout: str, needs: list[Placement], engine: str, codec: str, scheme: str
-) -> None:
-    run = hop(engine, *LAYOUTS[layout], needs, specs=SPECS, quantise=scheme, codec=codec, full_every=100)
-    tensors = values(0, SPECS)
-    for version in (1, 2):
-        for tensor in tensors.values():
-            tensor.view(-1)[version * 7 % tensor.numel()] *= 4
-        assert run.sync(version, tensors).codec == ("dense" if version == 1 else codec)
-        assert all(replica.holds_tensors(left_of(tensors, scheme)) for replica in run.replicas)
-
-
-@pytest.mark.parametrize("scheme", ["fp8", "int8"])
-@pytest.mark.parametrize("engine", ["gloo", "shm"])
-@pytest.mark.parametrize("layout", ["columns", "rows"])
-@pytest.mark.parametrize("native", [False, True])
 def test_what_is_sent_of_a_quantised_version_is_what_is_needed_and_no_more(
     hop: Callable[..., Hop], layout: str, engine: str, scheme: Scheme, *, native: bool
 ) -> None:
@@ -144,7 +127,6 @@ def slices_of(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
     return parts
 
 
-@settings(max_examples=100, deadline=None)
 @given(data=st.data(), scheme=st.sampled_from(["fp8", "int8"]))
 def test_what_is_asked_for_has_the_scale_of_every_element_once_and_no_other(
     data: st.DataObject, scheme: Scheme

@@ -13,6 +13,8 @@ from direct_hop import EVERYTHING, LAYOUTS, SPECS, TP2, Hop
 from hop_run import Run, expected
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patience import PATIENT
+from waiting import HANG_S
 
 from weightlane.ckpt_engines import (
     CheckpointEngineRegistry,
@@ -23,6 +25,7 @@ from weightlane.ckpt_engines import (
     ProtocolError,
     QuarantinedError,
     WeightlaneError,
+    WorkerDiedError,
 )
 from weightlane.plugins import RunHooks, hookimpl
 from weightlane.sync import Outcome, Placement, Rendezvous, ReplicaState, SyncConfig
@@ -34,7 +37,7 @@ from weightlane.sync.transfer_plan import Network, shares
 
 SLOW_SENDERS = Network(sender_bytes_per_s=1e8, receiver_bytes_per_s=1e9, bucket_bytes=8192)
 """What trainers send is what takes longest, by far."""
-TOLERANT = {"rejoin_s": 3.0, "quorum": 0.5}
+TOLERANT = PATIENT | {"quorum": 0.5}
 
 
 class Bytes:
@@ -53,9 +56,7 @@ class Bytes:
         self.received[facts["participant"]] += facts["nbytes"]
 
 
-@pytest.mark.parametrize(
-    ("engine", "codec"), [("gloo", "dense"), ("gloo", "delta"), ("nixl", "delta"), ("mooncake", "dense")]
-)
+@pytest.mark.parametrize(("engine", "codec"), [("gloo", "delta"), ("nixl", "delta"), ("mooncake", "dense")])
 def test_down_a_chain_a_trainer_sends_its_bytes_once_and_every_replica_has_them_bit_for_bit(
     hop: Callable[..., Hop], engine: str, codec: str
 ) -> None:
@@ -116,14 +117,20 @@ def test_without_a_word_about_links_nobody_relays(hop: Callable[..., Hop]) -> No
 
 def relayed(make_run: Callable[..., Run], **sync: float) -> Run:
     """A trainer with a chain of three replicas, which have version 1."""
-    run = make_run("gloo", replicas=3, trainer={"network": SLOW_SENDERS}, sync=TOLERANT | sync)
+    run = make_run("gloo", replicas=3, deadline_s=HANG_S, trainer={"network": SLOW_SENDERS}, sync=TOLERANT | sync)
     run.step(1)
     run.publish(1)
     run.sync(1)
     return run
 
 
-@pytest.mark.parametrize("number", [2, 8], ids=["while the trainer sends", "when it has sent almost everything"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(2, id="while the trainer sends"),
+        pytest.param(8, id="when it has sent almost everything", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_relay_that_is_killed_is_named_and_the_others_get_the_version_without_it(
     make_run: Callable[..., Run], number: int
 ) -> None:
@@ -138,6 +145,7 @@ def test_a_relay_that_is_killed_is_named_and_the_others_get_the_version_without_
     assert failure.error.peer == "rollout-1/0"
     committed = {name for name, part in report.replicas.items() if part.outcome is Outcome.COMMITTED}
     assert committed == {"rollout-0", "rollout-2"}
+    run.coordinator.participant_lost(WorkerDiedError("killed.", part="test"), "rollout-1")
     run.step(3)
     run.publish(3)
     report = run.sync(3)
@@ -149,10 +157,11 @@ def test_a_relay_that_is_killed_is_named_and_the_others_get_the_version_without_
     assert {name for name, state in states.items() if state is ReplicaState.SERVING} == committed
 
 
+@pytest.mark.exhaustive  # it waits as long as no other rank may take for a bucket
 def test_a_relay_that_freezes_is_left_behind_and_those_that_starve_behind_it_are_not(
     make_run: Callable[..., Run],
 ) -> None:
-    run = relayed(make_run, stall_s=2.0)
+    run = relayed(make_run, stall_s=10.0)
     frozen = run.replicas[1].ranks["rollout-1/0"]
     frozen.call("freeze_at", 2)
     run.step(2)
@@ -169,7 +178,7 @@ def test_a_relay_that_freezes_is_left_behind_and_those_that_starve_behind_it_are
 
 
 def test_a_replica_that_refuses_and_some_that_join_late_do_not_break_the_chain(make_run: Callable[..., Run]) -> None:
-    run = make_run("gloo", replicas=1, trainer={"network": SLOW_SENDERS}, sync=TOLERANT)
+    run = make_run("gloo", deadline_s=HANG_S, trainer={"network": SLOW_SENDERS}, sync=TOLERANT)
     odd = run.add_replica(shapes={"head": [40, 24]})
     run.step(1)
     run.publish(1)
@@ -201,7 +210,7 @@ def planned(engine: str, *, may_relay: bool = True, network: Network | None = SL
     return SessionPlan(supply, needed, facts, may_relay=may_relay)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     layout=st.sampled_from(sorted(LAYOUTS)),
     needs=st.lists(st.sampled_from([WHOLE, *TP2]), min_size=1, max_size=4),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import HANG_S
 
 from weightlane.ckpt_engines import CorruptBucketError, Deadline, DeadlineExceededError, ProtocolError
 from weightlane.sync.checksum import sums, xxh3
@@ -15,7 +16,7 @@ from weightlane.sync.seal import SealMail, seal, seals_document, seals_of_docume
 
 @pytest.mark.parametrize("checksum", [sums, xxh3])
 @given(st.integers(0, 70_000), st.data())
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_a_checksum_sees_a_changed_byte_anywhere_and_swapped_words(checksum, size: int, data: st.DataObject) -> None:  # type: ignore[no-untyped-def]
     payload = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
     before = checksum(payload)
@@ -76,6 +77,6 @@ def test_seals_of_older_versions_leave_the_store() -> None:
     for version in (1, 2):
         for index in range(3):
             sender.put(version, index, f"xxh3:{version}{index}")
-    assert [receiver.get(2, index, Deadline.after(5)) for index in range(3)] == ["xxh3:20", "xxh3:21", "xxh3:22"]
+    assert [receiver.get(2, index, Deadline.after(HANG_S)) for index in range(3)] == ["xxh3:20", "xxh3:21", "xxh3:22"]
     with pytest.raises(DeadlineExceededError):
         receiver.get(1, 0, Deadline.after(0.05))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import shutil
-import subprocess
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, load_file
-from store_writer import Writer, tensors_of
+from store_writer import Writer, tensors_of, write
+from waiting import HANG_S
 
 from weightlane.ckpt_engines import (
     ConfigError,
@@ -52,7 +52,6 @@ def newest_directory(path: Path) -> Path:
     return path / json.loads((path / "latest.json").read_text())["directory"]
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.text(max_size=5), shapes, st.sampled_from(DTYPES)), max_size=6), st.sampled_from([64, 192])
 )
@@ -92,7 +91,6 @@ def test_a_name_that_safetensors_reserves_is_refused_before_anything_is_written(
 
 
 @given(st.recursive(st.none() | st.integers() | st.text(), lambda inner: st.dictionaries(st.text(), inner)))
-@settings(deadline=None)
 def test_any_json_is_a_manifest_document_or_a_protocol_error(plain: object) -> None:
     for text in (json.dumps(plain), json.dumps({"layout_digest": "x", "manifest": plain}), str(plain)):
         with pytest.raises(ProtocolError):
@@ -100,6 +98,8 @@ def test_any_json_is_a_manifest_document_or_a_protocol_error(plain: object) -> N
 
 
 def test_transformers_loads_a_version_directory(tmp_path: Path) -> None:
+    import transformers
+
     config = transformers.Qwen3Config(
         vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, head_dim=16, tie_word_embeddings=False,
@@ -123,15 +123,18 @@ def test_transformers_loads_a_version_directory(tmp_path: Path) -> None:
     assert_same(loaded.state_dict(), expected)
 
 
-def test_the_newest_committed_version_of_a_killed_trainer_is_read_bit_for_bit(tmp_path: Path, children: Any) -> None:
-    path = tmp_path / "store"
-    program = str(Path(__file__).with_name("store_writer.py"))
-    child = children.start([program, json.dumps({"path": str(path)})], stdout=subprocess.PIPE)
-    assert child.stdout is not None
-    assert child.stdout.readline() == "written\n"
-    child.kill()
-    child.wait(10)
-    manifest, tensors = read_version(str(path))
+def test_the_newest_committed_version_of_a_killed_trainer_is_read_bit_for_bit(tmp_path: Path) -> None:
+    processes = multiprocessing.get_context("forkserver")
+    ours, theirs = processes.Pipe()
+    trainer = processes.Process(target=write, args=(theirs, str(tmp_path)), daemon=True)
+    trainer.start()
+    try:
+        assert ours.poll(HANG_S)
+        assert ours.recv() == "written"
+    finally:
+        trainer.kill()
+        trainer.join()
+    manifest, tensors = read_version(str(tmp_path))
     assert manifest.version == 2
     assert_same(tensors, tensors_of(2))
 
@@ -236,7 +239,7 @@ def test_a_missing_or_cut_off_file_is_a_typed_error_with_its_path(written: Path,
         read_version(str(path))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.data())
 def test_whatever_byte_changes_nobody_reads_wrong_weights(written: Path, data: st.DataObject) -> None:
     files = sorted(path for path in written.rglob("*") if path.is_file())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from weightlane.sync import LocalShard, Manifest, TensorSpec
@@ -14,7 +14,6 @@ from weightlane.sync.strips import Piece, Rows, Window
 runs = st.lists(st.tuples(st.integers(0, 3), st.sampled_from([4, 4, 4, 8, 64])), min_size=0, max_size=30)
 
 
-@settings(deadline=None)
 @given(runs, st.randoms(use_true_random=False), st.booleans(), st.integers(0, 200), st.integers(1, 400))
 def test_runs_of_any_length_and_order_get_to_their_places(
     drawn: list[tuple[int, int]], random: object, shuffled: bool, start: int, length: int
@@ -73,7 +72,6 @@ def test_runs_that_go_backwards_or_lie_over_each_other_are_no_rows() -> None:
     assert Window.of([]).nbytes == 0
 
 
-@settings(deadline=None)
 @given(
     st.integers(0, 50), st.integers(1, 8), st.integers(0, 6), st.integers(1, 9), st.integers(0, 90), st.integers(0, 90)
 )

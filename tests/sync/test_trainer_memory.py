@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import multiprocessing
 from collections.abc import Iterator
 from contextlib import closing
@@ -14,59 +13,21 @@ from typing import Any
 import memray
 import pytest
 import torch
+from direct_hop import Rollout
+from patience import PATIENT
 from traced_trainer import BUCKET_BYTES, SPECS, WORLD, held, serve
+from waiting import HANG_S
 
-from weightlane.sync import (
-    CommitReport,
-    Coordinator,
-    Expectation,
-    ExpectedTensor,
-    Placement,
-    Rendezvous,
-    Subscriber,
-    SyncConfig,
-)
+from weightlane.sync import Coordinator, Placement, Rendezvous, SyncConfig
 
 _PROCESSES = multiprocessing.get_context("forkserver")
-_ANSWER_S = 60.0
 _MIB = 1 << 20
 PYTHON_BYTES = 3 * _MIB
 """What objects, modules that are imported late and libraries take beside tensors."""
 
 
-class Replica:
-    """A replica of one rank that needs `needed`, and looks at what comes."""
-
-    def __init__(
-        self, name: str, rendezvous: Rendezvous, engine: str, options: dict[str, Any], needed: Placement | None
-    ) -> None:
-        self.name, self._needed = name, needed
-        expected = {spec.name: ExpectedTensor(spec.shape, frozenset({spec.dtype})) for spec in SPECS}
-        self.subscriber = Subscriber(
-            f"{name}/0", rendezvous.address, engine, options, Expectation(expected), needed=needed
-        )
-
-    def subscriber_names(self) -> list[str]:
-        return [f"{self.name}/0"]
-
-    async def commit(self, version: int) -> CommitReport:
-        tensors: Any = self.subscriber.take(version)
-        for spec, box in (Placement.whole(SPECS) if self._needed is None else self._needed).slices:
-            taken = tensors[spec.name] if isinstance(tensors, dict) else tensors.partly(spec.name)  # a store gives all
-            assert torch.equal(taken[box.index], torch.full(box.shape, float(version)))
-        del tensors
-        self.subscriber.release(version)
-        return CommitReport(version, 0.0)
-
-    async def rollback(self, version: int) -> None:
-        raise AssertionError(version)
-
-    async def quarantine(self, error: BaseException) -> None:
-        raise error
-
-
 def answer(pipe: Connection) -> Any:
-    assert pipe.poll(_ANSWER_S), "a trainer rank does not answer"
+    assert pipe.poll(HANG_S), "a trainer rank does not answer"
     return pipe.recv()
 
 
@@ -86,10 +47,12 @@ def records(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Pat
         theirs.close()
         pipes.append(ours)
         processes.append(process)
-    half = Placement.of(held("columns", 0))
-    needs = enumerate((None, half))
-    replicas = [Replica(f"rollout-{number}", rendezvous, engine, options, needed) for number, needed in needs]
-    config = SyncConfig(deadline_s=_ANSWER_S, quorum=1.0)
+    specs = {spec.name: spec for spec in SPECS}
+    replicas = [
+        Rollout(number, rendezvous.address, engine, options, needed, specs=specs)
+        for number, needed in enumerate((None, Placement.of(held("columns", 0))))
+    ]
+    config = SyncConfig(quorum=1.0, **PATIENT)
     try:
         with closing(Coordinator(rendezvous, [f"trainer-{rank}" for rank in range(WORLD)], replicas, config)) as run:
             for pipe in pipes:
@@ -98,6 +61,8 @@ def records(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Pat
                 for pipe in pipes:
                     pipe.send(version)
                 asyncio.run(run.sync(version))
+                published = {name: torch.full(spec.shape, float(version)) for name, spec in specs.items()}
+                assert all(replica.holds_tensors(published) for replica in replicas)
                 for pipe in pipes:
                     assert answer(pipe) == "published"
         for pipe in pipes:
@@ -114,7 +79,20 @@ def records(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Pat
 
 @pytest.mark.parametrize(
     "records",
-    [*itertools.product(("gloo", "filesystem"), ("rows", "columns", "interleaved")), ("shm", "columns")],
+    [
+        ("gloo", "rows"),
+        ("filesystem", "interleaved"),
+        ("shm", "columns"),
+        *(
+            pytest.param(each, marks=pytest.mark.exhaustive)
+            for each in (
+                ("gloo", "columns"),
+                ("gloo", "interleaved"),
+                ("filesystem", "rows"),
+                ("filesystem", "columns"),
+            )
+        ),
+    ],
     indirect=True,
 )
 def test_a_trainer_rank_takes_its_share_and_two_buckets_and_never_a_whole_tensor(records: list[Path]) -> None:

@@ -9,13 +9,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from waiting import HANG_S, NEVER_S, wait_until
 
 from weightlane.ckpt_engines import (
     ConfigError,
@@ -44,13 +44,8 @@ def is_running(pid: int) -> bool:
     return False
 
 
-def gone(pids: list[int], within_s: float = 10.0) -> bool:
-    end = time.monotonic() + within_s
-    while time.monotonic() < end:
-        if not any(map(is_running, pids)):
-            return True
-        time.sleep(0.02)
-    return False
+def wait_until_gone(pids: list[int]) -> None:
+    wait_until(lambda: not any(map(is_running, pids)), "end of the processes")
 
 
 def is_spread(plain: Any) -> bool:
@@ -69,12 +64,19 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Processes]]:
 
     monkeypatch.setattr(measure, "Processes", Noted)
     yield made
-    assert all(gone(processes.pids) for processes in made)
+    for processes in made:
+        wait_until_gone(processes.pids)
 
 
 def test_the_report_holds_exactly_what_it_promises(started: list[Processes], tmp_path: Path) -> None:
     settings = BenchSettings.checked(
-        engines=["shm", "gloo", "filesystem", "hccl"], rounds=2, density=0.5, loops=True, loop_s=0.1, directory=tmp_path
+        engines=["shm", "gloo", "filesystem", "hccl"],
+        rounds=2,
+        density=0.5,
+        loops=True,
+        loop_s=0.1,
+        deadline_s=HANG_S,
+        directory=tmp_path,
     )
     report = run_bench(settings)
     assert isinstance(report, BenchReport)
@@ -93,10 +95,7 @@ def test_the_report_holds_exactly_what_it_promises(started: list[Processes], tmp
         assert list(row["phases"]) == ["export", "pack", "transfer", "stage", "verify", "commit"]
         times = [row[key] for key in ROW if key.endswith("_s")]
         assert all(map(is_spread, [*times, *row["phases"].values()]))
-        assert row["raw_transport_s"]["median"] > 0
-        assert sum(phase["min"] for phase in row["phases"].values()) <= row["latency_s"]["max"]
-        assert sum(phase["max"] for phase in row["phases"].values()) >= row["latency_s"]["min"]
-        assert row["rollout_blocked_s"]["max"] < row["latency_s"]["max"]
+        assert all(row[key]["min"] > 0 for key in ("raw_transport_s", "latency_s", "rollout_blocked_s"))
         assert set(row["extra_bytes"]) == {"trainer", "rollout"}
         assert row["slowdown"]["trainer"] > 0
         assert row["slowdown"]["decode"] > 0
@@ -117,7 +116,7 @@ def test_where_memory_is_short_rows_are_measured_one_at_a_time_and_what_arrives_
     payload = named_workload("tiny").nbytes
     monkeypatch.setattr(measure, "available_bytes", lambda _: 8 * payload)
     monkeypatch.setattr(Processes, "every", one_bit_off)
-    report = run_bench(BenchSettings(engines=("shm",), receivers=1, rounds=1))
+    report = run_bench(BenchSettings(receivers=1, rounds=1, deadline_s=HANG_S))
     assert isinstance(report, BenchReport)
     assert not report.verified
     assert any("connected anew" in note for note in report.notes)
@@ -128,60 +127,47 @@ def test_where_memory_is_short_rows_are_measured_one_at_a_time_and_what_arrives_
 
 def test_nobody_waits_for_those_who_wait_for_a_dead_process() -> None:
     with Processes(1, 1 << 20) as processes:
-        address = Rendezvous.host()
-        before = time.monotonic()
-        threading.Timer(0.5, os.kill, (processes.pids[1], signal.SIGKILL)).start()
-        with pytest.raises(WorkerDiedError, match="receiver-0"):
-            processes.every(
-                "open_gloo", address.address.to_plain(), 3, 64, 60.0, timeout_s=60.0
-            )  # one of three is missing
-        assert time.monotonic() - before < 20
+        host = Rendezvous.host()
+        os.kill(processes.pids[1], signal.SIGKILL)
+        with pytest.raises(WorkerDiedError, match="receiver-0"):  # the sender waits for it, and for one more
+            processes.every("open_gloo", host.address.to_plain(), 3, 64, NEVER_S, timeout_s=NEVER_S)
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_a_process_that_is_killed_in_mid_run_ends_it_with_its_name(victim: int, started: list[Processes]) -> None:
-    def kill() -> None:
-        while not started:
-            time.sleep(0.01)
-        time.sleep(0.7)
-        os.kill(started[0].pids[victim], signal.SIGKILL)
+    def say(words: str) -> None:
+        if words.startswith("round 1 "):
+            threading.Thread(target=os.kill, args=(started[0].pids[victim], signal.SIGKILL)).start()
 
-    killer = threading.Thread(target=kill)
-    killer.start()
-    before = time.monotonic()
     with pytest.raises(WorkerDiedError) as caught:
-        run_bench(BenchSettings(rounds=1000, deadline_s=60))
-    killer.join()
+        run_bench(BenchSettings(rounds=1000, deadline_s=NEVER_S), say)
     assert caught.value.peer == ["sender", "receiver-0", "receiver-1"][victim]
-    assert time.monotonic() - before < 30
-    assert gone(started[0].pids)
+    wait_until_gone(started[0].pids)
 
 
 def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
     """Also when it is killed outright, in the middle of a call."""
     program = (
+        "import time\n"
         "from pathlib import Path\n"
         "from weightlane.sync.bench.processes import Processes, meeting_point\n"
         f"p = Processes(1, 1, Path({str(tmp_path / 'store')!r}))\n"
+        f"p.every('prepare', {{'name': 'x', 'specs': []}}, 0, 1, timeout_s={HANG_S})\n"
+        f"p.every_receiver('open_copies', timeout_s={HANG_S})\n"
+        f"p.receivers[0].line.send({{'method': 'copy_aside', 'arguments': [meeting_point({NEVER_S})]}})\n"
         "print(*p.pids, flush=True)\n"
-        "p.every('prepare', {'name': 'x', 'specs': []}, 0, 1, timeout_s=20)\n"
-        "p.every('open_copies', timeout_s=20)\n"
-        "p.receivers[0].call('copy_aside', meeting_point(60), timeout_s=90)\n"
+        f"time.sleep({NEVER_S})\n"
     )
     (tmp_path / "store" / "deep").mkdir(parents=True)
     owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     pids = list(map(int, owner.stdout.readline().split()))
     assert len(pids) == 2
-    time.sleep(0.2)
     owner.kill()
-    owner.wait(10)
+    owner.wait()
     owner.stdout.close()
-    assert gone(pids)
-    end = time.monotonic() + 10
-    while (tmp_path / "store").exists() and time.monotonic() < end:
-        time.sleep(0.02)
-    assert list(tmp_path.iterdir()) == []
+    wait_until_gone(pids)
+    wait_until(lambda: not any(tmp_path.iterdir()), "end of their files")
 
 
 @pytest.mark.parametrize(
@@ -193,10 +179,17 @@ def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
         ({"model": "nowhere"}, ConfigError, ["'nowhere'", "qwen3-0.6b"]),
         ({"receivers": 0}, ConfigError, ["receivers", "greater than or equal to 1"]),
         ({"density": 1.5}, ConfigError, ["density", "less than or equal to 1"]),
-        ({"codecs": ["morse"]}, ConfigError, ["no codec 'morse'", "There are dense"]),
+        ({"codecs": ["morse"]}, ConfigError, ["no codec 'morse'. There are dense and delta and auto and fp8 and int8"]),
+        ({"codecs": ["int8", "delta"]}, ConfigError, ["int8 hold rounded weights, to which delta cannot apply"]),
         ({"integrity": ["half"]}, ConfigError, ["no integrity 'half'", "full"]),
         ({"options": {"gloo": {}}}, ConfigError, ["options are given for gloo"]),
         ({"options": {"shm": {"slot": 3}}}, ConfigError, ["checkpoint_engine.options.slot", "Options of shm"]),
+        pytest.param(
+            {"device": "cuda"},
+            ConfigError,
+            ["there is no CUDA device"],
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
+        ),
     ],
 )
 def test_bad_input_is_refused_before_a_process_starts(
@@ -214,7 +207,8 @@ def test_peak_memory_is_what_was_held_meanwhile_and_shared_memory_counts_where_i
     private = torch.ones(48 << 20, dtype=torch.uint8)
     shared = mmap.mmap(-1, 32 << 20)
     torch.frombuffer(shared, dtype=torch.uint8).fill_(1)
-    time.sleep(0.1)
+    least = {private_only: 44 << 20, everything: 76 << 20}
+    wait_until(lambda: all(watch._peak - watch._before >= held for watch, held in least.items()), "look at the memory")
     del private
     assert private_only.stop() in range(44 << 20, 64 << 20)
     assert everything.stop() in range(76 << 20, 96 << 20)
@@ -226,11 +220,7 @@ def test_where_nothing_can_run_the_reasons_are_the_answer(started: list[Processe
     assert not started
 
 
-def test_only_what_settings_can_say_is_offered() -> None:
-    participants.check_offered("codec", ["dense", "delta", "auto", "fp8", "int8"])
-    participants.check_offered("integrity", ["off", "full"])
-    with pytest.raises(ConfigError, match=r"no codec 'none'\. There are dense and delta and auto and fp8 and int8"):
-        participants.check_offered("codec", ["dense", "none"])
+def test_a_codec_is_what_versions_are_sent_as_or_what_weights_are_turned_into() -> None:
     config = participants.sync_config(codec="delta", integrity="off", bucket_mib=1.0, deadline_s=3.0)
     assert (config.codec, config.integrity, config.quantise, config.bucket_mib) == ("delta", "off", "none", 1.0)
     config = participants.sync_config(codec="int8", integrity="full", bucket_mib=None, deadline_s=3.0)
@@ -252,19 +242,10 @@ def test_on_a_gpu_every_bit_arrives_and_loops_are_slowed_down(engine: str, codec
     assert report.rows[0].slowdown is not None
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_gpu_none_is_measured(started: list[Processes]) -> None:
-    with pytest.raises(ConfigError, match="there is no CUDA device"):
-        run_bench(BenchSettings(device="cuda"))
-    assert not started
-
-
 def test_quantised_versions_are_compared_with_what_quantising_leaves() -> None:
-    report = run_bench(BenchSettings(codecs=("fp8", "dense", "int8"), receivers=1, rounds=1))
+    report = run_bench(BenchSettings(codecs=("fp8", "dense", "int8"), receivers=1, rounds=1, deadline_s=HANG_S))
     assert isinstance(report, BenchReport)
     fp8, dense, int8 = report.rows
     assert report.verified
     # The embedding, a sixth of the model, stays in two bytes; a scale for each row of int8 weighs as much as four elements.
     assert fp8.wire_bytes < int8.wire_bytes < 0.7 * dense.wire_bytes
-    with pytest.raises(ConfigError, match="int8 hold rounded weights, to which delta cannot apply"):
-        run_bench(BenchSettings(codecs=("int8", "delta")))

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from waiting import HANG_S
 
 from weightlane.sync.codecs.delta import Encoded, cuda_kernels, decode, encode, encoder
 from weightlane.sync.codecs.delta.frame_changes import DeviceChanges
@@ -31,7 +32,7 @@ needs_triton = pytest.mark.skipif(
 @pytest.mark.parametrize(("what", "says"), [("interpret", "48 cases"), ("compile", "12 programs")])
 def test_the_programs_are_exact_and_compile(children: Any, tmp_path: Path, what: str, says: str) -> None:
     env = {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ASIDE)}
-    code, output, errors = children.run([PROGRAM, what], timeout_s=240, env=env)
+    code, output, errors = children.run([PROGRAM, what], timeout_s=HANG_S, env=env)
     assert code == 0, errors
     assert output.strip() == says
 

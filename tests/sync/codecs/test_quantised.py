@@ -22,6 +22,8 @@ from weightlane.sync.codecs.quantised import (
 )
 
 SOURCES = [torch.float32, torch.bfloat16, torch.float16]
+SHAPES = [(1, 1), (128, 128), (129, 127), (300, 200), (5, 700), (256, 384), (0, 5), (5, 0)]
+REFERENCES = {"fp8": reference_fp8, "int8": reference_int8}
 
 
 def weights(rows: int, columns: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -39,62 +41,29 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-SHAPES = [(1, 1), (128, 128), (129, 127), (300, 200), (5, 700), (256, 384), (0, 5), (5, 0)]
-
-
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", SOURCES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_fp8_is_what_the_reference_gives(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    matrix = weights(*shape, dtype)
-    scales = block_fp8.scales_of(block_fp8.magnitudes(matrix))
-    quantised = block_fp8.quantise(matrix, scales)
-    assert tuple(scales.shape) == scale_shape(shape, "fp8")
-    if matrix.numel():
-        expected, expected_scales = reference_fp8(matrix)
-        assert same(scales, expected_scales)
-        assert same(quantised, expected)
-        assert same(block_fp8.dequantise(quantised, scales), restored(matrix, "fp8"))
-        narrow = torch.empty(shape, dtype=torch.bfloat16)
-        block_fp8.dequantise(quantised, scales, out=narrow)
-        assert same(narrow, restored(matrix, "fp8").bfloat16())
-    else:
-        assert quantised.shape == shape
-
-
-@pytest.mark.parametrize("dtype", SOURCES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_int8_is_what_the_reference_gives(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    matrix = weights(*shape, dtype)
-    scales = channel_int8.scales_of(channel_int8.magnitudes(matrix))
-    quantised = channel_int8.quantise(matrix, scales)
-    expected, expected_scales = reference_int8(matrix)
-    assert tuple(scales.shape) == scale_shape(shape, "int8")
-    assert same(scales, expected_scales)
-    assert same(quantised, expected)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", SOURCES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_on_a_gpu_the_bits_are_the_same(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    if not torch.cuda.is_available():
+@pytest.mark.parametrize("quantiser", [block_fp8, channel_int8], ids=["fp8", "int8"])
+def test_what_is_quantised_and_restored_is_what_the_reference_gives(
+    quantiser: Quantiser, shape: tuple[int, int], dtype: torch.dtype, device: str
+) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
+    scheme = "fp8" if quantiser is block_fp8 else "int8"
     matrix = weights(*shape, dtype)
-    there = matrix.cuda()
-    fp8_scales, int8_scales = (
-        block_fp8.scales_of(block_fp8.magnitudes(there)),
-        channel_int8.scales_of(channel_int8.magnitudes(there)),
-    )
-    elements, channels = block_fp8.quantise(there, fp8_scales), channel_int8.quantise(there, int8_scales)
-    expected, expected_scales = reference_int8(matrix)
-    assert same(int8_scales.cpu(), expected_scales)
-    assert same(channels.cpu(), expected)
-    assert same(channel_int8.dequantise(channels, int8_scales).cpu(), restored(matrix, "int8"))
-    if matrix.numel():
-        expected, expected_scales = reference_fp8(matrix)
-        assert same(fp8_scales.cpu(), expected_scales)
-        assert same(elements.cpu(), expected)
-        assert same(block_fp8.dequantise(elements, fp8_scales).cpu(), restored(matrix, "fp8"))
+    scales = quantiser.scales_of(quantiser.magnitudes(matrix.to(device)))
+    quantised = quantiser.quantise(matrix.to(device), scales)
+    assert tuple(scales.shape) == scale_shape(shape, scheme)
+    assert quantised.shape == shape
+    if matrix.numel() or scheme == "int8":
+        expected, expected_scales = REFERENCES[scheme](matrix)
+        assert same(scales.cpu(), expected_scales)
+        assert same(quantised.cpu(), expected)
+        assert same(quantiser.dequantise(quantised, scales).cpu(), restored(matrix, scheme))
+        narrow = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        quantiser.dequantise(quantised, scales, out=narrow)
+        assert same(narrow.cpu(), restored(matrix, scheme).bfloat16())
 
 
 def test_every_finite_code_stands_for_what_torch_says() -> None:
@@ -123,8 +92,8 @@ def test_uneven_shards_together_are_the_whole(
         [*itertools.pairwise([0, *sorted(min(cut, size) for cut in cuts), size])]
         for cuts, size in ((row_cuts, 500), (column_cuts, columns))
     )
-    reference = reference_fp8 if quantiser is block_fp8 else reference_int8
-    expected, expected_scales = reference(matrix)
+    scheme = "fp8" if quantiser is block_fp8 else "int8"
+    expected, expected_scales = REFERENCES[scheme](matrix)
     height, width = quantiser.block_shape(columns)
     shards = []
     largest = torch.zeros(expected_scales.shape)
@@ -142,7 +111,7 @@ def test_uneven_shards_together_are_the_whole(
         there = slice(at[0], at[0] + shard.shape[0]), slice(at[1], at[1] + shard.shape[1])
         assert same(quantised, expected[there])
         left_of = quantiser.dequantise(quantised, scales[blocks], at=at)
-        assert same(left_of, restored(matrix, "fp8" if quantiser is block_fp8 else "int8")[there])
+        assert same(left_of, restored(matrix, scheme)[there])
         total += quantiser.report(shard, quantised, scales[blocks], at=at)
     whole = quantiser.report(matrix, expected, expected_scales)
     assert total.elements == whole.elements
@@ -172,15 +141,14 @@ def test_magnitudes_too_small_for_a_normal_scale_survive() -> None:
     assert block_fp8.quantise(tiny, scales).float().eq(0).all()
 
 
-@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("quantiser", [block_fp8, channel_int8], ids=["fp8", "int8"])
 @pytest.mark.parametrize("dtype", SOURCES)
-def test_a_diverged_tensor_is_refused_by_name(bad: float, dtype: torch.dtype) -> None:
-    matrix = weights(200, 150, dtype)
-    matrix[170, 149] = bad
-    with pytest.raises(ManifestError, match=r"model\.w holds inf or NaN"):
-        block_fp8.magnitudes(matrix, name="model.w")
-    with pytest.raises(ManifestError, match=r"model\.w holds inf or NaN"):
-        channel_int8.magnitudes(matrix, name="model.w")
+def test_a_diverged_tensor_is_refused_by_name(dtype: torch.dtype, quantiser: Quantiser) -> None:
+    for bad in (float("inf"), float("-inf"), float("nan")):
+        matrix = weights(200, 150, dtype)
+        matrix[170, 149] = bad
+        with pytest.raises(ManifestError, match=r"model\.w holds inf or NaN"):
+            quantiser.magnitudes(matrix, name="model.w")
 
 
 def test_what_is_no_matrix_of_floats_is_refused_by_name() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import pytest
 import torch
-from drawn import holdings, problems, tensors
+from drawn import problems
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -151,15 +151,6 @@ def test_a_plan_that_differs_in_anything_has_another_digest(problem: tuple, data
     assert len(digests) == len(set(others)) + 1
 
 
-@given(tensors(), st.integers(1, 5), st.data())
-def test_ranks_that_hold_everything_send_equally_much(specs: list[TensorSpec], ranks: int, data: st.DataObject) -> None:
-    rows = data.draw(st.integers(100, 200))
-    specs = [*specs, TensorSpec("large", (rows, 400), BF16)]
-    sent = shares({f"trainer-{rank}": Placement.whole(specs) for rank in range(ranks)})
-    loads = [placement.nbytes for placement in sent.values()]
-    assert max(loads) <= 1.1 * sum(loads) / ranks
-
-
 @given(problems())
 def test_no_rank_sends_much_more_than_it_must_whoever_holds_what(problem: tuple) -> None:
     """What only the ranks of a set hold, divided by how many these are, is the least that its busiest rank sends."""
@@ -179,42 +170,17 @@ def test_no_rank_sends_much_more_than_it_must_whoever_holds_what(problem: tuple)
     assert max(placement.nbytes for placement in shares(held).values()) <= 1.05 * least + elements
 
 
-def test_what_few_ranks_hold_counts_before_what_many_hold() -> None:
-    few, many = TensorSpec("few", (1000, 8), BF16), TensorSpec("many", (3000, 8), BF16)
-    held = {f"trainer-{rank}": Placement.whole([many, few] if rank < 2 else [many]) for rank in range(4)}
-    held["trainer-3"] = Placement.of(
-        [(TensorSpec("own", (500, 8), BF16), Box((0, 0), (500, 8))), (many, Box.whole(many.shape))]
-    )
-    loads = [placement.nbytes for placement in shares(held).values()]
-    assert max(loads) <= 1.1 * sum(loads) / 4
-
-
-def test_overlapping_sets_of_holders_balance_along_a_chain() -> None:
-    """Each tensor has two holders; only passing load on from pair to pair evens it out."""
+@pytest.mark.parametrize(("largest_rows", "mean_of"), [(5000, 2), (2000, 6)])
+def test_overlapping_sets_of_holders_balance_along_a_chain(largest_rows: int, mean_of: int) -> None:
+    """Each tensor has two holders. Where the first two hold most, they share it; else load is passed on from pair to pair."""
     ranks = 6
-    specs = [TensorSpec(f"t{index}", (5000 if index == 0 else 1000, 8), BF16) for index in range(ranks - 1)]
+    specs = [TensorSpec(f"t{index}", (1000 if index else largest_rows, 8), BF16) for index in range(ranks - 1)]
     held = {
         f"trainer-{rank}": Placement.whole([spec for index, spec in enumerate(specs) if index in (rank - 1, rank)])
         for rank in range(ranks)
     }
-    loads = [placement.nbytes for placement in shares(held).values()]
-    assert max(loads) <= 1.1 * 2500 * 8 * 2  # the first two alone hold the largest
-
-    specs = [TensorSpec(f"t{index}", (2000 if index == 0 else 1000, 8), BF16) for index in range(ranks - 1)]
-    held = {
-        f"trainer-{rank}": Placement.whole([spec for index, spec in enumerate(specs) if index in (rank - 1, rank)])
-        for rank in range(ranks)
-    }
-    loads = [placement.nbytes for placement in shares(held).values()]
-    assert max(loads) <= 1.1 * sum(loads) / ranks
-
-
-@given(holdings([TensorSpec("w", (5, 4), BF16)], 3))
-def test_holdings_are_given_away_in_few_boxes(held: dict[str, Placement]) -> None:
-    for placement in shares(held).values():
-        for boxes in placement.boxes:
-            for one, other in itertools.combinations(boxes, 2):
-                assert one.intersect(other) is None
+    least = sum(spec.nbytes for spec in specs[: mean_of - 1]) / mean_of
+    assert max(placement.nbytes for placement in shares(held).values()) <= 1.1 * least
 
 
 def test_replicas_that_need_the_same_share_lanes() -> None:
@@ -333,10 +299,3 @@ def test_a_receiver_may_have_a_dtype_that_holds_every_value_that_is_sent() -> No
     plan = plan_transfer(shares({"trainer-0": WHOLE}), wider, cut="exact")
     assert plan.specs == (W,)
     assert plan.lane_bytes == (64,)
-
-
-def test_a_dead_relay_or_replica_is_absent_and_everything_is_planned_anew() -> None:
-    needed = {"rollout-0/0": WHOLE, "rollout-1/0": WHOLE}
-    sent = shares({"trainer-0": WHOLE})
-    assert plan_transfer(sent, {"rollout-1/0": WHOLE}).lanes[0].receivers == ("rollout-1/0",)
-    assert plan_transfer(sent, needed).digest != plan_transfer(sent, {"rollout-1/0": WHOLE}).digest

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import time
+import sys
 
 import pytest
 import torch
+from cases import covering
 
 from weightlane.ckpt_engines import ConfigError
 from weightlane.sync.boxes import Box
@@ -14,7 +15,7 @@ from weightlane.sync.placement import Placement
 from weightlane.sync.quantisation import wire_specs
 from weightlane.sync.transfer_plan import Network, plan_report, plan_transfer, shares
 from weightlane.sync.transfer_plan.layouts import USUAL, RolloutLayout, TrainerLayout
-from weightlane.sync.transfer_plan.shapes import SHAPES, ModelShape, Weight, shape_named, weights
+from weightlane.sync.transfer_plan.shapes import SHAPES, ModelShape, shape_named, weights
 
 FAST = Network(50e9, 50e9, 20e-6)
 
@@ -28,6 +29,7 @@ def test_shapes_have_as_many_parameters_as_the_models(name: str, billions: float
     tensors = weights(SHAPES[name])
     assert sum(weight.spec.numel for weight in tensors) / 1e9 == pytest.approx(billions, rel=1e-3)
     assert len({weight.spec.name for weight in tensors}) == len(tensors)
+    assert {weight.spec.dtype for weight in tensors} == {torch.bfloat16}
 
 
 def test_fp8_has_the_tensors_of_a_quantised_version() -> None:
@@ -36,20 +38,18 @@ def test_fp8_has_the_tensors_of_a_quantised_version() -> None:
     assert [weight.spec for weight in weights(shape, "fp8")] == wire_specs(plain, "fp8")
 
 
-@pytest.mark.parametrize("wire", ["bf16", "fp8"])
-@pytest.mark.parametrize("name", list(SHAPES))
-@pytest.mark.parametrize(
-    ("trainer", "rollout"),
-    [
-        ("pp2 ep4", "2x tp4 ep4"),
-        ("tp2 pp2 dp2 ep4", "1x tp8"),
-        ("fsdp4 dp2", "3x tp2"),
-        ("fsdp16", "1x tp16 ep16"),
-        ("", ""),
-    ],
-)
-def test_every_layout_holds_and_needs_every_element(name: str, wire: str, trainer: str, rollout: str) -> None:
-    shape = small(name)
+LAYOUTS = {
+    "pp2 ep4": "2x tp4 ep4",
+    "tp2 pp2 dp2 ep4": "1x tp8",
+    "fsdp4 dp2": "3x tp2",
+    "fsdp16": "1x tp16 ep16",
+    "": "",
+}
+
+
+@pytest.mark.parametrize(("trainer", "name", "wire"), covering(list(LAYOUTS), list(SHAPES), ["bf16", "fp8"]))
+def test_every_layout_holds_and_needs_every_element(trainer: str, name: str, wire: str) -> None:
+    shape, rollout = small(name), LAYOUTS[trainer]
     tensors = weights(shape, wire)  # type: ignore[arg-type] - drawn
     held = TrainerLayout.parse(trainer).placements(shape, tensors)
     needed = RolloutLayout.parse(rollout).placements(shape, tensors)
@@ -119,8 +119,8 @@ def test_a_plan_for_nobody_is_empty_and_takes_no_time() -> None:
     assert report["payload_bytes"] > 0
 
 
-@pytest.mark.slow
-def test_a_trillion_parameters_are_planned_in_seconds_and_balanced() -> None:
+@pytest.mark.exhaustive
+def test_a_trillion_parameters_are_balanced_and_sent_in_parallel() -> None:
     shape = SHAPES["1t"]
     tensors = weights(shape)
     trainer, rollout = (
@@ -128,9 +128,6 @@ def test_a_trillion_parameters_are_planned_in_seconds_and_balanced() -> None:
     )
     held, needed = trainer.placements(shape, tensors), rollout.placements(shape, tensors)
     assert (len(held), len(needed)) == (256, 128)
-    began = time.process_time()
-    plan_transfer(shares(held), needed)
-    assert time.process_time() - began <= 5.0
     report = plan_report(held, needed, FAST)
     assert report["crossing_bytes"] == report["minimum_bytes"]
     assert report["largest_share_over_mean"] <= 1.1
@@ -139,33 +136,30 @@ def test_a_trillion_parameters_are_planned_in_seconds_and_balanced() -> None:
     assert predicted["one_stream_per_replica_s"] >= 20 * predicted["direct_s"]
 
 
-def planning_s(tensors: list[Weight], shape: ModelShape, trainer: str, rollout: str) -> float:
+def calls_of_planning(shape: ModelShape, trainer: str, rollout: str) -> int:
+    """How many functions a plan calls: work that is counted and not timed, so that it is the same on every machine."""
+    tensors = weights(shape)
     held = TrainerLayout.parse(trainer).placements(shape, tensors)
     needed = RolloutLayout.parse(rollout).placements(shape, tensors)
-    times = []
-    for _ in range(3):
-        began = time.process_time()
+    calls = 0
+
+    def note(_: object, event: str, __: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
         plan_transfer(shares(held), needed)
-        times.append(time.process_time() - began)
-    return min(times)
+    finally:
+        sys.setprofile(None)
+    return calls
 
 
-def test_planning_takes_about_as_many_times_longer_as_there_are_tensors() -> None:
-    few, many = (dataclasses.replace(SHAPES["1t"], layers=layers, experts=64) for layers in (8, 64))
-    short = planning_s(weights(few), few, "pp4 ep8", "2x tp8 ep8")
-    long = planning_s(weights(many), many, "pp4 ep8", "2x tp8 ep8")
-    assert long <= 3 * 8 * short
+def test_planning_is_as_many_times_more_work_as_there_are_tensors() -> None:
+    few, many = (small("1t", layers=layers) for layers in (4, 32))
+    assert calls_of_planning(many, "pp4 ep8", "2x tp8 ep8") <= 1.2 * 8 * calls_of_planning(few, "pp4 ep8", "2x tp8 ep8")
 
 
-def test_many_replicas_alike_cost_next_to_nothing() -> None:
-    shape = small("1t", layers=8, experts=64)
-    tensors = weights(shape)
-    few = planning_s(tensors, shape, "pp2 ep8", "2x tp8 ep8")
-    many = planning_s(tensors, shape, "pp2 ep8", "256x tp8 ep8")
-    assert many <= 2 * few + 0.1
-
-
-def test_tensors_are_bfloat16_or_as_a_quantised_checkpoint_has_them() -> None:
-    assert {weight.spec.dtype for weight in weights(small("30b"))} == {torch.bfloat16}
-    found = {weight.spec.dtype for weight in weights(small("30b"), "fp8")}
-    assert found == {torch.bfloat16, torch.float8_e4m3fn, torch.float32}
+def test_many_replicas_alike_are_next_to_no_work() -> None:
+    shape = small("1t")
+    assert calls_of_planning(shape, "pp2 ep8", "64x tp8 ep8") <= 2 * calls_of_planning(shape, "pp2 ep8", "2x tp8 ep8")

@@ -23,6 +23,11 @@ def tensors(draw: Draw, most: int = 4) -> list[TensorSpec]:
     return [TensorSpec(f"t{index}", shape, draw(dtypes)) for index, shape in enumerate(shapes)]
 
 
+def nothing_of(spec: TensorSpec) -> Box:
+    """An empty slice, by which a rank says that it knows the tensor."""
+    return Box((0,) * len(spec.shape), (0,) * len(spec.shape))
+
+
 @st.composite
 def grids(draw: Draw, shape: tuple[int, ...]) -> list[Box]:
     """A tensor of `shape` cut through along each axis at random places: boxes that hold every element once."""
@@ -48,13 +53,8 @@ def holdings(draw: Draw, specs: Sequence[TensorSpec], ranks: int) -> dict[str, P
                 for name in names:
                     if name in chosen:
                         held[name].append((spec, box))
-        if not spec.numel or draw(st.booleans()):
-            name = draw(st.sampled_from(names))
-            held[name].append(
-                (spec, Box((0,) * len(spec.shape), (0,) * len(spec.shape)) if spec.shape else Box((), ()))
-            )
-            if not spec.shape and sum(each == spec for each, _ in held[name]) > 1:
-                held[name].pop()
+        if spec.shape and (not spec.numel or draw(st.booleans())):
+            held[draw(st.sampled_from(names))].append((spec, nothing_of(spec)))
     return {name: Placement.of(slices) for name, slices in held.items()}
 
 
@@ -68,12 +68,8 @@ def needs(draw: Draw, specs: Sequence[TensorSpec], replicas: int, ranks: int) ->
         for spec in specs:
             for rank in range(ranks):
                 if rank == 0 or draw(st.booleans()):
-                    slices[rank].append((spec, Box((0,) * len(spec.shape), (0,) * len(spec.shape))))
-                    if not spec.shape:
-                        slices[rank].pop()
-                        slices[rank].append((spec, Box((), ())))
-                        continue
-                    for box in draw(grids(spec.shape)):
+                    slices[rank].append((spec, nothing_of(spec)))  # of a scalar this is all
+                    for box in draw(grids(spec.shape)) if spec.shape else ():
                         if draw(st.booleans()):
                             slices[rank].append((spec, box))
         kinds.append([Placement.of(each) for each in slices])

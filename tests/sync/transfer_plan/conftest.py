@@ -1,8 +1,0 @@
-"""Lets the tests of plans import what draws random ones."""
-
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
