@@ -35,6 +35,7 @@ from weightlane.trainer.batch import Sample, TrainBatch
 from weightlane.trainer.config import AlgorithmConfig, TrainerConfig
 from weightlane.trainer.engine import TrainingEngine
 from weightlane.trainer.losses import grpo_loss, sft_loss
+from weightlane.trainer.outlines import _outline_all
 from weightlane.trainer.registry import training_engine_class
 
 VOCAB = 61  # odd: the embedding's rows do not divide by two ranks
@@ -127,6 +128,10 @@ class Worker:
     def placement(self, wire_dtype: str) -> list[Any]:
         """What this rank holds, as plain data."""
         return Placement.of_shards(self._engine.local_shards(getattr(torch, wire_dtype))).to_plain()
+
+    def outline(self, model: str, trainer: dict[str, Any]) -> list[Any]:
+        """What every rank would hold, as the process of `outlined_placements` finds it out: by forks of its own."""
+        return _outline_all(TrainerConfig(ranks=self._world, **trainer).model_dump(mode="json"), model, "bfloat16")
 
     def forward_weights(self) -> list[tuple[Any, ...]]:
         """The parameters that a megatron engine's forward pass uses, as slices of checkpoint tensors."""

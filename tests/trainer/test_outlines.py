@@ -20,30 +20,33 @@ PP = {"pipeline_parallel": 2, "virtual_pipeline": 2, "distributed_optimizer": Tr
 @pytest.mark.parametrize(
     ("model", "world", "trainer"),
     [
-        ("qwen3-tied", 4, {"fsdp2": {"tensor_parallel": 2}}),
+        ("qwen3-moe", 2, {"engine": "fsdp2"}),
+        ("qwen3-tied", 4, {"engine": "fsdp2", "fsdp2": {"tensor_parallel": 2}}),
+        pytest.param("qwen3-moe", 2, {"engine": "megatron", "megatron": TP_EP}, marks=pytest.mark.megatron),
         pytest.param(
             "qwen3-tied",
             4,
             {"engine": "megatron", "megatron": PP, "compute_dtype": "bfloat16"},
             marks=pytest.mark.megatron,
         ),
-        pytest.param("qwen3-moe", 2, {}, marks=pytest.mark.exhaustive),
-        pytest.param(
-            "qwen3-moe",
-            2,
-            {"engine": "megatron", "megatron": TP_EP},
-            marks=[pytest.mark.megatron, pytest.mark.exhaustive],
-        ),
     ],
-    ids=["fsdp2 over tensor parallelism", "pipeline and distributed optimizer", "fsdp2", "tensors and experts"],
+    ids=["fsdp2", "fsdp2 over tensor parallelism", "tensors and experts", "pipeline and distributed optimizer"],
 )
 def test_an_outline_is_exactly_what_real_ranks_hold(
     model: str, world: int, trainer: dict[str, Any], teams: Teams
 ) -> None:
+    with teams.new(world, present=1) as fresh:
+        (outlined,) = fresh.all("outline", model=str(teams.models[model]), trainer=trainer)
     ranks = teams.of(world)
     ranks.setup(model, **trainer)
-    outlined = outlined_placements(TrainerConfig(ranks=world, **trainer), teams.models[model], "bfloat16")
-    assert [placement.to_plain() for placement in outlined] == ranks.all("placement", wire_dtype="bfloat16")
+    assert outlined == ranks.all("placement", wire_dtype="bfloat16")
+
+
+@pytest.mark.exhaustive
+def test_an_outline_is_made_in_a_process_of_its_own(teams: Teams) -> None:
+    (outlined,) = outlined_placements(TrainerConfig(), teams.models["qwen3-tied"], "bfloat16")
+    teams.of(1).setup("qwen3-tied")
+    assert [outlined.to_plain()] == teams.of(1).all("placement", wire_dtype="bfloat16")
 
 
 def test_an_engine_that_must_run_to_know_is_refused_in_its_own_words(
