@@ -1,36 +1,22 @@
-"""Makes this folder's helper modules importable, and shares the worker processes of a module, which take long to start."""
+"""Makes this folder's helper modules importable, and shares processes with training engines."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from engine_ranks import Parity, Ranks, make_models
+from engine_ranks import Parity, Teams, make_models
 
-_teams: dict[int, Ranks] = {}
+_teams = Teams()
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """End the workers after a module's last test: threads of their process groups poll for as long as they live."""
+    """End the ranks after a module's last test: threads of their process groups poll for as long as they live."""
     if nextitem is None or nextitem.path != item.path:
-        while _teams:
-            _teams.popitem()[1].end()
-
-
-@pytest.fixture(scope="session")
-def ranks_of() -> Callable[[int], Ranks]:
-    """Workers by their number, started once for a module."""
-
-    def found(world: int) -> Ranks:
-        if world not in _teams:
-            _teams[world] = Ranks(world)
-        return _teams[world]
-
-    return found
+        _teams.end(server=nextitem is None or nextitem.path.parent != item.path.parent)
 
 
 @pytest.fixture(scope="session")
@@ -40,6 +26,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def parity(ranks_of: Callable[[int], Ranks], models: dict[str, Path]) -> Parity:
+def teams(models: dict[str, Path]) -> Teams:
+    """Teams of ranks. The ones that tests share end with a module."""
+    _teams.models = models
+    return _teams
+
+
+@pytest.fixture(scope="session")
+def parity(teams: Teams) -> Parity:
     """Compares training with FSDP2's on one rank."""
-    return Parity(ranks_of, models)
+    return Parity(teams)

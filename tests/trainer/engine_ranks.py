@@ -1,21 +1,22 @@
-"""Teams of worker processes with a training engine each, the tiny models they train, and what they hold put together."""
+"""Teams of processes with a training engine each, the tiny models they train, and what they hold put together."""
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
-import queue
 import signal
+import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Collection, Mapping
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, Self
 
 import pytest
 import torch
+from engine_worker import VOCAB
 from ports import free_port
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
@@ -31,92 +32,136 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from waiting import HANG_S
 
 WORKER = Path(__file__).with_name("engine_worker.py")
-VOCAB = 61  # odd: the embedding's rows do not divide by two ranks
 LEARNING_RATE = 1e-3
 TRAINER = {"learning_rate": LEARNING_RATE, "weight_decay": 0.01}
-# Wide: four ranks that start beside vLLM on two cores have taken more than a minute to import what they need.
-START_S, ANSWER_S, COLLECTIVE_S = 300.0, 120.0, 120.0
 
 
 class Ranks:
-    """The first `present` of `world` worker processes. Every call has a deadline; leaving the block ends them all."""
+    """The first `present` of `world` processes of `engine_worker`.
 
-    def __init__(self, world: int, timeout_s: float = COLLECTIVE_S, present: int | None = None) -> None:
+    Args:
+        server: Forks a process for each pipe that it is sent.
+        models: Tiny checkpoints by name.
+        world: How many ranks there should be.
+        timeout_s: Seconds until a collective between them fails.
+        present: How many there are.
+    """
+
+    def __init__(
+        self,
+        server: socket.socket,
+        models: Mapping[str, Path],
+        world: int,
+        timeout_s: float = HANG_S,
+        present: int | None = None,
+    ) -> None:
+        self._models = models
         port = free_port()
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, str(WORKER), str(rank), str(world), str(port), str(timeout_s)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env=environment,
-            )
-            for rank in range(world if present is None else present)
-        ]
-        self._answers: list[queue.Queue[str]] = [queue.Queue() for _ in self.processes]
-        for process, answers in zip(self.processes, self._answers, strict=True):
-            threading.Thread(target=self._read, args=(process, answers), daemon=True).start()
+        self._pipes = []
+        for rank in range(present or world):
+            ours, theirs = Pipe()
+            socket.send_fds(server, [b"."], [theirs.fileno()])
+            ours.send((rank, world, port, timeout_s))
+            theirs.close()
+            self._pipes.append(ours)
+        self._pids = [self._receive(rank) for rank in range(len(self._pipes))]
 
-    @staticmethod
-    def _read(process: subprocess.Popen[str], answers: queue.Queue[str]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            answers.put(line)
-        answers.put("")
+    def __len__(self) -> int:
+        return len(self._pipes)
 
     def tell(self, rank: int, do: str, **arguments: Any) -> None:
-        stdin = self.processes[rank].stdin
-        assert stdin is not None
-        stdin.write(json.dumps({"do": do, **arguments}) + "\n")
-        stdin.flush()
+        self._pipes[rank].send({"do": do, **arguments})
 
-    def answer(self, rank: int, timeout_s: float = ANSWER_S) -> dict[str, Any]:
+    def answer(self, rank: int) -> dict[str, Any]:
+        return dict(self._receive(rank))
+
+    def _receive(self, rank: int) -> Any:
+        pipe = self._pipes[rank]
+        if not pipe.poll(HANG_S):
+            for pid in self._pids:
+                os.kill(pid, signal.SIGUSR1)
+            time.sleep(1)
+            raise AssertionError(f"rank {rank} does not answer; where each rank is stands on stderr")
         try:
-            line = self._answers[rank].get(timeout=timeout_s)
-        except queue.Empty:
-            raise AssertionError(self._silence(rank, timeout_s)) from None
-        assert line, f"rank {rank} ended with exit code {self.processes[rank].wait(10)}"
-        return dict(json.loads(line))
+            return pipe.recv()
+        except (EOFError, ConnectionResetError):
+            raise AssertionError(f"rank {rank} has ended") from None
 
-    def _silence(self, rank: int, timeout_s: float) -> str:
-        """What there is to know of a rank that does not answer. Where each of them is goes to stderr."""
-        for process in self.processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGUSR1)
-        time.sleep(1)
-        said = {number: list(answers.queue) for number, answers in enumerate(self._answers)}
-        return f"rank {rank} did not answer for {timeout_s:g} s; answers of the others not read yet: {said}"
+    def _answers(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
+        for rank in range(len(self)):
+            self.tell(rank, do, **arguments)
+        return [self.answer(rank) for rank in range(len(self))]
 
     def all(self, do: str, **arguments: Any) -> list[Any]:
         """Run a command on every rank; fails the test when a rank raises."""
-        for rank in range(len(self.processes)):
-            self.tell(rank, do, **arguments)
-        answers = [self.answer(rank, START_S) for rank in range(len(self.processes))]
+        answers = self._answers(do, **arguments)
         assert not [answer for answer in answers if "error" in answer], answers
         return [answer["ok"] for answer in answers]
+
+    def setup(self, model: str, **trainer: Any) -> None:
+        """Let every rank load a model into a new engine."""
+        self.all("setup", model=self._models[model], trainer={**TRAINER, **trainer})
+
+    def all_fail(self, error: str, message: str, do: str, **arguments: Any) -> None:
+        """Run a command that must raise `error` with `message` in its text on every rank."""
+        for answer in self._answers(do, **arguments):
+            assert answer.get("error") == error, answer
+            assert message in answer["message"]
+
+    def kill(self, rank: int) -> None:
+        os.kill(self._pids[rank], signal.SIGKILL)
+        assert self._pipes[rank].poll(HANG_S), "its end of the pipe closes with it"
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.end()
+        """Kill them all. Their server does not ask how a rank ended, so their numbers are still theirs."""
+        for pid, pipe in zip(self._pids, self._pipes, strict=True):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            pipe.close()
 
-    def end(self) -> None:
-        """End them all."""
-        for process in self.processes:
-            if process.stdin is not None:
-                process.stdin.close()
-        for process in self.processes:
-            try:
-                process.wait(5)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(10)
-            if process.stdout is not None:
-                process.stdout.close()
+
+class Teams:
+    """Teams of ranks, forked from one process that has imported what engines need."""
+
+    def __init__(self) -> None:
+        self.models: Mapping[str, Path] = {}
+        self._shared: dict[int, Ranks] = {}
+        self._server: socket.socket | None = None
+
+    def new(self, world: int, **options: Any) -> Ranks:
+        """A team of a test's own; see `Ranks`."""
+        if self._server is None:
+            self._server, theirs = socket.socketpair()
+            self._process = subprocess.Popen(
+                [sys.executable, str(WORKER), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+                start_new_session=True,
+            )
+            theirs.close()
+        return Ranks(self._server, self.models, world, **options)
+
+    def of(self, world: int) -> Ranks:
+        """The team of so many ranks that tests share."""
+        if world not in self._shared:
+            self._shared[world] = self.new(world)
+        return self._shared[world]
+
+    def end(self, server: bool) -> None:
+        """End the shared teams, and the process that they come from if it is to end too."""
+        for ranks in self._shared.values():
+            ranks.__exit__()
+        self._shared.clear()
+        if server and self._server is not None:
+            self._server.close()
+            self._server = None
+            self._process.wait(HANG_S)
 
 
 def make_models(root: Path) -> dict[str, Path]:
@@ -172,33 +217,31 @@ def _save_tokenizer(path: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="t3").save_pretrained(path)
 
 
-def gathered(ranks: Ranks, file: Path, wire_dtype: str = "float32") -> dict[str, torch.Tensor]:
+def gathered(ranks: Ranks, wire_dtype: str = "float32") -> dict[str, torch.Tensor]:
     """The full tensors put together from every rank's slices, each element of which must be there.
 
     Slices of one rank must not overlap, and elements that several ranks hold must be equal. Every rank lists the tensors that it
     lists in the same order.
     """
-    ranks.all("shards", file=str(file), wire_dtype=wire_dtype)
-    held = [torch.load(f"{file}.{rank}") for rank in range(len(ranks.processes))]
-    shapes = {name: tuple(shape) for slices in held for name, shape, *_ in slices}
+    held = ranks.all("shards", wire_dtype=wire_dtype)
+    shapes = {name: shape for slices in held for name, shape, *_ in slices}
     full = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    times = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in shapes.items()}
+    known = {name: torch.zeros(shape, dtype=torch.bool) for name, shape in shapes.items()}
     order = list(dict.fromkeys(name for name, *_ in held[0]))
     for slices in held:
         assert list(dict.fromkeys(name for name, *_ in slices)) == order
-        mine = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in shapes.items()}
-        for name, _, dtype, starts, data in slices:
+        mine = {name: torch.zeros(shape, dtype=torch.bool) for name, shape in shapes.items()}
+        for name, _, dtype, starts, array in slices:
+            data = torch.from_numpy(array)
             assert (dtype, data.dtype) == (f"torch.{wire_dtype}", torch.float32)
             index = tuple(slice(start, start + size) for start, size in zip(starts, data.shape, strict=True))
             assert full[name][index].shape == data.shape
-            known = times[name][index] > 0
-            assert torch.equal(full[name][index][known], data[known]), f"two ranks differ about {name}"
+            assert not mine[name][index].any()
+            again = known[name][index]
+            assert torch.equal(full[name][index][again], data[again]), f"two ranks differ about {name}"
             full[name][index] = data
-            mine[name][index] += 1
-        assert [name for name, count in mine.items() if bool((count > 1).any())] == []
-        for name, count in mine.items():
-            times[name] += count
-    assert [name for name, count in times.items() if bool((count == 0).any())] == []
+            mine[name][index] = known[name][index] = True
+    assert [name for name, there in known.items() if not there.all()] == []
     return full
 
 
@@ -211,41 +254,53 @@ def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
 
 
-class Parity:
-    """Twenty steps beside those of FSDP2 on one rank.
+def assert_fence_tells_of_changes(ranks: Ranks, names: Collection[str]) -> list[list[str]]:
+    """One step in which the fence names every checkpoint tensor once and before it changes; returns what each call named."""
+    reports = ranks.all("fence")
+    order = [[call["named"] for call in report["calls"]] for report in reports]
+    assert all(parts == order[0] for parts in order)
+    named = [tensor for part in order[0] for tensor in part]
+    assert sorted(named) == sorted(names)
+    for report in reports:
+        assert report["published"] == [tensor for tensor in named if tensor in set(report["published"])]
+        assert report["changed"] == report["published"]
+        may_change: set[str] = set()
+        for call in report["calls"]:
+            assert set(call["changed_before"]) == may_change & set(report["published"])
+            may_change |= set(call["named"])
+        assert (report["error"], report["step"]) == ("", 1)
+    return order[0]
 
-    Args:
-        ranks_of: Gives the team of so many ranks.
-        models: Tiny checkpoints by name.
-    """
+
+class Parity:
+    """Twenty steps beside those of FSDP2 on one rank."""
 
     STEPS = 20
 
-    def __init__(self, ranks_of: Callable[[int], Ranks], models: dict[str, Path]) -> None:
-        self._ranks_of, self._models = ranks_of, models
+    def __init__(self, teams: Teams) -> None:
+        self._teams = teams
         self._known: dict[str, list[dict[str, float]]] = {}
 
     def _reports(self, name: str) -> list[dict[str, float]]:
         """What one rank reports of each step of a model."""
         if name not in self._known:
-            trainer = {**TRAINER, "micro_batch_tokens": 40}
-            alone = self._ranks_of(1)
-            alone.all("setup", model=str(self._models[name]), trainer=trainer)
-            self._known[name] = list(alone.all("train", first=0, count=self.STEPS)[0])
+            with self._teams.new(1) as alone:
+                alone.setup(name, micro_batch_tokens=40)
+                self._known[name] = alone.all("train", first=0, count=self.STEPS)[0]
         return self._known[name]
 
-    def check(self, ranks: Ranks, name: str, trainer: dict[str, Any], directory: Path) -> None:
+    def check(self, world: int, name: str, directory: Path, **trainer: Any) -> None:
         """Losses within 1e-4 on the same data, in fp32; shards and exports that are the checkpoint, before and after."""
-        model, wanted = self._models[name], self._reports(name)
-        ranks.all("setup", model=str(model), trainer={**trainer, "micro_batch_tokens": 40})
-        assert_same(gathered(ranks, directory / "loaded", "bfloat16"), checkpoint(model))
+        start, wanted, ranks = checkpoint(self._teams.models[name]), self._reports(name), self._teams.of(world)
+        ranks.setup(name, micro_batch_tokens=40, **trainer)
+        assert_same(gathered(ranks, "bfloat16"), start)
         reports = ranks.all("train", first=0, count=self.STEPS)
         assert all(report == reports[0] for report in reports)
         for mine, theirs in zip(reports[0], wanted, strict=True):
             assert mine.keys() == theirs.keys()
             for key, value in theirs.items():
                 assert mine[key] == pytest.approx(value, abs=1e-4, rel=1e-4), key
-        trained = gathered(ranks, directory / "trained")
-        assert all(not torch.equal(trained[key], value) for key, value in checkpoint(model).items())
-        ranks.all("export", directory=str(directory / "exported"))
+        trained = gathered(ranks)
+        assert all(not torch.equal(trained[key], value) for key, value in start.items())
+        ranks.all("export", directory=directory / "exported")
         assert_same(checkpoint(directory / "exported"), trained)

@@ -1,21 +1,27 @@
-"""One trainer rank of the engines' tests: reads commands from stdin, one JSON object per line, and answers each with one.
+"""Trainer ranks of the engines' tests, and the server that forks them.
 
-    python engine_worker.py RANK WORLD PORT TIMEOUT_S
+    python engine_worker.py SOCKET
 
-A command is ``{"do": name, ...arguments}``; the answer ``{"ok": value}``, or ``{"error": type, "message": text}``. Tensors
-travel in files. The real engine runs here: nothing is replaced.
+The server has imported what engines need, which takes seconds, and forks a rank for every pipe that it is sent over the socket.
+A rank answers commands: ``{"do": name, ...arguments}`` with ``{"ok": value}``, or with ``{"error": type, "message": text}``.
+The real engine runs here: nothing is replaced.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
-import json
+import importlib
+import os
 import random
 import resource
 import signal
+import socket
 import sys
+import traceback
 from collections.abc import Collection
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +34,26 @@ from weightlane.sync import Placement
 from weightlane.trainer.batch import Sample, TrainBatch
 from weightlane.trainer.config import AlgorithmConfig, TrainerConfig
 from weightlane.trainer.engine import TrainingEngine
-from weightlane.trainer.losses import LossFn, grpo_loss, sft_loss
+from weightlane.trainer.losses import grpo_loss, sft_loss
+from weightlane.trainer.outlines import _outline_all
 from weightlane.trainer.registry import training_engine_class
 
+VOCAB = 61  # odd: the embedding's rows do not divide by two ranks
+PRELOADED = (
+    "weightlane.trainer.fsdp2",
+    "weightlane.trainer.megatron",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2_moe", "qwen3", "qwen3_moe")),
+)
+LOSSES = {"sft": sft_loss(), "grpo": grpo_loss(AlgorithmConfig())}
 
-def make_batch(step: int, rows: int, vocab: int) -> TrainBatch:
+
+def make_batch(step: int, rows: int = 6) -> TrainBatch:
     """The batch of `step`: samples of different lengths, the same in every process."""
     rng = random.Random(step)
     samples = []
     for _ in range(rows):
-        prompt = tuple(rng.randrange(vocab) for _ in range(rng.randint(1, 6)))
-        completion = tuple(rng.randrange(vocab) for _ in range(rng.randint(1, 7)))
+        prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 6)))
+        completion = tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 7)))
         logprobs = tuple(-rng.uniform(3.0, 5.0) for _ in completion)
         samples.append(Sample(prompt, completion, logprobs, rng.gauss(0.0, 1.0)))
     return TrainBatch(tuple(samples), temperature=0.9)
@@ -49,24 +64,16 @@ def _bits(parameter: torch.Tensor) -> torch.Tensor:
     return local.detach().view(torch.int32)
 
 
-def make_loss(name: str) -> LossFn:
-    return sft_loss() if name == "sft" else grpo_loss(AlgorithmConfig())
-
-
 class Worker:
     """The commands."""
 
     def __init__(self, rank: int, world: int, port: int, timeout_s: float) -> None:
         self._rank, self._world, self._port, self._timeout_s = rank, world, port, timeout_s
-        self._engine: TrainingEngine | None = None
+        self._engine: Any = None
         self._first: TrainingEngine | None = None
 
-    def _open(self) -> TrainingEngine:
-        assert self._engine is not None
-        return self._engine
-
-    def setup(self, model: str, trainer: dict[str, Any] | None = None) -> int:
-        config = TrainerConfig(device="cpu", ranks=self._world, collective_timeout_s=self._timeout_s, **(trainer or {}))
+    def setup(self, model: str, trainer: dict[str, Any]) -> None:
+        config = TrainerConfig(device="cpu", ranks=self._world, collective_timeout_s=self._timeout_s, **trainer)
         fresh = training_engine_class(config.engine)(config, self._rank, self._world, ("127.0.0.1", self._port))
         # The first engine owns the process group and stays alive; later ones share the group.
         if self._engine is not None and self._engine is not self._first:
@@ -74,13 +81,18 @@ class Worker:
         fresh.setup(Path(model), seed=0)
         self._engine = fresh
         self._first = self._first or fresh
-        return fresh.step
 
     def lose_first_connection(self) -> None:
-        """Make this rank's first try to connect go wrong as it does in gloo now and then: the other one waits."""
+        """Make the ranks' first try to connect go wrong as it does in gloo now and then: rank 0 waits for rank 1."""
         sys.path.append(str(Path(__file__).parents[1]))
         from gloo_faults import publish_and_never_call
 
+        from weightlane.ckpt_engines import gloo_connect
+
+        gloo_connect._LONGEST_TRY_S = 2.0  # it would be a minute
+        gloo_connect._GRACE_S = self._timeout_s  # however busy the machine is
+        if self._rank == 0:
+            return
         connect = dist.init_process_group
 
         def lose(*_: Any, store: dist.Store, rank: int, timeout: timedelta, **__: Any) -> None:
@@ -90,42 +102,43 @@ class Worker:
 
         dist.init_process_group = lose
 
-    def train(
-        self, first: int, count: int, rows: int = 6, vocab: int = 61, loss: str = "grpo"
-    ) -> list[dict[str, float]]:
+    def train(self, first: int, count: int, rows: int = 6, loss: str = "grpo") -> list[dict[str, float]]:
+        """Make `count` steps on the batches from `first` on; what is reported of each."""
         reports = []
         for step in range(first, first + count):
-            metrics = self._open().forward_backward(make_batch(step, rows, vocab), make_loss(loss))
-            norm = self._open().optim_step(lambda names: None)
-            reports.append({**metrics, "norm": norm})
+            metrics = self._engine.forward_backward(make_batch(step, rows), LOSSES[loss])
+            reports.append({**metrics, "norm": self._engine.optim_step(lambda names: None)})
         return reports
 
     def train_twice(self) -> float:
         """The gradient norm of a step on two batches."""
         for step in range(2):
-            self._open().forward_backward(make_batch(step, 6, 61), make_loss("grpo"))
-        return self._open().optim_step(lambda names: None)
+            self._engine.forward_backward(make_batch(step), LOSSES["grpo"])
+        return self._engine.optim_step(lambda names: None)
 
-    def shards(self, file: str, wire_dtype: str = "float32") -> list[int]:
-        """Save this rank's shards to `file`; returns the storage addresses behind them."""
-        shards = self._open().local_shards(getattr(torch, wire_dtype))
-        plain = [(s.spec.name, s.spec.shape, str(s.spec.dtype), s.starts, s.data.clone()) for s in shards]
-        torch.save(plain, f"{file}.{self._rank}")
-        return [shard.data.untyped_storage().data_ptr() for shard in shards]
+    def shards(self, wire_dtype: str = "float32") -> list[tuple[Any, ...]]:
+        """What this rank publishes."""
+        shards = self._engine.local_shards(getattr(torch, wire_dtype))
+        return [(s.spec.name, s.spec.shape, str(s.spec.dtype), s.starts, s.data.detach().numpy()) for s in shards]
+
+    def addresses(self) -> list[int]:
+        """Where the storage behind each shard is."""
+        return [shard.data.untyped_storage().data_ptr() for shard in self._engine.local_shards(torch.float32)]
 
     def placement(self, wire_dtype: str) -> list[Any]:
         """What this rank holds, as plain data."""
-        return Placement.of_shards(self._open().local_shards(getattr(torch, wire_dtype))).to_plain()
+        return Placement.of_shards(self._engine.local_shards(getattr(torch, wire_dtype))).to_plain()
 
-    def forward_weights(self, file: str) -> None:
-        """Save the parameters that a megatron engine's forward pass uses to `file`, as slices of checkpoint tensors."""
-        from weightlane.trainer.megatron import MegatronEngine
+    def outline(self, model: str, trainer: dict[str, Any]) -> list[Any]:
+        """What every rank would hold, as the process of `outlined_placements` finds it out: by forks of its own."""
+        return _outline_all(TrainerConfig(ranks=self._world, **trainer).model_dump(mode="json"), model, "bfloat16")
+
+    def forward_weights(self) -> list[tuple[Any, ...]]:
+        """The parameters that a megatron engine's forward pass uses, as slices of checkpoint tensors."""
         from weightlane.trainer.megatron_weights import model_slices
 
-        engine = self._open()
-        assert isinstance(engine, MegatronEngine)
-        slices = model_slices(engine._chunks, engine._facts.shape, engine._coordinates)
-        torch.save([(name, starts, data.clone()) for name, starts, data in slices], f"{file}.{self._rank}")
+        slices = model_slices(self._engine._chunks, self._engine._facts.shape, self._engine._coordinates)
+        return [(name, starts, str(data.dtype), data.detach().float().numpy()) for name, starts, data in slices]
 
     def vocab_logprobs(self, scale: float, dtype: str) -> dict[str, float]:
         """How far log-probabilities over a split vocabulary of 7 tokens, padded to 8, are from those over the whole one."""
@@ -157,26 +170,26 @@ class Worker:
         }
 
     def save(self, directory: str) -> int:
-        self._open().save(Path(directory))
-        return self._open().step
+        self._engine.save(Path(directory))
+        return self._engine.step
 
     def load(self, directory: str) -> int:
-        self._open().load(Path(directory))
-        return self._open().step
+        self._engine.load(Path(directory))
+        return self._engine.step
 
     def draw(self) -> list[float]:
         """Advance the random state."""
         return torch.rand(3).tolist()
 
     def export(self, directory: str, dtype: str = "float32") -> None:
-        self._open().export_hf(Path(directory), getattr(torch, dtype))
+        self._engine.export_hf(Path(directory), getattr(torch, dtype))
 
     def fence(self, fail_at: int | None = None) -> dict[str, Any]:
         """One step that notes, at every call of the fence, what it names and what has changed by then.
 
         With `fail_at`, that call raises.
         """
-        engine = self._open()
+        engine = self._engine
         live = [(shard.spec.name, shard.data) for shard in engine.local_shards(torch.float32) if shard.data.numel()]
         before = [data.clone() for _, data in live]
 
@@ -191,7 +204,7 @@ class Worker:
             if len(calls) - 1 == fail_at:
                 raise WeightlaneError("the fence failed.", part="test")
 
-        engine.forward_backward(make_batch(0, 6, 61), make_loss("grpo"))
+        engine.forward_backward(make_batch(0), LOSSES["grpo"])
         error = ""
         try:
             engine.optim_step(before_change)
@@ -210,11 +223,7 @@ class Worker:
 
         Returns, per step, the parameters that differ in any bit from the copy's.
         """
-        from weightlane.trainer.fsdp2 import Fsdp2Engine
-
-        engine = self._open()
-        assert isinstance(engine, Fsdp2Engine)
-        assert engine._model is not None
+        engine = self._engine
         live = dict(engine._model.named_parameters())
         twins = {name: parameter.detach().clone().requires_grad_() for name, parameter in live.items()}
         config = engine.config
@@ -231,7 +240,7 @@ class Worker:
         different = []
         for step in range(count):
             whole.zero_grad()
-            engine.forward_backward(make_batch(step, 6, 61), make_loss("grpo"))
+            engine.forward_backward(make_batch(step), LOSSES["grpo"])
             engine.optim_step(copy_gradients)
             for group in whole.param_groups:
                 group["lr"] = config.learning_rate * min(1.0, (step + 1) / max(1, config.lr_warmup_steps))
@@ -242,10 +251,10 @@ class Worker:
 
     def overflow(self) -> dict[str, Any]:
         """One step with an advantage whose gradient overflows."""
-        engine = self._open()
+        engine = self._engine
         before = [shard.data.clone() for shard in engine.local_shards(torch.float32)]
         batch = TrainBatch(tuple(Sample((1,), (2, 3), (-4.0, -4.0), 3e38) for _ in range(4)))
-        engine.forward_backward(batch, make_loss("grpo"))
+        engine.forward_backward(batch, LOSSES["grpo"])
         called: list[bool] = []
         try:
             engine.optim_step(lambda names: called.append(True))
@@ -266,12 +275,8 @@ class Worker:
 
     def group_timeouts(self) -> list[float]:
         """Seconds until a collective fails, in the group of all ranks and in those of an fsdp2 engine over tensor parallelism."""
-        from weightlane.trainer.fsdp2 import Fsdp2Engine
-
-        engine = self._open()
-        assert isinstance(engine, Fsdp2Engine)
-        assert engine._mesh.tensor is not None
-        groups: list[Any] = [dist.group.WORLD, engine._mesh.data.get_group(), engine._mesh.tensor.get_group()]
+        mesh = self._engine._mesh
+        groups: list[Any] = [dist.group.WORLD, mesh.data.get_group(), mesh.tensor.get_group()]
         return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
 
     def gloo_threads(self) -> int:
@@ -285,19 +290,40 @@ class Worker:
             engine.close()
 
 
-def main() -> None:
-    rank, world, port = map(int, sys.argv[1:4])
+def serve(commands: Connection) -> None:
+    """Be one rank until the other side closes `commands`."""
     torch.set_num_threads(1)
-    worker = Worker(rank, world, port, float(sys.argv[4]))
     faulthandler.register(signal.SIGUSR1)
-    for line in sys.stdin:
-        command = json.loads(line)
+    worker = Worker(*commands.recv())
+    commands.send(os.getpid())
+    while True:
+        command = commands.recv()
         try:
             answer = {"ok": getattr(worker, command.pop("do"))(**command)}
         except Exception as error:  # noqa: BLE001 - the test judges it
             answer = {"error": type(error).__name__, "message": str(error)}
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
+        commands.send(answer)
+
+
+def main() -> None:
+    for module in PRELOADED:
+        with contextlib.suppress(ImportError):  # megatron-core is an extra
+            importlib.import_module(module)
+    server = socket.socket(fileno=int(sys.argv[1]))
+    while pipe := socket.recv_fds(server, 1, 1)[1]:
+        if os.fork():
+            os.close(pipe[0])
+            continue
+        try:
+            server.close()
+            serve(Connection(pipe[0]))
+        except EOFError:
+            pass
+        except BaseException:  # noqa: BLE001 - a rank that ends says why
+            traceback.print_exc()
+        finally:
+            os._exit(0)  # what the server does at its end is not a rank's to do
+    os._exit(0)  # which takes seconds to unload what it has imported otherwise
 
 
 if __name__ == "__main__":

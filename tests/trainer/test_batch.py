@@ -77,12 +77,6 @@ def test_sequences_are_padded_on_the_right_and_targets_begin_at_the_first_comple
     assert micro.advantages.tolist() == [[0.0, 2.0, 0.0], [-1.0, -1.0, -1.0]]
 
 
-def test_an_empty_micro_batch_carries_no_loss_token() -> None:
-    micro = MicroBatch.empty()
-    assert not bool(micro.loss_mask.any())
-    assert micro.targets.shape == micro.loss_mask.shape == (1, 1)
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_logprob_that_is_not_finite_is_refused_by_name(value: float) -> None:
     with pytest.raises(ProtocolError, match=rf"completion token 1 \(id 9\) is {value}"):
@@ -99,17 +93,3 @@ def test_malformed_samples_are_refused() -> None:
             Sample(prompt, completion, (-1.0,) * len(completion), 0.0)
     with pytest.raises(ProtocolError, match="at least one sample"):
         TrainBatch(())
-
-
-def test_padding_to_a_multiple_adds_nothing_that_counts() -> None:
-    samples = [Sample((1, 2), (3, 4, 5), (-1.0, -2.0, -3.0), 0.5), Sample((6,), (7,), (-4.0,), -0.5)]
-    micro = MicroBatch.from_samples(samples)
-    padded = micro.padded_to_multiple(4)
-    assert padded.input_ids.shape == (2, 8)
-    assert padded.targets.shape == padded.loss_mask.shape == padded.advantages.shape == (2, 7)
-    width = micro.loss_mask.shape[1]
-    for name in ("loss_mask", "rollout_logprobs", "advantages"):
-        assert torch.equal(getattr(padded, name)[:, :width], getattr(micro, name))
-        assert not getattr(padded, name)[:, width:].any()
-    assert torch.equal(padded.targets[:, :width], micro.targets)
-    assert padded.padded_to_multiple(4) is padded

@@ -197,6 +197,7 @@ def mbridge_class(request: pytest.FixtureRequest) -> Any:
     return Bridge
 
 
+@pytest.mark.exhaustive
 @pytest.mark.megatron
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 @pytest.mark.filterwarnings("ignore::UserWarning:m(egatron|bridge).*")

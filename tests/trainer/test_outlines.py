@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_ranks import Ranks
+from engine_ranks import Teams
 
 from weightlane.ckpt_engines import ConfigError, DeadlineExceededError
 from weightlane.trainer.config import TrainerConfig
@@ -34,21 +33,23 @@ PP = {"pipeline_parallel": 2, "virtual_pipeline": 2, "distributed_optimizer": Tr
     ids=["fsdp2", "fsdp2 over tensor parallelism", "tensors and experts", "pipeline and distributed optimizer"],
 )
 def test_an_outline_is_exactly_what_real_ranks_hold(
-    model: str, world: int, trainer: dict[str, Any], models: dict[str, Path], ranks_of: Callable[[int], Ranks]
+    model: str, world: int, trainer: dict[str, Any], teams: Teams
 ) -> None:
-    ranks = ranks_of(world)
-    ranks.all("setup", model=str(models[model]), trainer=trainer)
-    outlined = outlined_placements(TrainerConfig(ranks=world, **trainer), models[model], "bfloat16")
-    assert [placement.to_plain() for placement in outlined] == ranks.all("placement", wire_dtype="bfloat16")
+    with teams.new(world, present=1) as fresh:
+        (outlined,) = fresh.all("outline", model=str(teams.models[model]), trainer=trainer)
+    ranks = teams.of(world)
+    ranks.setup(model, **trainer)
+    assert outlined == ranks.all("placement", wire_dtype="bfloat16")
 
 
-def test_what_an_outline_cannot_be_made_of_is_refused_in_the_engines_words(models: dict[str, Path]) -> None:
-    config = TrainerConfig(ranks=3, fsdp2={"tensor_parallel": 2})
-    with pytest.raises(ConfigError, match=r"trainer.fsdp2.tensor_parallel = 2 does not divide"):
-        outlined_placements(config, models["qwen3-tied"], "bfloat16")
+@pytest.mark.exhaustive
+def test_an_outline_is_made_in_a_process_of_its_own(teams: Teams) -> None:
+    (outlined,) = outlined_placements(TrainerConfig(), teams.models["qwen3-tied"], "bfloat16")
+    teams.of(1).setup("qwen3-tied")
+    assert [outlined.to_plain()] == teams.of(1).all("placement", wire_dtype="bfloat16")
 
 
-def test_an_engine_that_must_run_to_know_says_so(
+def test_an_engine_that_must_run_to_know_is_refused_in_its_own_words(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "theirs.py").write_text(
@@ -68,4 +69,4 @@ def test_an_engine_that_must_run_to_know_says_so(
 
 def test_an_outline_that_takes_too_long_is_given_up(models: dict[str, Path]) -> None:
     with pytest.raises(DeadlineExceededError, match="what the 2 trainer ranks hold was not found in 0 s"):
-        outlined_placements(TrainerConfig(ranks=2), models["qwen3-tied"], "bfloat16", timeout_s=0.2)
+        outlined_placements(TrainerConfig(ranks=2), models["qwen3-tied"], "bfloat16", timeout_s=0.05)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import HANG_S
 
 from weightlane.ckpt_engines import ConfigError
 from weightlane.trainer.fsdp2 import Fsdp2Engine
@@ -39,15 +40,18 @@ def test_an_unknown_name_lists_all_and_suggests_the_nearest() -> None:
         training_engine_class("fsdp")
 
 
-def test_an_engine_whose_library_is_missing_names_the_extra_that_brings_it(children: Any) -> None:
+def test_without_transformers_modules_import_and_an_engine_whose_library_is_missing_names_its_extra(
+    children: Any,
+) -> None:
     program = (
-        "import sys; sys.modules['megatron'] = None\n"
+        "import sys; sys.modules['megatron'] = sys.modules['transformers'] = None\n"
         "from weightlane.ckpt_engines import ConfigError\n"
+        "from weightlane.trainer import fsdp2, hf_model, losses, rewards, tasks\n"
         "from weightlane.trainer.registry import training_engine_class\n"
         "try:\n    training_engine_class('megatron')\n"
         "except ConfigError as error:\n    print(error.message, error.hint)\n"
     )
-    status, output, errors = children.run(["-c", program])
+    status, output, errors = children.run(["-c", program], timeout_s=HANG_S)
     assert status == 0, errors
     assert "'megatron' could not be imported" in output
     assert "pip install 'weightlane[megatron]'" in output
