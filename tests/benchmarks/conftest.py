@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import shutil
 import subprocess
@@ -42,18 +41,3 @@ def limited_links(networks: ModuleType) -> None:
     done = subprocess.run([unshare, "--net", "sh", "-c", PROBE], capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.skip(f"this system makes no limited links: {done.stderr.strip()}")
-
-
-@pytest.fixture
-def networks_held() -> Callable[[], list[str]]:
-    """Finds the network namespaces of which this process has a descriptor."""
-
-    def held() -> list[str]:
-        found = []
-        for entry in Path("/proc/self/fd").iterdir():
-            with contextlib.suppress(OSError):
-                if (target := str(entry.readlink())).startswith("net:"):
-                    found.append(target)
-        return found
-
-    return held

@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+from waiting import HANG_S
 
 
-@pytest.fixture
-def direct(load_benchmark: Callable[[str], ModuleType]) -> ModuleType:
-    return load_benchmark("direct")
+class Nothing:
+    name = "nothing is carried"
+
+    def round(self) -> dict[str, float]:
+        return {"latency_s": 0.0}
 
 
-def test_all_ways_carry_the_same_weights(
-    direct: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_all_ways_carry_the_same_weights_and_wrong_ones_are_noticed(
+    load_benchmark: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    direct = load_benchmark("direct")
+    measured_rounds = direct.Measurement.rounds
+    wrong: list[int] = []
+
+    def and_then_nothing(measured: Any, *arguments: Any) -> Any:
+        found = measured_rounds(measured, *arguments)
+        wrong.append(measured.wrong)
+        measured.round(Nothing())
+        wrong.append(measured.wrong)
+        measured.wrong = wrong[0]
+        return found
+
+    monkeypatch.setattr(direct.Measurement, "rounds", and_then_nothing)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the handler would stay in this process
     to = tmp_path / "direct.json"
-    assert direct.main(["--model", "tiny", "--rounds", "1", "--json", str(to)]) == 0
+    command = ["--model", "tiny", "--rounds", "1", "--deadline-s", str(HANG_S), "--json", str(to)]
+    assert direct.main(command) == 0
+    assert wrong == [0, len(direct.named_workload("tiny").specs) * direct.ROLLOUTS]
     report = json.loads(to.read_text())
     assert report["verified"]
     assert list(report["rows"]) == ["gathered", "direct", "direct, sealed"]
@@ -27,23 +49,9 @@ def test_all_ways_carry_the_same_weights(
     held = sum(report["held_trainer_bytes"])
     assert held == report["payload_bytes"] <= sum(report["held_rollout_bytes"])
     assert abs(report["sent_bytes"] - held) <= 0.05 * held, "each element goes once"
-    assert f"direct is never slower: {'met' if _slowest(report) <= 1 else 'MISSED'}" in capsys.readouterr().out
-
-
-def _slowest(report: dict[str, dict[str, dict[str, float]]]) -> float:
-    return max(row["latency_of_gathered"] for name, row in report["rows"].items() if name != "gathered")
-
-
-def test_wrong_weights_are_noticed(direct: ModuleType) -> None:
-    workload = direct.named_workload("tiny")
-    with direct.Ranks(workload, 60.0) as ranks:
-
-        class Nothing:
-            name = "nothing is carried"
-
-            def round(self) -> dict[str, float]:
-                return {"latency_s": 0.0}
-
-        measured = direct.Measurement(ranks)
-        measured.round(Nothing())
-    assert measured.wrong == len(workload.specs) * direct.ROLLOUTS
+    for latency, said in ((0.9, "met"), (1.1, "MISSED")):
+        told = copy.deepcopy(report) | {"verified": False}
+        told["rows"]["direct"]["latency_of_gathered"] = latency
+        told["rows"]["direct, sealed"]["latency_of_gathered"] = 0.5
+        assert f"direct is never slower: {said} ({latency:.2f} of gathered)" in direct.text(told)
+        assert "NOT VERIFIED" in direct.text(told)

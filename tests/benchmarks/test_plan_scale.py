@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -16,8 +18,9 @@ def plan_scale(load_benchmark: Callable[[str], ModuleType]) -> ModuleType:
 
 
 def test_each_case_is_planned_in_its_own_process_and_shown_in_one_row(
-    plan_scale: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    plan_scale: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the handler would stay in this process
     to = tmp_path / "plan.json"
     assert plan_scale.main(["--case", "30b", "--rounds", "2", "--json", str(to)]) == 0
     report = json.loads(to.read_text())
@@ -32,10 +35,17 @@ def test_each_case_is_planned_in_its_own_process_and_shown_in_one_row(
     assert len(shown) == 2
     assert all(cell in shown[1] for cell in plan_scale.cells(row))
     assert plan_scale.markdown(report).count("\n") == 2
+    assert plan_scale.text(report | {"verified": False}).splitlines()[-1].startswith("NOT VERIFIED")
 
 
-def test_a_plan_that_moves_more_than_is_needed_is_not_verified(plan_scale: ModuleType) -> None:
-    row = plan_scale.measure_case("30b", 1, 50e9)
-    assert row["verified"]
-    report = {"rows": [row], "verified": False}
-    assert plan_scale.text(report).splitlines()[-1].startswith("NOT VERIFIED")
+def test_a_plan_that_moves_more_than_is_needed_is_not_verified(
+    plan_scale: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    explained = plan_scale.plan_report
+
+    def one_byte_more(*arguments: Any, **settings: Any) -> dict[str, Any]:
+        report: dict[str, Any] = explained(*arguments, **settings)
+        return report | {"crossing_bytes": report["crossing_bytes"] + 1}
+
+    monkeypatch.setattr(plan_scale, "plan_report", one_byte_more)
+    assert not plan_scale.measure_case("30b", 1, 50e9)["verified"]

@@ -55,70 +55,45 @@ def trial(material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return Trial(material, tmp_path)
 
 
-def remove(name: str) -> Callable[[Path], None]:
-    return lambda model: (model / name).unlink()
-
-
-def truncate(model: Path) -> None:
-    weights = model / "model.safetensors"
+def truncated_weights(trial: Trial) -> None:
+    weights = trial.copy_of_model() / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
 
 
-def shrink_vocabulary(model: Path) -> None:
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
+def small_vocabulary(trial: Trial) -> None:
+    config = trial.copy_of_model() / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 100}))
+
+
+def malformed_task(trial: Trial) -> None:
+    train = trial.folder / "tasks.jsonl"
+    train.write_text("\n".join([*trial.material.train.read_text().splitlines()[:2], '{"prompt": "1+1="}']) + "\n")
+    trial.sections["data"] = {"train": str(train)}
+
+
+def tasks_in_both_files(trial: Trial) -> None:
+    trial.sections["data"] = {"train": str(trial.material.heldout)}
+
+
+def no_such_reward(trial: Trial) -> None:
+    trial.sections["reward"] = {"function": "no_such_module:judge"}
 
 
 @pytest.mark.parametrize(
     ("break_it", "said"),
     [
-        (remove("config.json"), ["has no config.json"]),
-        (remove("model.safetensors"), ["holds no weights"]),
-        (remove("tokenizer.json"), ["has no tokenizer"]),
-        (truncate, ["truncated or damaged"]),
-        (shrink_vocabulary, ["tokenizer and model disagree", "vocab_size is 100"]),
-        (shutil.rmtree, ["there is no model directory"]),
+        (truncated_weights, ["truncated or damaged"]),
+        (small_vocabulary, ["tokenizer and model disagree", "vocab_size is 100"]),
+        (malformed_task, ["tasks.jsonl", "line 3", "'answer' is missing"]),
+        (tasks_in_both_files, ["held-out prompts", "are also in"]),
+        (no_such_reward, ["could not be imported", "no_such_module"]),
     ],
 )
-def test_a_broken_model_directory_is_refused(trial: Trial, break_it: Callable[[Path], None], said: list[str]) -> None:
-    model = trial.copy_of_model()
-    break_it(model)
-    trial.fails(ConfigError, *said)
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ('{"prompt": "1+1=", "answer"', ["line 3", "not valid JSON"]),
-        ('["1+1=", "2"]', ["line 3", "expected a JSON object"]),
-        ('{"prompt": "1+1="}', ["line 3", "'answer' is missing"]),
-    ],
-)
-def test_a_malformed_task_is_refused_with_file_and_line(trial: Trial, line: str, said: list[str]) -> None:
-    train = trial.folder / "tasks.jsonl"
-    train.write_text("\n".join([*trial.material.train.read_text().splitlines()[:2], line]) + "\n")
-    trial.sections["data"] = {"train": str(train)}
-    trial.fails(ConfigError, str(train), *said)
-
-
-def test_missing_tasks_and_tasks_in_both_files_are_refused(trial: Trial) -> None:
-    trial.sections["data"] = {"train": str(trial.folder / "nowhere.jsonl")}
-    trial.fails(ConfigError, "there is no task file", "nowhere.jsonl")
-    trial.sections["data"] = {"train": str(trial.material.heldout)}
-    trial.fails(ConfigError, "held-out prompts", "are also in")
-
-
-@pytest.mark.parametrize(
-    ("function", "said"),
-    [
-        ("no_such_module:judge", ["could not be imported", "no_such_module"]),
-        ("rewards_of_test:nothing", ["has no 'nothing'"]),
-        ("rewards_of_test", ["'module:function'"]),
-        ("rewards_of_test:__doc__", ["not a function"]),
-    ],
-)
-def test_a_reward_function_that_cannot_be_found_is_refused(trial: Trial, function: str, said: list[str]) -> None:
-    trial.sections["reward"] = {"function": function}
+def test_a_bad_model_task_or_reward_is_refused(
+    trial: Trial, break_it: Callable[[Trial], None], said: list[str]
+) -> None:
+    """What else can be wrong with each of them, `tests/trainer` holds."""
+    break_it(trial)
     trial.fails(ConfigError, *said)
 
 

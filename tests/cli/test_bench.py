@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
+from waiting import HANG_S
 
 from weightlane.cli import main as command
 from weightlane.sync.bench import BenchReport, plot
@@ -76,7 +77,7 @@ def test_a_command_that_is_told_to_end_leaves_nothing(children: Any, tmp_path: P
     assert len(group) == 5, "the command, the process that forks, the sender and two receivers"
     assert list(tmp_path.iterdir())
     bench.send_signal(signal.SIGTERM)
-    said, _ = bench.communicate(timeout=30)
+    said, _ = bench.communicate(timeout=HANG_S)
     assert (bench.returncode, said.splitlines()[-1]) == (143, "terminated; everything this run started has ended")
     assert not [path for path in group if in_group(path, bench.pid)]
     assert list(tmp_path.iterdir()) == []

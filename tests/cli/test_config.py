@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
@@ -42,7 +42,7 @@ def minimal(tmp_path: Path) -> Path:
         (
             "checkpoint_engine.backend=hccl",
             EngineUnavailableError,
-            ["hccl cannot run here: torch_npu is not installed"],
+            ["hccl cannot run here: torch_npu is not installed", "filesystem, gloo,", "shm"],
         ),
         ("checkpoint_engine.backend=3", ConfigError, ["checkpoint_engine.backend", "string", "3"]),
         ("checkpoint_engine.options.slot_mb=1", ConfigError, ["checkpoint_engine.options.slot_mb", "Options of shm"]),
@@ -74,14 +74,6 @@ def test_a_bad_value_is_named_with_what_would_be_right(
         load_config(minimal, [override])
     for part in said:
         assert part in str(caught.value)
-
-
-def test_an_engine_that_cannot_run_here_says_why_and_names_those_that_can(minimal: Path) -> None:
-    torch = pytest.importorskip("torch")
-    if torch.cuda.is_available():
-        pytest.skip("nccl can run here")
-    with pytest.raises(EngineUnavailableError, match=r"nccl cannot run here: no CUDA device.*filesystem, gloo,.* shm"):
-        load_config(minimal, ["checkpoint_engine.backend=nccl"])
 
 
 def test_quantised_versions_cannot_be_taken_in_place(minimal: Path) -> None:
@@ -201,6 +193,7 @@ def test_the_printed_configuration_reads_back_the_same(minimal: Path, tmp_path: 
     assert read_back(load_config(minimal), tmp_path / "again.toml") == load_config(minimal)
 
 
+@settings(max_examples=40)
 @given(
     text=st.text(st.characters(codec="utf-8", exclude_characters="\r"), min_size=1, max_size=20),
     rate=st.floats(min_value=0, exclude_min=True),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from weightlane.ckpt_engines.conformance import ConformanceReport, run_conformance
 from weightlane.cli import main as command
 
 BROKEN = Path(__file__).parents[1] / "ckpt_engines" / "broken_engines.py"
@@ -36,7 +38,14 @@ def test_an_engine_that_conforms_ends_with_0_and_a_line_for_each_check(tmp_path:
     assert (suite.get("tests"), suite.get("skipped"), suite.get("failures")) == ("2", "1", "0")
 
 
-def test_an_engine_that_does_not_conform_ends_with_1_and_says_why_as_json_too() -> None:
+def test_an_engine_that_does_not_conform_ends_with_1_and_says_why_as_json_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[ConformanceReport] = []
+
+    def run_once(*arguments: Any, **settings: Any) -> ConformanceReport:
+        found[:] = found or [run_conformance(*arguments, **settings)]
+        return found[0]
+
+    monkeypatch.setattr("weightlane.cli.conformance.run_conformance", run_once)
     engine = f"{BROKEN}:AddressIsNoPlainData"
     result = run([engine, *ONE_CHECK])
     assert result.exit_code == 1

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import pytest
+from waiting import HANG_S, NEVER_S
 
 from weightlane.ckpt_engines import ConfigError, PeerLostError, QuarantinedError, WeightlaneError, WorkerDiedError
 from weightlane.plugins import hookimpl, make_hooks
@@ -64,6 +65,7 @@ class World:
     saved: list[LoopState] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)
     fails_at_step: int = -1
+    failure_is_a_death: bool = True
     dies: asyncio.Event = field(default_factory=asyncio.Event)
     replicas: dict[str, LiveRollout] = field(default_factory=dict)
     states_: dict[str, ReplicaState] = field(default_factory=dict)
@@ -76,7 +78,8 @@ class World:
 
     async def train_step(self, batch: TrainBatch) -> StepReport:
         if self.step == self.fails_at_step:
-            asyncio.get_running_loop().call_later(0.05, self.dies.set)
+            if self.failure_is_a_death:
+                asyncio.get_running_loop().call_later(0.01, self.dies.set)
             raise PeerLostError("the connection was reset.", part="gloo")
         prompts = ["".join(map(chr, sample.prompt_ids)) for sample in batch.samples]
         self.trained += prompts[:: ALGORITHM.group_size]
@@ -89,9 +92,6 @@ class World:
         assert version == self.step, "the parameters are those of the version that is published"
         self.published = version
         return 0.0
-
-    async def save(self, directory: Path) -> None:
-        raise NotImplementedError
 
     async def save_loop(self, state: LoopState) -> None:
         self.saved.append(state)
@@ -218,7 +218,7 @@ def run(
         concurrency=4,
         resume=resume,
     )
-    return asyncio.run(asyncio.wait_for(loop.run(), 30.0))
+    return asyncio.run(asyncio.wait_for(loop.run(), HANG_S))
 
 
 def first_is_better(completion: str, task: Mapping[str, Any]) -> float:
@@ -265,7 +265,8 @@ def test_a_reward_that_is_not_a_number_ends_the_run_with_its_own_error(
     assert "returned nan" in world.events[0]
 
 
-def test_a_process_that_died_is_named_rather_than_what_its_death_made_fail() -> None:
+def test_a_process_that_died_is_named_rather_than_what_its_death_made_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightlane.trainer.loop._DEATH_NOTICE_S", NEVER_S)
     world = World(fails_at_step=2)
     with pytest.raises(WorkerDiedError, match="trainer rank 1"):
         run(world, first_is_better)
@@ -275,7 +276,7 @@ def test_a_process_that_died_is_named_rather_than_what_its_death_made_fail() -> 
 def test_a_failed_call_without_a_death_keeps_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightlane.trainer.loop._DEATH_NOTICE_S", 0.02)
     with pytest.raises(PeerLostError, match="the connection was reset"):
-        run(World(fails_at_step=0), first_is_better)
+        run(World(fails_at_step=0, failure_is_a_death=False), first_is_better)
 
 
 # -- replicas that die --------------------------------------------------------------------------------------------------

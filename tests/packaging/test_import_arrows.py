@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 MAY_IMPORT = {
@@ -88,8 +90,8 @@ def test_the_library_names_neither_ray_nor_vllm_nor_transformers_anywhere(folder
         assert not quoted & set(BLOCKED), f"{path.relative_to(ROOT)} names {quoted & set(BLOCKED)}"
 
 
-_BLOCKING = """
-import importlib, pathlib, sys
+_PROGRAM = """
+import importlib, importlib.util, json, pathlib, sys
 
 class Blocked:
     def find_spec(self, name, path=None, target=None):
@@ -97,9 +99,6 @@ class Blocked:
             raise ImportError(f"{name} is blocked")
 
 sys.meta_path.insert(0, Blocked())
-"""
-
-_EVERY_MODULE = """
 for folder in LIBRARY:
     (home,) = importlib.import_module(f"weightlane.{folder}").__path__
     for path in sorted(pathlib.Path(home).rglob("*.py")):
@@ -110,15 +109,33 @@ for name in ("gloo", "nccl", "hccl", "shm", "filesystem"):
     registry.engine_class(name)
 import weightlane.rollout, weightlane.trainer, weightlane.plugins
 weightlane.rollout.ServerReplica("http://127.0.0.1:8000")
-print(sorted({name.split(".")[0] for name in sys.modules} & set(BLOCKED)))
+blocked = sorted({name.split(".")[0] for name in sys.modules} & set(BLOCKED))
+print(json.dumps({"blocked": blocked, "bare": [name for name in FOLDERS if importlib.util.find_spec(name) is not None]}))
 """
 
 
-def test_the_library_and_a_server_replica_work_where_ray_vllm_and_transformers_cannot_be_imported(
-    tmp_path: Path,
-) -> None:
-    program = f"BLOCKED, LIBRARY = {BLOCKED!r}, {LIBRARY!r}" + _BLOCKING + _EVERY_MODULE
-    found = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What a program outside the checkout finds where Ray, vLLM and transformers cannot be imported."""
+    program = f"BLOCKED, LIBRARY, FOLDERS = {BLOCKED!r}, {LIBRARY!r}, {tuple(MAY_IMPORT)!r}" + _PROGRAM
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path_factory.mktemp("elsewhere"),
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
     )
-    assert (found.returncode, found.stdout.strip()) == (0, "[]"), found.stderr
+    assert ran.returncode == 0, ran.stderr
+    found: dict[str, list[str]] = json.loads(ran.stdout)
+    return found
+
+
+def test_the_library_and_a_server_replica_work_where_ray_vllm_and_transformers_cannot_be_imported(
+    installed: dict[str, list[str]],
+) -> None:
+    assert installed["blocked"] == []
+
+
+def test_no_bare_folder_name_is_importable_where_weightlane_is_installed(installed: dict[str, list[str]]) -> None:
+    assert installed["bare"] == []

@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("ckpt_engines", "sync", "trainer", "rollout", "plugins", "cli")
@@ -21,17 +22,6 @@ def modules(folder: str) -> list[Path]:
         for path in sorted((ROOT / folder).rglob("*.py"))
         if not set(path.relative_to(ROOT / folder).parts[:-1]) & {*NOT_SHIPPED, "__pycache__"}
     ]
-
-
-def test_no_bare_folder_name_is_importable_where_weightlane_is_installed(tmp_path: Path) -> None:
-    program = (
-        "import importlib.util, sys; import weightlane.sync;"
-        f"print([name for name in {FOLDERS!r} if importlib.util.find_spec(name) is not None])"
-    )
-    found = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True
-    )
-    assert found.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("folder", [*FOLDERS, "tests", "examples", "benchmarks"])
@@ -57,7 +47,7 @@ def test_the_wheel_holds_every_module_and_nothing_beside_weightlane(tmp_path: Pa
         [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(source)],
         check=True,
         capture_output=True,
-        timeout=240,
+        timeout=HANG_S,
     )
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())

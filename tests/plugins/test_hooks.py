@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 import threading
-import timeit
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import HANG_S
 
 from weightlane.plugins import HOOK_NAMES, Facts, RunHooks, hookimpl, make_hooks
 from weightlane.plugins.reports import REPORT_FILE_ENV, reported_in
@@ -35,6 +36,10 @@ class Listener:
     def version_committed(self, version: int) -> None:
         if version == self.fails_at:
             raise ValueError(self.error)
+        self.heard.append((self.name, version))
+
+    @hookimpl
+    def version_staged(self, version: int) -> None:
         self.heard.append((self.name, version))
 
 
@@ -81,9 +86,10 @@ def test_whoever_raises_is_reported_once_and_not_called_again_and_the_others_hea
     hooks = make_hooks(listeners)
     for version in range(6):
         hooks.version_committed(version=version, facts={})
+    hooks.version_staged(version=6, facts={})
     for listener in listeners:
         mine = [version for name, version in heard if name == listener.name]
-        assert mine == list(range(6 if listener.fails_at < 0 else listener.fails_at))
+        assert mine == list(range(7 if listener.fails_at < 0 else listener.fails_at)), "all its hooks are silent"
     assert len(hooks.reports) == sum(fails_at >= 0 for fails_at in failures)
 
 
@@ -102,25 +108,6 @@ def test_a_report_names_plugin_hook_and_error_in_the_log_and_in_the_file_of_the_
     assert reported_in(tmp_path / "logs" / "plugins.log") == [said]
     assert "raise ValueError(self.error)" in (tmp_path / "logs" / "plugins.log").read_text(), "with its traceback"
     assert reported_in(tmp_path / "nowhere.log") == []
-
-
-def test_all_hooks_of_a_plugin_that_raised_are_silent() -> None:
-    heard: list[str] = []
-
-    class Plugin:
-        @hookimpl
-        def bucket_sent(self) -> None:
-            raise RuntimeError
-
-        @hookimpl
-        def version_staged(self) -> None:
-            heard.append("staged")
-
-    hooks = make_hooks([Plugin()])
-    hooks.version_staged(version=1, facts={})
-    hooks.bucket_sent(version=1, index=0, facts={})
-    hooks.version_staged(version=2, facts={})
-    assert heard == ["staged"]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
@@ -142,7 +129,7 @@ def test_many_threads_may_call_while_one_of_the_plugins_fails() -> None:
     start = threading.Barrier(4)
 
     def work() -> None:
-        start.wait(10)
+        start.wait(HANG_S)
         for version in range(100):
             hooks.version_committed(version=version, facts={})
 
@@ -150,7 +137,7 @@ def test_many_threads_may_call_while_one_of_the_plugins_fails() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(HANG_S)
     assert sum(name == "well" for name, _ in heard) == 400
     assert len(hooks.reports) == 1
 
@@ -224,16 +211,12 @@ def test_a_hook_that_does_not_exist_is_pointed_out_and_the_rest_is_called(caplog
     assert heard == ["ended"]
 
 
-def test_a_hook_that_nobody_listens_to_costs_next_to_nothing() -> None:
+def test_a_hook_that_nobody_listens_to_calls_nothing() -> None:
     hooks = RunHooks()
-    facts = {"seconds": 0.1, "nbytes": 3, "participant": "trainer-0"}
-    repeats = 20_000
-    seconds = min(timeit.repeat(lambda: hooks.bucket_sent(version=1, index=2, facts=facts), number=repeats, repeat=5))
-    assert seconds / repeats < 5e-6, "0.3 microseconds on a quiet machine"
-
-
-def test_every_specification_names_its_process_and_its_facts() -> None:
-    for name in HOOK_NAMES:
-        text = inspect.getdoc(getattr(RunHooks, name)) or ""
-        assert "Called by " in text, name
-        assert "Facts: " in text, name
+    called: list[str] = []
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        hooks.bucket_sent(version=1, index=2, facts={})
+    finally:
+        sys.setprofile(None)
+    assert called == ["bucket_sent", "_call"]

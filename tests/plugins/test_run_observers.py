@@ -17,24 +17,12 @@ from weightlane.plugins import hookimpl, process_hooks
 from weightlane.plugins.reports import REPORT_FILE_ENV
 from weightlane.plugins.trace import TRACE_ENV, TraceObserver
 
-MINIMAL = """
-[run]
-dir = "runs/new"
-[model]
-path = "model"
-[data]
-train = "train.jsonl"
-heldout = "heldout.jsonl"
-[reward]
-function = "reward:exact_match"
-"""
+EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic" / "arithmetic.toml"
 FACTS = {"seconds": 0.001, "nbytes": 8, "participant": "trainer-0"}
 
 
-def configured(tmp_path: Path, *overrides: str) -> RunConfig:
-    path = tmp_path / "run.toml"
-    path.write_text(MINIMAL)
-    return load_config(path, [f"observers.{override}" for override in overrides])
+def configured(*overrides: str) -> RunConfig:
+    return load_config(EXAMPLE, [f"observers.{override}" for override in overrides])
 
 
 def observers(tmp_path: Path, said: list[str], own: Any = (), **section: Any) -> RunObservers:
@@ -42,7 +30,7 @@ def observers(tmp_path: Path, said: list[str], own: Any = (), **section: Any) ->
 
 
 def test_a_run_that_asks_for_nothing_opens_writes_and_says_nothing(tmp_path: Path) -> None:
-    assert configured(tmp_path).observers == ObserversSection()
+    assert configured().observers == ObserversSection()
     said: list[str] = []
     with observers(tmp_path / "run", said) as hooks:
         hooks.run_started(facts={"step": 0, "steps": 1})
@@ -56,21 +44,21 @@ def test_a_run_that_asks_for_nothing_opens_writes_and_says_nothing(tmp_path: Pat
     ("key", "library"), [("tensorboard=board", "tensorboardX"), ("prometheus_port=0", "prometheus_client")]
 )
 def test_a_missing_library_is_named_with_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, library: str
+    monkeypatch: pytest.MonkeyPatch, key: str, library: str
 ) -> None:
     found = __import__("importlib.util").util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == library else found(name))
     with pytest.raises(ConfigError, match=rf"needs {library}.*pip install 'weightlane\[observability\]'"):
-        configured(tmp_path, key)
+        configured(key)
 
 
-def test_an_endpoint_beyond_loopback_wants_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endpoint_beyond_loopback_wants_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WEIGHTLANE_PROMETHEUS_TOKEN", raising=False)
-    configured(tmp_path, "prometheus_host=0.0.0.0")  # no port, no endpoint
+    configured("prometheus_host=0.0.0.0")  # no port, no endpoint
     with pytest.raises(ConfigError, match=r"0\.0\.0\.0.*WEIGHTLANE_PROMETHEUS_TOKEN"):
-        configured(tmp_path, "prometheus_host=0.0.0.0", "prometheus_port=0")
+        configured("prometheus_host=0.0.0.0", "prometheus_port=0")
     monkeypatch.setenv("WEIGHTLANE_PROMETHEUS_TOKEN", "s3cret")
-    configured(tmp_path, "prometheus_host=0.0.0.0", "prometheus_port=0")
+    configured("prometheus_host=0.0.0.0", "prometheus_port=0")
 
 
 def test_a_taken_port_ends_the_run_before_it_starts_and_leaves_the_environment_as_it_was(

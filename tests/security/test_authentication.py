@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
+from waiting import HANG_S
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError, Deadline, ProtocolError, Topology
 from weightlane.ckpt_engines.mac import derive_key, new_secret, proof, proves, sign, verify
@@ -29,6 +30,7 @@ def test_the_signature_is_hmac_sha256_over_use_context_and_body_with_their_lengt
     mac = hmac.digest(SECRET.encode(), signed, hashlib.sha256).hex().encode()
     assert sign(SECRET, "inbox/a", b"body") == mac + b"body"
     assert verify(SECRET, "inbox/a", mac + b"body") == b"body"
+    assert proof(b"k", "ab", "c") != proof(b"k", "a", "bc"), "no part of one becomes a part of the next"
 
 
 @pytest.mark.parametrize("body", [b"", b"x", bytes(range(256)) * 100])
@@ -47,11 +49,6 @@ def test_only_the_secret_and_the_place_it_was_signed_for_open_an_envelope(body: 
     ):
         with pytest.raises(ProtocolError, match="not signed"):
             verify(secret, context, changed)
-
-
-def test_a_part_of_the_context_cannot_become_a_part_of_the_body() -> None:
-    assert sign(SECRET, "ab", b"c")[:64] != sign(SECRET, "a", b"bc")[:64]
-    assert proof(b"k", "ab", "c") != proof(b"k", "a", "bc")
 
 
 def test_keys_of_two_purposes_have_nothing_in_common_with_each_other_or_with_signatures() -> None:
@@ -96,9 +93,9 @@ def test_by_default_nothing_listens_beyond_this_machine() -> None:
         "session", {"s": sender.address()}, {"r": receiver.address()}, rendezvous.session_key("session")
     )
     with ThreadPoolExecutor(1) as threads:
-        joining = threads.submit(receiver.connect, topology, rendezvous.mailbox("s"), Deadline.after(10))
-        sender.connect(topology, rendezvous.mailbox("s"), Deadline.after(10))
-        joining.result(10)
+        joining = threads.submit(receiver.connect, topology, rendezvous.mailbox("s"), Deadline.after(HANG_S))
+        sender.connect(topology, rendezvous.mailbox("s"), Deadline.after(HANG_S))
+        joining.result(HANG_S)
     opened = listening() - before
     sender.close()
     receiver.close()

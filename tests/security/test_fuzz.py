@@ -12,7 +12,6 @@ import socket
 import struct
 import tempfile
 import threading
-import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -24,6 +23,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
+from waiting import HANG_S
 
 from weightlane.ckpt_engines import (
     Bucket,
@@ -42,7 +42,7 @@ from weightlane.ckpt_engines._local_socket import host_identity, socket_name
 from weightlane.ckpt_engines._meeting import host_and_port
 from weightlane.ckpt_engines._store_layout import parse_latest, parse_sender
 from weightlane.ckpt_engines.faulty import read_fault_log
-from weightlane.ckpt_engines.mac import new_secret, proves, sign, verify
+from weightlane.ckpt_engines.mac import proves, sign
 from weightlane.rollout.expectation import expectation_of
 from weightlane.rollout.wire import failure_from_text
 from weightlane.sync import Manifest, Rendezvous, RendezvousAddress
@@ -230,14 +230,13 @@ def test_plain_data_is_parsed_or_refused(what: str) -> None:
         ("error", {"type": "SyncAbortedError", "message": 5, "hint": None}),
     ],
 )
+@pytest.mark.timeout(HANG_S)  # as many steps as the sizes say would take days
 def test_sizes_that_lie_cost_neither_time_nor_memory(what: str, plain: Any) -> None:
     tracemalloc.start()
-    started_s = time.process_time()  # of this process alone: the machine may be busy
     survives(lambda: PLAIN[what][1](plain))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < MEMORY_LIMIT_BYTES
-    assert time.process_time() - started_s < 5
 
 
 def test_a_stored_version_that_claims_to_be_huge_is_refused(tmp_path: Path) -> None:
@@ -297,18 +296,6 @@ def test_data_nested_without_end_is_refused(depth: int, tmp_path: Path) -> None:
         expectation_of(tmp_path, dtype=torch.float32, tied_embeddings=False)
 
 
-SECRET = new_secret()
-ENVELOPE = sign(SECRET, "inbox/a", b'{"type": "stop"}')
-
-
-@fuzzed(200)
-@given(mutated_bytes(ENVELOPE))
-def test_only_what_was_signed_is_opened(changed: bytes) -> None:
-    if changed != ENVELOPE:
-        with pytest.raises(ProtocolError):
-            verify(SECRET, "inbox/a", changed)
-
-
 def payload(nbytes: int) -> bytes:
     return bytes(index % 251 for index in range(nbytes))
 
@@ -358,13 +345,13 @@ ANNOUNCED = {"version": 1, "index": 0, "nbytes": 4, "segment": 0, "offset": 0}
 def test_frames_and_announcements_are_read_or_refused(ends: Callable[[bytes], Channel]) -> None:
     bucket = Bucket(1, 0, torch.zeros(4, dtype=torch.uint8))
     valid = frame(json.dumps(ANNOUNCED).encode())
-    assert expect(ends(valid), bucket, Deadline.after(1)) == ANNOUNCED
+    assert expect(ends(valid), bucket, Deadline.after(HANG_S)) == ANNOUNCED
 
     @fuzzed(150)
     @given(mutated_bytes(valid) | mutated(ANNOUNCED))
     def fuzz(changed: Any) -> None:
         sent = changed if isinstance(changed, bytes) else frame(json.dumps(changed).encode())
-        survives(lambda: expect(ends(sent), bucket, Deadline.after(1)))
+        survives(lambda: expect(ends(sent), bucket, Deadline.after(HANG_S)))
 
     fuzz()
 
@@ -372,7 +359,7 @@ def test_frames_and_announcements_are_read_or_refused(ends: Callable[[bytes], Ch
 def test_a_hostile_sender_of_shared_memory_gets_nothing_but_typed_errors(socket_dir: Path) -> None:
     """It has been let in, and announces segments that are none."""
     listener = socket.create_server(str(socket_dir / "weightlane-0123456789abcdef.sock"), family=socket.AF_UNIX)
-    listener.settimeout(5)
+    listener.settimeout(HANG_S)
     engine = REGISTRY.create("shm", {"socket_dir": str(socket_dir)})
     topology = Topology(
         "s", {"s": {"socket": "weightlane-0123456789abcdef.sock", "host": host_identity()}}, {"r": {"host": ""}}
@@ -387,11 +374,11 @@ def test_a_hostile_sender_of_shared_memory_gets_nothing_but_typed_errors(socket_
         serving = threading.Thread(target=answer_once, args=(listener, answer, unsealed))
         serving.start()
         try:
-            receiver.connect(topology, None, Deadline.after(2))  # type: ignore[arg-type]
+            receiver.connect(topology, None, Deadline.after(HANG_S))  # type: ignore[arg-type]
             if view:
-                receiver.view(1, 0, 4, "s", Deadline.after(2))
+                receiver.view(1, 0, 4, "s", Deadline.after(HANG_S))
             else:
-                receiver.receive(Bucket(1, 0, torch.zeros(4, dtype=torch.uint8)), "s", Deadline.after(2))
+                receiver.receive(Bucket(1, 0, torch.zeros(4, dtype=torch.uint8)), "s", Deadline.after(HANG_S))
         finally:
             receiver.close()
             serving.join()
@@ -444,24 +431,24 @@ def test_a_mailbox_gives_back_what_a_member_put_there_and_refuses_everything_els
         store.set("key", changed)
         if changed != signed:
             with pytest.raises(ProtocolError):
-                mailbox.get("key", Deadline.after(2))
+                mailbox.get("key", Deadline.after(HANG_S))
 
     @fuzzed(80)
     @given(mutated_bytes(b'{"a": 1}'))
     def malformed(body: bytes) -> None:
         store.set("key", sign(rendezvous.address.secret, context, body))
-        survives(lambda: mailbox.get("key", Deadline.after(2)))
+        survives(lambda: mailbox.get("key", Deadline.after(HANG_S)))
 
     forged()
     malformed()
     store.set("key", sign(rendezvous.address.secret, context, b"[" * 100_000))
     with pytest.raises(ProtocolError):
-        mailbox.get("key", Deadline.after(2))
+        mailbox.get("key", Deadline.after(HANG_S))
     mailbox.put("key", {"a": 1})
-    assert mailbox.get("key", Deadline.after(2)) == {"a": 1}
+    assert mailbox.get("key", Deadline.after(HANG_S)) == {"a": 1}
     store.set("other", signed)  # a value moved to another key
     with pytest.raises(ProtocolError):
-        mailbox.get("other", Deadline.after(2))
+        mailbox.get("other", Deadline.after(HANG_S))
 
 
 def test_an_inbox_drops_what_no_member_signed_and_refuses_what_is_no_message(rendezvous: Rendezvous) -> None:
@@ -474,19 +461,19 @@ def test_an_inbox_drops_what_no_member_signed_and_refuses_what_is_no_message(ren
         if changed != signed:
             store.queue_push("inbox/a", changed)
         store.queue_push("inbox/a", signed)
-        assert inbox.get(Deadline.after(2)) == Stop()
+        assert inbox.get(Deadline.after(HANG_S)) == Stop()
 
     @fuzzed(80)
     @given(mutated_bytes(b'{"type": "stop"}'))
     def malformed(body: bytes) -> None:
         store.queue_push("inbox/a", sign(rendezvous.address.secret, "inbox/a", body))
-        survives(lambda: inbox.get(Deadline.after(2)))
+        survives(lambda: inbox.get(Deadline.after(HANG_S)))
 
     forged()
     malformed()
     store.queue_push("inbox/a", sign(rendezvous.address.secret, "inbox/b", encode(Stop())))  # meant for another inbox
     store.queue_push("inbox/a", signed)
-    assert inbox.get(Deadline.after(2)) == Stop()
+    assert inbox.get(Deadline.after(HANG_S)) == Stop()
     assert inbox.get_nowait() is None
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from waiting import HANG_S
 
 from weightlane.ckpt_engines import (
     Bucket,
@@ -69,7 +70,7 @@ def test_a_session(store: Path, name: str, side: str) -> None:
     engine = CheckpointEngineRegistry().create("filesystem", {"path": str(store)})
     half = engine.make_sender("s") if side == "sender" else engine.make_receiver("r")
     with pytest.raises(ProtocolError, match="not a session name"):
-        half.connect(Topology(name, {"s": {}}, {"r": {}}), None, Deadline.after(1))  # type: ignore[arg-type]
+        half.connect(Topology(name, {"s": {}}, {"r": {}}), None, Deadline.after(HANG_S))  # type: ignore[arg-type]
     half.close()
     assert not store.exists() or not list(store.iterdir())
 
@@ -80,11 +81,11 @@ def test_a_sender(store: Path, name: str) -> None:
     engine = CheckpointEngineRegistry().create("filesystem", {"path": str(store)})
     sender, receiver = engine.make_sender(name), engine.make_receiver("r")
     topology = Topology("session", {name: sender.address()}, {"r": {}})
-    sender.connect(topology, None, Deadline.after(2))  # type: ignore[arg-type]
-    receiver.connect(topology, None, Deadline.after(2))  # type: ignore[arg-type]
-    sender.send(Bucket(1, 0, torch.ones(3, dtype=torch.uint8)), ["r"], Deadline.after(2))
+    sender.connect(topology, None, Deadline.after(HANG_S))  # type: ignore[arg-type]
+    receiver.connect(topology, None, Deadline.after(HANG_S))  # type: ignore[arg-type]
+    sender.send(Bucket(1, 0, torch.ones(3, dtype=torch.uint8)), ["r"], Deadline.after(HANG_S))
     received = Bucket(1, 0, torch.zeros(3, dtype=torch.uint8))
-    receiver.receive(received, name, Deadline.after(2))
+    receiver.receive(received, name, Deadline.after(HANG_S))
     assert received.data.all()
     assert {path.name for path in (store / "session").iterdir()} == {"sender-0"}
     sender.close()
@@ -95,9 +96,9 @@ def test_a_sender(store: Path, name: str) -> None:
 def test_a_document_of_a_version(store: Path, name: str) -> None:
     engine = CheckpointEngineRegistry().create("filesystem", {"path": str(store)})
     sender = engine.make_sender("s")
-    sender.connect(Topology("session", {"s": sender.address()}, {}), None, Deadline.after(2))  # type: ignore[arg-type]
+    sender.connect(Topology("session", {"s": sender.address()}, {}), None, Deadline.after(HANG_S))  # type: ignore[arg-type]
     with pytest.raises(ProtocolError):
-        sender.open_version(VersionFiles(1, [b""], {name: "text"}), Deadline.after(2))
+        sender.open_version(VersionFiles(1, [b""], {name: "text"}), Deadline.after(HANG_S))
     sender.close()
 
 
@@ -125,8 +126,8 @@ def test_a_path_of_the_configuration(option: str, name: str, socket_dir: Path) -
 def use(engine: str, options: dict[str, Any]) -> None:
     sender = CheckpointEngineRegistry().create(engine, options).make_sender("s")
     try:
-        sender.connect(Topology("session", {"s": sender.address()}, {}), None, Deadline.after(2))  # type: ignore[arg-type]
-        sender.send(Bucket(1, 0, torch.ones(3, dtype=torch.uint8)), [], Deadline.after(2))
+        sender.connect(Topology("session", {"s": sender.address()}, {}), None, Deadline.after(HANG_S))  # type: ignore[arg-type]
+        sender.send(Bucket(1, 0, torch.ones(3, dtype=torch.uint8)), [], Deadline.after(HANG_S))
     finally:
         sender.close()
 

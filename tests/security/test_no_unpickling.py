@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from waiting import HANG_S
 
 from weightlane.ckpt_engines import (
     Bucket,
@@ -195,19 +196,19 @@ def test_inboxes_and_mailboxes(crater: Path) -> None:
     for bomb in bombs(crater):
         store.queue_push("inbox/a", bomb)  # nobody signed it: dropped
         store.queue_push("inbox/a", sign(secret, "inbox/a", encode(Stop())))
-        assert inbox.get(Deadline.after(5)) == Stop()
+        assert inbox.get(Deadline.after(HANG_S)) == Stop()
         store.queue_push("inbox/a", sign(secret, "inbox/a", bomb))
         with pytest.raises(ProtocolError):
-            inbox.get(Deadline.after(5))
+            inbox.get(Deadline.after(HANG_S))
         rendezvous.store("mailbox/s").set("key", bomb)
         with pytest.raises(ProtocolError):
-            mailbox.get("key", Deadline.after(5))
+            mailbox.get("key", Deadline.after(HANG_S))
         rendezvous.store("mailbox/s").set("key", sign(secret, "mailbox/s/key", bomb))
         if bomb.startswith(b"{"):
-            assert set(mailbox.get("key", Deadline.after(5))) == {"py/reduce"}
+            assert set(mailbox.get("key", Deadline.after(HANG_S))) == {"py/reduce"}
         else:
             with pytest.raises(ProtocolError):
-                mailbox.get("key", Deadline.after(5))
+                mailbox.get("key", Deadline.after(HANG_S))
 
 
 @pytest.mark.parametrize("engine_name", ["gloo", "shm"])
@@ -219,17 +220,19 @@ def test_control_sockets_of_senders(engine_name: str, crater: Path, socket_dir: 
     address = sender.address()
     topology = Topology("session", {"s": address}, {"r": receiver.address()}, key=b"key")
     with ThreadPoolExecutor(1) as threads:
-        connecting = threads.submit(sender.connect, topology, None, Deadline.after(10))  # type: ignore[arg-type]
+        connecting = threads.submit(sender.connect, topology, None, Deadline.after(HANG_S))  # type: ignore[arg-type]
         for bomb in bombs(crater):
             for sent in (bomb + b"\0" * 70_000, struct.pack("<I", len(bomb)) + bomb):
                 answer = knock(address, sent, socket_dir)
                 assert b"refused" in answer or answer == b""
-        receiver.connect(topology, None, Deadline.after(10))  # type: ignore[arg-type]
-        connecting.result(10)
-        sending = threads.submit(sender.send, Bucket(1, 0, torch.ones(5, dtype=torch.uint8)), ["r"], Deadline.after(5))
+        receiver.connect(topology, None, Deadline.after(HANG_S))  # type: ignore[arg-type]
+        connecting.result(HANG_S)
+        sending = threads.submit(
+            sender.send, Bucket(1, 0, torch.ones(5, dtype=torch.uint8)), ["r"], Deadline.after(HANG_S)
+        )
         received = Bucket(1, 0, torch.zeros(5, dtype=torch.uint8))
-        receiver.receive(received, "s", Deadline.after(5))
-        sending.result(5)
+        receiver.receive(received, "s", Deadline.after(HANG_S))
+        sending.result(HANG_S)
         assert received.data.all()
     sender.close()
     receiver.close()
@@ -239,7 +242,7 @@ def knock(address: Any, sent: bytes, socket_dir: Path) -> bytes:
     """Send something to a sender's control socket and hear what it says before it hangs up."""
     is_tcp = "port" in address
     with socket.socket(socket.AF_INET if is_tcp else socket.AF_UNIX) as sock:
-        sock.settimeout(5)
+        sock.settimeout(HANG_S)
         sock.connect((address["host"], address["port"]) if is_tcp else str(socket_dir / address["socket"]))
         try:
             sock.sendall(sent)
@@ -267,7 +270,7 @@ def test_receivers_that_dial_something_hostile(engine_name: str, crater: Path, s
             threads.submit(answer_with, listener, struct.pack("<I", len(bomb)) + bomb)
             topology = Topology("session", {"s": address}, {"r": {}}, key=b"key")
             with pytest.raises(ProtocolError):
-                receiver.connect(topology, None, Deadline.after(5))  # type: ignore[arg-type]
+                receiver.connect(topology, None, Deadline.after(HANG_S))  # type: ignore[arg-type]
         receiver.close()
 
 
@@ -334,14 +337,14 @@ def test_the_directory_of_the_filesystem_engine(crater: Path, tmp_path: Path) ->
                 (directory / name).write_bytes(bomb)
         sender, receiver = engine.make_sender("s"), engine.make_receiver("r")
         topology = Topology(f"session-{number}", {"s": sender.address()}, {"r": receiver.address()})
-        sender.connect(topology, None, Deadline.after(5))  # type: ignore[arg-type]
-        receiver.connect(topology, None, Deadline.after(5))  # type: ignore[arg-type]
-        sender.send(Bucket(1, 0, torch.ones(5, dtype=torch.uint8)), ["r"], Deadline.after(5))
+        sender.connect(topology, None, Deadline.after(HANG_S))  # type: ignore[arg-type]
+        receiver.connect(topology, None, Deadline.after(HANG_S))  # type: ignore[arg-type]
+        sender.send(Bucket(1, 0, torch.ones(5, dtype=torch.uint8)), ["r"], Deadline.after(HANG_S))
         (stored,) = (
             path for path in (tmp_path / "store" / topology.session).rglob("bucket-00000.*") if path.stat().st_size
         )
         stored.write_bytes(bomb)
         with pytest.raises(ProtocolError):
-            receiver.receive(Bucket(1, 0, torch.zeros(5, dtype=torch.uint8)), "s", Deadline.after(5))
+            receiver.receive(Bucket(1, 0, torch.zeros(5, dtype=torch.uint8)), "s", Deadline.after(HANG_S))
         sender.close()
         receiver.close()

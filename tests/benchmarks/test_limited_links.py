@@ -1,0 +1,152 @@
+"""The benchmarks over limited links: the limit is real, every bit crosses it, and nothing of it stays behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from waiting import HANG_S, wait_until
+
+from weightlane.ckpt_engines import ConfigError
+from weightlane.sync.bench.network import enter_network
+from weightlane.sync.bench.workload import named_workload
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def slow_link(load_benchmark: Callable[[str], ModuleType]) -> ModuleType:
+    return load_benchmark("slow_link")
+
+
+@pytest.fixture
+def relays(load_benchmark: Callable[[str], ModuleType]) -> ModuleType:
+    return load_benchmark("relays")
+
+
+@pytest.fixture
+def measure(limited_links: None) -> Iterator[Callable[..., dict[str, Any]]]:
+    """Runs a benchmark's ``run`` on a tiny model over links of 40 Mbit/s; no thread and no network of it may stay."""
+    mine, threads = network_of("self"), threading.active_count()
+
+    def run(benchmark: ModuleType, **settings: Any) -> dict[str, Any]:
+        settings |= {"rate_mbit": 40.0, "rounds": 1, "integrity": "full", "timeout_s": HANG_S, "say": lambda _: None}
+        with ThreadPoolExecutor(1) as aside:  # it changes the network of the thread that runs it
+            report: dict[str, Any] = aside.submit(benchmark.run, named_workload("tiny"), **settings).result()
+        return report
+
+    yield run
+    networks = [str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    assert not [target for target in networks if target.startswith("net:")]
+    assert network_of("self") == mine
+    assert threading.active_count() <= threads
+
+
+def network_of(pid: int | str) -> str:
+    with contextlib.suppress(OSError):
+        return str(Path(f"/proc/{pid}/ns/net").readlink())
+    return ""
+
+
+@pytest.mark.usefixtures("limited_links")
+def test_every_link_is_limited_where_a_host_sends(networks: ModuleType) -> None:
+    with networks.limited_link(40.0) as link, networks.limited_hosts(2, 30.0) as hosts:
+        for host, rate in ((link.sender, 40), (link.receiver, 40), *((host, 30) for host in hosts)):
+            show = ["tc", "qdisc", "show", "dev", networks.INTERFACE]
+            shown = networks.inside(host.namespace, lambda show=show: subprocess.check_output(show, text=True))
+            assert re.search(rf"tbf .* rate {rate}Mbit ", shown.result(HANG_S))
+
+
+def test_both_codecs_cross_a_limited_link(slow_link: ModuleType, measure: Callable[..., dict[str, Any]]) -> None:
+    report = measure(slow_link, receivers=1, density=0.01, codecs=("dense", "delta"))
+    assert all(rate > 0 for rate in report["raw_mbit"])
+    assert report["verified"]
+    dense, delta = report["rows"]["dense"], report["rows"]["delta"]
+    assert (dense["sent_as"], delta["sent_as"]) == (["dense"], ["delta"])
+    assert dense["wire_bytes"] >= report["payload_bytes"] > 10 * delta["wire_bytes"] > 0
+    assert sum(phase["median"] for phase in dense["phases"].values()) == pytest.approx(dense["latency_s"]["median"])
+    assert report["dense_over_delta"] > 0
+    assert "carried" in slow_link.text(report)
+
+
+@pytest.mark.exhaustive
+def test_star_and_relays_carry_every_bit_and_a_chain_s_trainer_sends_once(
+    relays: ModuleType, measure: Callable[..., dict[str, Any]]
+) -> None:
+    report = measure(relays, receivers=3, bucket_mib=1 / 128)
+    assert report["verified"]
+    assert all(rate > 0 for raw in report["raw_mbit"] for rate in raw.values())
+    star, chain = report["rows"]["star"], report["rows"]["relays"]
+    assert (star["routes"], star["depth"]) == (["star"], 1)
+    assert (chain["routes"], chain["depth"]) == (["chain"], 3)
+    assert star["predicted_s"] > 2 * chain["predicted_s"]
+    payload = report["payload_bytes"]
+    assert payload < chain["card_sent_bytes"][0] < 1.5 * payload < star["card_sent_bytes"][0]
+    assert "times sooner" in relays.text(report)
+
+
+def test_the_plan_of_star_and_relays_is_the_one_that_its_configuration_makes(relays: ModuleType) -> None:
+    workload = relays.workload_named(relays.MATRICES)
+    facts = relays.ways("127.0.0.1", rate_mbit=400.0, bucket_mib=4.0, integrity="off", timeout_s=1.0)
+    network = facts[1].config.network
+    star, chain = (relays.planned(workload, 4, each.config, network) for each in facts)
+    assert star["bound_s"] == pytest.approx(4 * workload.nbytes / 50e6)
+    assert chain["bound_s"] == pytest.approx(workload.nbytes / 50e6)
+    assert chain["bound_s"] < chain["predicted_s"] < 1.2 * chain["bound_s"]
+
+
+def test_the_committed_figures_of_relays_make_a_table(relays: ModuleType) -> None:
+    (newest,) = sorted((ROOT / "benchmarks/baselines").glob("*/relays-*.json"))[-1:]
+    assert "carried after" in relays.text(json.loads(newest.read_text()))
+
+
+@pytest.mark.usefixtures("limited_links")
+def test_an_interrupt_ends_every_process_and_with_them_the_link(children: Any) -> None:
+    process = children.start(
+        ["-m", "benchmarks.slow_link", "--model", "tiny", "--rounds", "100000"],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+    )
+    for line in process.stderr:
+        if line.startswith("round 1"):
+            break
+    theirs = {network_of(pid) for pid in offspring(process.pid)} - {network_of("self"), ""}
+    assert len(theirs) == 2, "a sender and its receivers are in one network"
+    process.send_signal(signal.SIGINT)
+    process.stderr.read()
+    assert process.wait(HANG_S) == 130
+    wait_until(
+        lambda: not theirs & {network_of(entry.name) for entry in Path("/proc").glob("[0-9]*")},
+        "end of everything in its networks",
+    )
+
+
+def offspring(pid: int) -> list[int]:
+    """`pid`, its children, and theirs."""
+    children = Path(f"/proc/{pid}/task").glob("*/children")
+    found = [int(child) for listed in children for child in listed.read_text().split()]
+    return [pid, *(further for child in found for further in offspring(child))]
+
+
+def test_where_it_cannot_run_it_says_why(networks: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    assert networks.missing() == "ip and tc not found: install iproute2."
+    for made in (networks.limited_link(1.0), networks.limited_hosts(2, 1.0)):
+        with pytest.raises(ConfigError, match="install iproute2"), made:
+            pass
+    monkeypatch.setattr("shutil.which", lambda program: f"/sbin/{program}")
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert "it takes root" in networks.missing()
+    with pytest.raises(ConfigError, match="there is no network namespace at"):
+        enter_network("/proc/self/fd/100000")
