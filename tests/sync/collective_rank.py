@@ -13,7 +13,7 @@ from shelf import SHAPE, Shelf
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import ConfigError, WeightlaneError
-from weightlane.sync import CollectivePublisher, LocalShard, SyncConfig, TensorSpec, coordinator_thread, rendezvous
+from weightlane.sync import CollectivePublisher, Coordinator, LocalShard, SyncConfig, TensorSpec, rendezvous
 from weightlane.sync.messages import Go
 
 
@@ -24,17 +24,16 @@ class Unwilling(Shelf):
         raise ConfigError("not today.", part=self.name)
 
 
-def close_ahead_of_rank_1(rank: int, closing: Any) -> None:
-    """Rank 1 does not read how the version ended before rank 0 is about to close."""
+def read_later_than_rank_0_closes(rank: int, waited_for: Any) -> None:
+    """Rank 1 does not read how the version ended before rank 0 waits for that, or is gone."""
     if rank == 0:
-        close = coordinator_thread.CoordinatorThread.close
+        wait_until_heard = Coordinator.wait_until_heard
 
-        def close_now(thread: coordinator_thread.CoordinatorThread) -> None:
-            closing.set()
-            close(thread)
+        def wait_now(coordinator: Coordinator, _: float) -> None:
+            waited_for.set()
+            wait_until_heard(coordinator, HANG_S)
 
-        coordinator_thread.CoordinatorThread.close = close_now  # type: ignore[method-assign]
-        coordinator_thread._HEARD_S = HANG_S
+        Coordinator.wait_until_heard = wait_now  # type: ignore[method-assign]
         return
 
     class SlowInbox(rendezvous.Inbox):
@@ -42,7 +41,7 @@ def close_ahead_of_rank_1(rank: int, closing: Any) -> None:
 
         def get(self, *args: Any, **settings: Any) -> Any:
             if self.sends:
-                closing.wait(HANG_S)
+                waited_for.wait(HANG_S)
             message = super().get(*args, **settings)
             self.sends = self.sends or isinstance(message, Go)
             return message
@@ -50,8 +49,8 @@ def close_ahead_of_rank_1(rank: int, closing: Any) -> None:
     rendezvous.Inbox = SlowInbox  # type: ignore[misc]
 
 
-def run_rank(pipe: Connection, rank: int, port: int, mode: str, closing: Any) -> None:
-    """Mode ``unwilling``: the replica refuses to connect. ``slow``: see `close_ahead_of_rank_1`."""
+def run_rank(pipe: Connection, rank: int, port: int, mode: str, waited_for: Any) -> None:
+    """Mode ``unwilling``: the replica refuses to connect. ``slow``: see `read_later_than_rank_0_closes`."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
@@ -59,7 +58,7 @@ def run_rank(pipe: Connection, rank: int, port: int, mode: str, closing: Any) ->
     shard = LocalShard(TensorSpec("w", SHAPE, torch.float32), (rank * rows, 0), torch.ones(SHAPE)[rank * rows :][:rows])
     replica = Unwilling() if mode == "unwilling" else Shelf()
     if mode == "slow":
-        close_ahead_of_rank_1(rank, closing)
+        read_later_than_rank_0_closes(rank, waited_for)
     try:
         with CollectivePublisher([shard], [replica], backend="shm", config=SyncConfig(**PATIENT)) as weights:
             weights.publish(1)

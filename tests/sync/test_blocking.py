@@ -124,16 +124,20 @@ def test_what_keeps_it_from_connecting_leaves_nothing_running(weight: torch.Tens
 def two_ranks(port: int, mode: str) -> list[str]:
     """What the ranks of `collective_rank` have said in the end."""
     context = multiprocessing.get_context("forkserver")
-    closing, pipes, processes = context.Event(), [], []
+    waited_for, pipes, processes, said = context.Event(), [], [], []
     for rank in range(2):
         ours, theirs = context.Pipe()
-        processes.append(context.Process(target=run_rank, args=(theirs, rank, port, mode, closing), daemon=True))
+        processes.append(context.Process(target=run_rank, args=(theirs, rank, port, mode, waited_for), daemon=True))
         processes[-1].start()
         theirs.close()
         pipes.append(ours)
     try:
-        assert all(pipe.poll(HANG_S) for pipe in pipes)
-        return [pipe.recv() for pipe in pipes]
+        for pipe, process in zip(pipes, processes, strict=True):
+            assert pipe.poll(HANG_S)
+            said.append(pipe.recv())
+            process.join(HANG_S)
+            waited_for.set()  # if rank 0 has not waited, rank 1 finds it gone
+        return said
     finally:
         for process in processes:
             process.kill()

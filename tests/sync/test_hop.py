@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from hop_run import PATIENCES_S, Run, expected
-from waiting import HANG_S, NEVER_S
+from waiting import HANG_S
 
 from weightlane.ckpt_engines import (
     AddressInUseError,
@@ -135,7 +135,7 @@ def test_staging_memory_is_not_filled_while_it_is_being_loaded(make_run: Callabl
 
 
 def test_news_of_a_death_aborts_a_sync_at_once(make_run: Callable[..., Run]) -> None:
-    run = make_run(sync={"deadline_s": NEVER_S})
+    run = make_run()
 
     async def sync_and_hear() -> None:
         await run.coordinator.connect()

@@ -148,12 +148,13 @@ def test_a_bucket_that_was_changed_on_its_way_is_never_written(tmp_path: Path) -
 def test_a_sender_that_dies_half_way_leaves_a_mixture_until_the_next_version_and_before_the_first_byte_the_old_one(
     make_run: Callable[..., Run], backend: str
 ) -> None:
-    run = make_run(backend, rollout=IN_PLACE, sync=AT_ONCE | {"deadline_s": NEVER_S})
+    run = make_run(backend, rollout=IN_PLACE, sync=AT_ONCE)
     run.serve(1)
     run.rank().call("trip", 1, run.trainers[0].pid)
     run.publish_next(2)
-    with pytest.raises(SyncAbortedError):
+    with pytest.raises(SyncAbortedError) as caught:
         run.sync(2)
+    assert not isinstance(caught.value.reason, DeadlineExceededError)
     run.rank().call("trip", -1)
     assert run.coordinator.states()["rollout-0"] is ReplicaState.QUARANTINED
     (torn,) = run.live()
@@ -189,7 +190,7 @@ def test_one_that_fails_half_way_does_not_stop_the_others(make_run: Callable[...
 def test_a_replica_that_does_not_pause_serves_on_and_nobody_waits_longer_than_the_deadline(
     make_run: Callable[..., Run],
 ) -> None:
-    run = make_run(rollout=IN_PLACE, sync=AT_ONCE | {"deadline_s": NEVER_S})
+    run = make_run(rollout=IN_PLACE, sync=AT_ONCE)
     run.serve(1)
     run.replicas[0].refuses_with = CommitError("it cannot pause, on purpose.", part="rollout-0")
     run.publish_next(2)

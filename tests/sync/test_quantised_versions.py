@@ -14,7 +14,7 @@ from hop_run import Run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quantised_reference import reference_fp8, reference_int8, restored
-from waiting import HANG_S, NEVER_S, wait_until
+from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import (
     CheckpointEngineRegistry,
@@ -184,7 +184,7 @@ def test_a_store_keeps_a_standard_checkpoint_in_fp8(make_run: Callable[..., Run]
 def test_weights_that_no_scale_fits_fail_their_version_at_once_and_nothing_else(
     make_run: Callable[..., Run], trainers: int, *, known_before: bool
 ) -> None:
-    run = begun(make_run, "shm", "fp8", trainers=trainers, sync={"deadline_s": NEVER_S})
+    run = begun(make_run, "shm", "fp8", trainers=trainers)
     run.serve(1)
     for trainer in run.trainers:
         trainer.call("poison", "up.weight")

@@ -62,7 +62,9 @@ def test_down_a_chain_a_trainer_sends_its_bytes_once_and_every_replica_has_them_
 ) -> None:
     hooks, moved = RunHooks(), Bytes()
     hooks.register(moved)
-    run = hop(engine, *LAYOUTS["one rank"], [EVERYTHING] * 3, codec=codec, hooks=hooks, network=SLOW_SENDERS)
+    # Trainers, like rollouts, go by the buckets that are sent, whatever size of bucket the network was stated for.
+    links = Network(sender_bytes_per_s=1e8, receiver_bytes_per_s=1e9)
+    run = hop(engine, *LAYOUTS["one rank"], [EVERYTHING] * 3, codec=codec, hooks=hooks, network=links)
     for version in (1, 2, 3):
         moved.sent.clear()
         moved.received.clear()
@@ -74,18 +76,6 @@ def test_down_a_chain_a_trainer_sends_its_bytes_once_and_every_replica_has_them_
         assert sum(moved.sent.values()) == sum(moved.received.values()) == 3 * once
         assert moved.sent["trainer-0"] == report.sent_bytes == once
         assert sorted(moved.sent.values()) == [once] * 3
-
-
-def test_trainer_ranks_choose_routes_by_the_buckets_they_send_whatever_the_network_was_said_to_carry(
-    hop: Callable[..., Hop],
-) -> None:
-    hooks, moved = RunHooks(), Bytes()
-    hooks.register(moved)
-    links = Network(sender_bytes_per_s=1e8, receiver_bytes_per_s=1e9)
-    run = hop("gloo", *LAYOUTS["one rank"], [EVERYTHING] * 3, hooks=hooks, network=links)
-    run.sync(1)
-    assert all(replica.holds(1) for replica in run.replicas)
-    assert len(set(moved.sent.values())) == 1, "each sends everything once"
 
 
 @pytest.mark.parametrize(
