@@ -24,9 +24,10 @@ class DeadlineChecks(ConformanceBase):
         connection.exchange_addresses()
         present, absent = connection.receivers
         patience_s = self.expiring_s + self.grace_s + 1.0  # longer than it takes to see that the sender hangs
-        connection.start_connect(connection.sender, self.expiring_s)
+        waits = waits_for_receivers(capabilities)
+        connection.start_connect(connection.sender, self.expiring_s if waits else self.deadline_s)
         connection.start_connect(present, patience_s)
-        if not waits_for_receivers(capabilities):  # a store is there without its receivers
+        if not waits:  # a store is there without its receivers
             connection.sender.result()
             present.result()
             return
@@ -139,13 +140,14 @@ class DeadlineChecks(ConformanceBase):
         connection = halves(1)
         (receiver,) = connection.receivers
         connection.exchange_addresses()
-        connection.start_connect(connection.sender, self.expiring_s)
+        waits = waits_for_receivers(capabilities)
+        connection.start_connect(connection.sender, self.expiring_s if waits else self.deadline_s)
         connection.topology = {**connection.topology, "session": connection.topology["session"] + "-stale"}
         connection.start_connect(receiver, self.expiring_s)
         self.failure(
             receiver, ProtocolError, TransportError, DeadlineExceededError, between_s=self.in_time(self.expiring_s)
         )
-        if waits_for_receivers(capabilities):
+        if waits:
             self.failure(connection.sender, WeightlaneError, between_s=self.in_time(self.expiring_s))
         else:
             connection.sender.result()
