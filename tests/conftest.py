@@ -23,6 +23,7 @@ import budget
 import ports
 from budget import pytest_sessionfinish, pytest_terminal_summary
 from fork_server import ForkedPopen
+from waiting import HANG_S
 
 budget.watch()
 
@@ -88,7 +89,7 @@ class Children:
         self._started.append(child)
         return child
 
-    def run(self, arguments: Sequence[str], timeout_s: float = 60.0, **options: Any) -> tuple[int, str, str]:
+    def run(self, arguments: Sequence[str], timeout_s: float = HANG_S, **options: Any) -> tuple[int, str, str]:
         """Run a program to its end; its exit status, standard output and standard error."""
         child = self.start(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
         output, errors = child.communicate(timeout=timeout_s)
@@ -100,7 +101,7 @@ class Children:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
         for child in self._started:
-            child.wait(timeout=10)
+            child.wait(timeout=HANG_S)
             for stream in (child.stdin, child.stdout, child.stderr):
                 if stream is not None:
                     with contextlib.suppress(OSError):

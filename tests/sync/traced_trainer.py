@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from waiting import HANG_S
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry
 from weightlane.sync import LocalShard, Placement, Publisher, TensorSpec
@@ -65,6 +66,7 @@ def serve(
             shards=shards,
             engine=transport,
             bucket_bytes=BUCKET_BYTES,
+            deadline_s=HANG_S,
         )
         pipe.send("ready")
         while (version := pipe.recv()) is not None:
