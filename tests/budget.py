@@ -5,6 +5,7 @@ The budget is the table of `README.md` in this folder. It counts what is expensi
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import sys
@@ -29,9 +30,10 @@ def watch() -> None:
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if str(STARTS) not in paths:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STARTS), *paths]))
-        sys.path.insert(0, str(STARTS))
         sys.modules.pop("sitecustomize", None)
-        __import__("sitecustomize")
+    if str(STARTS) not in sys.path:  # pytest-xdist gives its workers the path that its own process had at first
+        sys.path.insert(0, str(STARTS))
+    importlib.import_module("sitecustomize")
 
 
 def folder_of(path: str) -> str:

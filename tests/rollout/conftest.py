@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from running_worker import Setup
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def process() -> Iterator[Program]:
     """`layout_process.py`, which builds models."""
     started = Program(Path(__file__).with_name("layout_process.py"), env={"VLLM_LOGGING_LEVEL": "ERROR"})
@@ -31,7 +31,7 @@ def process() -> Iterator[Program]:
     started.kill()
 
 
-@pytest.fixture(scope="session", params=[1, 2], ids=["tp1-untied", "tp2-tied"])
+@pytest.fixture(scope="package", params=[1, 2], ids=["tp1-untied", "tp2-tied"])
 def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     """A running worker that starts from model 0. The vocabulary needs padding rows.
 
