@@ -14,7 +14,6 @@ from hop_run import Run, expected
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from patience import PATIENT
-from waiting import HANG_S
 
 from weightlane.ckpt_engines import (
     CheckpointEngineRegistry,
@@ -107,7 +106,7 @@ def test_without_a_word_about_links_nobody_relays(hop: Callable[..., Hop]) -> No
 
 def relayed(make_run: Callable[..., Run], **sync: float) -> Run:
     """A trainer with a chain of three replicas, which have version 1."""
-    run = make_run("gloo", replicas=3, deadline_s=HANG_S, trainer={"network": SLOW_SENDERS}, sync=TOLERANT | sync)
+    run = make_run("gloo", replicas=3, trainer={"network": SLOW_SENDERS}, sync=TOLERANT | sync)
     run.step(1)
     run.publish(1)
     run.sync(1)
@@ -168,7 +167,7 @@ def test_a_relay_that_freezes_is_left_behind_and_those_that_starve_behind_it_are
 
 
 def test_a_replica_that_refuses_and_some_that_join_late_do_not_break_the_chain(make_run: Callable[..., Run]) -> None:
-    run = make_run("gloo", deadline_s=HANG_S, trainer={"network": SLOW_SENDERS}, sync=TOLERANT)
+    run = make_run("gloo", trainer={"network": SLOW_SENDERS}, sync=TOLERANT)
     odd = run.add_replica(shapes={"head": [40, 24]})
     run.step(1)
     run.publish(1)
