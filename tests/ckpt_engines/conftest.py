@@ -28,3 +28,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     if request.param == "s3":
         return Place(request.getfixturevalue("s3_url"), request.getfixturevalue("s3_options"))
     return Place(str(tmp_path / "store") if request.param == "local" else f"memory://{uuid.uuid4().hex}", {})
+
+
+@pytest.fixture(autouse=True)
+def _earlier_mappings() -> None:
+    sessions.earlier_mappings = set(sessions.mapping_lines())

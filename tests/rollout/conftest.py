@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,27 +24,42 @@ if TYPE_CHECKING:
     from running_worker import Setup
 
 
-@pytest.fixture(scope="package")
-def process() -> Iterator[Program]:
+_until_the_folder_ends = ExitStack()
+"""What this folder's tests share; pytest would keep it until the session ends, beside tests of other folders."""
+
+
+@pytest.hookimpl(trylast=True)  # after the fixtures of the test itself
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is None or nextitem.path.parent != item.path.parent:
+        _until_the_folder_ends.close()
+
+
+@pytest.fixture(scope="session")
+def process() -> Program:
     """`layout_process.py`, which builds models."""
     started = Program(Path(__file__).with_name("layout_process.py"), env={"VLLM_LOGGING_LEVEL": "ERROR"})
-    yield started
-    started.kill()
+    _until_the_folder_ends.callback(started.kill)
+    return started
 
 
-@pytest.fixture(scope="package", params=[1, 2], ids=["tp1-untied", "tp2-tied"])
+@pytest.fixture(scope="session", params=[1, 2], ids=["tp1-untied", "tp2-tied"])
 def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     """A running worker that starts from model 0. The vocabulary needs padding rows.
 
     Shared by modules, because it takes long to start; the last test of the last module that uses it kills a rank.
     """
+    with ExitStack() as stack:
+        _until_the_folder_ends.callback(stack.close)
+        yield stack.enter_context(_worker(request.param, tmp_path_factory.mktemp("models")))
+
+
+@contextmanager
+def _worker(world: int, base: Path) -> Iterator[Setup]:
     from running_worker import running
     from tiny_models import make_qwen3
 
     from weightlane.rollout.shared_memory import segments_of_trees
 
-    base = tmp_path_factory.mktemp("models")
-    world = request.param
     models = [make_qwen3(base / f"model{seed}", seed=seed, tied=world == 2, vocab=300) for seed in range(3)]
     with running(models, models[0], tensor_parallel=world, dtype="float32") as made:
         segments = segments_of_trees([os.getpid()])
