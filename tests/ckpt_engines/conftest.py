@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+import sessions
 from stores import Place, opened
 from waiting import HANG_S
 
