@@ -12,11 +12,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from direct_hop import Hop
-from hop_run import Run
+from hop_run import MakeRun, Run
 
 
 @pytest.fixture
-def make_run(tmp_path: Path, socket_dir: Path) -> Iterator[Callable[..., Run]]:
+def make_run(tmp_path: Path, socket_dir: Path) -> Iterator[MakeRun]:
     options: dict[str, dict[str, Any]] = {
         "filesystem": {"path": str(tmp_path / "store")},
         "shm": {"socket_dir": str(socket_dir)},

@@ -6,15 +6,22 @@ import asyncio
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import hop
+import pytest
 import torch
 from waiting import HANG_S, wait_until
 
-from weightlane.ckpt_engines import QuarantinedError, WeightlaneError, WorkerDiedError, error_from_wire
+from weightlane.ckpt_engines import (
+    QuarantinedError,
+    SyncAbortedError,
+    WeightlaneError,
+    WorkerDiedError,
+    error_from_wire,
+)
 from weightlane.plugins import RunHooks
 from weightlane.sync import CommitReport, Coordinator, Rendezvous, ReplicaState, SyncConfig
 
@@ -239,6 +246,12 @@ class Run:
     def sync(self, version: int) -> Any:
         return asyncio.run(self.coordinator.sync(version))
 
+    def aborts(self, version: int, says: str | None = None) -> SyncAbortedError:
+        """Sync `version`, which everybody gives up for a reason that `says` matches."""
+        with pytest.raises(SyncAbortedError, match=says) as caught:
+            self.sync(version)
+        return caught.value
+
     def outcomes(self, version: int) -> dict[str, str]:
         """Sync `version` and tell what became of it on each replica."""
         return {name: part.outcome.value for name, part in self.sync(version).replicas.items()}
@@ -249,6 +262,10 @@ class Run:
 
     def live(self) -> list[dict[str, str]]:
         return [rank.call("live_digest") for replica in self.replicas for rank in replica.ranks.values()]
+
+
+MakeRun = Callable[..., Run]
+"""The fixture `make_run`: `make_run(backend, **arguments)` is a run that has begun; see `Run.begin`."""
 
 
 def expected(version: int, dtype: torch.dtype = torch.float32) -> dict[str, str]:

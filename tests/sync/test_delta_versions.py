@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hop import digest, nudged
-from hop_run import Run, expected
+from hop_run import MakeRun, Run, expected
 
 from weightlane.ckpt_engines import QuarantinedError, SyncAbortedError
 
@@ -27,7 +26,7 @@ def after(first: int, versions: list[int]) -> dict[str, str]:
     return digest(nudged(first, versions, EVERY))
 
 
-def begun(make_run: Callable[..., Run], backend: str = "shm", **arguments: Any) -> Run:
+def begun(make_run: MakeRun, backend: str = "shm", **arguments: Any) -> Run:
     """A run that sends deltas, and has committed version 1."""
     trainer = {"codec": "delta"} | arguments.pop("trainer", {})
     run = make_run(backend, trainer=trainer, **arguments)
@@ -48,9 +47,7 @@ def begun(make_run: Callable[..., Run], backend: str = "shm", **arguments: Any) 
         pytest.param("filesystem", 1, True, marks=further),
     ],
 )
-def test_deltas_of_all_ranks_arrive_bit_for_bit(
-    make_run: Callable[..., Run], backend: str, trainers: int, scatters: bool
-) -> None:
+def test_deltas_of_all_ranks_arrive_bit_for_bit(make_run: MakeRun, backend: str, trainers: int, scatters: bool) -> None:
     run = begun(make_run, backend, trainers=trainers, replicas=2, rollout={"scatters": scatters})
     for version in range(2, 8):
         report = nudge(run, version)
@@ -59,7 +56,7 @@ def test_deltas_of_all_ranks_arrive_bit_for_bit(
         assert run.live() == [after(0, list(range(2, version + 1)))] * 2
 
 
-def test_a_delta_takes_little_on_the_wire(make_run: Callable[..., Run]) -> None:
+def test_a_delta_takes_little_on_the_wire(make_run: MakeRun) -> None:
     run = begun(make_run)
     run.step(1)
     run.publish(2)
@@ -72,9 +69,7 @@ def test_a_delta_takes_little_on_the_wire(make_run: Callable[..., Run]) -> None:
 
 
 @pytest.mark.parametrize("scatters", [False, True])
-def test_a_replica_that_was_started_anew_gets_a_full_version_with_the_others(
-    make_run: Callable[..., Run], scatters: bool
-) -> None:
+def test_a_replica_that_was_started_anew_gets_a_full_version_with_the_others(make_run: MakeRun, scatters: bool) -> None:
     run = begun(make_run, replicas=2, rollout={"scatters": scatters})
     nudge(run, 2)
     run.restart_replica(1)
@@ -86,7 +81,7 @@ def test_a_replica_that_was_started_anew_gets_a_full_version_with_the_others(
     assert run.live() == [after(0, [2, 3, 4])] * 2
 
 
-def test_a_trainer_that_was_started_anew_and_counts_alike_is_not_believed(make_run: Callable[..., Run]) -> None:
+def test_a_trainer_that_was_started_anew_and_counts_alike_is_not_believed(make_run: MakeRun) -> None:
     run = begun(make_run)
     nudge(run, 2)
     run.restart_trainer()
@@ -97,7 +92,7 @@ def test_a_trainer_that_was_started_anew_and_counts_alike_is_not_believed(make_r
 
 @pytest.mark.parametrize("scatters", [False, True])
 def test_a_delta_that_was_committed_by_too_few_is_taken_back_by_exchanging_values(
-    make_run: Callable[..., Run], scatters: bool
+    make_run: MakeRun, scatters: bool
 ) -> None:
     run = begun(make_run, replicas=2, sync={"quorum": 1.0}, rollout={"scatters": scatters})
     nudge(run, 2)
@@ -112,7 +107,7 @@ def test_a_delta_that_was_committed_by_too_few_is_taken_back_by_exchanging_value
 
 
 @pytest.mark.parametrize("scatters", [False, True])
-def test_a_delta_that_some_refuse_to_load_changes_nothing_there(make_run: Callable[..., Run], scatters: bool) -> None:
+def test_a_delta_that_some_refuse_to_load_changes_nothing_there(make_run: MakeRun, scatters: bool) -> None:
     run = begun(make_run, replicas=2, rollout={"scatters": scatters})
     run.replicas[1].refuses_with = QuarantinedError("busy.", part="rollout-1")
     nudge(run, 2)
@@ -121,7 +116,7 @@ def test_a_delta_that_some_refuse_to_load_changes_nothing_there(make_run: Callab
     assert run.live() == [after(0, [2, 3])] * 2
 
 
-def test_where_no_copy_is_kept_and_none_can_scatter_versions_come_in_full(make_run: Callable[..., Run]) -> None:
+def test_where_no_copy_is_kept_and_none_can_scatter_versions_come_in_full(make_run: MakeRun) -> None:
     run = begun(make_run, "shm", rollout={"staging_limit_bytes": 4096})
     for version in (2, 3):
         report = nudge(run, version)
@@ -130,13 +125,13 @@ def test_where_no_copy_is_kept_and_none_can_scatter_versions_come_in_full(make_r
         assert len(report.failures) == 1, "the refusal is told"
 
 
-def test_now_and_then_a_version_is_sent_in_full(make_run: Callable[..., Run]) -> None:
+def test_now_and_then_a_version_is_sent_in_full(make_run: MakeRun) -> None:
     run = begun(make_run, trainer={"full_every": 3})
     assert [nudge(run, version).codec for version in range(2, 8)] == ["delta", "delta", "dense"] * 2
     assert run.live() == [after(0, list(range(2, 8)))]
 
 
-def test_auto_measures_dense_first_and_gives_its_reasons(make_run: Callable[..., Run]) -> None:
+def test_auto_measures_dense_first_and_gives_its_reasons(make_run: MakeRun) -> None:
     run = begun(make_run, trainer={"codec": "auto"})
     reports = [nudge(run, version) for version in range(2, 8)]
     assert [report.codec for report in reports[:2]] == ["dense"] * 2

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from hop_run import Run
+from hop_run import MakeRun
 from test_delta_versions import after, begun, nudge
 from test_lent_versions import SPEC, staged
 from waiting import HANG_S, NEVER_S, wait_until
@@ -308,7 +308,7 @@ def test_an_engine_is_asked_for_memory_of_its_devices_only(rendezvous: Rendezvou
     Publisher("t-0", rendezvous.address, shards=shards, engine=engine, bucket_bytes=64).close()
 
 
-def test_the_coordinator_does_not_wait_for_a_full_version_that_nobody_holds(make_run: Callable[..., Run]) -> None:
+def test_the_coordinator_does_not_wait_for_a_full_version_that_nobody_holds(make_run: MakeRun) -> None:
     run = begun(make_run, replicas=1)
     connection = run.coordinator._connection
     run.trainers[0].call("nudge", 2, 20)
@@ -324,7 +324,7 @@ def test_the_coordinator_does_not_wait_for_a_full_version_that_nobody_holds(make
         connection._offer_in_full(2, Deadline.after(NEVER_S))
 
 
-def test_a_newcomer_gets_in_full_what_lies_in_the_store_as_a_delta(make_run: Callable[..., Run]) -> None:
+def test_a_newcomer_gets_in_full_what_lies_in_the_store_as_a_delta(make_run: MakeRun) -> None:
     run = begun(make_run, "filesystem", sync={"retries": 0})
     assert nudge(run, 2).codec == "delta"
     run.add_replica()
@@ -335,7 +335,7 @@ def test_a_newcomer_gets_in_full_what_lies_in_the_store_as_a_delta(make_run: Cal
     assert run.live() == [after(0, [2, 3])] * 2
 
 
-def test_deltas_larger_than_every_bucket_of_whole_tensors_are_sent(make_run: Callable[..., Run]) -> None:
+def test_deltas_larger_than_every_bucket_of_whole_tensors_are_sent(make_run: MakeRun) -> None:
     run = make_run("filesystem", trainers=2, trainer={"codec": "delta", "bucket_bytes": 4096}, sync={"retries": 0})
     run.publish(1)
     run.sync(1)

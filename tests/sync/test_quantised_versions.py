@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hop import LINEAR, digest, grow_one, weights
-from hop_run import Run
+from hop_run import MakeRun, Run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quantised_reference import reference_fp8, reference_int8, restored
@@ -61,7 +60,7 @@ def left_of(tensors: dict[str, torch.Tensor], scheme: str, dtype: torch.dtype = 
     return digest({name: tensor.to(dtype) for name, tensor in made.items()})
 
 
-def begun(make_run: Callable[..., Run], backend: str, scheme: str, **arguments: Any) -> Run:
+def begun(make_run: MakeRun, backend: str, scheme: str, **arguments: Any) -> Run:
     trainer = {"linear": True, "quantise": scheme} | arguments.pop("trainer", {})
     rollout = {"linear": True} | arguments.pop("rollout", {})
     return make_run(backend, trainer=trainer, rollout=rollout, **arguments)
@@ -81,7 +80,7 @@ def begun(make_run: Callable[..., Run], backend: str, scheme: str, **arguments: 
     ],
 )
 def test_rollouts_restore_what_the_reference_leaves_however_the_ranks_are_cut(
-    make_run: Callable[..., Run], backend: str, scheme: str, trainers: int, dtype: str
+    make_run: MakeRun, backend: str, scheme: str, trainers: int, dtype: str
 ) -> None:
     wire = {"wire_dtype": dtype}
     run = begun(make_run, backend, scheme, trainers=trainers, replicas=2, trainer=wire, rollout=wire)
@@ -109,9 +108,7 @@ def test_rollouts_restore_what_the_reference_leaves_however_the_ranks_are_cut(
         pytest.param("fp8", "auto", 2, marks=further),
     ],
 )
-def test_deltas_of_quantised_bytes_are_exact(
-    make_run: Callable[..., Run], scheme: str, codec: str, trainers: int
-) -> None:
+def test_deltas_of_quantised_bytes_are_exact(make_run: MakeRun, scheme: str, codec: str, trainers: int) -> None:
     run = begun(make_run, "shm", scheme, trainers=trainers, trainer={"codec": codec})
     run.publish(1)
     run.sync(1)
@@ -129,7 +126,7 @@ def test_deltas_of_quantised_bytes_are_exact(
         assert codecs == ["delta"] * 7
 
 
-def test_quantised_versions_are_handed_on_by_relays(make_run: Callable[..., Run]) -> None:
+def test_quantised_versions_are_handed_on_by_relays(make_run: MakeRun) -> None:
     trainer = {"network": Network(sender_bytes_per_s=1e8, receiver_bytes_per_s=1e9, bucket_bytes=1024)}
     run = begun(make_run, "gloo", "fp8", trainers=2, replicas=3, trainer=trainer)
     for version in (1, 2):
@@ -138,7 +135,7 @@ def test_quantised_versions_are_handed_on_by_relays(make_run: Callable[..., Run]
 
 
 @pytest.mark.parametrize("codec", ["dense", "delta"])
-def test_a_quantised_version_that_too_few_take_is_taken_back(make_run: Callable[..., Run], codec: str) -> None:
+def test_a_quantised_version_that_too_few_take_is_taken_back(make_run: MakeRun, codec: str) -> None:
     run = begun(make_run, "gloo", "fp8", replicas=2, sync={"quorum": 1.0}, trainer={"codec": codec})
     values = weights(0, torch.float32, shapes=LINEAR)
     for version in (1, 2):
@@ -169,7 +166,7 @@ def stored(path: Path) -> tuple[Manifest, dict[str, torch.Tensor]]:
     return read_version(str(path))
 
 
-def test_a_store_keeps_a_standard_checkpoint_in_fp8(make_run: Callable[..., Run], tmp_path: Path) -> None:
+def test_a_store_keeps_a_standard_checkpoint_in_fp8(make_run: MakeRun, tmp_path: Path) -> None:
     run = make_run("filesystem", trainers=2, trainer={"linear": True, "quantise": "fp8"}, rollout={"linear": True})
     run.serve(1)
     manifest, tensors = stored(tmp_path / "store")
@@ -182,7 +179,7 @@ def test_a_store_keeps_a_standard_checkpoint_in_fp8(make_run: Callable[..., Run]
 
 @pytest.mark.parametrize(("trainers", "known_before"), [(1, False), (2, True)])
 def test_weights_that_no_scale_fits_fail_their_version_at_once_and_nothing_else(
-    make_run: Callable[..., Run], trainers: int, *, known_before: bool
+    make_run: MakeRun, trainers: int, *, known_before: bool
 ) -> None:
     run = begun(make_run, "shm", "fp8", trainers=trainers, sync={"deadline_s": NEVER_S})
     run.serve(1)
@@ -213,7 +210,7 @@ def test_weights_that_no_scale_fits_fail_their_version_at_once_and_nothing_else(
     ],
 )
 def test_what_cannot_be_restored_is_refused_before_the_first_byte(
-    make_run: Callable[..., Run], rollout: dict[str, Any], says: str
+    make_run: MakeRun, rollout: dict[str, Any], says: str
 ) -> None:
     run = begun(make_run, "shm", "fp8", rollout=rollout)
     run.publish(1)
