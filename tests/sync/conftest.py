@@ -14,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from direct_hop import Hop
 from hop_run import MakeRun, Run
 
+from weightlane.sync import Rendezvous
+
 
 @pytest.fixture
 def make_run(tmp_path: Path, socket_dir: Path) -> Iterator[MakeRun]:
@@ -32,6 +34,11 @@ def make_run(tmp_path: Path, socket_dir: Path) -> Iterator[MakeRun]:
     yield make
     for run in made:
         run.end()
+
+
+@pytest.fixture
+def rendezvous() -> Rendezvous:
+    return Rendezvous.host()
 
 
 @pytest.fixture

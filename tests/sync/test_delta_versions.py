@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from typing import Any
 
 import pytest
 from hop import digest, nudged
 from hop_run import MakeRun, Run, expected
+from waiting import NEVER_S, wait_until
 
-from weightlane.ckpt_engines import QuarantinedError, SyncAbortedError
+from weightlane.ckpt_engines import ClosedError, Deadline, QuarantinedError, SyncAbortedError
+from weightlane.sync import Rendezvous
+from weightlane.sync.codec_choice import Choice
+from weightlane.sync.correspondence import TroubleError
+from weightlane.sync.delta_agreement import DeltaAgreement
+from weightlane.sync.delta_encoding import RankDelta
+from weightlane.sync.progress import Progress
+from weightlane.sync.publication import Base, Publication, Slot
 
 EVERY = 20
-further = pytest.mark.exhaustive
 
 
 def nudge(run: Run, version: int) -> Any:
@@ -42,9 +51,6 @@ def begun(make_run: MakeRun, backend: str = "shm", **arguments: Any) -> Run:
         ("shm", 1, False),
         ("shm", 2, True),
         ("filesystem", 2, False),
-        pytest.param("gloo", 1, False, marks=further),
-        pytest.param("shm", 2, False, marks=further),
-        pytest.param("filesystem", 1, True, marks=further),
     ],
 )
 def test_deltas_of_all_ranks_arrive_bit_for_bit(make_run: MakeRun, backend: str, trainers: int, scatters: bool) -> None:
@@ -69,7 +75,9 @@ def test_a_delta_takes_little_on_the_wire(make_run: MakeRun) -> None:
 
 
 @pytest.mark.parametrize("scatters", [False, True])
-def test_a_replica_that_was_started_anew_gets_a_full_version_with_the_others(make_run: MakeRun, scatters: bool) -> None:
+def test_a_replica_or_a_trainer_that_was_started_anew_gets_or_sends_a_full_version(
+    make_run: MakeRun, scatters: bool
+) -> None:
     run = begun(make_run, replicas=2, rollout={"scatters": scatters})
     nudge(run, 2)
     run.restart_replica(1)
@@ -79,15 +87,9 @@ def test_a_replica_that_was_started_anew_gets_a_full_version_with_the_others(mak
     assert run.live() == [after(0, [2, 3])] * 2
     assert nudge(run, 4).codec == "delta"
     assert run.live() == [after(0, [2, 3, 4])] * 2
-
-
-def test_a_trainer_that_was_started_anew_and_counts_alike_is_not_believed(make_run: MakeRun) -> None:
-    run = begun(make_run)
-    nudge(run, 2)
     run.restart_trainer()
-    report = nudge(run, 3)  # of the weights that a new trainer begins with
-    assert report.codec == "dense"
-    assert run.live() == [after(0, [3])]
+    assert nudge(run, 5).codec == "dense", "a trainer that counts alike is believed"
+    assert run.live() == [after(0, [5])] * 2, "a new trainer begins with other weights"
 
 
 @pytest.mark.parametrize("scatters", [False, True])
@@ -138,3 +140,66 @@ def test_auto_measures_dense_first_and_gives_its_reasons(make_run: MakeRun) -> N
     assert all("dense is being measured" in report.codec_reason for report in reports[:2])
     assert "a delta is expected to take" in reports[-1].codec_reason
     assert run.live() == [after(0, list(range(2, 8)))]
+
+
+def test_the_coordinator_does_not_wait_for_a_full_version_that_nobody_holds(make_run: MakeRun) -> None:
+    run = begun(make_run, replicas=1)
+    connection = run.coordinator._connection
+    run.trainers[0].call("nudge", 2, 20)
+    run.publish(2)
+
+    def offered() -> bool:
+        connection._letters.catch_up()
+        return 2 in connection._letters.offers
+
+    wait_until(offered, "offer")
+    run.publish_next(3)
+    with pytest.raises(TroubleError, match="not held any more"):
+        connection._offer_in_full(2, Deadline.after(NEVER_S))
+
+
+def test_a_newcomer_gets_in_full_what_lies_in_the_store_as_a_delta(make_run: MakeRun) -> None:
+    run = begun(make_run, "filesystem", sync={"retries": 0})
+    assert nudge(run, 2).codec == "delta"
+    run.add_replica()
+    report = run.sync(2)
+    assert {name: part.outcome.value for name, part in report.replicas.items()} == {"rollout-1": "committed"}
+    assert run.live() == [after(0, [2])] * 2
+    assert nudge(run, 3).codec == "delta"
+    assert run.live() == [after(0, [2, 3])] * 2
+
+
+def test_deltas_larger_than_every_bucket_of_whole_tensors_are_sent(make_run: MakeRun) -> None:
+    run = make_run("filesystem", trainers=2, trainer={"codec": "delta", "bucket_bytes": 4096}, sync={"retries": 0})
+    run.publish(1)
+    run.sync(1)
+    for trainer in run.trainers:
+        trainer.call("nudge", 2, 3)
+    run.publish(2)
+    report = run.sync(2)
+    assert report.codec == "delta"
+    assert report.replicas["rollout-0"].nbytes > 3936, "of no interest: it fits into the largest bucket"
+
+
+def held_at(version: int) -> Publication:
+    held = Publication(version, f"a/{version}", None, Progress("a snapshot", "trainer-0"))
+    held.choice, held.delta = Choice("delta", "a test"), RankDelta((), (), 0, 0)
+    held.base = Base(version - 1, f"a/{version - 1}", Slot(None))  # type: ignore[arg-type]
+    return held
+
+
+def test_ranks_hear_one_another_no_longer_than_wanted_and_old_versions_leave_the_store() -> None:
+    rendezvous, held, looks = Rendezvous.host(), held_at(2), itertools.count()
+    agreement = DeltaAgreement(rendezvous.mailbox("deltas/s"), ["t-0", "t-1"], 0)
+    agreement.say(held)
+    with pytest.raises(ClosedError):
+        agreement.hear(held, Deadline.after(NEVER_S), wanted=lambda: next(looks) < 3)
+    threading.Timer(0.1, agreement.close).start()
+    with pytest.raises(ClosedError):
+        agreement.hear(held, Deadline.after(NEVER_S))
+    agreement = DeltaAgreement(rendezvous.mailbox("deltas/s"), ["t-0", "t-1"], 1)
+    keys = []
+    for version in range(2, 12):
+        agreement.say(held_at(version))
+        keys.append(rendezvous.store("").num_keys())
+    assert keys[-1] == keys[3], "it grows with every version"

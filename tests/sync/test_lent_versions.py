@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hop_run import MakeRun, expected
-from waiting import HANG_S
+from waiting import HANG_S, NEVER_S
 
-from weightlane.ckpt_engines import QuarantinedError
-from weightlane.sync import Manifest, TensorSpec
+from weightlane.ckpt_engines import CheckpointEngineRegistry, ClosedError, CommitError, QuarantinedError
+from weightlane.ckpt_engines.shm import ShmEngine
+from weightlane.sync import LocalShard, Manifest, Publisher, Rendezvous, TensorSpec
 from weightlane.sync.staging import Staging, Stream
 from weightlane.sync.subscriber import adjoined
 
@@ -99,6 +104,45 @@ def test_lent_memory_is_needed_until_it_is_loaded_and_its_verdict_is_known() -> 
     assert staging.take_previous(2)[0] == 1, "a version that was given up took the place of the one that serves"
 
 
+def test_a_rollback_never_loads_an_older_version_than_the_one_that_served() -> None:
+    staging = Staging("rollout-0/0", 0, torch.device("cpu"))
+    staged(staging, 1)
+    staging.commit(1)
+    assert staging.settle(1)
+    manifest = Manifest(2, (SPEC,), 64, lasting=True, identity="a/2")
+    staging.reserve(manifest, lent=True)
+    staging.complete(manifest, torch.full((64,), 2, dtype=torch.uint8))
+    staging.commit(2)
+    assert staging.settle(2, scatters=True), "no copy is kept where deltas go into the live weights"
+    staged(staging, 3)
+    with pytest.raises(CommitError, match="not kept here"):
+        staging.take_previous(3)
+
+
+def test_a_version_that_serves_is_kept_although_its_sync_for_others_was_given_up() -> None:
+    staging = Staging("rollout-0/0", 0, torch.device("cpu"))
+    staged(staging, 1)
+    staging.commit(1)
+    staging.abort(1)
+    assert staging.settle(1)
+    staged(staging, 2)
+    assert staging.take_previous(2)[0] == 1
+
+
+def test_lent_memory_is_given_back_where_there_is_none_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    staging = Staging("rollout-0/0", 0, torch.device("cpu"))
+    staged(staging, 1)
+    staging.commit(1)
+
+    def full(_: int) -> Any:
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr(staging, "_room", full)
+    assert staging.settle(1)
+    with pytest.raises(CommitError):
+        staging.take_previous(2)
+
+
 def test_closed_staging_keeps_no_memory_but_what_somebody_looks_at() -> None:
     staging = Staging("rollout-0/0", 0, torch.device("cpu"))
     memory = np.ones(64, dtype=np.uint8)
@@ -126,3 +170,47 @@ def test_buckets_are_one_stream_only_where_they_adjoin() -> None:
     empty = adjoined([])
     assert empty is not None
     assert not empty.numel()
+
+
+def publisher_of(rendezvous: Rendezvous, socket_dir: Any, spec: TensorSpec, **options: Any) -> Publisher:
+    engine = CheckpointEngineRegistry().create("shm", {"socket_dir": str(socket_dir), **options})
+    shards = [LocalShard.whole(spec, torch.zeros(spec.shape))]
+    return Publisher("t-0", rendezvous.address, shards=shards, engine=engine, bucket_bytes=64 << 10, deadline_s=NEVER_S)
+
+
+def test_the_fence_does_not_wait_for_a_publisher_that_was_closed(rendezvous: Rendezvous, socket_dir: Any) -> None:
+    publisher = publisher_of(rendezvous, socket_dir, SPEC)
+    publisher._streaming = True  # the version before
+    publisher.publish(1)
+    threading.Timer(0.1, publisher.close).start()
+    with pytest.raises(ClosedError):
+        publisher.fence()
+
+
+def test_other_memory_is_taken_within_the_limit_that_one_snapshot_fills(
+    rendezvous: Rendezvous, socket_dir: Any
+) -> None:
+    with closing(publisher_of(rendezvous, socket_dir, replace(SPEC, shape=(200_000,)), max_shared_mib=1)) as publisher:
+        publisher.publish(1)
+        publisher.fence()
+        assert publisher._held is not None
+        assert publisher._held.slot is not None
+        publisher._held.slot.exposed.add(("a session that is over", 1))
+        publisher.publish(2)
+        publisher.fence()  # raised in the training loop, because a receiver had died
+
+
+class Elsewhere(ShmEngine):
+    """Its memory is that of a device."""
+
+    capabilities = replace(ShmEngine.capabilities, devices=frozenset({"meta"}))
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        assert device.type == "meta", "memory that it does not have"
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def test_an_engine_is_asked_for_memory_of_its_devices_only(rendezvous: Rendezvous) -> None:
+    engine = Elsewhere(Elsewhere.config_type())
+    shards = [LocalShard.whole(SPEC, torch.zeros(16))]
+    Publisher("t-0", rendezvous.address, shards=shards, engine=engine, bucket_bytes=64).close()
