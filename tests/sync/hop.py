@@ -9,7 +9,6 @@ import itertools
 import os
 import signal
 import threading
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -82,11 +81,6 @@ def nudge_one(flat: torch.Tensor, version: int, every: int) -> None:
     flat.view(torch.int32)[version % every :: every] = odd if version % 2 else version
 
 
-def grow_one(flat: torch.Tensor, version: int) -> None:
-    """Make one element larger, in place."""
-    flat[7 * version % flat.numel()] *= 1.5
-
-
 def nudged(first: int, versions: list[int], every: int) -> dict[str, torch.Tensor]:
     """`weights(first)` after `nudge` for each of `versions`."""
     tensors = weights(first, torch.float32)
@@ -156,24 +150,16 @@ class Trainer:
             shard.data.copy_(values[shard.spec.name][shard.box.index])
         return waited
 
-    def _change(self, change: Callable[[torch.Tensor], None]) -> float:
-        """Pass the fence, then `change` what a whole tensor is that holds each shard, flattened."""
+    def nudge(self, version: int, every: int) -> float:
+        """As `step`, but of each tensor only one element in so many changes, and that to what `nudged` says."""
         waited = self._publisher.fence()
         for shard in self._shards:
             full = torch.zeros(shard.spec.shape)
             full[shard.box.index] = shard.data
             if full.numel():
-                change(full.view(-1))
+                nudge_one(full.view(-1), version, every)
             shard.data.copy_(full[shard.box.index])
         return waited
-
-    def nudge(self, version: int, every: int) -> float:
-        """As `step`, but of each tensor only one element in so many changes, and that to what `nudged` says."""
-        return self._change(lambda flat: nudge_one(flat, version, every))
-
-    def grow(self, version: int) -> float:
-        """As `step`, but of each tensor only one element changes: see `grow_one`."""
-        return self._change(lambda flat: grow_one(flat, version))
 
     def poison(self, name: str) -> None:
         """Pass the fence, then put a NaN into a tensor."""
@@ -317,9 +303,6 @@ class Rollout:
     def take_only(self, version: int) -> None:
         """Begin a load that does not end."""
         self._taken = self._subscriber.take(version)
-
-    def untouched(self, version: int) -> None:
-        """A commit that does not begin."""
 
     def taken_digest(self) -> dict[str, str]:
         return digest(self._taken)

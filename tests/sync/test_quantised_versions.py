@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hop import LINEAR, digest, grow_one, weights
+from hop import LINEAR, digest, weights
 from hop_run import MakeRun, Run
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,8 +22,6 @@ from weightlane.ckpt_engines import (
     ManifestError,
     ProtocolError,
     QuarantinedError,
-    StorageError,
-    SyncAbortedError,
 )
 from weightlane.sync import (
     Expectation,
@@ -49,8 +47,7 @@ from weightlane.sync.snapshot import Remains
 from weightlane.sync.transfer_plan import Network
 
 MATRICES = ("q.weight", "up.weight", "down.weight")
-SUFFIXES = {"fp8": "_scale_inv", "int8": "_scale"}
-further = pytest.mark.exhaustive
+REFERENCES = {"fp8": reference_fp8, "int8": reference_int8}
 every_scheme = pytest.mark.parametrize("scheme", ["fp8", "int8"])
 
 
@@ -67,23 +64,21 @@ def begun(make_run: MakeRun, backend: str, scheme: str, **arguments: Any) -> Run
 
 
 @pytest.mark.parametrize(
-    ("backend", "scheme", "trainers", "dtype"),
+    ("backend", "scheme", "trainers", "dtype", "network"),
     [
-        ("gloo", "fp8", 2, "bfloat16"),
-        ("gloo", "int8", 3, "float32"),
-        ("shm", "int8", 1, "bfloat16"),
-        ("filesystem", "fp8", 3, "float32"),
-        pytest.param("shm", "fp8", 1, "float32", marks=further),
-        pytest.param("shm", "fp8", 3, "bfloat16", marks=further),
-        pytest.param("filesystem", "int8", 2, "bfloat16", marks=further),
-        pytest.param("filesystem", "fp8", 1, "bfloat16", marks=further),
+        ("gloo", "fp8", 2, "bfloat16", Network(sender_bytes_per_s=1e8, receiver_bytes_per_s=1e9, bucket_bytes=1024)),
+        ("gloo", "int8", 3, "float32", None),
+        ("shm", "int8", 1, "bfloat16", None),
+        ("filesystem", "fp8", 3, "float32", None),
     ],
 )
-def test_rollouts_restore_what_the_reference_leaves_however_the_ranks_are_cut(
-    make_run: MakeRun, backend: str, scheme: str, trainers: int, dtype: str
+def test_rollouts_restore_what_the_reference_leaves_however_the_ranks_are_cut_and_by_relays(
+    make_run: MakeRun, backend: str, scheme: str, trainers: int, dtype: str, network: Network | None
 ) -> None:
     wire = {"wire_dtype": dtype}
-    run = begun(make_run, backend, scheme, trainers=trainers, replicas=2, trainer=wire, rollout=wire)
+    run = begun(
+        make_run, backend, scheme, trainers=trainers, replicas=3, trainer=wire | {"network": network}, rollout=wire
+    )
     for version in (1, 2):
         run.step(version)
         run.publish(version)
@@ -91,7 +86,7 @@ def test_rollouts_restore_what_the_reference_leaves_however_the_ranks_are_cut(
         report = run.sync(version)
         values = weights(version, torch.float32, shapes=LINEAR)
         # What is not quantised travels in the wire dtype; what is, is quantised from the trainer's float32.
-        assert run.live() == [left_of(values, scheme, getattr(torch, dtype))] * 2
+        assert run.live() == [left_of(values, scheme, getattr(torch, dtype))] * 3
         assert report.quantisation is not None
         assert 0.001 < report.quantisation.relative_rms < (0.03 if scheme == "fp8" else 0.01)
         assert 0 < report.quantisation.max_abs < 0.5
@@ -99,77 +94,22 @@ def test_rollouts_restore_what_the_reference_leaves_however_the_ranks_are_cut(
         assert report.sent_bytes < 115_000, "of 94,000 elements, hardly any takes four bytes"
 
 
-@pytest.mark.parametrize(
-    ("scheme", "codec", "trainers"),
-    [
-        ("fp8", "delta", 2),
-        ("int8", "auto", 1),
-        pytest.param("int8", "delta", 2, marks=further),
-        pytest.param("fp8", "auto", 2, marks=further),
-    ],
-)
-def test_deltas_of_quantised_bytes_are_exact(make_run: MakeRun, scheme: str, codec: str, trainers: int) -> None:
-    run = begun(make_run, "shm", scheme, trainers=trainers, trainer={"codec": codec})
-    run.publish(1)
-    run.sync(1)
-    values = weights(0, torch.float32, shapes=LINEAR)
-    codecs = []
-    for version in range(2, 9):
-        for trainer in run.trainers:
-            trainer.call("grow", version)
-        for tensor in values.values():
-            grow_one(tensor.view(-1), version)
-        run.publish(version)
-        codecs.append(run.sync(version).codec)
-        assert run.live() == [left_of(values, scheme)], f"version {version} as {codecs[-1]}"
-    if codec == "delta":
-        assert codecs == ["delta"] * 7
-
-
-def test_quantised_versions_are_handed_on_by_relays(make_run: MakeRun) -> None:
-    trainer = {"network": Network(sender_bytes_per_s=1e8, receiver_bytes_per_s=1e9, bucket_bytes=1024)}
-    run = begun(make_run, "gloo", "fp8", trainers=2, replicas=3, trainer=trainer)
+def test_a_quantised_version_that_too_few_take_is_taken_back(make_run: MakeRun) -> None:
+    run = begun(make_run, "gloo", "fp8", replicas=2, sync={"quorum": 1.0})
     for version in (1, 2):
         run.serve(version)
-        assert run.live() == [left_of(weights(version, torch.float32, shapes=LINEAR), "fp8")] * 3
-
-
-@pytest.mark.parametrize("codec", ["dense", "delta"])
-def test_a_quantised_version_that_too_few_take_is_taken_back(make_run: MakeRun, codec: str) -> None:
-    run = begun(make_run, "gloo", "fp8", replicas=2, sync={"quorum": 1.0}, trainer={"codec": codec})
-    values = weights(0, torch.float32, shapes=LINEAR)
-    for version in (1, 2):
-        for tensor in values.values():
-            grow_one(tensor.view(-1), version)
-        run.trainers[0].call("grow", version)
-        run.publish(version)
-        run.sync(version)
     run.replicas[1].fails_with = QuarantinedError("stopped half-way.", part="rollout-1")
-    run.trainers[0].call("grow", 3)
-    run.publish(3)
-    with pytest.raises(SyncAbortedError):
-        run.sync(3)
-    assert run.live()[0] == left_of(values, "fp8")
-
-
-def stored(path: Path) -> tuple[Manifest, dict[str, torch.Tensor]]:
-    """The newest version, once it is marked as committed, which comes after the commit."""
-
-    def is_committed() -> bool:
-        try:
-            read_version(str(path))
-        except StorageError:
-            return False
-        return True
-
-    wait_until(is_committed, "committed version")
-    return read_version(str(path))
+    run.publish_next(3)
+    run.aborts(3)
+    assert run.live()[0] == left_of(weights(2, torch.float32, shapes=LINEAR), "fp8")
 
 
 def test_a_store_keeps_a_standard_checkpoint_in_fp8(make_run: MakeRun, tmp_path: Path) -> None:
-    run = make_run("filesystem", trainers=2, trainer={"linear": True, "quantise": "fp8"}, rollout={"linear": True})
+    run = begun(make_run, "filesystem", "fp8", trainers=2)
     run.serve(1)
-    manifest, tensors = stored(tmp_path / "store")
+    for trainer in run.trainers:
+        trainer.call("wait", 1, HANG_S)  # by then the version is marked as committed
+    manifest, tensors = read_version(str(tmp_path / "store"))
     assert manifest.quantised == "fp8"
     for name in MATRICES:
         elements, scales = reference_fp8(weights(1, torch.float32, shapes=LINEAR)[name])
@@ -194,8 +134,7 @@ def test_weights_that_no_scale_fits_fail_their_version_at_once_and_nothing_else(
             return bool(letters._failed)
 
         wait_until(is_known, "report of the failure")
-    with pytest.raises(SyncAbortedError, match=r"up\.weight holds inf or NaN"):
-        run.sync(2)
+    run.aborts(2, r"up\.weight holds inf or NaN")
     assert run.live() == [left_of(weights(1, torch.float32, shapes=LINEAR), "fp8")]
     for version in (2, 3):  # under the same number, with other weights: nothing of the failure is left
         run.serve(version)  # the fence lets go of a version that failed
@@ -214,19 +153,16 @@ def test_what_cannot_be_restored_is_refused_before_the_first_byte(
 ) -> None:
     run = begun(make_run, "shm", "fp8", rollout=rollout)
     run.publish(1)
-    with pytest.raises(SyncAbortedError, match=says):
-        run.sync(1)
+    run.aborts(1, says)
     assert run.live() == [digest(weights(0, torch.float32, shapes=LINEAR))]
 
 
 SPECS = [TensorSpec(name, shape, torch.bfloat16) for name, shape in LINEAR.items()]
 
 
-def fp8_manifest(**changes: TensorSpec | None) -> Manifest:
-    specs = {spec.name: spec for spec in wire_specs(SPECS, "fp8")} | {
-        name.replace("__", "."): spec for name, spec in changes.items()
-    }
-    return Manifest(3, tuple(spec for spec in specs.values() if spec is not None), 64, quantised="fp8")
+def fp8_manifest(*changed: TensorSpec, without: str = "") -> Manifest:
+    specs = {spec.name: spec for spec in (*wire_specs(SPECS, "fp8"), *changed) if spec.name != without}
+    return Manifest(3, tuple(specs.values()), 64, quantised="fp8")
 
 
 def expecting(*dtypes: torch.dtype, dtype: torch.dtype | None = None) -> Expectation:
@@ -234,30 +170,27 @@ def expecting(*dtypes: torch.dtype, dtype: torch.dtype | None = None) -> Expecta
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("name", "shape", "dtype", "says"),
     [
-        ({"q__weight_scale_inv": None}, r"q\.weight is quantised and its scales q\.weight_scale_inv are missing"),
         (
-            {"q__weight_scale_inv": TensorSpec("q.weight_scale_inv", (2, 2), torch.float32)},
-            r"q\.weight_scale_inv is float32 of shape \[2, 2\], q\.weight of shape \[300, 200\] needs float32 of \[3, 2\]",
+            "q.weight_scale_inv",
+            (2, 2),
+            "float32",
+            r"is float32 of shape \[2, 2\], q\.weight .* needs float32 of \[3, 2\]",
         ),
-        (
-            {"q__weight_scale_inv": TensorSpec("q.weight_scale_inv", (3, 2), torch.bfloat16)},
-            r"q\.weight_scale_inv is bfloat16 of shape \[3, 2\]",
-        ),
-        (
-            {"q__weight": TensorSpec("q.weight", (300, 200), torch.bfloat16)},
-            r"q\.weight_scale_inv has no matrix in float8_e4m3fn to scale",
-        ),
-        (
-            {"q__weight": TensorSpec("q.weight", (300, 200, 1), torch.float8_e4m3fn)},
-            r"q\.weight is quantised and has shape \[300, 200, 1\]",
-        ),
+        ("q.weight_scale_inv", (3, 2), "bfloat16", r"q\.weight_scale_inv is bfloat16 of shape \[3, 2\]"),
+        ("q.weight", (300, 200), "bfloat16", r"q\.weight_scale_inv has no matrix in float8_e4m3fn to scale"),
+        ("q.weight", (300, 200, 1), "float8_e4m3fn", r"q\.weight is quantised and has shape \[300, 200, 1\]"),
     ],
 )
-def test_scales_that_do_not_fit_are_refused(changes: dict[str, TensorSpec | None], says: str) -> None:
+def test_scales_that_do_not_fit_are_refused(name: str, shape: tuple[int, ...], dtype: str, says: str) -> None:
     with pytest.raises(ManifestError, match=says):
-        Restoring(fp8_manifest(**changes), expecting(torch.bfloat16))
+        Restoring(fp8_manifest(TensorSpec(name, shape, getattr(torch, dtype))), expecting(torch.bfloat16))
+
+
+def test_scales_that_are_missing_are_named() -> None:
+    with pytest.raises(ManifestError, match=r"q\.weight is quantised and its scales q\.weight_scale_inv are missing"):
+        Restoring(fp8_manifest(without="q.weight_scale_inv"), expecting(torch.bfloat16))
 
 
 def test_a_quantisation_that_is_not_known_here_is_refused() -> None:
@@ -310,9 +243,8 @@ def test_weights_of_linear_layers_are_quantised_and_nothing_else(
     assert not is_quantised(TensorSpec(name, shape, torch.int64))
 
 
-def test_a_model_without_linear_layers_is_refused_when_the_publisher_is_made() -> None:
+def test_a_model_without_linear_layers_is_refused_when_the_publisher_is_made(rendezvous: Rendezvous) -> None:
     norm = TensorSpec("norm.weight", (4,), torch.float32)
-    rendezvous = Rendezvous.host()
     with pytest.raises(ConfigError, match="no tensor of this checkpoint is the matrix of a linear layer"):
         Publisher(
             "trainer-0",
@@ -370,9 +302,9 @@ def test_a_snapshot_is_offered_as_far_as_it_is_there_and_parameters_may_change_o
         assert snapshot.ends["a.weight"] < snapshot.ends["b.weight"] == snapshot.read_end
         views = layout.views(memory)
         for spec in specs:
-            elements, scales = {"fp8": reference_fp8, "int8": reference_int8}[scheme](values[spec.name])
+            elements, scales = REFERENCES[scheme](values[spec.name])
             assert torch.equal(views[spec.name].view(torch.uint8), elements.view(torch.uint8))
-            assert torch.equal(views[spec.name + SUFFIXES[scheme]], scales)
+            assert torch.equal(views[pair_of(spec, scheme).scales.name], scales)
 
 
 @pytest.mark.gpu
@@ -473,7 +405,7 @@ def test_whoever_holds_which_part_of_a_matrix_what_all_send_is_the_whole_quantis
             part = memory[place : place + mine.nbytes].view(mine.spec.dtype).view(mine.box.shape)
             sent[mine.spec.name][mine.box.index] = part
             times[mine.spec.name][mine.box.index] += 1
-    elements, scales = {"fp8": reference_fp8, "int8": reference_int8}[scheme](values)
+    elements, scales = REFERENCES[scheme](values)
     assert torch.equal(sent[pair.weight.name].view(torch.uint8), elements.view(torch.uint8))
     assert torch.equal(sent[pair.scales.name], scales)
     assert all(bool((each == 1).all()) for each in times.values()), "an element or a scale is not sent once"
@@ -500,8 +432,7 @@ def test_only_blocks_that_a_border_divides_wait_for_other_ranks() -> None:
         [["a.weight"]],
     ],
 )
-def test_magnitudes_that_are_none_are_refused(said: object) -> None:
-    rendezvous = Rendezvous.host()
+def test_magnitudes_that_are_none_are_refused(rendezvous: Rendezvous, said: object) -> None:
     board = rendezvous.mailbox("magnitudes")
     board.put("1/other", said)
     agreement = MagnitudeAgreement(board, ["me", "other"], 0)
