@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from direct_hop import rows
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, CommitError, QuarantinedError, WeightlaneError
@@ -28,7 +29,6 @@ from weightlane.sync import (
     TensorSpec,
     publisher,
 )
-from weightlane.sync.boxes import Box
 from weightlane.sync.checksum import sums
 from weightlane.sync.messages import Message
 from weightlane.sync.placement import Placement
@@ -95,26 +95,19 @@ class Trainer:
     """A trainer rank whose parameters are row shards of `weights(version)`."""
 
     def __init__(
-        self,
-        name: str,
-        rendezvous: dict[str, Any],
-        backend: str,
-        options: dict[str, Any],
-        rank: int,
-        world: int,
-        **more: Any,
+        self, name: str, rendezvous: Any, backend: str, options: dict[str, Any], rank: int, world: int, **more: Any
     ) -> None:
-        self._rank, self._world = rank, world
         wire = getattr(torch, more.pop("wire_dtype", "float32"))
         self._model = LINEAR if more.pop("linear", False) else SHAPES
         self._big_mib = more.pop("big_mib", 0)
         # How long it waits for receivers that look at memory which it needs.
         publisher._PATIENCE_S = more.pop("patience_s", publisher._PATIENCE_S)
+        specs = {key: TensorSpec(key, tuple(full.shape), wire) for key, full in self._values(0).items()}
         held = [
             [
-                LocalShard(TensorSpec(tensor_name, tuple(full.shape), wire), box.starts, full[box.index].clone())
-                for tensor_name, full in self._values(0).items()
-                for box in self._cut(full, other)
+                LocalShard(specs[key], box.starts, full[box.index].clone())
+                for key, full in self._values(0).items()
+                for box in rows(specs[key], other, world)
             ]
             for other in range(world)
         ]
@@ -134,32 +127,22 @@ class Trainer:
     def _values(self, version: int) -> dict[str, torch.Tensor]:
         return weights(version, torch.float32, self._big_mib, self._model)
 
-    def _cut(self, full: torch.Tensor, rank: int) -> list[Box]:
-        """Rows; of a scalar only rank 0 has something."""
-        if not full.shape:
-            return [Box((), ())] if rank == 0 else []
-        chunk = -(-full.shape[0] // self._world)
-        first, stop = (min(full.shape[0], number * chunk) for number in (rank, rank + 1))
-        return [Box((first, *(0 for _ in full.shape[1:])), (stop - first, *full.shape[1:]))]
-
-    def step(self, version: int) -> float:
+    def step(self, version: int) -> None:
         """Pass the fence, then change the parameters."""
-        waited = self._publisher.fence()
+        self._publisher.fence()
         values = self._values(version)
         for shard in self._shards:
             shard.data.copy_(values[shard.spec.name][shard.box.index])
-        return waited
 
-    def nudge(self, version: int, every: int) -> float:
+    def nudge(self, version: int, every: int) -> None:
         """As `step`, but of each tensor only one element in so many changes, and that to what `nudged` says."""
-        waited = self._publisher.fence()
+        self._publisher.fence()
         for shard in self._shards:
             full = torch.zeros(shard.spec.shape)
             full[shard.box.index] = shard.data
             if full.numel():
                 nudge_one(full.view(-1), version, every)
             shard.data.copy_(full[shard.box.index])
-        return waited
 
     def poison(self, name: str) -> None:
         """Pass the fence, then put a NaN into a tensor."""
@@ -183,15 +166,11 @@ class Trainer:
 class Rollout:
     """A rollout rank whose live weights are a dict."""
 
-    def __init__(
-        self, name: str, rendezvous: dict[str, Any], backend: str, options: dict[str, Any], **more: Any
-    ) -> None:
+    def __init__(self, name: str, rendezvous: Any, backend: str, options: dict[str, Any], **more: Any) -> None:
         self.live = weights(0, torch.float32, more.get("big_mib", 0), LINEAR if more.get("linear") else SHAPES)
         wire = getattr(torch, more.get("wire_dtype", "float32"))
-        shapes = dict(
-            {key: tuple(tensor.shape) for key, tensor in self.live.items()},
-            **{key: tuple(value) for key, value in more.get("shapes", {}).items()},
-        )
+        shapes = {key: tuple(tensor.shape) for key, tensor in self.live.items()}
+        shapes |= {key: tuple(shape) for key, shape in more.get("shapes", {}).items()}
         expectation = Expectation({key: ExpectedTensor(shape, frozenset({wire})) for key, shape in shapes.items()})
         self._subscriber = Subscriber(
             name,
