@@ -46,12 +46,7 @@ def begun(make_run: MakeRun, backend: str = "shm", **arguments: Any) -> Run:
 
 @pytest.mark.parametrize(
     ("backend", "trainers", "scatters"),
-    [
-        ("gloo", 2, True),
-        ("shm", 1, False),
-        ("shm", 2, True),
-        ("filesystem", 2, False),
-    ],
+    [("gloo", 2, True), ("shm", 1, False), ("shm", 2, True), ("filesystem", 2, False)],
 )
 def test_deltas_of_all_ranks_arrive_bit_for_bit(make_run: MakeRun, backend: str, trainers: int, scatters: bool) -> None:
     run = begun(make_run, backend, trainers=trainers, replicas=2, rollout={"scatters": scatters})

@@ -126,9 +126,7 @@ def test_one_that_fails_half_way_does_not_stop_the_others(make_run: MakeRun, bac
     assert run.live() == [expected(3)] * 2
 
 
-def test_a_replica_that_does_not_pause_serves_on_and_nobody_waits_longer_than_the_deadline(
-    make_run: MakeRun,
-) -> None:
+def test_a_replica_that_does_not_pause_serves_on_and_nobody_waits_longer_than_the_deadline(make_run: MakeRun) -> None:
     run = make_run(rollout=IN_PLACE, sync=AT_ONCE | {"deadline_s": NEVER_S})
     run.serve(1)
     run.replicas[0].refuses_with = CommitError("it cannot pause, on purpose.", part="rollout-0")

@@ -29,17 +29,18 @@ from weightlane.sync.messages import Connect, Hello, Joined, Reset
 from weightlane.sync.rendezvous import COORDINATOR, Inbox
 
 every_engine = pytest.mark.parametrize("backend", ["gloo", "shm", "filesystem"])
-joins_and_returns = pytest.mark.parametrize("backend", ["shm", "filesystem"])
 
 
 @every_engine
-def test_a_replica_that_is_killed_does_not_stop_the_others_and_nobody_waits_for_it(
+def test_a_replica_that_is_killed_or_a_trainer_that_is_started_anew_does_not_stop_the_others(
     make_run: MakeRun, backend: str
 ) -> None:
     run = make_run(backend, replicas=2)
     run.serve(1)
     run.lose_replica(1)
-    for version in (2, 3):
+    for version in (2, 3, 4):
+        if version == 4:
+            run.restart_trainer()
         run.publish_next(version)
         report = run.sync(version)
         assert report.replicas["rollout-0"].outcome.value == "committed"
@@ -74,7 +75,7 @@ def test_a_replica_that_freezes_is_left_behind_and_gets_the_next_version_when_it
     raise AssertionError(outcomes)
 
 
-@joins_and_returns
+@pytest.mark.parametrize("backend", ["shm", "filesystem"])
 def test_a_replica_that_joins_late_gets_the_current_version_and_the_others_do_not_notice(
     make_run: MakeRun, backend: str
 ) -> None:
@@ -89,15 +90,6 @@ def test_a_replica_that_joins_late_gets_the_current_version_and_the_others_do_no
     assert run.rank(1).call("live_digest") == expected(1)
     run.serve(2)
     assert run.live() == [expected(2), expected(2)]
-
-
-@joins_and_returns
-def test_a_trainer_that_is_started_anew_goes_on_with_the_same_rollouts(make_run: MakeRun, backend: str) -> None:
-    run = make_run(backend)
-    run.serve(1)
-    run.restart_trainer()
-    run.serve(2)
-    assert run.live() == [expected(2)]
 
 
 def joined(path: Path) -> tuple[Rendezvous, Inbox, str, Subscriber]:
@@ -239,9 +231,7 @@ def test_a_replica_that_cannot_begin_a_commit_serves_on_and_one_that_cannot_prov
         assert run.live() == [expected(version)] * 2
 
 
-def test_a_version_that_too_few_replicas_take_is_taken_back_everywhere_or_serves_nobody(
-    make_run: MakeRun,
-) -> None:
+def test_a_version_that_too_few_replicas_take_is_taken_back_everywhere_or_serves_nobody(make_run: MakeRun) -> None:
     run = make_run(replicas=3, sync={"quorum": 0.9})
     run.replicas[2].fails_with = QuarantinedError("a rank stopped half-way.", part="rollout-2")
     run.publish_next(1)

@@ -56,15 +56,6 @@ def test_shards_are_cast_to_the_wire_dtype_exactly_as_torch_does(wire: torch.dty
         assert torch.equal(memory[place : place + shard.nbytes], bits(shard.data.to(wire)))
 
 
-def test_many_small_tensors_back_to_back_are_each_in_their_place() -> None:
-    sources = [random_floats(16, seed=seed) for seed in range(500)]
-    shards = [LocalShard.whole(TensorSpec(f"t{i}", (16,), torch.bfloat16), data) for i, data in enumerate(sources)]
-    places = [32 * index for index in range(500)]
-    memory, seen = take(shards, places)
-    assert torch.equal(memory, bits(torch.cat(sources).bfloat16()))
-    assert len(seen) < 10, "they were copied one by one"
-
-
 def test_a_transposed_parameter_is_read_when_the_snapshot_is_taken_and_not_when_it_is_set_up() -> None:
     live = random_floats(30, 20)
     shard = LocalShard(TensorSpec("t", (20, 30), torch.float32), (0, 0), live.t())

@@ -13,14 +13,7 @@ from hypothesis import strategies as st
 from weightlane.ckpt_engines import ProtocolError
 from weightlane.sync import LocalShard, Manifest, TensorSpec
 from weightlane.sync.manifest import ALIGNMENT_BYTES
-from weightlane.sync.packing import (
-    RunTable,
-    compact_places,
-    copy_runs,
-    gather_runs,
-    scatter_runs,
-    stream_places,
-)
+from weightlane.sync.packing import RunTable, compact_places, copy_runs, gather_runs, scatter_runs, stream_places
 from weightlane.sync.progress import Progress
 from weightlane.sync.snapshot import Snapshot
 from weightlane.sync.stream_parts import parts_of

@@ -22,7 +22,7 @@ WORLD = 2
 
 
 def held(cut: str, rank: int) -> list[tuple[TensorSpec, Box]]:
-    """A half of each tensor: of its `rows`, of its `columns`, or every other of 16 strips (`interleaved`), as of fused parameters."""
+    """A half of each tensor: of its `rows`, of its `columns`, or every other of 16 strips (`interleaved`)."""
     slices = []
     for spec in SPECS:
         axis = len(spec.shape) - 1 if cut == "columns" else 0
