@@ -43,24 +43,10 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }
 
 
-LINEAR: dict[str, tuple[int, ...]] = {
-    "embed_tokens.weight": (37, 24),
-    "q.weight": (300, 200),
-    "q.bias": (300,),
-    "up.weight": (129, 257),
-    "down.weight": (5, 128),
-    "norm.weight": (24,),
-    "lm_head.weight": (41, 24),
-}
-"""A model with layers that can be quantised; no border between two or three trainer ranks is one between blocks."""
-
-
-def weights(
-    version: int, dtype: torch.dtype, big_mib: int = 0, shapes: dict[str, tuple[int, ...]] = SHAPES
-) -> dict[str, torch.Tensor]:
+def weights(version: int, dtype: torch.dtype, big_mib: int = 0) -> dict[str, torch.Tensor]:
     """The tensors of a version, the same in every process; with `big_mib` one more, of that size."""
     generator = torch.Generator().manual_seed(version)
-    tensors = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    tensors = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
     if big_mib:
         tensors["big"] = torch.full(((big_mib << 20) // dtype.itemsize,), float(version), dtype=dtype)
     return tensors
@@ -98,7 +84,6 @@ class Trainer:
         self, name: str, rendezvous: Any, backend: str, options: dict[str, Any], rank: int, world: int, **more: Any
     ) -> None:
         wire = getattr(torch, more.pop("wire_dtype", "float32"))
-        self._model = LINEAR if more.pop("linear", False) else SHAPES
         self._big_mib = more.pop("big_mib", 0)
         # How long it waits for receivers that look at memory which it needs.
         publisher._PATIENCE_S = more.pop("patience_s", publisher._PATIENCE_S)
@@ -125,7 +110,7 @@ class Trainer:
         )
 
     def _values(self, version: int) -> dict[str, torch.Tensor]:
-        return weights(version, torch.float32, self._big_mib, self._model)
+        return weights(version, torch.float32, self._big_mib)
 
     def step(self, version: int) -> None:
         """Pass the fence, then change the parameters."""
@@ -144,13 +129,6 @@ class Trainer:
                 nudge_one(full.view(-1), version, every)
             shard.data.copy_(full[shard.box.index])
 
-    def poison(self, name: str) -> None:
-        """Pass the fence, then put a NaN into a tensor."""
-        self._publisher.fence()
-        for shard in self._shards:
-            if shard.spec.name == name:
-                shard.data[-1:] = float("nan")
-
     def publish(self, version: int) -> None:
         """Publish what the parameters are now."""
         self._publisher.publish(version)
@@ -167,7 +145,7 @@ class Rollout:
     """A rollout rank whose live weights are a dict."""
 
     def __init__(self, name: str, rendezvous: Any, backend: str, options: dict[str, Any], **more: Any) -> None:
-        self.live = weights(0, torch.float32, more.get("big_mib", 0), LINEAR if more.get("linear") else SHAPES)
+        self.live = weights(0, torch.float32, more.get("big_mib", 0))
         wire = getattr(torch, more.get("wire_dtype", "float32"))
         shapes = {key: tuple(tensor.shape) for key, tensor in self.live.items()}
         shapes |= {key: tuple(shape) for key, shape in more.get("shapes", {}).items()}

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from hop import LINEAR, digest, weights
-from hop_run import MakeRun, Run
+from direct_hop import EVERYTHING, Hop, rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quantised_reference import reference_fp8, reference_int8, restored
-from waiting import HANG_S, NEVER_S, wait_until
+from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import (
     CheckpointEngineRegistry,
@@ -21,7 +21,7 @@ from weightlane.ckpt_engines import (
     Deadline,
     ManifestError,
     ProtocolError,
-    QuarantinedError,
+    SyncAbortedError,
 )
 from weightlane.sync import (
     Expectation,
@@ -30,6 +30,7 @@ from weightlane.sync import (
     Manifest,
     Publisher,
     Rendezvous,
+    SyncReport,
     TensorSpec,
     quantised_snapshot,
     read_version,
@@ -46,86 +47,100 @@ from weightlane.sync.restored import Restoring
 from weightlane.sync.snapshot import Remains
 from weightlane.sync.transfer_plan import Network
 
+SHAPES: dict[str, tuple[int, ...]] = {
+    "embed_tokens.weight": (37, 24),
+    "q.weight": (300, 200),
+    "q.bias": (300,),
+    "up.weight": (129, 257),
+    "down.weight": (5, 128),
+    "norm.weight": (24,),
+    "lm_head.weight": (41, 24),
+}
+"""A model with layers that can be quantised; no border between two or three trainer ranks is one between blocks."""
+SPECS = {name: TensorSpec(name, shape, torch.bfloat16) for name, shape in SHAPES.items()}
 MATRICES = ("q.weight", "up.weight", "down.weight")
 REFERENCES = {"fp8": reference_fp8, "int8": reference_int8}
 every_scheme = pytest.mark.parametrize("scheme", ["fp8", "int8"])
 
 
-def left_of(tensors: dict[str, torch.Tensor], scheme: str, dtype: torch.dtype = torch.float32) -> dict[str, str]:
-    """Digests of what a rollout must hold."""
+def weights(version: int) -> dict[str, torch.Tensor]:
+    """The trainer's, float32."""
+    generator = torch.Generator().manual_seed(version)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def left_of(tensors: dict[str, torch.Tensor], scheme: str) -> dict[str, torch.Tensor]:
+    """What a rollout must hold: what is not quantised travels in bfloat16; what is, is quantised from float32."""
     made = {name: restored(tensor, scheme) if name in MATRICES else tensor for name, tensor in tensors.items()}
-    return digest({name: tensor.to(dtype) for name, tensor in made.items()})
+    return {name: tensor.bfloat16() for name, tensor in made.items()}
 
 
-def begun(make_run: MakeRun, backend: str, scheme: str, **arguments: Any) -> Run:
-    trainer = {"linear": True, "quantise": scheme} | arguments.pop("trainer", {})
-    rollout = {"linear": True} | arguments.pop("rollout", {})
-    return make_run(backend, trainer=trainer, rollout=rollout, **arguments)
+def step(run: Hop, tensors: dict[str, torch.Tensor]) -> None:
+    """Pass the fence, then change the parameters."""
+    for publisher, shards in zip(run.publishers, run.shards, strict=True):
+        publisher.fence()
+        for shard in shards:
+            shard.data.copy_(tensors[shard.spec.name][shard.box.index])
+
+
+def published(run: Hop, version: int, tensors: dict[str, torch.Tensor]) -> SyncReport:
+    """Sync `version`, of `tensors`; the next optimizer step waits for the snapshot only."""
+    step(run, tensors)
+    for publisher in run.publishers:
+        publisher.publish(version)
+    step(run, weights(version + 100))
+    return asyncio.run(run.coordinator.sync(version))
 
 
 @pytest.mark.parametrize(
-    ("backend", "scheme", "trainers", "dtype", "network"),
+    ("engine", "scheme", "trainers", "network"),
     [
-        ("gloo", "fp8", 2, "bfloat16", Network(sender_bytes_per_s=1e8, receiver_bytes_per_s=1e9, bucket_bytes=1024)),
-        ("gloo", "int8", 3, "float32", None),
-        ("shm", "int8", 1, "bfloat16", None),
-        ("filesystem", "fp8", 3, "float32", None),
+        ("gloo", "fp8", 2, Network(sender_bytes_per_s=1e8, receiver_bytes_per_s=1e9, bucket_bytes=8192)),
+        ("shm", "int8", 1, None),
+        ("filesystem", "fp8", 3, None),
     ],
 )
-def test_rollouts_restore_what_the_reference_leaves_however_the_ranks_are_cut_and_by_relays(
-    make_run: MakeRun, backend: str, scheme: str, trainers: int, dtype: str, network: Network | None
+def test_what_the_reference_leaves_is_what_rollouts_restore_relays_hand_on_and_a_store_and_a_rollback_keep(
+    hop: Callable[..., Hop], tmp_path: Path, engine: str, scheme: str, trainers: int, network: Network | None
 ) -> None:
-    wire = {"wire_dtype": dtype}
-    run = begun(
-        make_run, backend, scheme, trainers=trainers, replicas=3, trainer=wire | {"network": network}, rollout=wire
-    )
+    run = hop(engine, rows, trainers, [EVERYTHING] * 3, specs=SPECS, quantise=scheme, network=network)
     for version in (1, 2):
-        run.step(version)
-        run.publish(version)
-        run.step(version + 100)
-        report = run.sync(version)
-        values = weights(version, torch.float32, shapes=LINEAR)
-        # What is not quantised travels in the wire dtype; what is, is quantised from the trainer's float32.
-        assert run.live() == [left_of(values, scheme, getattr(torch, dtype))] * 3
+        tensors = weights(version)
+        report = published(run, version, tensors)
+        wanted = left_of(tensors, scheme)
+        assert all(replica.holds_tensors(wanted) for replica in run.replicas)
         assert report.quantisation is not None
         assert 0.001 < report.quantisation.relative_rms < (0.03 if scheme == "fp8" else 0.01)
         assert 0 < report.quantisation.max_abs < 0.5
-    if trainers == 1:
+    if engine == "shm":
         assert report.sent_bytes < 115_000, "of 94,000 elements, hardly any takes four bytes"
-
-
-def test_a_quantised_version_that_too_few_take_is_taken_back(make_run: MakeRun) -> None:
-    run = begun(make_run, "gloo", "fp8", replicas=2, sync={"quorum": 1.0})
-    for version in (1, 2):
-        run.serve(version)
-    run.replicas[1].fails_with = QuarantinedError("stopped half-way.", part="rollout-1")
-    run.publish_next(3)
-    run.aborts(3)
-    assert run.live()[0] == left_of(weights(2, torch.float32, shapes=LINEAR), "fp8")
-
-
-def test_a_store_keeps_a_standard_checkpoint_in_fp8(make_run: MakeRun, tmp_path: Path) -> None:
-    run = begun(make_run, "filesystem", "fp8", trainers=2)
-    run.serve(1)
-    for trainer in run.trainers:
-        trainer.call("wait", 1, HANG_S)  # by then the version is marked as committed
-    manifest, tensors = read_version(str(tmp_path / "store"))
-    assert manifest.quantised == "fp8"
-    for name in MATRICES:
-        elements, scales = reference_fp8(weights(1, torch.float32, shapes=LINEAR)[name])
-        assert torch.equal(tensors[name].view(torch.uint8), elements.view(torch.uint8))
-        assert torch.equal(tensors[f"{name}_scale_inv"], scales)
+        return
+    subscriber = run.replicas[0].subscriber
+    subscriber.wait(2, HANG_S)
+    previous, kept = subscriber.take_previous(3)
+    assert previous == 2
+    assert all(torch.equal(kept[name], tensor) for name, tensor in wanted.items())
+    if engine == "filesystem":
+        run.publishers[0].wait(2, HANG_S)  # by then the version is marked as committed
+        manifest, stored = read_version(str(tmp_path / "store"))
+        assert manifest.quantised == "fp8"
+        for name in MATRICES:
+            elements, scales = reference_fp8(tensors[name])
+            assert torch.equal(stored[name].view(torch.uint8), elements.view(torch.uint8))
+            assert torch.equal(stored[f"{name}_scale_inv"], scales)
 
 
 @pytest.mark.parametrize(("trainers", "known_before"), [(1, False), (2, True)])
 def test_weights_that_no_scale_fits_fail_their_version_at_once_and_nothing_else(
-    make_run: MakeRun, trainers: int, *, known_before: bool
+    hop: Callable[..., Hop], trainers: int, *, known_before: bool
 ) -> None:
-    run = begun(make_run, "shm", "fp8", trainers=trainers, sync={"deadline_s": NEVER_S})
-    run.serve(1)
-    for trainer in run.trainers:
-        trainer.call("poison", "up.weight")
-    run.publish(2)
+    run = hop("shm", rows, trainers, [EVERYTHING], specs=SPECS, quantise="fp8")
+    published(run, 1, weights(1))
+    poisoned = weights(2)
+    poisoned["up.weight"][::64] = float("nan")
+    step(run, poisoned)
+    for publisher in run.publishers:
+        publisher.publish(2)
     if known_before:
         letters = run.coordinator._letters
 
@@ -134,30 +149,29 @@ def test_weights_that_no_scale_fits_fail_their_version_at_once_and_nothing_else(
             return bool(letters._failed)
 
         wait_until(is_known, "report of the failure")
-    run.aborts(2, r"up\.weight holds inf or NaN")
-    assert run.live() == [left_of(weights(1, torch.float32, shapes=LINEAR), "fp8")]
+    with pytest.raises(SyncAbortedError, match=r"up\.weight holds inf or NaN"):
+        asyncio.run(run.coordinator.sync(2))
+    assert run.replicas[0].holds_tensors(left_of(weights(1), "fp8"))
     for version in (2, 3):  # under the same number, with other weights: nothing of the failure is left
-        run.serve(version)  # the fence lets go of a version that failed
-        assert run.live() == [left_of(weights(version, torch.float32, shapes=LINEAR), "fp8")]
+        published(run, version, weights(version))  # the fence lets go of a version that failed
+        assert run.replicas[0].holds_tensors(left_of(weights(version), "fp8"))
 
 
-def test_what_cannot_be_restored_in_place_is_refused_before_the_first_byte(make_run: MakeRun) -> None:
-    run = begun(make_run, "shm", "fp8", rollout={"commit": "in_place"})
-    run.publish(1)
-    run.aborts(1, "cannot be restored in place")
-    assert run.live() == [digest(weights(0, torch.float32, shapes=LINEAR))]
-
-
-SPECS = [TensorSpec(name, shape, torch.bfloat16) for name, shape in LINEAR.items()]
+def test_what_cannot_be_restored_in_place_is_refused_before_the_first_byte(hop: Callable[..., Hop]) -> None:
+    run = hop("shm", rows, 1, [EVERYTHING], "in_place", specs=SPECS, quantise="fp8")
+    with pytest.raises(SyncAbortedError, match="cannot be restored in place"):
+        published(run, 1, weights(1))
+    assert run.replicas[0].holds(0)
 
 
 def fp8_manifest(*changed: TensorSpec, without: str = "") -> Manifest:
-    specs = {spec.name: spec for spec in (*wire_specs(SPECS, "fp8"), *changed) if spec.name != without}
+    specs = {spec.name: spec for spec in (*wire_specs(SPECS.values(), "fp8"), *changed) if spec.name != without}
     return Manifest(3, tuple(specs.values()), 64, quantised="fp8")
 
 
 def expecting(*dtypes: torch.dtype, dtype: torch.dtype | None = None) -> Expectation:
-    return Expectation({spec.name: ExpectedTensor(spec.shape, frozenset(dtypes)) for spec in SPECS}, dtype=dtype)
+    expected = {name: ExpectedTensor(shape, frozenset(dtypes)) for name, shape in SHAPES.items()}
+    return Expectation(expected, dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -197,16 +211,6 @@ def test_it_is_said_in_which_type_tensors_are_wanted() -> None:
     assert {spec.dtype for spec in Restoring(fp8_manifest(), expecting(*both, dtype=torch.float32)).specs} == set(both)
     with pytest.raises(ManifestError, match="not known in which type it is wanted"):
         Restoring(fp8_manifest(), expecting(*both))
-
-
-def test_a_model_that_is_quantised_itself_gets_what_was_sent() -> None:
-    manifest = fp8_manifest()
-    native = Expectation({spec.name: ExpectedTensor(spec.shape, frozenset({spec.dtype})) for spec in manifest.specs})
-    restoring = Restoring(manifest, native)
-    assert restoring.specs == manifest.specs
-    assert not restoring.restores
-    staged = {spec.name: torch.zeros(spec.shape).to(spec.dtype) for spec in manifest.specs}
-    assert restoring(staged) is staged
 
 
 @pytest.mark.parametrize(

@@ -41,21 +41,6 @@ def take(shards: list[LocalShard], places: list[int]) -> tuple[torch.Tensor, lis
     return memory, seen
 
 
-@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float16])
-def test_shards_are_cast_to_the_wire_dtype_exactly_as_torch_does(wire: torch.dtype) -> None:
-    sources = [
-        random_floats(65, 3),
-        random_floats(7, seed=1),
-        random_floats(1, seed=2)[0],
-        random_floats(300, 400, seed=3),
-    ]
-    shards = [LocalShard.whole(TensorSpec(f"t{i}", tuple(data.shape), wire), data) for i, data in enumerate(sources)]
-    places = compact_places(shards)
-    memory, _ = take(shards, places)
-    for shard, place in zip(shards, places, strict=True):
-        assert torch.equal(memory[place : place + shard.nbytes], bits(shard.data.to(wire)))
-
-
 def test_a_transposed_parameter_is_read_when_the_snapshot_is_taken_and_not_when_it_is_set_up() -> None:
     live = random_floats(30, 20)
     shard = LocalShard(TensorSpec("t", (20, 30), torch.float32), (0, 0), live.t())

@@ -183,15 +183,6 @@ def goes_on(rollout: Rollout) -> None:
     rollout.serves(3, 3.0)
 
 
-def test_each_tensor_is_decoded_as_soon_as_it_is_there(rollout: Rollout) -> None:
-    line = line_of(parts_to(2.0))
-    begun(rollout, line)
-    rollout.nothing_is_staged(2)
-    line.let_through(1)
-    assert rollout.hears(Staged).nbytes == line.manifest.wire_bytes
-    rollout.serves(2, 2.0)
-
-
 def test_a_connection_that_ends_in_the_middle_leaves_nothing_behind(rollout: Rollout) -> None:
     line = line_of(parts_to(2.0))
     begun(rollout, line)
