@@ -13,6 +13,7 @@ from typing import Any
 import hop
 import pytest
 import torch
+from patience import PATIENT
 from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import (
@@ -30,7 +31,6 @@ _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(
     ["weightlane.sync", *(f"weightlane.ckpt_engines.{name}" for name in ("shm", "torch_distributed", "filesystem"))]
 )
-_PATIENT = dict.fromkeys(("deadline_s", "connect_timeout_s", "stall_s", "rejoin_s"), HANG_S)
 PATIENCES_S = (0.7, 5.0, 40.0)
 """What a test grants everybody that sees one participant time out and the others not. Where the others were too slow as well, it
 starts over with the next one: the first is enough unless the machine is very busy."""
@@ -173,12 +173,12 @@ class Run:
         for participant in self.participants():
             assert participant.answer() == "ready"
         publishers = [f"trainer-{rank}" for rank in range(trainers)]
-        self._config = SyncConfig(**(_PATIENT | (sync or {})))
+        self._config = SyncConfig(**(PATIENT | (sync or {})))
         self.coordinator = Coordinator(self.rendezvous, publishers, self.replicas, self._config, hooks)
 
     def configure(self, **changes: float) -> None:
         """Change settings between two versions. Deadlines that are not named are too long to be missed."""
-        self._config = self._config.model_copy(update=_PATIENT | changes)
+        self._config = self._config.model_copy(update=PATIENT | changes)
         self.coordinator._config = self.coordinator._connection._config = self._config
 
     def _start_replica(self, number: int, ranks: int, **rollout: Any) -> Replica:

@@ -6,7 +6,6 @@ import threading
 
 import pytest
 import torch
-from test_stream_packing import random_bits
 from waiting import HANG_S, NEVER_S
 
 from weightlane.ckpt_engines import Deadline, DeadlineExceededError, StorageError
@@ -23,32 +22,13 @@ def _threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("weightlane.sync.snapshot.usable_cpus", lambda: 2)
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def random_floats(*shape: int, seed: int = 0) -> torch.Tensor:
-    return random_bits(shape, torch.float32, seed)
-
-
-def take(shards: list[LocalShard], places: list[int]) -> tuple[torch.Tensor, list[int]]:
-    """The snapshot, and every point of its progress."""
-    snapshot, progress, seen = Snapshot(shards, places), Progress("a snapshot", "test"), []
-    advance = progress.advance
-    progress.advance = lambda done: (seen.append(done), advance(done))[1]  # type: ignore[method-assign]
-    memory = torch.zeros(snapshot.nbytes, dtype=torch.uint8)
-    snapshot.take(memory, None, progress)
-    return memory, seen
-
-
 def test_a_transposed_parameter_is_read_when_the_snapshot_is_taken_and_not_when_it_is_set_up() -> None:
-    live = random_floats(30, 20)
-    shard = LocalShard(TensorSpec("t", (20, 30), torch.float32), (0, 0), live.t())
-    snapshot, progress = Snapshot([shard], [0]), Progress("a snapshot", "test")
-    live.copy_(random_floats(30, 20, seed=9))
+    live = torch.zeros(30, 20)
+    snapshot = Snapshot([LocalShard(TensorSpec("t", (20, 30), torch.float32), (0, 0), live.t())], [0])
+    live.copy_(torch.randn(30, 20))
     memory = torch.zeros(snapshot.nbytes, dtype=torch.uint8)
-    snapshot.take(memory, None, progress)
-    assert torch.equal(memory, bits(live.t()))
+    snapshot.take(memory, None, Progress("a snapshot", "test"))
+    assert torch.equal(memory.view(torch.float32).view(20, 30), live.t())
 
 
 def test_progress_grows_over_a_large_tensor_and_ends_know_each_tensors_end() -> None:
@@ -61,7 +41,9 @@ def test_progress_grows_over_a_large_tensor_and_ends_know_each_tensors_end() -> 
     places = [0, 80 << 20, (80 << 20) + 16]
     snapshot = Snapshot(shards, places)
     assert snapshot.ends == {"large": 80 << 20, "split": (80 << 20) + 32}
-    _, seen = take(shards, places)
+    progress, seen = Progress("a snapshot", "test"), []
+    progress.advance = seen.append  # type: ignore[method-assign]
+    snapshot.take(torch.zeros(snapshot.nbytes, dtype=torch.uint8), None, progress)
     assert seen == sorted(seen)
     assert seen[0] == 64 << 20
     assert seen[-1] == snapshot.nbytes
