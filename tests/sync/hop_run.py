@@ -24,7 +24,7 @@ from weightlane.ckpt_engines import (
     error_from_wire,
 )
 from weightlane.plugins import RunHooks
-from weightlane.sync import CommitReport, Coordinator, Rendezvous, ReplicaState, SyncConfig
+from weightlane.sync import CommitReport, Coordinator, Rendezvous, ReplicaState, SyncConfig, SyncReport
 
 # A server that has everything imported forks the participants: each would need two seconds of CPU time for that.
 _PROCESSES = multiprocessing.get_context("forkserver")
@@ -243,7 +243,7 @@ class Run:
         self.publish_next(version)
         assert set(self.outcomes(version).values()) == {"committed"}
 
-    def sync(self, version: int) -> Any:
+    def sync(self, version: int) -> SyncReport:
         return asyncio.run(self.coordinator.sync(version))
 
     def aborts(self, version: int, says: str | None = None) -> SyncAbortedError:
@@ -251,6 +251,18 @@ class Run:
         with pytest.raises(SyncAbortedError, match=says) as caught:
             self.sync(version)
         return caught.value
+
+    def fails(self, version: int, says: str | None = None) -> SyncAbortedError:
+        """As `publish_next`, and everybody gives it up."""
+        self.publish_next(version)
+        return self.aborts(version, says)
+
+    def nudge(self, version: int, every: int = 20) -> SyncReport:
+        """As `publish_next`, after a step that changes one element in so many, and sync it."""
+        for trainer in self.trainers:
+            trainer.call("nudge", version, every)
+        self.publish(version)
+        return self.sync(version)
 
     def outcomes(self, version: int) -> dict[str, str]:
         """Sync `version` and tell what became of it on each replica."""

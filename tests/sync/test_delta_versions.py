@@ -20,19 +20,9 @@ from weightlane.sync.delta_encoding import RankDelta
 from weightlane.sync.progress import Progress
 from weightlane.sync.publication import Base, Publication, Slot
 
-EVERY = 20
-
-
-def nudge(run: Run, version: int) -> Any:
-    """A step that changes little, and its version."""
-    for trainer in run.trainers:
-        trainer.call("nudge", version, EVERY)
-    run.publish(version)
-    return run.sync(version)
-
 
 def after(first: int, versions: list[int]) -> dict[str, str]:
-    return digest(nudged(first, versions, EVERY))
+    return digest(nudged(first, versions, 20))
 
 
 def begun(make_run: MakeRun, backend: str = "shm", **arguments: Any) -> Run:
@@ -51,7 +41,7 @@ def begun(make_run: MakeRun, backend: str = "shm", **arguments: Any) -> Run:
 def test_deltas_of_all_ranks_arrive_bit_for_bit(make_run: MakeRun, backend: str, trainers: int, scatters: bool) -> None:
     run = begun(make_run, backend, trainers=trainers, replicas=2, rollout={"scatters": scatters})
     for version in range(2, 8):
-        report = nudge(run, version)
+        report = run.nudge(version)
         assert report.codec == "delta"
         assert {part.outcome.value for part in report.replicas.values()} == {"committed"}
         assert run.live() == [after(0, list(range(2, version + 1)))] * 2
@@ -74,16 +64,16 @@ def test_a_replica_or_a_trainer_that_was_started_anew_gets_or_sends_a_full_versi
     make_run: MakeRun, scatters: bool
 ) -> None:
     run = begun(make_run, replicas=2, rollout={"scatters": scatters})
-    nudge(run, 2)
+    run.nudge(2)
     run.restart_replica(1)
-    report = nudge(run, 3)
+    report = run.nudge(3)
     assert report.codec == "dense"
     assert "lacks" in report.codec_reason
     assert run.live() == [after(0, [2, 3])] * 2
-    assert nudge(run, 4).codec == "delta"
+    assert run.nudge(4).codec == "delta"
     assert run.live() == [after(0, [2, 3, 4])] * 2
     run.restart_trainer()
-    assert nudge(run, 5).codec == "dense", "a trainer that counts alike is believed"
+    assert run.nudge(5).codec == "dense", "a trainer that counts alike is believed"
     assert run.live() == [after(0, [5])] * 2, "a new trainer begins with other weights"
 
 
@@ -92,14 +82,14 @@ def test_a_delta_that_was_committed_by_too_few_is_taken_back_by_exchanging_value
     make_run: MakeRun, scatters: bool
 ) -> None:
     run = begun(make_run, replicas=2, sync={"quorum": 1.0}, rollout={"scatters": scatters})
-    nudge(run, 2)
+    run.nudge(2)
     run.replicas[1].fails_with = QuarantinedError("stopped half-way.", part="rollout-1")
     with pytest.raises(SyncAbortedError):
-        nudge(run, 3)
+        run.nudge(3)
     assert run.live()[0] == after(0, [2]), "two versions serve at once"
-    assert nudge(run, 4).codec == "dense"  # one replica cannot prove what it has
+    assert run.nudge(4).codec == "dense"  # one replica cannot prove what it has
     assert run.live() == [after(0, [2, 3, 4])] * 2
-    assert nudge(run, 5).codec == "delta"
+    assert run.nudge(5).codec == "delta"
     assert run.live() == [after(0, [2, 3, 4, 5])] * 2
 
 
@@ -107,16 +97,16 @@ def test_a_delta_that_was_committed_by_too_few_is_taken_back_by_exchanging_value
 def test_a_delta_that_some_refuse_to_load_changes_nothing_there(make_run: MakeRun, scatters: bool) -> None:
     run = begun(make_run, replicas=2, rollout={"scatters": scatters})
     run.replicas[1].refuses_with = QuarantinedError("busy.", part="rollout-1")
-    nudge(run, 2)
+    run.nudge(2)
     assert run.live() == [after(0, [2]), after(0, [])]
-    assert nudge(run, 3).codec == "dense"
+    assert run.nudge(3).codec == "dense"
     assert run.live() == [after(0, [2, 3])] * 2
 
 
 def test_where_no_copy_is_kept_and_none_can_scatter_versions_come_in_full(make_run: MakeRun) -> None:
     run = begun(make_run, "shm", rollout={"staging_limit_bytes": 4096})
     for version in (2, 3):
-        report = nudge(run, version)
+        report = run.nudge(version)
         assert report.codec == "dense"
         assert run.live() == [after(0, list(range(2, version + 1)))]
         assert len(report.failures) == 1, "the refusal is told"
@@ -124,13 +114,13 @@ def test_where_no_copy_is_kept_and_none_can_scatter_versions_come_in_full(make_r
 
 def test_now_and_then_a_version_is_sent_in_full(make_run: MakeRun) -> None:
     run = begun(make_run, trainer={"full_every": 3})
-    assert [nudge(run, version).codec for version in range(2, 8)] == ["delta", "delta", "dense"] * 2
+    assert [run.nudge(version).codec for version in range(2, 8)] == ["delta", "delta", "dense"] * 2
     assert run.live() == [after(0, list(range(2, 8)))]
 
 
 def test_auto_measures_dense_first_and_gives_its_reasons(make_run: MakeRun) -> None:
     run = begun(make_run, trainer={"codec": "auto"})
-    reports = [nudge(run, version) for version in range(2, 8)]
+    reports = [run.nudge(version) for version in range(2, 8)]
     assert [report.codec for report in reports[:2]] == ["dense"] * 2
     assert all("dense is being measured" in report.codec_reason for report in reports[:2])
     assert "a delta is expected to take" in reports[-1].codec_reason
@@ -155,12 +145,12 @@ def test_the_coordinator_does_not_wait_for_a_full_version_that_nobody_holds(make
 
 def test_a_newcomer_gets_in_full_what_lies_in_the_store_as_a_delta(make_run: MakeRun) -> None:
     run = begun(make_run, "filesystem", sync={"retries": 0})
-    assert nudge(run, 2).codec == "delta"
+    assert run.nudge(2).codec == "delta"
     run.add_replica()
     report = run.sync(2)
     assert {name: part.outcome.value for name, part in report.replicas.items()} == {"rollout-1": "committed"}
     assert run.live() == [after(0, [2])] * 2
-    assert nudge(run, 3).codec == "delta"
+    assert run.nudge(3).codec == "delta"
     assert run.live() == [after(0, [2, 3])] * 2
 
 
@@ -168,10 +158,7 @@ def test_deltas_larger_than_every_bucket_of_whole_tensors_are_sent(make_run: Mak
     run = make_run("filesystem", trainers=2, trainer={"codec": "delta", "bucket_bytes": 4096}, sync={"retries": 0})
     run.publish(1)
     run.sync(1)
-    for trainer in run.trainers:
-        trainer.call("nudge", 2, 3)
-    run.publish(2)
-    report = run.sync(2)
+    report = run.nudge(2, 3)
     assert report.codec == "delta"
     assert report.replicas["rollout-0"].nbytes > 3936, "of no interest: it fits into the largest bucket"
 

@@ -82,8 +82,7 @@ def test_too_little_memory_to_stage_names_both_numbers_and_the_way_out(
     make_run: MakeRun, rollout: dict[str, Any], says: str
 ) -> None:
     run = make_run("gloo", rollout=rollout | {"staging_limit_bytes": 1})
-    run.publish_next(1)
-    assert isinstance(run.aborts(1, says).reason, StagingMemoryError)
+    assert isinstance(run.fails(1, says).reason, StagingMemoryError)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
@@ -93,8 +92,7 @@ def test_a_sender_that_dies_half_way_leaves_a_mixture_until_the_next_version_and
     run = make_run(backend, rollout=IN_PLACE, sync=AT_ONCE | {"deadline_s": NEVER_S})
     run.serve(1)
     run.rank().call("trip", 1, run.trainers[0].pid)
-    run.publish_next(2)
-    run.aborts(2)
+    run.fails(2)
     run.rank().call("trip", -1)
     assert run.coordinator.states()["rollout-0"] is ReplicaState.QUARANTINED
     (torn,) = run.live()
@@ -130,8 +128,7 @@ def test_a_replica_that_does_not_pause_serves_on_and_nobody_waits_longer_than_th
     run = make_run(rollout=IN_PLACE, sync=AT_ONCE | {"deadline_s": NEVER_S})
     run.serve(1)
     run.replicas[0].refuses_with = CommitError("it cannot pause, on purpose.", part="rollout-0")
-    run.publish_next(2)
-    run.aborts(2, "cannot pause")  # others do not wait for buckets that nobody takes
+    run.fails(2, "cannot pause")  # others do not wait for buckets that nobody takes
     assert run.coordinator.states()["rollout-0"] is ReplicaState.SERVING
     begun = threading.Event()
 
@@ -156,22 +153,16 @@ def test_a_replica_that_does_not_pause_serves_on_and_nobody_waits_longer_than_th
     assert run.live() == [expected(4)]
 
 
-def test_deltas_follow_versions_that_were_taken_in_place(make_run: MakeRun) -> None:
+def test_deltas_follow_versions_that_were_taken_in_place_and_a_mixture_is_no_base(make_run: MakeRun) -> None:
     run = make_run("gloo", trainer={"codec": "delta"}, rollout=IN_PLACE | {"scatters": True})
     run.publish(1)
     assert run.sync(1).codec == "dense"
-    for version in (2, 3):
-        run.trainers[0].call("nudge", version, 17)
-        run.publish(version)
-        assert run.sync(version).codec == "delta"
+    assert run.nudge(2).codec == run.nudge(3).codec == "delta"
     run.rank().call("trip", 1)
-    run.publish_next(4)
-    run.aborts(4)
+    run.fails(4)
     run.rank().call("trip", -1)
-    run.trainers[0].call("nudge", 5, 17)
-    run.publish(5)
-    assert run.sync(5).codec == "dense", "a mixture is no base"
-    assert run.live() == [hop.digest(hop.nudged(4, [5], 17))]
+    assert run.nudge(5).codec == "dense", "a mixture is a base"
+    assert run.live() == [hop.digest(hop.nudged(4, [5], 20))]
 
 
 def stream_within(seconds: float) -> LiveStream:

@@ -15,7 +15,6 @@ from waiting import HANG_S, NEVER_S, wait_until
 from weightlane.ckpt_engines import (
     ClosedError,
     CommitError,
-    ConfigError,
     Deadline,
     ManifestError,
     QuarantinedError,
@@ -76,20 +75,32 @@ def test_a_replica_that_freezes_is_left_behind_and_gets_the_next_version_when_it
 
 
 @pytest.mark.parametrize("backend", ["shm", "filesystem"])
-def test_a_replica_that_joins_late_gets_the_current_version_and_the_others_do_not_notice(
+def test_one_that_joins_late_gets_the_current_version_unless_it_refuses_and_the_others_do_not_notice(
     make_run: MakeRun, backend: str
 ) -> None:
     run = make_run(backend, trainers=2)
     run.serve(1)
     run.add_replica()
-    assert run.coordinator.states() == {"rollout-0": ReplicaState.SERVING, "rollout-1": ReplicaState.JOINING}
+    run.add_replica(shapes={"head": [40, 24]})
+    assert [*run.coordinator.states().values()] == [ReplicaState.SERVING, ReplicaState.JOINING, ReplicaState.JOINING]
     run.step(100)  # the trainer goes on meanwhile
     report = run.sync(1)
-    assert {name: part.outcome.value for name, part in report.replicas.items()} == {"rollout-1": "committed"}
+    assert {name: part.outcome.value for name, part in report.replicas.items()} == {
+        "rollout-1": "committed",
+        "rollout-2": "behind",
+    }
+    assert isinstance(report.replicas["rollout-2"].error, ManifestError)
+    assert "head has shape [41, 24], expected [40, 24]" in str(report.replicas["rollout-2"].error)
+    with pytest.raises(SyncAbortedError) as caught:
+        run.rank(2).call("wait", 1, HANG_S)
+    assert caught.value.args[0]["reason"]["type"] == "ManifestError"
     assert run.coordinator.states()["rollout-1"] is ReplicaState.SERVING
+    assert run.coordinator.states()["rollout-2"] is ReplicaState.JOINING, "it never had a version: no requests"
+    run.coordinator.remove("rollout-2")
     assert run.rank(1).call("live_digest") == expected(1)
-    run.serve(2)
-    assert run.live() == [expected(2), expected(2)]
+    run.publish_next(2)
+    assert run.outcomes(2) == {"rollout-0": "committed", "rollout-1": "committed"}
+    assert run.live()[:2] == [expected(2)] * 2
 
 
 def joined(path: Path) -> tuple[Rendezvous, Inbox, str, Subscriber]:
@@ -181,27 +192,9 @@ def test_a_replica_that_leaves_does_not_count_any_more(make_run: MakeRun) -> Non
     run = make_run(replicas=2, sync={"quorum": 1.0})
     run.serve(1)
     run.rank(1).call("close")
-    run.publish_next(2)
-    assert isinstance(run.aborts(2, "rollout-1 is lost").reason, QuorumError)
+    assert isinstance(run.fails(2, "rollout-1 is lost").reason, QuorumError)
     run.coordinator.remove("rollout-1")
     run.serve(3)
-    with pytest.raises(ConfigError, match="rollout-1"):
-        run.coordinator.remove("rollout-1")
-
-
-def test_a_replica_that_refuses_a_manifest_stays_behind_alone(make_run: MakeRun) -> None:
-    run = make_run(replicas=1)
-    odd = run.add_replica(shapes={"head": [40, 24]})
-    run.publish_next(1)
-    report = run.sync(1)
-    assert report.replicas["rollout-0"].outcome.value == "committed"
-    assert report.replicas[odd.name].outcome.value == "behind"
-    assert "head has shape [41, 24], expected [40, 24]" in str(report.replicas[odd.name].error)
-    assert isinstance(report.replicas[odd.name].error, ManifestError)
-    assert run.coordinator.states()[odd.name] is ReplicaState.JOINING, "it never had a version: no requests"
-    with pytest.raises(SyncAbortedError) as caught:
-        run.rank(1).call("wait", 1, HANG_S)
-    assert caught.value.args[0]["reason"]["type"] == "ManifestError"
 
 
 def test_a_replica_that_cannot_begin_a_commit_serves_on_and_one_that_cannot_prove_its_state_is_quarantined(
@@ -234,14 +227,12 @@ def test_a_replica_that_cannot_begin_a_commit_serves_on_and_one_that_cannot_prov
 def test_a_version_that_too_few_replicas_take_is_taken_back_everywhere_or_serves_nobody(make_run: MakeRun) -> None:
     run = make_run(replicas=3, sync={"quorum": 0.9})
     run.replicas[2].fails_with = QuarantinedError("a rank stopped half-way.", part="rollout-2")
-    run.publish_next(1)
-    run.aborts(1)
+    run.fails(1)
     assert set(run.coordinator.states().values()) == {ReplicaState.QUARANTINED}, "there is nothing to go back to"
     assert "the version before 1 is not kept here" in str(run.replicas[0].quarantined_by[0])
     run.serve(2)
     run.replicas[2].fails_with = QuarantinedError("a rank stopped half-way.", part="rollout-2")
-    run.publish_next(3)
-    assert isinstance(run.aborts(3).reason, QuarantinedError)
+    assert isinstance(run.fails(3).reason, QuarantinedError)
     assert run.live()[:2] == [expected(2), expected(2)], "two versions serve at once"
     assert run.coordinator.states() == {
         "rollout-0": ReplicaState.SERVING,
@@ -275,8 +266,7 @@ def test_a_version_can_be_taken_back_where_memory_allows_to_keep_the_one_before(
     run = make_run(backend, replicas=2, sync={"quorum": 1.0}, rollout=rollout)
     run.serve(1)
     run.replicas[1].fails_with = QuarantinedError("a rank stopped half-way.", part="rollout-1")
-    run.publish_next(2)
-    run.aborts(2)
+    run.fails(2)
     assert run.coordinator.states()["rollout-0"] is state
     assert run.live()[0] == expected(1 if state is ReplicaState.SERVING else 2)
     run.serve(3)
