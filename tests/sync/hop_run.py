@@ -99,11 +99,6 @@ class Replica:
     def subscriber_names(self) -> list[str]:
         return list(self.ranks)
 
-    @property
-    def armed(self) -> int:
-        """How many of the next commit's failures wait."""
-        return (self.fails_with is not None) + (self.refuses_with is not None)
-
     async def commit(self, version: int) -> CommitReport:
         if self.refuses_with is not None:
             refusal, self.refuses_with = self.refuses_with, None

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from direct_hop import EVERYTHING, Hop, rows
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from quantised_reference import reference_fp8, reference_int8, restored
 from waiting import HANG_S, wait_until
 
@@ -52,11 +49,11 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "q.weight": (300, 200),
     "q.bias": (300,),
     "up.weight": (129, 257),
-    "down.weight": (5, 128),
+    "down.weight": (2, 128),
     "norm.weight": (24,),
     "lm_head.weight": (41, 24),
 }
-"""A model with layers that can be quantised; no border between two or three trainer ranks is one between blocks."""
+"""No border between two or three trainer ranks is one between blocks, and of one matrix a third rank has nothing."""
 SPECS = {name: TensorSpec(name, shape, torch.bfloat16) for name, shape in SHAPES.items()}
 MATRICES = ("q.weight", "up.weight", "down.weight")
 REFERENCES = {"fp8": reference_fp8, "int8": reference_int8}
@@ -351,52 +348,6 @@ def test_a_sample_tells_about_how_much_a_delta_would_hold(scheme: str) -> None:
         assert encoder.sampled_density(base) == 0.0
         live[:, ::8] *= -1
         assert encoder.sampled_density(base) == pytest.approx(1 / 8, rel=0.05)
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    row_cuts=st.lists(st.integers(0, 300), max_size=2),
-    column_cuts=st.lists(st.integers(0, 280), max_size=2),
-    ranks=st.integers(1, 3),
-    scheme=st.sampled_from(["fp8", "int8"]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-)
-def test_whoever_holds_which_part_of_a_matrix_what_all_send_is_the_whole_quantised(
-    row_cuts: list[int], column_cuts: list[int], ranks: int, scheme: Scheme, dtype: torch.dtype
-) -> None:
-    spec = TensorSpec("a.weight", (300, 280), dtype)
-    values = torch.randn(spec.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    rows, columns = (
-        [*itertools.pairwise([0, *sorted(cuts), size])]
-        for cuts, size in zip((row_cuts, column_cuts), spec.shape, strict=True)
-    )
-    held: list[list[LocalShard]] = [[] for _ in range(ranks)]
-    for number, ((top, bottom), (left, right)) in enumerate(itertools.product(rows, columns)):
-        live = values[top:bottom, left:right].clone() if number % 2 else values.clone()[top:bottom, left:right]
-        held[number % ranks].append(LocalShard(spec, (top, left), live))
-    said: list[Magnitudes] = []
-    snapshots = []
-    for shards in held:
-        ours, remains, memory = taken(shards, scheme)
-        for shard in shards:
-            shard.data.fill_(float("nan"))  # once it is taken, parameters may change
-        said += remains.magnitudes
-        snapshots.append((ours, remains, memory))
-    pair = pair_of(spec, scheme)
-    merged = largest(said, {spec.name: pair.scales.shape})
-    sent = {each.name: torch.zeros(each.shape, dtype=each.dtype) for each in (pair.weight, pair.scales)}
-    times = {each.name: torch.zeros(each.shape) for each in (pair.weight, pair.scales)}
-    for ours, remains, memory in snapshots:
-        for cut in remains.cuts:
-            cut.quantise(merged[spec.name], memory)
-        for mine, place in zip(ours.held, compact_places(ours.held), strict=True):
-            part = memory[place : place + mine.nbytes].view(mine.spec.dtype).view(mine.box.shape)
-            sent[mine.spec.name][mine.box.index] = part
-            times[mine.spec.name][mine.box.index] += 1
-    elements, scales = REFERENCES[scheme](values)
-    assert torch.equal(sent[pair.weight.name].view(torch.uint8), elements.view(torch.uint8))
-    assert torch.equal(sent[pair.scales.name], scales)
-    assert all(bool((each == 1).all()) for each in times.values()), "an element or a scale is not sent once"
 
 
 def test_only_blocks_that_a_border_divides_wait_for_other_ranks() -> None:
