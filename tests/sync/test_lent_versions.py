@@ -71,10 +71,10 @@ def test_a_failed_commit_gives_the_memory_back(make_run: MakeRun) -> None:
     run.step(6)
 
 
-def staged(staging: Staging, version: int) -> torch.Tensor:
+def staged(staging: Staging, version: int, lent: torch.Tensor | None = None, identity: str = "") -> torch.Tensor:
     """`version` lies in its sender's memory, which is returned."""
-    manifest = Manifest(version, (SPEC,), 64, lasting=True)
-    lent = torch.full((64,), version, dtype=torch.uint8)
+    manifest = Manifest(version, (SPEC,), 64, lasting=True, identity=identity)
+    lent = torch.full((64,), version, dtype=torch.uint8) if lent is None else lent
     staging.reserve(manifest, lent=True)
     staging.complete(manifest, Stream([(0, lent)]))
     return lent
@@ -109,9 +109,7 @@ def test_a_rollback_never_loads_an_older_version_than_the_one_that_served() -> N
     staged(staging, 1)
     staging.commit(1)
     assert staging.settle(1)
-    manifest = Manifest(2, (SPEC,), 64, lasting=True, identity="a/2")
-    staging.reserve(manifest, lent=True)
-    staging.complete(manifest, torch.full((64,), 2, dtype=torch.uint8))
+    staged(staging, 2, identity="a/2")
     staging.commit(2)
     assert staging.settle(2, scatters=True), "no copy is kept where deltas go into the live weights"
     staged(staging, 3)
@@ -137,9 +135,7 @@ def test_closed_staging_keeps_no_memory_but_what_somebody_looks_at() -> None:
     staging = Staging("rollout-0/0", 0, torch.device("cpu"))
     memory = np.ones(64, dtype=np.uint8)
     alive = weakref.ref(memory)
-    manifest = Manifest(1, (SPEC,), 64, lasting=True)
-    staging.reserve(manifest, lent=True)
-    staging.complete(manifest, Stream([(0, torch.from_numpy(memory))]))
+    staged(staging, 1, torch.from_numpy(memory))
     del memory
     tensors = staging.take(1)
     staging.close()
