@@ -234,9 +234,12 @@ class Run:
         self.publish(version)
 
     def serve(self, version: int) -> None:
-        """As `publish_next`, and every replica serves it."""
+        """As `publish_next`, and every replica serves it, bit for bit."""
         self.publish_next(version)
-        assert set(self.outcomes(version).values()) == {"committed"}
+        outcomes = self.outcomes(version)
+        assert set(outcomes.values()) == {"committed"}
+        ranks = [rank for replica in self.replicas if replica.name in outcomes for rank in replica.ranks.values()]
+        assert all(rank.call("live_digest") == expected(version) for rank in ranks)
 
     def sync(self, version: int) -> SyncReport:
         return asyncio.run(self.coordinator.sync(version))
