@@ -262,48 +262,34 @@ def complete_alone(remains: Remains, memory: torch.Tensor) -> None:
         cut.quantise(merged[cut.pair.weight.name], memory)
 
 
-class SeenProgress(Progress):
-    """Remembers what was there at every step."""
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        super().__init__("it", "test")
-        self._memory = memory
-        self.seen: list[tuple[int, torch.Tensor, int]] = []
-
-    def advance(self, done_bytes: int, read: int | None = None) -> None:
-        self.seen.append((done_bytes, self._memory[:done_bytes].clone(), read or 0))
-        super().advance(done_bytes, read)
-
-
+@pytest.mark.parametrize("whole", [False, True])
 @every_scheme
 def test_a_snapshot_is_offered_as_far_as_it_is_there_and_parameters_may_change_once_read(
-    scheme: str, monkeypatch: pytest.MonkeyPatch
+    scheme: str, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks of a large matrix, in a stream with the scales behind or ahead of all elements."""
     monkeypatch.setattr(quantised_snapshot, "_CHUNK_NUMEL", 1 << 16)
     specs = [TensorSpec(f"{name}.weight", (700, 400), torch.float32) for name in "ab"]
     values = {spec.name: torch.randn(spec.shape, generator=torch.Generator().manual_seed(1)) for spec in specs}
-    shards = [LocalShard.whole(spec, values[spec.name].view(-1)) for spec in specs]
-    ours = QuantisedShards(shards, scheme)
-    for whole in (False, True):
-        layout = Manifest(0, tuple(wire_specs(specs, scheme)), 1 << 20, whole_tensors=whole)
-        offsets = {entry.spec.name: entry.offset for entry in layout.entries}
-        snapshot = ours.snapshot([offsets[run.spec.name] for run in ours.held])
-        memory = torch.full((layout.total_bytes,), 0xA5, dtype=torch.uint8)
-        progress = SeenProgress(memory)
-        snapshot.take(memory, None, progress)
-        seen = progress.seen
-        assert len(seen) >= 4
-        for done, bytes_then, _ in seen:
-            assert torch.equal(memory[:done], bytes_then), "bytes changed after they were said to be there"
-        assert seen[-1][0] == layout.total_bytes
-        assert [read for *_, read in seen] == sorted(read for *_, read in seen)
-        assert snapshot.ends["a.weight"] < snapshot.ends["b.weight"] == snapshot.read_end
-        views = layout.views(memory)
-        for spec in specs:
-            elements, scales = REFERENCES[scheme](values[spec.name])
-            assert torch.equal(views[spec.name].view(torch.uint8), elements.view(torch.uint8))
-            assert torch.equal(views[pair_of(spec, scheme).scales.name], scales)
+    ours = QuantisedShards([LocalShard.whole(spec, values[spec.name].view(-1)) for spec in specs], scheme)
+    layout = Manifest(0, tuple(wire_specs(specs, scheme)), 1 << 20, whole_tensors=whole)
+    offsets = {entry.spec.name: entry.offset for entry in layout.entries}
+    snapshot = ours.snapshot([offsets[run.spec.name] for run in ours.held])
+    memory = torch.full((layout.total_bytes,), 0xA5, dtype=torch.uint8)
+    progress, seen = Progress("it", "test"), []
+    progress.advance = lambda done, read: seen.append((done, memory[:done].clone(), read))  # type: ignore[misc, method-assign]
+    snapshot.take(memory, None, progress)
+    assert len(seen) >= 4
+    for done, bytes_then, _ in seen:
+        assert torch.equal(memory[:done], bytes_then), "bytes changed after they were said to be there"
+    assert seen[-1][0] == layout.total_bytes
+    assert [read for *_, read in seen] == sorted(read for *_, read in seen)
+    assert snapshot.ends["a.weight"] < snapshot.ends["b.weight"] == snapshot.read_end
+    views = layout.views(memory)
+    for spec in specs:
+        elements, scales = REFERENCES[scheme](values[spec.name])
+        assert torch.equal(views[spec.name].view(torch.uint8), elements.view(torch.uint8))
+        assert torch.equal(views[pair_of(spec, scheme).scales.name], scales)
 
 
 @pytest.mark.gpu
