@@ -13,12 +13,8 @@ from waiting import NEVER_S, wait_until
 
 from weightlane.ckpt_engines import ClosedError, Deadline, QuarantinedError, SyncAbortedError
 from weightlane.sync import Rendezvous
-from weightlane.sync.codec_choice import Choice
 from weightlane.sync.correspondence import TroubleError
-from weightlane.sync.delta_agreement import DeltaAgreement
-from weightlane.sync.delta_encoding import RankDelta
-from weightlane.sync.progress import Progress
-from weightlane.sync.publication import Base, Publication, Slot
+from weightlane.sync.rank_talk import RankTalk
 
 
 def after(first: int, versions: list[int]) -> dict[str, str]:
@@ -163,25 +159,16 @@ def test_deltas_larger_than_every_bucket_of_whole_tensors_are_sent(make_run: Mak
     assert report.replicas["rollout-0"].nbytes > 3936, "of no interest: it fits into the largest bucket"
 
 
-def held_at(version: int) -> Publication:
-    held = Publication(version, f"a/{version}", None, Progress("a snapshot", "trainer-0"))
-    held.choice, held.delta = Choice("delta", "a test"), RankDelta((), (), 0, 0)
-    held.base = Base(version - 1, f"a/{version - 1}", Slot(None))  # type: ignore[arg-type]
-    return held
-
-
-def test_ranks_hear_one_another_no_longer_than_wanted_and_old_versions_leave_the_store() -> None:
-    rendezvous, held, looks = Rendezvous.host(), held_at(2), itertools.count()
-    agreement = DeltaAgreement(rendezvous.mailbox("deltas/s"), ["t-0", "t-1"], 0)
-    agreement.say(held)
+def test_ranks_hear_one_another_no_longer_than_wanted_and_old_versions_leave_the_store(rendezvous: Rendezvous) -> None:
+    looks, keys = itertools.count(), []
+    talk, other = (RankTalk(rendezvous.mailbox("deltas/s"), ["t-0", "t-1"], rank, "a delta") for rank in (0, 1))
+    talk.say(2, None)
     with pytest.raises(ClosedError):
-        agreement.hear(held, Deadline.after(NEVER_S), wanted=lambda: next(looks) < 3)
-    threading.Timer(0.1, agreement.close).start()
+        list(talk.hear(2, Deadline.after(NEVER_S), lambda: next(looks) < 3))
+    threading.Timer(0.1, talk.close).start()
     with pytest.raises(ClosedError):
-        agreement.hear(held, Deadline.after(NEVER_S))
-    agreement = DeltaAgreement(rendezvous.mailbox("deltas/s"), ["t-0", "t-1"], 1)
-    keys = []
+        list(talk.hear(2, Deadline.after(NEVER_S)))
     for version in range(2, 12):
-        agreement.say(held_at(version))
+        other.say(version, [version - 1, []])
         keys.append(rendezvous.store("").num_keys())
     assert keys[-1] == keys[3], "it grows with every version"
