@@ -87,17 +87,18 @@ class Trainer:
         self._big_mib = more.pop("big_mib", 0)
         # How long it waits for receivers that look at memory which it needs.
         publisher._PATIENCE_S = more.pop("patience_s", publisher._PATIENCE_S)
-        specs = {key: TensorSpec(key, tuple(full.shape), wire) for key, full in self._values(0).items()}
+        values = weights(0, torch.float32, self._big_mib)
+        specs = {key: TensorSpec(key, tuple(full.shape), wire) for key, full in values.items()}
         held = [
             [
                 LocalShard(specs[key], box.starts, full[box.index].clone())
-                for key, full in self._values(0).items()
+                for key, full in values.items()
                 for box in rows(specs[key], other, world)
             ]
             for other in range(world)
         ]
         self._shards = held[rank]
-        self._publisher = Publisher(
+        self.end = Publisher(
             name,
             rendezvous,
             rank=rank,
@@ -109,36 +110,22 @@ class Trainer:
             **more,
         )
 
-    def _values(self, version: int) -> dict[str, torch.Tensor]:
-        return weights(version, torch.float32, self._big_mib)
-
     def step(self, version: int) -> None:
         """Pass the fence, then change the parameters."""
-        self._publisher.fence()
-        values = self._values(version)
+        self.end.fence()
+        values = weights(version, torch.float32, self._big_mib)
         for shard in self._shards:
             shard.data.copy_(values[shard.spec.name][shard.box.index])
 
     def nudge(self, version: int, every: int) -> None:
         """As `step`, but of each tensor only one element in so many changes, and that to what `nudged` says."""
-        self._publisher.fence()
+        self.end.fence()
         for shard in self._shards:
             full = torch.zeros(shard.spec.shape)
             full[shard.box.index] = shard.data
             if full.numel():
                 nudge_one(full.view(-1), version, every)
             shard.data.copy_(full[shard.box.index])
-
-    def publish(self, version: int) -> None:
-        """Publish what the parameters are now."""
-        self._publisher.publish(version)
-
-    def wait(self, version: int, timeout_s: float) -> None:
-        """Wait until it is committed."""
-        self._publisher.wait(version, timeout_s)
-
-    def close(self) -> None:
-        self._publisher.close()
 
 
 class Rollout:
@@ -150,7 +137,7 @@ class Rollout:
         shapes = {key: tuple(tensor.shape) for key, tensor in self.live.items()}
         shapes |= {key: tuple(shape) for key, shape in more.get("shapes", {}).items()}
         expectation = Expectation({key: ExpectedTensor(shape, frozenset({wire})) for key, shape in shapes.items()})
-        self._subscriber = Subscriber(
+        self.end = Subscriber(
             name,
             rendezvous,
             backend,
@@ -162,31 +149,30 @@ class Rollout:
         self._trips_after, self._victim = -1, 0
         self._may_accept = threading.Event()
         if more.get("scatters"):
-            self._subscriber.prepare_delta = StagedDelta.of
+            self.end.prepare_delta = StagedDelta.of
         self._undo: StagedDelta | None = None
 
-    def commit(self, version: int) -> dict[str, str]:
-        """Load the staged version, or the one that comes; answers with a digest of the staged one's weights."""
-        if (stream := self._subscriber.take_stream(version)) is not None:
+    def commit(self, version: int) -> None:
+        """Load the staged version, or write the one that comes."""
+        if (stream := self.end.take_stream(version)) is not None:
             self._write(stream)
-            return {}  # a digest takes memory
-        self._undo = self._subscriber.take_delta(version)
+            return
+        self._undo = self.end.take_delta(version)
         if self._undo is not None:
             self._undo.swap(self.live)
-            return digest(self.live)
-        self.live = {name: tensor.clone() for name, tensor in self._subscriber.take(version).items()}
-        self._subscriber.release(version)
-        return digest(self.live)
+            return
+        self.live = {name: tensor.clone() for name, tensor in self.end.take(version).items()}
+        self.end.release(version)
 
     def accept_late(self) -> None:
         """From now on, think about every manifest until `accept`."""
-        handle = self._subscriber._handle
+        handle = self.end._handle
 
         def late(message: Message) -> None:
             self._may_accept.wait()
             handle(message)
 
-        self._subscriber._handle = late  # type: ignore[method-assign]
+        self.end._handle = late  # type: ignore[method-assign]
 
     def accept(self) -> None:
         self._may_accept.set()
@@ -208,7 +194,7 @@ class Rollout:
                 if next(came) == number:
                     os.kill(os.getpid(), what)
 
-        self._subscriber.hooks.register(Observer())
+        self.end.hooks.register(Observer())
 
     def watch_memory(self) -> None:
         """From now on, look how much memory this process takes."""
@@ -242,7 +228,7 @@ class Rollout:
                 written += 1
         except WeightlaneError as error:
             if not written:
-                self._subscriber.restored()
+                self.end.restored()
                 raise CommitError(f"nothing was written: {error}", part="hop") from error
             raise QuarantinedError(f"a mixture: {error}", part="hop", peer=error.peer) from error
 
@@ -251,34 +237,28 @@ class Rollout:
         if self._undo is not None and self._undo.version == version:
             self._undo.swap(self.live)
             self._undo = None
-            self._subscriber.restored()
+            self.end.restored()
             return
-        previous, tensors = self._subscriber.take_previous(version)
+        previous, tensors = self.end.take_previous(version)
         self.live = {name: tensor.clone() for name, tensor in tensors.items()}
-        self._subscriber.release(previous)
+        self.end.release(previous)
 
     def take_only(self, version: int) -> None:
         """Begin a load that does not end."""
-        self._taken = self._subscriber.take(version)
+        self._taken = self.end.take(version)
 
     def taken_digest(self) -> dict[str, str]:
         return digest(self._taken)
 
-    def release(self, version: int) -> None:
-        self._subscriber.release(version)
-
     def live_digest(self) -> dict[str, str]:
         return digest(self.live)
 
-    def wait(self, version: int, timeout_s: float) -> None:
-        self._subscriber.wait(version, timeout_s)
-
-    def close(self) -> None:
-        self._subscriber.close()
-
 
 def serve(pipe: Connection, role: str, arguments: dict[str, Any]) -> None:
-    """Be one participant until told to close, or until the other end of the pipe is gone."""
+    """Be one participant until told to close, or until the other end of the pipe is gone.
+
+    What it has no method for is for its `end`, a publisher or a subscriber.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the test decides
     torch.set_num_threads(1)
     participant = {"trainer": Trainer, "rollout": Rollout}[role](**arguments)
@@ -289,7 +269,8 @@ def serve(pipe: Connection, role: str, arguments: dict[str, Any]) -> None:
         except EOFError:
             return
         try:
-            answer: dict[str, Any] = {"value": getattr(participant, method)(*values)}
+            call = getattr(participant, method, None) or getattr(participant.end, method)
+            answer: dict[str, Any] = {"value": call(*values)}
         except WeightlaneError as error:
             reason = getattr(error, "reason", None)
             answer = {"error": error.to_wire(), "reason": reason.to_wire() if reason else None}
