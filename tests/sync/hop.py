@@ -61,19 +61,19 @@ _ODD_BITS = (1, -0x8000_0000, 0x7FC0_1234)
 """A denormal, negative zero, and a NaN with a payload."""
 
 
-def nudge_one(flat: torch.Tensor, version: int, every: int) -> None:
-    """Change one element in `every` of a float32 tensor, in place."""
+def nudge(tensors: dict[str, torch.Tensor], version: int, every: int) -> None:
+    """Change one element in `every` of float32 tensors, in place."""
     odd = torch.tensor(_ODD_BITS[version % 3], dtype=torch.int64).to(torch.int32)
-    flat.view(torch.int32)[version % every :: every] = odd if version % 2 else version
+    for tensor in tensors.values():
+        if tensor.numel():
+            tensor.view(-1).view(torch.int32)[version % every :: every] = odd if version % 2 else version
 
 
 def nudged(first: int, versions: list[int], every: int) -> dict[str, torch.Tensor]:
     """`weights(first)` after `nudge` for each of `versions`."""
     tensors = weights(first, torch.float32)
     for version in versions:
-        for tensor in tensors.values():
-            if tensor.numel():
-                nudge_one(tensor.view(-1), version, every)
+        nudge(tensors, version, every)
     return tensors
 
 
@@ -87,12 +87,12 @@ class Trainer:
         self._big_mib = more.pop("big_mib", 0)
         # How long it waits for receivers that look at memory which it needs.
         publisher._PATIENCE_S = more.pop("patience_s", publisher._PATIENCE_S)
-        values = weights(0, torch.float32, self._big_mib)
-        specs = {key: TensorSpec(key, tuple(full.shape), wire) for key, full in values.items()}
+        self._values = weights(0, torch.float32, self._big_mib)
+        specs = {key: TensorSpec(key, tuple(full.shape), wire) for key, full in self._values.items()}
         held = [
             [
                 LocalShard(specs[key], box.starts, full[box.index].clone())
-                for key, full in values.items()
+                for key, full in self._values.items()
                 for box in rows(specs[key], other, world)
             ]
             for other in range(world)
@@ -113,19 +113,18 @@ class Trainer:
     def step(self, version: int) -> None:
         """Pass the fence, then change the parameters."""
         self.end.fence()
-        values = weights(version, torch.float32, self._big_mib)
-        for shard in self._shards:
-            shard.data.copy_(values[shard.spec.name][shard.box.index])
+        self._values = weights(version, torch.float32, self._big_mib)
+        self._load()
 
     def nudge(self, version: int, every: int) -> None:
-        """As `step`, but of each tensor only one element in so many changes, and that to what `nudged` says."""
+        """As `step`, but of each tensor only one element in so many changes; see `nudged`."""
         self.end.fence()
+        nudge(self._values, version, every)
+        self._load()
+
+    def _load(self) -> None:
         for shard in self._shards:
-            full = torch.zeros(shard.spec.shape)
-            full[shard.box.index] = shard.data
-            if full.numel():
-                nudge_one(full.view(-1), version, every)
-            shard.data.copy_(full[shard.box.index])
+            shard.data.copy_(self._values[shard.spec.name][shard.box.index])
 
 
 class Rollout:
