@@ -220,6 +220,15 @@ def test_a_tensor_that_is_no_delta_is_told_before_the_rest_has_come(rollout: Rol
     goes_on(rollout)
 
 
+def test_a_delta_to_another_base_is_refused_before_its_first_byte(rollout: Rollout) -> None:
+    line = line_of(parts_to(2.0))
+    line.manifest = replace(line.manifest, base_identity="another trainer's/1")
+    with pytest.raises(WeightlaneError, match="is a delta to version 1"):
+        rollout.offer(line)
+    rollout.nothing_is_staged(2)
+    goes_on(rollout)
+
+
 def test_what_is_left_out_by_whoever_prepares_must_be_valid_too() -> None:
     parts = parts_to(2.0)
     parts[1][0] ^= 1

@@ -22,22 +22,32 @@ WORLD = 2
 
 
 def held(cut: str, rank: int) -> list[tuple[TensorSpec, Box]]:
-    """A half of each tensor: of its `rows`, of its `columns`, or every other of 16 strips (`interleaved`)."""
+    """A half of each tensor: of its `rows`, of its `columns`, or every other row (`interleaved`)."""
     slices = []
     for spec in SPECS:
         axis = len(spec.shape) - 1 if cut == "columns" else 0
-        strips = 8 if cut == "interleaved" and len(spec.shape) > 1 else 1
-        size = spec.shape[axis] // (WORLD * strips)
+        half = spec.shape[axis] // WORLD
+        if (
+            cut == "interleaved" and len(spec.shape) > 1
+        ):  # in 16 strips, as fused parameters of tensor-parallel ranks are
+            strip = spec.shape[0] // 16
+            first = range(rank * strip, spec.shape[0], WORLD * strip)
+            slices += [(spec, Box((start, 0), (strip, spec.shape[1]))) for start in first]
+            continue
         starts, shape = [0] * len(spec.shape), list(spec.shape)
-        shape[axis] = size
-        for strip in range(strips):
-            starts[axis] = (strip * WORLD + rank) * size
-            slices.append((spec, Box(tuple(starts), tuple(shape))))
+        starts[axis], shape[axis] = rank * half, half
+        slices.append((spec, Box(tuple(starts), tuple(shape))))
     return slices
 
 
 def serve(
-    pipe: Connection, rendezvous: Any, engine: str, options: dict[str, Any], cut: str, rank: int, record: Path
+    pipe: Connection,
+    rendezvous: dict[str, Any],
+    engine: str,
+    options: dict[str, Any],
+    cut: str,
+    rank: int,
+    record: Path,
 ) -> None:
     """Publish versions when told to; at the end, write everything that was allocated meanwhile to `record`."""
     import memray
