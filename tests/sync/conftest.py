@@ -12,11 +12,13 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from direct_hop import Hop
-from hop_run import Run
+from hop_run import MakeRun, Run
+
+from weightlane.sync import Rendezvous
 
 
 @pytest.fixture
-def make_run(tmp_path: Path, socket_dir: Path) -> Iterator[Callable[..., Run]]:
+def make_run(tmp_path: Path, socket_dir: Path) -> Iterator[MakeRun]:
     options: dict[str, dict[str, Any]] = {
         "filesystem": {"path": str(tmp_path / "store")},
         "shm": {"socket_dir": str(socket_dir)},
@@ -32,6 +34,11 @@ def make_run(tmp_path: Path, socket_dir: Path) -> Iterator[Callable[..., Run]]:
     yield make
     for run in made:
         run.end()
+
+
+@pytest.fixture
+def rendezvous() -> Rendezvous:
+    return Rendezvous.host()
 
 
 @pytest.fixture

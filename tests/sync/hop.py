@@ -9,11 +9,11 @@ import itertools
 import os
 import signal
 import threading
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from direct_hop import rows
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, CommitError, QuarantinedError, WeightlaneError
@@ -29,7 +29,6 @@ from weightlane.sync import (
     TensorSpec,
     publisher,
 )
-from weightlane.sync.boxes import Box
 from weightlane.sync.checksum import sums
 from weightlane.sync.messages import Message
 from weightlane.sync.placement import Placement
@@ -44,24 +43,10 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }
 
 
-LINEAR: dict[str, tuple[int, ...]] = {
-    "embed_tokens.weight": (37, 24),
-    "q.weight": (300, 200),
-    "q.bias": (300,),
-    "up.weight": (129, 257),
-    "down.weight": (5, 128),
-    "norm.weight": (24,),
-    "lm_head.weight": (41, 24),
-}
-"""A model with layers that can be quantised; no border between two or three trainer ranks is one between blocks."""
-
-
-def weights(
-    version: int, dtype: torch.dtype, big_mib: int = 0, shapes: dict[str, tuple[int, ...]] = SHAPES
-) -> dict[str, torch.Tensor]:
+def weights(version: int, dtype: torch.dtype, big_mib: int = 0) -> dict[str, torch.Tensor]:
     """The tensors of a version, the same in every process; with `big_mib` one more, of that size."""
     generator = torch.Generator().manual_seed(version)
-    tensors = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    tensors = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
     if big_mib:
         tensors["big"] = torch.full(((big_mib << 20) // dtype.itemsize,), float(version), dtype=dtype)
     return tensors
@@ -76,24 +61,19 @@ _ODD_BITS = (1, -0x8000_0000, 0x7FC0_1234)
 """A denormal, negative zero, and a NaN with a payload."""
 
 
-def nudge_one(flat: torch.Tensor, version: int, every: int) -> None:
-    """Change one element in `every` of a float32 tensor, in place."""
+def nudge(tensors: dict[str, torch.Tensor], version: int, every: int) -> None:
+    """Change one element in `every` of float32 tensors, in place."""
     odd = torch.tensor(_ODD_BITS[version % 3], dtype=torch.int64).to(torch.int32)
-    flat.view(torch.int32)[version % every :: every] = odd if version % 2 else version
-
-
-def grow_one(flat: torch.Tensor, version: int) -> None:
-    """Make one element larger, in place."""
-    flat[7 * version % flat.numel()] *= 1.5
+    for tensor in tensors.values():
+        if tensor.numel():
+            tensor.view(-1).view(torch.int32)[version % every :: every] = odd if version % 2 else version
 
 
 def nudged(first: int, versions: list[int], every: int) -> dict[str, torch.Tensor]:
     """`weights(first)` after `nudge` for each of `versions`."""
     tensors = weights(first, torch.float32)
     for version in versions:
-        for tensor in tensors.values():
-            if tensor.numel():
-                nudge_one(tensor.view(-1), version, every)
+        nudge(tensors, version, every)
     return tensors
 
 
@@ -101,31 +81,24 @@ class Trainer:
     """A trainer rank whose parameters are row shards of `weights(version)`."""
 
     def __init__(
-        self,
-        name: str,
-        rendezvous: dict[str, Any],
-        backend: str,
-        options: dict[str, Any],
-        rank: int,
-        world: int,
-        **more: Any,
+        self, name: str, rendezvous: Any, backend: str, options: dict[str, Any], rank: int, world: int, **more: Any
     ) -> None:
-        self._rank, self._world = rank, world
         wire = getattr(torch, more.pop("wire_dtype", "float32"))
-        self._model = LINEAR if more.pop("linear", False) else SHAPES
         self._big_mib = more.pop("big_mib", 0)
         # How long it waits for receivers that look at memory which it needs.
         publisher._PATIENCE_S = more.pop("patience_s", publisher._PATIENCE_S)
+        self._values = weights(0, torch.float32, self._big_mib)
+        specs = {key: TensorSpec(key, tuple(full.shape), wire) for key, full in self._values.items()}
         held = [
             [
-                LocalShard(TensorSpec(tensor_name, tuple(full.shape), wire), box.starts, full[box.index].clone())
-                for tensor_name, full in self._values(0).items()
-                for box in self._cut(full, other)
+                LocalShard(specs[key], box.starts, full[box.index].clone())
+                for key, full in self._values.items()
+                for box in rows(specs[key], other, world)
             ]
             for other in range(world)
         ]
         self._shards = held[rank]
-        self._publisher = Publisher(
+        self.end = Publisher(
             name,
             rendezvous,
             rank=rank,
@@ -137,77 +110,33 @@ class Trainer:
             **more,
         )
 
-    def _values(self, version: int) -> dict[str, torch.Tensor]:
-        return weights(version, torch.float32, self._big_mib, self._model)
-
-    def _cut(self, full: torch.Tensor, rank: int) -> list[Box]:
-        """Rows; of a scalar only rank 0 has something."""
-        if not full.shape:
-            return [Box((), ())] if rank == 0 else []
-        chunk = -(-full.shape[0] // self._world)
-        first, stop = (min(full.shape[0], number * chunk) for number in (rank, rank + 1))
-        return [Box((first, *(0 for _ in full.shape[1:])), (stop - first, *full.shape[1:]))]
-
-    def step(self, version: int) -> float:
+    def step(self, version: int) -> None:
         """Pass the fence, then change the parameters."""
-        waited = self._publisher.fence()
-        values = self._values(version)
+        self.end.fence()
+        self._values = weights(version, torch.float32, self._big_mib)
+        self._load()
+
+    def nudge(self, version: int, every: int) -> None:
+        """As `step`, but of each tensor only one element in so many changes; see `nudged`."""
+        self.end.fence()
+        nudge(self._values, version, every)
+        self._load()
+
+    def _load(self) -> None:
         for shard in self._shards:
-            shard.data.copy_(values[shard.spec.name][shard.box.index])
-        return waited
-
-    def _change(self, change: Callable[[torch.Tensor], None]) -> float:
-        """Pass the fence, then `change` what a whole tensor is that holds each shard, flattened."""
-        waited = self._publisher.fence()
-        for shard in self._shards:
-            full = torch.zeros(shard.spec.shape)
-            full[shard.box.index] = shard.data
-            if full.numel():
-                change(full.view(-1))
-            shard.data.copy_(full[shard.box.index])
-        return waited
-
-    def nudge(self, version: int, every: int) -> float:
-        """As `step`, but of each tensor only one element in so many changes, and that to what `nudged` says."""
-        return self._change(lambda flat: nudge_one(flat, version, every))
-
-    def grow(self, version: int) -> float:
-        """As `step`, but of each tensor only one element changes: see `grow_one`."""
-        return self._change(lambda flat: grow_one(flat, version))
-
-    def poison(self, name: str) -> None:
-        """Pass the fence, then put a NaN into a tensor."""
-        self._publisher.fence()
-        for shard in self._shards:
-            if shard.spec.name == name:
-                shard.data[-1:] = float("nan")
-
-    def publish(self, version: int) -> None:
-        """Publish what the parameters are now."""
-        self._publisher.publish(version)
-
-    def wait(self, version: int, timeout_s: float) -> None:
-        """Wait until it is committed."""
-        self._publisher.wait(version, timeout_s)
-
-    def close(self) -> None:
-        self._publisher.close()
+            shard.data.copy_(self._values[shard.spec.name][shard.box.index])
 
 
 class Rollout:
     """A rollout rank whose live weights are a dict."""
 
-    def __init__(
-        self, name: str, rendezvous: dict[str, Any], backend: str, options: dict[str, Any], **more: Any
-    ) -> None:
-        self.live = weights(0, torch.float32, more.get("big_mib", 0), LINEAR if more.get("linear") else SHAPES)
+    def __init__(self, name: str, rendezvous: Any, backend: str, options: dict[str, Any], **more: Any) -> None:
+        self.live = weights(0, torch.float32, more.get("big_mib", 0))
         wire = getattr(torch, more.get("wire_dtype", "float32"))
-        shapes = dict(
-            {key: tuple(tensor.shape) for key, tensor in self.live.items()},
-            **{key: tuple(value) for key, value in more.get("shapes", {}).items()},
-        )
+        shapes = {key: tuple(tensor.shape) for key, tensor in self.live.items()}
+        shapes |= {key: tuple(shape) for key, shape in more.get("shapes", {}).items()}
         expectation = Expectation({key: ExpectedTensor(shape, frozenset({wire})) for key, shape in shapes.items()})
-        self._subscriber = Subscriber(
+        self.end = Subscriber(
             name,
             rendezvous,
             backend,
@@ -219,31 +148,30 @@ class Rollout:
         self._trips_after, self._victim = -1, 0
         self._may_accept = threading.Event()
         if more.get("scatters"):
-            self._subscriber.prepare_delta = StagedDelta.of
+            self.end.prepare_delta = StagedDelta.of
         self._undo: StagedDelta | None = None
 
-    def commit(self, version: int) -> dict[str, str]:
-        """Load the staged version, or the one that comes; answers with a digest of the staged one's weights."""
-        if (stream := self._subscriber.take_stream(version)) is not None:
+    def commit(self, version: int) -> None:
+        """Load the staged version, or write the one that comes."""
+        if (stream := self.end.take_stream(version)) is not None:
             self._write(stream)
-            return {}  # a digest takes memory
-        self._undo = self._subscriber.take_delta(version)
+            return
+        self._undo = self.end.take_delta(version)
         if self._undo is not None:
             self._undo.swap(self.live)
-            return digest(self.live)
-        self.live = {name: tensor.clone() for name, tensor in self._subscriber.take(version).items()}
-        self._subscriber.release(version)
-        return digest(self.live)
+            return
+        self.live = {name: tensor.clone() for name, tensor in self.end.take(version).items()}
+        self.end.release(version)
 
     def accept_late(self) -> None:
         """From now on, think about every manifest until `accept`."""
-        handle = self._subscriber._handle
+        handle = self.end._handle
 
         def late(message: Message) -> None:
             self._may_accept.wait()
             handle(message)
 
-        self._subscriber._handle = late  # type: ignore[method-assign]
+        self.end._handle = late  # type: ignore[method-assign]
 
     def accept(self) -> None:
         self._may_accept.set()
@@ -265,7 +193,7 @@ class Rollout:
                 if next(came) == number:
                     os.kill(os.getpid(), what)
 
-        self._subscriber.hooks.register(Observer())
+        self.end.hooks.register(Observer())
 
     def watch_memory(self) -> None:
         """From now on, look how much memory this process takes."""
@@ -299,7 +227,7 @@ class Rollout:
                 written += 1
         except WeightlaneError as error:
             if not written:
-                self._subscriber.restored()
+                self.end.restored()
                 raise CommitError(f"nothing was written: {error}", part="hop") from error
             raise QuarantinedError(f"a mixture: {error}", part="hop", peer=error.peer) from error
 
@@ -308,37 +236,28 @@ class Rollout:
         if self._undo is not None and self._undo.version == version:
             self._undo.swap(self.live)
             self._undo = None
-            self._subscriber.restored()
+            self.end.restored()
             return
-        previous, tensors = self._subscriber.take_previous(version)
+        previous, tensors = self.end.take_previous(version)
         self.live = {name: tensor.clone() for name, tensor in tensors.items()}
-        self._subscriber.release(previous)
+        self.end.release(previous)
 
     def take_only(self, version: int) -> None:
         """Begin a load that does not end."""
-        self._taken = self._subscriber.take(version)
-
-    def untouched(self, version: int) -> None:
-        """A commit that does not begin."""
+        self._taken = self.end.take(version)
 
     def taken_digest(self) -> dict[str, str]:
         return digest(self._taken)
 
-    def release(self, version: int) -> None:
-        self._subscriber.release(version)
-
     def live_digest(self) -> dict[str, str]:
         return digest(self.live)
 
-    def wait(self, version: int, timeout_s: float) -> None:
-        self._subscriber.wait(version, timeout_s)
-
-    def close(self) -> None:
-        self._subscriber.close()
-
 
 def serve(pipe: Connection, role: str, arguments: dict[str, Any]) -> None:
-    """Be one participant until told to close, or until the other end of the pipe is gone."""
+    """Be one participant until told to close, or until the other end of the pipe is gone.
+
+    What it has no method for is for its `end`, a publisher or a subscriber.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the test decides
     torch.set_num_threads(1)
     participant = {"trainer": Trainer, "rollout": Rollout}[role](**arguments)
@@ -349,7 +268,8 @@ def serve(pipe: Connection, role: str, arguments: dict[str, Any]) -> None:
         except EOFError:
             return
         try:
-            answer: dict[str, Any] = {"value": getattr(participant, method)(*values)}
+            call = getattr(participant, method, None) or getattr(participant.end, method)
+            answer: dict[str, Any] = {"value": call(*values)}
         except WeightlaneError as error:
             reason = getattr(error, "reason", None)
             answer = {"error": error.to_wire(), "reason": reason.to_wire() if reason else None}

@@ -6,24 +6,31 @@ import asyncio
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import hop
+import pytest
 import torch
+from patience import PATIENT
 from waiting import HANG_S, wait_until
 
-from weightlane.ckpt_engines import QuarantinedError, WeightlaneError, WorkerDiedError, error_from_wire
+from weightlane.ckpt_engines import (
+    QuarantinedError,
+    SyncAbortedError,
+    WeightlaneError,
+    WorkerDiedError,
+    error_from_wire,
+)
 from weightlane.plugins import RunHooks
-from weightlane.sync import CommitReport, Coordinator, Rendezvous, ReplicaState, SyncConfig
+from weightlane.sync import CommitReport, Coordinator, Rendezvous, ReplicaState, SyncConfig, SyncReport
 
 # A server that has everything imported forks the participants: each would need two seconds of CPU time for that.
 _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(
     ["weightlane.sync", *(f"weightlane.ckpt_engines.{name}" for name in ("shm", "torch_distributed", "filesystem"))]
 )
-_PATIENT = dict.fromkeys(("deadline_s", "connect_timeout_s", "stall_s", "rejoin_s"), HANG_S)
 PATIENCES_S = (0.7, 5.0, 40.0)
 """What a test grants everybody that sees one participant time out and the others not. Where the others were too slow as well, it
 starts over with the next one: the first is enough unless the machine is very busy."""
@@ -91,11 +98,6 @@ class Replica:
 
     def subscriber_names(self) -> list[str]:
         return list(self.ranks)
-
-    @property
-    def armed(self) -> int:
-        """How many of the next commit's failures wait."""
-        return (self.fails_with is not None) + (self.refuses_with is not None)
 
     async def commit(self, version: int) -> CommitReport:
         if self.refuses_with is not None:
@@ -166,12 +168,12 @@ class Run:
         for participant in self.participants():
             assert participant.answer() == "ready"
         publishers = [f"trainer-{rank}" for rank in range(trainers)]
-        self._config = SyncConfig(**(_PATIENT | (sync or {})))
+        self._config = SyncConfig(**(PATIENT | (sync or {})))
         self.coordinator = Coordinator(self.rendezvous, publishers, self.replicas, self._config, hooks)
 
     def configure(self, **changes: float) -> None:
         """Change settings between two versions. Deadlines that are not named are too long to be missed."""
-        self._config = self._config.model_copy(update=_PATIENT | changes)
+        self._config = self._config.model_copy(update=PATIENT | changes)
         self.coordinator._config = self.coordinator._connection._config = self._config
 
     def _start_replica(self, number: int, ranks: int, **rollout: Any) -> Replica:
@@ -232,12 +234,33 @@ class Run:
         self.publish(version)
 
     def serve(self, version: int) -> None:
-        """As `publish_next`, and every replica serves it."""
+        """As `publish_next`, and every replica serves it, bit for bit."""
         self.publish_next(version)
-        assert set(self.outcomes(version).values()) == {"committed"}
+        outcomes = self.outcomes(version)
+        assert set(outcomes.values()) == {"committed"}
+        ranks = [rank for replica in self.replicas if replica.name in outcomes for rank in replica.ranks.values()]
+        assert all(rank.call("live_digest") == expected(version) for rank in ranks)
 
-    def sync(self, version: int) -> Any:
+    def sync(self, version: int) -> SyncReport:
         return asyncio.run(self.coordinator.sync(version))
+
+    def aborts(self, version: int, says: str | None = None) -> SyncAbortedError:
+        """Sync `version`, which everybody gives up for a reason that `says` matches."""
+        with pytest.raises(SyncAbortedError, match=says) as caught:
+            self.sync(version)
+        return caught.value
+
+    def fails(self, version: int, says: str | None = None) -> SyncAbortedError:
+        """As `publish_next`, and everybody gives it up."""
+        self.publish_next(version)
+        return self.aborts(version, says)
+
+    def nudge(self, version: int, every: int = 20) -> SyncReport:
+        """As `publish_next`, after a step that changes one element in so many, and sync it."""
+        for trainer in self.trainers:
+            trainer.call("nudge", version, every)
+        self.publish(version)
+        return self.sync(version)
 
     def outcomes(self, version: int) -> dict[str, str]:
         """Sync `version` and tell what became of it on each replica."""
@@ -249,6 +272,10 @@ class Run:
 
     def live(self) -> list[dict[str, str]]:
         return [rank.call("live_digest") for replica in self.replicas for rank in replica.ranks.values()]
+
+
+MakeRun = Callable[..., Run]
+"""The fixture `make_run`: `make_run(backend, **arguments)` is a run that has begun; see `Run.begin`."""
 
 
 def expected(version: int, dtype: torch.dtype = torch.float32) -> dict[str, str]:

@@ -10,14 +10,13 @@ that the coordinator says it serves. Every injected fault must be accounted for 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import random
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,12 +44,18 @@ def harmless(engine: str) -> set[FaultKind]:
 
 
 @dataclass
-class Ledger:
-    """What the run reported, by the hooks that any observer gets."""
+class Result:
+    """What a soak saw, and what the run reported by the hooks that any observer gets."""
 
     failed_sessions: set[str] = field(default_factory=set)
-    reasons: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
+    """Of versions on each replica, and `aborted` once for each version that was."""
+    recovered: int = 0
+    """Versions that were committed at a further attempt, or after one that was aborted."""
+    engine_faults: Counter[str] = field(default_factory=Counter)
+    kills: int = 0
+    unaccounted: list[FaultRecord] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
 
     @hookimpl
     def version_committed(self, facts: Mapping[str, Any]) -> None:
@@ -63,47 +68,13 @@ class Ledger:
         self.outcomes["aborted"] += 1
 
     def _note(self, failures: list[dict[str, Any]]) -> None:
-        for failure in failures:
-            self.failed_sessions.add(failure["session"])
-            self.reasons[failure["error"]["type"]] += 1
+        self.failed_sessions.update(failure["session"] for failure in failures)
 
-
-@dataclass
-class Result:
-    """What a soak saw."""
-
-    engine: str
-    versions: int
-    committed: int
-    recovered: int
-    """Versions that were committed at a further attempt, or after one that was aborted."""
-    aborted: int
-    engine_faults: Counter[str]
-    commit_faults: int
-    kills: int
-    unaccounted: list[FaultRecord]
-    wrong: list[str]
-    slowest_sync_s: float
-    wall_s: float
-    ledger: Ledger
-
-    @property
-    def faults(self) -> int:
-        return self.engine_faults.total() + self.commit_faults + self.kills
-
-    def lines(self) -> list[str]:
-        kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(self.engine_faults.items()))
-        reasons = ", ".join(f"{name} {count}" for name, count in self.ledger.reasons.most_common())
-        outcomes = ", ".join(f"{name} {count}" for name, count in self.ledger.outcomes.most_common())
-        faults = f"in the engine {self.engine_faults.total()}: {kinds}; in commits {self.commit_faults}; kill -9 {self.kills}"
-        return [
-            f"{self.engine}: {self.versions} versions in {self.wall_s:.0f} s: {self.committed} committed, {self.aborted} aborted",
-            f"faults: {self.faults} ({faults})",
-            f"slowest sync {self.slowest_sync_s:.2f} s, deadline {DEADLINE_S:.0f} s",
-            f"outcomes per replica: {outcomes}",
-            f"reasons reported: {reasons}",
-            f"wrong weights: {len(self.wrong)}; faults nobody reported: {len(self.unaccounted)}",
-        ]
+    def __str__(self) -> str:
+        counts = {"engine faults": self.engine_faults, "outcomes per replica": self.outcomes}
+        lines = [f"{what}: {', '.join(f'{key} {n}' for key, n in many.most_common())}" for what, many in counts.items()]
+        lines.append(f"kill -9: {self.kills}; recovered versions: {self.recovered}")
+        return "\n".join([*lines, f"wrong weights: {self.wrong}", f"faults nobody reported: {self.unaccounted}"])
 
 
 def soak(
@@ -124,17 +95,15 @@ def soak(
     chance = random.Random(seed)
     faulty = {"inner": options, "seed": seed, "rate": rate, "delay_s": 0.05, "log": str(log)}
     run = Run(f"faulty:{engine}", faulty)
-    ledger = Ledger()
+    result = Result()
     run.begin(
         replicas=2,
         trainer={"deadline_s": DEADLINE_S}
         | ({"network": Network(sender_bytes_per_s=1e8, receiver_bytes_per_s=1e9)} if relays else {}),
         rollout={"commit": commit},
         sync=IMPATIENT,
-        hooks=make_hooks([ledger]),
+        hooks=make_hooks([result]),
     )
-    result = Result(engine, versions, 0, 0, 0, Counter(), 0, 0, [], [], 0.0, 0.0, ledger)
-    started = time.monotonic()
     try:
         for version in range(1, versions + 1):
             _disturb(run, chance, result)
@@ -142,7 +111,6 @@ def soak(
             _check(run, result)
     finally:
         run.end()
-    result.wall_s = time.monotonic() - started
     faults = read_fault_log(log)
     result.engine_faults = Counter(fault.kind.value for fault in faults)
     absorbed = harmless(engine)
@@ -151,7 +119,7 @@ def soak(
         for fault in faults
         if fault.kind not in absorbed
         and not _gives_back(fault)
-        and _whole_session(fault.session) not in ledger.failed_sessions
+        and _whole_session(fault.session) not in result.failed_sessions
     ]
     return result
 
@@ -183,22 +151,13 @@ def _disturb(run: Run, chance: random.Random, result: Result) -> None:
 
 
 def _carry(run: Run, version: int, result: Result) -> None:
-    armed = sum(replica.armed for replica in run.replicas)
-    run.step(version)
-    run.publish(version)
-    began = time.monotonic()
-    try:
-        report = asyncio.run(run.coordinator.sync(version))
-    except SyncAbortedError:
-        result.aborted += 1
-    else:
-        result.committed += 1
-        result.recovered += bool(report.failures or result.aborted)
+    run.publish_next(version)
+    with suppress(SyncAbortedError):
+        report = run.sync(version)
+        result.recovered += bool(report.failures or result.outcomes["aborted"])
         for replica in run.replicas:
             if report.replicas[replica.name].outcome.value == "committed":
                 replica.serves = version
-    result.slowest_sync_s = max(result.slowest_sync_s, time.monotonic() - began)
-    result.commit_faults += armed - sum(replica.armed for replica in run.replicas)
 
 
 def _check(run: Run, result: Result) -> None:
@@ -221,20 +180,12 @@ def main() -> int:
     parser.add_argument("--commit", default="staged", choices=["staged", "in_place"])
     parser.add_argument("--relays", action="store_true", help="one replica hands on to the other")
     parser.add_argument("--rate", default=0.03, type=float, help="probability of a fault per bucket and half")
-    arguments = parser.parse_args()
+    given = vars(parser.parse_args())
+    engine = given.pop("engine")
     with tempfile.TemporaryDirectory() as directory:
-        options = arguments.options or ({"path": directory} if arguments.engine == "filesystem" else {})
-        result = soak(
-            arguments.engine,
-            options,
-            versions=arguments.versions,
-            seed=arguments.seed,
-            rate=arguments.rate,
-            log=Path(directory) / "faults.jsonl",
-            commit=arguments.commit,
-            relays=arguments.relays,
-        )
-    print("\n".join(result.lines()))
+        options = given.pop("options") or ({"path": directory} if engine == "filesystem" else {})
+        result = soak(engine, options, log=Path(directory) / "faults.jsonl", **given)
+    print(result)
     return 1 if result.wrong or result.unaccounted else 0
 
 

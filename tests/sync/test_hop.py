@@ -3,42 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from hop_run import PATIENCES_S, Run, expected
+from hop_run import PATIENCES_S, MakeRun, expected
 from waiting import HANG_S
 
-from weightlane.ckpt_engines import (
-    AddressInUseError,
-    DeadlineExceededError,
-    ManifestError,
-    SyncAbortedError,
-    WorkerDiedError,
-)
+from weightlane.ckpt_engines import DeadlineExceededError, SyncAbortedError, WorkerDiedError
 from weightlane.sync import Coordinator, Rendezvous, SyncConfig
-
-every_engine = pytest.mark.parametrize("backend", ["gloo", "shm", "filesystem"])
-
-
-further = pytest.mark.exhaustive
 
 
 @pytest.mark.parametrize(
     ("backend", "trainers", "replicas", "ranks", "wire"),
-    [
-        ("gloo", 3, 2, 1, "float32"),
-        ("shm", 2, 1, 2, "bfloat16"),
-        ("filesystem", 1, 1, 1, "float32"),
-        pytest.param("gloo", 2, 1, 2, "bfloat16", marks=further),
-        pytest.param("shm", 1, 1, 1, "float32", marks=further),
-        pytest.param("filesystem", 3, 2, 1, "bfloat16", marks=further),
-    ],
+    [("gloo", 3, 2, 1, "float32"), ("shm", 2, 1, 2, "bfloat16"), ("filesystem", 1, 1, 1, "float32")],
 )
 def test_every_rank_gets_exactly_what_was_published(
-    make_run: Callable[..., Run], backend: str, trainers: int, replicas: int, ranks: int, wire: str, tmp_path: Path
+    make_run: MakeRun, backend: str, trainers: int, replicas: int, ranks: int, wire: str, tmp_path: Path
 ) -> None:
     run = make_run(
         backend,
@@ -67,22 +48,9 @@ def test_every_rank_gets_exactly_what_was_published(
     assert not list(tmp_path.rglob("*.sock")), "sockets left behind"
 
 
-def test_a_refused_manifest_aborts_on_every_side_and_the_old_version_serves_on(make_run: Callable[..., Run]) -> None:
-    run = make_run(trainers=2, rollout={"shapes": {"head": [40, 24]}})
-    run.publish(1)
-    with pytest.raises(SyncAbortedError, match=r"head has shape \[41, 24\], expected \[40, 24\]") as caught:
-        run.sync(1)
-    assert isinstance(caught.value.reason, ManifestError)
-    for participant in run.participants():
-        with pytest.raises(SyncAbortedError) as caught:
-            participant.call("wait", 1, HANG_S)
-        assert caught.value.args[0]["reason"]["type"] == "ManifestError"
-    assert run.live() == [expected(0)]
-
-
-@every_engine
+@pytest.mark.parametrize("backend", ["gloo", "shm", "filesystem"])
 def test_a_trainer_that_stops_answering_is_named_at_the_deadline_and_the_next_version_goes_through(
-    make_run: Callable[..., Run], backend: str
+    make_run: MakeRun, backend: str
 ) -> None:
     run = make_run(backend, trainers=2)
     run.serve(1)
@@ -90,51 +58,28 @@ def test_a_trainer_that_stops_answering_is_named_at_the_deadline_and_the_next_ve
         run.configure(deadline_s=deadline_s)
         with run.trainers[1].frozen():
             run.trainers[0].call("publish", version)
-            with pytest.raises(SyncAbortedError) as caught:
-                run.sync(version)
+            aborted = run.aborts(version)
         assert run.live() == [expected(version - 1)]
         run.configure()
         run.trainers[1].call("publish", version)
         run.serve(version + 1)
-        assert run.live() == [expected(version + 1)]
-        if "trainer-1" in str(caught.value):  # else others were so slow that the version was not on its way by then
+        if "trainer-1" in str(aborted):  # else others were so slow that the version was not on its way by then
             return
-    raise AssertionError(caught.value)
+    raise AssertionError(aborted)
 
 
-def test_a_version_number_is_never_used_twice(make_run: Callable[..., Run]) -> None:
+def test_a_version_number_is_never_used_twice(make_run: MakeRun) -> None:
     run = make_run("filesystem")
     for version in (3, 4):
         run.serve(version)
     for version in (4, 2):
         run.publish(version)
-        with pytest.raises(SyncAbortedError, match=f"version {version} was to follow version"):
-            run.sync(version)
+        run.aborts(version, f"version {version} was to follow version")
     assert run.live() == [expected(4)]
     run.serve(5)
-    assert run.live() == [expected(5)]
 
 
-def test_staging_memory_is_not_filled_while_it_is_being_loaded(make_run: Callable[..., Run]) -> None:
-    run = make_run(trainer={"patience_s": 0.0})
-    run.publish(1)
-    run.sync(1)
-    rank = run.rank()
-    run.publish_next(2)
-    run.replicas[0].method = "take_only"
-    run.sync(2)
-    run.publish_next(3)
-    with pytest.raises(SyncAbortedError, match="version 2 is still being loaded here"):
-        run.sync(3)
-    assert rank.call("taken_digest") == expected(2)
-    rank.call("release", 2)
-    run.replicas[0].method = "commit"
-    run.publish(4)
-    run.sync(4)
-    assert run.live() == [expected(3)]
-
-
-def test_news_of_a_death_aborts_a_sync_at_once(make_run: Callable[..., Run]) -> None:
+def test_news_of_a_death_aborts_a_sync_at_once(make_run: MakeRun) -> None:
     run = make_run()
 
     async def sync_and_hear() -> None:
@@ -155,9 +100,3 @@ def test_a_participant_that_never_joins_is_named(free_port: int) -> None:
     with pytest.raises(DeadlineExceededError, match="trainer-0 to join"):
         asyncio.run(coordinator.connect())
     coordinator.close()
-
-
-def test_a_taken_port_is_a_typed_error() -> None:
-    first = Rendezvous.host()
-    with pytest.raises(AddressInUseError, match=str(first.address.port)):
-        Rendezvous.host("127.0.0.1", first.address.port)

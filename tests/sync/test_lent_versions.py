@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hop_run import Run, expected
-from waiting import HANG_S
+from hop_run import MakeRun, expected
+from waiting import HANG_S, NEVER_S
 
-from weightlane.ckpt_engines import QuarantinedError, StagingMemoryError, SyncAbortedError
-from weightlane.sync import Manifest, TensorSpec
+from weightlane.ckpt_engines import CheckpointEngineRegistry, ClosedError, CommitError, QuarantinedError
+from weightlane.ckpt_engines.shm import ShmEngine
+from weightlane.sync import LocalShard, Manifest, Publisher, Rendezvous, TensorSpec
 from weightlane.sync.staging import Staging, Stream
 from weightlane.sync.subscriber import adjoined
 
@@ -20,9 +24,7 @@ SPEC = TensorSpec("w", (16,), torch.float32)
 
 
 @pytest.mark.parametrize("patience_s", [0.0, HANG_S], ids=["other memory is taken", "it is waited for"])
-def test_the_next_snapshot_does_not_write_over_what_somebody_still_loads(
-    make_run: Callable[..., Run], patience_s: float
-) -> None:
+def test_the_next_snapshot_does_not_write_over_what_somebody_still_loads(make_run: MakeRun, patience_s: float) -> None:
     run = make_run(trainer={"patience_s": patience_s})
     run.publish_next(1)
     run.replicas[0].method = "take_only"
@@ -40,16 +42,13 @@ def test_the_next_snapshot_does_not_write_over_what_somebody_still_loads(
     assert run.live() == [expected(2)]
 
 
-def test_what_is_loaded_stays_whole_when_its_session_ends(make_run: Callable[..., Run]) -> None:
+def test_what_is_loaded_stays_whole_when_its_session_ends(make_run: MakeRun) -> None:
     run = make_run(replicas=2, trainer={"patience_s": HANG_S})
     run.publish_next(1)
     run.replicas[0].method = "take_only"
     run.sync(1)
     run.lose_replica(1)  # the next version needs another session
-    run.publish_next(2)
-    run.replicas[0].method = "untouched"
-    with pytest.raises(SyncAbortedError):  # the load of version 1 goes on
-        run.sync(2)
+    run.fails(2, "version 1 is still being loaded here")
     run.publish_next(3)
     run.trainers[0].call("step", 4)
     assert run.rank().call("taken_digest") == expected(1), "what is being loaded was written over"
@@ -60,7 +59,7 @@ def test_what_is_loaded_stays_whole_when_its_session_ends(make_run: Callable[...
     assert run.rank().call("live_digest") == expected(4)
 
 
-def test_a_failed_commit_gives_the_memory_back(make_run: Callable[..., Run]) -> None:
+def test_a_failed_commit_gives_the_memory_back(make_run: MakeRun) -> None:
     run = make_run(replicas=2, sync={"quorum": 0.5}, trainer={"patience_s": HANG_S})
     run.serve(1)
     for version in (2, 3, 4):
@@ -72,10 +71,10 @@ def test_a_failed_commit_gives_the_memory_back(make_run: Callable[..., Run]) -> 
     run.step(6)
 
 
-def staged(staging: Staging, version: int) -> torch.Tensor:
+def staged(staging: Staging, version: int, lent: torch.Tensor | None = None, identity: str = "") -> torch.Tensor:
     """`version` lies in its sender's memory, which is returned."""
-    manifest = Manifest(version, (SPEC,), 64, lasting=True)
-    lent = torch.full((64,), version, dtype=torch.uint8)
+    manifest = Manifest(version, (SPEC,), 64, lasting=True, identity=identity)
+    lent = torch.full((64,), version, dtype=torch.uint8) if lent is None else lent
     staging.reserve(manifest, lent=True)
     staging.complete(manifest, Stream([(0, lent)]))
     return lent
@@ -91,6 +90,7 @@ def test_lent_memory_is_needed_until_it_is_loaded_and_its_verdict_is_known() -> 
     assert not staging.settle(1)
     assert value(staging.take(1)) == 1
     staging.commit(1)
+    staging.abort(1)  # its sync for others was given up, it serves nevertheless
     assert not staging.settle(1), "it is being loaded"
     staging.release(1)
     assert staging.settle(1)
@@ -104,25 +104,38 @@ def test_lent_memory_is_needed_until_it_is_loaded_and_its_verdict_is_known() -> 
     assert staging.take_previous(2)[0] == 1, "a version that was given up took the place of the one that serves"
 
 
-def test_nothing_is_kept_of_lent_versions_above_the_limit() -> None:
-    staging = Staging("rollout-0/0", 63, torch.device("cpu"))
+def test_a_rollback_never_loads_an_older_version_than_the_one_that_served() -> None:
+    staging = Staging("rollout-0/0", 0, torch.device("cpu"))
     staged(staging, 1)
     staging.commit(1)
     assert staging.settle(1)
-    staged(staging, 2)
-    with pytest.raises(Exception, match="is not kept here"):
+    staged(staging, 2, identity="a/2")
+    staging.commit(2)
+    assert staging.settle(2, scatters=True), "no copy is kept where deltas go into the live weights"
+    staged(staging, 3)
+    with pytest.raises(CommitError, match="not kept here"):
+        staging.take_previous(3)
+
+
+def test_lent_memory_is_given_back_where_there_is_none_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    staging = Staging("rollout-0/0", 0, torch.device("cpu"))
+    staged(staging, 1)
+    staging.commit(1)
+
+    def full(_: int) -> Any:
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr(staging, "_room", full)
+    assert staging.settle(1)
+    with pytest.raises(CommitError):
         staging.take_previous(2)
-    with pytest.raises(StagingMemoryError):
-        staging.reserve(Manifest(3, (SPEC,), 64))
 
 
 def test_closed_staging_keeps_no_memory_but_what_somebody_looks_at() -> None:
     staging = Staging("rollout-0/0", 0, torch.device("cpu"))
     memory = np.ones(64, dtype=np.uint8)
     alive = weakref.ref(memory)
-    manifest = Manifest(1, (SPEC,), 64, lasting=True)
-    staging.reserve(manifest, lent=True)
-    staging.complete(manifest, Stream([(0, torch.from_numpy(memory))]))
+    staged(staging, 1, torch.from_numpy(memory))
     del memory
     tensors = staging.take(1)
     staging.close()
@@ -143,3 +156,47 @@ def test_buckets_are_one_stream_only_where_they_adjoin() -> None:
     empty = adjoined([])
     assert empty is not None
     assert not empty.numel()
+
+
+def publisher_of(rendezvous: Rendezvous, socket_dir: Any, spec: TensorSpec, **options: Any) -> Publisher:
+    engine = CheckpointEngineRegistry().create("shm", {"socket_dir": str(socket_dir), **options})
+    shards = [LocalShard.whole(spec, torch.zeros(spec.shape))]
+    return Publisher("t-0", rendezvous.address, shards=shards, engine=engine, bucket_bytes=64 << 10, deadline_s=NEVER_S)
+
+
+def test_the_fence_does_not_wait_for_a_publisher_that_was_closed(rendezvous: Rendezvous, socket_dir: Any) -> None:
+    publisher = publisher_of(rendezvous, socket_dir, SPEC)
+    publisher._streaming = True  # the version before
+    publisher.publish(1)
+    threading.Timer(0.1, publisher.close).start()
+    with pytest.raises(ClosedError):
+        publisher.fence()
+
+
+def test_other_memory_is_taken_within_the_limit_that_one_snapshot_fills(
+    rendezvous: Rendezvous, socket_dir: Any
+) -> None:
+    with closing(publisher_of(rendezvous, socket_dir, replace(SPEC, shape=(200_000,)), max_shared_mib=1)) as publisher:
+        publisher.publish(1)
+        publisher.fence()
+        assert publisher._held is not None
+        assert publisher._held.slot is not None
+        publisher._held.slot.exposed.add(("a session that is over", 1))
+        publisher.publish(2)
+        publisher.fence()  # raised in the training loop, because a receiver had died
+
+
+class Elsewhere(ShmEngine):
+    """Its memory is that of a device."""
+
+    capabilities = replace(ShmEngine.capabilities, devices=frozenset({"meta"}))
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        assert device.type == "meta", "memory that it does not have"
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def test_an_engine_is_asked_for_memory_of_its_devices_only(rendezvous: Rendezvous) -> None:
+    engine = Elsewhere(Elsewhere.config_type())
+    shards = [LocalShard.whole(SPEC, torch.zeros(16))]
+    Publisher("t-0", rendezvous.address, shards=shards, engine=engine, bucket_bytes=64).close()

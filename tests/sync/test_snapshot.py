@@ -22,62 +22,13 @@ def _threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("weightlane.sync.snapshot.usable_cpus", lambda: 2)
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def random_floats(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Random bit patterns: NaN payloads, denormals and negative zeros included."""
-    generator = torch.Generator().manual_seed(seed)
-    return (
-        torch.randint(-(2**31), 2**31, shape, generator=generator, dtype=torch.int64)
-        .to(torch.int32)
-        .view(torch.float32)
-    )
-
-
-def take(shards: list[LocalShard], places: list[int]) -> tuple[torch.Tensor, list[int]]:
-    """The snapshot, and every point of its progress."""
-    snapshot, progress, seen = Snapshot(shards, places), Progress("a snapshot", "test"), []
-    advance = progress.advance
-    progress.advance = lambda done: (seen.append(done), advance(done))[1]  # type: ignore[method-assign]
-    memory = torch.zeros(snapshot.nbytes, dtype=torch.uint8)
-    snapshot.take(memory, None, progress)
-    return memory, seen
-
-
-@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float16])
-def test_shards_are_cast_to_the_wire_dtype_exactly_as_torch_does(wire: torch.dtype) -> None:
-    sources = [
-        random_floats(65, 3),
-        random_floats(7, seed=1),
-        random_floats(1, seed=2)[0],
-        random_floats(300, 400, seed=3),
-    ]
-    shards = [LocalShard.whole(TensorSpec(f"t{i}", tuple(data.shape), wire), data) for i, data in enumerate(sources)]
-    places = compact_places(shards)
-    memory, _ = take(shards, places)
-    for shard, place in zip(shards, places, strict=True):
-        assert torch.equal(memory[place : place + shard.nbytes], bits(shard.data.to(wire)))
-
-
-def test_many_small_tensors_back_to_back_are_each_in_their_place() -> None:
-    sources = [random_floats(16, seed=seed) for seed in range(500)]
-    shards = [LocalShard.whole(TensorSpec(f"t{i}", (16,), torch.bfloat16), data) for i, data in enumerate(sources)]
-    places = [32 * index for index in range(500)]
-    memory, seen = take(shards, places)
-    assert torch.equal(memory, bits(torch.cat(sources).bfloat16()))
-    assert len(seen) < 10, "they were copied one by one"
-
-
 def test_a_transposed_parameter_is_read_when_the_snapshot_is_taken_and_not_when_it_is_set_up() -> None:
-    live = random_floats(30, 20)
-    shard = LocalShard(TensorSpec("t", (20, 30), torch.float32), (0, 0), live.t())
-    snapshot, progress = Snapshot([shard], [0]), Progress("a snapshot", "test")
-    live.copy_(random_floats(30, 20, seed=9))
+    live = torch.zeros(30, 20)
+    snapshot = Snapshot([LocalShard(TensorSpec("t", (20, 30), torch.float32), (0, 0), live.t())], [0])
+    live.copy_(torch.randn(30, 20))
     memory = torch.zeros(snapshot.nbytes, dtype=torch.uint8)
-    snapshot.take(memory, None, progress)
-    assert torch.equal(memory, bits(live.t()))
+    snapshot.take(memory, None, Progress("a snapshot", "test"))
+    assert torch.equal(memory.view(torch.float32).view(20, 30), live.t())
 
 
 def test_progress_grows_over_a_large_tensor_and_ends_know_each_tensors_end() -> None:
@@ -90,7 +41,9 @@ def test_progress_grows_over_a_large_tensor_and_ends_know_each_tensors_end() -> 
     places = [0, 80 << 20, (80 << 20) + 16]
     snapshot = Snapshot(shards, places)
     assert snapshot.ends == {"large": 80 << 20, "split": (80 << 20) + 32}
-    _, seen = take(shards, places)
+    progress, seen = Progress("a snapshot", "test"), []
+    progress.advance = seen.append  # type: ignore[method-assign]
+    snapshot.take(torch.zeros(snapshot.nbytes, dtype=torch.uint8), None, progress)
     assert seen == sorted(seen)
     assert seen[0] == 64 << 20
     assert seen[-1] == snapshot.nbytes
@@ -122,24 +75,17 @@ def test_nothing_is_read_any_more_when_a_copy_has_failed() -> None:
     snapshot.close()
 
 
-def test_whoever_waits_for_a_part_goes_on_when_it_is_there() -> None:
+def test_whoever_waits_for_a_part_goes_on_when_it_is_there_or_hears_why_nothing_more_comes() -> None:
     progress = Progress("the snapshot of version 3", "trainer-0")
     waiting = threading.Thread(target=progress.wait, args=(10, Deadline.after(NEVER_S)))
     waiting.start()
     progress.advance(9)
-    with pytest.raises(DeadlineExceededError):
+    with pytest.raises(DeadlineExceededError, match="the snapshot of version 3"):
         progress.wait(10, Deadline.after(0.01))
     progress.advance(10)
     waiting.join(HANG_S)
     assert not waiting.is_alive()
-
-
-def test_whoever_waits_hears_why_nothing_more_comes() -> None:
-    progress = Progress("the snapshot of version 3", "trainer-0")
-    progress.advance(5)
-    with pytest.raises(DeadlineExceededError, match="the snapshot of version 3"):
-        progress.wait(6, Deadline.after(0.01))
     progress.fail(StorageError("no room.", part="p"))
-    progress.wait(5, Deadline.after(HANG_S))
+    progress.wait(10, Deadline.after(HANG_S))
     with pytest.raises(StorageError, match="no room"):
-        progress.wait(6, Deadline.after(HANG_S))
+        progress.wait(11, Deadline.after(HANG_S))

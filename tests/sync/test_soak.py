@@ -7,17 +7,15 @@ from pathlib import Path
 import pytest
 from soak import soak
 
-further = pytest.mark.exhaustive
-
 
 @pytest.mark.parametrize(
     ("engine", "commit", "versions"),
     [
         ("shm", "staged", 40),
         ("gloo", "in_place", 25),
-        pytest.param("shm", "in_place", 25, marks=further),
-        pytest.param("gloo", "staged", 60, marks=further),
-        pytest.param("filesystem", "staged", 40, marks=further),
+        pytest.param("shm", "in_place", 25, marks=pytest.mark.exhaustive),
+        pytest.param("gloo", "staged", 60, marks=pytest.mark.exhaustive),
+        pytest.param("filesystem", "staged", 40, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_soak_ends_with_no_hang_no_wrong_weight_and_every_fault_reported(
@@ -25,8 +23,7 @@ def test_a_soak_ends_with_no_hang_no_wrong_weight_and_every_fault_reported(
 ) -> None:
     options = {"filesystem": {"path": str(tmp_path / "store")}}.get(engine, {})
     result = soak(engine, options, versions=versions, seed=1, rate=0.02, log=tmp_path / "faults.jsonl", commit=commit)
-    told = "\n".join(result.lines())
-    assert not result.wrong, told
-    assert not result.unaccounted, told
-    assert result.engine_faults, told
-    assert result.recovered, told
+    assert not result.wrong, str(result)
+    assert not result.unaccounted, str(result)
+    assert result.engine_faults, str(result)
+    assert result.recovered, str(result)

@@ -1,10 +1,10 @@
-"""Deltas are decoded while they arrive, and nothing of one is used unless all of it came, verified and valid."""
+"""Deltas are decoded while they arrive; nothing of one is used unless all of it came, nor put onto anything but its base."""
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,11 +26,12 @@ from weightlane.sync.boxes import Box
 from weightlane.sync.codecs.delta import Encoded, encode
 from weightlane.sync.delta_decoding import DeltaDecoding
 from weightlane.sync.manifest import Segment
-from weightlane.sync.messages import Accepted, Failed, Message, Open, Staged
+from weightlane.sync.messages import Failed, Message, Open, Staged
 from weightlane.sync.receiving import Receiving, Source
 from weightlane.sync.rendezvous import COORDINATOR
 from weightlane.sync.seal import seal
 from weightlane.sync.staged_delta import StagedDelta
+from weightlane.sync.staging import Staging
 
 SPECS = tuple(TensorSpec(name, (8,), torch.float32) for name in "abc")
 BASE = Manifest(1, SPECS, 64, identity="t/1")
@@ -57,6 +58,18 @@ def parts_to(filled: float) -> list[torch.Tensor]:
         assert isinstance(part, Encoded)
         parts.append(part.to_bytes())
     return parts
+
+
+def delta_to(filled: float) -> StagedDelta:
+    parts = parts_to(filled)
+    return StagedDelta.of(IncomingDelta(delta_of(parts), iter(parts).__next__))
+
+
+def stage(staging: Staging, manifest: Manifest, filled: float) -> None:
+    """`manifest` was received, with every element `filled`."""
+    staging.reserve(manifest)
+    staging.memory(manifest).view(torch.float32).fill_(filled)
+    staging.complete(manifest)
 
 
 class Line:
@@ -87,14 +100,10 @@ class Rollout:
     """A subscriber that serves version 1, whose tensors are ones, and what it says to the coordinator."""
 
     def __init__(self, rendezvous: Rendezvous, subscriber: Subscriber, *, scatters: bool) -> None:
-        self.rendezvous, self.subscriber = rendezvous, subscriber
+        self.subscriber = subscriber
         self.inbox = rendezvous.inbox(COORDINATOR)
-        self.live = {spec.name: torch.ones(8) for spec in SPECS}
         self.seen: queue.SimpleQueue[str] = queue.SimpleQueue()
-        staging = subscriber._staging
-        staging.reserve(BASE)
-        staging.memory(BASE).view(torch.float32).fill_(1)
-        staging.complete(BASE)
+        stage(subscriber._staging, BASE, 1.0)
         subscriber._staged_identity = (1, BASE.identity)
         subscriber._committed(1)
         if scatters:
@@ -110,24 +119,13 @@ class Rollout:
     def offer(self, line: Line) -> None:
         manifest = line.manifest
         self.subscriber._receiving = Receiving("", line, (Source(line, "t-0", ()),))  # type: ignore[arg-type]
-        plain = manifest.to_plain()
-        self.subscriber._dispatch(
-            Open(session="", version=manifest.version, manifest=plain, deadline_s=HANG_S, stall_s=HANG_S)
-        )
+        times = {"deadline_s": HANG_S, "stall_s": HANG_S}
+        self.subscriber._dispatch(Open(session="", version=manifest.version, manifest=manifest.to_plain(), **times))
 
     def hears(self, kind: type[Message]) -> Any:
         while not isinstance(message := self.inbox.get(Deadline.after(HANG_S)), kind):
             assert not isinstance(message, Failed | Staged), message
         return message
-
-    def serves(self, version: int, filled: float) -> None:
-        """Commit, and look."""
-        if (delta := self.subscriber.take_delta(version)) is not None:
-            delta.swap(self.live)
-        else:
-            self.live = {name: tensor.clone() for name, tensor in self.subscriber.take(version).items()}
-            self.subscriber.release(version)
-        assert all(tensor.eq(filled).all() for tensor in self.live.values())
 
     def nothing_is_staged(self, version: int) -> None:
         assert self.subscriber.take_delta(version) is None
@@ -135,13 +133,17 @@ class Rollout:
             self.subscriber.take(version)
 
 
-@pytest.fixture(params=[False, True], ids=["copies", "scatters"])
-def rollout(request: pytest.FixtureRequest, socket_dir: Any) -> Iterator[Rollout]:
-    rendezvous = Rendezvous.host()
+@pytest.fixture
+def subscriber(rendezvous: Rendezvous, socket_dir: Any) -> Iterator[Subscriber]:
     expectation = Expectation({spec.name: ExpectedTensor(spec.shape, frozenset({spec.dtype})) for spec in SPECS})
-    subscriber = Subscriber("r/0", rendezvous.address, "shm", {"socket_dir": str(socket_dir)}, expectation)
-    yield Rollout(rendezvous, subscriber, scatters=request.param)
-    subscriber.close()
+    made = Subscriber("r/0", rendezvous.address, "shm", {"socket_dir": str(socket_dir)}, expectation)
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=[False, True], ids=["copies", "scatters"])
+def rollout(request: pytest.FixtureRequest, rendezvous: Rendezvous, subscriber: Subscriber) -> Rollout:
+    return Rollout(rendezvous, subscriber, scatters=request.param)
 
 
 def line_of(parts: list[torch.Tensor], version: int = 2) -> Line:
@@ -166,16 +168,12 @@ def goes_on(rollout: Rollout) -> None:
     rollout.offer(line)
     line.let_through(line.manifest.bucket_count)
     rollout.hears(Staged)
-    rollout.serves(3, 3.0)
-
-
-def test_each_tensor_is_decoded_as_soon_as_it_is_there(rollout: Rollout) -> None:
-    line = line_of(parts_to(2.0))
-    begun(rollout, line)
-    rollout.nothing_is_staged(2)
-    line.let_through(1)
-    assert rollout.hears(Staged).nbytes == line.manifest.wire_bytes
-    rollout.serves(2, 2.0)
+    if (delta := rollout.subscriber.take_delta(3)) is not None:
+        tensors: Mapping[str, torch.Tensor] = {spec.name: torch.ones(8) for spec in SPECS}
+        delta.swap(tensors)
+    else:
+        tensors = rollout.subscriber.take(3)
+    assert all(tensor.eq(3.0).all() for tensor in tensors.values())
 
 
 def test_a_connection_that_ends_in_the_middle_leaves_nothing_behind(rollout: Rollout) -> None:
@@ -188,25 +186,23 @@ def test_a_connection_that_ends_in_the_middle_leaves_nothing_behind(rollout: Rol
     goes_on(rollout)
 
 
-def test_a_last_bucket_that_is_not_what_was_sealed_spoils_all_that_was_decoded(rollout: Rollout) -> None:
-    line = line_of(parts_to(2.0))
-    begun(rollout, line)
-    line.wire[-1] ^= 1
-    line.let_through(1)
-    assert rollout.hears(Failed).error["type"] == "CorruptBucketError"
-    rollout.nothing_is_staged(2)
-    goes_on(rollout)
-
-
-def test_a_tensor_that_is_no_delta_is_refused_when_others_were_decoded_before_it(rollout: Rollout) -> None:
+@pytest.mark.parametrize(
+    ("says", "kind"), [("changed bytes", "CorruptBucketError"), ("the delta of c", "ProtocolError")]
+)
+def test_a_last_bucket_that_was_changed_or_is_no_delta_spoils_all_that_was_decoded(
+    rollout: Rollout, says: str, kind: str
+) -> None:
     parts = parts_to(2.0)
-    parts[2][0] ^= 1
+    if kind == "ProtocolError":
+        parts[2][0] ^= 1
     line = line_of(parts)
     begun(rollout, line)
+    if kind == "CorruptBucketError":
+        line.wire[-1] ^= 1
     line.let_through(1)
     failed = rollout.hears(Failed).error
-    assert failed["type"] == "ProtocolError"
-    assert "the delta of c" in failed["message"]
+    assert failed["type"] == kind
+    assert says in failed["message"]
     rollout.nothing_is_staged(2)
     goes_on(rollout)
 
@@ -236,51 +232,115 @@ def test_a_delta_to_another_base_is_refused_before_its_first_byte(rollout: Rollo
 def test_what_is_left_out_by_whoever_prepares_must_be_valid_too() -> None:
     parts = parts_to(2.0)
     parts[1][0] ^= 1
-    manifest = delta_of(parts)
-    decoding = DeltaDecoding(manifest, lambda _: "made", Deadline.after(HANG_S), "r/0")
-
-    def all_of_it() -> None:
+    decoding = DeltaDecoding(delta_of(parts), lambda _: "made", Deadline.after(HANG_S), "r/0")
+    with pytest.raises(ProtocolError, match="the delta of b"):  # noqa: PT012 - whichever comes first
         decoding.arrived(0, torch.cat(parts))
         decoding.result()
 
-    with pytest.raises(ProtocolError, match="the delta of b"):
-        all_of_it()
 
+def test_a_delta_whose_decoding_does_not_end_is_given_up_and_no_more_is_received_meanwhile() -> None:
+    wire, end = torch.cat(parts_to(2.0)), threading.Event()
 
-def test_a_delta_whose_decoding_does_not_end_is_given_up() -> None:
-    parts = parts_to(2.0)
-    manifest = delta_of(parts)
-    end = threading.Event()
-
-    def prepare(delta: IncomingDelta) -> None:
+    def prepare(delta: IncomingDelta) -> StagedDelta:
         end.wait(HANG_S)
-        StagedDelta.of(delta)
+        return StagedDelta.of(delta)
 
-    decoding = DeltaDecoding(manifest, prepare, Deadline.after(0.05), "r/0")
-    decoding.arrived(0, torch.cat(parts))
-    with pytest.raises(WeightlaneError, match="waiting for the delta of version 2 to be decoded"):
+    decoding = DeltaDecoding(delta_of(parts_to(2.0)), prepare, Deadline.after(0.05), "r/0")
+    decoding.arrived(0, wire[:64])
+    with pytest.raises(DeadlineExceededError, match="the delta of version 2 to be decoded"):
+        decoding.arrived(1, wire[64:])
+    with pytest.raises(DeadlineExceededError, match="the delta of version 2 to be decoded"):
         decoding.result()
     end.set()
 
 
-def test_an_offer_is_accepted_before_anything_is_decoded(rollout: Rollout) -> None:
+# -- in an order that nobody planned --------------------------------------------------------------------------------------
+
+
+def test_a_delta_that_stops_half_way_leaves_no_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    staging = Staging("r/0", 0, torch.device("cpu"))
+    stage(staging, BASE, 1.0)
+    staging.commit(1)
+    delta = delta_to(2.0)
+    patch_type = type(delta.patches[0][1])
+    swap, swapped = patch_type.swap_, []
+
+    def fails(patch: Any, target: torch.Tensor) -> None:
+        if swapped:
+            raise MemoryError
+        swapped.append(swap(patch, target))
+
+    monkeypatch.setattr(patch_type, "swap_", fails)
+    with pytest.raises(MemoryError):
+        staging.apply(delta)
+    monkeypatch.undo()
+    assert staging.kept_identity("") == "", "the next delta would be applied to a mixture"
+    with pytest.raises(CommitError):
+        staging.take_previous(2)
+
+
+def test_nothing_is_taken_back_into_what_was_forgotten() -> None:
+    staging = Staging("r/0", 0, torch.device("cpu"))
+    stage(staging, BASE, 1.0)
+    staging.commit(1)
+    staging.apply(delta_to(2.0))
+    staging.forget_kept()
+    staging.reserve(replace(BASE, version=3))
+    with pytest.raises(CommitError):
+        staging.take(2)
+
+
+def test_a_delta_of_an_attempt_or_a_session_that_is_over_is_not_taken_for_what_came_after(rollout: Rollout) -> None:
     line = line_of(parts_to(2.0))
-    rollout.offer(line)
-    assert rollout.hears(Accepted).version == 2
-    line.let_through(line.manifest.bucket_count)
-    rollout.hears(Staged)
+    for number in range(2):
+        rollout.offer(line)
+        line.let_through(line.manifest.bucket_count)
+        rollout.hears(Staged)
+        if number:
+            rollout.subscriber._close_half()
+        else:  # a trainer that was started anew offers other weights under the same number
+            other = Line(torch.zeros(BASE.total_bytes, dtype=torch.uint8), replace(BASE, version=2, identity="b/2"))
+            rollout.offer(other)
+            other.cut()
+        rollout.nothing_is_staged(2)
 
 
-def test_no_more_is_received_than_is_decoded() -> None:
-    parts = parts_to(2.0)
-    go_on = threading.Event()
+def test_a_delta_that_is_given_up_while_it_is_loaded_is_taken_back_once_it_is_released(subscriber: Subscriber) -> None:
+    staging = subscriber._staging
+    stage(staging, BASE, 1.0)
+    staging.commit(1)
+    staging.apply(delta_to(2.0))
+    subscriber.take(2)
+    subscriber._aborted(2)
+    subscriber.release(2)
+    wait_until(lambda: bool(staging.kept_identity("")), "base for the next delta")
+    assert staging.kept_identity("") == BASE.identity, "the next delta is refused"
+    version, tensors = staging.take_previous(2)
+    assert (version, float(tensors["a"][0])) == (1, 1.0)
 
-    def prepare(delta: IncomingDelta) -> StagedDelta:
-        go_on.wait(HANG_S)
-        return StagedDelta.of(delta)
 
-    decoding = DeltaDecoding(delta_of(parts), prepare, Deadline.after(0.05), "r/0")
-    decoding.arrived(0, torch.cat(parts)[:64])
-    with pytest.raises(DeadlineExceededError, match="the delta of version 2 to be decoded"):
-        decoding.arrived(1, torch.cat(parts)[64:])
-    go_on.set()
+def test_only_what_was_taken_can_have_been_restored(subscriber: Subscriber) -> None:
+    for version in (1, 2):
+        manifest = replace(BASE, version=version, identity=f"t/{version}")
+        stage(subscriber._staging, manifest, 1.0)
+        subscriber._staged_identity = (version, manifest.identity)
+        subscriber.take(version)
+        subscriber.release(version)
+        subscriber._committed(version)
+    subscriber.restored()  # of a commit that never began
+    assert subscriber._live != BASE.identity, "a delta to version 1 would be put into version 2"
+
+
+def test_the_staging_thread_outlives_what_goes_wrong_when_memory_is_given_back(
+    subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def fails(version: int, **_: Any) -> bool:
+        asked.put(version)
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(subscriber._staging, "settle", fails)
+    for version in (1, 2):  # were the thread gone, nobody would ask for the second one
+        subscriber.release(version)
+        assert asked.get(timeout=HANG_S) == version
