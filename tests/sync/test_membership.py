@@ -259,7 +259,7 @@ def test_a_version_that_too_few_replicas_take_is_taken_back_everywhere_or_serves
 def test_a_version_can_be_taken_back_where_memory_allows_to_keep_the_one_before(
     make_run: MakeRun, backend: str, rollout: dict[str, Any], state: ReplicaState
 ) -> None:
-    run = make_run(backend, replicas=2, sync={"quorum": 1.0}, rollout=rollout)
+    run = make_run(backend, replicas=2, sync={"quorum": 1.0, "retries": 0}, rollout=rollout)
     run.serve(1)
     run.replicas[1].fails_with = QuarantinedError("a rank stopped half-way.", part="rollout-1")
     run.fails(2)
