@@ -2,8 +2,8 @@
 
     python tests/planted_defects/check.py [NN ...]
 
-Each ``NN-name.patch`` breaks one promise in one place. `list.tsv` says which, and names the tests that should find it. The checkout
-must be clean; it is left so.
+Each ``NN-name.patch`` breaks one promise in one place. `list.tsv` says which, and names the tests that should find it.
+The checkout must be clean; it is left so.
 """
 
 from __future__ import annotations
