@@ -132,15 +132,17 @@ class Gathered:
 
     def open(self) -> None:
         """Connect."""
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
         threads = self._ranks._threads
-        opened = [
-            threads.submit(process.call, "gathered_open", port, number, self._bucket_bytes)
-            for number, process in enumerate(self._ranks.all)
-        ]
-        for each in opened:
-            each.result()
+        with socket.socket() as reserved:  # bound until a rank listens there, so that nobody else gets it
+            reserved.bind(("127.0.0.1", 0))
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            port = reserved.getsockname()[1]
+            opened = [
+                threads.submit(process.call, "gathered_open", port, number, self._bucket_bytes)
+                for number, process in enumerate(self._ranks.all)
+            ]
+            for each in opened:
+                each.result()
 
     def round(self) -> dict[str, float]:
         """Carry the weights once."""

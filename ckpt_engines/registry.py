@@ -49,10 +49,7 @@ class CheckpointEngineRegistry:
     def __init__(self) -> None:
         self._found: dict[str, list[EntryPoint]] = {}
         for entry_point in entry_points(group=GROUP):
-            same_name = self._found.setdefault(entry_point.name, [])
-            # A source tree on sys.path beside its installed copy lists the same distribution twice.
-            if all(_distribution(entry_point) != _distribution(other) for other in same_name):
-                same_name.append(entry_point)
+            self._found.setdefault(entry_point.name, []).append(entry_point)
 
     def names(self) -> list[str]:
         """Every registered name, sorted. Imports no engine."""

@@ -82,11 +82,9 @@ def _from_environment() -> RunHooks:
 
 
 def _installed() -> list[EntryPoint]:
-    found: dict[tuple[str, str], EntryPoint] = {}
-    for entry_point in entry_points(group=ENTRY_POINT_GROUP):
-        # A source tree on sys.path beside its installed copy lists the same distribution twice.
-        found.setdefault((entry_point.name, _owner(entry_point)), entry_point)
-    return [found[key] for key in sorted(found)]
+    return sorted(
+        entry_points(group=ENTRY_POINT_GROUP), key=lambda entry_point: (entry_point.name, _owner(entry_point))
+    )
 
 
 def _owner(entry_point: EntryPoint) -> str:

@@ -38,7 +38,7 @@ IMPORTS = (
     "weightlane.rollout.vllm_engine",
     "weightlane.trainer.fsdp2",
     "weightlane.trainer.megatron",
-    "transformers.models.qwen3.modeling_qwen3",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2_moe", "qwen3", "qwen3_moe")),
     "vllm.v1.engine.async_llm",
     "vllm.v1.engine.core",
     "vllm.v1.executor.multiproc_executor",

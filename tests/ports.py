@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import random
 import socket
 
-_BELOW_EPHEMERAL = range(20_000, 32_000)
-"""Linux gives outgoing connections ports from 32,768 on: one of those may be in use by the time a slow program listens."""
+_held: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """One on loopback that was free a moment ago, and that no outgoing connection takes meanwhile."""
-    while True:
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", random.choice(_BELOW_EPHEMERAL)))
-            except OSError:
-                continue
-            return int(probe.getsockname()[1])
+    """A port on loopback that this process keeps for who listens on it with SO_REUSEADDR, as servers do.
+
+    It stays bound until this process ends: no outgoing connection, no other test and no test of another process gets it,
+    however late the program comes that it is meant for.
+    """
+    holder = socket.socket()
+    holder.bind(("127.0.0.1", 0))
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    _held.append(holder)
+    return int(holder.getsockname()[1])

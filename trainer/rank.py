@@ -42,12 +42,14 @@ class TrainerRank:
         self._loss: LossFn = grpo_loss(algorithm)
         self._engine: TrainingEngine | None = None
         self._publisher: Publisher | None = None
+        self._reserved: socket.socket | None = None
 
     def free_address(self, host: str) -> tuple[str, int]:
-        """A port on `host` that is free now, for the ranks' own process group."""
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return host, int(probe.getsockname()[1])
+        """A port on `host` for the ranks' own process group. Nobody else can have it until `setup` of this rank listens there."""
+        self._reserved = socket.socket()
+        self._reserved.bind((host, 0))
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return host, int(self._reserved.getsockname()[1])
 
     def setup(self, rendezvous: tuple[str, int], model_dir: Path, seed: int, state: Path | None = None) -> int:
         """Load the model, and the training state in `state` if there is one. Collective. Returns the steps taken."""
@@ -56,6 +58,8 @@ class TrainerRank:
         engine_class = training_engine_class(self._config.engine)
         self._engine = engine_class(self._config, self._rank, self._world, rendezvous)
         self._engine.setup(model_dir, seed)
+        if self._reserved is not None:
+            self._reserved.close()
         if state is not None:
             self._engine.load(state)
         return self._engine.step

@@ -24,7 +24,7 @@ def training_engine_class(name: str) -> type[TrainingEngine]:
     Raises `ConfigError` when no distribution or more than one offers it, when it cannot be imported, or when it is not a
     complete `TrainingEngine`.
     """
-    found = {_target(entry_point): entry_point for entry_point in entry_points(group=GROUP, name=name)}
+    found = list(entry_points(group=GROUP, name=name))
     if not found:
         known = training_engine_names()
         nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
@@ -35,11 +35,11 @@ def training_engine_class(name: str) -> type[TrainingEngine]:
             hint=f"{guess}Installed: {', '.join(known) or 'none'}.",
         )
     if len(found) > 1:
-        owners = " and ".join(sorted(" ".join(target) for target in found))
+        owners = " and ".join(sorted(f"{_owner(entry_point)} {entry_point.value}" for entry_point in found))
         raise ConfigError(
             f"{name!r} is registered twice, as {owners}.", part=_PART, hint="Uninstall one of the distributions."
         )
-    (entry_point,) = found.values()
+    (entry_point,) = found
     try:
         loaded = entry_point.load()
     except Exception as cause:
@@ -55,9 +55,8 @@ def training_engine_class(name: str) -> type[TrainingEngine]:
     return loaded
 
 
-def _target(entry_point: EntryPoint) -> tuple[str, str]:
-    """Distribution and class: an editable install beside its source tree lists the same pair twice."""
-    return (entry_point.dist.name if entry_point.dist else "an unknown distribution", entry_point.value)
+def _owner(entry_point: EntryPoint) -> str:
+    return entry_point.dist.name if entry_point.dist else "an unknown distribution"
 
 
 def _extra_for(entry_point: EntryPoint) -> str:

@@ -253,19 +253,19 @@ def test_a_version_whose_commit_failed_stays_if_and_only_if_readers_may_find_it(
     write_text = StoreDirectory.write_text
 
     def failing(store: StoreDirectory, path: str, *arguments: Any) -> None:
-        at_the_list = path == "latest.json"
-        if at_the_list and fails != "ahead of the list":
+        fails_here = path.endswith("COMMITTED" if fails == "at the mark" else "latest.json")
+        if not fails_here or fails == "behind the list":
             write_text(store, path, *arguments)
-        if at_the_list == (fails != "at the mark"):
+        if fails_here:
             raise StorageError("cannot.", part="test")
 
     with monkeypatch.context() as patched:
         patched.setattr(StoreDirectory, "write_text", failing)
         with pytest.raises(StorageError):
-            sender.commit_version(1, {}, within())
+            sender.commit_version(1, {"checksums.json": "7"}, within())
     sender.close()
-    directory = "session-1/sender-0/v1"
-    stays = ["latest.json", *version_files(directory, 1, committed=False)]
+    there = [name for name in version_files("session-1/sender-0/v1", 1) if not name.endswith("COMMITTED")]
+    stays = ["latest.json", *there]  # and so all of it is there as soon as the list names it
     assert place_of(tmp_path).files() == (stays if fails != "ahead of the list" else [])
 
 

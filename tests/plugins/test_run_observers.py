@@ -65,9 +65,7 @@ def test_a_taken_port_ends_the_run_before_it_starts_and_leaves_the_environment_a
     tmp_path: Path, free_port: int
 ) -> None:
     before = dict(os.environ)
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", free_port))
-        other.listen()
+    with socket.create_server(("127.0.0.1", free_port)):
         entered = observers(tmp_path, [], prometheus_port=free_port, trace=Path("trace.json"))
         with pytest.raises(AddressInUseError, match=rf"127\.0\.0\.1:{free_port}.*prometheus_port"):
             entered.__enter__()

@@ -25,9 +25,14 @@ def test_it_holds_every_tensor_with_the_dtypes_of_disk_and_model(tmp_path: Path)
     assert not expectation.tied
 
 
-def test_a_tied_output_embedding_is_an_alias_whether_it_is_on_disk_or_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_tied_output_embedding_is_an_alias_whether_it_is_on_disk_or_not(tmp_path: Path, on_disk: bool) -> None:
     model = make_qwen3(tmp_path, seed=0, tied=True)
-    assert "lm_head.weight" not in load_tensors(model)
+    tensors = load_tensors(model)
+    assert "lm_head.weight" not in tensors
+    if on_disk:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        save_file(tensors, model / "model.safetensors", {"format": "pt"})
     expectation = expectation_of(str(model), dtype=torch.float32, tied_embeddings=True)
     assert expectation.tied == {"lm_head.weight": "model.embed_tokens.weight"}
     assert expectation.tensors["lm_head.weight"] == expectation.tensors["model.embed_tokens.weight"]

@@ -14,9 +14,17 @@ import torch
 from hop_run import MakeRun, expected
 from waiting import HANG_S, NEVER_S
 
-from weightlane.ckpt_engines import CheckpointEngineRegistry, ClosedError, CommitError, QuarantinedError
+from weightlane.ckpt_engines import (
+    CheckpointEngineRegistry,
+    ClosedError,
+    CommitError,
+    DeadlineExceededError,
+    QuarantinedError,
+)
 from weightlane.ckpt_engines.shm import ShmEngine
 from weightlane.sync import LocalShard, Manifest, Publisher, Rendezvous, TensorSpec
+from weightlane.sync.progress import Progress
+from weightlane.sync.snapshot import Snapshot
 from weightlane.sync.staging import Staging, Stream
 from weightlane.sync.subscriber import adjoined
 
@@ -158,9 +166,9 @@ def test_buckets_are_one_stream_only_where_they_adjoin() -> None:
     assert not empty.numel()
 
 
-def publisher_of(rendezvous: Rendezvous, socket_dir: Any, spec: TensorSpec, **options: Any) -> Publisher:
+def publisher_of(rendezvous: Rendezvous, socket_dir: Any, *specs: TensorSpec, **options: Any) -> Publisher:
     engine = CheckpointEngineRegistry().create("shm", {"socket_dir": str(socket_dir), **options})
-    shards = [LocalShard.whole(spec, torch.zeros(spec.shape))]
+    shards = [LocalShard.whole(spec, torch.zeros(spec.shape)) for spec in specs]
     return Publisher("t-0", rendezvous.address, shards=shards, engine=engine, bucket_bytes=64 << 10, deadline_s=NEVER_S)
 
 
@@ -171,6 +179,31 @@ def test_the_fence_does_not_wait_for_a_publisher_that_was_closed(rendezvous: Ren
     threading.Timer(0.1, publisher.close).start()
     with pytest.raises(ClosedError):
         publisher.fence()
+
+
+def test_the_fence_waits_for_all_that_it_names_and_for_nothing_else(
+    rendezvous: Rendezvous, socket_dir: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early, late = (replace(SPEC, name=name) for name in ("early", "late"))
+    read_late = threading.Event()
+
+    def take(snapshot: Snapshot, _memory: Any, _after: Any, progress: Progress, _remains: Any = None) -> None:
+        progress.advance(snapshot.ends["early"])
+        assert read_late.wait(HANG_S)
+        progress.advance(snapshot.nbytes)
+
+    monkeypatch.setattr(Snapshot, "take", take)
+    with closing(publisher_of(rendezvous, socket_dir, early, late)) as publisher:
+        publisher.publish(1)
+        publisher.fence(["early", "of another rank"])
+        publisher._deadline_s = 0.0
+        for names in (["early", "late"], ["late", "early"], None):
+            with pytest.raises(DeadlineExceededError, match="snapshot of version 1"):
+                publisher.fence(names)
+        read_late.set()
+        publisher._deadline_s = NEVER_S
+        for names in (["early", "late"], None):
+            publisher.fence(names)
 
 
 def test_other_memory_is_taken_within_the_limit_that_one_snapshot_fills(

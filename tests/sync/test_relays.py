@@ -9,15 +9,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+import torch
 from direct_hop import EVERYTHING, LAYOUTS, SPECS, TP2, Hop
 from hop_run import Run, expected
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from patience import PATIENT
+from waiting import NEVER_S
 
 from weightlane.ckpt_engines import (
+    Bucket,
     CheckpointEngineRegistry,
     CorruptBucketError,
+    Deadline,
     DeadlineExceededError,
     ManifestError,
     PeerLostError,
@@ -27,10 +31,13 @@ from weightlane.ckpt_engines import (
     WorkerDiedError,
 )
 from weightlane.plugins import RunHooks, hookimpl
-from weightlane.sync import Outcome, Placement, Rendezvous, ReplicaState, SyncConfig
+from weightlane.sync import Manifest, Outcome, Placement, Rendezvous, ReplicaState, SyncConfig, TensorSpec
 from weightlane.sync.correspondence import Correspondence
+from weightlane.sync.intake import Intake, Job
 from weightlane.sync.messages import Failed, Joined
+from weightlane.sync.receiving import Arrival, Receiving, Source
 from weightlane.sync.roster import Roster
+from weightlane.sync.seal import SealMail, seal
 from weightlane.sync.session_plan import SessionPlan, Supply
 from weightlane.sync.transfer_plan import Network, shares
 
@@ -184,6 +191,39 @@ def test_a_replica_that_refuses_and_some_that_join_late_do_not_break_the_chain(m
     for replica in well:
         (rank,) = replica.ranks.values()
         assert rank.call("live_digest") == expected(2)
+
+
+def test_a_bucket_is_handed_on_once_it_was_verified() -> None:
+    sent = torch.arange(64, dtype=torch.uint8)
+    rendezvous = Rendezvous.host()
+    mail = SealMail(rendezvous.mailbox("seals"))
+    mail.put(3, 0, seal(sent))
+    handed_on: list[bytes] = []
+
+    class Carrier:
+        """Receiver and relay."""
+
+        damage = 0
+
+        def receive(self, bucket: Bucket, _sender: str, _deadline: Deadline) -> None:
+            bucket.data.copy_(sent ^ self.damage)
+
+        def came(self, _index: int, data: torch.Tensor) -> None:
+            handed_on.append(bytes(data.tolist()))
+
+    carrier: Any = Carrier()
+    source = Source(carrier, "trainer-0", (0,))
+    manifest = Manifest(3, (TensorSpec("t", (64,), torch.uint8),), 64, sealed=True)
+    receiving = Receiving("s", mail, (source,))
+    job = Job(manifest, manifest, receiving, Deadline.after(NEVER_S), NEVER_S, relaying=carrier)
+    intake, data = Intake("r1/0", RunHooks()), torch.empty(64, dtype=torch.uint8)
+    carrier.damage = 1
+    with pytest.raises(CorruptBucketError):
+        intake.receive_bucket(job, source, Arrival(0, 0), data)
+    assert handed_on == []
+    carrier.damage = 0
+    intake.receive_bucket(job, source, Arrival(0, 0), data)
+    assert handed_on == [bytes(range(64))]
 
 
 # -- what everybody works out alike ---------------------------------------------------------------------------------------

@@ -14,9 +14,9 @@ _teams = Teams()
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """End the ranks after a module's last test: threads of their process groups poll for as long as they live."""
+    """End the ranks after a module's last test."""
     if nextitem is None or nextitem.path != item.path:
-        _teams.end(server=nextitem is None or nextitem.path.parent != item.path.parent)
+        _teams.end()
 
 
 @pytest.fixture(scope="session")

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Collection, Mapping
 from multiprocessing import Pipe
@@ -17,6 +13,7 @@ from typing import Any, Self
 import pytest
 import torch
 from engine_worker import VOCAB
+from fork_server import fork_python
 from ports import free_port
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
@@ -35,6 +32,7 @@ from transformers import (
 from waiting import HANG_S
 
 WORKER = Path(__file__).with_name("engine_worker.py")
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 LEARNING_RATE = 1e-3
 TRAINER = {"learning_rate": LEARNING_RATE, "weight_decay": 0.01}
 
@@ -43,7 +41,6 @@ class Ranks:
     """The first `present` of `world` processes of `engine_worker`.
 
     Args:
-        server: Forks a process for each pipe that it is sent.
         models: Tiny checkpoints by name.
         world: How many ranks there should be.
         timeout_s: Seconds until a collective between them fails.
@@ -51,23 +48,18 @@ class Ranks:
     """
 
     def __init__(
-        self,
-        server: socket.socket,
-        models: Mapping[str, Path],
-        world: int,
-        timeout_s: float = HANG_S,
-        present: int | None = None,
+        self, models: Mapping[str, Path], world: int, timeout_s: float = HANG_S, present: int | None = None
     ) -> None:
         self._models = models
         port = free_port()
-        self._pipes = []
+        self._pipes, self._pids = [], []
         for rank in range(present or world):
             ours, theirs = Pipe()
-            socket.send_fds(server, [b"."], [theirs.fileno()])
-            ours.send((rank, world, port, timeout_s))
+            line = theirs.fileno()
+            command = [str(WORKER), *map(str, (line, rank, world, port, timeout_s))]
+            self._pids.append(fork_python(command, ENVIRONMENT, {number: number for number in (0, 1, 2, line)}))
             theirs.close()
             self._pipes.append(ours)
-        self._pids = [self._receive(rank) for rank in range(len(self._pipes))]
 
     def __len__(self) -> int:
         return len(self._pipes)
@@ -119,33 +111,23 @@ class Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Kill them all. Their server does not ask how a rank ended, so their numbers are still theirs."""
+        """Kill them all."""
         for pid, pipe in zip(self._pids, self._pipes, strict=True):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)  # one that has ended keeps its number until it is waited for
+            os.waitpid(pid, 0)
             pipe.close()
 
 
 class Teams:
-    """Teams of ranks, forked from one process that has imported what engines need."""
+    """Teams of ranks."""
 
     def __init__(self) -> None:
         self.models: Mapping[str, Path] = {}
         self._shared: dict[int, Ranks] = {}
-        self._server: socket.socket | None = None
 
     def new(self, world: int, **options: Any) -> Ranks:
         """A team of a test's own; see `Ranks`."""
-        if self._server is None:
-            self._server, theirs = socket.socketpair()
-            self._process = subprocess.Popen(
-                [sys.executable, str(WORKER), str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-                start_new_session=True,
-            )
-            theirs.close()
-        return Ranks(self._server, self.models, world, **options)
+        return Ranks(self.models, world, **options)
 
     def of(self, world: int) -> Ranks:
         """The team of so many ranks that tests share."""
@@ -153,15 +135,11 @@ class Teams:
             self._shared[world] = self.new(world)
         return self._shared[world]
 
-    def end(self, server: bool) -> None:
-        """End the shared teams, and the process that they come from if it is to end too."""
+    def end(self) -> None:
+        """End the shared ones: the threads of their process groups poll for as long as they live."""
         for ranks in self._shared.values():
             ranks.__exit__()
         self._shared.clear()
-        if server and self._server is not None:
-            self._server.close()
-            self._server = None
-            self._process.wait(HANG_S)
 
 
 def make_models(root: Path) -> dict[str, Path]:

@@ -1,24 +1,19 @@
-"""Trainer ranks of the engines' tests, and the server that forks them.
+"""A trainer rank of the engines' tests.
 
-    python engine_worker.py SOCKET
+    python engine_worker.py PIPE RANK WORLD PORT TIMEOUT_S
 
-The server has imported what engines need, which takes seconds, and forks a rank for every pipe that it is sent over the socket.
-A rank answers commands: ``{"do": name, ...arguments}`` with ``{"ok": value}``, or with ``{"error": type, "message": text}``.
+It answers commands: ``{"do": name, ...arguments}`` with ``{"ok": value}``, or with ``{"error": type, "message": text}``.
 The real engine runs here: nothing is replaced.
 """
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
-import importlib
 import os
 import random
 import resource
 import signal
-import socket
 import sys
-import traceback
 from collections.abc import Collection
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -39,11 +34,6 @@ from weightlane.trainer.outlines import _outline_all
 from weightlane.trainer.registry import training_engine_class
 
 VOCAB = 61  # odd: the embedding's rows do not divide by two ranks
-PRELOADED = (
-    "weightlane.trainer.fsdp2",
-    "weightlane.trainer.megatron",
-    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2_moe", "qwen3", "qwen3_moe")),
-)
 LOSSES = {"sft": sft_loss(), "grpo": grpo_loss(AlgorithmConfig())}
 
 
@@ -290,40 +280,22 @@ class Worker:
             engine.close()
 
 
-def serve(commands: Connection) -> None:
-    """Be one rank until the other side closes `commands`."""
+def main() -> None:
+    """Be one rank until the other side closes its end of the pipe."""
+    line, rank, world, port = map(int, sys.argv[1:5])
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1)
-    worker = Worker(*commands.recv())
-    commands.send(os.getpid())
+    worker, commands = Worker(rank, world, port, timeout_s=float(sys.argv[5])), Connection(line)
     while True:
-        command = commands.recv()
+        try:
+            command = commands.recv()
+        except EOFError:
+            os._exit(0)  # the team is no longer needed, whatever state its engines are in
         try:
             answer = {"ok": getattr(worker, command.pop("do"))(**command)}
         except Exception as error:  # noqa: BLE001 - the test judges it
             answer = {"error": type(error).__name__, "message": str(error)}
         commands.send(answer)
-
-
-def main() -> None:
-    for module in PRELOADED:
-        with contextlib.suppress(ImportError):  # megatron-core is an extra
-            importlib.import_module(module)
-    server = socket.socket(fileno=int(sys.argv[1]))
-    while pipe := socket.recv_fds(server, 1, 1)[1]:
-        if os.fork():
-            os.close(pipe[0])
-            continue
-        try:
-            server.close()
-            serve(Connection(pipe[0]))
-        except EOFError:
-            pass
-        except BaseException:  # noqa: BLE001 - a rank that ends says why
-            traceback.print_exc()
-        finally:
-            os._exit(0)  # what the server does at its end is not a rank's to do
-    os._exit(0)  # which takes seconds to unload what it has imported otherwise
 
 
 if __name__ == "__main__":
