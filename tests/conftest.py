@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import types
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -123,6 +124,13 @@ def session_children() -> Iterator[Children]:
     started = Children()
     yield started
     started.reap()
+
+
+@pytest.fixture
+def forked_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What weightlane asks a process of its own for is answered by forked ones, which have imported vLLM already."""
+    forking = types.SimpleNamespace(**{**vars(subprocess), "Popen": ForkedPopen})
+    monkeypatch.setattr("weightlane.sync.own_process.subprocess", forking)
 
 
 @pytest.fixture

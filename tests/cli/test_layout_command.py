@@ -39,6 +39,7 @@ def test_every_tensor_of_every_rank_is_accounted_for(material: Material) -> None
         assert rank["slices"] >= rank["parameters"]
 
 
+@pytest.mark.usefixtures("forked_answers")
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "told"), [("fp8", "fp8"), ("int8", "compressed-tensors")])
@@ -65,6 +66,7 @@ def test_of_a_quantised_checkpoint_each_rank_needs_what_vllms_loading_reads(
     assert f"rank 1 needs {report['ranks'][1]['needed_elements']} of these elements for its loading" in shown
 
 
+@pytest.mark.usefixtures("forked_answers")
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_a_format_in_which_versions_are_not_sent_is_named(tmp_path: Path) -> None:

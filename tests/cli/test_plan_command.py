@@ -117,6 +117,7 @@ def test_a_bad_configuration_is_refused_as_by_a_run(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.usefixtures("forked_answers")
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_a_run_is_planned_from_its_configuration(material: Material, tmp_path: Path, cache: Path) -> None:
@@ -142,6 +143,7 @@ def test_a_run_is_planned_from_its_configuration(material: Material, tmp_path: P
     assert fewer["payload_bytes"] < fewer["crossing_bytes"] / 2 < 1.2 * fewer["payload_bytes"], "slices, quantised too"
 
 
+@pytest.mark.usefixtures("forked_answers")
 def test_what_an_engine_cannot_do_is_not_planned(material: Material, tmp_path: Path) -> None:
     config = str(material.write_config(tmp_path, tmp_path / "run", rollout={"replicas": 2, "commit": "in_place"}))
     stored = report(

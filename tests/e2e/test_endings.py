@@ -42,6 +42,7 @@ def only_line(ended: Ended) -> str:
     return line
 
 
+@pytest.mark.exhaustive
 def test_a_killed_trainer_rank_ends_its_run_and_is_named(endless: Callable[..., RunProcess], tmp_path: Path) -> None:
     run = endless("run", trainer={"ranks": 2, "cpus_per_rank": 0.5}, checkpoint_engine={"backend": "gloo"})
     run.wait_for(TRAINS)

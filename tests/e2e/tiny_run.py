@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import Qwen3Config, Qwen3ForCausalLM, set_seed
+from waiting import HANG_S
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic"
 TRAIN_TASKS, HELDOUT_TASKS = 40, 8
@@ -77,7 +78,7 @@ class Material:
                 "kv_cache_memory_bytes": 16 << 20,
                 "cpus_per_rank": 0.5,
             },
-            "sync": {"bucket_mib": 0.125, "deadline_s": 20.0},
+            "sync": {"bucket_mib": 0.125, "deadline_s": HANG_S},
         }
         for name, keys in sections.items():
             tables.setdefault(name, {}).update(keys)
