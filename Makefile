@@ -3,7 +3,7 @@ VENV := .venv/bin
 DEMO := runs/arithmetic
 SEED ?= 0
 # Tests run beside each other: half of them wait for deadlines most of the time.
-WORKERS ?= 2
+WORKERS ?= 3
 STAMP := $(shell date +%Y%m%d-%H%M%S)
 # Further settings for the demo, e.g. make demo SET="--set checkpoint_engine.backend=gloo"
 SET ?=
@@ -40,7 +40,7 @@ test-all: setup
 TESTS ?= test
 coverage: setup
 	@rm -f .coverage*
-	@$(VENV)/coverage run -m pytest -q $(if $(filter test,$(TESTS)),-m "not exhaustive") || echo "== some tests failed beside the measurement"
+	@$(VENV)/coverage run -m pytest -q -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(if $(filter test,$(TESTS)),-m "not exhaustive") || echo "== some tests failed beside the measurement"
 	@$(VENV)/coverage combine -q
 	@$(VENV)/coverage report --skip-covered
 

@@ -39,6 +39,9 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # Ray gives way to every other process with all it starts (niceness 15): beside other tests its tests would hardly run at all.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
+# vLLM keeps there what it found out about a model class, in a process of its own: tests that are given another home need it, too.
+os.environ.setdefault("VLLM_CACHE_ROOT", str(Path("~/.cache/vllm").expanduser()))
+
 # How long an example takes says nothing on a machine that runs other tests beside it.
 hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
