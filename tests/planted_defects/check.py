@@ -15,7 +15,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-TIMEOUT_S = 900
+TIMEOUT_S = 300
 FOUND = 1
 """pytest's exit code when a test has failed; others mean that none ran, or that something else is wrong."""
 
