@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
 from waiting import HANG_S
@@ -75,21 +76,14 @@ def test_from_the_template_to_a_green_suite_and_a_telling_failure(
     assert "was not written from byte 0 on" in said
 
 
-def test_every_block_of_python_runs(tmp_path: Path) -> None:
+def test_every_block_of_python_runs(children: Any, tmp_path: Path) -> None:
     names = []
     for number, block in enumerate(blocks("python")):
         names.append(f"block_{number}.py")
         (tmp_path / names[-1]).write_text(block)
     program = "import runpy\n" + "\n".join(f"runpy.run_path({name!r})" for name in names)
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    status, _, errors = children.run(["-W", "error", "-c", program], cwd=tmp_path)
+    assert status == 0, errors
 
 
 def test_the_engine_shown_is_the_template_and_its_entry_point_is_what_renaming_makes() -> None:

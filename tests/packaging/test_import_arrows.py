@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import ast
 import json
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from waiting import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 MAY_IMPORT = {
@@ -34,45 +32,32 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("folder", MAY_IMPORT)
-def test_a_folder_imports_only_what_stands_below_it(folder: str) -> None:
+@pytest.mark.parametrize("folder", [*MAY_IMPORT, "tests", "examples", "benchmarks"])
+def test_a_folder_imports_what_stands_below_it_by_its_full_name_and_its_own_modules_relatively(folder: str) -> None:
     for path in sorted((ROOT / folder).rglob("*.py")):
-        if "packages" in path.relative_to(ROOT / folder).parts:
-            continue
-        layers = {name.split(".")[1] for name in imported(path) if name.startswith("weightlane.")}
-        assert layers - {folder} <= MAY_IMPORT[folder], (
-            f"{path.relative_to(ROOT)} imports {layers - MAY_IMPORT[folder]}"
-        )
-
-
-@pytest.mark.parametrize("folder", MAY_IMPORT)
-def test_inside_a_folder_imports_are_relative(folder: str) -> None:
-    for path in sorted((ROOT / folder).rglob("*.py")):
-        own = [name for name in imported(path) if name.startswith(f"weightlane.{folder}")]
-        assert not own, f"{path.relative_to(ROOT)} imports {own}"
+        names = imported(path)
+        bare = {name.split(".")[0] for name in names} & MAY_IMPORT.keys()
+        assert not bare, f"{path.relative_to(ROOT)} imports {bare}"
+        if folder in MAY_IMPORT and "packages" not in path.relative_to(ROOT / folder).parts:
+            above = {name.split(".")[1] for name in names if name.startswith("weightlane.")} - MAY_IMPORT[folder]
+            assert not above, f"{path.relative_to(ROOT)} imports {above}"
 
 
 def test_the_loop_knows_the_registry_and_protocols_only() -> None:
     """No engine, no rollout class, no Ray: the loop and what it imports see the world through `trainer/protocols.py`."""
     seen: set[str] = set()
-    pending = ["loop"]
-    outside: set[str] = set()
+    pending, outside = {"loop"}, set[str]()
     while pending:
-        module = pending.pop()
-        if module in seen:
-            continue
-        seen.add(module)
+        seen |= {module := pending.pop()}
         path = ROOT / "trainer" / f"{module}.py"
         outside |= imported(path)
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
-                pending.append(node.module)
+        nodes = ast.walk(ast.parse(path.read_text()))
+        relative = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 1}
+        pending |= {name for name in relative if name} - seen
     forbidden = ("weightlane.rollout", "weightlane.cli", "ray", "vllm", "transformers")
     assert not [name for name in outside if name.split(".")[0] in forbidden or name.startswith(forbidden[:2])]
-    engines = {"torch_distributed", "shm", "filesystem"}
-    assert not [
-        name for name in outside if name.startswith("weightlane.ckpt_engines.") and name.split(".")[2] in engines
-    ]
+    engines = tuple(f"weightlane.ckpt_engines.{name}" for name in ("torch_distributed", "shm", "filesystem"))
+    assert not [name for name in outside if name.startswith(engines)]
     assert not seen & {"fsdp2", "rank", "ray_group", "engine"}
 
 
@@ -114,28 +99,11 @@ print(json.dumps({"blocked": blocked, "bare": [name for name in FOLDERS if impor
 """
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What a program outside the checkout finds where Ray, vLLM and transformers cannot be imported."""
-    program = f"BLOCKED, LIBRARY, FOLDERS = {BLOCKED!r}, {LIBRARY!r}, {tuple(MAY_IMPORT)!r}" + _PROGRAM
-    ran = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path_factory.mktemp("elsewhere"),
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    found: dict[str, list[str]] = json.loads(ran.stdout)
-    return found
-
-
-def test_the_library_and_a_server_replica_work_where_ray_vllm_and_transformers_cannot_be_imported(
-    installed: dict[str, list[str]],
+def test_without_ray_vllm_and_transformers_the_library_and_a_server_replica_work_and_no_bare_folder_is_importable(
+    children: Any, tmp_path: Path
 ) -> None:
-    assert installed["blocked"] == []
-
-
-def test_no_bare_folder_name_is_importable_where_weightlane_is_installed(installed: dict[str, list[str]]) -> None:
-    assert installed["bare"] == []
+    """In a program outside the checkout."""
+    program = f"BLOCKED, LIBRARY, FOLDERS = {BLOCKED!r}, {LIBRARY!r}, {tuple(MAY_IMPORT)!r}" + _PROGRAM
+    status, output, errors = children.run(["-c", program], cwd=tmp_path)
+    assert status == 0, errors
+    assert json.loads(output) == {"blocked": [], "bare": []}
