@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -18,17 +18,27 @@ PROBE = (
 )
 
 
-@pytest.fixture
-def load_benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """Gives a module of `benchmarks` by its name there."""
-    monkeypatch.syspath_prepend(str(ROOT))
-    return lambda name: importlib.import_module(f"benchmarks.{name}")
+def benchmark(name: str) -> Any:
+    """A fixture that gives a module of `benchmarks`."""
+
+    @pytest.fixture
+    def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+        monkeypatch.syspath_prepend(str(ROOT))
+        return importlib.import_module(f"benchmarks.{name}")
+
+    return module
 
 
-@pytest.fixture
-def networks(load_benchmark: Callable[[str], ModuleType]) -> ModuleType:
-    """Where benchmarks have limited links from."""
-    return load_benchmark("networks")
+decoding = benchmark("decode_while_syncing")
+densities = benchmark("densities")
+density = benchmark("density")
+direct = benchmark("direct")
+networks = benchmark("networks")
+peers = benchmark("peers.runner")
+plan_scale = benchmark("plan_scale")
+relays = benchmark("relays")
+slow_link = benchmark("slow_link")
+small_tensors = benchmark("small_tensors")
 
 
 @pytest.fixture

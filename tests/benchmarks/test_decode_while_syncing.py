@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 
 import pytest
-
-
-@pytest.fixture
-def decoding(load_benchmark: Callable[[str], ModuleType]) -> ModuleType:
-    return load_benchmark("decode_while_syncing")
 
 
 def test_a_share_is_of_the_turn_just_before_so_that_a_machine_that_slows_down_does_not_count(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -11,11 +10,6 @@ from waiting import HANG_S
 
 from weightlane.sync.bench.processes import Processes
 from weightlane.sync.bench.workload import named_workload
-
-
-@pytest.fixture
-def densities(load_benchmark: Callable[[str], ModuleType]) -> ModuleType:
-    return load_benchmark("densities")
 
 
 def test_every_density_has_all_three_what_auto_made_of_it_and_whether_every_bit_was_right(

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 
 import torch
 
 
 def test_a_change_is_any_bit_of_the_wire_and_tied_weights_count_once(
-    load_benchmark: Callable[[str], ModuleType],
+    density: ModuleType,
 ) -> None:
-    density = load_benchmark("density")
     model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False))
     model[1].weight = model[0].weight
     weight = model[0].weight.detach().view(-1)
@@ -26,9 +24,8 @@ def test_a_change_is_any_bit_of_the_wire_and_tied_weights_count_once(
 
 
 def test_training_counts_every_step_and_leaves_the_prepared_model_alone(
-    load_benchmark: Callable[[str], ModuleType],
+    density: ModuleType,
 ) -> None:
-    density = load_benchmark("density")
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 8)
     kept = [parameter.clone() for parameter in model.parameters()]

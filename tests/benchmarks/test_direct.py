@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,9 +21,8 @@ class Nothing:
 
 
 def test_all_ways_carry_the_same_weights_and_wrong_ones_are_noticed(
-    load_benchmark: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    direct: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    direct = load_benchmark("direct")
     measured_rounds = direct.Measurement.rounds
     wrong: list[int] = []
 

@@ -25,16 +25,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def slow_link(load_benchmark: Callable[[str], ModuleType]) -> ModuleType:
-    return load_benchmark("slow_link")
-
-
-@pytest.fixture
-def relays(load_benchmark: Callable[[str], ModuleType]) -> ModuleType:
-    return load_benchmark("relays")
-
-
-@pytest.fixture
 def measure(limited_links: None) -> Iterator[Callable[..., dict[str, Any]]]:
     """Runs a benchmark's ``run`` on a tiny model over links of 40 Mbit/s; no thread and no network of it may stay."""
     mine, threads = network_of("self"), threading.active_count()

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,11 +30,6 @@ time.sleep(3600)
 
 
 @pytest.fixture
-def peers(load_benchmark: Callable[[str], ModuleType]) -> ModuleType:
-    return load_benchmark("peers.runner")
-
-
-@pytest.fixture
 def tmpfs(peers: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder for the peers' shared memory, which must be empty in the end."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
@@ -49,17 +44,8 @@ def module(name: str) -> ModuleType:
 
 @pytest.mark.parametrize("name", ["copy-in-then-out", pytest.param("gloo-flat", marks=pytest.mark.exhaustive)])
 def test_a_peer_is_measured_and_verified_and_nothing_is_left(peers: ModuleType, tmpfs: Path, name: str) -> None:
-    plan = peers.Plan(
-        "tiny",
-        receivers=1,
-        rounds=1,
-        passes=1,
-        repeats=0,
-        quiet_s=0.0,
-        turn_s=NEVER_S,
-        deadline_s=HANG_S,
-        block_s=HANG_S,
-    )
+    patience = {"quiet_s": 0.0, "turn_s": NEVER_S, "deadline_s": HANG_S, "block_s": HANG_S}
+    plan = peers.Plan("tiny", receivers=1, rounds=1, passes=1, repeats=0, **patience)
     said: list[str] = []
     before = module("cpu_guard").descendants(os.getpid())  # other tests' forkserver
     report = peers.run(plan, [name], said.append)
@@ -103,16 +89,17 @@ def test_the_shapes_are_those_of_the_model_and_survive_the_way_to_another_interp
         peers.workload_named("other")
 
 
+def turn_of(rounds: int, took_s: float = 1.0, *, clean: bool = True) -> list[dict[str, Any]]:
+    """What a sender says of a turn in which every round after the warm-up took so long."""
+    times = dict.fromkeys(("trainer_blocked_s", "rollout_blocked_s", "latency_s"), took_s)
+    words = [{"round": n, "warm_up": n == 0, "clean": clean, "verified": True, **times} for n in range(rounds + 1)]
+    return [{"versions": {}, "setup_s": 0.0}, *words]
+
+
 def row_of(peers: ModuleType, name: str, seconds: float, limit_s: float) -> dict[str, Any]:
     """A row as one run gives it in which `memcpy-all` took `limit_s`."""
     catalogue = module("catalogue").catalogue()
-
-    def words(took: float) -> list[dict[str, Any]]:
-        times = dict.fromkeys(("trainer_blocked_s", "rollout_blocked_s", "latency_s"), took)
-        first = {"round": 0, "warm_up": True, "clean": True, "verified": True, **times}
-        return [{"versions": {}, "setup_s": 0.0}, first, {**first, "round": 1, "warm_up": False}]
-
-    both = {"memcpy-all": words(limit_s), name: words(seconds)}
+    both = {"memcpy-all": turn_of(1, limit_s), name: turn_of(1, seconds)}
     tiny = peers.workload_named("tiny")
     report: dict[str, Any] = module("report").report_of(1, 2, tiny, {each: catalogue[each] for each in both}, both)
     return report
@@ -146,10 +133,7 @@ def test_a_peer_of_which_others_disturbed_most_rounds_has_another_turn(
 
     def turn(_plan: object, _workload: object, peer: Any, rounds: int, _lock: object) -> list[dict[str, Any]]:
         turns.append((peer.name, rounds))
-        times = dict.fromkeys(("trainer_blocked_s", "rollout_blocked_s", "latency_s"), 1.0)
-        clean = peer.name == "memcpy" or len(turns) == 5
-        words = [{"round": n, "warm_up": n == 0, "clean": clean, "verified": True, **times} for n in range(rounds + 1)]
-        return [{"versions": {}, "setup_s": 0.0}, *words]
+        return turn_of(rounds, clean=peer.name == "memcpy" or len(turns) == 5)
 
     monkeypatch.setattr(peers, "_block", turn)
     report = peers.run(plan, ["memcpy", "gloo-flat"], lambda line: None)
@@ -174,15 +158,8 @@ def test_a_peer_that_cannot_run_says_what_is_missing_and_how_to_get_it(peers: Mo
 
 
 def test_a_turn_that_failed_is_repeated_and_the_row_says_so(peers: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    times = dict.fromkeys(("trainer_blocked_s", "rollout_blocked_s", "latency_s"), 1.0)
-    found = {"round": 0, "warm_up": True, "clean": True, "verified": True, **times}
-    sound = [{"versions": {}, "setup_s": 0.0}, found, {**found, "round": 1, "warm_up": False}]
-    turns = [
-        [{"failed": "no word from the sender within 60 s"}],
-        sound,
-        [{"failed": "again"}],
-        [{"failed": "and again"}],
-    ]
+    first, *failed = ([{"failed": said}] for said in ("no word from the sender within 60 s", "again", "and again"))
+    turns = [first, turn_of(1), *failed]
     monkeypatch.setattr(peers, "_block", lambda *_: turns.pop(0))
     plan = peers.Plan("tiny", receivers=1, rounds=1, passes=1)
     report = peers.run(plan, ["memcpy", "gloo-flat"], lambda line: None)

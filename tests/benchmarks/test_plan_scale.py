@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-
-
-@pytest.fixture
-def plan_scale(load_benchmark: Callable[[str], ModuleType]) -> ModuleType:
-    return load_benchmark("plan_scale")
 
 
 def test_each_case_is_planned_in_its_own_process_and_shown_in_one_row(

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 
 import torch
 
 
-def test_every_way_leaves_the_very_bits_and_a_wrong_one_is_noticed(load_benchmark: Callable[[str], ModuleType]) -> None:
-    small = load_benchmark("small_tensors")
-    found = small.measure(50, 256, 1)
+def test_every_way_leaves_the_very_bits_and_a_wrong_one_is_noticed(small_tensors: ModuleType) -> None:
+    found = small_tensors.measure(50, 256, 1)
     assert found["verified"]
     assert all(taken["min"] > 0 for taken in found["seconds"].values())
     for name in ("snapshot of one rank", "buckets of two ranks", "commit"):
         torch.manual_seed(0)
-        measured, as_sent = small.ways(50, 256)
+        measured, as_sent = small_tensors.ways(50, 256)
         for other, way in measured.items():
             if other != name:
                 way()
