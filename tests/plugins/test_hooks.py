@@ -7,6 +7,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,8 @@ from weightlane.plugins.reports import REPORT_FILE_ENV, reported_in
 ARGUMENTS: dict[str, Any] = {"version": 7, "index": 3, "step": 5, "rank": 1, "replica": "rollout-0", "facts": {"a": 1}}
 
 
-def call(hooks: RunHooks, name: str) -> None:
-    hook: Callable[..., None] = getattr(hooks, name)
-    hook(**{key: ARGUMENTS[key] for key in inspect.signature(hook).parameters})
+def plugin(**methods: Callable[..., Any]) -> object:
+    return type("Plugin", (), methods)()
 
 
 class Listener:
@@ -48,33 +48,28 @@ def test_every_hook_calls_those_who_listen_with_the_arguments_they_take(name: st
     heard: list[dict[str, Any]] = []
     names = list(inspect.signature(getattr(RunHooks, name)).parameters)[1:]
     hooks = RunHooks()
-    # A class of its own whose method takes exactly the hook's arguments, as an author writes it.
-    scope: dict[str, Any] = {"heard": heard}
-    exec(f"def {name}(self, {', '.join(names)}): heard.append(dict({', '.join(f'{n}={n}' for n in names)}))", scope)
-    assert hooks.register(type("Everything", (), {name: hookimpl(scope[name])})())
-    call(hooks, name)
+    # It takes exactly the hook's arguments, as an author writes it.
+    method = eval(
+        f"lambda self, {', '.join(names)}: heard.append(dict({', '.join(f'{n}={n}' for n in names)}))", locals()
+    )
+    assert hooks.register(plugin(**{name: hookimpl(method)}))
+    getattr(hooks, name)(**{key: ARGUMENTS[key] for key in names})
     assert heard == [{key: ARGUMENTS[key] for key in names}]
     assert hooks.reports == ()
 
 
 def test_the_one_registered_last_is_called_first_but_for_those_who_ask_otherwise() -> None:
-    heard: list[str] = []
+    heard: list[tuple[str, int]] = []
 
-    class Named:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        @hookimpl
-        def run_ended(self) -> None:
-            heard.append(self.name)
-
-    class First(Named):
+    class First(Listener):
         @hookimpl(tryfirst=True)
-        def run_ended(self) -> None:
-            heard.append(self.name)
+        def version_committed(self, version: int) -> None:
+            super().version_committed(version)
 
-    make_hooks([First("first"), Named("a"), Named("b")]).run_ended(facts={})
-    assert heard == ["first", "b", "a"]
+    make_hooks([First(heard, "first"), Listener(heard, "a"), Listener(heard, "b")]).version_committed(
+        version=1, facts={}
+    )
+    assert heard == [("first", 1), ("b", 1), ("a", 1)]
 
 
 @given(st.lists(st.integers(-1, 5), min_size=1, max_size=6))
@@ -112,12 +107,10 @@ def test_a_report_names_plugin_hook_and_error_in_the_log_and_in_the_file_of_the_
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_what_ends_a_program_passes(error: type[BaseException]) -> None:
-    class Plugin:
-        @hookimpl
-        def run_ended(self) -> None:
-            raise error
+    def run_ended(self: object) -> None:
+        raise error
 
-    hooks = make_hooks([Plugin()])
+    hooks = make_hooks([plugin(run_ended=hookimpl(run_ended))])
     with pytest.raises(error):
         hooks.run_ended(facts={})
     assert hooks.reports == ()
@@ -128,61 +121,41 @@ def test_many_threads_may_call_while_one_of_the_plugins_fails() -> None:
     hooks = make_hooks([Listener(heard, "well"), Listener(heard, "ill", fails_at=50)])
     start = threading.Barrier(4)
 
-    def work() -> None:
+    def work(_: int) -> None:
         start.wait(HANG_S)
         for version in range(100):
             hooks.version_committed(version=version, facts={})
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(HANG_S)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4), timeout=HANG_S))
     assert sum(name == "well" for name, _ in heard) == 400
     assert len(hooks.reports) == 1
 
 
-def wrapper() -> object:
-    class Plugin:
-        @hookimpl(wrapper=True)
-        def run_ended(self) -> Any:
-            return (yield)
-
-    return Plugin()
+def wrapper(self: object) -> Any:
+    return (yield)
 
 
-def asynchronous() -> object:
-    class Plugin:
-        @hookimpl
-        async def run_ended(self) -> None:
-            pass
-
-    return Plugin()
+async def asynchronous(self: object) -> None: ...
 
 
-def greedy() -> object:
-    class Plugin:
-        @hookimpl
-        def run_ended(self, facts: Facts, version: int) -> None:
-            pass
-
-    return Plugin()
+def greedy(self: object, facts: Facts, version: int) -> None: ...
 
 
 @pytest.mark.parametrize(
-    ("plugin", "said"),
+    ("run_ended", "said"),
     [
-        (wrapper(), "run_ended is a wrapper; observers watch, they do not steer"),
-        (asynchronous(), "run_ended must be a plain function"),
-        (greedy(), "{'version'} are declared in the hookimpl but can not be found"),
+        (hookimpl(wrapper=True)(wrapper), "run_ended is a wrapper; observers watch, they do not steer"),
+        (hookimpl(asynchronous), "run_ended must be a plain function"),
+        (hookimpl(greedy), "{'version'} are declared in the hookimpl but can not be found"),
     ],
 )
 def test_a_plugin_that_cannot_be_called_is_refused_with_the_reason_and_the_others_stay(
-    plugin: object, said: str
+    run_ended: Callable[..., Any], said: str
 ) -> None:
     heard: list[tuple[str, int]] = []
     hooks = RunHooks()
-    assert not hooks.register(plugin)
+    assert not hooks.register(plugin(run_ended=run_ended))
     assert hooks.register(Listener(heard))
     hooks.run_ended(facts={})
     hooks.version_committed(version=1, facts={})
@@ -193,19 +166,13 @@ def test_a_plugin_that_cannot_be_called_is_refused_with_the_reason_and_the_other
 
 def test_a_hook_that_does_not_exist_is_pointed_out_and_the_rest_is_called(caplog: pytest.LogCaptureFixture) -> None:
     heard: list[str] = []
-
-    class Plugin:
-        @hookimpl
-        def version_comitted(self) -> None:
-            heard.append("never")
-
-        @hookimpl
-        def run_ended(self) -> None:
-            heard.append("ended")
-
+    methods = {
+        "version_comitted": lambda self: heard.append("never"),
+        "run_ended": lambda self: heard.append("ended"),
+    }
     hooks = RunHooks()
     with caplog.at_level(logging.WARNING):
-        assert hooks.register(Plugin(), "typo")
+        assert hooks.register(plugin(**{name: hookimpl(method) for name, method in methods.items()}), "typo")
     assert "plugin typo implements version_comitted, which this weightlane does not call" in caplog.text
     hooks.run_ended(facts={})
     assert heard == ["ended"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,11 @@ def facts(seconds: float, participant: str = "trainer-0") -> dict[str, object]:
     return {"seconds": seconds, "nbytes": 8, "participant": participant}
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "trace.json"
+
+
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> MovableClock:
     """The wall clock of the trace."""
@@ -37,8 +42,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> MovableClock:
     return now
 
 
-def call_every_hook(hooks: RunHooks, clock: MovableClock) -> None:
-    """A small run: one version committed, one aborted, one step."""
+def test_every_hook_leaves_its_mark_in_the_row_of_its_participant(path: Path, clock: MovableClock) -> None:
+    """Of a small run: one version committed, one aborted, one step."""
+    hooks = traced(path)
     hooks.run_started(facts={"step": 0, "steps": 3})
     clock.advance(0.01)
     hooks.version_opened(version=1, facts={})
@@ -67,21 +73,14 @@ def call_every_hook(hooks: RunHooks, clock: MovableClock) -> None:
     hooks.version_aborted(version=2, facts={"error": "a reason", "seconds": 0.001})
     hooks.replica_quarantined(replica="rollout-0", facts={"version": 2, "error": "a reason"})
     hooks.run_ended(facts={"error": "a reason"})
-
-
-def test_every_hook_leaves_its_mark_in_the_row_of_its_participant(tmp_path: Path, clock: MovableClock) -> None:
-    path = tmp_path / "trace.json"
-    hooks = traced(path)
-    call_every_hook(hooks, clock)
     assert hooks.reports == ()
     merged = merge(path)
-    assert merged is not None
     assert (merged.path, merged.processes, merged.incomplete) == (path, 1, ())
     assert not parts_dir(path).exists()
     trace = load(path)
     assert merged.events == len([event for event in trace.events if event["ph"] != "M"])
-    (process,) = trace.processes.values()
-    assert process == "driver, trainer-0, rollout-0/0, rollout-0"
+    process = "driver, trainer-0, rollout-0/0, rollout-0"
+    assert list(trace.processes.values()) == [process]
     version, aborted = trace.spans(process, "versions")
     assert (version.name, aborted.name, aborted.args["error"]) == ("version 1", "version 2 aborted", "a reason")
     buckets = [*trace.spans(process, "trainer-0 send"), *trace.spans(process, "rollout-0/0 receive")]
@@ -90,16 +89,15 @@ def test_every_hook_leaves_its_mark_in_the_row_of_its_participant(tmp_path: Path
         assert version.start <= bucket.start <= bucket.end <= version.end
         assert bucket.args["version"] == 1
     parent, *children = trace.spans(process, "trainer-0 training")
-    assert [child.name for child in children] == ["forward, backward", "fence", "optimizer"]
-    assert [child.end - child.start for child in children] == [5000, 1000, 2000]
+    lengths = [(child.name, child.end - child.start) for child in children]
+    assert lengths == [("forward, backward", 5000), ("fence", 1000), ("optimizer", 2000)]
     assert (parent.start, parent.end) == (children[0].start, children[-1].end)
     assert [span.name for span in trace.spans(process, "training")] == [
         "wait for rollouts",
         "step 1",
         "evaluation at step 1",
     ]
-    (commit_span,) = trace.spans(process, "rollout-0 commit")
-    assert commit_span.end - commit_span.start == 3000
+    assert [span.end - span.start for span in trace.spans(process, "rollout-0 commit")] == [3000]
     assert {span.name for span in trace.spans(process, "rollout-0 generation")} == {"5 tokens", "7 tokens"}
     assert trace.named("i") == ["run started", "rollout-0 quarantined", "run ended"]
     assert trace.named("C") == ["reward", "tokens per second"]
@@ -122,25 +120,20 @@ def test_spans_of_any_lengths_that_overlap_in_any_way_stand_in_rows_that_nest(
     assert len(trace.named("X")) == 2 * len(spans)
 
 
-def test_rows_of_threads_that_write_at_the_same_time_stay_whole(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
+def test_rows_of_threads_that_write_at_the_same_time_stay_whole(path: Path) -> None:
     hooks = traced(path)
 
     def work(participant: str) -> None:
         for index in range(50):
             hooks.bucket_received(version=1, index=index, facts=facts(0.0001, participant))
 
-    threads = [threading.Thread(target=work, args=(f"rollout-0/{rank}",)) for rank in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(HANG_S)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, [f"rollout-0/{rank}" for rank in range(4)], timeout=HANG_S))
     merge(path)
     assert len(load(path).named("X")) == 200
 
 
-def test_what_a_killed_process_had_written_stays_but_for_its_last_half_line(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
+def test_what_a_killed_process_had_written_stays_but_for_its_last_half_line(path: Path) -> None:
     hooks = traced(path)
     hooks.snapshot_taken(version=1, facts=facts(0.001))
     (part,) = parts_dir(path).glob("*.jsonl")
@@ -150,8 +143,7 @@ def test_what_a_killed_process_had_written_stays_but_for_its_last_half_line(tmp_
     assert load(path).named("X") == ["snapshot v1"]
 
 
-def test_a_part_at_its_limit_says_so_and_stays_below(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
+def test_a_part_at_its_limit_says_so_and_stays_below(path: Path) -> None:
     limit = 20_000
     hooks = traced(path, limit / 2**20)
     for index in range(1000):
@@ -165,8 +157,7 @@ def test_a_part_at_its_limit_says_so_and_stays_below(tmp_path: Path) -> None:
     assert hooks.reports == ()
 
 
-def test_numbers_that_json_has_no_word_for_are_written_out(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
+def test_numbers_that_json_has_no_word_for_are_written_out(path: Path) -> None:
     hooks = traced(path)
     hooks.training_step(
         step=1,
@@ -187,8 +178,7 @@ def test_nothing_is_made_before_the_first_event_and_no_trace_without_one(tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_earlier_trace_and_the_parts_of_a_killed_run_are_kept_under_their_name(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
+def test_an_earlier_trace_and_the_parts_of_a_killed_run_are_kept_under_their_name(path: Path, tmp_path: Path) -> None:
     assert claim(path) == path
     traced(path).snapshot_taken(version=1, facts=facts(0.0))
     second = claim(path)
@@ -200,8 +190,7 @@ def test_an_earlier_trace_and_the_parts_of_a_killed_run_are_kept_under_their_nam
     assert claim(path) == tmp_path / "trace-3.json"
 
 
-def test_processes_of_two_hosts_with_the_same_id_are_two(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
+def test_processes_of_two_hosts_with_the_same_id_are_two(path: Path) -> None:
     for participant in ("rollout-1", "rollout-0"):
         request = {"replica": participant, "tokens": 1, "seconds": 0.0}
         traced(path).generation_finished(facts=request)
@@ -222,8 +211,7 @@ def test_a_disk_that_takes_nothing_disables_the_trace_and_nothing_else(tmp_path:
     hooks.run_ended(facts={})
 
 
-def test_a_trace_that_cannot_be_written_leaves_its_parts(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
+def test_a_trace_that_cannot_be_written_leaves_its_parts(path: Path, tmp_path: Path) -> None:
     traced(path).run_started(facts={})
     path.mkdir()
     with pytest.raises(OSError, match=r"trace\.json"):
