@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
 import pytest
@@ -39,18 +40,6 @@ class Characters:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(map(chr, token_ids))
-
-
-@dataclass
-class Answer:
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
-    versions: Sequence[int]
-
-
-@dataclass
-class Figures:
-    max_token_gap_s: float = 0.0
 
 
 @dataclass
@@ -162,10 +151,8 @@ class LiveRollout:
         *,
         count: int,
         max_new_tokens: int,
-        temperature: float,
-        stop_token_ids: Sequence[int],
-        greedy: bool = False,
-    ) -> Sequence[Answer]:
+        **_: Any,
+    ) -> Sequence[Any]:
         version = self.version
         self.versions.append(version)
         assert self.world.states_[self.name] is not ReplicaState.JOINING, "it has no version of this run yet"
@@ -174,12 +161,11 @@ class LiveRollout:
             raise self.death
         if self.quarantined:
             raise QuarantinedError("not now.", part=self.name)
-        return [
-            Answer([65 + n] * max_new_tokens, [-1.0] * max_new_tokens, [version] * max_new_tokens) for n in range(count)
-        ]
+        each = {"logprobs": [-1.0] * max_new_tokens, "versions": [version] * max_new_tokens}
+        return [SimpleNamespace(token_ids=[65 + n] * max_new_tokens, **each) for n in range(count)]
 
-    async def stats(self) -> Figures:
-        return Figures()
+    async def stats(self) -> Any:
+        return SimpleNamespace(max_token_gap_s=0.0)
 
     async def watch(self) -> NoReturn:
         await self.gone.wait()

@@ -7,6 +7,7 @@ import functools
 import json
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -77,6 +78,8 @@ def test_only_time_in_which_two_activities_are_busy_counts_as_overlap() -> None:
     now = MovableClock()
     clock = OverlapClock(now)
     now.advance(1.0)  # nothing: 1 s
+    with pytest.raises(RuntimeError), clock.busy("training"):
+        raise RuntimeError  # it is not busy any more
     with clock.busy("generation"):
         now.advance(2.0)  # generation alone: 2 s
         with clock.busy("generation"), clock.busy("training"):
@@ -100,16 +103,6 @@ def test_a_restarted_clock_forgets_the_past_but_not_who_is_busy() -> None:
     assert clock.seconds("generation") == 3.0
 
 
-def test_an_activity_that_fails_is_not_busy_any_more() -> None:
-    now = MovableClock()
-    clock = OverlapClock(now)
-    with pytest.raises(RuntimeError), clock.busy("training"):
-        raise RuntimeError
-    with clock.busy("generation"):
-        now.advance(1.0)
-    assert clock.share_together() == 0.0
-
-
 # -- publishing ---------------------------------------------------------------------------------------------------------
 
 
@@ -119,28 +112,37 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightlane.trainer.version_keeper._PAUSE_S", 0.001)
 
 
-class Trainers:
-    """Notes what is published; as much of `weightlane.trainer.protocols.Trainers` as a keeper calls."""
+NEWCOMER = cast("Newcomer", SimpleNamespace(name="rollout-0.1"))
 
-    def __init__(self) -> None:
+
+class Kept:
+    """A keeper, and its trainers and syncer: notes what is published; syncs end when and how the test says.
+
+    `replicas` are in the state that the test says.
+    """
+
+    def __init__(self, max_failures: int = 0) -> None:
         self.published: list[int] = []
+        self.syncs = asyncio.Queue[tuple[int, asyncio.Future[None]]]()
+        self.replicas: dict[str, ReplicaState] = {"rollout-0": ReplicaState.SERVING}
+        self.calls: list[str] = []
+        self.commits: list[int] = []
+        self.aborts: list[int] = []
+        self.keeper = VersionKeeper(
+            self,
+            self,
+            on_commit=self._committed,
+            on_abort=lambda version, error: self.aborts.append(version),
+            max_failures=max_failures,
+        )
 
     async def publish(self, version: int) -> float:
         self.published.append(version)
         return 0.25
 
-
-class Syncer:
-    """Ends syncs when the test says so, and how it says; `replicas` are in the state that the test says."""
-
-    def __init__(self) -> None:
-        self.begun = asyncio.Queue[tuple[int, asyncio.Future[None]]]()
-        self.replicas: dict[str, ReplicaState] = {"rollout-0": ReplicaState.SERVING}
-        self.calls: list[str] = []
-
     async def sync(self, version: int) -> SyncReport:
         end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.begun.put_nowait((version, end))
+        self.syncs.put_nowait((version, end))
         await end
         self.replicas = dict.fromkeys(self.replicas, ReplicaState.SERVING)
         return SyncReport(version, 1.0, 0, dict.fromkeys(self.replicas, ReplicaReport(Outcome.COMMITTED)))
@@ -156,29 +158,6 @@ class Syncer:
         self.calls.append(f"remove {name}")
         del self.replicas[name]
 
-
-class Named:
-    """As much of a replica as a keeper looks at."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
-class Kept:
-    """A keeper with its surroundings."""
-
-    def __init__(self, max_failures: int = 0) -> None:
-        self.trainers, self.syncer = Trainers(), Syncer()
-        self.commits: list[int] = []
-        self.aborts: list[int] = []
-        self.keeper = VersionKeeper(
-            self.trainers,
-            self.syncer,
-            on_commit=self._committed,
-            on_abort=lambda version, error: self.aborts.append(version),
-            max_failures=max_failures,
-        )
-
     async def _committed(self, report: SyncReport) -> None:
         self.commits.append(report.version)
 
@@ -189,11 +168,19 @@ class Kept:
 
     async def begun(self) -> tuple[int, asyncio.Future[None]]:
         """The next sync that begins, and what ends it."""
-        return await asyncio.wait_for(self.syncer.begun.get(), HANG_S)
+        return await asyncio.wait_for(self.syncs.get(), HANG_S)
 
+    async def commit(self) -> int:
+        """Let the next sync that begins end well; its version."""
+        version, end = await self.begun()
+        end.set_result(None)
+        return version
 
-def aborted(version: int) -> SyncAbortedError:
-    return SyncAbortedError.because(version, StorageError("the disk is full.", part="disk"))
+    async def abort(self) -> int:
+        """Let the next sync that begins fail; its version."""
+        version, end = await self.begun()
+        end.set_exception(SyncAbortedError.because(version, StorageError("the disk is full.", part="disk")))
+        return version
 
 
 def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
@@ -215,13 +202,12 @@ async def test_versions_finished_during_a_sync_are_skipped_for_the_newest() -> N
     for step in (2, 3):  # the trainer goes on; a sync under way is not waited for
         async with kept.keeper.between_steps(step):
             await asyncio.sleep(0)
-    assert kept.trainers.published == [1]
+    assert kept.published == [1]
     async with kept.keeper.between_steps(4):
         end_of_1.set_result(None)
-        version, end_of_4 = await kept.begun()
-        end_of_4.set_result(None)
+        await kept.commit()
     await kept.keeper.drain(4)
-    assert (kept.trainers.published, kept.commits) == ([1, 4], [1, 4])
+    assert (kept.published, kept.commits) == ([1, 4], [1, 4])
     assert kept.keeper.times.committed == [1, 4]
 
 
@@ -232,11 +218,9 @@ async def test_nothing_is_published_while_a_step_may_be_changing_the_parameters(
         _, end = await kept.begun()
     end.set_result(None)  # the sync ends while the trainer is inside step 2
     await kept.quiet()
-    assert (kept.commits, kept.trainers.published) == ([1], [1])
+    assert (kept.commits, kept.published) == ([1], [1])
     async with kept.keeper.between_steps(2):
-        version, end = await kept.begun()
-        end.set_result(None)
-    assert version == 2
+        assert await kept.commit() == 2
     await kept.keeper.drain(2)
     assert kept.commits == [1, 2]
 
@@ -246,15 +230,10 @@ async def test_an_aborted_version_is_offered_again_and_a_commit_clears_the_count
     kept = Kept(max_failures=1)
     for version in (1, 2):
         async with kept.keeper.between_steps(version):
-            for ends_well in (False, True):
-                begun, end = await kept.begun()
-                assert begun == version
-                if ends_well:
-                    end.set_result(None)
-                else:
-                    end.set_exception(aborted(version))
+            assert await kept.abort() == version
+            assert await kept.commit() == version
         await kept.keeper.drain(version)
-    assert (kept.commits, kept.aborts, kept.trainers.published) == ([1, 2], [1, 2], [1, 1, 2, 2])
+    assert (kept.commits, kept.aborts, kept.published) == ([1, 2], [1, 2], [1, 1, 2, 2])
 
 
 @in_loop
@@ -264,8 +243,7 @@ async def test_one_abort_in_a_row_too_many_ends_the_run_at_the_next_step() -> No
     async def step() -> None:
         async with kept.keeper.between_steps(1):
             for _ in range(2):
-                _, end = await kept.begun()
-                end.set_exception(aborted(1))
+                await kept.abort()
             await kept.quiet()
 
     with pytest.raises(SyncAbortedError, match="the disk is full"):
@@ -281,16 +259,15 @@ async def test_one_abort_in_a_row_too_many_ends_the_run_at_the_next_step() -> No
 async def test_a_replica_that_joins_is_sent_the_version_that_serves_when_no_newer_one_is_due() -> None:
     kept = Kept()
     publishing = asyncio.create_task(kept.keeper.publish_blocking(3))
-    _, end = await kept.begun()
-    end.set_result(None)
+    await kept.commit()
     await publishing
-    kept.keeper.join("rollout-0", cast("Newcomer", Named("rollout-0.1")))
+    kept.keeper.join("rollout-0", NEWCOMER)
     version, end = await kept.begun()  # while the trainer is inside a step
     assert version == 3
-    assert kept.syncer.calls == ["remove rollout-0", "add rollout-0.1"]
+    assert kept.calls == ["remove rollout-0", "add rollout-0.1"]
     end.set_result(None)
     await kept.quiet()
-    assert kept.trainers.published == [3], "nothing was published for it"
+    assert kept.published == [3], "nothing was published for it"
     assert kept.commits == [3, 3]
     assert kept.keeper.times.committed == [3], "but once"
 
@@ -300,14 +277,13 @@ async def test_a_replica_that_joins_during_a_sync_is_added_after_it_and_takes_th
     kept = Kept()
     async with kept.keeper.between_steps(1):
         _, end_of_1 = await kept.begun()
-        kept.keeper.join("rollout-0", cast("Newcomer", Named("rollout-0.1")))
+        kept.keeper.join("rollout-0", NEWCOMER)
         await asyncio.sleep(0)
-        assert kept.syncer.calls == []
+        assert kept.calls == []
     async with kept.keeper.between_steps(2):
         end_of_1.set_result(None)
-        version, end = await kept.begun()
-        assert (version, kept.syncer.calls) == (2, ["remove rollout-0", "add rollout-0.1"])
-        end.set_result(None)
+        assert await kept.commit() == 2
+        assert kept.calls == ["remove rollout-0", "add rollout-0.1"]
     await kept.keeper.drain(2)
     assert kept.commits == [1, 2]
 
@@ -316,17 +292,14 @@ async def test_a_replica_that_joins_during_a_sync_is_added_after_it_and_takes_th
 async def test_a_quarantined_replica_is_healed_by_the_version_that_serves_even_if_the_trainer_waits() -> None:
     kept = Kept()
     async with kept.keeper.between_steps(1):
-        _, end = await kept.begun()
-        end.set_result(None)
+        await kept.commit()
         await asyncio.sleep(0)
-        kept.syncer.replicas |= {"rollout-1": ReplicaState.QUARANTINED, "rollout-2": ReplicaState.LOST}
+        kept.replicas |= {"rollout-1": ReplicaState.QUARANTINED, "rollout-2": ReplicaState.LOST}
         kept.keeper.catch_up()
-        for _ in range(2):  # it fails once, which is no failure of the run: somebody serves
-            version, end = await kept.begun()
-            assert version == 1
-            if not kept.aborts:
-                end.set_exception(aborted(1))
-        kept.syncer.replicas.pop("rollout-2")
+        assert await kept.abort() == 1  # which is no failure of the run: somebody serves
+        version, end = await kept.begun()
+        assert version == 1
+        kept.replicas.pop("rollout-2")
         end.set_result(None)
         await kept.quiet()
         await asyncio.sleep(
@@ -334,23 +307,20 @@ async def test_a_quarantined_replica_is_healed_by_the_version_that_serves_even_i
         )  # the event loop calls timers in their order: one of the keeper's would have been called
         await kept.quiet()
     assert (kept.commits, kept.aborts, kept.keeper.times.aborted) == ([1, 1], [1], [])
-    assert kept.syncer.begun.empty(), "everybody has it: it is not sent once more"
+    assert kept.syncs.empty(), "everybody has it: it is not sent once more"
 
 
 @in_loop
 async def test_when_nobody_serves_and_nobody_can_be_healed_the_run_ends() -> None:
     kept = Kept(max_failures=1)
     async with kept.keeper.between_steps(1):
-        _, end = await kept.begun()
-        end.set_result(None)
+        await kept.commit()
     await kept.quiet()
-    kept.syncer.replicas = {"rollout-0": ReplicaState.QUARANTINED}
+    kept.replicas = {"rollout-0": ReplicaState.QUARANTINED}
     watching = asyncio.create_task(kept.keeper.watch())
     kept.keeper.catch_up()
-    _, end = await kept.begun()
-    end.set_exception(aborted(1))
-    _, end = await kept.begun()
-    end.set_exception(aborted(1))
+    await kept.abort()
+    await kept.abort()
     with pytest.raises(SyncAbortedError, match="the disk is full"):
         await watching
 
@@ -360,11 +330,9 @@ async def test_draining_retries_the_last_version_until_it_serves_or_the_limit_is
     for max_failures in (0, 1):
         kept = Kept(max_failures)
         drain = asyncio.create_task(kept.keeper.drain(7))
-        _, end = await kept.begun()
-        end.set_exception(aborted(7))
+        await kept.abort()
         if max_failures:
-            _, end = await kept.begun()
-            end.set_result(None)
+            await kept.commit()
             await drain
         else:
             with pytest.raises(SyncAbortedError, match="the disk is full"):
@@ -395,8 +363,7 @@ async def test_the_blocking_way_waits_for_the_commit_and_passes_an_abort_on() ->
     assert await publishing > 0.0
     assert (kept.commits, kept.keeper.times.committed) == ([3], [3])
     publishing = asyncio.create_task(kept.keeper.publish_blocking(4))
-    _, end = await kept.begun()
-    end.set_exception(aborted(4))
+    await kept.abort()
     with pytest.raises(SyncAbortedError):
         await publishing
 
@@ -404,31 +371,20 @@ async def test_the_blocking_way_waits_for_the_commit_and_passes_an_abort_on() ->
 # -- files --------------------------------------------------------------------------------------------------------------
 
 
-def save(run_dir: RunDir, step: int) -> None:
-    trainer = run_dir.begin_state(step)
-    trainer.mkdir()
-    (trainer / "shard").write_text(str(step))
-    run_dir.finish_state(step, {"step": step})
-
-
 def test_a_run_directory_keeps_the_two_newest_states_and_resumes_from_the_last(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run", resume=False)
     for step in (2, 4, 10):
-        save(run_dir, step)
+        trainer = run_dir.begin_state(step)
+        trainer.mkdir()
+        (trainer / "shard").write_text(str(step))
+        run_dir.finish_state(step, {"step": step})
+    assert sorted(path.name for path in (tmp_path / "run" / "state").iterdir()) == ["latest.json", "step-10", "step-4"]
+    run_dir.begin_state(12).mkdir()
     again = RunDir(tmp_path / "run", resume=True)
+    assert list(again.begin_state(12).parent.iterdir()) == [], "a half-written state is no state, and makes room"
     assert again.latest_step() == 10
     assert again.loop_state(10) == {"step": 10}
     assert (again.trainer_state(10) / "shard").read_text() == "10"
-    assert sorted(path.name for path in (tmp_path / "run" / "state").iterdir()) == ["latest.json", "step-10", "step-4"]
-
-
-def test_a_state_that_was_not_finished_is_not_resumed_from(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path / "run", resume=False)
-    save(run_dir, 2)
-    run_dir.begin_state(4).mkdir()
-    again = RunDir(tmp_path / "run", resume=True)
-    assert again.latest_step() == 2
-    assert list(again.begin_state(4).parent.iterdir()) == [], "the half-written state is gone"
 
 
 def test_a_run_that_could_not_start_does_not_use_its_directory_up(tmp_path: Path) -> None:
