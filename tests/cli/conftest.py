@@ -1,4 +1,4 @@
-"""Lends the tiny models and tasks of other folders' tests to those of the commands."""
+"""Makes this folder's helper modules importable, and lends it the tiny models and tasks of other folders' tests."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 

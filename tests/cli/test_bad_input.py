@@ -75,8 +75,11 @@ def tasks_in_both_files(trial: Trial) -> None:
     trial.sections["data"] = {"train": str(trial.material.heldout)}
 
 
-def no_such_reward(trial: Trial) -> None:
-    trial.sections["reward"] = {"function": "no_such_module:judge"}
+def configured(section: str, **settings: Any) -> Callable[[Trial], None]:
+    return lambda trial: trial.sections.update({section: settings})
+
+
+SPLIT = configured("trainer", **{"engine": "megatron", "ranks": 2, "megatron.tensor_parallel": 2})
 
 
 @pytest.mark.parametrize(
@@ -86,26 +89,20 @@ def no_such_reward(trial: Trial) -> None:
         (small_vocabulary, ["tokenizer and model disagree", "vocab_size is 100"]),
         (malformed_task, ["tasks.jsonl", "line 3", "'answer' is missing"]),
         (tasks_in_both_files, ["held-out prompts", "are also in"]),
-        (no_such_reward, ["could not be imported", "no_such_module"]),
+        (configured("reward", function="no_such_module:judge"), ["could not be imported", "no_such_module"]),
+        (configured("trainer", engine="fsdp"), ["no training engine is called 'fsdp'", "Did you mean 'fsdp2'?"]),
+        (configured("sync", host="203.0.113.7"), ["203.0.113.7"]),
+        pytest.param(
+            SPLIT, ["tensor_parallel=2 does not divide the model's 1 key and value heads"], marks=pytest.mark.megatron
+        ),
     ],
 )
-def test_a_bad_model_task_or_reward_is_refused(
+def test_a_bad_model_task_reward_engine_or_address_is_refused(
     trial: Trial, break_it: Callable[[Trial], None], said: list[str]
 ) -> None:
     """What else can be wrong with each of them, `tests/trainer` holds."""
     break_it(trial)
     trial.fails(ConfigError, *said)
-
-
-def test_an_unknown_training_engine_is_refused_with_the_known_ones(trial: Trial) -> None:
-    trial.sections["trainer"] = {"engine": "fsdp"}
-    trial.fails(ConfigError, "no training engine is called 'fsdp'", "Did you mean 'fsdp2'?")
-
-
-@pytest.mark.megatron
-def test_a_layout_that_does_not_fit_the_model_is_refused_before_anything_starts(trial: Trial) -> None:
-    trial.sections["trainer"] = {"engine": "megatron", "ranks": 2, "megatron.tensor_parallel": 2}
-    trial.fails(ConfigError, "tensor_parallel=2 does not divide the model's 1 key and value heads")
 
 
 def test_a_used_run_directory_offers_to_resume(trial: Trial) -> None:
@@ -132,14 +129,7 @@ def test_resuming_needs_a_run_that_is_not_over(trial: Trial) -> None:
 
 
 def test_a_taken_port_is_refused(trial: Trial) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         trial.sections["sync"] = {"port": port}
         trial.fails(AddressInUseError, str(port))
-
-
-def test_an_address_of_another_machine_is_refused(trial: Trial) -> None:
-    trial.sections["sync"] = {"host": "203.0.113.7"}
-    trial.fails(ConfigError, "203.0.113.7")

@@ -8,22 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from command_line import run
 from waiting import HANG_S
 
-from weightlane.cli import main as command
 from weightlane.sync.bench import BenchReport, plot
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(command.app, ["bench", *arguments], env={"COLUMNS": "220"})
 
 
 def test_tables_json_and_a_plot_come_of_one_run(tmp_path: Path) -> None:
     files = [tmp_path / "report.json", tmp_path / "report.png"]
     result = run(
-        "--engine", "shm,hccl", "--codec", "dense", "--integrity", "full", "--model", "tiny", "--receivers", "1",
+        "bench", "--engine", "shm,hccl", "--codec", "dense", "--integrity", "full", "--model", "tiny", "--receivers", "1",
         "--density", "0.1", "--rounds", "1", "--set", "shm.max_shared_mib=64", "--json", str(files[0]), "--plot", str(files[1]),
+        columns=220,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     report = BenchReport.model_validate_json(files[0].read_text())
@@ -57,7 +53,7 @@ def test_tables_json_and_a_plot_come_of_one_run(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_done_is_said_in_words(arguments: list[str], code: int, said: str) -> None:
-    result = run(*arguments)
+    result = run("bench", *arguments, columns=220)
     assert result.exit_code == code
     assert said in " ".join(result.output.split())
     assert "Traceback" not in result.output

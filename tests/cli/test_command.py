@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import io
-import json
 import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from command_line import report, run
 from rich.console import Console
-from typer.testing import CliRunner, Result
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import StorageError
@@ -26,32 +24,28 @@ ENGINES = ["cuda_ipc", "filesystem", "gloo", "hccl", "nccl", "shm"]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic" / "arithmetic.toml"
 
 
-def run(arguments: Sequence[str]) -> Result:
-    return CliRunner().invoke(command.app, list(arguments), env={"COLUMNS": "160"})
-
-
 def test_help_lists_every_command_and_what_it_is_for() -> None:
-    result = run(["--help"])
+    result = run("--help")
     assert result.exit_code == 0
     for text in ("engines", "config", "train", "while both keep working"):
         assert text in result.output
-    assert "--resume" in run(["train", "--help"]).output
+    assert "--resume" in run("train", "--help").output
 
 
 @pytest.mark.parametrize("arguments", [["train"], ["train", "x.toml", "--bogus"], ["nope"], ["engines", "extra"]])
 def test_wrong_usage_is_a_message_and_exit_code_2(arguments: list[str]) -> None:
-    result = run(arguments)
+    result = run(*arguments)
     assert result.exit_code == 2
     assert "Usage: " in result.stderr
     assert "Traceback" not in result.output
 
 
 def test_engines_lists_every_engine_with_its_capabilities_and_why_it_cannot_be_used() -> None:
-    listed = run(["engines"])
+    listed = run("engines")
     assert listed.exit_code == 0
     assert all(name in listed.output for name in ENGINES)
     assert "no: torch_npu is not installed" in " ".join(listed.output.split())
-    rows = {row["name"]: row for row in json.loads(run(["engines", "--json"]).stdout)}
+    rows = {row["name"]: row for row in report("engines")}
     assert sorted(name for name, row in rows.items() if row["distribution"].startswith("weightlane ")) == ENGINES
     assert rows["shm"]["unavailable"] is None
     assert rows["shm"]["capabilities"]["same_host_only"] is True
@@ -61,7 +55,7 @@ def test_engines_lists_every_engine_with_its_capabilities_and_why_it_cannot_be_u
 
 
 def test_config_prints_toml_with_overrides_applied() -> None:
-    result = run(["config", str(EXAMPLE), "--set", "loop.steps=7", "--set", "checkpoint_engine.backend=gloo"])
+    result = run("config", str(EXAMPLE), "--set", "loop.steps=7", "--set", "checkpoint_engine.backend=gloo")
     assert result.exit_code == 0
     printed = tomllib.loads(result.stdout)
     assert printed["loop"]["steps"] == 7
@@ -87,7 +81,7 @@ def test_every_way_to_end_has_its_exit_code(
         raise raised
 
     monkeypatch.setattr(command, "load_config", fail)
-    result = run(["config", "x.toml"])
+    result = run("config", "x.toml")
     assert (result.exit_code, result.stdout, result.stderr.strip()) == (code, "", said)
 
 

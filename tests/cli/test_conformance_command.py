@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
-from typer.testing import CliRunner, Result
+from command_line import assert_refused, run
 
 from weightlane.ckpt_engines.conformance import ConformanceReport, run_conformance
-from weightlane.cli import main as command
 
 BROKEN = Path(__file__).parents[1] / "ckpt_engines" / "broken_engines.py"
 ADDRESS = "test_an_address_is_plain_data"
 ONE_CHECK = ["--check", ADDRESS]
 
 
-def run(arguments: Sequence[str]) -> Result:
-    return CliRunner().invoke(command.app, ["conformance", *arguments], env={"COLUMNS": "160"})
-
-
 def test_an_engine_that_conforms_ends_with_0_and_a_line_for_each_check(tmp_path: Path) -> None:
     store = ["--set", f"path={tmp_path}"]
     waiting = ["--check", "test_sending_to_somebody_unknown_is_refused"]
-    result = run(["filesystem", *store, *ONE_CHECK, *waiting, "--junit", str(tmp_path / "junit.xml")])
+    result = run("conformance", "filesystem", *store, *ONE_CHECK, *waiting, "--junit", str(tmp_path / "junit.xml"))
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     (passed,) = (line for line in lines if line.startswith("passed "))
@@ -47,11 +41,11 @@ def test_an_engine_that_does_not_conform_ends_with_1_and_says_why_as_json_too(mo
 
     monkeypatch.setattr("weightlane.cli.conformance.run_conformance", run_once)
     engine = f"{BROKEN}:AddressIsNoPlainData"
-    result = run([engine, *ONE_CHECK])
+    result = run("conformance", engine, *ONE_CHECK)
     assert result.exit_code == 1
     assert "is not plain JSON data" in result.stdout
     assert f"{engine} does not conform: 1 failed in " in result.stdout
-    result = run([engine, *ONE_CHECK, "--json"])
+    result = run("conformance", engine, *ONE_CHECK, "--json")
     assert result.exit_code == 1
     report = json.loads(result.stdout)
     assert report["passed"] is False
@@ -75,9 +69,4 @@ def test_an_engine_that_does_not_conform_ends_with_1_and_says_why_as_json_too(mo
     ],
 )
 def test_what_a_user_can_cause_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:
-    result = run(arguments)
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("error: ")
-    assert message in line
+    assert_refused(message, "conformance", *arguments)

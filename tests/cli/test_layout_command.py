@@ -5,31 +5,24 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 import pytest
 import torch
+from command_line import assert_refused
+from command_line import report as report_of
 from rich.console import Console
 from tiny_models import make_blocky_qwen3, quantised_copy
 from tiny_run import Material
-from typer.testing import CliRunner, Result
 
-from weightlane.cli import main as command
 from weightlane.cli.layout import print_layout
-
-
-def run(arguments: Sequence[str]) -> Result:
-    return CliRunner().invoke(command.app, ["layout", *arguments], env={"COLUMNS": "160"})
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_every_tensor_of_every_rank_is_accounted_for(material: Material) -> None:
-    result = run([str(material.model), "--tp", "2", "--json"])
-    assert result.exit_code == 0, result.stderr
-    report = json.loads(result.stdout)
+    report = report_of("layout", str(material.model), "--tp", "2")
     assert report["way"] == "traced"
     assert report["union"]["unused"] == {}
     assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
@@ -49,9 +42,7 @@ def test_of_a_quantised_checkpoint_each_rank_needs_what_vllms_loading_reads(
     if scheme == "fp8" and not torch.cpu._is_amx_tile_supported():
         pytest.skip("vLLM's fp8 layers need AMX on a CPU")
     model = quantised_copy(make_blocky_qwen3(tmp_path / "plain", seed=0, ranks=2), tmp_path / scheme, scheme)
-    result = run([str(model), "--tp", "2", "--json"])
-    assert result.exit_code == 0, result.stderr
-    report = json.loads(result.stdout)
+    report = report_of("layout", str(model), "--tp", "2")
     assert (report["way"], report["quantization"]) == ("reload", told)
     assert report["union"]["unused"] == {}
     everything = report["union"]["elements"]
@@ -74,9 +65,8 @@ def test_a_format_in_which_versions_are_not_sent_is_named(tmp_path: Path) -> Non
     config = json.loads((model / "config.json").read_text())
     config["quantization_config"]["weight_block_size"] = [64, 64]
     (model / "config.json").write_text(json.dumps(config))
-    result = run([str(model)])
-    assert result.exit_code == 2
-    assert "the replica quantizes its weights (fp8) in a format in which versions are not sent." in result.stderr
+    says = "the replica quantizes its weights (fp8) in a format in which versions are not sent."
+    assert_refused(says, "layout", str(model))
 
 
 def test_each_rank_says_which_experts_it_holds() -> None:
@@ -108,27 +98,18 @@ def test_each_rank_says_which_experts_it_holds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "arguments", "message"),
+    ("model", "arguments", "message"),
     [
-        ("remove", [], "is not a directory. Name the directory of a Hugging Face checkpoint."),
-        ("weights", [], "model.safetensors does not exist."),
-        ("", ["--tp", "0"], "0 ranks are not at least one. Give --tp a number from 1."),
-        ("", ["--ep"], "expert parallelism needs more than one rank. Give --tp a number from 2."),
-        ("", ["--dtype", "int3"], "'int3' is none of auto, float32"),
+        ("nowhere", [], "is not a directory. Name the directory of a Hugging Face checkpoint."),
+        ("weightless", [], "model.safetensors does not exist."),
+        ("whole", ["--tp", "0"], "0 ranks are not at least one. Give --tp a number from 1."),
+        ("whole", ["--ep"], "expert parallelism needs more than one rank. Give --tp a number from 2."),
+        ("whole", ["--dtype", "int3"], "'int3' is none of auto, float32"),
     ],
 )
 def test_what_a_user_can_cause_is_one_line_and_exit_code_2(
-    spoil: str, arguments: list[str], message: str, material: Material, tmp_path: Path
+    model: str, arguments: list[str], message: str, material: Material, tmp_path: Path
 ) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(material.model, model)
-    if spoil == "remove":
-        shutil.rmtree(model)
-    elif spoil == "weights":
-        (model / "model.safetensors").unlink()
-    result = run([str(model), *arguments])
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("error: ")
-    assert message in line
+    shutil.copytree(material.model, tmp_path / "whole")
+    shutil.copytree(material.model, tmp_path / "weightless", ignore=shutil.ignore_patterns("*.safetensors"))
+    assert_refused(message, "layout", str(tmp_path / model), *arguments)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from command_line import assert_refused, report, run
 from tiny_run import Material
-from typer.testing import CliRunner, Result
-
-from weightlane.cli import main as command
 
 
 @pytest.fixture(autouse=True)
@@ -21,18 +17,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "weightlane" / "layouts"
 
 
-def run(arguments: Sequence[str]) -> Result:
-    return CliRunner().invoke(command.app, ["plan", *arguments], env={"COLUMNS": "160"})
-
-
-def report(arguments: Sequence[str]) -> dict:
-    result = run([*arguments, "--json"])
-    assert result.exit_code == 0, result.stderr
-    return json.loads(result.stdout)
-
-
 def test_a_plan_is_explained_in_bytes_links_and_seconds() -> None:
-    found = report(["30b", "--trainer", "pp2 ep4", "--rollout", "2x tp2", "--links", "3"])
+    found = report("plan", "30b", "--trainer", "pp2 ep4", "--rollout", "2x tp2", "--links", "3")
     assert found["shape"] == "Qwen3-30B-A3B"
     assert (found["trainer_ranks"], found["rollout_ranks"], len(found["replicas"])) == (8, 4, 2)
     assert found["crossing_bytes"] == found["minimum_bytes"] == sum(found["replicas"].values())
@@ -42,7 +28,7 @@ def test_a_plan_is_explained_in_bytes_links_and_seconds() -> None:
     assert found["busiest_receiver"]["bytes"] >= found["minimum_bytes"] / 4
     predicted = found["predicted"]
     assert predicted["bound_s"] <= predicted["direct_s"] < predicted["one_stream_per_replica_s"]
-    result = run(["30b", "--trainer", "pp2 ep4", "--rollout", "2x tp2"])
+    result = run("plan", "30b", "--trainer", "pp2 ep4", "--rollout", "2x tp2")
     assert result.exit_code == 0, result.stderr
     for said in (
         "8 trainer ranks to 4 rollout ranks in 2 replicas",
@@ -54,19 +40,19 @@ def test_a_plan_is_explained_in_bytes_links_and_seconds() -> None:
 
 def test_speeds_are_gigabytes_of_all_cards_or_gigabits_of_either_side() -> None:
     layouts = ["30b", "--trainer", "ep2", "--rollout", "1x tp2"]
-    slow = report([*layouts, "--gb-per-s", "5"])["predicted"]
-    fast = report([*layouts, "--sender-gbps", "400", "--receiver-gbps", "400"])["predicted"]
+    slow = report("plan", *layouts, "--gb-per-s", "5")["predicted"]
+    fast = report("plan", *layouts, "--sender-gbps", "400", "--receiver-gbps", "400")["predicted"]
     assert slow["bound_s"] == pytest.approx(10 * fast["bound_s"])
-    received = report([*layouts, "--sender-gbps", "4000", "--receiver-gbps", "40"])["predicted"]
+    received = report("plan", *layouts, "--sender-gbps", "4000", "--receiver-gbps", "40")["predicted"]
     assert received["bound_by"].endswith("receiving")
     assert received["bound_s"] == pytest.approx(slow["bound_s"], rel=0.1)
 
 
 def test_whole_shares_cross_more_than_is_needed_and_relays_are_asked_for() -> None:
     layouts = ["30b", "--trainer", "ep2", "--rollout", "4x tp2"]
-    assert report(layouts)["routes"].keys() == {"star"}
-    assert "chain" in report([*layouts, "--relay"])["routes"]
-    shares = report([*layouts, "--cut", "shares"])
+    assert report("plan", *layouts)["routes"].keys() == {"star"}
+    assert "chain" in report("plan", *layouts, "--relay")["routes"]
+    shares = report("plan", *layouts, "--cut", "shares")
     assert shares["lanes"] == 2
     assert shares["crossing_bytes"] > shares["minimum_bytes"]
 
@@ -87,12 +73,7 @@ def test_whole_shares_cross_more_than_is_needed_and_relays_are_asked_for() -> No
     ],
 )
 def test_what_a_user_can_cause_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:
-    result = run(arguments)
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("error: ")
-    assert message in line
+    assert_refused(message, "plan", *arguments)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +92,7 @@ def test_a_bad_configuration_is_refused_as_by_a_run(
     override: str, message: str, material: Material, tmp_path: Path
 ) -> None:
     config = material.write_config(tmp_path, tmp_path / "run")
-    result = run([str(config), "--set", override])
+    result = run("plan", str(config), "--set", override)
     assert result.exit_code == 2
     assert message in result.stderr
     assert not (tmp_path / "run").exists()
@@ -124,7 +105,7 @@ def test_a_run_is_planned_from_its_configuration(material: Material, tmp_path: P
     """Two FSDP2 ranks to two replicas of two ranks, over an engine that cannot run here: of that only the facts count."""
     config = material.write_config(tmp_path, tmp_path / "run", rollout={"tensor_parallel": 2, "replicas": 2})
     overrides = ["trainer.ranks=2", "checkpoint_engine.backend=nccl", "sync.codec=delta"]
-    found = report([str(config), *(part for each in overrides for part in ("--set", each)), "--sender-gbps", "1"])
+    found = report("plan", str(config), *(part for each in overrides for part in ("--set", each)), "--sender-gbps", "1")
     assert (found["engine"], found["trainer"], found["wire"]) == ("nccl", "fsdp2", "float32")
     assert (found["trainer_ranks"], found["rollout_ranks"], len(found["replicas"])) == (2, 4, 2)
     assert found["cut"] == "exact"
@@ -138,7 +119,9 @@ def test_a_run_is_planned_from_its_configuration(material: Material, tmp_path: P
     assert "sync.codec = delta" in note
     assert len(list(cache.iterdir())) == 1
     assert not (tmp_path / "run").exists()
-    fewer = report([str(config), *(part for each in (*overrides, "sync.quantise=fp8") for part in ("--set", each))])
+    fewer = report(
+        "plan", str(config), *(part for each in (*overrides, "sync.quantise=fp8") for part in ("--set", each))
+    )
     assert fewer["crossing_bytes"] == fewer["minimum_bytes"] < found["crossing_bytes"]
     assert fewer["payload_bytes"] < fewer["crossing_bytes"] / 2 < 1.2 * fewer["payload_bytes"], "slices, quantised too"
 
@@ -147,7 +130,7 @@ def test_a_run_is_planned_from_its_configuration(material: Material, tmp_path: P
 def test_what_an_engine_cannot_do_is_not_planned(material: Material, tmp_path: Path) -> None:
     config = str(material.write_config(tmp_path, tmp_path / "run", rollout={"replicas": 2, "commit": "in_place"}))
     stored = report(
-        [config, "--set", "checkpoint_engine.backend=filesystem", "--set", "trainer.ranks=2", "--gb-per-s", "1"]
+        "plan", config, "--set", "checkpoint_engine.backend=filesystem", "--set", "trainer.ranks=2", "--gb-per-s", "1"
     )
     assert stored["gathered_by"] == "trainer-0"
     payload, predicted = stored["payload_bytes"], stored["predicted"]
@@ -160,7 +143,7 @@ def test_what_an_engine_cannot_do_is_not_planned(material: Material, tmp_path: P
         ("the store", "rollout-0/0"),
         ("the store", "rollout-1/0"),
     }
-    result = run([config, "--relay"])
+    result = run("plan", config, "--relay")
     assert result.exit_code == 0, result.stderr
     for said in ("sent by shm", "1 trainer ranks to 2 rollout ranks", "hand on nothing", "rollout.commit is in_place"):
         assert said in result.stdout
