@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from engine_ranks import Parity, Teams, make_models
-
-_teams = Teams()
-
-
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """End the ranks after a module's last test."""
-    if nextitem is None or nextitem.path != item.path:
-        _teams.end()
+from engine_ranks import Teams, make_models
 
 
 @pytest.fixture(scope="session")
@@ -25,14 +19,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return make_models(tmp_path_factory.mktemp("models"))
 
 
-@pytest.fixture(scope="session")
-def teams(models: dict[str, Path]) -> Teams:
-    """Teams of ranks. The ones that tests share end with a module."""
-    _teams.models = models
-    return _teams
-
-
-@pytest.fixture(scope="session")
-def parity(teams: Teams) -> Parity:
-    """Compares training with FSDP2's on one rank."""
-    return Parity(teams)
+@pytest.fixture(scope="module")
+def teams(models: dict[str, Path]) -> Iterator[Teams]:
+    """Teams of ranks. The ones that tests share end with a module: threads of process groups poll for as long as they live."""
+    with ExitStack() as ends:
+        yield Teams(models, ends)

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, Self
@@ -19,15 +20,12 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
+    AutoModelForCausalLM,
     LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
     Qwen3Config,
-    Qwen3ForCausalLM,
     Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 from waiting import HANG_S
 
@@ -35,6 +33,18 @@ WORKER = Path(__file__).with_name("engine_worker.py")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 LEARNING_RATE = 1e-3
 TRAINER = {"learning_rate": LEARNING_RATE, "weight_decay": 0.01}
+
+
+FSDP2_TP2 = {"fsdp2": {"tensor_parallel": 2}}
+
+
+def megatron(layout: dict[str, Any], **trainer: Any) -> dict[str, Any]:
+    return {"engine": "megatron", "megatron": layout, **trainer}
+
+
+def exhaustive(*values: Any, id: str | None = None) -> Any:  # noqa: A002 - pytest's name
+    """A further case, which `make test` leaves out."""
+    return pytest.param(*values, id=id, marks=pytest.mark.exhaustive)
 
 
 class Ranks:
@@ -68,9 +78,6 @@ class Ranks:
         self._pipes[rank].send({"do": do, **arguments})
 
     def answer(self, rank: int) -> dict[str, Any]:
-        return dict(self._receive(rank))
-
-    def _receive(self, rank: int) -> Any:
         pipe = self._pipes[rank]
         if not pipe.poll(HANG_S):
             for pid in self._pids:
@@ -78,7 +85,7 @@ class Ranks:
             time.sleep(1)
             raise AssertionError(f"rank {rank} does not answer; where each rank is stands on stderr")
         try:
-            return pipe.recv()
+            return dict(pipe.recv())
         except (EOFError, ConnectionResetError):
             raise AssertionError(f"rank {rank} has ended") from None
 
@@ -121,8 +128,8 @@ class Ranks:
 class Teams:
     """Teams of ranks."""
 
-    def __init__(self) -> None:
-        self.models: Mapping[str, Path] = {}
+    def __init__(self, models: Mapping[str, Path], ends: ExitStack) -> None:
+        self.models, self._ends = models, ends
         self._shared: dict[int, Ranks] = {}
 
     def new(self, world: int, **options: Any) -> Ranks:
@@ -132,14 +139,8 @@ class Teams:
     def of(self, world: int) -> Ranks:
         """The team of so many ranks that tests share."""
         if world not in self._shared:
-            self._shared[world] = self.new(world)
+            self._shared[world] = self._ends.enter_context(self.new(world))
         return self._shared[world]
-
-    def end(self) -> None:
-        """End the shared ones: the threads of their process groups poll for as long as they live."""
-        for ranks in self._shared.values():
-            ranks.__exit__()
-        self._shared.clear()
 
 
 def make_models(root: Path) -> dict[str, Path]:
@@ -156,43 +157,27 @@ def make_models(root: Path) -> dict[str, Path]:
         "eos_token_id": 3,
         "initializer_range": 0.2,
     }
-    makers = {
-        "qwen3-tied": lambda: Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=8, tie_word_embeddings=True)),
-        "qwen3-untied": lambda: Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=8, tie_word_embeddings=False)),
-        "llama-untied": lambda: LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False)),
-        "qwen2-moe": lambda: Qwen2MoeForCausalLM(
-            Qwen2MoeConfig(
-                **sizes,
-                moe_intermediate_size=16,
-                shared_expert_intermediate_size=24,
-                num_experts=3,
-                num_experts_per_tok=2,
-                tie_word_embeddings=False,
-            )
+    experts = {"num_experts_per_tok": 2, "tie_word_embeddings": False, **sizes}
+    configs = {
+        "qwen3-tied": Qwen3Config(**sizes, head_dim=8, tie_word_embeddings=True),
+        "qwen3-untied": Qwen3Config(**sizes, head_dim=8, tie_word_embeddings=False),
+        "llama-untied": LlamaConfig(**sizes, tie_word_embeddings=False),
+        "qwen2-moe": Qwen2MoeConfig(
+            **experts, moe_intermediate_size=16, shared_expert_intermediate_size=24, num_experts=3
         ),
-        "qwen3-moe": lambda: Qwen3MoeForCausalLM(
-            Qwen3MoeConfig(
-                **sizes,
-                head_dim=8,
-                moe_intermediate_size=12,
-                num_experts=4,
-                num_experts_per_tok=2,
-                norm_topk_prob=True,
-                tie_word_embeddings=False,
-            )
+        "qwen3-moe": Qwen3MoeConfig(
+            **experts, head_dim=8, moe_intermediate_size=12, num_experts=4, norm_topk_prob=True
         ),
     }
-    for seed, (name, make) in enumerate(makers.items()):
-        torch.manual_seed(seed)
-        make().save_pretrained(root / name)
-        _save_tokenizer(root / name)
-    return {name: root / name for name in makers}
-
-
-def _save_tokenizer(path: Path) -> None:
     vocabulary = {f"t{index}": index for index in range(VOCAB)}
-    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="t0"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="t3").save_pretrained(path)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="t0")), eos_token="t3"
+    )
+    for seed, (name, config) in enumerate(configs.items()):
+        torch.manual_seed(seed)
+        AutoModelForCausalLM.from_config(config).save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+    return {name: root / name for name in configs}
 
 
 def gathered(ranks: Ranks, wire_dtype: str = "float32") -> dict[str, torch.Tensor]:
@@ -250,35 +235,28 @@ def assert_fence_tells_of_changes(ranks: Ranks, names: Collection[str]) -> list[
     return order[0]
 
 
-class Parity:
-    """Twenty steps beside those of FSDP2 on one rank."""
+_alone: dict[str, list[dict[str, float]]] = {}
+"""What FSDP2 on one rank reports of each of twenty steps, by model."""
 
-    STEPS = 20
 
-    def __init__(self, teams: Teams) -> None:
-        self._teams = teams
-        self._known: dict[str, list[dict[str, float]]] = {}
-
-    def _reports(self, name: str) -> list[dict[str, float]]:
-        """What one rank reports of each step of a model."""
-        if name not in self._known:
-            with self._teams.new(1) as alone:
-                alone.setup(name, micro_batch_tokens=40)
-                self._known[name] = alone.all("train", first=0, count=self.STEPS)[0]
-        return self._known[name]
-
-    def check(self, world: int, name: str, directory: Path, **trainer: Any) -> None:
-        """Losses within 1e-4 on the same data, in fp32; shards and exports that are the checkpoint, before and after."""
-        start, wanted, ranks = checkpoint(self._teams.models[name]), self._reports(name), self._teams.of(world)
-        ranks.setup(name, micro_batch_tokens=40, **trainer)
-        assert_same(gathered(ranks, "bfloat16"), start)
-        reports = ranks.all("train", first=0, count=self.STEPS)
-        assert all(report == reports[0] for report in reports)
-        for mine, theirs in zip(reports[0], wanted, strict=True):
-            assert mine.keys() == theirs.keys()
-            for key, value in theirs.items():
-                assert mine[key] == pytest.approx(value, abs=1e-4, rel=1e-4), key
-        trained = gathered(ranks)
-        assert all(not torch.equal(trained[key], value) for key, value in start.items())
-        ranks.all("export", directory=directory / "exported")
-        assert_same(checkpoint(directory / "exported"), trained)
+def assert_twenty_steps_are_those_of_one_rank(
+    teams: Teams, world: int, name: str, directory: Path, **trainer: Any
+) -> None:
+    """Losses within 1e-4 of FSDP2's on the same data, in fp32; shards and exports that are the checkpoint, before and after."""
+    if name not in _alone:
+        with teams.new(1) as alone:
+            alone.setup(name, micro_batch_tokens=40)
+            (_alone[name],) = alone.all("train", first=0, count=20)
+    start, ranks = checkpoint(teams.models[name]), teams.of(world)
+    ranks.setup(name, micro_batch_tokens=40, **trainer)
+    assert_same(gathered(ranks, "bfloat16"), start)
+    reports = ranks.all("train", first=0, count=20)
+    assert all(report == reports[0] for report in reports)
+    for mine, theirs in zip(reports[0], _alone[name], strict=True):
+        assert mine.keys() == theirs.keys()
+        for key, value in theirs.items():
+            assert mine[key] == pytest.approx(value, abs=1e-4, rel=1e-4), key
+    trained = gathered(ranks)
+    assert all(not torch.equal(trained[key], value) for key, value in start.items())
+    ranks.all("export", directory=directory / "exported")
+    assert_same(checkpoint(directory / "exported"), trained)

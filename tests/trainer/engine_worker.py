@@ -171,14 +171,15 @@ class Worker:
         """Advance the random state."""
         return torch.rand(3).tolist()
 
-    def export(self, directory: str, dtype: str = "float32") -> None:
-        self._engine.export_hf(Path(directory), getattr(torch, dtype))
+    def export(self, directory: str) -> None:
+        self._engine.export_hf(Path(directory), torch.float32)
 
-    def fence(self, fail_at: int | None = None) -> dict[str, Any]:
+    def fence(self, fail_at: int | None = None, *, overflow: bool = False) -> dict[str, Any]:
         """One step that notes, at every call of the fence, what it names and what has changed by then.
 
-        With `fail_at`, that call raises.
+        With `fail_at`, that call raises; with `overflow`, an advantage is so large that no gradient can hold it.
         """
+        batch = TrainBatch((Sample((1,), (2, 3), (-4.0, -4.0), 3e38),) * 4) if overflow else make_batch(0)
         engine = self._engine
         live = [(shard.spec.name, shard.data) for shard in engine.local_shards(torch.float32) if shard.data.numel()]
         before = [data.clone() for _, data in live]
@@ -194,7 +195,7 @@ class Worker:
             if len(calls) - 1 == fail_at:
                 raise WeightlaneError("the fence failed.", part="test")
 
-        engine.forward_backward(make_batch(0), LOSSES["grpo"])
+        engine.forward_backward(batch, LOSSES["grpo"])
         error = ""
         try:
             engine.optim_step(before_change)
@@ -238,25 +239,6 @@ class Worker:
             bits = [(name, _bits(live[name]), _bits(twins[name])) for name in live]
             different.append([name for name, left, right in bits if not torch.equal(left, right)])
         return different
-
-    def overflow(self) -> dict[str, Any]:
-        """One step with an advantage whose gradient overflows."""
-        engine = self._engine
-        before = [shard.data.clone() for shard in engine.local_shards(torch.float32)]
-        batch = TrainBatch(tuple(Sample((1,), (2, 3), (-4.0, -4.0), 3e38) for _ in range(4)))
-        engine.forward_backward(batch, LOSSES["grpo"])
-        called: list[bool] = []
-        try:
-            engine.optim_step(lambda names: called.append(True))
-            error = ""
-        except WeightlaneError as cause:
-            error = cause.message
-        after = [shard.data for shard in engine.local_shards(torch.float32)]
-        return {
-            "error": error,
-            "fence_called": bool(called),
-            "unchanged": all(torch.equal(a, b) for a, b in zip(after, before, strict=True)),
-        }
 
     def limit_files(self, size: int | None) -> None:
         """Make writes beyond `size` bytes of a file fail; None lifts the limit."""

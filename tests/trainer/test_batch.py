@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -46,14 +47,8 @@ def test_ranks_run_equally_many_micro_batches_that_hold_every_token_once(
         assert rows == 1 or rows * length <= max_tokens
         assert micro.targets.shape == micro.loss_mask.shape == micro.rollout_logprobs.shape == micro.advantages.shape
         mask = micro.loss_mask
-        tokens.update(
-            zip(
-                micro.targets[mask].tolist(),
-                micro.rollout_logprobs[mask].tolist(),
-                micro.advantages[mask].tolist(),
-                strict=True,
-            )
-        )
+        parts = (micro.targets, micro.rollout_logprobs, micro.advantages)
+        tokens.update(zip(*(part[mask].tolist() for part in parts), strict=True))
         assert bool((micro.rollout_logprobs[~mask] == 0).all())
     expected = Counter(
         (token, logprob, sample.advantage)
@@ -77,19 +72,21 @@ def test_sequences_are_padded_on_the_right_and_targets_begin_at_the_first_comple
     assert micro.advantages.tolist() == [[0.0, 2.0, 0.0], [-1.0, -1.0, -1.0]]
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_logprob_that_is_not_finite_is_refused_by_name(value: float) -> None:
-    with pytest.raises(ProtocolError, match=rf"completion token 1 \(id 9\) is {value}"):
-        Sample((1,), (8, 9), (-1.0, value), 0.0)
+@pytest.mark.parametrize(
+    ("sample", "problem"),
+    [
+        *((((1,), (8, 9), (-1.0, x), 0.0), rf"token 1 \(id 9\) is {x}") for x in (math.nan, math.inf, -math.inf)),
+        (((1,), (2,), (-1.0,), math.nan), "advantage nan"),
+        (((1,), (2, 3), (-1.0,), 0.0), "2 completion tokens came with 1 log-probabilities"),
+        (((), (2,), (-1.0,), 0.0), "at least one prompt token and one completion token"),
+        (((1,), (), (), 0.0), "at least one prompt token and one completion token"),
+    ],
+)
+def test_a_malformed_sample_is_refused_by_name(sample: tuple[Any, ...], problem: str) -> None:
+    with pytest.raises(ProtocolError, match=problem):
+        Sample(*sample)
 
 
-def test_malformed_samples_are_refused() -> None:
-    with pytest.raises(ProtocolError, match="advantage nan"):
-        Sample((1,), (2,), (-1.0,), math.nan)
-    with pytest.raises(ProtocolError, match="2 completion tokens came with 1 log-probabilities"):
-        Sample((1,), (2, 3), (-1.0,), 0.0)
-    for prompt, completion in (((), (2,)), ((1,), ())):
-        with pytest.raises(ProtocolError, match="at least one prompt token and one completion token"):
-            Sample(prompt, completion, (-1.0,) * len(completion), 0.0)
+def test_a_batch_of_no_samples_is_refused() -> None:
     with pytest.raises(ProtocolError, match="at least one sample"):
         TrainBatch(())

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from engine_ranks import (
+    FSDP2_TP2,
     LEARNING_RATE,
     Teams,
     assert_fence_tells_of_changes,
     assert_same,
     checkpoint,
+    exhaustive,
     gathered,
 )
 from engine_worker import make_batch
@@ -61,7 +63,7 @@ def reference(path: Path, loss: str, steps: int, rows: int) -> tuple[list[float]
     return losses, norms, weights
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
+@pytest.mark.parametrize("world", [exhaustive(1), 2])
 @pytest.mark.parametrize(
     ("name", "loss", "rows", "extra"),
     [
@@ -160,6 +162,6 @@ def test_a_connection_that_gloo_loses_when_the_ranks_join_is_made_again_and_no_g
 ) -> None:
     with teams.new(2) as ranks:
         ranks.all("lose_first_connection")
-        ranks.setup("qwen3-tied", fsdp2={"tensor_parallel": 2})
+        ranks.setup("qwen3-tied", **FSDP2_TP2)
         ranks.all("train", first=0, count=1)
         assert ranks.all("group_timeouts") == [[HANG_S] * 3] * 2

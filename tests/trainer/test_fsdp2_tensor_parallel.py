@@ -6,33 +6,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_ranks import Parity, Teams, assert_same, gathered
+from engine_ranks import FSDP2_TP2, Teams, assert_same, assert_twenty_steps_are_those_of_one_rank, exhaustive, gathered
 
 from weightlane.ckpt_engines import ConfigError
 from weightlane.trainer.config import TrainerConfig
 from weightlane.trainer.fsdp2 import Fsdp2Engine
 
-TP2 = {"fsdp2": {"tensor_parallel": 2}}
-
 
 @pytest.mark.parametrize(
     ("world", "name"),
-    [
-        (2, "qwen3-moe"),
-        (4, "qwen3-tied"),
-        pytest.param(2, "llama-untied", marks=pytest.mark.exhaustive),
-        pytest.param(4, "qwen3-untied", marks=pytest.mark.exhaustive),
-    ],
+    [(2, "qwen3-moe"), (4, "qwen3-tied"), exhaustive(2, "llama-untied"), exhaustive(4, "qwen3-untied")],
 )
 def test_twenty_steps_are_those_of_one_rank_and_shards_are_the_checkpoint_before_and_after(
-    parity: Parity, tmp_path: Path, world: int, name: str
+    teams: Teams, tmp_path: Path, world: int, name: str
 ) -> None:
-    parity.check(world, name, tmp_path, **TP2)
+    assert_twenty_steps_are_those_of_one_rank(teams, world, name, tmp_path, **FSDP2_TP2)
 
 
 def test_a_saved_state_goes_on_without_tensor_parallelism(teams: Teams, tmp_path: Path) -> None:
     ranks = teams.of(2)
-    ranks.setup("qwen3-tied", **TP2)
+    ranks.setup("qwen3-tied", **FSDP2_TP2)
     ranks.all("train", first=0, count=2)
     ranks.all("save", directory=tmp_path / "state")
     weights = gathered(ranks)

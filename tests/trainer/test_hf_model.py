@@ -39,6 +39,10 @@ def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     path.write_text(json.dumps(data))
 
 
+def updated(name: str, **values: Any) -> Callable[[Path], None]:
+    return lambda model: edit(model / name, lambda data: data.update(values))
+
+
 def shards(model: Path) -> list[Path]:
     found = sorted(model.glob("*.safetensors"))
     assert len(found) > 1
@@ -57,18 +61,9 @@ def remove_weights(model: Path) -> None:
         path.unlink()
 
 
-def truncate(model: Path) -> None:
-    data = shards(model)[0].read_bytes()
-    shards(model)[0].write_bytes(data[:-10])
-
-
 def remove_tokenizer(model: Path) -> None:
     for path in model.glob("tokenizer*"):
         path.unlink()
-
-
-def grow_tokenizer(model: Path) -> None:
-    edit(model / "tokenizer.json", lambda data: data["model"]["vocab"].update({"huge": VOCAB}))
 
 
 def forget_eos(model: Path) -> None:
@@ -83,20 +78,20 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "config not JSON": (lambda m: (m / "config.json").write_text("{"), "config.json is not valid JSON"),
     "config not an object": (lambda m: (m / "config.json").write_text("[]"), "holds a list, not an object"),
     "config without a type": (lambda m: edit(m / "config.json", lambda d: d.pop("model_type")), "names no model_type"),
-    "config with bad values": (
-        lambda m: edit(m / "config.json", lambda d: d.update(num_hidden_layers="two")),
-        "transformers refuses",
-    ),
+    "config with bad values": (updated("config.json", num_hidden_layers="two"), "transformers refuses"),
     "not a language model": (
-        lambda m: edit(m / "config.json", lambda d: d.update(architectures=["Qwen3ForSequenceClassification"])),
+        updated("config.json", architectures=["Qwen3ForSequenceClassification"]),
         "Qwen3ForSequenceClassification, which transformers does not know as a causal language model",
     ),
     "unknown architecture": (
-        lambda m: edit(m / "config.json", lambda d: d.update(model_type="mine", architectures=["MineForCausalLM"])),
+        updated("config.json", model_type="mine", architectures=["MineForCausalLM"]),
         "holds a MineForCausalLM, which transformers does not know",
     ),
     "no weights": (remove_weights, "holds no weights"),
-    "truncated weights": (truncate, "it is truncated or damaged"),
+    "truncated weights": (
+        lambda m: shards(m)[0].write_bytes(shards(m)[0].read_bytes()[:-10]),
+        "it is truncated or damaged",
+    ),
     "empty weights": (lambda m: shards(m)[0].write_bytes(b""), "not a safetensors file, or was cut off"),
     "header not JSON": (
         lambda m: shards(m)[0].write_bytes(struct.pack("<Q", 4) + b"{{{{"),
@@ -108,7 +103,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "missing shard": (lambda m: shards(m)[1].unlink(), "lacks the weights file"),
     "index out of the folder": (
-        lambda m: edit(m / "model.safetensors.index.json", lambda d: d["weight_map"].update(x="../model/config.json")),
+        updated("model.safetensors.index.json", weight_map={"x": "../model/config.json"}),
         "lacks the weights file ../model/config.json",
     ),
     "index names a tensor that is not there": (
@@ -121,9 +116,12 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "no tokenizer": (remove_tokenizer, "has no tokenizer"),
     "broken tokenizer": (lambda m: (m / "tokenizer.json").write_text("{}"), "the tokenizer in .* cannot be loaded"),
-    "tokenizer too large": (grow_tokenizer, f"token 'huge' has id {VOCAB}, but the model's vocab_size is {VOCAB}"),
+    "tokenizer too large": (
+        lambda m: edit(m / "tokenizer.json", lambda d: d["model"]["vocab"].update({"huge": VOCAB})),
+        f"token 'huge' has id {VOCAB}, but the model's vocab_size is {VOCAB}",
+    ),
     "end token outside": (
-        lambda m: edit(m / "generation_config.json", lambda d: d.update(eos_token_id=[5, 77])),
+        updated("generation_config.json", eos_token_id=[5, 77]),
         f"the model ends on token 77, outside its vocab_size {VOCAB}",
     ),
     "no end token": (forget_eos, "names an end-of-sequence token"),

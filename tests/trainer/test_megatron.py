@@ -7,61 +7,61 @@ from typing import Any
 
 import pytest
 import torch
-from engine_ranks import Parity, Teams, assert_same, checkpoint, gathered
+from engine_ranks import (
+    Teams,
+    assert_same,
+    assert_twenty_steps_are_those_of_one_rank,
+    checkpoint,
+    exhaustive,
+    gathered,
+    megatron,
+)
 
 pytestmark = pytest.mark.megatron
 
-Layout = tuple[int, str, dict[str, Any]]
-
-# Every kind of parallelism is in one of these, and so are both optimizers, tied and untied embeddings, and experts.
-LAYOUTS: dict[str, Layout] = {
-    "dp2, distributed optimizer": (2, "qwen3-untied", {"distributed_optimizer": True}),
-    "pp2, vpp2, tied": (2, "qwen3-tied", {"pipeline_parallel": 2, "virtual_pipeline": 2}),
-    "tp2, pp2, tied": (4, "qwen3-tied", {"tensor_parallel": 2, "pipeline_parallel": 2}),
-    "tp2, ep2": (2, "qwen3-moe", {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}),
-}
-MORE_LAYOUTS: dict[str, Layout] = {
-    "one rank": (1, "qwen3-tied", {}),
-    "dp2": (2, "qwen3-tied", {}),
-    "tp2": (2, "llama-untied", {"tensor_parallel": 2}),
-    "tp2, sequence parallel": (2, "qwen3-tied", {"tensor_parallel": 2, "sequence_parallel": True}),
-    "pp2": (2, "qwen3-untied", {"pipeline_parallel": 2}),
-    "pp2, tied": (2, "qwen3-tied", {"pipeline_parallel": 2}),
-    "tp2, dp2, distributed optimizer": (4, "qwen3-tied", {"tensor_parallel": 2, "distributed_optimizer": True}),
-    "pp2, dp2, distributed optimizer, tied": (
-        4,
-        "qwen3-tied",
-        {"pipeline_parallel": 2, "distributed_optimizer": True},
-    ),
-    "experts, pp2": (2, "qwen3-moe", {"pipeline_parallel": 2}),
-    "ep2": (2, "qwen3-moe", {"expert_parallel": 2}),
-    "ep2, dp4, distributed optimizer": (4, "qwen3-moe", {"expert_parallel": 2, "distributed_optimizer": True}),
-}
+VPP = {"pipeline_parallel": 2, "virtual_pipeline": 2}
+TP_PP = {"tensor_parallel": 2, "pipeline_parallel": 2}
+TP_SP = {"tensor_parallel": 2, "sequence_parallel": True}
+PP_DP = {"pipeline_parallel": 2, "distributed_optimizer": True}
+EP_DP = {"expert_parallel": 2, "distributed_optimizer": True}
 
 
-def exhaustive(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.exhaustive)
-
-
-def megatron(layout: dict[str, Any], **trainer: Any) -> dict[str, Any]:
-    return {"engine": "megatron", "megatron": layout, **trainer}
-
-
-@pytest.mark.parametrize("layout", [*LAYOUTS, *map(exhaustive, MORE_LAYOUTS)])
+@pytest.mark.parametrize(
+    ("world", "name", "settings"),
+    [
+        # Every kind of parallelism is in one of the first four, and so are both optimizers, tied embeddings or not, and experts.
+        pytest.param(2, "qwen3-untied", {"distributed_optimizer": True}, id="dp2, distributed optimizer"),
+        pytest.param(2, "qwen3-tied", VPP, id="pp2, vpp2, tied"),
+        pytest.param(4, "qwen3-tied", TP_PP, id="tp2, pp2, tied"),
+        pytest.param(2, "qwen3-moe", {**TP_SP, "expert_parallel": 2}, id="tp2, ep2"),
+        exhaustive(1, "qwen3-tied", {}, id="one rank"),
+        exhaustive(2, "qwen3-tied", {}, id="dp2"),
+        exhaustive(2, "llama-untied", {"tensor_parallel": 2}, id="tp2"),
+        exhaustive(2, "qwen3-tied", TP_SP, id="tp2, sequence parallel"),
+        exhaustive(2, "qwen3-untied", {"pipeline_parallel": 2}, id="pp2"),
+        exhaustive(2, "qwen3-tied", {"pipeline_parallel": 2}, id="pp2, tied"),
+        exhaustive(
+            4, "qwen3-tied", {"tensor_parallel": 2, "distributed_optimizer": True}, id="tp2, dp2, distributed optimizer"
+        ),
+        exhaustive(4, "qwen3-tied", PP_DP, id="pp2, dp2, distributed optimizer, tied"),
+        exhaustive(2, "qwen3-moe", {"pipeline_parallel": 2}, id="experts, pp2"),
+        exhaustive(2, "qwen3-moe", {"expert_parallel": 2}, id="ep2"),
+        exhaustive(4, "qwen3-moe", EP_DP, id="ep2, dp4, distributed optimizer"),
+    ],
+)
 def test_twenty_steps_are_those_of_fsdp2_and_shards_are_the_checkpoint_before_and_after(
-    parity: Parity, tmp_path: Path, layout: str
+    teams: Teams, tmp_path: Path, world: int, name: str, settings: dict[str, Any]
 ) -> None:
-    world, name, settings = (LAYOUTS | MORE_LAYOUTS)[layout]
-    parity.check(world, name, tmp_path, **megatron(settings))
+    assert_twenty_steps_are_those_of_one_rank(teams, world, name, tmp_path, **megatron(settings))
 
 
 @pytest.mark.parametrize(
     ("world", "name", "settings"),
     [
         (2, "qwen3-tied", {"distributed_optimizer": True}),
-        (2, "qwen3-untied", {"pipeline_parallel": 2, "virtual_pipeline": 2}),
+        (2, "qwen3-untied", VPP),
         exhaustive(2, "qwen3-tied", {"tensor_parallel": 2}),
-        exhaustive(4, "qwen3-moe", {"expert_parallel": 2, "distributed_optimizer": True}),
+        exhaustive(4, "qwen3-moe", EP_DP),
     ],
     ids=["distributed optimizer", "vpp2", "tp2", "ep2, distributed optimizer"],
 )
@@ -110,8 +110,7 @@ def test_gradients_of_several_calls_add_up(teams: Teams) -> None:
 def test_recomputed_activations_give_the_same_gradients(teams: Teams) -> None:
     ranks, reports = teams.of(2), []
     for recompute in (False, True):
-        layout = {"tensor_parallel": 2, "sequence_parallel": True}
-        ranks.setup("qwen3-tied", **megatron(layout, activation_checkpointing=recompute))
+        ranks.setup("qwen3-tied", **megatron(TP_SP, activation_checkpointing=recompute))
         reports.append(ranks.all("train", first=0, count=2)[0])
     assert reports[0] == reports[1]
 
@@ -119,22 +118,14 @@ def test_recomputed_activations_give_the_same_gradients(teams: Teams) -> None:
 @pytest.mark.parametrize(
     ("name", "before", "after"),
     [
-        ("qwen3-tied", (4, {"tensor_parallel": 2, "pipeline_parallel": 2}), (2, {"distributed_optimizer": True})),
+        ("qwen3-tied", (4, TP_PP), (2, {"distributed_optimizer": True})),
         ("qwen3-moe", (2, {"expert_parallel": 2}), (2, {"pipeline_parallel": 2})),
-        exhaustive("qwen3-tied", (4, {"pipeline_parallel": 2, "distributed_optimizer": True}), (1, {})),
-        exhaustive(
-            "qwen3-untied",
-            (2, {"distributed_optimizer": True}),
-            (2, {"pipeline_parallel": 2, "virtual_pipeline": 2}),
-        ),
+        exhaustive("qwen3-tied", (4, PP_DP), (1, {})),
+        exhaustive("qwen3-untied", (2, {"distributed_optimizer": True}), (2, VPP)),
     ],
 )
 def test_a_saved_run_goes_on_in_another_layout_with_the_same_weights_and_moments(
-    teams: Teams,
-    tmp_path: Path,
-    name: str,
-    before: tuple[int, dict[str, Any]],
-    after: tuple[int, dict[str, Any]],
+    teams: Teams, tmp_path: Path, name: str, before: tuple[int, dict[str, Any]], after: tuple[int, dict[str, Any]]
 ) -> None:
     old, new = teams.of(before[0]), teams.of(after[0])
     old.setup(name, **megatron(before[1]))

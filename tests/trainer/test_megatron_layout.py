@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -21,19 +22,7 @@ from weightlane.trainer.megatron_names import Coordinates, ModelShape, checkpoin
 DENSE = ModelShape(
     layers=8, hidden=16, intermediate=24, heads=8, groups=4, head_dim=8, vocab=61, tied=False, qk_norm=True
 )
-EXPERTS = ModelShape(
-    layers=4,
-    hidden=16,
-    intermediate=0,
-    heads=8,
-    groups=4,
-    head_dim=8,
-    vocab=61,
-    tied=False,
-    qk_norm=True,
-    experts=6,
-    expert_intermediate=12,
-)
+EXPERTS = replace(DENSE, layers=4, intermediate=0, experts=6, expert_intermediate=12)
 
 
 @pytest.mark.parametrize(
@@ -123,6 +112,11 @@ def _local_shapes(model: ModelShape, tensor: int, expert: int) -> dict[str, tupl
     return shapes
 
 
+def index_of(piece: Any) -> tuple[slice, ...]:
+    """Where a piece lies in its checkpoint tensor."""
+    return tuple(slice(start, start + size) for start, size in zip(piece.starts, piece.box.shape, strict=True))
+
+
 @given(
     tensor=st.sampled_from([1, 2, 4]),
     groups_each=st.integers(1, 2),
@@ -136,19 +130,9 @@ def test_pieces_of_all_ranks_are_every_element_and_no_padding(
 ) -> None:
     """Sharded tensors once; those that every tensor parallel rank holds whole, once per rank."""
     groups = tensor * groups_each
-    model = ModelShape(
-        layers=1,
-        hidden=3,
-        intermediate=0 if expert else 2 * tensor,
-        heads=groups * heads_each,
-        groups=groups,
-        head_dim=2,
-        vocab=vocab,
-        tied=tied,
-        qk_norm=True,
-        experts=3 if expert else 0,
-        expert_intermediate=2,
-    )
+    sizes = {"layers": 1, "hidden": 3, "heads": groups * heads_each, "groups": groups, "head_dim": 2, "vocab": vocab}
+    blocks = {"intermediate": 0, "experts": 3, "expert_intermediate": 2} if expert else {"intermediate": 2 * tensor}
+    model = replace(DENSE, **sizes, **blocks, tied=tied)
     times = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in checkpoint_shapes(model).items()}
     ranks = [(t, e) for t in range(tensor) for e in range(expert or 1)]
     for tensor_rank, expert_rank in ranks:
@@ -157,7 +141,7 @@ def test_pieces_of_all_ranks_are_every_element_and_no_padding(
             used = torch.zeros(shape, dtype=torch.int32)
             for piece in pieces_of(name, shape, model, at):
                 used[piece.box.index] += 1
-                index = tuple(slice(s, s + n) for s, n in zip(piece.starts, piece.box.shape, strict=True))
+                index = index_of(piece)
                 assert times[piece.name][index].shape == piece.box.shape
                 times[piece.name][index] += 1
             assert used.max() <= 1
@@ -180,32 +164,25 @@ def test_a_parameter_of_another_model_has_no_place() -> None:
 _NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
 
 
-@pytest.fixture(scope="module", params=["Qwen3Bridge", "Qwen3MoEBridge"])
-def mbridge_class(request: pytest.FixtureRequest) -> Any:
-    """One of mbridge's conversions. It knows the names of TransformerEngine's layers; norms are layers of their own here."""
-    mbridge = pytest.importorskip("mbridge.models", exc_type=ImportError)
-    base = getattr(mbridge, request.param)
-
-    class Bridge(base):  # type: ignore[misc]
-        _OTHER_MAPPING: ClassVar = {name: [f"model.layers.{{layer_number}}.{hf}.weight"] for name, hf in _NORMS.items()}
-
-        def _weight_name_mapping_mlp(self, name: str) -> Any:
-            if "pre_mlp_layernorm" in name:
-                return self._weight_name_mapping_other(name)
-            return super()._weight_name_mapping_mlp(name)
-
-    return Bridge
-
-
 @pytest.mark.exhaustive
 @pytest.mark.megatron
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 @pytest.mark.filterwarnings("ignore::UserWarning:m(egatron|bridge).*")
-def test_names_and_layouts_are_those_of_mbridge(mbridge_class: Any, tensor: int) -> None:
+@pytest.mark.parametrize(("bridge_class", "model"), [("Qwen3Bridge", DENSE), ("Qwen3MoEBridge", EXPERTS)])
+def test_names_and_layouts_are_those_of_mbridge(bridge_class: str, model: ModelShape, tensor: int) -> None:
     """Parameters are filled by our pieces, merged and renamed by mbridge, and must be the checkpoint again."""
-    with_experts = "MoE" in mbridge_class.__mro__[1].__name__
-    model = EXPERTS if with_experts else DENSE
-    bridge = object.__new__(mbridge_class)  # its configuration is not asked for, only its conversions
+    bridges: Any = pytest.importorskip("mbridge.models", exc_type=ImportError)
+
+    class Bridge(getattr(bridges, bridge_class)):  # type: ignore[misc]
+        """It knows the names of TransformerEngine's layers; norms are layers of their own here."""
+
+        _OTHER_MAPPING: ClassVar = {name: [f"model.layers.{{layer_number}}.{hf}.weight"] for name, hf in _NORMS.items()}
+
+        def _weight_name_mapping_mlp(self, name: str) -> Any:
+            known = self._weight_name_mapping_other if "pre_mlp_layernorm" in name else super()._weight_name_mapping_mlp
+            return known(name)
+
+    bridge: Any = object.__new__(Bridge)  # its configuration is not asked for, only its conversions
     bridge.hf_config = SimpleNamespace(
         num_key_value_heads=model.groups,
         num_attention_heads=model.heads,
@@ -224,16 +201,13 @@ def test_names_and_layouts_are_those_of_mbridge(mbridge_class: Any, tensor: int)
         for rank in range(tensor):
             local = torch.zeros(shape)
             for piece in pieces_of(name, shape, model, Coordinates(rank, tensor)):
-                index = tuple(slice(s, s + n) for s, n in zip(piece.starts, piece.box.shape, strict=True))
-                local[piece.box.index] = checkpoint[piece.name][index]
+                local[piece.box.index] = checkpoint[piece.name][index_of(piece)]
             parts.append(local)
         theirs = re.sub(r"local_experts\.(\d+)\.(linear_fc\d)\.weight", r"\2.weight\1", name)
         whole = "norm" in name or "router" in name or "local_experts" in name
-        marked = SimpleNamespace(tensor_model_parallel=True, partition_dim=int(name.endswith(_BY_COLUMNS)))
+        by_columns = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
+        marked = SimpleNamespace(tensor_model_parallel=True, partition_dim=int(by_columns))
         merged = parts[0] if whole else bridge._weight_merge_across_tp(theirs, parts, marked)
         found.update(zip(*bridge._weight_to_hf_format(theirs, merged), strict=True))
     assert found.keys() == checkpoint.keys()
     assert [name for name in found if not torch.equal(found[name], checkpoint[name])] == []
-
-
-_BY_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from engine_ranks import TRAINER, Teams, assert_same, gathered
+from engine_ranks import TRAINER, Teams, assert_same, gathered, megatron
 from engine_worker import make_batch
 from waiting import HANG_S
 
@@ -38,9 +38,9 @@ def test_megatron_ranks_in_ray_train_and_save_as_plain_processes_do(
 
     asyncio.run(train())
     ranks = teams.of(2)
-    ranks.setup("qwen3-tied", engine="megatron", megatron={"tensor_parallel": 2})
+    ranks.setup("qwen3-tied", **megatron({"tensor_parallel": 2}))
     ranks.all("train", first=0, count=2)
     trained = gathered(ranks)
-    ranks.setup("qwen3-tied", engine="megatron", megatron={"tensor_parallel": 2})
+    ranks.setup("qwen3-tied", **megatron({"tensor_parallel": 2}))
     ranks.all("load", directory=tmp_path / "state")
     assert_same(gathered(ranks), trained)

@@ -7,28 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_ranks import Teams
+from engine_ranks import FSDP2_TP2, Teams, megatron
+from installed import install
 
 from weightlane.ckpt_engines import ConfigError, DeadlineExceededError
 from weightlane.trainer.config import TrainerConfig
 from weightlane.trainer.outlines import outlined_placements
 
-TP_EP = {"tensor_parallel": 2, "expert_parallel": 2, "sequence_parallel": True}
-PP = {"pipeline_parallel": 2, "virtual_pipeline": 2, "distributed_optimizer": True}
+TP_EP = megatron({"tensor_parallel": 2, "expert_parallel": 2, "sequence_parallel": True})
+PP = megatron({"pipeline_parallel": 2, "virtual_pipeline": 2, "distributed_optimizer": True}, compute_dtype="bfloat16")
 
 
 @pytest.mark.parametrize(
     ("model", "world", "trainer"),
     [
         ("qwen3-moe", 2, {"engine": "fsdp2"}),
-        ("qwen3-tied", 4, {"engine": "fsdp2", "fsdp2": {"tensor_parallel": 2}}),
-        pytest.param("qwen3-moe", 2, {"engine": "megatron", "megatron": TP_EP}, marks=pytest.mark.megatron),
-        pytest.param(
-            "qwen3-tied",
-            4,
-            {"engine": "megatron", "megatron": PP, "compute_dtype": "bfloat16"},
-            marks=pytest.mark.megatron,
-        ),
+        ("qwen3-tied", 4, FSDP2_TP2),
+        pytest.param("qwen3-moe", 2, TP_EP, marks=pytest.mark.megatron),
+        pytest.param("qwen3-tied", 4, PP, marks=pytest.mark.megatron),
     ],
     ids=["fsdp2", "fsdp2 over tensor parallelism", "tensors and experts", "pipeline and distributed optimizer"],
 )
@@ -52,15 +48,12 @@ def test_an_outline_is_made_in_a_process_of_its_own(teams: Teams) -> None:
 def test_an_engine_that_must_run_to_know_is_refused_in_its_own_words(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "theirs.py").write_text(
+    source = (
         "from weightlane.trainer.engine import TrainingEngine\n"
         "names = TrainingEngine.__abstractmethods__\n"
         "Theirs = type('Theirs', (TrainingEngine,), {name: None for name in names})\n"
     )
-    info = tmp_path / "theirs-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[weightlane.training_engines]\ntheirs = theirs:Theirs\n")
+    install(tmp_path, "theirs", source, "theirs = theirs:Theirs", "weightlane.training_engines")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(ConfigError, match="'theirs' cannot say what its ranks hold without running"):

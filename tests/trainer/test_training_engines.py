@@ -10,29 +10,32 @@ from typing import Any
 
 import pytest
 import torch
-from engine_ranks import VOCAB, Ranks, Teams, assert_fence_tells_of_changes, assert_same, checkpoint, gathered
+from engine_ranks import (
+    FSDP2_TP2,
+    VOCAB,
+    Ranks,
+    Teams,
+    assert_fence_tells_of_changes,
+    assert_same,
+    checkpoint,
+    gathered,
+    megatron,
+)
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from waiting import NEVER_S
-
-FSDP2_TP2 = {"fsdp2": {"tensor_parallel": 2}}
-
-
-def megatron(**settings: Any) -> dict[str, Any]:
-    return {"engine": "megatron", "megatron": settings}
-
 
 # Here every engine splits a model in each of the ways it can; what layouts compute is in test_fsdp2*.py and test_megatron.py.
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp2-2": (2, {}),
     "fsdp2-tp2": (2, FSDP2_TP2),
-    "megatron-dp2-distributed": (2, megatron(distributed_optimizer=True)),
-    "megatron-tp2-pp2": (4, megatron(tensor_parallel=2, pipeline_parallel=2)),
+    "megatron-dp2-distributed": (2, megatron({"distributed_optimizer": True})),
+    "megatron-tp2-pp2": (4, megatron({"tensor_parallel": 2, "pipeline_parallel": 2})),
 }
 MORE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp2-1": (1, {}),
     "fsdp2-2-tp2": (4, FSDP2_TP2),
-    "megatron-1": (1, megatron()),
-    "megatron-tp2": (2, megatron(tensor_parallel=2)),
+    "megatron-1": (1, megatron({})),
+    "megatron-tp2": (2, megatron({"tensor_parallel": 2})),
 }
 ALL_LAYOUTS = LAYOUTS | MORE_LAYOUTS
 
@@ -64,14 +67,14 @@ def setup(request: pytest.FixtureRequest, teams: Teams) -> Setup:
     return loaded
 
 
-def test_shards_are_the_checkpoint_bit_for_bit_and_an_export_of_trained_ones_loads_in_transformers(
+def test_shards_are_the_checkpoint_bit_for_bit_each_is_fenced_and_an_export_of_trained_ones_loads_in_transformers(
     setup: Setup, models: dict[str, Path], tmp_path: Path
 ) -> None:
     """Names as on disk: tied tensors once, fused ones one by one."""
     start, out = models["qwen3-tied"], tmp_path / "exported"
     ranks = setup("qwen3-tied", compute_dtype="bfloat16")
     assert_same(gathered(ranks, "bfloat16"), checkpoint(start))
-    ranks.all("train", first=0, count=1)
+    assert_fence_tells_of_changes(ranks, checkpoint(start))
     ranks.all("export", directory=out)
     trained = gathered(ranks)
     assert_same(checkpoint(out), trained)
@@ -89,7 +92,7 @@ def test_a_megatron_engine_that_is_closed_takes_its_process_groups_with_it(teams
     """It has dozens, whose threads poll; the worker closes an engine when the next one is set up."""
     ranks, threads = teams.of(2), []
     for _ in range(3):
-        ranks.setup("qwen3-tied", **megatron(tensor_parallel=2))
+        ranks.setup("qwen3-tied", **megatron({"tensor_parallel": 2}))
         ranks.all("train", first=0, count=1)
         threads.append(ranks.all("gloo_threads"))
     of_one_group = 3
@@ -130,24 +133,16 @@ def test_a_saved_run_continues_bit_for_bit_and_storage_never_moves(setup: Setup,
     assert_same(gathered(ranks), expected)
 
 
-def test_the_fence_names_every_checkpoint_tensor_once_and_before_it_changes(
-    setup: Setup, models: dict[str, Path]
-) -> None:
-    assert_fence_tells_of_changes(setup("qwen3-tied"), checkpoint(models["qwen3-tied"]))
-
-
 def test_a_step_whose_fence_fails_at_once_or_whose_gradient_is_not_finite_changes_nothing_on_any_rank(
-    setup: Setup,
+    setup: Setup, models: dict[str, Path]
 ) -> None:
     ranks = setup("qwen3-untied")
     for report in ranks.all("fence", fail_at=0):
-        assert report["changed"] == []
-        assert (report["error"], report["step"]) == ("the fence failed.", 0)
-    for report in ranks.all("overflow"):
+        assert (report["changed"], report["error"], report["step"]) == ([], "the fence failed.", 0)
+    for report in ranks.all("fence", overflow=True):
+        assert (report["changed"], report["calls"], report["step"]) == ([], [], 0)
         assert "gradient norm" in report["error"]
-        assert not report["fence_called"]
-        assert report["unchanged"]
-    ranks.all("train", first=0, count=1)
+    assert_fence_tells_of_changes(ranks, checkpoint(models["qwen3-untied"]))
 
 
 def test_a_directory_that_is_there_or_a_disk_that_is_full_fails_on_every_rank_and_leaves_nothing_behind(
