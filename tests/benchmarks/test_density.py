@@ -7,9 +7,7 @@ from types import ModuleType
 import torch
 
 
-def test_a_change_is_any_bit_of_the_wire_and_tied_weights_count_once(
-    density: ModuleType,
-) -> None:
+def test_a_change_is_any_bit_of_the_wire_and_tied_weights_count_once(density: ModuleType) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False))
     model[1].weight = model[0].weight
     weight = model[0].weight.detach().view(-1)
@@ -23,9 +21,7 @@ def test_a_change_is_any_bit_of_the_wire_and_tied_weights_count_once(
     assert density.changed_share(before, before) == 0.0
 
 
-def test_training_counts_every_step_and_leaves_the_prepared_model_alone(
-    density: ModuleType,
-) -> None:
+def test_training_counts_every_step_and_leaves_the_prepared_model_alone(density: ModuleType) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 8)
     kept = [parameter.clone() for parameter in model.parameters()]

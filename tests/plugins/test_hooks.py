@@ -166,10 +166,7 @@ def test_a_plugin_that_cannot_be_called_is_refused_with_the_reason_and_the_other
 
 def test_a_hook_that_does_not_exist_is_pointed_out_and_the_rest_is_called(caplog: pytest.LogCaptureFixture) -> None:
     heard: list[str] = []
-    methods = {
-        "version_comitted": lambda self: heard.append("never"),
-        "run_ended": lambda self: heard.append("ended"),
-    }
+    methods = {"version_comitted": lambda self: heard.append("never"), "run_ended": lambda self: heard.append("ended")}
     hooks = RunHooks()
     with caplog.at_level(logging.WARNING):
         assert hooks.register(plugin(**{name: hookimpl(method) for name, method in methods.items()}), "typo")

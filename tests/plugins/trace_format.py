@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 KEYS = {"X": {"dur"}, "i": {"s"}, "C": {"args"}, "M": {"args"}}
 METADATA = {"process_name", "process_labels", "process_sort_index", "thread_name", "thread_sort_index"}
 
@@ -28,12 +30,8 @@ class Trace:
 
     def spans(self, process: str, row: str) -> list[Span]:
         """The spans of one row (or of rows ``<row> 1``, ``<row> 2``, ...), by start."""
-        numbers = {number for number, name in self.processes.items() if name == process}
-        rows = {
-            key
-            for key, name in self.threads.items()
-            if key[0] in numbers and (name == row or name.rpartition(" ")[0] == row)
-        }
+        threads = ((key, name) for key, name in self.threads.items() if self.processes[key[0]] == process)
+        rows = {key for key, name in threads if row in (name, name.rpartition(" ")[0])}
         found = [
             Span(event["name"], event["ts"], event["ts"] + event["dur"], event["args"])
             for event in self.events
@@ -48,10 +46,7 @@ class Trace:
 def load(path: Path) -> Trace:
     """Read a trace and hold it against the format."""
 
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is no JSON")
-
-    document = json.loads(path.read_text(), parse_constant=refuse)
+    document = json.loads(path.read_text(), parse_constant=pytest.fail)
     assert document.keys() == {"traceEvents", "displayTimeUnit", "otherData"}
     assert document["displayTimeUnit"] in ("ms", "ns")
     events = document["traceEvents"]
