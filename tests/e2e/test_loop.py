@@ -146,12 +146,7 @@ class LiveRollout:
         return WorkerDiedError(f"{self.name} (process 9) died.", part="rollout replica", peer=self.name)
 
     async def generate_group(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        count: int,
-        max_new_tokens: int,
-        **_: Any,
+        self, prompt_ids: Sequence[int], *, count: int, max_new_tokens: int, **_: Any
     ) -> Sequence[Any]:
         version = self.version
         self.versions.append(version)
@@ -251,18 +246,18 @@ def test_a_reward_that_is_not_a_number_ends_the_run_with_its_own_error(
     assert "returned nan" in world.events[0]
 
 
-def test_a_process_that_died_is_named_rather_than_what_its_death_made_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightlane.trainer.loop._DEATH_NOTICE_S", NEVER_S)
-    world = World(fails_at_step=2)
-    with pytest.raises(WorkerDiedError, match="trainer rank 1"):
+@pytest.mark.parametrize(
+    ("died", "notice_s", "error", "said"),
+    [(True, NEVER_S, WorkerDiedError, "trainer rank 1"), (False, 0.02, PeerLostError, "the connection was reset")],
+)
+def test_a_process_that_died_is_named_rather_than_what_its_death_made_fail(
+    monkeypatch: pytest.MonkeyPatch, died: bool, notice_s: float, error: type[WeightlaneError], said: str
+) -> None:
+    monkeypatch.setattr("weightlane.trainer.loop._DEATH_NOTICE_S", notice_s)
+    world = World(fails_at_step=2, failure_is_a_death=died)
+    with pytest.raises(error, match=said):
         run(world, first_is_better)
     assert world.step == 2
-
-
-def test_a_failed_call_without_a_death_keeps_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightlane.trainer.loop._DEATH_NOTICE_S", 0.02)
-    with pytest.raises(PeerLostError, match="the connection was reset"):
-        run(World(fails_at_step=0, failure_is_a_death=False), first_is_better)
 
 
 # -- replicas that die --------------------------------------------------------------------------------------------------
@@ -336,7 +331,7 @@ def test_successors_can_die_too_and_are_counted() -> None:
     summary = run(world, first_is_better, succeed=successors(world), max_successors=2, steps=180)
     assert Counter(world.trained) == Counter({task.prompt: 30 for task in TASKS})
     assert [facts.get("joined", facts.get("lost")) for facts in world.told] == [
-        *("rollout-0", "rollout-0.1", "rollout-0.1", "rollout-0.2", "rollout-0.2"),
+        *("rollout-0", "rollout-0.1", "rollout-0.1", "rollout-0.2", "rollout-0.2")
     ]
     assert (summary.replicas_lost, summary.replicas_replaced) == (3, 2)
 
