@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from broken_wrappers import (
     HealthyGloo,
     Receiver,
     Sender,
+    broken,
     engine_with,
 )
 
@@ -35,76 +36,49 @@ from weightlane.ckpt_engines import (
     PeerLostError,
     ProtocolError,
     Topology,
-    WeightSender,
 )
+
+Call = Callable[..., Any]
 
 # --- time ------------------------------------------------------------------------------------------------------------
 
 
-def ignoring_the_deadline(side: type[Half], of: str) -> type[Half]:
-    """A half whose calls of that name know no deadline."""
-
-    class Patient(side):  # type: ignore[misc, valid-type]
-        def around(self, call: str, *arguments: Any) -> Any:
-            if call == of:
-                arguments = (*arguments[:-1], Deadline.after(FOREVER_S))
-            return super().around(call, *arguments)
-
-    return Patient
+def ignores_the_deadline(half: Half, call: Call, *arguments: Any) -> Any:
+    return call(*arguments[:-1], Deadline.after(FOREVER_S))
 
 
-class ConnectOfSenderIgnoresDeadline(Healthy):
-    sender = ignoring_the_deadline(Sender, "connect")
+ConnectOfSenderIgnoresDeadline = broken("sender.connect")(ignores_the_deadline)
+ConnectOfReceiverIgnoresDeadline = broken("receiver.connect")(ignores_the_deadline)
+SendIgnoresDeadline = broken("sender.send")(ignores_the_deadline)
+ReceiveOverGlooIgnoresDeadline = broken("receiver.receive", HealthyGloo)(ignores_the_deadline)
+ReclaimIgnoresDeadline = broken("sender.reclaim")(ignores_the_deadline)
 
 
-class ConnectOfReceiverIgnoresDeadline(Healthy):
-    receiver = ignoring_the_deadline(Receiver, "connect")
-
-
-class SendIgnoresDeadline(Healthy):
-    sender = ignoring_the_deadline(Sender, "send")
-
-
-class ReceiveOverGlooIgnoresDeadline(HealthyGloo):
-    receiver = ignoring_the_deadline(Receiver, "receive")
-
-
-class ReclaimIgnoresDeadline(Healthy):
-    sender = ignoring_the_deadline(Sender, "reclaim")
-
-
-@engine_with
-class AddsATimeoutOfItsOwn(Receiver):
+@broken("receiver.receive")
+def AddsATimeoutOfItsOwn(half: Half, receive: Call, bucket: Bucket, sender: str, deadline: Deadline) -> None:
     """Gives up long before the deadline."""
-
-    def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
-        super().receive(bucket, sender, Deadline.after(0.1))
+    receive(bucket, sender, Deadline.after(0.1))
 
 
-@engine_with
-class BlamesNobody(Sender):
+@broken("sender.send")
+def BlamesNobody(half: Half, send: Call, *arguments: Any) -> None:
     """The error does not say who was waited for."""
-
-    def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
-        try:
-            super().send(bucket, receivers, deadline)
-        except DeadlineExceededError:
-            raise DeadlineExceededError("too late.", part="sender") from None
+    try:
+        send(*arguments)
+    except DeadlineExceededError:
+        raise DeadlineExceededError("too late.", part="sender") from None
 
 
 class OfAnySession(Half):
     def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:
-        super().connect(replace(topology, session="any", key=b"any"), mailbox, deadline)
+        super().connect(replace(topology, session="any", key=b"any"), mailbox, deadline)  # type: ignore[misc]
 
 
 class LetsAnybodyIn(Healthy):
     """Does not look at the session."""
 
-    class sender(OfAnySession, Sender):  # noqa: N801
-        pass
-
-    class receiver(OfAnySession, Receiver):  # noqa: N801
-        pass
+    sender = type("AnySender", (OfAnySession, Sender), {})
+    receiver = type("AnyReceiver", (OfAnySession, Receiver), {})
 
 
 class OneCallAtATime(Half):
@@ -120,11 +94,8 @@ class OneCallAtATime(Half):
 class CloseWaitsForCalls(Healthy):
     """A lock around every call, which `close` takes too."""
 
-    class sender(OneCallAtATime, Sender):  # noqa: N801
-        pass
-
-    class receiver(OneCallAtATime, Receiver):  # noqa: N801
-        pass
+    sender = type("LockedSender", (OneCallAtATime, Sender), {})
+    receiver = type("LockedReceiver", (OneCallAtATime, Receiver), {})
 
 
 @engine_with
@@ -133,9 +104,9 @@ class ReopensWhenClosed(Sender):
 
     closed = False
 
-    def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:
+    def connect(self, *arguments: Any) -> None:
         if not self.closed:
-            super().connect(topology, mailbox, deadline)
+            super().connect(*arguments)
 
     def close(self) -> None:
         self.closed = True
@@ -145,80 +116,57 @@ class ReopensWhenClosed(Sender):
 # --- deaths ----------------------------------------------------------------------------------------------------------
 
 
-def hanging_when_a_peer_is_lost(side: type[Half], of: str) -> type[Half]:
-    """A half whose calls of that name do not come back when a peer dies."""
-
-    class Hanging(side):  # type: ignore[misc, valid-type]
-        def around(self, call: str, *arguments: Any) -> Any:
-            try:
-                return super().around(call, *arguments)
-            except PeerLostError:
-                if call != of:
-                    raise
-                time.sleep(FOREVER_S)
-
-    return Hanging
+def hangs_when_a_peer_is_lost(half: Half, call: Call, *arguments: Any) -> Any:
+    try:
+        return call(*arguments)
+    except PeerLostError:
+        time.sleep(FOREVER_S)
 
 
-class HangsInReceiveWhenTheSenderDies(Healthy):
-    receiver = hanging_when_a_peer_is_lost(Receiver, "receive")
+HangsInReceiveWhenTheSenderDies = broken("receiver.receive")(hangs_when_a_peer_is_lost)
+HangsInConnectWhenAReceiverDies = broken("sender.connect")(hangs_when_a_peer_is_lost)
+HangsInConnectWhenTheSenderDies = broken("receiver.connect")(hangs_when_a_peer_is_lost)
 
 
-class HangsInConnectWhenAReceiverDies(Healthy):
-    sender = hanging_when_a_peer_is_lost(Sender, "connect")
-
-
-class HangsInConnectWhenTheSenderDies(Healthy):
-    receiver = hanging_when_a_peer_is_lost(Receiver, "connect")
-
-
-@engine_with
-class IgnoresDeadReceivers(Sender):
+@broken("sender.send")
+def IgnoresDeadReceivers(half: Half, send: Call, *arguments: Any) -> None:
     """The others are served, and nobody learns of the loss."""
-
-    def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
-        with contextlib.suppress(PeerLostError):
-            super().send(bucket, receivers, deadline)
+    with contextlib.suppress(PeerLostError):
+        send(*arguments)
 
 
-@engine_with
-class TakesHalfABucketForAWhole(Receiver):
+@broken("receiver.receive")
+def TakesHalfABucketForAWhole(half: Half, receive: Call, bucket: Bucket, *rest: Any) -> None:
     """A sender that dies is taken for the end of the data."""
-
-    def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
-        with contextlib.suppress(PeerLostError):
-            super().receive(bucket, sender, deadline)
-            bucket.data[bucket.nbytes // 2 :] = 0
+    with contextlib.suppress(PeerLostError):
+        receive(bucket, *rest)
+        bucket.data[bucket.nbytes // 2 :] = 0
 
 
-@engine_with
-class NoticesDeathsAtTheDeadline(Sender):
-    def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
-        try:
-            super().send(bucket, receivers, deadline)
-        except PeerLostError:
-            time.sleep(max(0.0, deadline.remaining_s - 0.5))
-            raise
+@broken("sender.send")
+def NoticesDeathsAtTheDeadline(half: Half, send: Call, *arguments: Any) -> None:
+    try:
+        send(*arguments)
+    except PeerLostError:
+        time.sleep(0.9 * arguments[-1].remaining_s)
+        raise
 
 
-@engine_with
-class RaisesWhatItLikes(Receiver):
-    def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
-        try:
-            super().receive(bucket, sender, deadline)
-        except PeerLostError as error:
-            raise RuntimeError("NCCL error 6") from error
+@broken("receiver.receive")
+def RaisesWhatItLikes(half: Half, receive: Call, *arguments: Any) -> None:
+    try:
+        receive(*arguments)
+    except PeerLostError as error:
+        raise RuntimeError("NCCL error 6") from error
 
 
-@engine_with
-class ExitsTheProcess(Sender):
+@broken("sender.send")
+def ExitsTheProcess(half: Half, send: Call, *arguments: Any) -> None:
     """As a library does whose network error handler calls ``exit``."""
-
-    def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
-        try:
-            super().send(bucket, receivers, deadline)
-        except PeerLostError:
-            os._exit(1)
+    try:
+        send(*arguments)
+    except PeerLostError:
+        os._exit(1)
 
 
 @engine_with
@@ -227,8 +175,8 @@ class CloseWaitsForThePeer(Sender):
 
     sent = False
 
-    def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
-        super().send(bucket, receivers, deadline)
+    def send(self, *arguments: Any) -> None:
+        super().send(*arguments)
         self.sent = True
 
     def close(self) -> None:
@@ -242,37 +190,32 @@ class CloseWaitsForThePeer(Sender):
 _ports: list[socket.socket] = []
 
 
-@engine_with
-class LeaksWhatAProcessHolds(Sender):
+@broken("sender.connect")
+def LeaksWhatAProcessHolds(half: Half, connect: Call, *arguments: Any) -> None:
     """A descriptor, a port, a thread and a process with each connection."""
-
-    def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:
-        super().connect(topology, mailbox, deadline)
-        os.dup(0)
-        _ports.append(socket.create_server(("127.0.0.1", 0)))
-        threading.Thread(target=time.sleep, args=(FOREVER_S,), daemon=True).start()
-        subprocess.Popen(["cat"], stdin=subprocess.PIPE)  # ends with the process that leaked it
+    connect(*arguments)
+    os.dup(0)
+    _ports.append(socket.create_server(("127.0.0.1", 0)))
+    threading.Thread(target=time.sleep, args=(FOREVER_S,), daemon=True).start()
+    subprocess.Popen(["cat"], stdin=subprocess.PIPE)  # ends with the process that leaked it
 
 
-@engine_with
-class LeaksTemporaryFiles(Sender):
-    def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:
-        super().connect(topology, mailbox, deadline)
-        os.close(tempfile.mkstemp()[0])
+@broken("sender.connect")
+def LeaksTemporaryFiles(half: Half, connect: Call, *arguments: Any) -> None:
+    connect(*arguments)
+    os.close(tempfile.mkstemp()[0])
 
 
-@engine_with
-class LeaksSharedMemory(Sender):
+@broken("sender.connect")
+def LeaksSharedMemory(half: Half, connect: Call, *arguments: Any) -> None:
     """Names with `SHARED_MEMORY_PREFIX`, which its test removes."""
-
-    def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:
-        super().connect(topology, mailbox, deadline)
-        Path(f"/dev/shm/{SHARED_MEMORY_PREFIX}{secrets.token_hex(8)}").touch()
+    connect(*arguments)
+    Path(f"/dev/shm/{SHARED_MEMORY_PREFIX}{secrets.token_hex(8)}").touch()
 
 
 @engine_with
 class OpensAPortWhenMade(Sender):
-    def __init__(self, real: WeightSender) -> None:
+    def __init__(self, real: Any) -> None:
         super().__init__(real)
         self.listener = socket.create_server(("127.0.0.1", 0))
 
@@ -281,19 +224,15 @@ class OpensAPortWhenMade(Sender):
         self.listener.close()
 
 
-@engine_with
-class KeepsItsPortUnlessConnected(Sender):
-    def address(self) -> Address:
-        _ports.append(socket.create_server(("127.0.0.1", 0)))
-        return super().address()
+@broken("sender.address")
+def KeepsItsPortUnlessConnected(half: Half, address: Call) -> Address:
+    _ports.append(socket.create_server(("127.0.0.1", 0)))
+    return address()
 
 
-@engine_with
-class RaisesOnTheSecondClose(Receiver):
-    closed = False
-
-    def close(self) -> None:
-        super().close()
-        if self.closed:
-            raise ProtocolError("closed already.", part="receiver")
-        self.closed = True
+@broken("receiver.close")
+def RaisesOnTheSecondClose(half: Half, close: Call) -> None:
+    close()
+    if half.kept.setdefault("closed", 0):
+        raise ProtocolError("closed already.", part="receiver")
+    half.kept["closed"] = 1

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import torch
-
-from weightlane.ckpt_engines import (
-    Address,
-    Bucket,
-    Capabilities,
-    Deadline,
-    Mailbox,
-    Topology,
-    VersionFiles,
-    WeightReceiver,
-    WeightSender,
-)
+from weightlane.ckpt_engines import WeightReceiver, WeightSender
 from weightlane.ckpt_engines.filesystem import FilesystemEngine
 from weightlane.ckpt_engines.shm import ShmEngine
 from weightlane.ckpt_engines.torch_distributed import GlooEngine
@@ -32,56 +21,36 @@ class Half:
 
     def __init__(self, real: Any) -> None:
         self.real = real
+        self.kept: dict[Any, Any] = {}
+        """For what a defect remembers."""
 
     def around(self, call: str, *arguments: Any) -> Any:
-        """All of them come by here; a deadline is the last argument."""
+        """All calls come by here; a deadline is the last argument."""
         return getattr(self.real, call)(*arguments)
 
-    def address(self) -> Address:
-        return self.around("address")
 
-    def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:
-        self.around("connect", topology, mailbox, deadline)
+def _half(contract: type) -> type[Half]:
+    def handing_on(call: str) -> Callable[..., Any]:
+        return lambda self, *arguments: self.around(call, *arguments)
 
-    def close(self) -> None:
-        self.around("close")
-
-
-class Sender(Half, WeightSender):
-    def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
-        self.around("send", bucket, receivers, deadline)
-
-    def open_version(self, files: VersionFiles, deadline: Deadline) -> None:
-        self.around("open_version", files, deadline)
-
-    def commit_version(self, version: int, documents: Mapping[str, str], deadline: Deadline) -> None:
-        self.around("commit_version", version, documents, deadline)
-
-    def reclaim(self, version: int, deadline: Deadline) -> None:
-        self.around("reclaim", version, deadline)
+    calls = [name for name, _ in inspect.getmembers(contract, inspect.isfunction) if not name.startswith("_")]
+    return type(contract.__name__, (Half, contract), {call: handing_on(call) for call in calls})
 
 
-class Receiver(Half, WeightReceiver):
-    def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
-        self.around("receive", bucket, sender, deadline)
-
-    def view(self, version: int, index: int, nbytes: int, sender: str, deadline: Deadline) -> torch.Tensor:
-        return self.around("view", version, index, nbytes, sender, deadline)
-
-    def release(self, version: int, deadline: Deadline) -> None:
-        self.around("release", version, deadline)
+Sender: Any = _half(WeightSender)
+Receiver: Any = _half(WeightReceiver)
 
 
 class Wrapped:
     """Puts `sender` and `receiver` around an engine's halves."""
 
-    sender: ClassVar[type[Sender]] = Sender
-    receiver: ClassVar[type[Receiver]] = Receiver
+    sender: ClassVar[type[Half]] = Sender
+    receiver: ClassVar[type[Half]] = Receiver
 
-    def make_sender(self, name: str) -> WeightSender:
+    def make_sender(self, name: str) -> Any:
         return self.sender(super().make_sender(name))  # type: ignore[misc]
 
-    def make_receiver(self, name: str) -> WeightReceiver:
+    def make_receiver(self, name: str) -> Any:
         return self.receiver(super().make_receiver(name))  # type: ignore[misc]
 
 
@@ -97,14 +66,25 @@ class HealthyStore(Wrapped, FilesystemEngine):
     """Passes everything."""
 
 
-HEALTHY = (Healthy, HealthyGloo, HealthyStore)
-
-
-def engine_with(half: type[Half]) -> type[Healthy]:
+def engine_with(half: type[Half], of: type = Healthy) -> type:
     """The healthy engine with `half` in the place of its sender or its receiver. Decorates that half."""
-    side = "sender" if issubclass(half, Sender) else "receiver"
-    return type(half.__name__, (Healthy,), {"__doc__": half.__doc__, side: half})
+    return type(half.__name__, (of,), {"sender" if issubclass(half, Sender) else "receiver": half})
 
 
-def declared(**changes: Any) -> Capabilities:
-    return replace(Healthy.capabilities, **changes)
+def broken(call: str, of: type = Healthy) -> Callable[[Callable[..., Any]], type]:
+    """Decorates what a half does at `call`, such as ``sender.send``: of the half, the right call, and its arguments."""
+    side, _, name = call.partition(".")
+
+    def engine(does: Callable[..., Any]) -> type:
+        def method(self: Half, *arguments: Any) -> Any:
+            return does(self, getattr(super(half, self), name), *arguments)
+
+        half = type(does.__name__, (getattr(of, side),), {name: method})
+        return engine_with(half, of)
+
+    return engine
+
+
+def declaring(of: type[Any] = Healthy, **changes: Any) -> type:
+    """The healthy engine with other capabilities."""
+    return type("Declaring", (of,), {"capabilities": replace(of.capabilities, **changes)})

@@ -31,6 +31,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     return Place(str(tmp_path / "store") if request.param == "local" else f"memory://{uuid.uuid4().hex}", {})
 
 
-@pytest.fixture(autouse=True)
-def _earlier_mappings() -> None:
+@pytest.fixture
+def earlier_mappings() -> None:
+    """Set aside what this process maps already; not for every test, because it collects garbage."""
     sessions.earlier_mappings = set(sessions.mapping_lines())

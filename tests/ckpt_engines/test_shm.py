@@ -37,6 +37,8 @@ from weightlane.ckpt_engines.conformance.payload import Parcel
 from weightlane.ckpt_engines.conformance.pool import RemoteHalf
 from weightlane.ckpt_engines.json_line import Line
 
+pytestmark = pytest.mark.usefixtures("earlier_mappings")
+
 MIB = 1 << 20
 CPU = torch.device("cpu")
 

@@ -25,6 +25,8 @@ from weightlane.ckpt_engines import (
 )
 from weightlane.ckpt_engines._segment_engine import SegmentEngine
 
+pytestmark = pytest.mark.usefixtures("earlier_mappings")
+
 MIB = 1 << 20
 CPU = torch.device("cpu")
 NAMES = ("a", "b")
