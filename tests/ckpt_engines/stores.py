@@ -8,7 +8,7 @@ from typing import Any
 
 import fsspec
 import torch
-from waiting import HANG_S
+from sessions import soon
 
 from weightlane.ckpt_engines import (
     Bucket,
@@ -48,24 +48,20 @@ opened: list[WeightSender | WeightReceiver] = []
 """Halves of the running test, which are closed behind it."""
 
 
-def within(seconds: float = HANG_S) -> Deadline:
-    return Deadline.after(seconds)
-
-
 def connect_sender(
     options: dict[str, Any], session: str = "session-1", deadline: Deadline | None = None
 ) -> tuple[WeightSender, Topology]:
     sender = CheckpointEngineRegistry().create("filesystem", options).make_sender("trainer")
     opened.append(sender)
     topology = Topology(session, {"trainer": sender.address()}, {})
-    sender.connect(topology, None, deadline or within())
+    sender.connect(topology, None, deadline or soon())
     return sender, topology
 
 
 def connect_receiver(options: dict[str, Any], topology: Topology) -> WeightReceiver:
     receiver = CheckpointEngineRegistry().create("filesystem", options).make_receiver("rollout")
     opened.append(receiver)
-    receiver.connect(topology, None, within())
+    receiver.connect(topology, None, soon())
     return receiver
 
 
@@ -81,13 +77,13 @@ def content(version: int, index: int, nbytes: int) -> torch.Tensor:
 
 def send(sender: WeightSender, version: int, index: int, nbytes: int) -> torch.Tensor:
     data = content(version, index, nbytes)
-    sender.send(Bucket(version, index, data.clone()), ["rollout"], within())
+    sender.send(Bucket(version, index, data.clone()), ["rollout"], soon())
     return data
 
 
 def received(receiver: WeightReceiver, version: int, index: int, nbytes: int) -> torch.Tensor:
     data = torch.full((nbytes,), 0x55, dtype=torch.uint8)
-    receiver.receive(Bucket(version, index, data), "trainer", within())
+    receiver.receive(Bucket(version, index, data), "trainer", soon())
     return data
 
 
@@ -99,11 +95,11 @@ def prefix(nbytes: int) -> bytes:
 def publish(sender: WeightSender, version: int, *sizes: int, commit: bool = True) -> None:
     """A whole version as the framework sends it."""
     prefixes = [prefix(nbytes) for nbytes in sizes]
-    sender.open_version(VersionFiles(version, prefixes, {"about.json": f"[{version}]"}), within())
+    sender.open_version(VersionFiles(version, prefixes, {"about.json": f"[{version}]"}), soon())
     for index, nbytes in enumerate(sizes):
         send(sender, version, index, nbytes)
     if commit:
-        sender.commit_version(version, {"checksums.json": str(version)}, within())
+        sender.commit_version(version, {"checksums.json": str(version)}, soon())
 
 
 def version_files(directory: str, buckets: int, *, committed: bool = True) -> list[str]:

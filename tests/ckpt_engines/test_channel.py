@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import socket
 import struct
-import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from sessions import Session, soon
+from sessions import Session, answer_once, frame, soon
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import (
@@ -27,10 +26,6 @@ from weightlane.ckpt_engines.toolkit import Door, dial_senders
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 SESSION = "session-1"
-
-
-def frame(body: bytes) -> bytes:
-    return struct.pack("<I", len(body)) + body
 
 
 class Lobby:
@@ -123,29 +118,11 @@ def test_a_sender_without_the_key_is_not_believed(lobby: Callable[[bytes], Lobby
             one.result(HANG_S)
 
 
-class Recorder:
-    """Something that took a sender's place: notes the hello and answers what it is told to."""
-
-    def __init__(self, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        self.listener = listen_tcp("127.0.0.1")
-        self.hello = b""
-        self._answer = answer
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def _serve(self) -> None:
-        sock, _ = self.listener.accept()
-        with sock:
-            while len(self.hello) < 4 or len(self.hello) < 4 + struct.unpack_from("<I", self.hello)[0]:
-                self.hello += sock.recv(65536)
-            sock.sendall(frame(json.dumps(self._answer(json.loads(self.hello[4:]))).encode()))
-            sock.recv(1)
-
-    def hear(self, life: Lifecycle, name: str, key: bytes) -> None:
-        address = self.listener.getsockname()
-        try:
-            dial(address, life, soon(), session=SESSION, name=name, peer="s", key=key)
-        finally:
-            self.listener.close()
+def dial_impostor(life: Lifecycle, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """As receiver `a` dial something that took the sender's place and gives that answer to a hello."""
+    with listen_tcp("127.0.0.1") as listener, ThreadPoolExecutor(1) as threads:
+        threads.submit(answer_once, listener, lambda hello: frame(json.dumps(answer(json.loads(hello))).encode()))
+        dial(listener.getsockname(), life, soon(), session=SESSION, name="a", peer="s", key=KEY)
 
 
 def test_an_impostor_can_neither_make_up_nor_repeat_nor_mirror_the_senders_proof(
@@ -171,23 +148,23 @@ def test_an_impostor_can_neither_make_up_nor_repeat_nor_mirror_the_senders_proof
     ]
     for answer in answers:
         with pytest.raises(ProtocolError, match="does not know"):
-            Recorder(answer).hear(sender.life, "a", KEY)
+            dial_impostor(sender.life, answer)
     assert len(recorded[0]["proof"]) == 64
 
 
 def test_a_recorded_hello_opens_no_other_session_and_not_the_same_one_twice(lobby: Callable[[bytes], Lobby]) -> None:
     sender, next_session = lobby(KEY), lobby(OTHER_KEY)
-    recorder = Recorder(lambda _: {})
+    recorded: dict[str, Any] = {}
     with pytest.raises(ProtocolError):
-        recorder.hear(sender.life, "a", KEY)
-    assert KEY not in recorder.hello
-    assert KEY.hex().encode() not in recorder.hello
-    assert "did not prove" in refusal(next_session.stranger(recorder.hello))
-    renamed = json.loads(recorder.hello[4:]) | {"name": "b"}
-    assert "did not prove" in refusal(sender.stranger(frame(json.dumps(renamed).encode())))
-    first = sender.stranger(recorder.hello)
+        dial_impostor(sender.life, lambda hello: recorded.update(hello) or {})
+    hello, renamed = (frame(json.dumps(recorded | changes).encode()) for changes in ({}, {"name": "b"}))
+    assert KEY not in hello
+    assert KEY.hex().encode() not in hello
+    assert "did not prove" in refusal(next_session.stranger(hello))
+    assert "did not prove" in refusal(sender.stranger(renamed))
+    first = sender.stranger(hello)
     assert b"proof" in first.recv(65536)
-    assert "connected already" in refusal(sender.stranger(recorder.hello))
+    assert "connected already" in refusal(sender.stranger(hello))
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,12 @@ import hashlib
 import hmac
 import re
 import struct
-from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
-from waiting import HANG_S
+from sessions import Session
 
-from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError, Deadline, ProtocolError, Topology
+from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError, ProtocolError
 from weightlane.ckpt_engines.mac import derive_key, new_secret, proof, proves, sign, verify
 from weightlane.sync import Rendezvous
 
@@ -88,16 +87,8 @@ def test_by_default_nothing_listens_beyond_this_machine() -> None:
     before = listening()
     rendezvous = Rendezvous.host()
     engine = CheckpointEngineRegistry().create("gloo")
-    sender, receiver = engine.make_sender("s"), engine.make_receiver("r")
-    topology = Topology(
-        "session", {"s": sender.address()}, {"r": receiver.address()}, rendezvous.session_key("session")
-    )
-    with ThreadPoolExecutor(1) as threads:
-        joining = threads.submit(receiver.connect, topology, rendezvous.mailbox("s"), Deadline.after(HANG_S))
-        sender.connect(topology, rendezvous.mailbox("s"), Deadline.after(HANG_S))
-        joining.result(HANG_S)
+    session = Session(engine, "r")
     opened = listening() - before
-    sender.close()
-    receiver.close()
+    session.close()
     assert rendezvous.address.port in {port for _, port in opened}
     assert {host for host, _ in opened} == {"127.0.0.1"}

@@ -14,7 +14,6 @@ import tempfile
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
+from sessions import answer_once, frame, soon
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import (
     Bucket,
     CheckpointEngineRegistry,
-    Deadline,
     ProtocolError,
     StagingMemoryError,
     Topology,
@@ -335,23 +334,19 @@ def ends() -> Iterator[Callable[[bytes], Channel]]:
     life.close()
 
 
-def frame(body: bytes) -> bytes:
-    return struct.pack("<I", len(body)) + body
-
-
 ANNOUNCED = {"version": 1, "index": 0, "nbytes": 4, "segment": 0, "offset": 0}
 
 
 def test_frames_and_announcements_are_read_or_refused(ends: Callable[[bytes], Channel]) -> None:
     bucket = Bucket(1, 0, torch.zeros(4, dtype=torch.uint8))
     valid = frame(json.dumps(ANNOUNCED).encode())
-    assert expect(ends(valid), bucket, Deadline.after(HANG_S)) == ANNOUNCED
+    assert expect(ends(valid), bucket, soon()) == ANNOUNCED
 
     @fuzzed(150)
     @given(mutated_bytes(valid) | mutated(ANNOUNCED))
     def fuzz(changed: Any) -> None:
         sent = changed if isinstance(changed, bytes) else frame(json.dumps(changed).encode())
-        survives(lambda: expect(ends(sent), bucket, Deadline.after(HANG_S)))
+        survives(lambda: expect(ends(sent), bucket, soon()))
 
     fuzz()
 
@@ -371,14 +366,14 @@ def test_a_hostile_sender_of_shared_memory_gets_nothing_but_typed_errors(socket_
         unsealed = os.memfd_create("weightlane-test")
         os.truncate(unsealed, 4096)
         answer = frame(b"{}") + frame(json.dumps(plain).encode())
-        serving = threading.Thread(target=answer_once, args=(listener, answer, unsealed))
+        serving = threading.Thread(target=answer_once, args=(listener, lambda _: answer, unsealed))
         serving.start()
         try:
-            receiver.connect(topology, None, Deadline.after(HANG_S))  # type: ignore[arg-type]
+            receiver.connect(topology, None, soon())  # type: ignore[arg-type]
             if view:
-                receiver.view(1, 0, 4, "s", Deadline.after(HANG_S))
+                receiver.view(1, 0, 4, "s", soon())
             else:
-                receiver.receive(Bucket(1, 0, torch.zeros(4, dtype=torch.uint8)), "s", Deadline.after(HANG_S))
+                receiver.receive(Bucket(1, 0, torch.zeros(4, dtype=torch.uint8)), "s", soon())
         finally:
             receiver.close()
             serving.join()
@@ -401,19 +396,6 @@ def test_a_hostile_sender_of_shared_memory_gets_nothing_but_typed_errors(socket_
     listener.close()
 
 
-def answer_once(listener: socket.socket, answer: bytes, descriptor: int) -> None:
-    """Accept one connection, read the hello, answer, pass a descriptor and hang up."""
-    sock, _ = listener.accept()
-    with sock, suppress(OSError):
-        (length,) = struct.unpack("<I", sock.recv(4, socket.MSG_WAITALL))
-        sock.recv(length, socket.MSG_WAITALL)
-        sock.sendall(answer)
-        socket.send_fds(sock, [b"\0"], [descriptor])
-        sock.shutdown(socket.SHUT_WR)
-        while sock.recv(65536):
-            pass
-
-
 @pytest.fixture(scope="module")
 def rendezvous() -> Rendezvous:
     return Rendezvous.host()
@@ -431,24 +413,24 @@ def test_a_mailbox_gives_back_what_a_member_put_there_and_refuses_everything_els
         store.set("key", changed)
         if changed != signed:
             with pytest.raises(ProtocolError):
-                mailbox.get("key", Deadline.after(HANG_S))
+                mailbox.get("key", soon())
 
     @fuzzed(80)
     @given(mutated_bytes(b'{"a": 1}'))
     def malformed(body: bytes) -> None:
         store.set("key", sign(rendezvous.address.secret, context, body))
-        survives(lambda: mailbox.get("key", Deadline.after(HANG_S)))
+        survives(lambda: mailbox.get("key", soon()))
 
     forged()
     malformed()
     store.set("key", sign(rendezvous.address.secret, context, b"[" * 100_000))
     with pytest.raises(ProtocolError):
-        mailbox.get("key", Deadline.after(HANG_S))
+        mailbox.get("key", soon())
     mailbox.put("key", {"a": 1})
-    assert mailbox.get("key", Deadline.after(HANG_S)) == {"a": 1}
+    assert mailbox.get("key", soon()) == {"a": 1}
     store.set("other", signed)  # a value moved to another key
     with pytest.raises(ProtocolError):
-        mailbox.get("other", Deadline.after(HANG_S))
+        mailbox.get("other", soon())
 
 
 def test_an_inbox_drops_what_no_member_signed_and_refuses_what_is_no_message(rendezvous: Rendezvous) -> None:
@@ -461,19 +443,19 @@ def test_an_inbox_drops_what_no_member_signed_and_refuses_what_is_no_message(ren
         if changed != signed:
             store.queue_push("inbox/a", changed)
         store.queue_push("inbox/a", signed)
-        assert inbox.get(Deadline.after(HANG_S)) == Stop()
+        assert inbox.get(soon()) == Stop()
 
     @fuzzed(80)
     @given(mutated_bytes(b'{"type": "stop"}'))
     def malformed(body: bytes) -> None:
         store.queue_push("inbox/a", sign(rendezvous.address.secret, "inbox/a", body))
-        survives(lambda: inbox.get(Deadline.after(HANG_S)))
+        survives(lambda: inbox.get(soon()))
 
     forged()
     malformed()
     store.queue_push("inbox/a", sign(rendezvous.address.secret, "inbox/b", encode(Stop())))  # meant for another inbox
     store.queue_push("inbox/a", signed)
-    assert inbox.get(Deadline.after(HANG_S)) == Stop()
+    assert inbox.get(soon()) == Stop()
     assert inbox.get_nowait() is None
 
 

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from waiting import HANG_S
+from sessions import soon
 
 from weightlane.ckpt_engines import (
     Bucket,
     CheckpointEngineRegistry,
     ConfigError,
-    Deadline,
     ProtocolError,
     StorageError,
     Topology,
@@ -70,7 +69,7 @@ def test_a_session(store: Path, name: str, side: str) -> None:
     engine = CheckpointEngineRegistry().create("filesystem", {"path": str(store)})
     half = engine.make_sender("s") if side == "sender" else engine.make_receiver("r")
     with pytest.raises(ProtocolError, match="not a session name"):
-        half.connect(Topology(name, {"s": {}}, {"r": {}}), None, Deadline.after(HANG_S))  # type: ignore[arg-type]
+        half.connect(Topology(name, {"s": {}}, {"r": {}}), None, soon())  # type: ignore[arg-type]
     half.close()
     assert not store.exists() or not list(store.iterdir())
 
@@ -81,11 +80,11 @@ def test_a_sender(store: Path, name: str) -> None:
     engine = CheckpointEngineRegistry().create("filesystem", {"path": str(store)})
     sender, receiver = engine.make_sender(name), engine.make_receiver("r")
     topology = Topology("session", {name: sender.address()}, {"r": {}})
-    sender.connect(topology, None, Deadline.after(HANG_S))  # type: ignore[arg-type]
-    receiver.connect(topology, None, Deadline.after(HANG_S))  # type: ignore[arg-type]
-    sender.send(Bucket(1, 0, torch.ones(3, dtype=torch.uint8)), ["r"], Deadline.after(HANG_S))
+    sender.connect(topology, None, soon())  # type: ignore[arg-type]
+    receiver.connect(topology, None, soon())  # type: ignore[arg-type]
+    sender.send(Bucket(1, 0, torch.ones(3, dtype=torch.uint8)), ["r"], soon())
     received = Bucket(1, 0, torch.zeros(3, dtype=torch.uint8))
-    receiver.receive(received, name, Deadline.after(HANG_S))
+    receiver.receive(received, name, soon())
     assert received.data.all()
     assert {path.name for path in (store / "session").iterdir()} == {"sender-0"}
     sender.close()
@@ -96,10 +95,13 @@ def test_a_sender(store: Path, name: str) -> None:
 def test_a_document_of_a_version(store: Path, name: str) -> None:
     engine = CheckpointEngineRegistry().create("filesystem", {"path": str(store)})
     sender = engine.make_sender("s")
-    sender.connect(Topology("session", {"s": sender.address()}, {}), None, Deadline.after(HANG_S))  # type: ignore[arg-type]
+    sender.connect(Topology("session", {"s": sender.address()}, {}), None, soon())  # type: ignore[arg-type]
     with pytest.raises(ProtocolError):
-        sender.open_version(VersionFiles(1, [b""], {name: "text"}), Deadline.after(HANG_S))
+        sender.open_version(VersionFiles(1, [b""], {name: "text"}), soon())
+    with pytest.raises(ProtocolError, match="name of a document"):
+        sender.commit_version(2, {name: "text"}, soon())
     sender.close()
+    assert not list(store.iterdir())
 
 
 @names(["../../x", "/etc", "run-1/sender-0/../v1", "run-1/sender-0/v1/..", "run-1/sender-0/v1\n", "", "run-1", "nul\0"])
@@ -126,8 +128,8 @@ def test_a_path_of_the_configuration(option: str, name: str, socket_dir: Path) -
 def use(engine: str, options: dict[str, Any]) -> None:
     sender = CheckpointEngineRegistry().create(engine, options).make_sender("s")
     try:
-        sender.connect(Topology("session", {"s": sender.address()}, {}), None, Deadline.after(HANG_S))  # type: ignore[arg-type]
-        sender.send(Bucket(1, 0, torch.ones(3, dtype=torch.uint8)), [], Deadline.after(HANG_S))
+        sender.connect(Topology("session", {"s": sender.address()}, {}), None, soon())  # type: ignore[arg-type]
+        sender.send(Bucket(1, 0, torch.ones(3, dtype=torch.uint8)), [], soon())
     finally:
         sender.close()
 

@@ -10,7 +10,6 @@ import os
 import pickle
 import shutil
 import socket
-import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from sessions import Session, answer_once, frame, soon
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import (
@@ -25,7 +25,6 @@ from weightlane.ckpt_engines import (
     CheckpointEngineRegistry,
     ConfigError,
     CorruptBucketError,
-    Deadline,
     ProtocolError,
     Topology,
     WeightlaneError,
@@ -196,19 +195,19 @@ def test_inboxes_and_mailboxes(crater: Path) -> None:
     for bomb in bombs(crater):
         store.queue_push("inbox/a", bomb)  # nobody signed it: dropped
         store.queue_push("inbox/a", sign(secret, "inbox/a", encode(Stop())))
-        assert inbox.get(Deadline.after(HANG_S)) == Stop()
+        assert inbox.get(soon()) == Stop()
         store.queue_push("inbox/a", sign(secret, "inbox/a", bomb))
         with pytest.raises(ProtocolError):
-            inbox.get(Deadline.after(HANG_S))
+            inbox.get(soon())
         rendezvous.store("mailbox/s").set("key", bomb)
         with pytest.raises(ProtocolError):
-            mailbox.get("key", Deadline.after(HANG_S))
+            mailbox.get("key", soon())
         rendezvous.store("mailbox/s").set("key", sign(secret, "mailbox/s/key", bomb))
         if bomb.startswith(b"{"):
-            assert set(mailbox.get("key", Deadline.after(HANG_S))) == {"py/reduce"}
+            assert set(mailbox.get("key", soon())) == {"py/reduce"}
         else:
             with pytest.raises(ProtocolError):
-                mailbox.get("key", Deadline.after(HANG_S))
+                mailbox.get("key", soon())
 
 
 @pytest.mark.parametrize("engine_name", ["gloo", "shm"])
@@ -216,26 +215,16 @@ def test_control_sockets_of_senders(engine_name: str, crater: Path, socket_dir: 
     engine = CheckpointEngineRegistry().create(
         engine_name, {} if engine_name == "gloo" else {"socket_dir": str(socket_dir)}
     )
-    sender, receiver = engine.make_sender("s"), engine.make_receiver("r")
-    address = sender.address()
-    topology = Topology("session", {"s": address}, {"r": receiver.address()}, key=b"key")
-    with ThreadPoolExecutor(1) as threads:
-        connecting = threads.submit(sender.connect, topology, None, Deadline.after(HANG_S))  # type: ignore[arg-type]
-        for bomb in bombs(crater):
-            for sent in (bomb + b"\0" * 70_000, struct.pack("<I", len(bomb)) + bomb):
-                answer = knock(address, sent, socket_dir)
-                assert b"refused" in answer or answer == b""
-        receiver.connect(topology, None, Deadline.after(HANG_S))  # type: ignore[arg-type]
-        connecting.result(HANG_S)
-        sending = threads.submit(
-            sender.send, Bucket(1, 0, torch.ones(5, dtype=torch.uint8)), ["r"], Deadline.after(HANG_S)
-        )
-        received = Bucket(1, 0, torch.zeros(5, dtype=torch.uint8))
-        receiver.receive(received, "s", Deadline.after(HANG_S))
-        sending.result(HANG_S)
-        assert received.data.all()
-    sender.close()
-    receiver.close()
+    session = Session(engine, "r", connect=False)
+    connecting = session.threads.submit(session.sender.connect, session.topology, None, soon())
+    for bomb in bombs(crater):
+        for sent in (bomb + b"\0" * 70_000, frame(bomb)):
+            answer = knock(session.topology.senders["s"], sent, socket_dir)
+            assert b"refused" in answer or answer == b""
+    session.receivers["r"].connect(session.topology, None, soon())
+    connecting.result(HANG_S)
+    assert session.deliver(1, torch.ones(5, dtype=torch.uint8)).tolist() == [1] * 5
+    session.close()
 
 
 def knock(address: Any, sent: bytes, socket_dir: Path) -> bytes:
@@ -267,20 +256,11 @@ def test_receivers_that_dial_something_hostile(engine_name: str, crater: Path, s
             listener = socket.create_server(str(path), family=socket.AF_UNIX)
             address = {"socket": path.name, **receiver.address()}
         with ThreadPoolExecutor(1) as threads, listener:
-            threads.submit(answer_with, listener, struct.pack("<I", len(bomb)) + bomb)
+            threads.submit(answer_once, listener, lambda _, bomb=bomb: frame(bomb))
             topology = Topology("session", {"s": address}, {"r": {}}, key=b"key")
             with pytest.raises(ProtocolError):
-                receiver.connect(topology, None, Deadline.after(HANG_S))  # type: ignore[arg-type]
+                receiver.connect(topology, None, soon())  # type: ignore[arg-type]
         receiver.close()
-
-
-def answer_with(listener: socket.socket, answer: bytes) -> None:
-    sock, _ = listener.accept()
-    with sock:
-        sock.recv(65536)
-        sock.sendall(answer)
-        sock.shutdown(socket.SHUT_WR)
-        sock.recv(1)
 
 
 def test_buckets_and_seals(crater: Path) -> None:
@@ -329,22 +309,17 @@ def test_files(crater: Path, tmp_path: Path) -> None:
 
 def test_the_directory_of_the_filesystem_engine(crater: Path, tmp_path: Path) -> None:
     """Whoever can write there can spoil what is read, and run nothing."""
-    engine = CheckpointEngineRegistry().create("filesystem", {"path": str(tmp_path / "store")})
     for number, bomb in enumerate(bombs(crater)):
-        for directory in (tmp_path / "store", tmp_path / "store" / f"dead-{number}" / "sender-0"):
-            directory.mkdir(parents=True, exist_ok=True)
+        store = tmp_path / str(number)
+        for directory in (store, store / "dead" / "sender-0"):
+            directory.mkdir(parents=True)
             for name in ("latest.json", "sender.json", "COMMITTED"):
                 (directory / name).write_bytes(bomb)
-        sender, receiver = engine.make_sender("s"), engine.make_receiver("r")
-        topology = Topology(f"session-{number}", {"s": sender.address()}, {"r": receiver.address()})
-        sender.connect(topology, None, Deadline.after(HANG_S))  # type: ignore[arg-type]
-        receiver.connect(topology, None, Deadline.after(HANG_S))  # type: ignore[arg-type]
-        sender.send(Bucket(1, 0, torch.ones(5, dtype=torch.uint8)), ["r"], Deadline.after(HANG_S))
-        (stored,) = (
-            path for path in (tmp_path / "store" / topology.session).rglob("bucket-00000.*") if path.stat().st_size
-        )
+        session = Session(CheckpointEngineRegistry().create("filesystem", {"path": str(store)}), "r")
+        bucket = Bucket(1, 0, torch.ones(5, dtype=torch.uint8))
+        session.send(bucket).result()
+        (stored,) = (path for path in (store / "session").rglob("bucket-00000.*") if path.stat().st_size)
         stored.write_bytes(bomb)
         with pytest.raises(ProtocolError):
-            receiver.receive(Bucket(1, 0, torch.zeros(5, dtype=torch.uint8)), "s", Deadline.after(HANG_S))
-        sender.close()
-        receiver.close()
+            session.receiver.receive(bucket, "s", soon())
+        session.close()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Sequence
+import socket
+import struct
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,24 @@ def soon() -> Deadline:
     return Deadline.after(HANG_S)
 
 
+def frame(body: bytes) -> bytes:
+    """A message on a control connection."""
+    return struct.pack("<I", len(body)) + body
+
+
+def answer_once(listener: socket.socket, answer: Callable[[bytes], bytes], descriptor: int | None = None) -> None:
+    """In the place of a sender accept a connection, answer its hello, pass a descriptor, and wait until it hangs up."""
+    sock, _ = listener.accept()
+    with sock, contextlib.suppress(OSError):
+        (length,) = struct.unpack("<I", sock.recv(4, socket.MSG_WAITALL))
+        sock.sendall(answer(sock.recv(length, socket.MSG_WAITALL)))
+        if descriptor is not None:
+            socket.send_fds(sock, [b"\0"], [descriptor])
+        sock.shutdown(socket.SHUT_WR)
+        while sock.recv(65536):
+            pass
+
+
 class Session:
     """One sender ``s`` and its receivers, connected unless told otherwise.
 
@@ -28,6 +49,7 @@ class Session:
     def __init__(
         self, engine: CheckpointEngine, *names: str, of_receivers: CheckpointEngine | None = None, connect: bool = True
     ) -> None:
+        self.engine = engine
         self.sender: Any = engine.make_sender("s")
         self.receivers: dict[str, Any] = {name: (of_receivers or engine).make_receiver(name) for name in names}
         self.threads = ThreadPoolExecutor(2 + len(names))
