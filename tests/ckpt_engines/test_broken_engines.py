@@ -214,7 +214,9 @@ def test_the_documentation_lists_every_check_and_no_other() -> None:
     assert {f"test_{name}" for row in rows for name in re.findall(r"`(\w+)`", row)} == CHECKS
 
 
-def test_what_is_not_an_engine_is_refused_with_a_typed_error() -> None:
+def test_what_is_not_an_engine_or_no_limit_is_refused_with_a_typed_error() -> None:
+    with pytest.raises(ConfigError, match="no limit called slack"):
+        run_conformance("shm", limits={"slack": 1})
     with pytest.raises(EngineImportError, match="NoSuchEngine"):
         run_conformance(f"{ENGINES}:NoSuchEngine")
     with pytest.raises(EngineUnavailableError, match="availability check failed: RuntimeError: libfabric"):
@@ -249,8 +251,3 @@ def test_a_distribution_says_what_its_engine_cannot_do_and_one_that_can_after_al
     assert not report.passed
     with pytest.raises(EngineContractError, match="not an EngineConformance class"):
         run_conformance("gloo", checks=[check], pool=pool)
-
-
-def test_a_limit_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no limit called slack"):
-        run_conformance("shm", limits={"slack": 1})

@@ -19,6 +19,7 @@ class Patient(EngineConformance):
 
     deadline_s = prompt_s = grace_s = HANG_S
     slack_s = 25.0  # less than a library's own idea of a timeout, which must not take the deadline's place: mostly 30 s
+    expiring_s = 0.3
 
 
 class TestGloo(Patient):

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from sessions import Session, mappings, soon
-from waiting import HANG_S, NEVER_S
+from waiting import HANG_S
 
 from weightlane.ckpt_engines import (
     Bucket,
@@ -28,14 +28,12 @@ from weightlane.ckpt_engines import (
     StorageError,
     Topology,
     TransportError,
-    error_from_wire,
 )
 from weightlane.ckpt_engines._memfd import MappedFile, Segment
 from weightlane.ckpt_engines._memory import available_memory_bytes
 from weightlane.ckpt_engines.conformance.base import ConformanceBase, ConnectionMaker
 from weightlane.ckpt_engines.conformance.payload import Parcel
 from weightlane.ckpt_engines.conformance.pool import RemoteHalf
-from weightlane.ckpt_engines.json_line import Line
 
 pytestmark = pytest.mark.usefixtures("earlier_mappings")
 
@@ -291,30 +289,6 @@ def test_a_socket_whose_owner_was_killed_before_it_listened_is_cleared_away_but_
         sender.close()
 
 
-class Contained:
-    """A half in a container of its own."""
-
-    def __init__(self, process: subprocess.Popen[str], line: Line) -> None:
-        self.process = process
-        self.line = line
-
-    def start(self, op: str, **arguments: Any) -> None:
-        self.line.send({"op": op, **arguments})
-
-    def answer(self) -> Any:
-        answer = self.line.receive(HANG_S) or {"ok": "it died"}
-        if "error" in answer:
-            raise error_from_wire(answer["error"])
-        return answer["ok"]
-
-    def call(self, op: str, **arguments: Any) -> Any:
-        self.start(op, **arguments)
-        return self.answer()
-
-    def namespaces(self) -> set[str]:
-        return {str(Path(f"/proc/{self.process.pid}/ns/{kind}").readlink()) for kind in ("user", "mnt", "net", "ipc")}
-
-
 NAMESPACES = ["unshare", "--user", "--map-root-user", "--mount", "--pid", "--net", "--ipc"]
 NAMESPACES += ["--fork", "--kill-child", "--mount-proc"]
 
@@ -348,11 +322,13 @@ def test_sender_and_receivers_in_containers_of_their_own_need_to_share_nothing_b
         launch = f"import os; os.execvp({command[0]!r}, {command!r})"
         ours, theirs = socket.socketpair()
         with theirs:
-            halves.append(Contained(children.start(["-c", launch], stdin=theirs), Line(ours)))
+            halves.append(RemoteHalf(ours, children.start(["-c", launch], stdin=theirs).pid, Path(os.devnull)))
     sender, receiver = halves
     for half in halves:
+        half.grace_s = HANG_S
         assert half.call("unpickled") == 0  # it is there
-    assert len(sender.namespaces() | receiver.namespaces()) == 8
+    kinds = ("user", "mnt", "net", "ipc")
+    assert len({Path(f"/proc/{half.pid}/ns/{kind}").readlink() for half in halves for kind in kinds}) == 8
     sender.call("make", side="sender", engine="shm", options=options, name="s")
     receiver.call("make", side="receiver", engine="shm", options={"socket_dir": "/run/elsewhere"}, name="r")
     topology = {
@@ -361,17 +337,16 @@ def test_sender_and_receivers_in_containers_of_their_own_need_to_share_nothing_b
         "senders": {"s": sender.call("address")},
         "receivers": {"r": receiver.call("address")},
     }
-    for half in (sender, receiver):
+    for half in halves:
         half.start("connect", topology=topology, mailbox=str(socket_dir), deadline_s=HANG_S)
-    for half in (sender, receiver):
-        half.answer()
+    for half in halves:
+        half.result()
     parcels = [Parcel(1, 0, 3 * MIB, 1), Parcel(1, 1, 0, 2), Parcel(1, 2, 70_001, 3)]
     receiver.start("receive", parcels=parcels, sender="s", deadline_s=HANG_S)
     sender.call("send", parcels=parcels, receivers=["r"], deadline_s=HANG_S)
-    assert receiver.answer() == [""] * 3
-    receiver.start("receive", parcels=[Parcel(2, 0, 1, 1)], sender="s", deadline_s=NEVER_S)
-    sender.process.kill()  # with all that is in its container
+    assert receiver.result() == [""] * 3
+    receiver.start("receive", parcels=[Parcel(2, 0, 1, 1)], sender="s", deadline_s=HANG_S)
+    sender.kill()  # with all that is in its container
     with pytest.raises(PeerLostError):
-        receiver.answer()
-    for half in halves:
-        half.line.close()
+        receiver.result()
+    receiver.kill()

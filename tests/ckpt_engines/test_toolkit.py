@@ -104,23 +104,16 @@ def blocked(pair: Pair, deadline: Deadline, *, polled: bool) -> None:
         toolkit.run_bounded(pair.never.wait, pair.receiver_life, deadline, "godot", watch=pair.senders)
 
 
-either_way = pytest.mark.parametrize("polled", [True, False], ids=["polled", "bounded"])
-
-
-@either_way
-def test_a_wait_ends_by_the_deadline_and_names_the_peer(pair: Pair, polled: bool) -> None:
+@pytest.mark.parametrize("polled", [True, False], ids=["polled", "bounded"])
+def test_a_wait_ends_by_the_deadline_when_the_peer_is_gone_or_when_the_half_is_closed(pair: Pair, polled: bool) -> None:
     with pytest.raises(DeadlineExceededError, match=r"peer trainer.*godot"):
         blocked(pair, Deadline.after(0.05), polled=polled)
-
-
-@either_way
-def test_a_wait_ends_when_the_peer_is_gone(pair: Pair, polled: bool) -> None:
     threading.Timer(0.05, pair.to_receiver.close).start()
     with pytest.raises(PeerLostError, match="trainer"):
         blocked(pair, Deadline.after(NEVER_S), polled=polled)
 
 
-@either_way
+@pytest.mark.parametrize("polled", [True, False], ids=["polled", "bounded"])
 def test_a_wait_ends_when_the_half_is_closed(pair: Pair, polled: bool) -> None:
     threading.Timer(0.05, pair.receiver_life.close).start()
     with pytest.raises(ClosedError), pair.receiver_life.call():
