@@ -1,4 +1,4 @@
-"""A sender and receivers of one session in this process, each called in a thread; and what memory they map."""
+"""A sender and receivers of one session in this process, each called in a thread; and strangers at their sockets."""
 
 from __future__ import annotations
 
@@ -99,26 +99,6 @@ class Session:
         for half in (self.sender, *self.receivers.values()):
             half.close()
         self.threads.shutdown()
-
-
-earlier_mappings: set[str] = set()
-"""Lines of ``/proc/self/maps`` that were there before the test: tests of other folders may have shared an engine."""
-
-
-def mapping_lines() -> list[str]:
-    """Of the mappings of memory files in this process."""
-    gc.collect()  # engines of other tests
-    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:weightlane" in line]
-
-
-def mappings() -> list[tuple[str, int]]:
-    """Permissions and sizes of those that this test has made."""
-    found = []
-    for line in set(mapping_lines()) - earlier_mappings:
-        place, permissions, *_ = line.split()
-        start, end = (int(part, 16) for part in place.split("-"))
-        found.append((permissions, end - start))
-    return sorted(found)
 
 
 def descriptors() -> int:

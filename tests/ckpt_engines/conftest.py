@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-import sessions
 from stores import Place, opened
 from waiting import HANG_S
 
@@ -32,6 +32,17 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.fixture
-def earlier_mappings() -> None:
-    """Set aside what this process maps already; not for every test, because it collects garbage."""
-    sessions.earlier_mappings = set(sessions.mapping_lines())
+def mappings() -> Callable[[], list[tuple[str, int]]]:
+    """Tells permissions and sizes of the mappings of memory files that the test has made."""
+
+    def lines() -> set[str]:
+        gc.collect()  # engines of other tests
+        return {line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:weightlane" in line}
+
+    def made() -> list[tuple[str, int]]:
+        found = [line.split()[:2] for line in lines() - earlier]
+        bounds = [[int(bound, 16) for bound in place.split("-")] for place, _ in found]
+        return sorted((permissions, end - start) for (_, permissions), (start, end) in zip(found, bounds, strict=True))
+
+    earlier = lines()
+    return made

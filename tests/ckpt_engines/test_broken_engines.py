@@ -189,7 +189,11 @@ def test_a_broken_engine_is_caught_by_the_checks_made_for_it(pool: Pool, tmp_pat
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("engine", HEALTHY)
 def test_the_engines_that_the_broken_ones_wrap_pass_every_check(pool: Pool, tmp_path: Path, engine: str) -> None:
-    limits = {**dict.fromkeys(("deadline_s", "slack_s", "prompt_s", "grace_s"), HANG_S), "rounds": ROUNDS}
+    limits = {
+        **dict.fromkeys(("deadline_s", "slack_s", "prompt_s", "grace_s"), HANG_S),
+        "expiring_s": 0.3,
+        "rounds": ROUNDS,
+    }
     report = run_conformance(f"{ENGINES}:{engine}", options_of(engine, tmp_path), pool=pool, limits=limits)
     assert report.passed, [check for check in report.checks if check.outcome is Outcome.FAILED]
 

@@ -8,13 +8,13 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from sessions import Session, mappings, soon
+from sessions import Session, soon
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import (
@@ -35,10 +35,9 @@ from weightlane.ckpt_engines.conformance.base import ConformanceBase, Connection
 from weightlane.ckpt_engines.conformance.payload import Parcel
 from weightlane.ckpt_engines.conformance.pool import RemoteHalf
 
-pytestmark = pytest.mark.usefixtures("earlier_mappings")
-
 MIB = 1 << 20
 CPU = torch.device("cpu")
+Sizes = Callable[[], list[int]]
 
 
 def engine_in(socket_dir: Path, **options: Any) -> CheckpointEngine:
@@ -61,9 +60,10 @@ def random_bytes(nbytes: int) -> torch.Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
 
 
-def sizes() -> list[int]:
-    """Of the mappings of memory files in this process."""
-    return [nbytes for _, nbytes in mappings()]
+@pytest.fixture
+def sizes(mappings: Callable[[], list[tuple[str, int]]]) -> Sizes:
+    """Tells the sizes of the mappings of memory files that the test has made."""
+    return lambda: [nbytes for _, nbytes in mappings()]
 
 
 def test_the_senders_socket_is_its_users_own_and_has_no_name_once_everybody_is_in(
@@ -80,7 +80,7 @@ def test_the_senders_socket_is_its_users_own_and_has_no_name_once_everybody_is_i
 
 
 def test_allocated_memory_is_sent_without_a_copy_wherever_the_bucket_lies_in_it(
-    engine: CheckpointEngine, session: Session
+    sizes: Sizes, engine: CheckpointEngine, session: Session
 ) -> None:
     buffer = engine.allocate(MIB, CPU)
     buffer.copy_(random_bytes(MIB))
@@ -89,14 +89,16 @@ def test_allocated_memory_is_sent_without_a_copy_wherever_the_bucket_lies_in_it(
     assert sizes() == [MIB] * 2  # the sender's and the receiver's view of one segment: no scratch
 
 
-def test_memory_for_copies_grows_by_replacement_on_both_sides(session: Session) -> None:
+def test_memory_for_copies_grows_by_replacement_on_both_sides(sizes: Sizes, session: Session) -> None:
     for version, nbytes in enumerate([10_000, 100_000, 1_000_000, 50]):
         data = random_bytes(nbytes)
         assert torch.equal(session.deliver(version, data), data)
     assert sizes() == [MIB] * 2
 
 
-def test_freeing_gives_the_memory_back_once_the_last_tensor_is_gone(engine: CheckpointEngine, session: Session) -> None:
+def test_freeing_gives_the_memory_back_once_the_last_tensor_is_gone(
+    sizes: Sizes, engine: CheckpointEngine, session: Session
+) -> None:
     buffer = engine.allocate(MIB, CPU)
     session.deliver(1, buffer)
     session.close()
@@ -169,7 +171,7 @@ def inodes_of_segments(process_directory: Path) -> set[str]:
     return {line.split()[4] for line in lines if "memfd:weightlane" in line}
 
 
-def test_an_engine_holds_no_more_shared_memory_than_it_may(socket_dir: Path) -> None:
+def test_an_engine_holds_no_more_shared_memory_than_it_may(sizes: Sizes, socket_dir: Path) -> None:
     engine = engine_in(socket_dir, max_shared_mib=3)
     session = Session(engine, "r")
     buffer = engine.allocate(MIB, CPU)

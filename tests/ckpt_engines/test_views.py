@@ -5,13 +5,13 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-from sessions import Session, descriptors, mappings, soon
+from sessions import Session, descriptors, soon
 
 from weightlane.ckpt_engines import (
     Bucket,
@@ -25,9 +25,8 @@ from weightlane.ckpt_engines import (
 )
 from weightlane.ckpt_engines._segment_engine import SegmentEngine
 
-pytestmark = pytest.mark.usefixtures("earlier_mappings")
-
 MIB = 1 << 20
+Mappings = Callable[[], list[tuple[str, int]]]
 CPU = torch.device("cpu")
 NAMES = ("a", "b")
 READ, WRITE = ("r--s", MIB), ("rw-s", MIB)
@@ -51,7 +50,7 @@ def filled(engine: CheckpointEngine, nbytes: int, value: int) -> torch.Tensor:
 
 
 def test_a_view_is_the_senders_memory_mapped_to_be_read_and_nothing_is_copied(
-    engine: SegmentEngine, session: Session
+    mappings: Mappings, engine: SegmentEngine, session: Session
 ) -> None:
     data = filled(engine, MIB, 1)
     views = session.show(1, data)
@@ -70,7 +69,7 @@ def test_nobody_but_the_sender_can_map_the_memory_to_write_to_it(engine: Segment
     memory.fill_(2)
 
 
-def test_memory_and_descriptors_go_with_the_last_who_looks(engine: SegmentEngine) -> None:
+def test_memory_and_descriptors_go_with_the_last_who_looks(mappings: Mappings, engine: SegmentEngine) -> None:
     before = descriptors()
     session = Session(engine, *NAMES)
     data = filled(engine, MIB, 7)
@@ -88,7 +87,7 @@ def test_memory_and_descriptors_go_with_the_last_who_looks(engine: SegmentEngine
     assert descriptors() == before
 
 
-def test_memory_goes_with_an_engine_that_nobody_has_any_more(socket_dir: Path) -> None:
+def test_memory_goes_with_an_engine_that_nobody_has_any_more(mappings: Mappings, socket_dir: Path) -> None:
     before = descriptors()
     engine = CheckpointEngineRegistry().create("shm", {"socket_dir": str(socket_dir)})
     engine.allocate(MIB, CPU)
@@ -99,7 +98,7 @@ def test_memory_goes_with_an_engine_that_nobody_has_any_more(socket_dir: Path) -
 
 
 def test_a_freed_segment_is_unmapped_by_receivers_with_the_next_bucket_and_held_by_the_sender_until_then(
-    engine: SegmentEngine, session: Session
+    mappings: Mappings, engine: SegmentEngine, session: Session
 ) -> None:
     first, second = filled(engine, MIB, 1), filled(engine, MIB, 2)
     session.show(1, first)
