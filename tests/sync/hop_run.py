@@ -8,15 +8,17 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import hop
 import pytest
 import torch
 from patience import PATIENT
-from waiting import HANG_S, wait_until
+from waiting import HANG_S, MovableClock, wait_until
 
 from weightlane.ckpt_engines import (
+    Deadline,
     QuarantinedError,
     SyncAbortedError,
     WeightlaneError,
@@ -25,15 +27,13 @@ from weightlane.ckpt_engines import (
 )
 from weightlane.plugins import RunHooks
 from weightlane.sync import CommitReport, Coordinator, Rendezvous, ReplicaState, SyncConfig, SyncReport
+from weightlane.sync.messages import Message
 
 # A server that has everything imported forks the participants: each would need two seconds of CPU time for that.
 _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(
     ["weightlane.sync", *(f"weightlane.ckpt_engines.{name}" for name in ("shm", "torch_distributed", "filesystem"))]
 )
-PATIENCES_S = (0.7, 5.0, 40.0)
-"""What a test grants everybody that sees one participant time out and the others not. Where the others were too slow as well, it
-starts over with the next one: the first is enough unless the machine is very busy."""
 
 
 class Participant:
@@ -175,6 +175,23 @@ class Run:
         """Change settings between two versions. Deadlines that are not named are too long to be missed."""
         self._config = self._config.model_copy(update=PATIENT | changes)
         self.coordinator._config = self.coordinator._connection._config = self._config
+
+    @contextmanager
+    def deadlines_pass(self, when: Callable[[list[str]], bool] = lambda _: False) -> Iterator[MovableClock]:
+        """The coordinator's clock stands still, but the deadline of each wait passes `when` the names waited for are such."""
+        clock, letters = MovableClock(), self.coordinator._letters
+        wait = letters._next
+
+        def wait_or_pass(deadline: Deadline, names: list[str], what: str) -> Message:
+            if when(names):
+                clock.advance(deadline.remaining_s)
+            return wait(deadline, names, what)
+
+        deadlines = SimpleNamespace(after=lambda seconds: Deadline.after(seconds, clock))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(letters, "_next", wait_or_pass)
+            patch.setattr("weightlane.sync.coordinator.Deadline", deadlines)
+            yield clock
 
     def _start_replica(self, number: int, ranks: int, **rollout: Any) -> Replica:
         names = [f"rollout-{number}/{rank}" for rank in range(ranks)]
