@@ -1,9 +1,8 @@
-"""One of two trainer ranks in a process of its own: says how the life of its `CollectivePublisher` ended."""
+"""One of two trainer ranks, each in a process of its own, with a `CollectivePublisher`."""
 
 from __future__ import annotations
 
 import os
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from patience import PATIENT
 from shelf import SHAPE, Shelf
 from waiting import HANG_S
 
-from weightlane.ckpt_engines import ConfigError, WeightlaneError
+from weightlane.ckpt_engines import ConfigError
 from weightlane.sync import CollectivePublisher, Coordinator, LocalShard, SyncConfig, TensorSpec, rendezvous
 from weightlane.sync.messages import Go
 
@@ -49,21 +48,26 @@ def read_later_than_rank_0_closes(rank: int, waited_for: Any) -> None:
     rendezvous.Inbox = SlowInbox  # type: ignore[misc]
 
 
-def run_rank(pipe: Connection, rank: int, port: int, mode: str, waited_for: Any) -> None:
-    """Mode ``unwilling``: the replica refuses to connect. ``slow``: see `read_later_than_rank_0_closes`."""
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    rows = (SHAPE[0] + 1) // 2
-    shard = LocalShard(TensorSpec("w", SHAPE, torch.float32), (rank * rows, 0), torch.ones(SHAPE)[rank * rows :][:rows])
-    replica = Unwilling() if mode == "unwilling" else Shelf()
-    if mode == "slow":
-        read_later_than_rank_0_closes(rank, waited_for)
-    try:
-        with CollectivePublisher([shard], [replica], backend="shm", config=SyncConfig(**PATIENT)) as weights:
+class Rank:
+    """Of two. Mode ``unwilling``: the replica refuses to connect. ``slow``: see `read_later_than_rank_0_closes`."""
+
+    def __init__(self, rank: int, port: int, mode: str, waited_for: Any) -> None:
+        self._rank = rank
+        self._replica = Unwilling() if mode == "unwilling" else Shelf()
+        if mode == "slow":
+            read_later_than_rank_0_closes(rank, waited_for)
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+
+    def publish(self) -> None:
+        """One version, from the first word to the last."""
+        rows = (SHAPE[0] + 1) // 2
+        values = torch.ones(SHAPE)[self._rank * rows :][:rows]
+        shard = LocalShard(TensorSpec("w", SHAPE, torch.float32), (self._rank * rows, 0), values)
+        config = SyncConfig(**PATIENT)
+        with CollectivePublisher([shard], [self._replica], backend="shm", config=config) as weights:
             weights.publish(1)
-        pipe.send("done")
-    except WeightlaneError as error:
-        pipe.send(f"{type(error).__name__}: {error}")
-    replica.close()
-    dist.destroy_process_group()
+
+    def close(self) -> None:
+        self._replica.close()
+        dist.destroy_process_group()

@@ -9,6 +9,7 @@ import itertools
 import os
 import signal
 import threading
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -253,14 +254,14 @@ class Rollout:
         return digest(self.live)
 
 
-def serve(pipe: Connection, role: str, arguments: dict[str, Any]) -> None:
-    """Be one participant until told to close, or until the other end of the pipe is gone.
+def serve(pipe: Connection, make: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    """Make a participant and call its methods until told to close, or until the other end of the pipe is gone.
 
     What it has no method for is for its `end`, a publisher or a subscriber.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the test decides
     torch.set_num_threads(1)
-    participant = {"trainer": Trainer, "rollout": Rollout}[role](**arguments)
+    participant = make(**arguments)
     pipe.send({"value": "ready"})
     while True:
         try:

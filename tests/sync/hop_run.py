@@ -37,11 +37,11 @@ _PROCESSES.set_forkserver_preload(
 
 
 class Participant:
-    """A process of `hop`, called like an object."""
+    """An object in a process of its own, which `hop.serve` makes there."""
 
-    def __init__(self, role: str, arguments: dict[str, Any]) -> None:
+    def __init__(self, make: Callable[..., Any], **arguments: Any) -> None:
         self._pipe, theirs = multiprocessing.Pipe()
-        self._process = _PROCESSES.Process(target=hop.serve, args=(theirs, role, arguments), daemon=True)
+        self._process = _PROCESSES.Process(target=hop.serve, args=(theirs, make, arguments), daemon=True)
         self._process.start()
         theirs.close()
         assert self._process.pid is not None
@@ -58,6 +58,10 @@ class Participant:
             error.args = (reply,)
             raise error
         return reply["value"]
+
+    def is_ready(self) -> None:
+        """Wait until it is made."""
+        assert self.answer() == "ready"
 
     def call(self, method: str, *arguments: Any) -> Any:
         self.tell(method, *arguments)
@@ -133,9 +137,8 @@ class Run:
         self.replicas: list[Replica] = []
         self.coordinator: Coordinator
 
-    def _start(self, role: str, **arguments: Any) -> Participant:
-        arguments |= self._plain | {"rendezvous": self.rendezvous.address.to_plain()}
-        started = Participant(role, arguments)
+    def _start(self, make: Callable[..., Any], **arguments: Any) -> Participant:
+        started = Participant(make, **arguments, **self._plain, rendezvous=self.rendezvous.address.to_plain())
         self._started.append(started)
         return started
 
@@ -160,13 +163,13 @@ class Run:
         """Start it. `sync` are settings of `SyncConfig`; deadlines that are not among them are too long to be missed."""
         self._trainer = trainer or {}
         for rank in range(trainers):
-            mine = {"name": f"trainer-{rank}", "rank": rank, "world": trainers}
-            self.trainers.append(self._start("trainer", **mine, **self._trainer))
+            name = f"trainer-{rank}"
+            self.trainers.append(self._start(hop.Trainer, name=name, rank=rank, world=trainers, **self._trainer))
         self._rollout = rollout or {}
         for number in range(replicas):
             self.replicas.append(self._start_replica(number, ranks, **self._rollout))
         for participant in self.participants():
-            assert participant.answer() == "ready"
+            participant.is_ready()
         publishers = [f"trainer-{rank}" for rank in range(trainers)]
         self._config = SyncConfig(**(PATIENT | (sync or {})))
         self.coordinator = Coordinator(self.rendezvous, publishers, self.replicas, self._config, hooks)
@@ -195,14 +198,13 @@ class Run:
 
     def _start_replica(self, number: int, ranks: int, **rollout: Any) -> Replica:
         names = [f"rollout-{number}/{rank}" for rank in range(ranks)]
-        return Replica(f"rollout-{number}", {name: self._start("rollout", name=name, **rollout) for name in names})
+        return Replica(f"rollout-{number}", {name: self._start(hop.Rollout, name=name, **rollout) for name in names})
 
     def add_replica(self, **rollout: Any) -> Replica:
         """A further replica joins."""
         replica = self._start_replica(len(self.replicas), 1, **rollout)
-        for rank in replica.ranks.values():
-            assert rank.answer() == "ready"
         self.replicas.append(replica)
+        self.rank(-1).is_ready()
         self.coordinator.add(replica)
         return replica
 
@@ -210,8 +212,8 @@ class Run:
         """The only rank of a replica is killed, and another process started in its place."""
         (name,) = self.replicas[number].ranks
         self.replicas[number].ranks[name].kill()
-        self.replicas[number].ranks[name] = self._start("rollout", name=name, **self._rollout)
-        assert self.replicas[number].ranks[name].answer() == "ready"
+        self.replicas[number].ranks[name] = self._start(hop.Rollout, name=name, **self._rollout)
+        self.rank(number).is_ready()
 
     def lose_replica(self, number: int) -> None:
         """The first rank of a replica is killed, and the coordinator told so, as by whoever watches the processes."""
@@ -231,8 +233,8 @@ class Run:
     def restart_trainer(self) -> None:
         """The only trainer is killed, and another one started in its place."""
         self.trainers[0].kill()
-        self.trainers[0] = self._start("trainer", name="trainer-0", rank=0, world=1, **self._trainer)
-        assert self.trainers[0].answer() == "ready"
+        self.trainers[0] = self._start(hop.Trainer, name="trainer-0", rank=0, world=1, **self._trainer)
+        self.trainers[0].is_ready()
 
     def participants(self) -> list[Participant]:
         return [*self.trainers, *(rank for replica in self.replicas for rank in replica.ranks.values())]

@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from collective_rank import run_rank
+from collective_rank import Rank
+from hop_run import Participant
 from patience import PATIENT
 from shelf import SHAPE, Shelf
-from waiting import HANG_S
 
 from weightlane.ckpt_engines import (
     ClosedError,
@@ -121,35 +122,25 @@ def test_what_keeps_it_from_connecting_leaves_nothing_running(weight: torch.Tens
     assert not {name for name in threads() if not name.startswith(("weightlane-control-roll", "weightlane-stage"))}
 
 
-def two_ranks(port: int, mode: str) -> list[str]:
-    """What the ranks of `collective_rank` have said in the end."""
-    context = multiprocessing.get_context("forkserver")
-    waited_for, pipes, processes, said = context.Event(), [], [], []
-    for rank in range(2):
-        ours, theirs = context.Pipe()
-        processes.append(context.Process(target=run_rank, args=(theirs, rank, port, mode, waited_for), daemon=True))
-        processes[-1].start()
-        theirs.close()
-        pipes.append(ours)
+@pytest.mark.parametrize(("mode", "says"), [("unwilling", "rollout-0: not today."), ("slow", "")])
+def test_every_rank_learns_what_kept_one_from_connecting_and_a_slower_one_how_the_last_version_ended(
+    free_port: int, mode: str, says: str
+) -> None:
+    waited_for = multiprocessing.get_context("forkserver").Event()
+    ranks = [Participant(Rank, rank=rank, port=free_port, mode=mode, waited_for=waited_for) for rank in range(2)]
     try:
-        for pipe, process in zip(pipes, processes, strict=True):
-            assert pipe.poll(HANG_S)
-            said.append(pipe.recv())
-            process.join(HANG_S)
+        for rank in ranks:
+            rank.is_ready()
+            rank.tell("publish")
+        for rank in ranks:
+            with pytest.raises(ConfigError, match=says) if says else nullcontext():
+                rank.answer()
+            rank.call("close")
+            rank.kill()
             waited_for.set()  # if rank 0 has not waited, rank 1 finds it gone
-        return said
     finally:
-        for process in processes:
-            process.kill()
-            process.join()
-
-
-def test_every_rank_raises_what_kept_one_from_connecting(free_port: int) -> None:
-    assert two_ranks(free_port, "unwilling") == ["ConfigError: rollout-0: not today."] * 2
-
-
-def test_rank_0_keeps_the_rendezvous_until_a_slower_rank_knows_how_the_last_version_ended(free_port: int) -> None:
-    assert two_ranks(free_port, "slow") == ["done"] * 2
+        for rank in ranks:
+            rank.kill()
 
 
 def test_rank_0_does_not_wait_for_long_for_a_rank_that_reads_nothing_any_more(

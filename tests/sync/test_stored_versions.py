@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import shutil
 from collections import defaultdict
 from collections.abc import Mapping
@@ -12,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from hop_run import Participant
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, load_file
 from store_writer import Writer, tensors_of, write
-from waiting import HANG_S
 
 from weightlane.ckpt_engines import (
     ConfigError,
@@ -124,16 +123,9 @@ def test_transformers_loads_a_version_directory(tmp_path: Path) -> None:
 
 
 def test_the_newest_committed_version_of_a_killed_trainer_is_read_bit_for_bit(tmp_path: Path) -> None:
-    processes = multiprocessing.get_context("forkserver")
-    ours, theirs = processes.Pipe()
-    trainer = processes.Process(target=write, args=(theirs, str(tmp_path)), daemon=True)
-    trainer.start()
-    try:
-        assert ours.poll(HANG_S)
-        assert ours.recv() == "written"
-    finally:
-        trainer.kill()
-        trainer.join()
+    trainer = Participant(write, path=str(tmp_path))
+    trainer.is_ready()
+    trainer.kill()
     manifest, tensors = read_version(str(tmp_path))
     assert manifest.version == 2
     assert_same(tensors, tensors_of(2))

@@ -3,99 +3,65 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
-from collections.abc import Iterator
-from contextlib import closing
-from multiprocessing.connection import Connection
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
 
 import memray
 import pytest
 import torch
-from direct_hop import Rollout
+from cases import covering
+from direct_hop import Rollout, columns, of_rank
+from hop_run import Participant
 from patience import PATIENT
-from traced_trainer import BUCKET_BYTES, SPECS, WORLD, held, serve
-from waiting import HANG_S
+from traced_trainer import BUCKET_BYTES, CUTS, SPECS, WORLD, TracedTrainer
 
-from weightlane.sync import Coordinator, Placement, Rendezvous, SyncConfig
+from weightlane.sync import Coordinator, Rendezvous, SyncConfig
 
-_PROCESSES = multiprocessing.get_context("forkserver")
-_MIB = 1 << 20
-PYTHON_BYTES = 3 * _MIB
+PYTHON_BYTES = 3 << 20
 """What objects, modules that are imported late and libraries take beside tensors."""
 
 
-def answer(pipe: Connection) -> Any:
-    assert pipe.poll(HANG_S), "a trainer rank does not answer"
-    return pipe.recv()
-
-
-@pytest.fixture
-def records(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Path]]:
-    """Of each trainer rank, after it has published three versions."""
-    engine, cut = request.param
-    options = {"path": str(tmp_path / "versions")} if engine == "filesystem" else {}
-    rendezvous = Rendezvous.host()
-    files, pipes, processes = [], [], []
-    for rank in range(WORLD):
-        files.append(tmp_path / f"trainer-{rank}.bin")
-        ours, theirs = _PROCESSES.Pipe()
-        arguments = (theirs, rendezvous.address.to_plain(), engine, options, cut, rank, files[-1])
-        process = _PROCESSES.Process(target=serve, args=arguments, daemon=True)
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        processes.append(process)
-    specs = {spec.name: spec for spec in SPECS}
-    replicas = [
-        Rollout(number, rendezvous.address, engine, options, needed, specs=specs)
-        for number, needed in enumerate((None, Placement.of(held("columns", 0))))
-    ]
-    config = SyncConfig(quorum=1.0, **PATIENT)
-    try:
-        with closing(Coordinator(rendezvous, [f"trainer-{rank}" for rank in range(WORLD)], replicas, config)) as run:
-            for pipe in pipes:
-                assert answer(pipe) == "ready"
-            for version in (1, 2, 3):
-                for pipe in pipes:
-                    pipe.send(version)
-                asyncio.run(run.sync(version))
-                published = {name: torch.full(spec.shape, float(version)) for name, spec in specs.items()}
-                assert all(replica.holds_tensors(published) for replica in replicas)
-                for pipe in pipes:
-                    assert answer(pipe) == "published"
-        for pipe in pipes:
-            pipe.send(None)
-            assert answer(pipe) == "recorded"
-        yield files
-    finally:
-        for replica in replicas:
-            replica.subscriber.close()
-        for process in processes:
-            process.kill()
-            process.join()
-
-
 @pytest.mark.parametrize(
-    "records",
+    ("engine", "cut"),
     [
-        ("gloo", "rows"),
-        ("filesystem", "interleaved"),
-        ("shm", "columns"),
-        *(
-            pytest.param(each, marks=pytest.mark.exhaustive)
-            for each in (
-                ("gloo", "columns"),
-                ("gloo", "interleaved"),
-                ("filesystem", "rows"),
-                ("filesystem", "columns"),
-            )
-        ),
+        pytest.param("shm", "columns"),
+        *covering(["gloo", "filesystem"], list(CUTS), keep={("gloo", "rows"), ("filesystem", "interleaved")}),
     ],
-    indirect=True,
 )
-def test_a_trainer_rank_takes_its_share_and_two_buckets_and_never_a_whole_tensor(records: list[Path]) -> None:
+def test_a_trainer_rank_takes_its_share_and_two_buckets_and_never_a_whole_tensor(
+    tmp_path: Path, rendezvous: Rendezvous, engine: str, cut: str
+) -> None:
+    options = {"path": str(tmp_path / "versions")} if engine == "filesystem" else {}
+    arguments = {"rendezvous": rendezvous.address.to_plain(), "engine": engine, "options": options, "cut": cut}
+    records = [tmp_path / f"trainer-{rank}.bin" for rank in range(WORLD)]
+    specs = {spec.name: spec for spec in SPECS}
+    with ExitStack() as stack:
+        trainers = [
+            Participant(TracedTrainer, rank=rank, record=record, **arguments) for rank, record in enumerate(records)
+        ]
+        for trainer in trainers:
+            stack.callback(trainer.kill)
+        replicas = [
+            Rollout(number, rendezvous.address, engine, options, needed, specs=specs)
+            for number, needed in enumerate((None, of_rank(columns, 0, WORLD, specs)))
+        ]
+        for replica in replicas:
+            stack.enter_context(closing(replica.subscriber))
+        names = [f"trainer-{rank}" for rank in range(WORLD)]
+        coordinator = Coordinator(rendezvous, names, replicas, SyncConfig(quorum=1.0, **PATIENT))
+        stack.enter_context(closing(coordinator))
+        for trainer in trainers:
+            trainer.is_ready()
+        for version in (1, 2, 3):
+            for trainer in trainers:
+                trainer.tell("publish", version)
+            asyncio.run(coordinator.sync(version))
+            published = {name: torch.full(spec.shape, float(version)) for name, spec in specs.items()}
+            assert all(replica.holds_tensors(published) for replica in replicas)
+            for trainer in trainers:
+                trainer.answer()
+        for trainer in trainers:
+            trainer.call("close")
     share = sum(spec.nbytes for spec in SPECS) // WORLD
     for record in records:
         with memray.FileReader(record) as reader:

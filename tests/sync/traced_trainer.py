@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
+from direct_hop import Cut, columns, rows
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry
@@ -22,58 +22,47 @@ SPECS = [
 WORLD = 2
 
 
-def held(cut: str, rank: int) -> list[tuple[TensorSpec, Box]]:
-    """A half of each tensor: of its `rows`, of its `columns`, or every other row (`interleaved`)."""
-    slices = []
-    for spec in SPECS:
-        axis = len(spec.shape) - 1 if cut == "columns" else 0
-        half = spec.shape[axis] // WORLD
-        if (
-            cut == "interleaved" and len(spec.shape) > 1
-        ):  # in 16 strips, as fused parameters of tensor-parallel ranks are
-            strip = spec.shape[0] // 16
-            first = range(rank * strip, spec.shape[0], WORLD * strip)
-            slices += [(spec, Box((start, 0), (strip, spec.shape[1]))) for start in first]
-            continue
-        starts, shape = [0] * len(spec.shape), list(spec.shape)
-        starts[axis], shape[axis] = rank * half, half
-        slices.append((spec, Box(tuple(starts), tuple(shape))))
-    return slices
+def interleaved(spec: TensorSpec, rank: int, world: int) -> list[Box]:
+    """Strips, as fused parameters of tensor-parallel ranks are."""
+    return [box for strip in range(rank, 16, world) for box in rows(spec, strip, 16)]
 
 
-def serve(
-    pipe: Connection,
-    rendezvous: dict[str, Any],
-    engine: str,
-    options: dict[str, Any],
-    cut: str,
-    rank: int,
-    record: Path,
-) -> None:
-    """Publish versions when told to; at the end, write everything that was allocated meanwhile to `record`."""
-    import memray
+CUTS: dict[str, Cut] = {"rows": rows, "columns": columns, "interleaved": interleaved}
 
-    torch.set_num_threads(1)
-    shards = [LocalShard(spec, box.starts, torch.zeros(box.shape)) for spec, box in held(cut, rank)]
-    placements = [Placement.of(held(cut, other)) for other in range(WORLD)]
-    transport = CheckpointEngineRegistry().create(engine, options)
-    with memray.Tracker(record):
-        publisher = Publisher(
+
+class TracedTrainer:
+    """Publishes versions when told to; when it is closed, everything that was allocated meanwhile is in `record`."""
+
+    def __init__(
+        self, rendezvous: dict[str, Any], engine: str, options: dict[str, Any], cut: str, rank: int, record: Path
+    ) -> None:
+        import memray
+
+        held = [[(spec, CUTS[cut](spec, other, WORLD)) for spec in SPECS] for other in range(WORLD)]
+        self._shards = [
+            LocalShard(spec, box.starts, torch.zeros(box.shape)) for spec, boxes in held[rank] for box in boxes
+        ]
+        placements = [Placement.of_boxes(each) for each in held]
+        transport = CheckpointEngineRegistry().create(engine, options)
+        self._tracker = memray.Tracker(record)
+        self._tracker.__enter__()
+        self._publisher = Publisher(
             f"trainer-{rank}",
             rendezvous,
             rank=rank,
             placements=placements,
-            shards=shards,
+            shards=self._shards,
             engine=transport,
             bucket_bytes=BUCKET_BYTES,
             deadline_s=HANG_S,
         )
-        pipe.send("ready")
-        while (version := pipe.recv()) is not None:
-            for shard in shards:
-                shard.data.fill_(version)
-            publisher.publish(version)
-            publisher.fence()
-            pipe.send("published")
-        publisher.close()
-    pipe.send("recorded")
+
+    def publish(self, version: int) -> None:
+        for shard in self._shards:
+            shard.data.fill_(version)
+        self._publisher.publish(version)
+        self._publisher.fence()
+
+    def close(self) -> None:
+        self._publisher.close()
+        self._tracker.__exit__(None, None, None)
