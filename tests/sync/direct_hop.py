@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
+import pytest
 import torch
+from bits import same
 from patience import PATIENT
 from waiting import HANG_S
 
-from weightlane.ckpt_engines import CheckpointEngineRegistry
+from weightlane.ckpt_engines import CheckpointEngineRegistry, SyncAbortedError
 from weightlane.plugins import RunHooks
 from weightlane.sync import (
     CommitMode,
@@ -150,13 +152,9 @@ class Rollout:
     async def quarantine(self, error: BaseException) -> None:
         raise AssertionError(error)
 
-    def holds(self, version: int) -> bool:
-        """Whether its weights are, bit for bit, those of `version`."""
-        return self.holds_tensors(values(version, self._specs))
-
-    def holds_tensors(self, wanted: Mapping[str, torch.Tensor]) -> bool:
+    def holds(self, wanted: Mapping[str, torch.Tensor]) -> bool:
         """Whether its weights are, bit for bit, what it needs of `wanted`."""
-        return all(_same(tensor, wanted[name][box.index]) for (name, box), tensor in self.live.items())
+        return all(same(tensor, wanted[name][box.index]) for (name, box), tensor in self.live.items())
 
 
 class Hop:
@@ -218,20 +216,38 @@ class Hop:
         self.coordinator = Coordinator(rendezvous, names, self.replicas, config)
         stack.enter_context(closing(self.coordinator))
 
-    def sync(self, version: int, wanted: Mapping[str, torch.Tensor] | None = None) -> SyncReport:
-        """Train until the weights are `wanted`, publish, commit."""
-        wanted = values(version, self._specs) if wanted is None else wanted
+    def step(self, wanted: Mapping[str, torch.Tensor]) -> None:
+        """Pass the fence, and train until the weights are `wanted`."""
         for publisher, shards in zip(self.publishers, self.shards, strict=True):
             publisher.fence()
             for shard in shards:
                 shard.data.copy_(wanted[shard.spec.name][shard.box.index])
+
+    def publish(self, version: int) -> None:
+        for publisher in self.publishers:
             publisher.publish(version)
+
+    def sync(self, version: int) -> SyncReport:
         return asyncio.run(self.coordinator.sync(version))
 
+    def fails(self, version: int, says: str) -> BaseException | None:
+        """Sync `version`, which is aborted with words that `says` matches; returns why."""
+        with pytest.raises(SyncAbortedError, match=says) as caught:
+            self.sync(version)
+        return caught.value.__cause__
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    bits = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)]
-    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*bits)
+    def serve(self, version: int) -> SyncReport:
+        """Train, publish and commit `version`: every replica has, bit for bit, what it needs of it."""
+        self.step(values(version, self._specs))
+        self.publish(version)
+        report = self.sync(version)
+        assert self.all_hold(version)
+        return report
+
+    def all_hold(self, wanted: int | Mapping[str, torch.Tensor]) -> bool:
+        """Whether every replica has, bit for bit, what it needs of these weights, or of those of a version."""
+        tensors = values(wanted, self._specs) if isinstance(wanted, int) else wanted
+        return all(replica.holds(tensors) for replica in self.replicas)
 
 
 def of_rank(cut: Cut, rank: int, world: int, specs: Specs = SPECS) -> Placement:

@@ -35,6 +35,9 @@ def reference_int8(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return quantised, scales
 
 
+REFERENCES = {"fp8": reference_fp8, "int8": reference_int8}
+
+
 def restored(matrix: torch.Tensor, scheme: str) -> torch.Tensor:
     """What is left of a matrix, float32."""
     if scheme == "int8":
@@ -43,3 +46,11 @@ def restored(matrix: torch.Tensor, scheme: str) -> torch.Tensor:
     quantised, scales = reference_fp8(matrix)
     wide = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: matrix.shape[0], : matrix.shape[1]]
     return quantised.float() * wide
+
+
+def left_of(tensors: dict[str, torch.Tensor], scheme: str) -> dict[str, torch.Tensor]:
+    """What a rollout that is not quantised itself must hold of a model: its linear layers are quantised and nothing else."""
+    return {
+        name: restored(tensor, scheme) if name in ("q.weight", "o.weight", "up.weight", "down.weight") else tensor
+        for name, tensor in tensors.items()
+    }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from cases import covering
 from direct_hop import EVERYTHING, LAYOUTS, SPECS, TP2, Hop, copies, rows, values
 
-from weightlane.ckpt_engines import ManifestError, ProtocolError, QuorumError, SyncAbortedError
+from weightlane.ckpt_engines import ManifestError, ProtocolError, QuorumError
 from weightlane.sync import LocalShard, Placement, TensorSpec
 from weightlane.sync.boxes import Box
 from weightlane.sync.replica_check import ReplicaCheck
@@ -27,9 +26,7 @@ def test_whatever_the_layout_every_rank_gets_what_it_needs_bit_for_bit(
 ) -> None:
     run = hop(engine, *LAYOUTS[layout], [*TP2, EVERYTHING], codec=codec, full_every=100)
     for version in (1, 2, 3):
-        report = run.sync(version)
-        assert report.codec == ("dense" if version == 1 else codec)
-        assert all(replica.holds(version) for replica in run.replicas)
+        assert run.serve(version).codec == ("dense" if version == 1 else codec)
 
 
 @pytest.mark.parametrize(("layout", "engine"), covering(["columns", "interleaved", "a mesh"], ["shm", "gloo"]))
@@ -38,8 +35,7 @@ def test_what_is_written_in_place_out_of_slices_is_the_version_bit_for_bit(
 ) -> None:
     run = hop(engine, *LAYOUTS[layout], [EVERYTHING, EVERYTHING], commit="in_place")
     for version in (1, 2):
-        run.sync(version)
-        assert all(replica.holds(version) for replica in run.replicas)
+        run.serve(version)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -47,7 +43,7 @@ def test_each_element_crosses_the_wire_once_to_whoever_needs_it_and_none_to_othe
     hop: Callable[..., Hop], layout: str
 ) -> None:
     run = hop("gloo", *LAYOUTS[layout], TP2)
-    report = run.sync(1)
+    report = run.serve(1)
     # What both need goes to both in one broadcast; buckets have gaps between slices, each up to 64 bytes.
     both = {name: TP2[0].boxes[index][0].intersect(TP2[1].boxes[index][0]) for index, name in enumerate(SPECS)}
     twice = sum(box.numel for box in both.values() if box is not None) * 4
@@ -58,24 +54,15 @@ def test_each_element_crosses_the_wire_once_to_whoever_needs_it_and_none_to_othe
 
 def test_copies_that_have_drifted_apart_fail_the_version_and_are_named(hop: Callable[..., Hop]) -> None:
     run = hop("shm", copies, 3, [EVERYTHING])
-    run.sync(1)
+    run.serve(1)
     for version in (2, 3):
-        wanted = values(version)
-        for publisher, shards in zip(run.publishers, run.shards, strict=True):
-            publisher.fence()
-            for shard in shards:
-                shard.data.copy_(wanted[shard.spec.name])
-            if publisher.name == "trainer-2":
-                next(shard for shard in shards if shard.spec.name == "o").data[7, 9] += 1e-6
-            publisher.publish(version)
-        with pytest.raises(
-            SyncAbortedError, match=r"0 and .*2 hold different values of o|0 and trainer-2 hold"
-        ) as caught:
-            asyncio.run(run.coordinator.sync(version))
-        assert isinstance(caught.value.__cause__, ManifestError)
-        assert run.replicas[0].holds(1), "the old weights are not what serves"
-    run.sync(4)
-    assert run.replicas[0].holds(4)
+        run.step(values(version))
+        next(shard for shard in run.shards[2] if shard.spec.name == "o").data[7, 9] += 1e-6
+        run.publish(version)
+        reason = run.fails(version, r"0 and .*2 hold different values of o|0 and trainer-2 hold")
+        assert isinstance(reason, ManifestError)
+        assert run.all_hold(1), "the old weights are not what serves"
+    run.serve(4)
 
 
 def test_a_little_is_compared_with_every_version_and_all_of_it_in_turn() -> None:
@@ -126,13 +113,11 @@ def test_what_does_not_fit_is_refused_by_name_before_a_byte_moves_and_the_old_we
     hop: Callable[..., Hop], said: str, engine: str
 ) -> None:
     run = hop(engine, rows, 2, [TP2[0], EVERYTHING], specs=MISFITS[said], rollout_specs=SPECS)
-    for publisher in run.publishers:
-        publisher.publish(1)
-    with pytest.raises(SyncAbortedError, match=said) as caught:
-        asyncio.run(run.coordinator.sync(1))
-    assert "rollout-" in str(caught.value), "nobody says which rank it does not fit"
-    assert isinstance(caught.value.__cause__, ManifestError | QuorumError)
-    assert all(replica.holds(0) for replica in run.replicas)
+    run.publish(1)
+    reason = run.fails(1, said)
+    assert "rollout-" in str(reason), "nobody says which rank it does not fit"
+    assert isinstance(reason, ManifestError | QuorumError)
+    assert all(replica.holds(values(0)) for replica in run.replicas)
 
 
 def test_a_rank_with_another_plan_is_named_before_a_byte_moves(
@@ -146,14 +131,9 @@ def test_a_rank_with_another_plan_is_named_before_a_byte_moves(
         return SimpleNamespace(digest=f"{plan.digest}0", relays=plan.relays)
 
     monkeypatch.setattr(run.replicas[1].subscriber, "_connect_half", other_plan)
-    for publisher in run.publishers:
-        publisher.publish(1)
-    with pytest.raises(
-        SyncAbortedError, match=r"different transfer plans: trainer-0 \w+, rollout-1/0 \w+0\."
-    ) as caught:
-        asyncio.run(run.coordinator.sync(1))
-    assert isinstance(caught.value.__cause__, ProtocolError)
-    assert all(replica.holds(0) for replica in run.replicas)
+    run.publish(1)
+    reason = run.fails(1, r"different transfer plans: trainer-0 \w+, rollout-1/0 \w+0\.")
+    assert isinstance(reason, ProtocolError)
+    assert run.all_hold(0)
     monkeypatch.undo()
-    run.sync(2)
-    assert all(replica.holds(2) for replica in run.replicas)
+    run.serve(2)

@@ -11,7 +11,7 @@ from cases import covering
 from direct_hop import EVERYTHING, LAYOUTS, Hop, columns, of_rank, rows, values
 from hypothesis import given
 from hypothesis import strategies as st
-from quantised_reference import reference_fp8, reference_int8, restored
+from quantised_reference import REFERENCES, left_of
 
 from weightlane.sync import Placement, TensorSpec
 from weightlane.sync.boxes import Box
@@ -31,11 +31,6 @@ MATRICES = ("q.weight", "o.weight")
 """Some borders of `LAYOUTS` divide their blocks of 128 x 128, and all between columns divide rows."""
 TP2 = [of_rank(columns, 0, 2, SPECS), of_rank(columns, 1, 2, SPECS)]
 ROWS2 = [of_rank(rows, 0, 2, SPECS), of_rank(rows, 1, 2, SPECS)]
-
-
-def left_of(tensors: dict[str, torch.Tensor], scheme: str) -> dict[str, torch.Tensor]:
-    """What a rollout that is not quantised itself must hold."""
-    return {name: restored(tensor, scheme) if name in MATRICES else tensor for name, tensor in tensors.items()}
 
 
 HOPS = [
@@ -64,9 +59,11 @@ def test_whatever_slices_ranks_hold_and_need_everybody_restores_the_whole_quanti
     for version in (1, 2, 3):
         for tensor in tensors.values():
             tensor.view(-1)[version * 7 % tensor.numel()] *= 4
-        report = run.sync(version, tensors)
+        run.step(tensors)
+        run.publish(version)
+        report = run.sync(version)
         assert report.codec == ("dense" if version == 1 else codec)
-        assert all(replica.holds_tensors(left_of(tensors, scheme)) for replica in run.replicas)
+        assert run.all_hold(left_of(tensors, scheme))
         assert report.quantisation is not None
         assert 0.001 < report.quantisation.relative_rms < (0.04 if scheme == "fp8" else 0.01)
 
@@ -95,14 +92,15 @@ def test_what_is_sent_of_a_quantised_version_is_what_is_needed_and_no_more(
     asked = [needed for needed in on_the_wire if needed is not None]
     needs, specs = (asked, wire) if native else (TP2, SPECS)
     run = hop(engine, LAYOUTS[layout][0], 2, needs, specs=SPECS, rollout_specs=specs, quantise=scheme)
-    report = run.sync(1)
     tensors = values(1, SPECS)
+    run.step(tensors)
+    run.publish(1)
+    report = run.sync(1)
     if native:
         for name in MATRICES:
             pair = pair_of(SPECS[name], scheme)
-            reference = {"fp8": reference_fp8, "int8": reference_int8}[scheme](tensors[name])
-            tensors |= dict(zip((pair.weight.name, pair.scales.name), reference, strict=True))
-    assert all(replica.holds_tensors(tensors if native else left_of(tensors, scheme)) for replica in run.replicas)
+            tensors |= dict(zip((pair.weight.name, pair.scales.name), REFERENCES[scheme](tensors[name]), strict=True))
+    assert run.all_hold(tensors if native else left_of(tensors, scheme))
     least = sum(needed.nbytes for needed in asked)
     if engine == "gloo":  # what both need goes to both in one broadcast
         for spec in wire.values():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from direct_hop import EVERYTHING, Hop, rows
-from quantised_reference import reference_fp8, reference_int8, restored
+from quantised_reference import REFERENCES, left_of, reference_fp8
 from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import (
@@ -19,7 +18,6 @@ from weightlane.ckpt_engines import (
     Deadline,
     ManifestError,
     ProtocolError,
-    SyncAbortedError,
 )
 from weightlane.sync import (
     Expectation,
@@ -57,7 +55,6 @@ SHAPES: dict[str, tuple[int, ...]] = {
 """No border between two or three trainer ranks is one between blocks, and of one matrix a third rank has nothing."""
 SPECS = {name: TensorSpec(name, shape, torch.bfloat16) for name, shape in SHAPES.items()}
 MATRICES = ("q.weight", "up.weight", "down.weight")
-REFERENCES = {"fp8": reference_fp8, "int8": reference_int8}
 every_scheme = pytest.mark.parametrize("scheme", ["fp8", "int8"])
 
 
@@ -67,27 +64,17 @@ def weights(version: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def left_of(tensors: dict[str, torch.Tensor], scheme: str) -> dict[str, torch.Tensor]:
+def wanted(version: int, scheme: str = "fp8") -> dict[str, torch.Tensor]:
     """What a rollout must hold: what is not quantised travels in bfloat16; what is, is quantised from float32."""
-    made = {name: restored(tensor, scheme) if name in MATRICES else tensor for name, tensor in tensors.items()}
-    return {name: tensor.bfloat16() for name, tensor in made.items()}
+    return {name: tensor.bfloat16() for name, tensor in left_of(weights(version), scheme).items()}
 
 
-def step(run: Hop, tensors: dict[str, torch.Tensor]) -> None:
-    """Pass the fence, then change the parameters."""
-    for publisher, shards in zip(run.publishers, run.shards, strict=True):
-        publisher.fence()
-        for shard in shards:
-            shard.data.copy_(tensors[shard.spec.name][shard.box.index])
-
-
-def published(run: Hop, version: int, tensors: dict[str, torch.Tensor]) -> SyncReport:
-    """Sync `version`, of `tensors`; the next optimizer step waits for the snapshot only."""
-    step(run, tensors)
-    for publisher in run.publishers:
-        publisher.publish(version)
-    step(run, weights(version + 100))
-    return asyncio.run(run.coordinator.sync(version))
+def published(run: Hop, version: int) -> SyncReport:
+    """Sync `version`; the next optimizer step waits for the snapshot only."""
+    run.step(weights(version))
+    run.publish(version)
+    run.step(weights(version + 100))
+    return run.sync(version)
 
 
 @pytest.mark.parametrize(
@@ -103,10 +90,8 @@ def test_what_the_reference_leaves_is_what_rollouts_restore_relays_hand_on_and_a
 ) -> None:
     run = hop(engine, rows, trainers, [EVERYTHING] * 3, specs=SPECS, quantise=scheme, network=network)
     for version in (1, 2):
-        tensors = weights(version)
-        report = published(run, version, tensors)
-        wanted = left_of(tensors, scheme)
-        assert all(replica.holds_tensors(wanted) for replica in run.replicas)
+        report = published(run, version)
+        assert run.all_hold(wanted(version, scheme))
         assert report.quantisation is not None
         assert 0.001 < report.quantisation.relative_rms < (0.03 if scheme == "fp8" else 0.01)
         assert 0 < report.quantisation.max_abs < 0.5
@@ -117,13 +102,13 @@ def test_what_the_reference_leaves_is_what_rollouts_restore_relays_hand_on_and_a
     subscriber.wait(2, HANG_S)
     previous, kept = subscriber.take_previous(3)
     assert previous == 2
-    assert all(torch.equal(kept[name], tensor) for name, tensor in wanted.items())
+    assert all(torch.equal(kept[name], tensor) for name, tensor in wanted(2, scheme).items())
     if engine == "filesystem":
         run.publishers[0].wait(2, HANG_S)  # by then the version is marked as committed
         manifest, stored = read_version(str(tmp_path / "store"))
         assert manifest.quantised == "fp8"
         for name in MATRICES:
-            elements, scales = reference_fp8(tensors[name])
+            elements, scales = reference_fp8(weights(2)[name])
             assert torch.equal(stored[name].view(torch.uint8), elements.view(torch.uint8))
             assert torch.equal(stored[f"{name}_scale_inv"], scales)
 
@@ -133,12 +118,11 @@ def test_weights_that_no_scale_fits_fail_their_version_at_once_and_nothing_else(
     hop: Callable[..., Hop], trainers: int, *, known_before: bool
 ) -> None:
     run = hop("shm", rows, trainers, [EVERYTHING], specs=SPECS, quantise="fp8")
-    published(run, 1, weights(1))
+    published(run, 1)
     poisoned = weights(2)
     poisoned["up.weight"][::64] = float("nan")
-    step(run, poisoned)
-    for publisher in run.publishers:
-        publisher.publish(2)
+    run.step(poisoned)
+    run.publish(2)
     if known_before:
         letters = run.coordinator._letters
 
@@ -147,19 +131,18 @@ def test_weights_that_no_scale_fits_fail_their_version_at_once_and_nothing_else(
             return bool(letters._failed)
 
         wait_until(is_known, "report of the failure")
-    with pytest.raises(SyncAbortedError, match=r"up\.weight holds inf or NaN"):
-        asyncio.run(run.coordinator.sync(2))
-    assert run.replicas[0].holds_tensors(left_of(weights(1), "fp8"))
+    run.fails(2, r"up\.weight holds inf or NaN")
+    assert run.all_hold(wanted(1))
     for version in (2, 3):  # under the same number, with other weights: nothing of the failure is left
-        published(run, version, weights(version))  # the fence lets go of a version that failed
-        assert run.replicas[0].holds_tensors(left_of(weights(version), "fp8"))
+        published(run, version)  # the fence lets go of a version that failed
+        assert run.all_hold(wanted(version))
 
 
 def test_what_cannot_be_restored_in_place_is_refused_before_the_first_byte(hop: Callable[..., Hop]) -> None:
     run = hop("shm", rows, 1, [EVERYTHING], "in_place", specs=SPECS, quantise="fp8")
-    with pytest.raises(SyncAbortedError, match="cannot be restored in place"):
-        published(run, 1, weights(1))
-    assert run.replicas[0].holds(0)
+    run.publish(1)
+    run.fails(1, "cannot be restored in place")
+    assert run.all_hold(0)
 
 
 def fp8_manifest(*changed: TensorSpec, without: str = "") -> Manifest:

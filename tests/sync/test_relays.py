@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from direct_hop import EVERYTHING, LAYOUTS, SPECS, TP2, Hop
-from hop_run import Run, expected
+from hop_run import MakeRun, Replica, Run, expected
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from patience import PATIENT
@@ -52,6 +50,8 @@ class Bytes:
     def __init__(self) -> None:
         self.sent: Counter[str] = Counter()
         self.received: Counter[str] = Counter()
+        self.hooks = RunHooks()
+        self.hooks.register(self)
 
     @hookimpl
     def bucket_sent(self, facts: Mapping[str, Any]) -> None:
@@ -66,17 +66,15 @@ class Bytes:
 def test_down_a_chain_a_trainer_sends_its_bytes_once_and_every_replica_has_them_bit_for_bit(
     hop: Callable[..., Hop], engine: str, codec: str
 ) -> None:
-    hooks, moved = RunHooks(), Bytes()
-    hooks.register(moved)
+    moved = Bytes()
     # Trainers, like rollouts, go by the buckets that are sent, whatever size of bucket the network was stated for.
     links = Network(sender_bytes_per_s=1e8, receiver_bytes_per_s=1e9)
-    run = hop(engine, *LAYOUTS["one rank"], [EVERYTHING] * 3, codec=codec, hooks=hooks, network=links)
+    run = hop(engine, *LAYOUTS["one rank"], [EVERYTHING] * 3, codec=codec, hooks=moved.hooks, network=links)
     for version in (1, 2, 3):
         moved.sent.clear()
         moved.received.clear()
-        report = run.sync(version)
+        report = run.serve(version)
         assert report.codec == ("dense" if version == 1 else codec)
-        assert all(replica.holds(version) for replica in run.replicas)
         (once,) = set(moved.received.values())
         # Everything sent goes to one receiver: what the relays send is what the trainer does not.
         assert sum(moved.sent.values()) == sum(moved.received.values()) == 3 * once
@@ -91,32 +89,26 @@ def test_down_a_chain_a_trainer_sends_its_bytes_once_and_every_replica_has_them_
 def test_lanes_of_slices_cross_one_another_on_their_ways_and_all_arrive(
     hop: Callable[..., Hop], layout: str, codec: str, integrity: str
 ) -> None:
-    hooks, moved = RunHooks(), Bytes()
-    hooks.register(moved)
-    more = {"codec": codec, "integrity": integrity, "hooks": hooks}
+    moved = Bytes()
+    more = {"codec": codec, "integrity": integrity, "hooks": moved.hooks}
     run = hop("gloo", *LAYOUTS[layout], [*TP2, *TP2], network=SLOW_SENDERS, **more)
     for version in (1, 2):
-        run.sync(version)
-        assert all(replica.holds(version) for replica in run.replicas)
+        run.serve(version)
     assert len([name for name in moved.sent if name.startswith("rollout")]) > 1, "several of them relay"
 
 
 def test_without_a_word_about_links_nobody_relays(hop: Callable[..., Hop]) -> None:
-    hooks, moved = RunHooks(), Bytes()
-    hooks.register(moved)
+    moved = Bytes()
     for more in ({}, {"network": SLOW_SENDERS, "commit": "in_place"}):
-        run = hop("gloo", *LAYOUTS["one rank"], [EVERYTHING] * 3, hooks=hooks, **more)
-        run.sync(1)
-        assert all(replica.holds(1) for replica in run.replicas)
+        run = hop("gloo", *LAYOUTS["one rank"], [EVERYTHING] * 3, hooks=moved.hooks, **more)
+        run.serve(1)
     assert set(moved.sent) == {"trainer-0"}
 
 
-def relayed(make_run: Callable[..., Run], **sync: float) -> Run:
+def relayed(make_run: MakeRun, **sync: float) -> Run:
     """A trainer with a chain of three replicas, which have version 1."""
     run = make_run("gloo", replicas=3, trainer={"network": SLOW_SENDERS}, sync=TOLERANT | sync)
-    run.step(1)
-    run.publish(1)
-    run.sync(1)
+    run.serve(1)
     return run
 
 
@@ -128,12 +120,11 @@ def relayed(make_run: Callable[..., Run], **sync: float) -> Run:
     ],
 )
 def test_a_relay_that_is_killed_is_named_and_the_others_get_the_version_without_it(
-    make_run: Callable[..., Run], number: int
+    make_run: MakeRun, number: int
 ) -> None:
     run = relayed(make_run)
-    run.replicas[1].ranks["rollout-1/0"].call("die_at", number)
-    run.step(2)
-    run.publish(2)
+    run.rank(1).call("die_at", number)
+    run.publish_next(2)
     report = run.sync(2)
     (failure,) = report.failures
     assert failure.excluded == ("rollout-1",)
@@ -142,30 +133,23 @@ def test_a_relay_that_is_killed_is_named_and_the_others_get_the_version_without_
     committed = {name for name, part in report.replicas.items() if part.outcome is Outcome.COMMITTED}
     assert committed == {"rollout-0", "rollout-2"}
     run.coordinator.participant_lost(WorkerDiedError("killed.", part="test"), "rollout-1")
-    run.step(3)
-    run.publish(3)
+    run.publish_next(3)
     report = run.sync(3)
     assert report.failures == ()
     assert report.replicas["rollout-1"].outcome is Outcome.LOST
-    alive = [rank for replica in run.replicas if replica.name in committed for rank in replica.ranks.values()]
-    assert [rank.call("live_digest") for rank in alive] == [expected(3)] * 2
+    assert [run.rank(number).call("live_digest") for number in (0, 2)] == [expected(3)] * 2
     states = run.coordinator.states()
     assert {name for name, state in states.items() if state is ReplicaState.SERVING} == committed
 
 
 @pytest.mark.exhaustive  # it waits as long as no other rank may take for a bucket
 def test_a_relay_that_freezes_is_left_behind_and_those_that_starve_behind_it_are_not(
-    make_run: Callable[..., Run],
+    make_run: MakeRun,
 ) -> None:
     run = relayed(make_run, stall_s=10.0)
-    frozen = run.replicas[1].ranks["rollout-1/0"]
-    frozen.call("freeze_at", 2)
-    run.step(2)
-    run.publish(2)
-    try:
-        report = run.sync(2)
-    finally:
-        os.kill(frozen.pid, signal.SIGCONT)
+    run.rank(1).call("freeze_at", 2)
+    run.publish_next(2)
+    report = run.sync(2)  # a frozen process can be killed, too
     (failure,) = report.failures
     assert failure.excluded == ("rollout-1",)
     assert isinstance(failure.error, DeadlineExceededError)
@@ -173,29 +157,23 @@ def test_a_relay_that_freezes_is_left_behind_and_those_that_starve_behind_it_are
     assert {name for name, part in report.replicas.items() if part.outcome is not Outcome.COMMITTED} == {"rollout-1"}
 
 
-def test_a_replica_that_refuses_and_some_that_join_late_do_not_break_the_chain(make_run: Callable[..., Run]) -> None:
+def test_a_replica_that_refuses_and_some_that_join_late_do_not_break_the_chain(make_run: MakeRun) -> None:
     run = make_run("gloo", trainer={"network": SLOW_SENDERS}, sync=TOLERANT)
     odd = run.add_replica(shapes={"head": [40, 24]})
-    run.step(1)
-    run.publish(1)
+    run.publish_next(1)
     report = run.sync(1)
     assert isinstance(report.replicas[odd.name].error, ManifestError)
     run.coordinator.remove(odd.name)
     late = [run.add_replica(), run.add_replica()]
     # The first one in the chain of all has the version already.
     assert run.outcomes(1) == {replica.name: "committed" for replica in late}
-    run.step(2)
-    run.publish(2)
-    well = [run.replicas[0], *late]
-    assert run.outcomes(2) == {replica.name: "committed" for replica in well}
-    for replica in well:
-        (rank,) = replica.ranks.values()
-        assert rank.call("live_digest") == expected(2)
+    run.publish_next(2)
+    assert run.outcomes(2) == {replica.name: "committed" for replica in [run.replicas[0], *late]}
+    assert [run.rank(number).call("live_digest") for number in (0, 2, 3)] == [expected(2)] * 3
 
 
-def test_a_bucket_is_handed_on_once_it_was_verified() -> None:
+def test_a_bucket_is_handed_on_once_it_was_verified(rendezvous: Rendezvous) -> None:
     sent = torch.arange(64, dtype=torch.uint8)
-    rendezvous = Rendezvous.host()
     mail = SealMail(rendezvous.mailbox("seals"))
     mail.put(3, 0, seal(sent))
     handed_on: list[bytes] = []
@@ -275,17 +253,9 @@ def test_whatever_the_routes_every_lane_gets_to_its_receivers_once_and_nobody_wa
     assert plan.relays or slowness < 10
 
 
-def test_engines_hand_on_if_they_send_to_one_and_nothing_is_shared() -> None:
-    assert {name: planned(name).relays for name in ("gloo", "nixl", "mooncake", "shm", "filesystem")} == {
-        "gloo": True,
-        "nixl": True,
-        "mooncake": True,
-        "shm": False,
-        "filesystem": False,
-    }
-
-
-def test_ranks_that_would_send_by_other_routes_are_told_apart_by_the_digest() -> None:
+def test_engines_hand_on_if_they_send_to_one_and_nothing_is_shared_and_other_routes_have_another_digest() -> None:
+    relaying = {name: planned(name).relays for name in ("gloo", "nixl", "mooncake", "shm", "filesystem")}
+    assert relaying == {"gloo": True, "nixl": True, "mooncake": True, "shm": False, "filesystem": False}
     relays, straight = planned("gloo"), [planned("gloo", may_relay=False), planned("gloo", network=None)]
     assert relays.plan.digest == straight[0].plan.digest
     assert relays.digest != straight[0].digest == straight[1].digest
@@ -344,17 +314,9 @@ CHANGED = CorruptBucketError("changed bytes.", part="bucket check", peer="r1/0")
     ],
 )
 def test_whoever_is_at_the_end_of_the_way_is_at_fault(
-    told: list[tuple[str, WeightlaneError]], culprits: set[str], peer: str
+    rendezvous: Rendezvous, told: list[tuple[str, WeightlaneError]], culprits: set[str], peer: str
 ) -> None:
-    class Named:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def subscriber_names(self) -> list[str]:
-            return [f"{self.name}/0"]
-
-    rendezvous = Rendezvous.host()
-    roster = Roster(["t0"], [Named(f"r{number}") for number in range(4)], 0.5)  # type: ignore[list-item]
+    roster = Roster(["t0"], [Replica(f"r{number}", dict.fromkeys([f"r{number}/0"])) for number in range(4)], 0.5)  # type: ignore[arg-type]
     letters = Correspondence(rendezvous, roster)
     letters._note(Joined(name="t0", inbox="t0#1"))
     verdict = letters._verdict(

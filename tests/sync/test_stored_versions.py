@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from bits import DTYPES, same
 from hop_run import Participant
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,22 +30,12 @@ from weightlane.ckpt_engines.stored_version import StoredVersion
 from weightlane.sync import Manifest, TensorSpec, read_version
 from weightlane.sync.version_files import manifest_of_document, version_files
 
-DTYPES = [
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
-    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
-]  # fmt: skip
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
 def assert_same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
-        assert bits(found[name]) == bits(tensor), name
+    assert [name for name, tensor in expected.items() if not same(found[name], tensor)] == []
 
 
 def newest_directory(path: Path) -> Path:

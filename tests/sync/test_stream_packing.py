@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from bits import random_bits, same
 from direct_hop import columns, rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,19 +23,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int64,
 
 shapes = st.lists(st.integers(0, 7), min_size=0, max_size=3).map(tuple)
 tensors = st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), min_size=0, max_size=6)
-
-
-def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """A tensor of random bit patterns: NaN payloads, denormals and negative zeros included."""
-    generator = torch.Generator().manual_seed(seed)
-    numel = TensorSpec("", shape, dtype).numel
-    high = 2 if dtype is torch.bool else 256
-    data = torch.randint(0, high, (numel * dtype.itemsize,), dtype=torch.uint8, generator=generator)
-    return data.view(dtype).view(shape)
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
 def taken(shards: list[LocalShard], places: list[int], nbytes: int = 0) -> torch.Tensor:
@@ -95,7 +83,7 @@ def test_sharded_tensors_arrive_bit_for_bit_through_buckets_of_any_size_and_cut(
     for entry in manifest.entries:
         assert entry.offset % (entry.spec.dtype.itemsize if whole_tensors else ALIGNMENT_BYTES) == 0
         received = staging[entry.offset : entry.end].view(entry.spec.dtype).view(entry.spec.shape)
-        assert bits(received) == bits(sources[entry.spec.name])
+        assert same(received, sources[entry.spec.name])
 
 
 @settings(deadline=None)

@@ -57,7 +57,7 @@ def test_a_trainer_rank_takes_its_share_and_two_buckets_and_never_a_whole_tensor
                 trainer.tell("publish", version)
             asyncio.run(coordinator.sync(version))
             published = {name: torch.full(spec.shape, float(version)) for name, spec in specs.items()}
-            assert all(replica.holds_tensors(published) for replica in replicas)
+            assert all(replica.holds(published) for replica in replicas)
             for trainer in trainers:
                 trainer.answer()
         for trainer in trainers:

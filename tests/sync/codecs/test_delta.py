@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from bits import DTYPES, bits, random_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,18 +35,6 @@ from weightlane.sync.codecs.delta.wire_format import (
     lengths_of_blocks,
 )
 
-DTYPES = [
-    torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32,
-    torch.int64, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2,
-]  # fmt: skip
-
-
-def random_bits(numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """A tensor of random bit patterns: NaN payloads, denormals and negative zeros included."""
-    generator = torch.Generator().manual_seed(seed)
-    high = 2 if dtype is torch.bool else 256
-    return torch.randint(0, high, (numel * dtype.itemsize,), dtype=torch.uint8, generator=generator).view(dtype)
-
 
 def flipped(old: torch.Tensor, where: torch.Tensor, seed: int = 1) -> torch.Tensor:
     """`old` with one bit of every element in the mask `where` flipped; of a bool the value."""
@@ -54,10 +43,6 @@ def flipped(old: torch.Tensor, where: torch.Tensor, seed: int = 1) -> torch.Tens
     byte = seed % old.itemsize
     items[where, byte] ^= 1 if old.dtype is torch.bool else 1 << seed % 8
     return new
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8)
 
 
 def check_round_trip(old: torch.Tensor, new: torch.Tensor) -> tuple[Encoded, Patch]:
@@ -104,7 +89,7 @@ def test_a_delta_turns_the_base_into_the_new_version_whatever_the_dtype(
 ) -> None:
     """Also where blocks of other densities stand beside each other."""
     share = torch.tensor(densities).repeat_interleave(BLOCK)[:numel]
-    old = random_bits(numel, dtype, seed)
+    old = random_bits((numel,), dtype, seed)
     where = torch.rand(numel, generator=torch.Generator().manual_seed(seed)) < share
     encoded, _ = check_round_trip(old, flipped(old, where, seed))
     assert encoded.changed == int(where.sum())
@@ -113,7 +98,7 @@ def test_a_delta_turns_the_base_into_the_new_version_whatever_the_dtype(
 def test_frames_meet_without_a_gap() -> None:
     """Changes on both sides of every boundary, in a segment of more than two frames, on several threads too."""
     numel = 2 * FRAME + 3
-    old = random_bits(numel, torch.uint8)
+    old = random_bits((numel,), torch.uint8)
     edges = torch.arange(0, numel, BLOCK)
     where = torch.zeros(numel, dtype=torch.bool)
     where[edges] = True
@@ -145,7 +130,7 @@ def test_equal_and_unequal_are_a_matter_of_bits() -> None:
 def test_a_delta_is_about_as_small_as_it_can_be(density: float, most: float) -> None:
     """Of bf16 with random positions: up to 20 % within 0.65 bits per change of the positions' entropy (8.08 bits at 1 %)."""
     numel = 1 << 21
-    old = random_bits(numel, torch.bfloat16)
+    old = random_bits((numel,), torch.bfloat16)
     encoded = encode(old, flipped(old, torch.rand(numel, generator=torch.Generator().manual_seed(0)) < density))
     assert isinstance(encoded, Encoded)
     assert encoded.nbytes / old.nbytes < most
@@ -165,7 +150,7 @@ def test_every_block_gets_the_method_that_takes_least() -> None:
 
 
 def test_a_delta_over_its_capacity_is_given_up_early() -> None:
-    old = random_bits(3 * FRAME, torch.uint8)
+    old = random_bits((3 * FRAME,), torch.uint8)
     new = flipped(old, torch.ones(old.numel(), dtype=torch.bool))
     found = encode(old, new, capacity_bytes=FRAME // 2)
     assert isinstance(found, TooDense)
@@ -208,7 +193,7 @@ def test_a_patch_goes_only_where_it_belongs() -> None:
 
 
 def test_a_patch_holds_three_times_the_changed_bytes_of_bf16() -> None:
-    old = random_bits(1 << 20, torch.bfloat16)
+    old = random_bits((1 << 20,), torch.bfloat16)
     new = flipped(old, torch.rand(old.numel(), generator=torch.Generator().manual_seed(0)) < 0.01)
     encoded, patch = check_round_trip(old, new)
     assert patch.nbytes == 3 * encoded.changed * old.itemsize
@@ -216,7 +201,7 @@ def test_a_patch_holds_three_times_the_changed_bytes_of_bf16() -> None:
 
 
 def test_a_digest_tells_contents_sizes_and_order() -> None:
-    a, b = random_bits(100, torch.bfloat16, 1), random_bits(50, torch.float32, 2)
+    a, b = random_bits((100,), torch.bfloat16, 1), random_bits((50,), torch.float32, 2)
     digest = digest_of([a, b])
     assert len(digest) == 32
     assert digest == digest_of([a.clone(), b.clone()])
@@ -235,7 +220,7 @@ def test_a_digest_tells_contents_sizes_and_order() -> None:
 
 
 def test_a_base_becomes_the_new_version() -> None:
-    base, new = random_bits(100, torch.float32, 1), random_bits(100, torch.float32, 2)
+    base, new = random_bits((100,), torch.float32, 1), random_bits((100,), torch.float32, 2)
     update_base_(base, new)
     assert torch.equal(bits(base), bits(new))
     with pytest.raises(ConfigError, match="cannot become"):

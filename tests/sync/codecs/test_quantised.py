@@ -6,9 +6,10 @@ import itertools
 
 import pytest
 import torch
+from bits import same
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quantised_reference import reference_fp8, reference_int8, restored
+from quantised_reference import REFERENCES, restored
 
 from weightlane.ckpt_engines import ConfigError, ManifestError
 from weightlane.sync.codecs.quantised import (
@@ -23,7 +24,6 @@ from weightlane.sync.codecs.quantised import (
 
 SOURCES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 1), (128, 128), (129, 127), (300, 200), (5, 700), (256, 384), (0, 5), (5, 0)]
-REFERENCES = {"fp8": reference_fp8, "int8": reference_int8}
 
 
 def weights(rows: int, columns: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -35,10 +35,6 @@ def weights(rows: int, columns: int, dtype: torch.dtype = torch.float32, seed: i
     matrix[torch.rand(rows, columns, generator=generator) < 0.1] = -0.0
     matrix[torch.rand(rows, columns, generator=generator) < 0.02] = 1e-42
     return matrix.to(dtype)
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
