@@ -21,6 +21,7 @@ from weightlane.sync.stream_parts import parts_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn]
 
+W = TensorSpec("w", (4,), torch.float32)
 shapes = st.lists(st.integers(0, 7), min_size=0, max_size=3).map(tuple)
 tensors = st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), min_size=0, max_size=6)
 
@@ -99,21 +100,12 @@ def test_files_of_whole_tensors_hold_as_many_as_fit_into_a_bucket(
     assert all(sum(file) + following[0] > bucket_bytes for file, following in pairwise(sizes))
 
 
-def test_buckets_of_fixed_size_do_not_claim_to_be_files_of_whole_tensors() -> None:
-    manifest = manifest_of(TensorSpec("w", (4,), torch.float32))
-    assert manifest.part(0) is None
-    with pytest.raises(ProtocolError, match="whole tensors"):
-        _ = manifest.files
-
-
-def test_a_manifest_says_how_it_is_cut() -> None:
-    spec = TensorSpec("w", (4,), torch.float32)
-    fixed, whole = (Manifest(1, (spec,), 64, whole_tensors=whole) for whole in (False, True))
+def test_a_manifest_says_how_it_is_cut_and_buckets_of_fixed_size_are_no_files_of_whole_tensors() -> None:
+    fixed, whole = (Manifest(1, (W,), 64, whole_tensors=whole) for whole in (False, True))
     assert fixed.layout_digest != whole.layout_digest
-
-
-def manifest_of(*specs: TensorSpec) -> Manifest:
-    return Manifest(1, specs, 64)
+    assert fixed.part(0) is None
+    with pytest.raises(ProtocolError, match="whole tensors"):
+        _ = fixed.files
 
 
 @pytest.mark.parametrize(
@@ -135,6 +127,6 @@ def manifest_of(*specs: TensorSpec) -> Manifest:
     ],
 )
 def test_what_is_not_a_manifest_is_refused_in_words(change: dict[str, object], says: str) -> None:
-    plain = manifest_of(TensorSpec("w", (4,), torch.float32)).to_plain() | change
+    plain = Manifest(1, (W,), 64).to_plain() | change
     with pytest.raises(ProtocolError, match=says):
         Manifest.from_plain(plain)

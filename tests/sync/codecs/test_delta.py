@@ -75,10 +75,7 @@ def check_round_trip(old: torch.Tensor, new: torch.Tensor) -> tuple[Encoded, Pat
 @settings(max_examples=60)
 @given(
     dtype=st.sampled_from(DTYPES),
-    numel=st.one_of(
-        st.integers(0, 300),
-        st.sampled_from([BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 17]),
-    ),
+    numel=st.one_of(st.integers(0, 300), st.sampled_from([BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 17])),
     densities=st.lists(
         st.sampled_from([0.0, 1e-4, 0.003, 0.01, 0.1, 0.24, 0.26, 0.5, 0.9, 0.97, 1.0]), min_size=4, max_size=4
     ),
@@ -135,6 +132,10 @@ def test_a_delta_is_about_as_small_as_it_can_be(density: float, most: float) -> 
     assert isinstance(encoded, Encoded)
     assert encoded.nbytes / old.nbytes < most
     assert encoded.density == pytest.approx(density, rel=0.05)
+    if density == 0.01:
+        patch = decode(encoded.to_bytes(), elements=numel, itemsize=2)
+        assert patch.nbytes == 3 * encoded.changed * old.itemsize
+        assert patch.carried == encoded.carried
 
 
 def test_every_block_gets_the_method_that_takes_least() -> None:
@@ -190,14 +191,6 @@ def test_a_patch_goes_only_where_it_belongs() -> None:
     held = torch.zeros(8, 8, dtype=torch.bfloat16)
     patch.to("cpu").apply_(held)
     assert held.eq(1).all()
-
-
-def test_a_patch_holds_three_times_the_changed_bytes_of_bf16() -> None:
-    old = random_bits((1 << 20,), torch.bfloat16)
-    new = flipped(old, torch.rand(old.numel(), generator=torch.Generator().manual_seed(0)) < 0.01)
-    encoded, patch = check_round_trip(old, new)
-    assert patch.nbytes == 3 * encoded.changed * old.itemsize
-    assert patch.carried == encoded.carried
 
 
 def test_a_digest_tells_contents_sizes_and_order() -> None:

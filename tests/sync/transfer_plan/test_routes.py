@@ -17,13 +17,7 @@ from weightlane.sync.tensor_spec import TensorSpec
 from weightlane.sync.transfer_plan import Network, TransferPlan, plan_routes, plan_transfer, predict, shares, traffic
 
 MANY = Network(1e9, 1e9, latency_s=1e-5, bucket_bytes=1 << 20)
-networks = st.builds(
-    Network,
-    st.floats(1.0, 1e3),
-    st.floats(1.0, 1e3),
-    st.floats(0.0, 1.0),
-    st.integers(1, 100),
-)
+networks = st.builds(Network, st.floats(1.0, 1e3), st.floats(1.0, 1e3), st.floats(0.0, 1.0), st.integers(1, 100))
 
 
 def one_to_all(replicas: int, rows: int = 1 << 20, senders: int = 1) -> TransferPlan:
@@ -36,14 +30,13 @@ def one_to_all(replicas: int, rows: int = 1 << 20, senders: int = 1) -> Transfer
 
 
 @given(problems(), networks, st.booleans())
-def test_every_receiver_of_a_lane_gets_it_once_from_somebody_who_has_it(
+def test_every_receiver_gets_a_lane_once_from_somebody_who_has_it_and_no_sooner_than_the_busiest_card_can(
     problem: tuple, network: Network, may_relay: bool
 ) -> None:
     _, held, needed = problem
     plan = plan_transfer(shares(held), needed)
     routes = plan_routes(plan, network, may_relay=may_relay)
     assert routes == plan_routes(plan, network, may_relay=may_relay)
-    assert len(routes) == len(plan.lanes)
     for lane, route in zip(plan.lanes, routes, strict=True):
         have = {lane.sender: 0}
         for sender, receiver in route.hops:
@@ -51,24 +44,12 @@ def test_every_receiver_of_a_lane_gets_it_once_from_somebody_who_has_it(
             have[receiver] = have[sender] + 1
         assert set(have) == {lane.sender, *lane.receivers}
         assert max(have.values()) == route.depth
-        if not may_relay:
-            assert route.kind == "star"
+        assert may_relay or route.kind == "star"
         assert (route.kind == "star") == all(sender == lane.sender for sender, _ in route.hops)
-
-
-@given(problems(), networks, st.booleans())
-def test_no_prediction_is_below_what_the_busiest_card_needs(problem: tuple, network: Network, may_relay: bool) -> None:
-    _, held, needed = problem
-    plan = plan_transfer(shares(held), needed)
-    routes = plan_routes(plan, network, may_relay=may_relay)
-    found = predict(plan, routes, network)
-    moved = traffic(plan, routes)
-    trainers = set(held)
-    cards = [
-        n / (network.sender_bytes_per_s if name in trainers else network.receiver_bytes_per_s)
-        for name, n in moved.sent.items()
-    ]
-    cards += [n / network.receiver_bytes_per_s for n in moved.received.values()]
+    found, moved = predict(plan, routes, network), traffic(plan, routes)
+    cards = [n / network.receiver_bytes_per_s for n in moved.received.values()]
+    for name, n in moved.sent.items():
+        cards.append(n / (network.sender_bytes_per_s if name in held else network.receiver_bytes_per_s))
     assert found.bound_s == pytest.approx(max(cards, default=0.0))
     assert found.seconds >= found.bound_s
     assert moved.nbytes == sum(placement.nbytes for placement in needed.values())

@@ -100,12 +100,9 @@ def test_layouts_that_cannot_be_are_refused_by_what_is_wrong(layout: type, text:
     assert "\n" not in str(caught.value)
 
 
-def test_experts_that_ranks_cannot_share_are_refused() -> None:
+def test_experts_that_ranks_cannot_share_and_unknown_shapes_are_refused() -> None:
     with pytest.raises(ConfigError, match="32 experts are not shared by 5 ranks"):
         TrainerLayout.parse("ep5").placements(small("30b"), weights(small("30b")))
-
-
-def test_unknown_shapes_are_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"'7b' is no shape that is known\. Known: 30b, 235b, 1t"):
         shape_named("7b")
     assert USUAL.keys() == SHAPES.keys()
@@ -155,11 +152,8 @@ def calls_of_planning(shape: ModelShape, trainer: str, rollout: str) -> int:
     return calls
 
 
-def test_planning_is_as_many_times_more_work_as_there_are_tensors() -> None:
+def test_planning_is_as_many_times_more_work_as_there_are_tensors_and_replicas_alike_are_next_to_none() -> None:
     few, many = (small("1t", layers=layers) for layers in (4, 32))
     assert calls_of_planning(many, "pp4 ep8", "2x tp8 ep8") <= 1.2 * 8 * calls_of_planning(few, "pp4 ep8", "2x tp8 ep8")
-
-
-def test_many_replicas_alike_are_next_to_no_work() -> None:
-    shape = small("1t")
-    assert calls_of_planning(shape, "pp2 ep8", "64x tp8 ep8") <= 2 * calls_of_planning(shape, "pp2 ep8", "2x tp8 ep8")
+    two, many = (calls_of_planning(small("1t"), "pp2 ep8", f"{replicas}x tp8 ep8") for replicas in (2, 64))
+    assert many <= 2 * two
