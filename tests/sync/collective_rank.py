@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from direct_hop import rows
 from patience import PATIENT
-from shelf import SHAPE, Shelf
+from shelf import SPEC, Shelf
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import ConfigError
-from weightlane.sync import CollectivePublisher, Coordinator, LocalShard, SyncConfig, TensorSpec, rendezvous
+from weightlane.sync import CollectivePublisher, Coordinator, LocalShard, SyncConfig, rendezvous
 from weightlane.sync.messages import Go
 
 
@@ -61,9 +62,8 @@ class Rank:
 
     def publish(self) -> None:
         """One version, from the first word to the last."""
-        rows = (SHAPE[0] + 1) // 2
-        values = torch.ones(SHAPE)[self._rank * rows :][:rows]
-        shard = LocalShard(TensorSpec("w", SHAPE, torch.float32), (self._rank * rows, 0), values)
+        (box,) = rows(SPEC, self._rank, 2)
+        shard = LocalShard(SPEC, box.starts, torch.ones(box.shape))
         config = SyncConfig(**PATIENT)
         with CollectivePublisher([shard], [self._replica], backend="shm", config=config) as weights:
             weights.publish(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from direct_hop import Hop
+from direct_hop import Hop, MakeHop
 from hop_run import MakeRun, Run
 
 from weightlane.sync import Rendezvous
@@ -42,7 +42,7 @@ def rendezvous() -> Rendezvous:
 
 
 @pytest.fixture
-def hop(tmp_path: Path) -> Iterator[Callable[..., Hop]]:
+def hop(tmp_path: Path) -> Iterator[MakeHop]:
     with ExitStack() as stack:
 
         def make(engine: str, *arguments: Any, **more: Any) -> Hop:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
-import pytest
 import torch
 from bits import same
 from patience import PATIENT
@@ -98,7 +97,7 @@ class Rollout:
 
     def __init__(
         self,
-        number: int,
+        name: str,
         address: Any,
         engine: str,
         options: dict[str, Any],
@@ -107,7 +106,7 @@ class Rollout:
         specs: Specs = SPECS,
         hooks: RunHooks | None = None,
     ) -> None:
-        self.name = f"rollout-{number}"
+        self.name = name
         self._specs = specs
         self._needed = Placement.whole(specs.values()) if needed is None else needed
         expectation = Expectation(
@@ -187,7 +186,9 @@ class Hop:
         ]
         placements = [Placement.of_shards(shards) for shards in self.shards]
         self.replicas = [
-            Rollout(number, rendezvous.address, engine, options, needed, commit, rollout_specs or specs, hooks)
+            Rollout(
+                f"rollout-{number}", rendezvous.address, engine, options, needed, commit, rollout_specs or specs, hooks
+            )
             for number, needed in enumerate(needs)
         ]
         for replica in self.replicas:
@@ -232,6 +233,8 @@ class Hop:
 
     def fails(self, version: int, says: str) -> BaseException | None:
         """Sync `version`, which is aborted with words that `says` matches; returns why."""
+        import pytest  # which the processes that import this module for something else do not need
+
         with pytest.raises(SyncAbortedError, match=says) as caught:
             self.sync(version)
         return caught.value.__cause__
@@ -248,6 +251,10 @@ class Hop:
         """Whether every replica has, bit for bit, what it needs of these weights, or of those of a version."""
         tensors = values(wanted, self._specs) if isinstance(wanted, int) else wanted
         return all(replica.holds(tensors) for replica in self.replicas)
+
+
+MakeHop = Callable[..., Hop]
+"""The fixture `hop`: `hop(engine, *arguments)` has connected nobody yet; see `Hop`."""
 
 
 def of_rank(cut: Cut, rank: int, world: int, specs: Specs = SPECS) -> Placement:

@@ -177,15 +177,8 @@ class Rollout:
     def accept(self) -> None:
         self._may_accept.set()
 
-    def die_at(self, number: int) -> None:
-        """Be killed when so many buckets have come, before the last of them is handed on."""
-        self._signal_at(number, signal.SIGKILL)
-
-    def freeze_at(self, number: int) -> None:
-        """As `die_at`, but stop only."""
-        self._signal_at(number, signal.SIGSTOP)
-
-    def _signal_at(self, number: int, what: signal.Signals) -> None:
+    def signal_at(self, number: int, what: signal.Signals) -> None:
+        """Get a signal when so many buckets have come, before the last of them is handed on."""
         came = itertools.count(1)
 
         class Observer:

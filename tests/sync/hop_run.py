@@ -74,7 +74,6 @@ class Participant:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """It stops meanwhile."""
         os.kill(self.pid, signal.SIGSTOP)
         try:
             yield
@@ -143,7 +142,6 @@ class Run:
         return started
 
     def end(self) -> None:
-        """Close the coordinator and kill every process."""
         if hasattr(self, "coordinator"):
             self.coordinator.close()
         for participant in self._started:
@@ -201,7 +199,6 @@ class Run:
         return Replica(f"rollout-{number}", {name: self._start(hop.Rollout, name=name, **rollout) for name in names})
 
     def add_replica(self, **rollout: Any) -> Replica:
-        """A further replica joins."""
         replica = self._start_replica(len(self.replicas), 1, **rollout)
         self.replicas.append(replica)
         self.rank(-1).is_ready()
@@ -231,7 +228,6 @@ class Run:
         wait_until(all_answered, "answer of a replica that lives")
 
     def restart_trainer(self) -> None:
-        """The only trainer is killed, and another one started in its place."""
         self.trainers[0].kill()
         self.trainers[0] = self._start(hop.Trainer, name="trainer-0", rank=0, world=1, **self._trainer)
         self.trainers[0].is_ready()
@@ -283,10 +279,9 @@ class Run:
 
     def outcomes(self, version: int) -> dict[str, str]:
         """Sync `version` and tell what became of it on each replica."""
-        return {name: part.outcome.value for name, part in self.sync(version).replicas.items()}
+        return outcomes_of(self.sync(version))
 
     def rank(self, replica: int = 0) -> Participant:
-        """The first rank of a replica."""
         return next(iter(self.replicas[replica].ranks.values()))
 
     def live(self) -> list[dict[str, str]]:
@@ -295,6 +290,10 @@ class Run:
 
 MakeRun = Callable[..., Run]
 """The fixture `make_run`: `make_run(backend, **arguments)` is a run that has begun; see `Run.begin`."""
+
+
+def outcomes_of(report: SyncReport) -> dict[str, str]:
+    return {name: part.outcome.value for name, part in report.replicas.items()}
 
 
 def expected(version: int, dtype: torch.dtype = torch.float32) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""A replica with a dictionary for a model, within whatever process makes it."""
+"""A replica that connects when it is told to, within whatever process makes it."""
 
 from __future__ import annotations
 
@@ -6,47 +6,41 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from direct_hop import Rollout
 
 from weightlane.ckpt_engines import CommitError, WeightlaneError
-from weightlane.sync import CommitReport, Expectation, ExpectedTensor, Subscriber
+from weightlane.sync import CommitReport, Subscriber, TensorSpec
 
-SHAPE = (3, 2)
-"""Of the only tensor, `w`, in float32."""
+SPEC = TensorSpec("w", (3, 2), torch.float32)
+"""The only tensor."""
 
 
-class Shelf:
-    """A replica with a dictionary for a model; `fails` is what its commits raise."""
+class Shelf(Rollout):
+    """`fails` is what its commits raise."""
 
     def __init__(self, name: str = "rollout-0") -> None:
         self.name = name
-        self.model: dict[str, torch.Tensor] = {}
         self.connections = 0
         self.fails: WeightlaneError | None = None
-        self._subscriber: Subscriber | None = None
-
-    def subscriber_names(self) -> list[str]:
-        return [f"{self.name}/0"]
+        self.subscriber: Subscriber | None = None
 
     async def connect(self, rendezvous: Mapping[str, Any], backend: str, options: Mapping[str, Any]) -> None:
         self.connections += 1
         self.close()
-        expectation = Expectation({"w": ExpectedTensor(SHAPE, frozenset({torch.float32}))})
-        self._subscriber = Subscriber(f"{self.name}/0", rendezvous, backend, options, expectation)
+        super().__init__(self.name, rendezvous, backend, dict(options), None, specs={SPEC.name: SPEC})
 
     async def commit(self, version: int) -> CommitReport:
-        assert self._subscriber is not None
         if self.fails:
             raise self.fails
-        self.model = {name: tensor.clone() for name, tensor in self._subscriber.take(version).items()}
-        self._subscriber.release(version)
-        return CommitReport(version, blocked_s=0.0)
+        return await super().commit(version)
 
     async def rollback(self, version: int) -> None:
         raise CommitError("kept nothing.", part=self.name)
 
-    async def quarantine(self, error: WeightlaneError) -> None:
-        self.model = {}
+    def shows(self, value: float) -> bool:
+        """Whether every element is `value`."""
+        return self.holds({SPEC.name: torch.full(SPEC.shape, value)})
 
     def close(self) -> None:
-        if self._subscriber is not None:
-            self._subscriber.close()
+        if self.subscriber is not None:
+            self.subscriber.close()

@@ -10,7 +10,7 @@ import torch
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, Deadline, Topology
-from weightlane.sync import LocalShard, Manifest, TensorSpec
+from weightlane.sync import LocalShard, Manifest, Rendezvous, TensorSpec
 from weightlane.sync.bucket_source import FromSnapshot
 from weightlane.sync.packing import RunTable, stream_places
 from weightlane.sync.progress import Progress
@@ -18,19 +18,6 @@ from weightlane.sync.seal import SealMail
 from weightlane.sync.send_pipeline import Destination, SendPipeline
 from weightlane.sync.snapshot import Snapshot
 from weightlane.sync.stream_parts import parts_of
-
-
-class NoMailbox:
-    """The engine needs none, and nobody looks up the seals of this session."""
-
-    def put(self, key: str, value: Any) -> None:
-        """Forgotten."""
-
-    def delete(self, key: str) -> None:
-        """There is nothing."""
-
-    def get(self, key: str, deadline: Deadline) -> Any:
-        raise AssertionError(key)
 
 
 def tensors_of(version: int) -> dict[str, torch.Tensor]:
@@ -54,8 +41,10 @@ class Writer:
         self.layout = Manifest(0, specs, 4096, whole_tensors=True)
         self.sender = CheckpointEngineRegistry().create("filesystem", options).make_sender("trainer-0")
         self.topology = Topology(session, {"trainer-0": self.sender.address()}, {})
-        self.pipeline = SendPipeline(session, [self.sender], SealMail(NoMailbox()))
-        self.pipeline.connect(self.topology, NoMailbox(), Deadline.after(HANG_S))
+        self._rendezvous = Rendezvous.host()
+        mailbox = self._rendezvous.mailbox(session)
+        self.pipeline = SendPipeline(session, [self.sender], SealMail(mailbox))
+        self.pipeline.connect(self.topology, mailbox, Deadline.after(HANG_S))
 
     def send(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         shards = [LocalShard.whole(spec, tensors[spec.name]) for spec in self.layout.specs]

@@ -43,10 +43,6 @@ def snapshots(every: int) -> tuple[torch.Tensor, torch.Tensor]:
     return base, new
 
 
-def at_once(_: int) -> None:
-    """Everything is there."""
-
-
 def test_what_several_threads_have_encoded_in_pieces_leads_to_the_new_version(encoder: DeltaEncoder) -> None:
     base, new = snapshots(100)
     asked: list[int] = []
@@ -70,7 +66,7 @@ def test_a_snapshot_that_is_being_taken_is_encoded_too(encoder: DeltaEncoder) ->
         there[0] = until_bytes
 
     delta = encoder.encode(PARTS, base, new, base.numel(), ready, lambda: there[0] >= 9_000_000)
-    again = encoder.encode(PARTS, base, new, base.numel(), at_once)
+    again = encoder.encode(PARTS, base, new, base.numel(), [].append)
     assert isinstance(delta, RankDelta)
     assert isinstance(again, RankDelta)
     assert delta.segments == again.segments
@@ -78,7 +74,7 @@ def test_a_snapshot_that_is_being_taken_is_encoded_too(encoder: DeltaEncoder) ->
 
 def test_a_delta_that_becomes_too_large_is_given_up(encoder: DeltaEncoder) -> None:
     base, new = snapshots(2)
-    found = encoder.encode(PARTS, base, new, base.numel() // 2, at_once)
+    found = encoder.encode(PARTS, base, new, base.numel() // 2, [].append)
     assert isinstance(found, TooDense)
     assert found.reached_bytes > found.capacity_bytes == base.numel() // 2
 
@@ -95,7 +91,7 @@ def test_nothing_looks_at_a_snapshot_that_has_failed(encoder: DeltaEncoder, afte
         encoder.encode(PARTS, base, new, base.numel(), ready)
     new.fill_(0)
     _, new = snapshots(50)
-    assert isinstance(encoder.encode(PARTS, base, new, base.numel(), at_once), RankDelta)
+    assert isinstance(encoder.encode(PARTS, base, new, base.numel(), [].append), RankDelta)
 
 
 @pytest.mark.parametrize(("nbytes", "buckets"), [(1, 1), (512 << 10, 1), (2 << 20, 4), (100 << 20, 16), (1 << 30, 64)])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from cases import covering
-from direct_hop import EVERYTHING, LAYOUTS, SPECS, TP2, Hop, copies, rows, values
+from direct_hop import EVERYTHING, LAYOUTS, SPECS, TP2, MakeHop, copies, rows, values
 
 from weightlane.ckpt_engines import ManifestError, ProtocolError, QuorumError
 from weightlane.sync import LocalShard, Placement, TensorSpec
@@ -22,7 +21,7 @@ from weightlane.sync.transfer_plan import Holdings
     ("layout", "engine", "codec"), covering(list(LAYOUTS), ["shm", "gloo", "filesystem"], ["dense", "delta"])
 )
 def test_whatever_the_layout_every_rank_gets_what_it_needs_bit_for_bit(
-    hop: Callable[..., Hop], layout: str, engine: str, codec: str
+    hop: MakeHop, layout: str, engine: str, codec: str
 ) -> None:
     run = hop(engine, *LAYOUTS[layout], [*TP2, EVERYTHING], codec=codec, full_every=100)
     for version in (1, 2, 3):
@@ -31,7 +30,7 @@ def test_whatever_the_layout_every_rank_gets_what_it_needs_bit_for_bit(
 
 @pytest.mark.parametrize(("layout", "engine"), covering(["columns", "interleaved", "a mesh"], ["shm", "gloo"]))
 def test_what_is_written_in_place_out_of_slices_is_the_version_bit_for_bit(
-    hop: Callable[..., Hop], layout: str, engine: str
+    hop: MakeHop, layout: str, engine: str
 ) -> None:
     run = hop(engine, *LAYOUTS[layout], [EVERYTHING, EVERYTHING], commit="in_place")
     for version in (1, 2):
@@ -39,9 +38,7 @@ def test_what_is_written_in_place_out_of_slices_is_the_version_bit_for_bit(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_element_crosses_the_wire_once_to_whoever_needs_it_and_none_to_others(
-    hop: Callable[..., Hop], layout: str
-) -> None:
+def test_each_element_crosses_the_wire_once_to_whoever_needs_it_and_none_to_others(hop: MakeHop, layout: str) -> None:
     run = hop("gloo", *LAYOUTS[layout], TP2)
     report = run.serve(1)
     # What both need goes to both in one broadcast; buckets have gaps between slices, each up to 64 bytes.
@@ -52,7 +49,7 @@ def test_each_element_crosses_the_wire_once_to_whoever_needs_it_and_none_to_othe
     assert least <= report.sent_bytes <= least + 64 * slices
 
 
-def test_copies_that_have_drifted_apart_fail_the_version_and_are_named(hop: Callable[..., Hop]) -> None:
+def test_copies_that_have_drifted_apart_fail_the_version_and_are_named(hop: MakeHop) -> None:
     run = hop("shm", copies, 3, [EVERYTHING])
     run.serve(1)
     for version in (2, 3):
@@ -110,7 +107,7 @@ MISFITS = {
 
 @pytest.mark.parametrize(("said", "engine"), covering(list(MISFITS), ["shm", "gloo", "filesystem"]))
 def test_what_does_not_fit_is_refused_by_name_before_a_byte_moves_and_the_old_weights_serve_on(
-    hop: Callable[..., Hop], said: str, engine: str
+    hop: MakeHop, said: str, engine: str
 ) -> None:
     run = hop(engine, rows, 2, [TP2[0], EVERYTHING], specs=MISFITS[said], rollout_specs=SPECS)
     run.publish(1)
@@ -120,9 +117,7 @@ def test_what_does_not_fit_is_refused_by_name_before_a_byte_moves_and_the_old_we
     assert all(replica.holds(values(0)) for replica in run.replicas)
 
 
-def test_a_rank_with_another_plan_is_named_before_a_byte_moves(
-    hop: Callable[..., Hop], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_with_another_plan_is_named_before_a_byte_moves(hop: MakeHop, monkeypatch: pytest.MonkeyPatch) -> None:
     run = hop("gloo", rows, 2, [EVERYTHING, EVERYTHING])
     connect = run.replicas[1].subscriber._connect_half
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hop_run import MakeRun, expected
+from hop_run import MakeRun, expected, outcomes_of
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import DeadlineExceededError, SyncAbortedError, WorkerDiedError
@@ -35,9 +35,7 @@ def test_every_rank_gets_exactly_what_was_published(
         run.step(version + 100)
         report = run.sync(version)
         assert report.version == version
-        assert {name: part.outcome for name, part in report.replicas.items()} == {
-            replica.name: "committed" for replica in run.replicas
-        }
+        assert outcomes_of(report) == {replica.name: "committed" for replica in run.replicas}
         for digest in run.live():
             assert digest == expected(version, getattr(torch, wire))
         for participant in run.participants():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hop_run import MakeRun, expected
+from hop_run import MakeRun, expected, outcomes_of
 from waiting import HANG_S, NEVER_S, wait_until
 
 from weightlane.ckpt_engines import (
@@ -41,8 +41,7 @@ def test_a_replica_that_is_killed_or_a_trainer_that_is_started_anew_does_not_sto
             run.restart_trainer()
         run.publish_next(version)
         report = run.sync(version)
-        assert report.replicas["rollout-0"].outcome.value == "committed"
-        assert report.replicas["rollout-1"].outcome.value == "lost"
+        assert outcomes_of(report) == {"rollout-0": "committed", "rollout-1": "lost"}
         assert "its process was killed" in str(report.replicas["rollout-1"].error)
         assert run.coordinator.states()["rollout-1"] is ReplicaState.LOST
         assert run.rank(0).call("live_digest") == expected(version)
@@ -75,10 +74,7 @@ def test_one_that_joins_late_gets_the_current_version_unless_it_refuses_and_the_
     assert [*run.coordinator.states().values()] == [ReplicaState.SERVING, ReplicaState.JOINING, ReplicaState.JOINING]
     run.step(100)  # the trainer goes on meanwhile
     report = run.sync(1)
-    assert {name: part.outcome.value for name, part in report.replicas.items()} == {
-        "rollout-1": "committed",
-        "rollout-2": "behind",
-    }
+    assert outcomes_of(report) == {"rollout-1": "committed", "rollout-2": "behind"}
     assert isinstance(report.replicas["rollout-2"].error, ManifestError)
     assert "head has shape [41, 24], expected [40, 24]" in str(report.replicas["rollout-2"].error)
     with pytest.raises(SyncAbortedError) as caught:
@@ -237,12 +233,9 @@ def test_a_version_that_too_few_replicas_take_is_taken_back_everywhere_or_serves
 @pytest.mark.parametrize(
     ("backend", "rollout", "state"),
     [
-        ("gloo", {"staging_limit_bytes": 20_000}, ReplicaState.QUARANTINED),  # room for the staged version alone
-        (
-            "shm",
-            {"staging_limit_bytes": 20_000},
-            ReplicaState.SERVING,
-        ),  # it lies in the sender's memory: room for another
+        # Room for the staged version alone, or for another one where that lies in the sender's memory.
+        ("gloo", {"staging_limit_bytes": 20_000}, ReplicaState.QUARANTINED),
+        ("shm", {"staging_limit_bytes": 20_000}, ReplicaState.SERVING),
         ("shm", {"staging_limit_bytes": 4096}, ReplicaState.QUARANTINED),
         ("shm", {"commit": "in_place"}, ReplicaState.QUARANTINED),
     ],

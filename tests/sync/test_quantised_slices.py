@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 
 import pytest
 import torch
 from cases import covering
-from direct_hop import EVERYTHING, LAYOUTS, Hop, columns, of_rank, rows, values
+from direct_hop import EVERYTHING, LAYOUTS, MakeHop, columns, of_rank, rows, values
 from hypothesis import given
 from hypothesis import strategies as st
 from quantised_reference import REFERENCES, left_of
@@ -50,7 +49,7 @@ HOPS = [
 
 @pytest.mark.parametrize(("way", "scheme"), covering(HOPS, ["int8", "fp8"]))
 def test_whatever_slices_ranks_hold_and_need_everybody_restores_the_whole_quantised(
-    hop: Callable[..., Hop], way: tuple[str, list[Placement | None], str, str], scheme: str
+    hop: MakeHop, way: tuple[str, list[Placement | None], str, str], scheme: str
 ) -> None:
     """Also as deltas, where what one rank has of a block changes the scale of what another has."""
     layout, needs, engine, codec = way
@@ -84,7 +83,7 @@ def test_whatever_slices_ranks_hold_and_need_everybody_restores_the_whole_quanti
     ),
 )
 def test_what_is_sent_of_a_quantised_version_is_what_is_needed_and_no_more(
-    hop: Callable[..., Hop], layout: str, engine: str, scheme: Scheme, *, native: bool
+    hop: MakeHop, layout: str, engine: str, scheme: Scheme, *, native: bool
 ) -> None:
     """Two trainer ranks, two rollout ranks that restore slices, or take them as they come."""
     wire = {spec.name: spec for spec in wire_specs(SPECS.values(), scheme)}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from direct_hop import EVERYTHING, Hop, rows
+from direct_hop import EVERYTHING, Hop, MakeHop, rows
 from quantised_reference import REFERENCES, left_of, reference_fp8
 from waiting import HANG_S, wait_until
 
@@ -86,7 +85,7 @@ def published(run: Hop, version: int) -> SyncReport:
     ],
 )
 def test_what_the_reference_leaves_is_what_rollouts_restore_relays_hand_on_and_a_store_and_a_rollback_keep(
-    hop: Callable[..., Hop], tmp_path: Path, engine: str, scheme: str, trainers: int, network: Network | None
+    hop: MakeHop, tmp_path: Path, engine: str, scheme: str, trainers: int, network: Network | None
 ) -> None:
     run = hop(engine, rows, trainers, [EVERYTHING] * 3, specs=SPECS, quantise=scheme, network=network)
     for version in (1, 2):
@@ -115,7 +114,7 @@ def test_what_the_reference_leaves_is_what_rollouts_restore_relays_hand_on_and_a
 
 @pytest.mark.parametrize(("trainers", "known_before"), [(1, False), (2, True)])
 def test_weights_that_no_scale_fits_fail_their_version_at_once_and_nothing_else(
-    hop: Callable[..., Hop], trainers: int, *, known_before: bool
+    hop: MakeHop, trainers: int, *, known_before: bool
 ) -> None:
     run = hop("shm", rows, trainers, [EVERYTHING], specs=SPECS, quantise="fp8")
     published(run, 1)
@@ -138,7 +137,7 @@ def test_weights_that_no_scale_fits_fail_their_version_at_once_and_nothing_else(
         assert run.all_hold(wanted(version))
 
 
-def test_what_cannot_be_restored_in_place_is_refused_before_the_first_byte(hop: Callable[..., Hop]) -> None:
+def test_what_cannot_be_restored_in_place_is_refused_before_the_first_byte(hop: MakeHop) -> None:
     run = hop("shm", rows, 1, [EVERYTHING], "in_place", specs=SPECS, quantise="fp8")
     run.publish(1)
     run.fails(1, "cannot be restored in place")
@@ -155,38 +154,34 @@ def expecting(*dtypes: torch.dtype, dtype: torch.dtype | None = None) -> Expecta
     return Expectation(expected, dtype=dtype)
 
 
+F32, BF16, FP8 = torch.float32, torch.bfloat16, torch.float8_e4m3fn
+
+
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        (
-            ("q.weight_scale_inv", (2, 2), torch.float32),
-            r"is float32 of shape \[2, 2\], q\.weight .* float32 of \[3, 2\]",
-        ),
-        (("q.weight_scale_inv", (3, 2), torch.bfloat16), r"q\.weight_scale_inv is bfloat16 of shape \[3, 2\]"),
-        (("q.weight", (300, 200), torch.bfloat16), r"q\.weight_scale_inv has no matrix in float8_e4m3fn to scale"),
-        (("q.weight", (300, 200, 1), torch.float8_e4m3fn), r"q\.weight is quantised and has shape \[300, 200, 1\]"),
+        (("q.weight_scale_inv", (2, 2), F32), r"is float32 of shape \[2, 2\], q\.weight .* float32 of \[3, 2\]"),
+        (("q.weight_scale_inv", (3, 2), BF16), r"q\.weight_scale_inv is bfloat16 of shape \[3, 2\]"),
+        (("q.weight", (300, 200), BF16), r"q\.weight_scale_inv has no matrix in float8_e4m3fn to scale"),
+        (("q.weight", (300, 200, 1), FP8), r"q\.weight is quantised and has shape \[300, 200, 1\]"),
         (None, r"q\.weight is quantised and its scales q\.weight_scale_inv are missing"),
     ],
 )
 def test_scales_that_do_not_fit_are_refused(changed: tuple[Any, ...] | None, says: str) -> None:
     manifest = fp8_manifest(TensorSpec(*changed)) if changed else fp8_manifest(without="q.weight_scale_inv")
     with pytest.raises(ManifestError, match=says):
-        Restoring(manifest, expecting(torch.bfloat16))
+        Restoring(manifest, expecting(BF16))
 
 
-def test_a_quantisation_that_is_not_known_here_is_refused() -> None:
+def test_what_is_not_known_here_is_refused_a_quantisation_or_the_type_in_which_tensors_are_wanted() -> None:
     plain = fp8_manifest().to_plain() | {"quantised": "nf4"}
     with pytest.raises(ManifestError, match=r"quantised as 'nf4', which is not known here.*Known: fp8, int8"):
-        Restoring(Manifest.from_plain(plain), expecting(torch.bfloat16))
+        Restoring(Manifest.from_plain(plain), expecting(BF16))
     with pytest.raises(ProtocolError, match="quantised"):
         Manifest.from_plain(plain | {"quantised": 8})
-
-
-def test_it_is_said_in_which_type_tensors_are_wanted() -> None:
-    both = (torch.bfloat16, torch.float32)
-    assert {spec.dtype for spec in Restoring(fp8_manifest(), expecting(*both, dtype=torch.float32)).specs} == set(both)
+    assert {spec.dtype for spec in Restoring(fp8_manifest(), expecting(BF16, F32, dtype=F32)).specs} == {BF16, F32}
     with pytest.raises(ManifestError, match="not known in which type it is wanted"):
-        Restoring(fp8_manifest(), expecting(*both))
+        Restoring(fp8_manifest(), expecting(BF16, F32))
 
 
 @pytest.mark.parametrize(
@@ -280,12 +275,8 @@ def test_a_gpu_quantises_into_its_own_memory_and_into_pinned_memory(scheme: str,
         pytest.skip("no CUDA device")
     spec = TensorSpec("a.weight", (700, 400), torch.float32)
     values = torch.randn(spec.shape, generator=torch.Generator().manual_seed(1))
-    for box in (
-        Box((0, 0), (700, 400)),
-        Box((0, 0), (300, 400)),
-        Box((300, 0), (400, 400)),
-        Box((100, 60), (600, 300)),
-    ):
+    for starts, shape in (((0, 0), (700, 400)), ((0, 0), (300, 400)), ((300, 0), (400, 400)), ((100, 60), (600, 300))):
+        box = Box(starts, shape)
         found = []
         for device in ("cpu", "cuda"):
             live = values[box.index].contiguous().to(device)

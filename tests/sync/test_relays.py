@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
-from direct_hop import EVERYTHING, LAYOUTS, SPECS, TP2, Hop
+from direct_hop import EVERYTHING, LAYOUTS, SPECS, TP2, MakeHop
 from hop_run import MakeRun, Replica, Run, expected
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -64,7 +65,7 @@ class Bytes:
 
 @pytest.mark.parametrize(("engine", "codec"), [("gloo", "delta"), ("nixl", "delta"), ("mooncake", "dense")])
 def test_down_a_chain_a_trainer_sends_its_bytes_once_and_every_replica_has_them_bit_for_bit(
-    hop: Callable[..., Hop], engine: str, codec: str
+    hop: MakeHop, engine: str, codec: str
 ) -> None:
     moved = Bytes()
     # Trainers, like rollouts, go by the buckets that are sent, whatever size of bucket the network was stated for.
@@ -87,7 +88,7 @@ def test_down_a_chain_a_trainer_sends_its_bytes_once_and_every_replica_has_them_
     [("a mesh", "dense", "full"), ("interleaved", "delta", "off"), ("data parallel", "delta", "full")],
 )
 def test_lanes_of_slices_cross_one_another_on_their_ways_and_all_arrive(
-    hop: Callable[..., Hop], layout: str, codec: str, integrity: str
+    hop: MakeHop, layout: str, codec: str, integrity: str
 ) -> None:
     moved = Bytes()
     more = {"codec": codec, "integrity": integrity, "hooks": moved.hooks}
@@ -97,7 +98,7 @@ def test_lanes_of_slices_cross_one_another_on_their_ways_and_all_arrive(
     assert len([name for name in moved.sent if name.startswith("rollout")]) > 1, "several of them relay"
 
 
-def test_without_a_word_about_links_nobody_relays(hop: Callable[..., Hop]) -> None:
+def test_without_a_word_about_links_nobody_relays(hop: MakeHop) -> None:
     moved = Bytes()
     for more in ({}, {"network": SLOW_SENDERS, "commit": "in_place"}):
         run = hop("gloo", *LAYOUTS["one rank"], [EVERYTHING] * 3, hooks=moved.hooks, **more)
@@ -123,7 +124,7 @@ def test_a_relay_that_is_killed_is_named_and_the_others_get_the_version_without_
     make_run: MakeRun, number: int
 ) -> None:
     run = relayed(make_run)
-    run.rank(1).call("die_at", number)
+    run.rank(1).call("signal_at", number, signal.SIGKILL)
     run.publish_next(2)
     report = run.sync(2)
     (failure,) = report.failures
@@ -143,11 +144,9 @@ def test_a_relay_that_is_killed_is_named_and_the_others_get_the_version_without_
 
 
 @pytest.mark.exhaustive  # it waits as long as no other rank may take for a bucket
-def test_a_relay_that_freezes_is_left_behind_and_those_that_starve_behind_it_are_not(
-    make_run: MakeRun,
-) -> None:
+def test_a_relay_that_freezes_is_left_behind_and_those_that_starve_behind_it_are_not(make_run: MakeRun) -> None:
     run = relayed(make_run, stall_s=10.0)
-    run.rank(1).call("freeze_at", 2)
+    run.rank(1).call("signal_at", 2, signal.SIGSTOP)
     run.publish_next(2)
     report = run.sync(2)  # a frozen process can be killed, too
     (failure,) = report.failures

@@ -6,38 +6,27 @@ import math
 from fractions import Fraction
 
 import pytest
+from hop_run import Replica
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightlane.ckpt_engines import ConfigError, PeerLostError, WeightlaneError
-from weightlane.sync import CommitReport, ReplicaState
+from weightlane.ckpt_engines import ConfigError, PeerLostError
+from weightlane.sync import ReplicaState
 from weightlane.sync.roster import Roster
 
 
-class Replica:
-    def __init__(self, name: str, ranks: int = 1) -> None:
-        self.name = name
-        self._ranks = ranks
-
-    def subscriber_names(self) -> list[str]:
-        return [f"{self.name}/{rank}" for rank in range(self._ranks)]
-
-    async def commit(self, version: int) -> CommitReport:
-        return CommitReport(version, 0.0)
-
-    async def rollback(self, version: int) -> None: ...
-
-    async def quarantine(self, error: WeightlaneError) -> None: ...
+def made(name: str, ranks: int = 1) -> Replica:
+    return Replica(name, dict.fromkeys(f"{name}/{rank}" for rank in range(ranks)))  # type: ignore[arg-type]
 
 
 @given(replicas=st.integers(1, 300), percent=st.integers(1, 100))
 def test_a_quorum_is_the_smallest_number_that_is_that_share(replicas: int, percent: int) -> None:
-    roster = Roster(["trainer-0"], [Replica(f"r{index}") for index in range(replicas)], percent / 100)
+    roster = Roster(["trainer-0"], [made(f"r{index}") for index in range(replicas)], percent / 100)
     assert roster.needed == math.ceil(Fraction(percent, 100) * replicas)
 
 
 def test_a_replica_is_reachable_once_all_its_ranks_have_joined() -> None:
-    roster = Roster(["trainer-0"], [Replica("r", ranks=2)], 0.5)
+    roster = Roster(["trainer-0"], [made("r", ranks=2)], 0.5)
     assert roster.joined("r/0", "r/0#1")
     assert not roster.reachable()
     assert roster.joined("r/1", "r/1#1")
@@ -46,7 +35,7 @@ def test_a_replica_is_reachable_once_all_its_ranks_have_joined() -> None:
 
 
 def test_a_rank_that_comes_anew_must_be_given_a_version_first_and_its_old_farewell_does_not_count() -> None:
-    roster = Roster(["trainer-0"], [Replica("r")], 0.5)
+    roster = Roster(["trainer-0"], [made("r")], 0.5)
     roster.joined("r/0", "r/0#1")
     member = roster.members["r"]
     member.state, member.version = ReplicaState.SERVING, 7
@@ -59,7 +48,7 @@ def test_a_rank_that_comes_anew_must_be_given_a_version_first_and_its_old_farewe
 
 
 def test_one_that_was_thought_lost_is_quarantined_when_it_answers() -> None:
-    roster = Roster(["trainer-0"], [Replica("r")], 0.5)
+    roster = Roster(["trainer-0"], [made("r")], 0.5)
     roster.joined("r/0", "r/0#1")
     roster.lost(roster.members["r"], PeerLostError("it does not answer.", part="test"))
     assert not roster.reachable()
@@ -69,17 +58,17 @@ def test_one_that_was_thought_lost_is_quarantined_when_it_answers() -> None:
 
 
 def test_who_comes_and_goes_while_a_version_is_under_way_is_checked_at_once_and_counts_afterwards() -> None:
-    roster = Roster(["trainer-0"], [Replica("r")], 1.0)
-    roster.add(Replica("s"))
+    roster = Roster(["trainer-0"], [made("r")], 1.0)
+    roster.add(made("s"))
     for name in ("r", "s"):
         with pytest.raises(ConfigError, match=f"{name} takes part already"):
-            roster.add(Replica(name))
+            roster.add(made(name))
     roster.remove("r")
     with pytest.raises(ConfigError, match="no replica is called 'r'"):
         roster.remove("r")
     assert list(roster.members) == ["r"]
     roster.settle()
     assert list(roster.members) == ["s"]
-    roster.add(Replica("r"))
+    roster.add(made("r"))
     roster.settle()
     assert list(roster.members) == ["s", "r"]

@@ -72,6 +72,13 @@ def stage(staging: Staging, manifest: Manifest, filled: float) -> None:
     staging.complete(manifest)
 
 
+def serving() -> Staging:
+    staging = Staging("r/0", 0, torch.device("cpu"))
+    stage(staging, BASE, 1.0)
+    staging.commit(1)
+    return staging
+
+
 class Line:
     """A transport, and the seals beside it: a bucket arrives when it is let through, and nothing does once it is cut."""
 
@@ -258,9 +265,7 @@ def test_a_delta_whose_decoding_does_not_end_is_given_up_and_no_more_is_received
 
 
 def test_a_delta_that_stops_half_way_leaves_no_base(monkeypatch: pytest.MonkeyPatch) -> None:
-    staging = Staging("r/0", 0, torch.device("cpu"))
-    stage(staging, BASE, 1.0)
-    staging.commit(1)
+    staging = serving()
     delta = delta_to(2.0)
     patch_type = type(delta.patches[0][1])
     swap, swapped = patch_type.swap_, []
@@ -280,9 +285,7 @@ def test_a_delta_that_stops_half_way_leaves_no_base(monkeypatch: pytest.MonkeyPa
 
 
 def test_nothing_is_taken_back_into_what_was_forgotten() -> None:
-    staging = Staging("r/0", 0, torch.device("cpu"))
-    stage(staging, BASE, 1.0)
-    staging.commit(1)
+    staging = serving()
     staging.apply(delta_to(2.0))
     staging.forget_kept()
     staging.reserve(replace(BASE, version=3))

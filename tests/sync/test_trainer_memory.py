@@ -42,7 +42,7 @@ def test_a_trainer_rank_takes_its_share_and_two_buckets_and_never_a_whole_tensor
         for trainer in trainers:
             stack.callback(trainer.kill)
         replicas = [
-            Rollout(number, rendezvous.address, engine, options, needed, specs=specs)
+            Rollout(f"rollout-{number}", rendezvous.address, engine, options, needed, specs=specs)
             for number, needed in enumerate((None, of_rank(columns, 0, WORLD, specs)))
         ]
         for replica in replicas:
