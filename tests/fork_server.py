@@ -67,24 +67,24 @@ class _Server:
     def __init__(self, line: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
         self.line = line
         self.process = process
-        self._lock = threading.Lock()
 
     def fork(self, request: dict[str, Any], descriptors: Sequence[int]) -> int:
-        with self._lock:
-            _be_subreaper(True)
-            try:
-                data = json.dumps(request).encode()
-                socket.send_fds(self.line, [len(data).to_bytes(8, "big")], list(descriptors))
-                self.line.sendall(data)
-                answer = self.line.recv(8)
-            finally:
-                _be_subreaper(False)
+        _be_subreaper(True)
+        try:
+            data = json.dumps(request).encode()
+            socket.send_fds(self.line, [len(data).to_bytes(8, "big")], list(descriptors))
+            self.line.sendall(data)
+            answer = self.line.recv(8)
+        finally:
+            _be_subreaper(False)
         if not answer:
             raise RuntimeError("the fork server has ended; its last words are on standard error")
         return int.from_bytes(answer, "big")
 
 
 _server: _Server | None = None
+_lock = threading.Lock()
+"""Several engines start at the same time, each in a thread: they share one server, and the process is a subreaper for all."""
 _spawn = util.spawnv_passfds
 
 
@@ -104,8 +104,6 @@ def fork_python(
         new_session: Whether it leads a session, and so a process group, of its own.
     """
     global _server  # noqa: PLW0603 - a process has one
-    if _server is None:
-        _server = _first_server()
     request = {
         "arguments": list(arguments),
         "env": dict(env),
@@ -113,7 +111,10 @@ def fork_python(
         "cwd": cwd or str(Path.cwd()),
         "new_session": new_session,
     }
-    return _server.fork(request, list(descriptors.values()))
+    with _lock:
+        if _server is None:
+            _server = _first_server()
+        return _server.fork(request, list(descriptors.values()))
 
 
 class ForkedPopen(subprocess.Popen[str]):
