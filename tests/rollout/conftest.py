@@ -42,8 +42,18 @@ def process() -> Program:
     return started
 
 
+@pytest.fixture
+def setup(engine: Setup) -> Iterator[Setup]:
+    """A running worker to which a trainer publishes dense versions through shared memory, unless the test changes that."""
+    config, trainer = engine.worker.config, engine.trainer
+    yield engine
+    engine.worker.config = config
+    if engine.trainer is not trainer:
+        engine.connect()
+
+
 @pytest.fixture(scope="session", params=[1, 2], ids=["tp1-untied", "tp2-tied"])
-def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     """A running worker that starts from model 0. The vocabulary needs padding rows.
 
     Shared by modules, because it takes long to start; the last test of the last module that uses it kills a rank.
@@ -63,10 +73,8 @@ def _worker(world: int, base: Path) -> Iterator[Setup]:
     models = [make_qwen3(base / f"model{seed}", seed=seed, tied=world == 2, vocab=300) for seed in range(3)]
     with running(models, models[0], tensor_parallel=world, dtype="float32") as made:
         segments = segments_of_trees([os.getpid()])
-        made.new_trainer()
         made.connect()
         yield made
-        made.trainer.close()
     # Also after the last test, which kills a rank.
     assert segments
     assert not [segment for segment in segments if segment.exists()]

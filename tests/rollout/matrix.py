@@ -8,8 +8,6 @@ runs all of it, which takes a while, and prints a table; `test_trainers_to_vllm.
 from __future__ import annotations
 
 import argparse
-import asyncio
-import os
 import sys
 import tempfile
 import time
@@ -20,33 +18,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fork_server import install
+from running_worker import PROMPT, RecordingWorker, probed_worker, started
 from tiny_models import (
     add_tokenizer,
+    copy_with,
     greedy_tokens,
     load_tensors,
     make_llama,
     make_qwen3,
     make_qwen3_moe,
-    vllm_parameters,
 )
-from tiny_run import IN_ENGINE
 from trainer_process import nudge
 from trainer_ranks import Trainers
-from waiting import HANG_S
 
-from weightlane.rollout import RolloutConfig, RolloutWorker
-from weightlane.sync import Coordinator, Rendezvous, SyncConfig
+from weightlane.sync import SyncReport
+from weightlane.sync.config import CodecPolicy
 
 VOCAB = 300
 """Needs padding in vLLM and in megatron-core, and gives two trainer ranks an uneven part of a fused tensor."""
-PROMPT = [5, 6, 7]
 EVERY = 97
 """One element in so many changes from version to version."""
 
@@ -85,7 +80,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "qwen3-moe": lambda path: make_qwen3_moe(path, seed=3, vocab=VOCAB),
 }
 ENGINES = ("gloo", "shm", "filesystem")
-CODECS = ("dense", "delta")
+CODECS: tuple[CodecPolicy, ...] = ("dense", "delta")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +89,7 @@ class Case:
 
     trainer: str
     engine: str
-    codec: str
+    codec: CodecPolicy
 
 
 def cases(model: str, trainers: Sequence[str] = tuple(TRAINERS)) -> list[Case]:
@@ -108,24 +103,11 @@ def cases(model: str, trainers: Sequence[str] = tuple(TRAINERS)) -> list[Case]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """What was seen of a case."""
-
-    case: Case
-    codecs: tuple[str, ...]
-    """What each version was sent as."""
-    sent_bytes: tuple[int, ...]
-    latency_s: tuple[float, ...]
-
-
 class ModelRun:
     """One model in replicas of one rank and of two (and of two with the experts divided), and trainers on demand."""
 
     def __init__(self, stack: ExitStack, model: str, directory: Path) -> None:
-        self._stack = stack
-        self._directory = directory
-        self._model = model
+        self._stack, self._directory, self._model = stack, directory, model
         self.path = MODELS[model](directory / "model")
         add_tokenizer(self.path, VOCAB)
         self._trainers: dict[int, Trainers] = {}
@@ -136,30 +118,11 @@ class ModelRun:
         self._weights: dict[str, torch.Tensor] = {}
         splits = [(1, False), (2, False), *([(2, True)] if "moe" in model else [])]
         self.workers = [self._worker(number, *split) for number, split in enumerate(splits)]
-        self._runner = stack.enter_context(asyncio.Runner())
-        environment = dict(os.environ)
-        stack.callback(lambda: self._runner.run(self._all("close")))
-        self._runner.run(self._all("start"))
-        # Other tests of the session must not find what a replica's own process sets.
-        os.environ.clear()
-        os.environ.update(environment)
+        self.runner = stack.enter_context(started(*self.workers))
 
-    def _worker(self, number: int, ranks: int, experts: bool) -> RolloutWorker:
-        extra: dict[str, Any] = {"worker_extension_cls": "probe_extension.ProbeExtension"}
-        if ranks == 1:
-            extra["distributed_executor_backend"] = IN_ENGINE
-        config = RolloutConfig(
-            tensor_parallel=ranks,
-            expert_parallel=experts,
-            dtype="float32",
-            max_model_len=256,
-            kv_cache_memory_bytes=32 << 20,
-            extra_engine_args=extra,
-        )
-        return RolloutWorker(f"rollout-{number}", config, self.path)
-
-    async def _all(self, method: str, *arguments: Any) -> None:
-        await asyncio.gather(*(getattr(worker, method)(*arguments) for worker in self.workers))
+    def _worker(self, number: int, ranks: int, experts: bool) -> RecordingWorker:
+        split = {"tensor_parallel": ranks, "expert_parallel": experts}
+        return probed_worker(f"rollout-{number}", self.path, in_engine=ranks == 1, dtype="float32", **split)
 
     def _trained_by(self, name: str) -> Trainers:
         layout = TRAINERS[name]
@@ -172,72 +135,34 @@ class ModelRun:
             self._weights = {key: tensor.clone() for key, tensor in load_tensors(self.path).items()}
         return trainers
 
-    def run(self, case: Case) -> Row:
+    def run(self, case: Case) -> list[SyncReport]:
         """Two versions over a connection of its own; AssertionError where something differs."""
-        trainers = self._trained_by(case.trainer)
-        placements = trainers.call("placement", "float32")
-        store = self._directory / f"store-{self._version}"
-        options = {"path": str(store)} if case.engine == "filesystem" else {}
-        rendezvous = Rendezvous.host()
-        address = rendezvous.address.to_plain()
-        trainers.call("connect", address, case.engine, options, "float32", placements, "none", case.codec)
-        config = SyncConfig(deadline_s=HANG_S, quorum=1.0)
-        coordinator = Coordinator(rendezvous, trainers.names, self.workers, config)
-        with closing(coordinator):
-            return self._runner.run(self._versions(case, trainers, coordinator, address, options))
+        return self.runner.run(self._versions(case, self._trained_by(case.trainer)))
 
-    async def _versions(
-        self, case: Case, trainers: Trainers, coordinator: Coordinator, address: Any, options: dict[str, Any]
-    ) -> Row:
-        await self._all("connect", address, case.engine, options)
-        await coordinator.connect()
-        self.asked = {name: hello.need for name, hello in coordinator._letters.hellos.items()}
+    async def _versions(self, case: Case, trainers: Trainers) -> list[SyncReport]:
         reports = []
-        for _ in range(2):
-            self._version += 1
-            trainers.call("nudge", self._version, EVERY)
-            for tensor in self._weights.values():
-                tensor.add_(nudge(torch.arange(tensor.numel()).view(tensor.shape), self._version, EVERY))
-            trainers.call("publish", self._version)
-            reports.append(await coordinator.sync(self._version))
-            for worker in self.workers:
-                await self._check_parameters(worker)
-        assert reports[-1].codec == case.codec, reports[-1].codec_reason
-        wanted = self._tokens()
+        store = self._directory / f"store-{self._version}"
+        async with trainers.publishing(self.workers, case.engine, store, codec=case.codec) as coordinator:
+            self.asked = {name: hello.need for name, hello in coordinator._letters.hellos.items()}
+            for _ in range(2):
+                self._version += 1
+                trainers.call("nudge", self._version, EVERY)
+                for tensor in self._weights.values():
+                    tensor.add_(nudge(torch.arange(tensor.numel()).view(tensor.shape), self._version, EVERY))
+                trainers.call("publish", self._version)
+                reports.append(await coordinator.sync(self._version))
+                for worker in self.workers:
+                    await worker.check(self._weights)
+            assert reports[-1].codec == case.codec, reports[-1].codec_reason
+            await self.check_tokens(copy_with(self._weights, self.path, self._directory / f"export-{self._version}"))
+        return reports
+
+    async def check_tokens(self, model: Path) -> None:
+        """Every replica decodes what transformers does with the weights of `model`."""
+        wanted = greedy_tokens(model, PROMPT, 12)
         for worker in self.workers:
             completion = await worker.generate("fresh", PROMPT, 12, greedy=True)
             assert completion.token_ids == wanted, f"{worker.name} decodes something else"
-        return Row(
-            case,
-            tuple(report.codec for report in reports),
-            tuple(report.sent_bytes for report in reports),
-            tuple(report.latency_s for report in reports),
-        )
-
-    async def _check_parameters(self, worker: RolloutWorker) -> None:
-        world, experts = worker.config.tensor_parallel, worker.config.expert_parallel
-        for rank, live in enumerate(await worker._engine.collective_rpc("probe_parameters")):
-            wanted = vllm_parameters(self._weights, rank=rank, world=world, expert_parallel=experts)
-            assert live.keys() == wanted.keys()
-            for name, tensor in wanted.items():
-                raw = tensor.contiguous().view(torch.uint8).numpy().tobytes()
-                assert live[name] == [str(tensor.dtype), list(tensor.shape), raw], (
-                    f"{worker.name}: {name} on rank {rank}"
-                )
-
-    def _tokens(self) -> list[int]:
-        """What transformers decodes greedily with the weights of now."""
-        exported = self._directory / f"export-{self._version}"
-        exported.mkdir()
-        for file in self.path.iterdir():
-            if file.suffix == ".json":
-                (exported / file.name).write_bytes(file.read_bytes())
-        save_file(
-            {name: tensor.contiguous() for name, tensor in self._weights.items()},
-            exported / "model.safetensors",
-            metadata={"format": "pt"},
-        )
-        return greedy_tokens(exported, PROMPT, 12)
 
 
 @contextmanager
@@ -258,8 +183,9 @@ def main() -> None:
     for model in arguments.models:
         with tempfile.TemporaryDirectory() as directory, model_run(model, Path(directory)) as run:
             for case in cases(model, arguments.trainers):
-                row = run.run(case)
-                sent, took = "+".join(map(str, row.sent_bytes)), "+".join(f"{each:.2f}" for each in row.latency_s)
+                reports = run.run(case)
+                sent = "+".join(str(report.sent_bytes) for report in reports)
+                took = "+".join(f"{report.latency_s:.2f}" for report in reports)
                 line = f"{model:<12}{case.trainer:<18}{case.engine:<12}{case.codec:<8}{sent:<22}{took:<14}"
                 print(line, flush=True)
                 count += 1

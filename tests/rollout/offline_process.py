@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 from typing import Any
 
-import torch
 from json_program import serve
+from tiny_models import described
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
@@ -54,15 +53,9 @@ class Offline:
         return list(answer.outputs[0].token_ids)
 
     def parameters(self) -> dict[str, list[object]]:
-        """Data type, shape and a digest of the bytes of every live parameter."""
+        """Every live parameter, `described`."""
         model = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
-        return {
-            name: [str(tensor.dtype), list(tensor.shape), digest(tensor)] for name, tensor in model.named_parameters()
-        }
-
-
-def digest(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        return {name: described(tensor) for name, tensor in model.named_parameters()}
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tiny_models import described
 from waiting import wait_until
 
 
@@ -17,16 +18,9 @@ class ProbeExtension:
     """Mixed into vLLM's worker by ``worker_extension_cls``; methods are called with ``collective_rpc``."""
 
     def probe_parameters(self) -> dict[str, list[object]]:
-        """Every live parameter of this rank as dtype, shape and raw bytes."""
+        """Every live parameter of this rank, `described`."""
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
-        return {
-            name: [
-                str(tensor.dtype),
-                list(tensor.shape),
-                tensor.detach().contiguous().view(torch.uint8).numpy().tobytes(),
-            ]
-            for name, tensor in model.named_parameters()
-        }
+        return {name: described(tensor) for name, tensor in model.named_parameters()}
 
     def probe_process(self) -> int:
         """This rank's process id."""

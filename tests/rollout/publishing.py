@@ -1,9 +1,12 @@
-"""A trainer's end of a sync, in the test's own process: real publisher, coordinator and rendezvous, no training."""
+"""A trainer's end of a sync, in the test's own process: real publisher, coordinator and rendezvous, no training.
+
+And replicas beside the one that a test is about.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +14,18 @@ import torch
 from tiny_models import load_tensors
 from waiting import HANG_S
 
-from weightlane.ckpt_engines import CheckpointEngineRegistry
+from weightlane.ckpt_engines import CheckpointEngineRegistry, CommitError, WeightlaneError
 from weightlane.sync import (
+    CommitReport,
     Coordinator,
+    Expectation,
+    ExpectedTensor,
     LocalShard,
     Publisher,
     Rendezvous,
     Replica,
     ReplicaState,
+    Subscriber,
     SyncConfig,
     SyncReport,
     TensorSpec,
@@ -87,3 +94,44 @@ class OneRankTrainer:
         if self._coordinator is not None:
             self._coordinator.close()
         self._publisher.close()
+
+
+class PlainReplica:
+    """A replica of one rank that does with every version what it is told; nothing else may happen to it."""
+
+    def __init__(self, name: str, take: Callable[[int], object]) -> None:
+        self.name, self._take = name, take
+
+    def subscriber_names(self) -> list[str]:
+        return [f"{self.name}/0"]
+
+    async def commit(self, version: int) -> CommitReport:
+        await asyncio.to_thread(self._take, version)
+        return CommitReport(version, blocked_s=0.0)
+
+    async def rollback(self, version: int) -> None:
+        raise AssertionError("it has never taken a version that was given up")
+
+    async def quarantine(self, error: WeightlaneError) -> None:
+        raise error
+
+
+class OtherReplica(PlainReplica):
+    """A second replica, which stages every version and may refuse to commit it."""
+
+    def __init__(self, name: str, trainer: OneRankTrainer) -> None:
+        super().__init__(name, lambda version: None)
+        self.refuses = False
+        tensors = {
+            name: ExpectedTensor(tuple(tensor.shape), frozenset({tensor.dtype}))
+            for name, tensor in trainer.live.items()
+        }
+        self.subscriber = Subscriber(
+            f"{name}/0", trainer.address, trainer.backend, trainer.options, Expectation(tensors)
+        )
+
+    async def commit(self, version: int) -> CommitReport:
+        if self.refuses:
+            await asyncio.sleep(0.3)  # the other one serves the version meanwhile
+            raise CommitError("not with me.", part=self.name)
+        return await super().commit(version)

@@ -1,25 +1,28 @@
-"""A running replica of real vLLM for many tests, and a trainer in this process that publishes to it."""
+"""Running replicas of real vLLM, and one for many tests with a trainer in this process that publishes to it."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Coroutine, Iterable, Iterator
-from contextlib import contextmanager
+import tempfile
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from publishing import OneRankTrainer
-from tiny_models import load_tensors, vllm_parameters
+from publishing import OneRankTrainer, OtherReplica
+from tiny_models import check_ranks, copy_with, greedy_tokens, load_tensors
+from tiny_run import IN_ENGINE
 from waiting import HANG_S
 
 from weightlane.rollout import CommitReport, Completion, RolloutConfig, RolloutWorker
-from weightlane.sync import Replica
+from weightlane.sync import SyncReport
 from weightlane.sync.config import CodecPolicy, Quantise
 
 T = TypeVar("T")
+PROMPT = [5, 6, 7]
 
 
 class RecordingWorker(RolloutWorker):
@@ -31,27 +34,48 @@ class RecordingWorker(RolloutWorker):
         self.report = await super().commit(version)
         return self.report
 
+    async def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Every live parameter is that of a checkpoint, bit for bit, by a mapping that owes nothing to vLLM's loaders."""
+        ranks = await self._engine.collective_rpc("probe_parameters")
+        assert len(ranks) == self.config.tensor_parallel
+        check_ranks(ranks, tensors, expert_parallel=self.config.expert_parallel)
+
+
+def probed_worker(name: str, model: Path, *, in_engine: bool = False, **settings: Any) -> RecordingWorker:
+    """A worker with `settings` of `RolloutConfig` that can be probed; `in_engine` without a process for its only rank."""
+    extra = {"worker_extension_cls": "probe_extension.ProbeExtension"}
+    if in_engine:
+        extra["distributed_executor_backend"] = IN_ENGINE
+    sizes = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20}
+    return RecordingWorker(name, RolloutConfig(extra_engine_args=extra, **{**sizes, **settings}), model)
+
+
+@contextmanager
+def started(*workers: RolloutWorker) -> Iterator[asyncio.Runner]:
+    """Where workers run that have started; they are closed at the end."""
+
+    async def together(method: str) -> None:
+        await asyncio.gather(*(getattr(worker, method)() for worker in workers))
+
+    environment = dict(os.environ)
+    with asyncio.Runner() as runner:
+        try:
+            try:
+                runner.run(together("start"))
+            finally:  # other tests of the session must not find what a replica's own process sets
+                os.environ.clear()
+                os.environ.update(environment)
+            yield runner
+        finally:
+            runner.run(together("close"))
+
 
 @contextmanager
 def running(models: list[Path], started_from: Path, **settings: Any) -> Iterator[Setup]:
-    """A worker that was started from a checkpoint, with `settings` of `RolloutConfig`; `models` are for its trainer."""
-    config = RolloutConfig(
-        max_model_len=1024,
-        kv_cache_memory_bytes=64 << 20,
-        extra_engine_args={"worker_extension_cls": "probe_extension.ProbeExtension"},
-        **settings,
-    )
-    environment = dict(os.environ)
-    with asyncio.Runner() as runner:
-        worker = RecordingWorker("rollout-0", config, started_from)
-        try:
-            runner.run(worker.start())
-            # Other tests of the session must not find what a replica's own process sets.
-            os.environ.clear()
-            os.environ.update(environment)
-            yield Setup(runner, worker, models, config.tensor_parallel)
-        finally:
-            runner.run(worker.close())
+    """A worker that was started from a checkpoint; `models` are for its trainer."""
+    worker = probed_worker("rollout-0", started_from, **settings)
+    with started(worker) as runner, closing(Setup(runner, worker, models, worker.config.tensor_parallel)) as setup:
+        yield setup
 
 
 @dataclass
@@ -63,26 +87,44 @@ class Setup:
     models: list[Path]
     world: int
     trainer: OneRankTrainer = field(init=False)
+    others: list[OtherReplica] = field(default_factory=list)
+    """The trainer's replicas beside the worker."""
 
     def run(self, call: Coroutine[Any, Any, T]) -> T:
         return self.runner.run(asyncio.wait_for(call, HANG_S))
 
-    def new_trainer(
+    def connect(
         self,
         backend: str = "shm",
+        options: dict[str, Any] | None = None,
+        *,
         codec: CodecPolicy = "dense",
         quantise: Quantise = "none",
-        options: dict[str, Any] | None = None,
-    ) -> OneRankTrainer:
-        """Put a new trainer in the place of the one before."""
-        self.trainer = OneRankTrainer(self.models[0], backend, options, codec=codec, quantise=quantise)
-        return self.trainer
+        quorum: float = 0.5,
+        retries: int = 1,
+        with_another: bool = False,
+        receiver: tuple[str, dict[str, Any]] | None = None,
+    ) -> None:
+        """Put a new trainer in the place of the one before, and connect it to the worker.
 
-    def connect(self, *, quorum: float = 0.5, others: Iterable[Replica] = (), retries: int = 1) -> None:
-        """Let the trainer publish to the worker and to `others`."""
-        self.run(self.worker.connect(self.trainer.address, self.trainer.backend, self.trainer.options))
-        self.run(self.trainer.connect([self.worker, *others], quorum, retries))
+        Args:
+            with_another: Whether it publishes to an `OtherReplica`, too.
+            receiver: The worker's engine and its options, where they are not the trainer's.
+        """
+        self.close()
+        self.trainer = OneRankTrainer(self.models[0], backend, options, codec=codec, quantise=quantise)
+        self.others = [OtherReplica("rollout-1", self.trainer)] if with_another else []
+        self.run(self.worker.connect(self.trainer.address, *(receiver or (backend, self.trainer.options))))
+        self.run(self.trainer.connect([self.worker, *self.others], quorum, retries))
         self.trainer.version = self.worker.version
+
+    def close(self) -> None:
+        """End the trainer."""
+        if hasattr(self, "trainer"):
+            self.trainer.close()
+        for other in self.others:
+            other.subscriber.close()
+        self.others = []
 
     def probe(self, method: str, *args: object) -> list[Any]:
         answers: list[Any] = self.run(self.worker._engine.collective_rpc(method, args=args))
@@ -92,7 +134,26 @@ class Setup:
         """Make the worker serve the weights of a model; returns their version."""
         self.worker.config = self.worker.config.model_copy(update={"kv_on_commit": kv_on_commit})
         self.run(self.trainer.sync(self.models[model]))
+        assert self.worker.version == self.trainer.version
         return self.trainer.version
+
+    def nudge(self) -> SyncReport:
+        """Change about one element in thirty of every live tensor of the trainer, and make the worker serve that."""
+        for tensor in self.trainer.live.values():
+            tensor.view(-1)[self.trainer.version % 30 :: 30] *= 1.0 + 0.5 * self.trainer.version
+        return self.run(self.trainer.sync_live())
+
+    def sync_in_flight(self, model: int) -> tuple[SyncReport, list[tuple[list[int], Completion]]]:
+        """Make the worker serve the weights of a model while it decodes four completions; each with its prompt."""
+
+        async def sync() -> tuple[SyncReport, list[tuple[list[int], Completion]]]:
+            prompts = [[10 + index, 20, 30] for index in range(4)]
+            tasks = [asyncio.create_task(self.worker.generate("r", prompt, 400, greedy=True)) for prompt in prompts]
+            await self.tokens(100)
+            report = await self.trainer.sync(self.models[model])
+            return report, list(zip(prompts, await asyncio.gather(*tasks), strict=True))
+
+        return self.run(sync())
 
     async def held(self, folder: Path) -> None:
         """Wait until a rank waits where `probe_hold` says."""
@@ -108,16 +169,16 @@ class Setup:
     def greedy(self, prompt: list[int], count: int = 16) -> Completion:
         return self.run(self.worker.generate("r", prompt, count, greedy=True))
 
-    def check_parameters(self, model: int) -> None:
-        """Every live parameter is that of a model, bit for bit, by a mapping that owes nothing to vLLM's loaders."""
-        self.check_tensors(load_tensors(self.models[model]))
-
-    def check_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
-        """As `check_parameters`, of given checkpoint tensors."""
-        for rank, live in enumerate(self.probe("probe_parameters")):
-            expert_parallel = self.worker.config.expert_parallel
-            wanted = vllm_parameters(tensors, rank=rank, world=self.world, expert_parallel=expert_parallel)
-            assert live.keys() == wanted.keys()
-            for name, tensor in wanted.items():
-                raw = tensor.contiguous().view(torch.uint8).numpy().tobytes()
-                assert live[name] == [str(tensor.dtype), list(tensor.shape), raw], f"{name} on rank {rank}"
+    def check(self, weights: int | Mapping[str, torch.Tensor]) -> None:
+        """The worker serves a model's weights, or these, bit for bit, and decodes with them what transformers does."""
+        if isinstance(weights, int):
+            model, tensors = self.models[weights], load_tensors(self.models[weights])
+        else:
+            folder = tempfile.mkdtemp(dir=self.models[0].parent)
+            model, tensors = copy_with(weights, self.models[0], Path(folder, "model")), dict(weights)
+        assert self.worker.stats().serving
+        self.run(self.worker.check(tensors))
+        completion = self.greedy(PROMPT)
+        assert completion.token_ids == greedy_tokens(model, PROMPT, 16)
+        assert completion.versions == [self.worker.version] * 16
+        assert completion.finish_reason == "length"

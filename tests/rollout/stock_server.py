@@ -29,15 +29,8 @@ class StockServer:
             *("-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "tiny"),
             *("--host", "127.0.0.1", "--port", str(port), "--tensor-parallel-size", str(tensor_parallel)),
             *("--weight-transfer-config", '{"backend": "weightlane"}'),
-            *(
-                "--dtype",
-                "float32",
-                "--max-model-len",
-                "1024",
-                "--enforce-eager",
-                "--kv-cache-memory-bytes",
-                str(64 << 20),
-            ),
+            *("--dtype", "float32", "--max-model-len", "1024", "--enforce-eager"),
+            *("--kv-cache-memory-bytes", str(64 << 20)),
         ]
         with log.open("w") as file:
             self.process = children.start(

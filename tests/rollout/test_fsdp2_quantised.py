@@ -3,67 +3,56 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from quantised_reference import restored
-from tiny_models import add_tokenizer, load_tensors, make_qwen3
+from publishing import PlainReplica
+from tiny_models import Quantise, add_tokenizer, left_of, load_tensors, make_qwen3
 from trainer_ranks import Trainers
-from waiting import HANG_S
 
-from weightlane.sync import CommitReport, Coordinator, Expectation, ExpectedTensor, Rendezvous, Subscriber, SyncConfig
+from weightlane.sync import Expectation, ExpectedTensor, Subscriber
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
-class Copy:
+class Copy(PlainReplica):
     """A replica that keeps what it takes."""
 
-    name = "rollout-0"
-    weights: dict[str, torch.Tensor]
+    def __init__(self, expectation: Expectation) -> None:
+        super().__init__("rollout-0", self._keep)
+        self._expectation = expectation
 
-    def __init__(self, subscriber: Subscriber) -> None:
-        self._subscriber = subscriber
+    async def connect(self, address: dict[str, Any], backend: str, options: dict[str, Any]) -> None:
+        self.subscriber = Subscriber("rollout-0/0", address, backend, options, self._expectation)
 
-    def subscriber_names(self) -> list[str]:
-        return ["rollout-0/0"]
-
-    async def commit(self, version: int) -> CommitReport:
-        self.weights = {name: tensor.clone() for name, tensor in self._subscriber.take(version).items()}
-        self._subscriber.release(version)
-        return CommitReport(version, blocked_s=0.0)
-
-    async def rollback(self, version: int) -> None:
-        raise AssertionError("every version is taken")
-
-    async def quarantine(self, error: Exception) -> None:
-        raise error
+    def _keep(self, version: int) -> None:
+        self.weights = {name: tensor.clone() for name, tensor in self.subscriber.take(version).items()}
+        self.subscriber.release(version)
 
 
 def test_fsdp2_ranks_quantise_what_they_hold(tmp_path: Path) -> None:
     model = make_qwen3(tmp_path / "model", seed=3, vocab=300)
     add_tokenizer(model, 300)
-    trainers = Trainers(2)
-    trainers.call("setup", str(model))
-    placements = trainers.call("placement", "float32")
-    expectation = Expectation(
-        {name: ExpectedTensor(tuple(shape), frozenset({torch.float32})) for name, shape, *_ in placements[0]}
-    )
-    for number, scheme in enumerate(("fp8", "int8"), 1):
-        rendezvous = Rendezvous.host()
-        address = rendezvous.address.to_plain()
-        trainers.call("connect", address, "shm", {}, "float32", placements, scheme)
-        subscriber = Subscriber("rollout-0/0", address, "shm", {}, expectation)
-        replica = Copy(subscriber)
-        coordinator = Coordinator(rendezvous, trainers.names, [replica], SyncConfig(deadline_s=HANG_S))
-        trainers.call("train", number)
-        trainers.call("export", str(tmp_path / scheme))
-        trainers.call("publish", number)
-        asyncio.run(coordinator.sync(number))
-        for name, tensor in load_tensors(tmp_path / scheme).items():
-            wanted = restored(tensor, scheme) if "_proj." in name else tensor
-            assert torch.equal(replica.weights[name], wanted), name
-        coordinator.close()
-        subscriber.close()
-    trainers.close()
+    any_float32 = {
+        name: ExpectedTensor(tuple(tensor.shape), frozenset({torch.float32}))
+        for name, tensor in load_tensors(model).items()
+    }
+
+    async def publish(trainers: Trainers, version: int, scheme: Quantise) -> None:
+        replica = Copy(Expectation(any_float32))
+        async with trainers.publishing([replica], "shm", quantise=scheme) as coordinator:
+            trainers.call("train", version)
+            trainers.call("export", str(tmp_path / scheme))
+            trainers.call("publish", version)
+            await coordinator.sync(version)
+            for name, wanted in left_of(load_tensors(tmp_path / scheme), scheme).items():
+                assert torch.equal(replica.weights[name], wanted), name
+        replica.subscriber.close()
+
+    with closing(Trainers(2)) as trainers:
+        trainers.call("setup", str(model))
+        asyncio.run(publish(trainers, 1, "fp8"))
+        asyncio.run(publish(trainers, 2, "int8"))

@@ -11,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 from publishing import OneRankTrainer
-from tiny_models import greedy_tokens, is_greedy, make_llama
+from tiny_models import check_switch, greedy_tokens, make_llama
 from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import ConfigError, QuarantinedError, StorageError, WorkerDiedError
-from weightlane.rollout import Completion, RolloutConfig, RolloutReplica, start_replicas
+from weightlane.rollout import RolloutConfig, RolloutReplica, start_replicas
 from weightlane.rollout.shared_memory import segments_of_trees
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow]
@@ -54,7 +54,7 @@ def test_a_replica_in_ray_takes_versions_in_flight_and_its_killed_actor_leaves_n
                 await asyncio.sleep(0.01)
             report = await trainer.sync(models[1])
             assert report.replicas["rollout-0"].outcome == "committed"
-            check_switch(await flying, models)
+            check_switch(await flying, [1, 2, 3], *models)
             fresh = await replica.generate("fresh", [1, 2, 3], 16, greedy=True)
             assert fresh.token_ids == greedy_tokens(models[1], [1, 2, 3], 16)
             stats = await replica.stats()
@@ -72,14 +72,6 @@ def test_a_replica_in_ray_takes_versions_in_flight_and_its_killed_actor_leaves_n
             await replica.close()
 
     asyncio.run(asyncio.wait_for(life(), HANG_S))
-
-
-def check_switch(completion: Completion, models: list[Path]) -> None:
-    boundary = completion.versions.index(1)
-    before, after = completion.token_ids[:boundary], completion.token_ids[boundary:]
-    assert completion.versions == [0] * boundary + [1] * len(after)
-    assert is_greedy(models[0], [1, 2, 3], before)
-    assert is_greedy(models[1], [1, 2, 3, *before], after)
 
 
 async def kill_it(replica: RolloutReplica) -> None:

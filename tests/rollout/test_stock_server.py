@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from ports import free_port
-from publishing import OneRankTrainer
+from publishing import OneRankTrainer, OtherReplica
 from stock_server import StockServer
 from tiny_models import add_tokenizer, greedy_tokens, make_qwen3
 from waiting import HANG_S, wait_until
@@ -24,11 +24,9 @@ from weightlane.ckpt_engines import (
     QuarantinedError,
     SyncAbortedError,
     WeightlaneError,
-    WorkerDiedError,
 )
 from weightlane.rollout import ServerReplica
 from weightlane.rollout.shared_memory import segments_of_trees, unlink
-from weightlane.sync import CommitReport, Expectation, ExpectedTensor, Subscriber
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -61,28 +59,15 @@ def start_example(children: Any, server: StockServer, *, log: Path, **arguments:
     """The example as a user starts it, on two trainer ranks."""
     given = {"model": server.model, "server": server.url, "tensor_parallel": server.tensor_parallel, **arguments}
     flags = [str(part) for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
-    torchrun = [
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        "0",
-        "--rdzv-endpoint",
-        "127.0.0.1:0",
-    ]
+    torchrun = "-m torch.distributed.run --nproc-per-node 2 --rdzv-endpoint 127.0.0.1:0 --rdzv-backend c10d"
     with log.open("w") as file:
         process: subprocess.Popen[str] = children.start(
-            [*torchrun, "--rdzv-backend", "c10d", str(EXAMPLE), *flags],
+            [*torchrun.split(), "--master-port", "0", str(EXAMPLE), *flags],
             env={"GLOO_SOCKET_IFNAME": "lo"},
             stdout=file,
             stderr=subprocess.STDOUT,
         )
     return process
-
-
-def options_of(engine: str, folder: Path) -> dict[str, Any]:
-    return {"path": str(folder / "versions")} if engine == "filesystem" else {}
 
 
 def test_the_example_is_as_short_as_promised_and_needs_no_ray_and_no_vllm() -> None:
@@ -91,12 +76,21 @@ def test_the_example_is_as_short_as_promised_and_needs_no_ray_and_no_vllm() -> N
     assert not [line for line in lines if line.startswith(("import", "from")) and ("ray" in line or "vllm" in line)]
 
 
-@pytest.mark.parametrize("engine", ["gloo", pytest.param("filesystem", marks=pytest.mark.exhaustive)])  # shm: below
-def test_a_plain_torchrun_script_publishes_to_a_stock_server_over_any_engine(
-    engine: str, server: StockServer, children: Any, tmp_path: Path
+@pytest.mark.parametrize(
+    ("engine", "killed"),
+    [
+        ("gloo", True),
+        pytest.param("shm", False, marks=pytest.mark.exhaustive),
+        pytest.param("filesystem", False, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_plain_torchrun_script_publishes_to_a_stock_server_also_after_one_that_was_killed_in_the_middle_of_a_version(
+    engine: str, killed: bool, server: StockServer, children: Any, tmp_path: Path
 ) -> None:
+    if killed:
+        kill_in_the_middle_of_a_version(server, children, tmp_path)
     trained, log = tmp_path / "trained", tmp_path / "log"
-    options = json.dumps(options_of(engine, tmp_path))
+    options = json.dumps({"path": str(tmp_path / "versions")} if engine == "filesystem" else {})
     example = start_example(children, server, log=log, engine=engine, options=options, steps=3, out=trained)
     assert example.wait(HANG_S) == 0, log.read_text()
     assert server.version() == "3"
@@ -105,27 +99,23 @@ def test_a_plain_torchrun_script_publishes_to_a_stock_server_over_any_engine(
     assert wanted != greedy_tokens(server.model, PROMPT, 16)
 
 
-def test_a_trainer_killed_in_the_middle_of_a_version_leaves_the_old_one_serving_and_a_new_one_reconnects(
-    server: StockServer, children: Any, tmp_path: Path
-) -> None:
+def kill_in_the_middle_of_a_version(server: StockServer, children: Any, folder: Path) -> None:
+    """The server serves what it had."""
     before, tokens, version = server.checksums(), server.greedy(PROMPT), server.version()
+    log, store = folder / "killed.log", folder / "half"
     # A bucket per tensor, each of which has to reach the disk.
     slow = {"engine": "filesystem", "sync": json.dumps({"bucket_mib": 0.001})}
-    options = json.dumps(options_of("filesystem", tmp_path) | {"fsync": True})
-    example = start_example(children, server, log=tmp_path / "killed.log", options=options, **slow)
+    options = json.dumps({"path": str(store), "fsync": True})
+    example = start_example(children, server, log=log, options=options, **slow)
 
     def under_way() -> bool:
-        assert example.poll() is None, (tmp_path / "killed.log").read_text()
-        return len(list((tmp_path / "versions").rglob("bucket-*"))) > 2
+        assert example.poll() is None, log.read_text()
+        return len(list(store.rglob("bucket-*"))) > 2
 
     wait_until(under_way, "bucket of the version")
     kill_all(example)
     assert server.greedy(PROMPT) == tokens
     assert (server.checksums(), server.version()) == (before, version)
-    trained, log = tmp_path / "trained", tmp_path / "log"
-    example = start_example(children, server, log=log, engine="shm", steps=1, out=trained)
-    assert example.wait(HANG_S) == 0, log.read_text()
-    assert server.greedy(PROMPT) == greedy_tokens(trained, PROMPT, 16)
 
 
 def kill_all(example: subprocess.Popen[str]) -> None:
@@ -134,11 +124,6 @@ def kill_all(example: subprocess.Popen[str]) -> None:
         process.kill()
     example.kill()
     example.wait()
-
-
-@pytest.fixture(scope="module")
-def other_models(model: Path) -> list[Path]:
-    return [make_qwen3(model.with_name(f"model{seed}"), seed=seed, tied=True) for seed in (1, 2)]
 
 
 class Wire:
@@ -182,34 +167,6 @@ class Wire:
             await asyncio.gather(there(), back())
 
 
-class PickyReplica:
-    """A second replica, which stages every version and may refuse to commit it."""
-
-    name = "picky"
-
-    def __init__(self, trainer: OneRankTrainer) -> None:
-        self.refuses = False
-        tensors = {
-            name: ExpectedTensor(tuple(tensor.shape), frozenset({tensor.dtype}))
-            for name, tensor in trainer.live.items()
-        }
-        self.subscriber = Subscriber("picky/0", trainer.address, trainer.backend, {}, Expectation(tensors))
-
-    def subscriber_names(self) -> list[str]:
-        return ["picky/0"]
-
-    async def commit(self, version: int) -> CommitReport:
-        if self.refuses:
-            raise CommitError("not with me.", part=self.name)
-        return CommitReport(version, blocked_s=0.0)
-
-    async def rollback(self, version: int) -> None:
-        raise AssertionError("it has never taken a version that was given up")
-
-    async def quarantine(self, error: WeightlaneError) -> None:
-        raise AssertionError("it always knows what it holds")
-
-
 async def unfinished(server: StockServer) -> dict[str, Any]:
     """Send requests, one after the other, until one does not end by itself: a busy server is slow to pause."""
     while (done := await asyncio.to_thread(server.complete, PROMPT, LONG))["finish_reason"] == "length":
@@ -217,16 +174,14 @@ async def unfinished(server: StockServer) -> dict[str, Any]:
     return done
 
 
-def test_the_coordinator_commits_and_takes_back_and_quarantines_over_http(
-    server: StockServer, model: Path, other_models: list[Path]
-) -> None:
-    first, second = other_models
+def test_the_coordinator_commits_and_takes_back_and_quarantines_over_http(server: StockServer, tmp_path: Path) -> None:
+    first, second = (make_qwen3(tmp_path / f"model{seed}", seed=seed, tied=True) for seed in (1, 2))
 
     async def life(url: str, wire: Wire) -> None:
         replica = ServerReplica(url, tensor_parallel=2, commit_timeout_s=HANG_S)
-        trainer = OneRankTrainer(model)
+        trainer = OneRankTrainer(server.model)
         await replica.connect(trainer.address, trainer.backend, {})
-        other = PickyReplica(trainer)
+        other = OtherReplica("picky", trainer)
         await trainer.connect([replica, other], quorum=1.0)
         assert (await trainer.sync(first)).replicas[replica.name].outcome == "committed"
         await trainer.sync(second)
@@ -289,7 +244,6 @@ def test_what_keeps_a_server_from_connecting_is_said_and_leaves_it_serving(serve
             asyncio.run(asyncio.wait_for(replica.connect(address, backend), HANG_S))
         return raised.value
 
-    assert isinstance(refusal(ServerReplica(f"http://127.0.0.1:{free_port}")), WorkerDiedError)
     ranks = refusal(ServerReplica(server.url))
     assert isinstance(ranks, ConfigError)
     assert "the server has 2 ranks, and tensor_parallel says 1" in str(ranks)

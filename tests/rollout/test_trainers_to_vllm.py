@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from matrix import Case, model_run
+from json_program import Program
+from matrix import Case, ModelRun, model_run
+from running_worker import RecordingWorker
+from tiny_models import load_tensors
 
 from weightlane.rollout.layout.needs_cache import CACHE_ENV
 from weightlane.rollout.layout.planned_needs import planned_needs
@@ -26,9 +29,10 @@ PART = {
 }
 
 
+@pytest.mark.usefixtures("forked_answers")
 @pytest.mark.parametrize("model", ["qwen3-moe", pytest.param("qwen3 tied", marks=pytest.mark.exhaustive)])
 def test_every_rollout_holds_and_computes_exactly_what_the_trainer_has(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, process: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(CACHE_ENV, "off")
     with model_run(model, tmp_path) as run:
@@ -36,6 +40,20 @@ def test_every_rollout_holds_and_computes_exactly_what_the_trainer_has(
             run.run(case)
             if case.engine != "filesystem":
                 asked = run.asked
+        for worker in run.workers:
+            run.runner.run(check_loading(run, worker, process))
+        run.runner.run(run.check_tokens(run.path))
         worker = run.workers[-1]
         planned = planned_needs(worker.config, run.path)
     assert [need and need.digest for need in planned.ranks] == [asked[f"{worker.name}/{rank}"] for rank in range(2)]
+
+
+async def check_loading(run: ModelRun, worker: RecordingWorker, process: Program) -> None:
+    """Commits were copies to where a model that is built for each rank alone says; vLLM's own reloading leaves the same."""
+    probe = worker._engine.collective_rpc
+    world, divided = worker.config.tensor_parallel, worker.config.expert_parallel
+    assert await probe("probe_way") == [["traced", ""]] * world
+    for rank, layout in enumerate(await probe("probe_layout")):
+        assert layout == process.call("rank_layout", str(run.path), "float32", rank, world, divided)
+    await probe("probe_reload", args=(str(run.path),))
+    await worker.check(load_tensors(run.path))

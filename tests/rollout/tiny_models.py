@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from weightlane.sync.codecs.quantised import quantization_config, scale_name
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "sync"))
-from quantised_reference import reference_fp8, reference_int8
+from quantised_reference import reference_fp8, reference_int8, restored
 
+Quantise = Literal["fp8", "int8"]
 VOCAB = 320
 HIDDEN = 64
 LAYERS = 2
@@ -45,21 +46,29 @@ def make_blocky_qwen3(path: Path, *, seed: int, ranks: int = 1) -> Path:
     return _save(transformers.Qwen3ForCausalLM, config, path, seed, torch.bfloat16)
 
 
-def quantised_copy(model: Path, path: Path, scheme: Literal["fp8", "int8"]) -> Path:
-    """The checkpoint that `model` is in fp8 or int8, made without the package's quantisers."""
+def copy_with(tensors: Mapping[str, torch.Tensor], model: Path, path: Path) -> Path:
+    """The checkpoint that `model` is with other tensors."""
     shutil.copytree(model, path)
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in load_tensors(model).items():
-        if "_proj." not in name:
-            tensors[name] = tensor
-            continue
-        reference = reference_fp8 if scheme == "fp8" else reference_int8
-        tensors[name], tensors[scale_name(name, scheme)] = reference(tensor)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((path / "config.json").read_text())
-    config["quantization_config"] = quantization_config(scheme, ["lm_head"])
-    (path / "config.json").write_text(json.dumps(config))
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(whole, path / "model.safetensors", metadata={"format": "pt"})
     return path
+
+
+def quantised_copy(model: Path, path: Path, scheme: Quantise) -> Path:
+    """The checkpoint that `model` is in fp8 or int8, made without the package's quantisers."""
+    tensors = load_tensors(model)
+    reference = reference_fp8 if scheme == "fp8" else reference_int8
+    for name in [name for name in tensors if "_proj." in name]:
+        tensors[name], tensors[scale_name(name, scheme)] = reference(tensors[name])
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"] = quantization_config(scheme, ["lm_head"])
+    copy_with(tensors, model, path).joinpath("config.json").write_text(json.dumps(config))
+    return path
+
+
+def left_of(tensors: Mapping[str, torch.Tensor], scheme: Quantise) -> dict[str, torch.Tensor]:
+    """What the reference quantiser leaves of a checkpoint's tensors."""
+    return {name: restored(tensor, scheme) if "_proj." in name else tensor for name, tensor in tensors.items()}
 
 
 def make_llama(
@@ -70,15 +79,7 @@ def make_llama(
     return _save(transformers.LlamaForCausalLM, config, path, seed, dtype)
 
 
-def make_qwen3_moe(
-    path: Path,
-    *,
-    seed: int,
-    dtype: torch.dtype = torch.float32,
-    vocab: int = VOCAB,
-    experts: int = 8,
-    normalised: bool = True,
-) -> Path:
+def make_qwen3_moe(path: Path, *, seed: int, vocab: int = VOCAB, experts: int = 8, normalised: bool = True) -> Path:
     """A tiny Qwen3 mixture of experts, two for each token, whose weights depend on `seed` only.
 
     In real ones the weights of a token's experts are normalised to a sum of one.
@@ -92,15 +93,7 @@ def make_qwen3_moe(
         norm_topk_prob=normalised,
         **_sizes(False, vocab),
     )
-    return _save(transformers.Qwen3MoeForCausalLM, config, path, seed, dtype)
-
-
-def make_mixtral(path: Path, *, seed: int, experts: int = 4) -> Path:
-    """A tiny Mixtral whose weights depend on `seed` only."""
-    config = transformers.MixtralConfig(
-        head_dim=HEAD_DIM, num_local_experts=experts, num_experts_per_tok=2, **_sizes(False, 300)
-    )
-    return _save(transformers.MixtralForCausalLM, config, path, seed, torch.float32)
+    return _save(transformers.Qwen3MoeForCausalLM, config, path, seed, torch.float32)
 
 
 def add_tokenizer(path: Path, vocab: int = VOCAB) -> None:
@@ -123,24 +116,47 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
 @torch.no_grad()
 def greedy_tokens(path: Path, prompt: Sequence[int], count: int) -> list[int]:
     """The `count` tokens that transformers decodes greedily in float32, one full forward pass per token."""
-    return _greedy(_model(path), prompt, count)
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(_model(path)(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
 
 
-@torch.no_grad()
 def is_greedy(path: Path, prompt: Sequence[int], tokens: Sequence[int]) -> bool:
     """Whether `tokens` are what `greedy_tokens` gives: each the most probable after those before it, in one forward pass."""
-    logits = _model(path)(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
-    return logits.argmax(-1).tolist() == list(tokens)
+    return _logits(path, prompt, tokens).argmax(-1).tolist() == list(tokens)
 
 
-@torch.no_grad()
-def sampled_logprobs(
-    path: Path, prompt: Sequence[int], tokens: Sequence[int], *, temperature: float = 1.0
-) -> list[float]:
+def sampled_logprobs(path: Path, prompt: Sequence[int], tokens: Sequence[int], temperature: float) -> list[float]:
     """Log-probability of each of `tokens` after `prompt` and its predecessors, at `temperature`, by transformers."""
-    logits = _model(path)(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].float()
-    logprobs = (logits / temperature).log_softmax(-1)
+    logprobs = (_logits(path, prompt, tokens) / temperature).log_softmax(-1)
     return [logprobs[position, token].item() for position, token in enumerate(tokens)]
+
+
+def check_switch(completion: Any, prompt: Sequence[int], old: Path, new: Path) -> None:
+    """The model of one version has decoded a completion up to some token, and that of the next the others: the stamps say so."""
+    first, tokens = completion.versions[0], completion.token_ids
+    boundary = completion.versions.index(first + 1)
+    assert completion.versions == [first] * boundary + [first + 1] * (len(tokens) - boundary)
+    assert is_greedy(old, prompt, tokens[:boundary])
+    assert is_greedy(new, [*prompt, *tokens[:boundary]], tokens[boundary:])
+
+
+def described(tensor: torch.Tensor) -> list[object]:
+    """Data type, shape and every byte, as JSON."""
+    raw = tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
+    return [str(tensor.dtype), list(tensor.shape), raw.hex()]
+
+
+def check_ranks(
+    ranks: Sequence[Mapping[str, list[object]]], tensors: Mapping[str, torch.Tensor], *, expert_parallel: bool = False
+) -> None:
+    """Every live parameter of every rank, `described`, is that of a checkpoint, bit for bit."""
+    for rank, live in enumerate(ranks):
+        wanted = vllm_parameters(tensors, rank=rank, world=len(ranks), expert_parallel=expert_parallel)
+        assert live.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            assert live[name] == described(tensor), f"{name} on rank {rank}"
 
 
 def vllm_parameters(
@@ -240,11 +256,11 @@ def _model(path: Path) -> torch.nn.Module:
     return _loaded[path]
 
 
-def _greedy(model: torch.nn.Module, prompt: Sequence[int], count: int) -> list[int]:
-    ids = list(prompt)
-    for _ in range(count):
-        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-    return ids[len(prompt) :]
+@torch.no_grad()
+def _logits(path: Path, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+    """Of each of `tokens`, after `prompt` and its predecessors."""
+    logits: torch.Tensor = _model(path)(torch.tensor([[*prompt, *tokens]])).logits
+    return logits[0, len(prompt) - 1 : -1]
 
 
 def make_architecture(kind: str, path: Path, *, seed: int = 0) -> Path:
@@ -255,48 +271,25 @@ def make_architecture(kind: str, path: Path, *, seed: int = 0) -> Path:
     """
     if kind == "qwen3-moe":
         return make_qwen3_moe(path, seed=seed, vocab=300)
-    if kind == "mixtral":
-        return make_mixtral(path, seed=seed)
     if kind in {"qwen3-tied", "qwen3"}:
         return make_qwen3(path, seed=seed, tied=kind == "qwen3-tied", vocab=300)
     if kind == "llama":
         return make_llama(path, seed=seed, vocab=300)
-    sizes: dict[str, object] = {
-        "vocab_size": 300,
-        "hidden_size": HIDDEN,
-        "intermediate_size": INTERMEDIATE,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    t = transformers
+    t, sizes = transformers, _sizes(False, 300)
+    small = {"vocab_size": 300, "hidden_size": HIDDEN, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    layers = {"n_layer": LAYERS, "n_head": HEADS}
     model, config = {
-        "gpt2": lambda: (
-            t.GPT2LMHeadModel,
-            t.GPT2Config(vocab_size=300, n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS, n_positions=256, **ends),
+        "mixtral": lambda: (
+            t.MixtralForCausalLM,
+            t.MixtralConfig(head_dim=HEAD_DIM, num_local_experts=4, num_experts_per_tok=2, **sizes),
         ),
-        "bloom": lambda: (
-            t.BloomForCausalLM,
-            t.BloomConfig(vocab_size=300, hidden_size=HIDDEN, n_layer=LAYERS, n_head=HEADS, **ends),
-        ),
+        "gpt2": lambda: (t.GPT2LMHeadModel, t.GPT2Config(n_positions=256, **layers, **small)),
+        "bloom": lambda: (t.BloomForCausalLM, t.BloomConfig(**layers, **small)),
         "gemma2": lambda: (t.Gemma2ForCausalLM, t.Gemma2Config(head_dim=HEAD_DIM, **sizes)),
-        "phi3": lambda: (t.Phi3ForCausalLM, t.Phi3Config(max_position_embeddings=256, **sizes)),
+        "phi3": lambda: (t.Phi3ForCausalLM, t.Phi3Config(**sizes)),
         "mamba2": lambda: (
             t.Mamba2ForCausalLM,
-            t.Mamba2Config(
-                vocab_size=300,
-                hidden_size=HIDDEN,
-                num_hidden_layers=LAYERS,
-                num_heads=8,
-                head_dim=16,
-                state_size=16,
-                n_groups=1,
-                **ends,
-            ),
+            t.Mamba2Config(num_hidden_layers=LAYERS, num_heads=8, head_dim=16, state_size=16, n_groups=1, **small),
         ),
     }[kind]()
     return _save(model, config, path, seed, torch.float32)

@@ -48,7 +48,7 @@ class Process:
         wire: str,
         placements: Any,
         quantise: Quantise,
-        codec: CodecPolicy = "dense",
+        codec: CodecPolicy,
     ) -> None:
         transport = CheckpointEngineConfig(backend=backend, options=options)
         sync = SyncConfig(bucket_mib=0.05, deadline_s=HANG_S, quantise=quantise, codec=codec)
