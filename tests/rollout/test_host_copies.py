@@ -91,23 +91,20 @@ def test_versions_that_lie_alike_and_versions_that_do_not_arrive_bit_for_bit(thr
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("broken", ["shape", "dtype", "strides", "missing", "too short"])
-def test_a_version_that_only_looks_like_the_one_before_is_refused_before_anything_is_copied(broken: str) -> None:
+def test_a_version_that_only_looks_like_the_one_before_is_refused_before_anything_is_copied() -> None:
     model, plan = planned()
     plan.commit(staged(0))
     before = everything(model)
     version = staged(10)
-    match broken:
-        case "shape":
-            version["large"] = version["large"].view(256, 300)
-        case "dtype":
-            version["row"] = version["row"].view(torch.int16)
-        case "strides":
-            version["large"] = version["large"].view(256, 300).t()
-        case "missing":
-            del version["part"]
-        case "too short":
-            version["part"] = version["part"][:5]
+    for name, odd in {
+        "large": version["large"].view(256, 300),
+        "row": version["row"].view(torch.int16),
+        "columns": version["columns"].view(512, 64).t(),
+        "part": version["part"][:5],
+    }.items():
+        with pytest.raises(CommitError):
+            plan.commit(version | {name: odd})
+    del version["part"]
     with pytest.raises(CommitError):
         plan.commit(version)
     assert same(everything(model), before)

@@ -23,6 +23,9 @@ from weightlane.rollout.layout.geometry import blocks_between
 Loader = Callable[[torch.nn.Parameter, torch.Tensor], Any]
 
 
+A = {"a": SourceSpec((6, 8), torch.float32)}
+
+
 class Model(torch.nn.Module):
     """One parameter, and a loader for every tensor that comes."""
 
@@ -79,67 +82,62 @@ COPIES: dict[str, tuple[Loader, tuple[int, ...], torch.dtype]] = {
 }
 
 
-@pytest.mark.parametrize("case", COPIES)
-def test_a_loader_that_copies_is_followed_bit_for_bit_and_leaves_live_weights_alone(case: str) -> None:
+def traced(case: str) -> tuple[Model, CommitPlan]:
+    """A model, and its plan as it is after it was sent; live weights are left alone."""
     loader, shape, dtype = COPIES[case]
-    model, twin = Model(loader), Model(loader)
+    model = Model(loader)
     before = bits(model.w)
     layout = trace_loading(model, {"a": SourceSpec(shape, dtype)})
     assert torch.equal(bits(model.w), before)
-    assert not layout.refused_targets
-    assert not layout.refused_sources
+    assert not [*layout.refused_targets, *layout.refused_sources]
     (counts,) = target_coverage(layout).values()
     assert (counts.unmapped, counts.doubled) == (0, 0)
-    tensor = random_bits(shape, dtype, seed=1)
+    return model, CommitPlan(LayoutMap.from_plain(layout.to_plain()), model)
+
+
+@pytest.mark.parametrize("case", COPIES)
+def test_a_loader_that_copies_is_followed_bit_for_bit_whether_a_version_comes_whole_or_in_pieces(case: str) -> None:
+    loader, shape, dtype = COPIES[case]
+    twin, tensor = Model(loader), random_bits(shape, dtype, seed=1)
     twin.load_weights([("a", tensor.clone())])
-    plan = CommitPlan(LayoutMap.from_plain(layout.to_plain()), model)
+    wanted = bits(twin.w)
+    model, plan = traced(case)
     plan.commit({"a": tensor})
-    assert torch.equal(bits(model.w), bits(twin.w))
+    assert torch.equal(bits(model.w), wanted)
     assert plan.differing({"a": tensor}) == []
+    for length in (1, 5, 13, 1000):
+        model, plan = traced(case)
+        plan.fill()
+        for start in range(0, tensor.numel(), length):
+            plan.write_part("a", start, tensor.view(-1)[start : start + length].clone())
+        assert torch.equal(bits(model.w), wanted), length
+    for start, values in ((0, torch.zeros(1, dtype=torch.int8)), (tensor.numel(), tensor.view(-1)[:1])):
+        with pytest.raises(CommitError, match="of a do not go by copies"):
+            plan.write_part("a", start, values)
+    assert torch.equal(bits(model.w), wanted)
 
 
 @pytest.mark.parametrize("case", COPIES)
 def test_single_elements_land_where_a_dense_commit_puts_them_and_swapping_takes_them_back(case: str) -> None:
-    loader, shape, dtype = COPIES[case]
-    model, twin = Model(loader), Model(loader)
-    plans = [CommitPlan(trace_loading(one, {"a": SourceSpec(shape, dtype)}), one) for one in (model, twin)]
+    _, shape, dtype = COPIES[case]
+    (model, plan), (twin, whole) = traced(case), traced(case)
     old, new = random_bits(shape, dtype, seed=2), random_bits(shape, dtype, seed=3)
-    for plan in plans:
-        plan.commit({"a": old})
+    plan.commit({"a": old})
     before = bits(model.w)
-    positions = (
-        torch.randperm(old.numel(), generator=torch.Generator().manual_seed(4))[: old.numel() // 3].sort().values
-    )
-    changed = old.clone()
-    changed.view(-1)[positions] = new.view(-1)[positions]
+    shuffled = torch.randperm(old.numel(), generator=torch.Generator().manual_seed(4))
+    positions = shuffled[: old.numel() // 3].sort().values
     values = new.view(-1)[positions]
-    was = plans[0].swap("a", positions, values)
-    plans[1].commit({"a": changed})
+    changed = old.clone()
+    changed.view(-1)[positions] = values
+    was = plan.swap("a", positions, values)
+    whole.commit({"a": changed})
     assert torch.equal(bits(model.w), bits(twin.w))
-    held = plans[0].gather("a", positions)
-    plans[1].scatter("a", positions, values)
+    held = plan.gather("a", positions)
+    whole.scatter("a", positions, values)
     assert torch.equal(bits(model.w), bits(twin.w))
     assert held.dtype == was.dtype == model.w.dtype
-    plans[0].scatter("a", positions, was)
+    plan.scatter("a", positions, was)
     assert torch.equal(bits(model.w), before)
-
-
-@pytest.mark.parametrize("case", COPIES)
-@pytest.mark.parametrize("length", [1, 5, 13, 1000])
-def test_a_version_in_pieces_lands_where_a_dense_commit_puts_it(case: str, length: int) -> None:
-    loader, shape, dtype = COPIES[case]
-    model, twin = Model(loader), Model(loader)
-    tensor = random_bits(shape, dtype, seed=5)
-    plans = [CommitPlan(trace_loading(one, {"a": SourceSpec(shape, dtype)}), one) for one in (model, twin)]
-    plans[0].commit({"a": tensor})
-    plans[1].fill()
-    for start in range(0, tensor.numel(), length):
-        plans[1].write_part("a", start, tensor.view(-1)[start : start + length].clone())
-    assert torch.equal(bits(model.w), bits(twin.w))
-    for start, values in ((0, torch.zeros(1, dtype=torch.int8)), (tensor.numel(), tensor.view(-1)[:1])):
-        with pytest.raises(CommitError, match="of a do not go by copies"):
-            plans[1].write_part("a", start, values)
-    assert torch.equal(bits(model.w), bits(twin.w))
 
 
 COMPUTED: dict[str, tuple[Loader, str]] = {
@@ -165,52 +163,43 @@ def test_a_loader_that_does_more_than_copy_is_refused_by_name(case: str) -> None
     loader, why = COMPUTED[case]
     model = Model(loader)
     before, storage = bits(model.w), model.w.data_ptr()
-    layout = trace_loading(model, {"a": SourceSpec((6, 8), torch.float32)})
+    layout = trace_loading(model, A)
     (refusal,) = [*layout.refused_targets, *layout.refused_sources][:1]
     assert refusal.tensor in {"a", "w"}
     assert why in refusal.why
     assert model.w.data_ptr() == storage
     assert torch.equal(bits(model.w), before)
-
-
-def test_what_a_refused_parameter_is_made_of_is_named() -> None:
-    layout = trace_loading(Model(COMPUTED["one is added"][0]), {"a": SourceSpec((6, 8), torch.float32)})
-    assert layout.feeds == [("a", "w")]
     assert LayoutMap.from_plain(layout.to_plain()) == layout
+    if case == "one is added":
+        assert layout.feeds == [("a", "w")], "what a refused parameter is made of"
 
 
-def test_a_tensor_that_is_kept_where_nobody_looks_is_refused() -> None:
+def test_what_is_kept_where_nobody_looks_or_replaced_is_refused_and_put_back() -> None:
     model = Model(lambda w, t: None)
     model.loader = lambda w, t: (w.data.copy_(t), model.aside.copy_(t))
-    (refusal,) = trace_loading(model, {"a": SourceSpec((6, 8), torch.float32)}).refused_sources
+    (refusal,) = trace_loading(model, A).refused_sources
     assert refusal.tensor == "a"
     assert "neither parameter nor buffer" in refusal.why
     assert not model.aside.any()
-
-
-def test_an_attribute_that_loading_replaces_is_put_back_and_named() -> None:
-    model = Model(lambda w, t: None)
     model.loader = lambda w, t: (w.data.copy_(t), setattr(model, "aside", t))
     aside = model.aside
-    (refusal,) = trace_loading(model, {"a": SourceSpec((6, 8), torch.float32)}).refused_targets
+    (refusal,) = trace_loading(model, A).refused_targets
     assert refusal.tensor == "aside"
     assert model.aside is aside
 
 
 def test_coverage_counts_what_is_missing_doubled_and_unused() -> None:
-    spec = {name: SourceSpec((6, 8), torch.float32) for name in "ab"}
-    twice = trace_loading(Model(COPIES["whole"][0]), spec)
+    twice = trace_loading(Model(COPIES["whole"][0]), dict.fromkeys("ab", A["a"]))
     assert target_coverage(twice)["w"].doubled == 48
-    half = trace_loading(Model(lambda w, t: w.data[:3].copy_(t[:3])), {"a": spec["a"]})
+    half = trace_loading(Model(lambda w, t: w.data[:3].copy_(t[:3])), A)
     assert target_coverage(half)["w"].unmapped == 24
     assert unused_elements([half]) == {"a": 24}
-    other = trace_loading(Model(lambda w, t: w.data[:3].copy_(t[3:])), {"a": spec["a"]})
+    other = trace_loading(Model(lambda w, t: w.data[:3].copy_(t[3:])), A)
     assert unused_elements([half, other]) == {}
 
 
-def test_what_is_not_as_it_was_traced_is_refused_before_anything_is_copied() -> None:
-    model = Model(COPIES["whole"][0])
-    plan = CommitPlan(trace_loading(model, {"a": SourceSpec((6, 8), torch.float32)}), model)
+def test_what_is_not_as_it_was_traced_is_refused_before_anything_is_copied_and_memory_that_moved_is_noticed() -> None:
+    model, plan = traced("whole")
     before = bits(model.w)
     good = torch.zeros(6, 8)
     for tensors in ({}, {"a": good.bfloat16()}, {"a": torch.zeros(8, 6)}, {"a": torch.zeros(8, 6).t()}):
@@ -227,18 +216,16 @@ def test_what_is_not_as_it_was_traced_is_refused_before_anything_is_copied() -> 
     assert torch.equal(bits(model.w), before)
     with pytest.raises(ProtocolError, match="not a layout map"):
         LayoutMap.from_plain({"sources": 3})
-
-
-def test_a_plan_notices_that_a_parameter_has_moved() -> None:
-    model = Model(COPIES["whole"][0])
-    plan = CommitPlan(trace_loading(model, {"a": SourceSpec((6, 8), torch.float32)}), model)
-    plan.commit({"a": torch.ones(6, 8)})
     assert not plan.moved()
     model.w.data = model.w.data.clone()
     assert plan.moved()
 
 
-@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 2)), min_size=1, max_size=4), st.randoms())
+DIMENSIONS = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 2)), min_size=1, max_size=4)
+"""Lengths, and room between."""
+
+
+@given(DIMENSIONS, st.randoms())
 @settings(max_examples=30)
 def test_any_permuted_block_is_found_again(dimensions: list[tuple[int, int]], random: Any) -> None:
     shape = [length for length, _ in dimensions]
@@ -255,7 +242,7 @@ def test_any_permuted_block_is_found_again(dimensions: list[tuple[int, int]], ra
     assert torch.equal(found, sources)
 
 
-@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 2)), min_size=1, max_size=4), st.randoms())
+@given(DIMENSIONS, st.randoms())
 @settings(max_examples=60)
 def test_a_window_on_a_strided_block_is_a_few_blocks(dimensions: list[tuple[int, int]], random: Any) -> None:
     shape = tuple(length for length, _ in dimensions)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
 from multiprocessing import resource_tracker, shared_memory
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from owned_processes import own_a_child
 from pydantic import ValidationError
 from waiting import HANG_S, MovableClock
 
@@ -76,8 +75,7 @@ def test_all_ranks_learn_the_first_ranks_error_and_only_the_last_one_raises() ->
     learned: dict[int, tuple[str, bool, WeightlaneError | None]] = {}
 
     def run(rank: int) -> None:
-        group = dist.ProcessGroupGloo(store, rank, world)
-        ranks = RankGroup(group)
+        ranks = RankGroup(dist.ProcessGroupGloo(store, rank, world))
         first = ranks.first_error(errors.get(rank))
         learned[rank] = (repr(first), ranks.raises, ranks.first_error(None))
 
@@ -87,18 +85,14 @@ def test_all_ranks_learn_the_first_ranks_error_and_only_the_last_one_raises() ->
     for thread in threads:
         thread.join(HANG_S)
     assert learned == {rank: ("CommitError('one')", rank == 2, None) for rank in range(world)}
-
-
-def test_a_lone_rank_reports_its_own_error() -> None:
-    error = CommitError("mine")
-    assert RankGroup(None).first_error(error) is error
-    assert RankGroup(None).raises
+    lone = RankGroup(None)
+    assert lone.first_error(errors[1]) is errors[1]
+    assert lone.raises
 
 
 def test_a_gap_spans_the_commit_and_not_the_step_that_was_still_under_way() -> None:
     async def life() -> None:
-        now = MovableClock()
-        clock = TokenClock(now)
+        clock = TokenClock(now := MovableClock())
         for request in ("a", "b", "waiting"):
             clock.begin(request)
         clock.arrived("a", 1)
@@ -116,27 +110,36 @@ def test_a_gap_spans_the_commit_and_not_the_step_that_was_still_under_way() -> N
         now.advance(8.0)
         clock.arrived("a", 1)
         assert clock.gaps_s[7] == 2.0
-
-    asyncio.run(life())
-
-
-def test_a_request_that_does_not_go_on_counts_with_its_gap_so_far_and_later_with_the_whole_one() -> None:
-    async def life() -> None:
-        now = MovableClock()
-        clock = TokenClock(now)
-        clock.begin("a")
-        clock.arrived("a", 1)
-        clock.commit_begins(1)
+        # A request that does not go on counts with its gap so far, and later with the whole one.
+        clock.commit_begins(8)
         now.advance(4.0)
-        assert await clock.commit_ends(1, 0.01) == 4.0
+        assert await clock.commit_ends(8, 0.01) == 4.0
         now.advance(8.0)
         clock.arrived("a", 1)
-        assert clock.gaps_s[1] == 12.0
+        assert clock.gaps_s[8] == 12.0
 
     asyncio.run(life())
 
 
-def test_an_engine_process_ends_when_the_process_that_started_it_is_killed() -> None:
+def be_watched(connection: Connection) -> None:
+    assert watch_parent()
+    assert watch_parent()  # once more changes nothing
+    assert sum(thread.name == "weightlane-parent-watch" for thread in threading.enumerate()) == 1
+    connection.send(os.getpid())
+    time.sleep(HANG_S)
+
+
+def own_a_child(connection: Connection) -> None:
+    assert not watch_parent()  # without an owner nothing is watched
+    os.environ[WATCH_ENV] = str(os.getpid())
+    assert not watch_parent()  # the owner itself is not watched
+    process = multiprocessing.get_context("spawn").Process(target=be_watched, args=(connection,))
+    process.start()
+    time.sleep(HANG_S)
+
+
+def test_an_engine_process_ends_when_the_process_that_started_it_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(WATCH_ENV, raising=False)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     owner = context.Process(target=own_a_child, args=(theirs,))
@@ -146,18 +149,12 @@ def test_an_engine_process_ends_when_the_process_that_started_it_is_killed() -> 
         assert ours.poll(HANG_S)
         pid = ours.recv()
     finally:
-        assert owner.pid is not None
-        os.kill(owner.pid, signal.SIGKILL)
+        owner.kill()
         owner.join()
     # Its end of the pipe closes with the process, however it ends and whoever reaps it.
     assert ours.poll(HANG_S), f"process {pid} outlived its parent"
     with pytest.raises(EOFError):
         ours.recv()
-
-
-def test_without_an_owner_nothing_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(WATCH_ENV, raising=False)
-    assert not watch_parent()
 
 
 def test_the_janitor_removes_what_a_killed_owner_leaves_and_waits_until_then() -> None:
