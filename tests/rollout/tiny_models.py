@@ -285,7 +285,7 @@ def make_architecture(kind: str, path: Path, *, seed: int = 0) -> Path:
         ),
         "gpt2": lambda: (t.GPT2LMHeadModel, t.GPT2Config(n_positions=256, **layers, **small)),
         "bloom": lambda: (t.BloomForCausalLM, t.BloomConfig(**layers, **small)),
-        "gemma2": lambda: (t.Gemma2ForCausalLM, t.Gemma2Config(head_dim=HEAD_DIM, **sizes)),
+        "gemma2": lambda: (t.Gemma2ForCausalLM, t.Gemma2Config(head_dim=HEAD_DIM, **_sizes(True, 300))),
         "phi3": lambda: (t.Phi3ForCausalLM, t.Phi3Config(**sizes)),
         "mamba2": lambda: (
             t.Mamba2ForCausalLM,
