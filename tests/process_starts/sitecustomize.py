@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.machinery
 import os
 import sys
@@ -41,9 +42,17 @@ def _first_rank(*_: Any, rank: int = -1, **__: Any) -> bool:
     return (rank if rank >= 0 else int(os.environ.get("RANK", "0"))) == 0
 
 
+def _fork_vllm(_: Any) -> None:
+    """Let a replica's actor fork vLLM's processes, as the tests' own process does."""
+    if "WEIGHTLANE_TEST_FORKS" in os.environ:
+        sys.path.append(os.path.dirname(os.path.dirname(__file__)))  # noqa: PTH120 - as above
+        importlib.import_module("fork_server").install()
+
+
 _ON_IMPORT: dict[str, Callable[[Any], None]] = {
     "vllm": lambda module: note("vllm imports"),
     "vllm.v1.engine.core": lambda module: _after("vllm engines", module.EngineCore, "__init__"),
+    "weightlane.rollout.ray_actor": _fork_vllm,
     "ray._private.services": lambda module: _after("ray clusters", module, "start_gcs_server"),
     "torch.distributed.distributed_c10d": lambda module: _after(
         "torch groups", module, "init_process_group", _first_rank

@@ -50,15 +50,15 @@ class StockServer:
             return self.ask("GET", "/health")[0] == 200
         return False
 
-    def ask(self, method: str, path: str, body: object = None, timeout_s: float = HANG_S) -> tuple[int, Any]:
-        """Status and parsed answer."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+    def ask(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
+        """Status, and an answer that is parsed if it is JSON."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=HANG_S)
         try:
             data = None if body is None else json.dumps(body)
             connection.request(method, path, data, {"Content-Type": "application/json"})
             answer = connection.getresponse()
-            text = answer.read()
-            return answer.status, json.loads(text) if text else None
+            text = answer.read().decode()
+            return answer.status, json.loads(text) if text.startswith(("{", "[")) else text
         finally:
             connection.close()
 
@@ -75,12 +75,7 @@ class StockServer:
 
     def running(self) -> bool:
         """Whether requests are being decoded, by vLLM's own metrics."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=HANG_S)
-        try:
-            connection.request("GET", "/metrics")
-            text = connection.getresponse().read().decode()
-        finally:
-            connection.close()
+        _, text = self.ask("GET", "/metrics")
         counts = [line.split()[-1] for line in text.splitlines() if line.startswith("vllm:num_requests_running")]
         return any(float(count) > 0 for count in counts)
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -21,6 +22,15 @@ from weightlane.rollout.shared_memory import segments_of_trees
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow]
 
 
+@pytest.fixture(scope="module")
+def forking_ray(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A Ray whose actors fork vLLM's processes from one that has imported it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WEIGHTLANE_TEST_FORKS", "1")
+        request.getfixturevalue("local_ray")
+        yield
+
+
 def descendants(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
 
@@ -33,7 +43,7 @@ def wait_until_gone(processes: list[psutil.Process]) -> None:
 
 
 def test_a_replica_in_ray_takes_versions_in_flight_and_its_killed_actor_leaves_no_process(
-    local_ray: None, tmp_path: Path
+    forking_ray: None, tmp_path: Path
 ) -> None:
     models = [make_llama(tmp_path / f"model{seed}", seed=seed) for seed in range(2)]
     config = RolloutConfig(
@@ -91,7 +101,7 @@ async def kill_it(replica: RolloutReplica) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_model_that_cannot_be_loaded_is_a_config_error_and_leaves_no_actor(local_ray: None, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_loaded_is_a_config_error_and_leaves_no_actor(forking_ray: None, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
 
     async def start() -> None:

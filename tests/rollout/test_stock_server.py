@@ -37,16 +37,12 @@ LONG = 1000
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = make_qwen3(tmp_path_factory.mktemp("stock") / "model", seed=0, tied=True)
-    add_tokenizer(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def server(session_children: Any, model: Path) -> Iterator[StockServer]:
+def server(session_children: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StockServer]:
     """One server for all tests, of two ranks: nothing but its own endpoints tells it that trainers come and go."""
-    started = StockServer(session_children, model, free_port(), 2, model.with_name("server.log"))
+    folder = tmp_path_factory.mktemp("stock")
+    model = make_qwen3(folder / "model", seed=0, tied=True)
+    add_tokenizer(model)
+    started = StockServer(session_children, model, free_port(), 2, folder / "server.log")
     started.wait_ready()
     yield started
     segments = segments_of_trees([started.process.pid])
@@ -145,19 +141,18 @@ class Wire:
 
     async def _serve(self, near: asyncio.StreamReader, near_out: asyncio.StreamWriter) -> None:
         far, far_out = await asyncio.open_connection("127.0.0.1", self._server_port)
-        asked = b""
+        asked = await near.read(1 << 16)  # each call has a connection of its own
+        swallowed = bool(self.swallow) and self.swallow in asked
 
         async def there() -> None:
-            nonlocal asked
-            while data := await near.read(1 << 16):
-                asked = data if b" HTTP/1.1" in data else asked
+            data = asked
+            while data:
                 far_out.write(data)
+                data = await near.read(1 << 16)
             far_out.close()
 
         async def back() -> None:
-            swallowed = False
             while data := await far.read(1 << 16):
-                swallowed = bool(self.swallow) and self.swallow in asked
                 if not swallowed:
                     near_out.write(data)
             if self.hangs_up or not swallowed:
