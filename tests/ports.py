@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import socket
 
 _held: list[socket.socket] = []
+
+
+@atexit.register
+def _close() -> None:
+    for holder in _held:
+        holder.close()
 
 
 def free_port() -> int:

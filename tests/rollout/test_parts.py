@@ -10,11 +10,11 @@ import sys
 import threading
 import time
 from multiprocessing import resource_tracker, shared_memory
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from owned_processes import own_a_child
 from pydantic import ValidationError
 from waiting import HANG_S, MovableClock
 
@@ -25,7 +25,7 @@ from weightlane.rollout.agreement import RankGroup
 from weightlane.rollout.janitor import Janitor
 from weightlane.rollout.shared_memory import mapped_segments, segments_of_trees
 from weightlane.rollout.token_clock import TokenClock
-from weightlane.rollout.watchdog import WATCH_ENV, watch_parent
+from weightlane.rollout.watchdog import WATCH_ENV
 from weightlane.rollout.wire import RemoteFailure, RemoteFailureError, failure_from_text
 
 
@@ -119,23 +119,6 @@ def test_a_gap_spans_the_commit_and_not_the_step_that_was_still_under_way() -> N
         assert clock.gaps_s[8] == 12.0
 
     asyncio.run(life())
-
-
-def be_watched(connection: Connection) -> None:
-    assert watch_parent()
-    assert watch_parent()  # once more changes nothing
-    assert sum(thread.name == "weightlane-parent-watch" for thread in threading.enumerate()) == 1
-    connection.send(os.getpid())
-    time.sleep(HANG_S)
-
-
-def own_a_child(connection: Connection) -> None:
-    assert not watch_parent()  # without an owner nothing is watched
-    os.environ[WATCH_ENV] = str(os.getpid())
-    assert not watch_parent()  # the owner itself is not watched
-    process = multiprocessing.get_context("spawn").Process(target=be_watched, args=(connection,))
-    process.start()
-    time.sleep(HANG_S)
 
 
 def test_an_engine_process_ends_when_the_process_that_started_it_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,7 +145,7 @@ def test_a_relay_that_is_killed_is_named_and_the_others_get_the_version_without_
 
 @pytest.mark.exhaustive  # it waits as long as no other rank may take for a bucket
 def test_a_relay_that_freezes_is_left_behind_and_those_that_starve_behind_it_are_not(make_run: MakeRun) -> None:
-    run = relayed(make_run, stall_s=10.0)
+    run = relayed(make_run, stall_s=30.0)
     run.rank(1).call("signal_at", 2, signal.SIGSTOP)
     run.publish_next(2)
     report = run.sync(2)  # a frozen process can be killed, too

@@ -30,7 +30,6 @@ from transformers import (
 from waiting import HANG_S
 
 WORKER = Path(__file__).with_name("engine_worker.py")
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 LEARNING_RATE = 1e-3
 TRAINER = {"learning_rate": LEARNING_RATE, "weight_decay": 0.01}
 
@@ -62,12 +61,13 @@ class Ranks:
     ) -> None:
         self._models = models
         port = free_port()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         self._pipes, self._pids = [], []
         for rank in range(present or world):
             ours, theirs = Pipe()
             line = theirs.fileno()
             command = [str(WORKER), *map(str, (line, rank, world, port, timeout_s))]
-            self._pids.append(fork_python(command, ENVIRONMENT, {number: number for number in (0, 1, 2, line)}))
+            self._pids.append(fork_python(command, environment, {number: number for number in (0, 1, 2, line)}))
             theirs.close()
             self._pipes.append(ours)
 
