@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 import torch
 from publishing import OneRankTrainer, OtherReplica
 from tiny_models import check_ranks, copy_with, greedy_tokens, load_tensors
@@ -23,6 +24,10 @@ from weightlane.sync.config import CodecPolicy, Quantise
 
 T = TypeVar("T")
 PROMPT = [5, 6, 7]
+two_ranks_in_test_all = pytest.mark.parametrize(
+    "engine", [1, pytest.param(2, marks=pytest.mark.exhaustive)], indirect=True, ids=["tp1-untied", "tp2-tied"]
+)
+"""For what other tests of `make test` hold of two ranks."""
 
 
 class RecordingWorker(RolloutWorker):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from json_program import Program
-from running_worker import Setup
+from running_worker import Setup, two_ranks_in_test_all
 from tiny_models import check_switch, greedy_tokens, is_greedy, load_tensors, sampled_logprobs
 
 from weightlane.ckpt_engines import (
@@ -53,6 +53,7 @@ def test_requests_in_flight_switch_models_exactly_where_their_version_stamps_say
         assert not is_greedy(setup.models[1], [*prompt, *before], after)
 
 
+@two_ranks_in_test_all
 def test_the_prefix_cache_never_serves_blocks_of_older_weights(setup: Setup) -> None:
     prompt = [(7 * position) % 290 for position in range(400)]
     for model in (1, 2, 1):
@@ -62,6 +63,7 @@ def test_the_prefix_cache_never_serves_blocks_of_older_weights(setup: Setup) -> 
             assert setup.greedy(prompt).token_ids == wanted
 
 
+@two_ranks_in_test_all
 def test_keep_spares_caches_in_flight_but_gives_new_requests_none_of_them(setup: Setup) -> None:
     prompt = [(11 * position) % 290 for position in range(400)]
     old = setup.serve(1, "keep")
