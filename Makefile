@@ -2,7 +2,7 @@
 VENV := .venv/bin
 DEMO := runs/arithmetic
 SEED ?= 0
-# Tests run beside each other: half of them wait for deadlines most of the time.
+# One more than cores: many tests wait for other processes most of the time.
 WORKERS ?= 3
 STAMP := $(shell date +%Y%m%d-%H%M%S)
 # Further settings for the demo, e.g. make demo SET="--set checkpoint_engine.backend=gloo"
@@ -26,7 +26,8 @@ demo: setup
 		--set run.dir=$(DEMO)/run-$(STAMP) --set run.seed=$(SEED) --set model.path=$(DEMO)/task-$(SEED)/model \
 		--set data.train=$(DEMO)/task-$(SEED)/train.jsonl --set data.heldout=$(DEMO)/task-$(SEED)/heldout.jsonl $(SET)
 
-PYTEST := $(VENV)/pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder --durations 30
+WORKING := -n $(WORKERS) --dist loadscope --no-loadscope-reorder
+PYTEST := $(VENV)/pytest $(WORKING) --durations 30
 
 test: setup
 	@echo "== tests: every promise (about ten minutes on two cores; make test-all runs further cases, too)"
@@ -40,7 +41,7 @@ test-all: setup
 TESTS ?= test
 coverage: setup
 	@rm -f .coverage*
-	@$(VENV)/coverage run -m pytest -q -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(if $(filter test,$(TESTS)),-m "not exhaustive") || echo "== some tests failed beside the measurement"
+	@$(VENV)/coverage run -m pytest -q $(WORKING) $(if $(filter test,$(TESTS)),-m "not exhaustive") || echo "== some tests failed beside the measurement"
 	@$(VENV)/coverage combine -q
 	@$(VENV)/coverage report --skip-covered
 

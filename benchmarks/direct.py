@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import socket
 import statistics
 import sys
 import time
@@ -31,6 +30,7 @@ from typing import Any, Self
 
 from weightlane.ckpt_engines import WorkerDiedError
 from weightlane.ckpt_engines.errors import DeadlineExceededError
+from weightlane.ckpt_engines.process_group import reserve_port
 from weightlane.sync import CommitReport, Coordinator, Rendezvous, SyncConfig
 from weightlane.sync.bench.machine import this_machine
 from weightlane.sync.bench.workload import Workload, named_workload
@@ -133,9 +133,7 @@ class Gathered:
     def open(self) -> None:
         """Connect."""
         threads = self._ranks._threads
-        with socket.socket() as reserved:  # bound until a rank listens there, so that nobody else gets it
-            reserved.bind(("127.0.0.1", 0))
-            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with reserve_port("127.0.0.1") as reserved:
             port = reserved.getsockname()[1]
             opened = [
                 threads.submit(process.call, "gathered_open", port, number, self._bucket_bytes)

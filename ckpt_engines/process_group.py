@@ -81,6 +81,23 @@ def host_store(host: str, port: int = 0) -> tuple[dist.TCPStore, int]:
     return store, port
 
 
+def reserve_port(host: str) -> socket.socket:
+    """A socket that keeps a free port of `host` until who it is meant for listens there, `host_store` for example; then close it.
+
+    Meanwhile nobody who takes any free port gets this one. Raises `ConfigError` when `host` is not an address of this machine.
+    """
+    try:
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        reserved = socket.socket(family, socket.SOCK_STREAM)
+        reserved.bind((host, 0))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot reserve a port of {host!r}: {error}.", part="listener", hint="Use an address of this machine."
+        ) from error
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # not before: nobody else may hold the port
+    return reserved
+
+
 def join_store(host: str, port: int, deadline: Deadline, peer: str = "") -> dist.TCPStore:
     """A client of the store at `host`:`port`, which must be listening already.
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, ProtocolError
+from weightlane.ckpt_engines.process_group import reserve_port
 from weightlane.plugins import process_hooks
 from weightlane.sync import CheckpointEngineConfig, Placement, Publisher, SyncConfig, dtype_of
 
@@ -46,9 +47,7 @@ class TrainerRank:
 
     def free_address(self, host: str) -> tuple[str, int]:
         """A port on `host` for the ranks' own process group. Nobody else can have it until `setup` of this rank listens there."""
-        self._reserved = socket.socket()
-        self._reserved.bind((host, 0))
-        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._reserved = reserve_port(host)
         return host, int(self._reserved.getsockname()[1])
 
     def setup(self, rendezvous: tuple[str, int], model_dir: Path, seed: int, state: Path | None = None) -> int:
@@ -57,9 +56,11 @@ class TrainerRank:
             os.nice(self._config.niceness)
         engine_class = training_engine_class(self._config.engine)
         self._engine = engine_class(self._config, self._rank, self._world, rendezvous)
-        self._engine.setup(model_dir, seed)
-        if self._reserved is not None:
-            self._reserved.close()
+        try:
+            self._engine.setup(model_dir, seed)
+        finally:
+            if self._reserved is not None:
+                self._reserved.close()
         if state is not None:
             self._engine.load(state)
         return self._engine.step

@@ -6,7 +6,7 @@ And replicas beside the one that a test is about.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from tiny_models import load_tensors
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, CommitError, WeightlaneError
+from weightlane.rollout import RolloutWorker, ServerReplica
 from weightlane.sync import (
     CommitReport,
     Coordinator,
@@ -116,12 +117,23 @@ class PlainReplica:
         raise error
 
 
+def served_by(replica: RolloutWorker | ServerReplica) -> Callable[[int], Awaitable[None]]:
+    """Waits until a replica has committed the version it is given."""
+
+    async def served(version: int) -> None:
+        while replica.version != version:  # noqa: ASYNC110 - nothing announces it
+            await asyncio.sleep(0.002)
+
+    return served
+
+
 class OtherReplica(PlainReplica):
     """A second replica, which stages every version and may refuse to commit it."""
 
     def __init__(self, name: str, trainer: OneRankTrainer) -> None:
         super().__init__(name, lambda version: None)
-        self.refuses = False
+        self.refuses_after: Callable[[int], Awaitable[object]] | None = None
+        """What it waits for, given the version, before it refuses to commit that; None to commit."""
         tensors = {
             name: ExpectedTensor(tuple(tensor.shape), frozenset({tensor.dtype}))
             for name, tensor in trainer.live.items()
@@ -131,7 +143,7 @@ class OtherReplica(PlainReplica):
         )
 
     async def commit(self, version: int) -> CommitReport:
-        if self.refuses:
-            await asyncio.sleep(0.3)  # the other one serves the version meanwhile
+        if self.refuses_after is not None:
+            await self.refuses_after(version)
             raise CommitError("not with me.", part=self.name)
         return await super().commit(version)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from publishing import served_by
 from running_worker import Setup
 
 from weightlane.ckpt_engines import SyncAbortedError
@@ -27,13 +28,13 @@ def test_deltas_are_scattered_into_live_parameters_and_taken_back_bit_for_bit(se
         setup.check(held)
     served = setup.trainer.version
 
-    other.refuses = True
+    other.refuses_after = served_by(setup.worker)
     with pytest.raises(SyncAbortedError, match="not with me"):
         setup.nudge()
     assert setup.worker.version == served
     setup.check(held)
 
-    other.refuses = False
+    other.refuses_after = None
     assert setup.nudge().codec == "delta", "what was taken back is a base again"
     setup.check(live(setup))
 

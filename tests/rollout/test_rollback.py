@@ -6,6 +6,7 @@ import asyncio
 from itertools import groupby
 
 import pytest
+from publishing import served_by
 from running_worker import PROMPT, Setup, two_ranks_in_test_all
 from tiny_models import greedy_tokens, is_greedy
 
@@ -30,10 +31,14 @@ def test_a_version_that_too_few_replicas_take_is_taken_back_bit_for_bit_and_toke
     [other] = setup.others
     old = setup.serve(1, kv_on_commit)
 
+    async def it_has_generated(version: int) -> None:
+        await served_by(setup.worker)(version)
+        await setup.tokens(5)
+
     async def sync_in_vain() -> Completion:
         flying = asyncio.create_task(setup.worker.generate("r", PROMPT, 900, greedy=True))
         await setup.tokens(100)
-        other.refuses = True
+        other.refuses_after = it_has_generated
         with pytest.raises(SyncAbortedError, match="not with me"):
             await setup.trainer.sync(setup.models[2])
         return await flying
@@ -57,7 +62,7 @@ def test_a_version_that_too_few_replicas_take_is_taken_back_bit_for_bit_and_toke
     assert setup.greedy(longer).token_ids == greedy_tokens(setup.models[1], longer, 16)
 
     # Both take the next one.
-    other.refuses = False
+    other.refuses_after = None
     setup.serve(2)
     setup.check(2)
 

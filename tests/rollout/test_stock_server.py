@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from ports import free_port
-from publishing import OneRankTrainer, OtherReplica
+from publishing import OneRankTrainer, OtherReplica, served_by
 from stock_server import StockServer
 from tiny_models import add_tokenizer, greedy_tokens, make_qwen3
 from waiting import HANG_S, wait_until
@@ -122,11 +122,24 @@ def kill_all(example: subprocess.Popen[str]) -> None:
     example.wait()
 
 
-class Wire:
-    """Sits between a replica and the server; can keep the answers to one kind of call back, as a broken network does."""
+class SkippingLoop(asyncio.SelectorEventLoop):
+    """An event loop for which a test lets time pass."""
 
-    def __init__(self, port: int) -> None:
-        self._server_port = port
+    skipped_s = 0.0
+
+    def time(self) -> float:
+        """Seconds, as every timer of the loop has them, also those of HTTP calls."""
+        return super().time() + self.skipped_s
+
+
+class Wire:
+    """Sits between a replica and the server; can keep the answers to one kind of call back, as a broken network does.
+
+    Time then passes: so much that whoever waits for such an answer for `HANG_S / 2` waits no longer.
+    """
+
+    def __init__(self, port: int, loop: SkippingLoop) -> None:
+        self._server_port, self._loop = port, loop
         self.swallow = b""
         """Path whose answers never come."""
         self.hangs_up = False
@@ -155,11 +168,26 @@ class Wire:
             while data := await far.read(1 << 16):
                 if not swallowed:
                     near_out.write(data)
+            if swallowed and not self.hangs_up:
+                self._loop.skipped_s += HANG_S / 2
             if self.hangs_up or not swallowed:
                 near_out.close()
 
         with contextlib.suppress(OSError):
             await asyncio.gather(there(), back())
+
+
+def over_the_wire(server_port: int, life: Callable[[str, Wire], Awaitable[None]]) -> None:
+    """Run a replica's life, given the address to call and the wire that is there."""
+
+    async def lived(wire: Wire) -> None:
+        async with wire as url:
+            await asyncio.wait_for(life(url, wire), HANG_S)
+
+    with asyncio.Runner(loop_factory=SkippingLoop) as runner:
+        loop = runner.get_loop()
+        assert isinstance(loop, SkippingLoop)
+        runner.run(lived(Wire(server_port, loop)))
 
 
 async def unfinished(server: StockServer) -> dict[str, Any]:
@@ -189,15 +217,15 @@ def test_the_coordinator_commits_and_takes_back_and_quarantines_over_http(server
 
         with pytest.raises(CommitError, match="not kept"):
             await replica.rollback(2)  # everybody serves it
-        other.refuses = True
+        other.refuses_after = served_by(replica)
         with pytest.raises(SyncAbortedError, match="not with me"):
             await trainer.sync(first)
         assert (replica.version, server.version()) == (2, "2")
         assert await greedy() == greedy_tokens(second, PROMPT, 16), "it was taken back"
-        other.refuses = False
+        other.refuses_after = None
 
         wire.swallow = b"/update_weights"
-        impatient = ServerReplica(url, tensor_parallel=2, commit_timeout_s=8.0)
+        impatient = ServerReplica(url, tensor_parallel=2, commit_timeout_s=HANG_S / 2)
         for wire.hangs_up, cause in ((False, "DeadlineExceeded"), (True, "WorkerDied")):
             server.ask("POST", "/resume", {})
             flying = asyncio.create_task(unfinished(server))
@@ -222,12 +250,7 @@ def test_the_coordinator_commits_and_takes_back_and_quarantines_over_http(server
     async def greedy() -> list[int]:
         return await asyncio.to_thread(server.greedy, PROMPT)
 
-    async def over_the_wire() -> None:
-        wire = Wire(server.port)
-        async with wire as url:
-            await asyncio.wait_for(life(url, wire), HANG_S)
-
-    asyncio.run(over_the_wire())
+    over_the_wire(server.port, life)
 
 
 def test_what_keeps_a_server_from_connecting_is_said_and_leaves_it_serving(server: StockServer, free_port: int) -> None:

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Collection
+from contextlib import closing
 from typing import Any
 
+import pytest
+
+from weightlane.ckpt_engines import ConfigError
+from weightlane.ckpt_engines._channel import listen_tcp
 from weightlane.trainer import AlgorithmConfig, Sample, TrainBatch, TrainerConfig
 from weightlane.trainer.rank import TrainerRank
+
+
+def test_the_port_of_the_ranks_group_is_nobody_elses_until_a_rank_listens_there() -> None:
+    rank = TrainerRank(TrainerConfig(), AlgorithmConfig(), 0, 1)
+    host, port = rank.free_address("127.0.0.1")
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind((host, port))
+    with closing(listen_tcp(host, port)) as listener:
+        socket.create_connection(listener.getsockname()).close()
+    with pytest.raises(ConfigError, match="Use an address of this machine"):
+        rank.free_address("203.0.113.1")
 
 
 def test_no_part_of_the_parameters_changes_before_the_publisher_has_read_it() -> None:
