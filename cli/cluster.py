@@ -98,12 +98,13 @@ class RayCluster:
                 # vLLM leaves files and sockets in the temporary directory, however its processes end.
                 runtime_env={"env_vars": {"TMPDIR": str(self._files), **self._environment}},
             )
-        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        except Exception as error:  # Ray raises it bare for a raylet that is slow
             raise ConfigError(
-                f"Ray does not start on this machine: {error}.",
+                f"Ray does not start on this machine: {str(error).rstrip('.')}.",
                 part="ray",
-                hint="Look at gcs_server.* and raylet.* in the run's logs for what its own processes ran into; if they were"
-                " only slow, set RAY_gcs_server_port_wait_time_s to more seconds than Ray waits by itself, which is 30.",
+                hint="Look at gcs_server.* and raylet.* in the run's logs for what its own processes ran into. If they were"
+                " only slow, as on a machine with other work, start the run again; for gcs_server"
+                " RAY_gcs_server_port_wait_time_s gives more seconds than the 30 that Ray waits by itself.",
             ) from error
         self._started = True
 
@@ -123,9 +124,9 @@ class RayCluster:
                 logging_level="ERROR",
                 runtime_env={"env_vars": self._environment},
             )
-        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        except Exception as error:  # as above
             raise ConfigError(
-                f"cannot join the Ray cluster at {self._config.ray.address!r}: {error}.",
+                f"cannot join the Ray cluster at {self._config.ray.address!r}: {str(error).rstrip('.')}.",
                 part="ray",
                 hint="Start one with `ray start --head`, or leave ray.address empty to use this machine.",
             ) from error

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from weightlane.ckpt_engines import ConfigError
+from weightlane.ckpt_engines import ConfigError, WeightlaneError
 from weightlane.plugins import RunHooks
 from weightlane.rollout.ray_actor import RolloutReplica, start_replicas
 from weightlane.sync import Coordinator, Rendezvous, dtype_of
@@ -34,6 +34,9 @@ from .cluster import RayCluster
 from .config import VERSIONS_DIR, RunConfig, explain, load_config, wire_dtype
 from .display import RunDisplay, print_summary
 from .observers import RunObservers
+
+_SIGNALS_S = 0.05
+"""Seconds in which a signal that came while the event loop was held up is heard of."""
 
 
 async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, live: bool) -> RunSummary:
@@ -61,7 +64,7 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
         # Before the cluster: the trace is complete when every process has ended.
         observers = RunObservers(config.observers, run_dir.path.resolve(), [MetricsFile(metrics), display], display.say)
         hooks = stack.enter_context(observers)
-        cluster = stack.enter_context(RayCluster(config, run_dir.path / "logs", observers.environment))
+        cluster = await _start_ray(stack, RayCluster(config, run_dir.path / "logs", observers.environment))
         _cancel_on_sigterm()  # again: Ray has set a handler of its own
         stack.callback(shutil.rmtree, run_dir.path / VERSIONS_DIR, ignore_errors=True)
         trainers, replicas, coordinator = await _start(config, model, run_dir, state, rendezvous, hooks, display, stack)
@@ -205,6 +208,15 @@ def _saved_state(run_dir: RunDir, config: RunConfig, train_tasks: Sequence[Task]
         )
     TaskStream(train_tasks, config.run.seed).restore(state.stream)
     return state
+
+
+async def _start_ray(stack: AsyncExitStack, cluster: RayCluster) -> RayCluster:
+    """Enter `cluster`. A signal that comes meanwhile is what ends the run, and not what it made of Ray's start."""
+    try:
+        return stack.enter_context(cluster)
+    except WeightlaneError:
+        await asyncio.sleep(_SIGNALS_S)  # which raises, if there was one
+        raise
 
 
 def _cancel_on_sigterm() -> None:
