@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import getpass
 import ipaddress
+import math
 import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Mapping
-from contextlib import suppress
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
-from weightlane.ckpt_engines import ConfigError
+from weightlane.ckpt_engines import ConfigError, Deadline
 
 from .config import RunConfig
 
@@ -25,6 +27,36 @@ _QUIET = {
     # The C++ side of torch's stores logs a stack trace for every connection that ends.
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
+_POLL_S = 0.1
+
+
+@contextmanager
+def patient_ray(timeout_s: float) -> Iterator[None]:
+    """Inside, a Ray that starts may take `timeout_s` to come up.
+
+    It gives its node 30 seconds, which no setting changes, and beside other work the processes of that alone need as long.
+    """
+    from ray._private import services  # noqa: PLC0415 - as below
+
+    look, deadline = getattr(services, "get_node", None), Deadline.after(timeout_s)
+    if look is None:  # another Ray, which is left to itself
+        yield
+        return
+
+    def wait_for_node(*arguments: Any, **named: Any) -> Any:
+        while True:
+            try:
+                return look(*arguments, **named)
+            except RuntimeError:  # it has not registered yet
+                if deadline.expired:
+                    raise
+                time.sleep(_POLL_S)
+
+    services.get_node = wait_for_node
+    try:
+        yield
+    finally:
+        services.get_node = look
 
 
 class RayCluster:
@@ -48,7 +80,8 @@ class RayCluster:
         self._failed = False
 
     def __enter__(self) -> Self:
-        for name, value in _QUIET.items():
+        patience = {"RAY_gcs_server_port_wait_time_s": str(math.ceil(self._config.ray.start_timeout_s))}
+        for name, value in {**_QUIET, **patience}.items():
             os.environ.setdefault(name, value)
         try:
             if self._config.ray.address:
@@ -86,25 +119,25 @@ class RayCluster:
         self._files = Path(tempfile.mkdtemp(prefix="weightlane-ray-"))
         self._keep_compiled_code(self._files)
         try:
-            ray.init(
-                address="local",  # not the one that RAY_ADDRESS may name
-                # Logical CPUs: a run on a small machine shares its cores instead of waiting for more of them.
-                num_cpus=max(int(cpus) + 1, os.cpu_count() or 1),
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level="ERROR",
-                _temp_dir=str(self._files),
-                _node_ip_address=self._config.sync.host,
-                # vLLM leaves files and sockets in the temporary directory, however its processes end.
-                runtime_env={"env_vars": {"TMPDIR": str(self._files), **self._environment}},
-            )
+            with patient_ray(self._config.ray.start_timeout_s):
+                ray.init(
+                    address="local",  # not the one that RAY_ADDRESS may name
+                    # Logical CPUs: a run on a small machine shares its cores instead of waiting for more of them.
+                    num_cpus=max(int(cpus) + 1, os.cpu_count() or 1),
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level="ERROR",
+                    _temp_dir=str(self._files),
+                    _node_ip_address=self._config.sync.host,
+                    # vLLM leaves files and sockets in the temporary directory, however its processes end.
+                    runtime_env={"env_vars": {"TMPDIR": str(self._files), **self._environment}},
+                )
         except Exception as error:  # Ray raises it bare for a raylet that is slow
             raise ConfigError(
                 f"Ray does not start on this machine: {str(error).rstrip('.')}.",
                 part="ray",
-                hint="Look at gcs_server.* and raylet.* in the run's logs for what its own processes ran into. If they were"
-                " only slow, as on a machine with other work, start the run again; for gcs_server"
-                " RAY_gcs_server_port_wait_time_s gives more seconds than the 30 that Ray waits by itself.",
+                hint="Look at gcs_server.* and raylet.* in the run's logs for what its own processes ran into; if they were"
+                " only slow, raise ray.start_timeout_s.",
             ) from error
         self._started = True
 

@@ -51,6 +51,9 @@ class RaySection(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     address: str = Field("", description="Address of a running Ray cluster; empty starts one on this machine.")
+    start_timeout_s: float = Field(
+        120.0, gt=0, description="Seconds for a Ray that is started on this machine to come up; Ray itself gives it 30."
+    )
 
 
 class ObserversSection(BaseModel):

@@ -170,6 +170,8 @@ def s3_url(s3_options: dict[str, str]) -> str:
 def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A Ray of its own on this machine."""
     ray = pytest.importorskip("ray")
+    from weightlane.cli.cluster import patient_ray
+
     # One home for all modules of a process: Ray keeps the token that it wrote there in memory, does not write it again,
     # and its server, which reads the file, would not start under another home.
     home = tmp_path_factory.getbasetemp() / "ray-home"
@@ -181,7 +183,8 @@ def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("HOME", str(home))
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, _temp_dir=str(short))
+        with patient_ray(HANG_S):
+            ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, _temp_dir=str(short))
         yield
         ray.shutdown()
     shutil.rmtree(short, ignore_errors=True)

@@ -22,10 +22,15 @@ def _halves_are_closed() -> Iterator[None]:
         opened.pop().close()
 
 
-@pytest.fixture(params=["local", "s3", "memory"])
-def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
-    """The same promises on local disks, on a store whose uploads are atomic, and on one that renames."""
+@pytest.fixture(autouse=True)
+def _closing_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is, a store is tidy when it has closed."""
     monkeypatch.setattr("weightlane.ckpt_engines.filesystem._CLEANUP_S", HANG_S)
+
+
+@pytest.fixture(params=["local", "s3", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """The same promises on local disks, on a store whose uploads are atomic, and on one that renames."""
     if request.param == "s3":
         return Place(request.getfixturevalue("s3_url"), request.getfixturevalue("s3_options"))
     return Place(str(tmp_path / "store") if request.param == "local" else f"memory://{uuid.uuid4().hex}", {})

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import os
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from waiting import HANG_S
 
 from weightlane.ckpt_engines.conformance import EngineConformance
+from weightlane.ckpt_engines.conformance.reuse import _mapped_by_others
 
 
 class Patient(EngineConformance):
@@ -58,3 +61,13 @@ class TestFilesystemOnS3(Patient):
     @pytest.fixture
     def engine_options(self, s3_url: str, s3_options: dict[str, str]) -> dict[str, Any]:
         return {"path": s3_url, "storage_options": s3_options}
+
+
+def test_shared_memory_that_another_process_has_mapped_is_not_what_an_engine_left() -> None:
+    segment = SharedMemory(create=True, size=4096)
+    try:
+        assert segment.name in _mapped_by_others(set())
+        assert segment.name not in _mapped_by_others({os.getpid()})
+    finally:
+        segment.close()
+        segment.unlink()

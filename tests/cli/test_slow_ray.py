@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from itertools import repeat
 from pathlib import Path
 
 import pytest
 from tiny_run import Material
+from waiting import HANG_S
 
 from weightlane.ckpt_engines import ConfigError
+from weightlane.cli.cluster import patient_ray
 from weightlane.cli.train import run_training
 
 
@@ -41,3 +44,25 @@ def test_a_raylet_that_is_too_slow_is_told_in_words_and_a_signal_meanwhile_is_wh
     path = material.write_config(tmp_path, tmp_path / "run")
     with pytest.raises(raised, match=said):
         asyncio.run(run_training(path, [], resume=False, live=False))
+
+
+def test_a_node_that_takes_its_time_is_waited_for_and_one_that_never_comes_up_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from ray._private import services
+
+    outcomes = iter([RuntimeError("not yet"), RuntimeError("not yet"), "the node"])
+
+    def look(*_: object) -> object:
+        outcome = next(outcomes)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(services, "get_node", look)
+    with patient_ray(HANG_S):
+        assert services.get_node("address", "id") == "the node"
+    assert services.get_node is look
+    outcomes = repeat(RuntimeError("not yet"))
+    with patient_ray(0.001), pytest.raises(RuntimeError, match="not yet"):
+        services.get_node("address", "id")
