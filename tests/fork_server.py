@@ -33,6 +33,8 @@ from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
+from waiting import HANG_S
+
 IMPORTS = (
     "weightlane.rollout.worker",
     "weightlane.rollout.vllm_engine",
@@ -58,7 +60,6 @@ ENVIRONMENT = {
 """What these imports read; the environment of each process comes later."""
 _PR_SET_CHILD_SUBREAPER = 36
 _MOST_DESCRIPTORS = 64
-_START_S = 240.0
 
 
 class _Server:
@@ -158,7 +159,7 @@ def _first_server() -> _Server:
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
         )
-    ours.settimeout(_START_S)
+    ours.settimeout(HANG_S)
     assert ours.recv(1) == b"r", "the fork server did not start; its last words are on standard error"
     ours.settimeout(None)
     return _Server(ours, process)
