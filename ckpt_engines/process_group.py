@@ -86,11 +86,14 @@ def reserve_port(host: str) -> socket.socket:
 
     Meanwhile nobody who takes any free port gets this one. Raises `ConfigError` when `host` is not an address of this machine.
     """
+    reserved = None
     try:
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
         reserved = socket.socket(family, socket.SOCK_STREAM)
         reserved.bind((host, 0))
     except OSError as error:
+        if reserved is not None:
+            reserved.close()
         raise ConfigError(
             f"cannot reserve a port of {host!r}: {error}.", part="listener", hint="Use an address of this machine."
         ) from error

@@ -52,7 +52,7 @@ class RaySection(BaseModel):
 
     address: str = Field("", description="Address of a running Ray cluster; empty starts one on this machine.")
     start_timeout_s: float = Field(
-        120.0, gt=0, description="Seconds for a Ray that is started on this machine to come up; Ray itself gives it 30."
+        120.0, ge=30, description="Seconds for a Ray that is started on this machine to come up; never less than 30."
     )
 
 
