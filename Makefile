@@ -34,7 +34,7 @@ test: setup
 	@$(PYTEST) -m "not exhaustive"
 
 test-all: setup
-	@echo "== tests: all of them (about 25 minutes on two cores)"
+	@echo "== tests: all of them (at most 25 minutes on two cores)"
 	@$(PYTEST)
 
 # Lines and branches of the product that `make test` runs (TESTS=test-all: that all tests run), over all processes.

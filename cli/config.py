@@ -52,7 +52,9 @@ class RaySection(BaseModel):
 
     address: str = Field("", description="Address of a running Ray cluster; empty starts one on this machine.")
     start_timeout_s: float = Field(
-        120.0, ge=30, description="Seconds for a Ray that is started on this machine to come up; never less than 30."
+        120.0,
+        ge=30,
+        description="Seconds for a Ray that is started on this machine to come up; at least 30, as Ray waits that long anyway.",
     )
 
 

@@ -34,6 +34,7 @@ from weightlane.ckpt_engines.process_group import (
     host_store,
     join_store,
     open_process_group,
+    reserve_port,
     start_broadcast,
     translate,
 )
@@ -79,9 +80,21 @@ def test_a_port_that_is_taken_is_an_address_in_use_error(free_port: int) -> None
     del store
 
 
-def test_an_address_of_another_machine_is_a_config_error() -> None:
+@pytest.mark.parametrize("listen", [host_store, reserve_port])
+def test_an_address_of_another_machine_is_a_config_error_and_leaves_no_socket(
+    listen: Callable[[str], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[socket.socket] = []
+
+    class Recorded(socket.socket):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            made.append(self)
+
+    monkeypatch.setattr(socket, "socket", Recorded)
     with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
-        host_store("192.0.2.1")
+        listen("192.0.2.1")
+    assert [each.fileno() for each in made] == [-1], "closed"
 
 
 def test_joining_a_store_that_is_not_there_fails_at_once(free_port: int) -> None:
