@@ -8,11 +8,12 @@ STAMP := $(shell date +%Y%m%d-%H%M%S)
 # Further settings for the demo, e.g. make demo SET="--set checkpoint_engine.backend=gloo"
 SET ?=
 
-.PHONY: help setup demo test test-all coverage lint types
+.PHONY: help setup demo test test-all test-zoo coverage lint types
 
 help:
 	@echo "make demo   set up (first time: a few minutes), then train an arithmetic policy: FSDP2 -> vLLM, fully async"
 	@echo "make test   set up, then run the tests that hold every promise;  make test-all   further cases of these, too"
+	@echo "make test-zoo   62 architectures beside vLLM's ordinary loading; writes the table of docs/models.md"
 	@echo "make lint   ruff;  make types   mypy"
 
 setup:
@@ -36,6 +37,9 @@ test: setup
 test-all: setup
 	@echo "== tests: all of them (at most 25 minutes on two cores)"
 	@$(PYTEST)
+
+test-zoo: setup
+	@$(VENV)/python tests/rollout/zoo.py --document docs/models.md
 
 # Lines and branches of the product that `make test` runs (TESTS=test-all: that all tests run), over all processes.
 TESTS ?= test

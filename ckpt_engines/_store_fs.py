@@ -11,6 +11,7 @@ import ctypes
 import errno
 import os
 import struct
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -115,6 +116,8 @@ class StoreDirectory:
         self.is_local = protocol in _LOCAL
         """Whether this is the operating system's own file system, which includes NFS mounts."""
         self._put_is_atomic = protocol in _PUT_IS_ATOMIC
+        self._appearing: dict[str, threading.Event] = {}
+        """By file, the last write that was to let it appear: set once that has ended, whether or not its caller waited."""
 
     @cached_property
     def _opened(self) -> tuple[Any, str]:
@@ -145,7 +148,7 @@ class StoreDirectory:
         if self._put_is_atomic:
             final, joined = self.full(path), b"".join(content)  # copied, as in `append`
             with self._typed("write", final):
-                self._remotely(lambda: self._fs.pipe_file(final, joined), guard, f"{final} to be written")
+                self._in_turn(final, lambda: self._fs.pipe_file(final, joined), guard)
             return
         file = self.begin(path, guard)
         try:
@@ -187,7 +190,33 @@ class StoreDirectory:
     def finish(self, file: GrowingFile, guard: Guard) -> None:
         """Let `file` appear, in the place of any other of that name."""
         with self._typed("write", file.final):
-            self._remotely(file.finish, guard, f"{file.final} to be written")
+            if self.is_local:
+                guard.check(f"{file.final} to be written")
+                file.finish()
+            else:
+                self._in_turn(file.final, file.finish, guard)
+
+    def in_doubt(self, path: str) -> bool:
+        """Whether a write of this file that was given up goes on behind its caller: it may still appear, or be replaced."""
+        ended = self._appearing.get(self.full(path))
+        return ended is not None and not ended.is_set()
+
+    def _in_turn(self, final: str, operation: Callable[[], None], guard: Guard) -> None:
+        """Let a remote file appear, after any earlier one of that name: one that was given up must not replace a later one."""
+        waiting_for = f"{final} to be written"
+        before = self._appearing.get(final)
+        if before is not None and not before.is_set():
+            guard.run(before.wait, f"an earlier write of {final}, which was given up, to end")
+        guard.check(waiting_for)
+        ended = self._appearing[final] = threading.Event()
+
+        def appear() -> None:
+            try:
+                operation()
+            finally:
+                ended.set()
+
+        guard.run(appear, waiting_for)
 
     def discard(self, file: GrowingFile, part: str, deadline: Deadline) -> None:
         """Let nothing of `file` remain, for the half `part`. Never raises; where it takes longer it goes on behind the caller."""

@@ -292,6 +292,12 @@ class CheckpointEngine(ABC):
         """Why the engine cannot run on this machine (``"no CUDA device"``), or None when it can."""
         return None
 
+    def check(self, deadline: Deadline) -> None:  # noqa: B027 - most engines need nothing of that kind
+        """Raise what would keep the engine, as it is configured, from working on this machine: an address, a path, credentials.
+
+        Called before a run starts anything. Talks to no participant, and leaves nothing behind.
+        """
+
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Contiguous uint8 of `nbytes` on `device` from which every sender of this engine sends most cheaply.
 

@@ -123,6 +123,10 @@ class CommitError(WeightlaneError, RuntimeError):
     """A staged version could not be put into service."""
 
 
+class UntouchedError(CommitError):
+    """A replica has not taken a version, and says that the weights it had are in place everywhere and serve on."""
+
+
 class QuorumError(WeightlaneError, RuntimeError):
     """Fewer replicas took a version than the run asks for."""
 
@@ -137,6 +141,18 @@ class SupersededError(WeightlaneError, RuntimeError):
 
 class WorkerDiedError(WeightlaneError, RuntimeError):
     """A trainer rank or a rollout replica is gone."""
+
+
+class RewardError(WeightlaneError, ValueError):
+    """The reward function gave no finite number for a completion: it raised, returned something else, or took too long."""
+
+
+class GradientError(WeightlaneError, ArithmeticError):
+    """The gradient of a step is not finite. No parameter was changed."""
+
+
+class TooManyFailuresError(WeightlaneError, RuntimeError):
+    """More samples or steps failed, one after the other, than a run is told to put up with."""
 
 
 class DeltaBaseError(WeightlaneError, LookupError):

@@ -390,6 +390,10 @@ class FaultyEngine(CheckpointEngine):
         """The wrapped engine's."""
         return cls.inner_class.unavailable_reason()
 
+    def check(self, deadline: Deadline) -> None:
+        """See `CheckpointEngine.check`."""
+        self._inner.check(deadline)
+
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Memory of the wrapped engine, unless a fault comes first."""
         if self._faults.of_allocation(next(self._allocations)):

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -317,6 +318,8 @@ class FilesystemSender(WeightSender):
 
     def _is_listed(self, version: int, guard: Guard) -> bool:
         """Whether readers may find `version` although its commit failed, for example by its deadline."""
+        if self._store.in_doubt(latest_name(self._directory)):
+            return True
         try:
             listed = committed_versions(self._store, self._directory, guard)
         except WeightlaneError:
@@ -403,6 +406,18 @@ class FilesystemEngine(CheckpointEngine):
     capabilities = Capabilities(
         devices=frozenset({"cpu"}), delivery=frozenset({Delivery.STORE}), persistent=True, elastic=True
     )
+
+    def check(self, deadline: Deadline) -> None:
+        """See `CheckpointEngine.check`: a small file is written there, and removed."""
+        config = cast("FilesystemConfig", self.config)
+        store = StoreDirectory(config.path, config.storage_options)
+        name = f"probe-{secrets.token_hex(4)}"
+        with standalone_guard("filesystem engine", deadline) as guard:
+            there = store.names("", guard)
+            store.write_text(name, "", guard)
+            store.remove(name, guard)
+            if not there:
+                store.remove_if_empty("", guard)
 
     def make_sender(self, name: str) -> WeightSender:
         """See `CheckpointEngine.make_sender`."""

@@ -47,7 +47,7 @@ from .contract import (
 )
 from .deadline import Deadline
 from .errors import ConfigError, ProtocolError, TransportError
-from .process_group import BackendName, host_store, join_store, translate
+from .process_group import BackendName, host_store, join_store, reserve_port, translate
 
 _EVERYONE, _PAIR, _REFUSED = 1, 2, 3
 _FRAME = struct.Struct("<Bqqq")
@@ -420,6 +420,18 @@ class TorchDistributedEngine(CheckpointEngine):
     config_type = TorchDistributedConfig
     backend: ClassVar[BackendName]
     device: ClassVar[str]
+
+    def check(self, deadline: Deadline) -> None:  # noqa: ARG002 - it takes no time
+        """See `CheckpointEngine.check`: the address is one of this machine."""
+        config = cast("TorchDistributedConfig", self.config)
+        host = config.listen_host("")
+        try:
+            reserve_port(host).close()
+        except ConfigError as error:
+            key = "interface" if config.interface else "host"
+            raise ConfigError(
+                f"{key} is {host}: {error.message}", part=f"{self.backend} engine", hint=error.hint
+            ) from error
 
     def make_sender(self, name: str) -> WeightSender:
         """See `CheckpointEngine.make_sender`."""

@@ -85,7 +85,7 @@ def _options(settings: Sequence[str]) -> dict[str, dict[str, Any]]:
             raise ConfigError(f"--set {setting!r} is not of the form engine.key=value.", part=_PART)
         try:
             value = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
+        except (ValueError, RecursionError):
             value = text
         options.setdefault(engine, {})[key] = value
     return options

@@ -16,9 +16,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from weightlane.ckpt_engines import ConfigError, Deadline
+from weightlane.ckpt_engines import ConfigError, Deadline, WorkerDiedError
 
 from .config import RunConfig
+from .resources import Machines
+from .undertaker import Undertaker, keep_logs
 
 _QUIET = {
     # Ray would print its own account of every process that dies.
@@ -73,7 +75,15 @@ class RayCluster:
         self._logs = logs
         self._failed = True
         self._files: Path | None = None
+        self._undertaker: Undertaker | None = None
         self._started = False
+
+    def machines(self) -> Machines:
+        """What there is to run on."""
+        import ray  # noqa: PLC0415 - as below
+
+        here = Machines.here()
+        return Machines(int(ray.cluster_resources().get("GPU", 0)), here.gpu_bytes)
 
     def succeeded(self) -> None:
         """The run ended well: its logs are not needed."""
@@ -105,8 +115,10 @@ class RayCluster:
             ray.shutdown()
         if self._files is not None:
             if self._failed:
-                self._keep_logs(self._files)
+                keep_logs(self._files, self._logs, *(("worker-*",) if self._started else ("gcs_server.*", "raylet.*")))
             shutil.rmtree(self._files, ignore_errors=True)
+        if self._undertaker is not None:
+            self._undertaker.dismiss()
 
     def _start(self) -> None:
         import ray  # noqa: PLC0415 - optional, and reads the environment when imported
@@ -117,6 +129,7 @@ class RayCluster:
         )
         # Short: Ray puts Unix sockets below it, whose paths are limited to 107 characters.
         self._files = Path(tempfile.mkdtemp(prefix="weightlane-ray-"))
+        self._undertaker = Undertaker(self._files, self._logs)
         self._keep_compiled_code(self._files)
         try:
             with patient_ray(self._config.ray.start_timeout_s):
@@ -133,7 +146,7 @@ class RayCluster:
                     runtime_env={"env_vars": {"TMPDIR": str(self._files), **self._environment}},
                 )
         except Exception as error:  # Ray raises it bare for a raylet that is slow
-            raise ConfigError(
+            raise WorkerDiedError(
                 f"Ray does not start on this machine: {str(error).rstrip('.')}.",
                 part="ray",
                 hint="Look at gcs_server.* and raylet.* in the run's logs for what its own processes ran into; if they were"
@@ -171,11 +184,3 @@ class RayCluster:
         with suppress(OSError):
             cache.mkdir(exist_ok=True)
             (files / cache.name).symlink_to(cache)
-
-    def _keep_logs(self, files: Path) -> None:
-        with suppress(OSError):
-            self._logs.mkdir(parents=True, exist_ok=True)
-            for name in ("worker-*",) if self._started else ("gcs_server.*", "raylet.*"):
-                for log in files.glob(f"session_*/logs/{name}"):
-                    if not log.is_symlink() and log.stat().st_size:
-                        shutil.copy(log, self._logs)

@@ -15,7 +15,7 @@ from typing import Any, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticUndefined
 
-from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError, Delivery
+from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError, Deadline, Delivery, WeightlaneError
 from weightlane.plugins.prometheus import LOOPBACK, PROMETHEUS_TOKEN_ENV, is_loopback
 from weightlane.rollout.config import RolloutConfig
 from weightlane.sync import CheckpointEngineConfig, SyncConfig
@@ -26,6 +26,8 @@ VERSIONS_DIR = "versions"
 """Where in the run directory an engine keeps versions that needs a directory and is given none."""
 
 _PART = "configuration"
+_CHECK_S = 20.0
+"""How long an engine may take to find out whether it would work."""
 
 
 class ModelSection(BaseModel):
@@ -33,7 +35,11 @@ class ModelSection(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    path: Path = Field(description="Hugging Face directory of a causal language model with its tokenizer.")
+    path: str = Field(
+        min_length=1,
+        description="Hugging Face directory of a causal language model with its tokenizer, or the name of one on the hub,"
+        " such as Qwen/Qwen3-0.6B: taken from the local cache, or fetched into it.",
+    )
 
 
 class RunSection(BaseModel):
@@ -108,7 +114,7 @@ def load_config(path: Path, overrides: Sequence[str] = (), *, runs_here: bool = 
         raise ConfigError(f"there is no configuration file {path}.", part=_PART) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}.", part=_PART) from None
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # numbers too long, brackets too deep
         raise ConfigError(f"{path} is not valid TOML: {error}.", part=_PART) from None
     for override in overrides:
         _apply(raw, override)
@@ -122,17 +128,24 @@ def load_config(path: Path, overrides: Sequence[str] = (), *, runs_here: bool = 
     return config
 
 
-def wire_dtype(config: RunConfig, model_config: Mapping[str, Any]) -> str:
+def wire_dtype(config: RunConfig, computes: str) -> str:
     """The dtype in which floating-point tensors travel: that rollouts compute in, unless the configuration says otherwise.
 
-    `model_config` is the model's ``config.json``.
+    `computes` is what vLLM has chosen, which need not be the checkpoint's: it takes bfloat16 for one in float32.
     """
-    name: str = config.sync.wire_dtype
-    if name == "auto":
-        name = config.rollout.dtype
-    if name == "auto":
-        name = str(model_config.get("dtype") or model_config.get("torch_dtype") or "float32")
-    return name
+    asked: str = config.sync.wire_dtype
+    return computes if asked == "auto" else asked
+
+
+def check_engine(config: RunConfig) -> None:
+    """Raise `ConfigError` when the checkpoint engine, as it is configured, would not work on this machine."""
+    transport = config.checkpoint_engine
+    try:
+        CheckpointEngineRegistry().create(transport.backend, transport.options).check(Deadline.after(_CHECK_S))
+    except WeightlaneError as error:
+        raise ConfigError(
+            f"checkpoint_engine {transport.backend!r} would not work here: {error}", part=_PART
+        ) from error
 
 
 def _with_store_in_run_dir(config: RunConfig) -> RunConfig:
@@ -214,7 +227,7 @@ def _toml_value(text: str) -> Any:
     """`text` as a TOML value (``3``, ``true``, ``[1, 2]``), or itself: strings need no quotes on a command line."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 

@@ -50,7 +50,12 @@ def check_engine(
         if check.outcome is Outcome.FAILED:
             console.print(f"\n[bold red]{escape(check.name)}[/bold red]\n{escape(check.detail)}")
     counts = ", ".join(f"{report.count(outcome)} {outcome}" for outcome in Outcome if report.count(outcome))
-    verdict = "[green]conforms[/green]" if report.passed else "[bold red]does not conform[/bold red]"
+    if not report.passed:
+        verdict = "[bold red]does not conform[/bold red]"
+    elif checks:
+        verdict = "passes what was asked for; whether it conforms, all checks together say"
+    else:
+        verdict = "[green]conforms[/green]"
     console.print(f"\n{escape(name)} {verdict}: {counts} in {report.seconds:.1f} s")
     return report.passed
 
@@ -77,7 +82,7 @@ def _parsed(settings: Sequence[str]) -> dict[str, Any]:
                 raise ConfigError(f"{setting!r} contradicts an earlier setting.", part="conformance")
         try:
             table[last] = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
+        except (ValueError, RecursionError):
             table[last] = text
     return options
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,6 +33,7 @@ class RunDisplay:
         self._blocked_s = 0.0
         self._version = 0
         self._step = 0
+        self._failed: Counter[str] = Counter()
         self._progress = Progress(
             TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
         )
@@ -73,7 +75,7 @@ class RunDisplay:
                 f"step {step}/{self._steps}  reward {facts['reward']:.3f}  serving v{self._version}"
                 f"  staleness {facts['staleness_mean']:.2f} (max {facts['staleness_max']})"
                 f"  {facts['tokens_per_s']:.0f} tok/s  trainer blocked {1e3 * self._blocked_s:.1f} ms{published}"
-                f"  rollout blocked {1e3 * self._sync.get('rollout_blocked_s', 0.0):.0f} ms"
+                f"  rollout blocked {1e3 * self._sync.get('rollout_blocked_s', 0.0):.0f} ms{self._failures()}"
             )
 
     @hookimpl
@@ -113,9 +115,26 @@ class RunDisplay:
         )
 
     @hookimpl
+    def item_failed(self, kind: str, facts: Mapping[str, Any]) -> None:
+        """Say so at once, of each kind the first time; the others are counted."""
+        self._failed[kind] += facts["count"]
+        if self._failed[kind] == facts["count"]:
+            error = escape(str(facts["error"]))
+            what = "an optimizer step" if kind == "step" else f"a sample ({kind})"
+            self._console.print(
+                f"[yellow]{what} failed:[/yellow] {error} (further ones are counted; all are in failures.jsonl)",
+                highlight=False,
+                soft_wrap=True,
+            )
+
+    @hookimpl
     def run_ended(self) -> None:
         """Stop drawing."""
         self.stop()
+
+    def _failures(self) -> str:
+        failed = ", ".join(f"{count} {kind}" for kind, count in self._failed.items())
+        return f"  failed: {failed}" if failed else ""
 
     def _render(self) -> RenderableType:
         last, sync = self._last, self._sync
@@ -124,7 +143,7 @@ class RunDisplay:
             f"reward {last.get('reward', 0.0):.3f}",
             f"version {self._step} trained, {self._version} serving",
             f"staleness {last.get('staleness_mean', 0.0):.2f} (max {last.get('staleness_max', 0)})",
-            f"{last.get('tokens_per_s', 0.0):.0f} tokens/s",
+            f"{last.get('tokens_per_s', 0.0):.0f} tokens/s{self._failures()}",
         )
         table.add_row(
             f"overlap {last.get('overlap_share', 0.0):.0%}",
@@ -156,11 +175,22 @@ def print_summary(console: Console, summary: RunSummary, directory: str) -> None
         table.add_row(
             name, f"p50 {1e3 * figures.p50:.1f} ms, p95 {1e3 * figures.p95:.1f} ms, max {1e3 * figures.max:.1f} ms"
         )
-    share = summary.trainer_blocked_s.p50 / summary.blocking_way_s if summary.blocking_way_s else 0.0
-    table.add_row(
-        "the blocking way, same model",
-        f"{1e3 * summary.blocking_way_s:.1f} ms; trainer blocked p50 is {share:.1%} of it",
-    )
+    if summary.blocking_way_s:
+        share = summary.trainer_blocked_s.p50 / summary.blocking_way_s
+        table.add_row(
+            "the blocking way, same model",
+            f"{1e3 * summary.blocking_way_s:.1f} ms; trainer blocked p50 is {share:.1%} of it",
+        )
+    if summary.drawn_tokens:
+        bias = summary.trained_tokens / summary.drawn_tokens - 1
+        table.add_row(
+            "length of completions",
+            f"{summary.trained_tokens:.1f} tokens trained, {summary.drawn_tokens:.1f} drawn: bias {bias:+.1%}",
+        )
+    if summary.dropped_groups:
+        table.add_row("groups dropped as too stale", f"{summary.dropped_groups}")
+    if summary.failures:
+        table.add_row("failed", ", ".join(f"{count} {kind}" for kind, count in summary.failures.items()))
     if summary.replicas_lost:
         table.add_row("rollout replicas lost", f"{summary.replicas_lost}, {summary.replicas_replaced} replaced")
     table.add_row("wall time", f"{summary.wall_s:.1f} s")

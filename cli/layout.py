@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -19,12 +19,8 @@ _SHOWN = 20
 
 def print_layout(console: Console, report: Mapping[str, Any]) -> None:
     """Print what `weightlane.rollout.layout.report.layout_report` returned."""
-    divided = ", experts divided between them" if report["expert_parallel"] else ""
-    ranks = f"{report['tensor_parallel']} rank(s){divided}"
-    quantised = f" ({escape(report['quantization'])})" if report["quantization"] else ""
-    console.print(
-        f"{escape(report['architecture'])} in {report['dtype']}{quantised} on {ranks}: {_WAYS[report['way']]}"
-    )
+    for line in _verdict(report):
+        console.print(line)
     table = Table("rank", "tensors", "copies", "MB copied", "parameters", "padding", "learned in", "way")
     for rank in report["ranks"]:
         table.add_row(
@@ -48,14 +44,31 @@ def print_layout(console: Console, report: Mapping[str, Any]) -> None:
     if report["tied"]:
         console.print(f"may be left out, or sent and ignored: {escape(', '.join(report['tied']))}")
     for rank in report["ranks"]:
-        if rank["way"] == "reload":
-            console.print(f"rank {rank['rank']} needs {rank['needed_elements']} of these elements for its loading")
-        for layer in rank["reloaded"]:
-            console.print(f"rank {rank['rank']} reloads {escape(layer)}")
-        for refusal in rank["refused"][:_SHOWN]:
-            console.print(f"rank {rank['rank']} does not copy {escape(refusal['tensor'])}: {escape(refusal['why'])}")
-        if len(rank["refused"]) > _SHOWN:
-            console.print(f"rank {rank['rank']}: {len(rank['refused']) - _SHOWN} more; see --json")
+        for line in _beside_copies(rank):
+            console.print(f"rank {rank['rank']} {line}")
+
+
+def _verdict(report: Mapping[str, Any]) -> Iterator[str]:
+    divided = ", experts divided between them" if report["expert_parallel"] else ""
+    ranks = f"{report['tensor_parallel']} rank(s){divided}"
+    quantised = f" ({escape(report['quantization'])})" if report["quantization"] else ""
+    way = "[red]no versions are taken[/red]" if report["refusal"] else _WAYS[report["way"]]
+    yield f"{escape(report['architecture'])} in {report['dtype']}{quantised} on {ranks}: {way}"
+    if report["refusal"]:
+        yield f"[red]new versions would not be right: {escape(report['refusal'])}[/red]"
+    if why := report["not_rehearsed"]:
+        yield f"[yellow]a worker also lays versions beside ordinary loads; here that was not done: {escape(why)}[/yellow]"
+
+
+def _beside_copies(rank: Mapping[str, Any]) -> Iterator[str]:
+    if rank["way"] == "reload":
+        yield f"needs {rank['needed_elements']} of these elements for its loading"
+    for layer in rank["reloaded"]:
+        yield f"reloads {escape(layer)}"
+    for refusal in rank["refused"][:_SHOWN]:
+        yield f"does not copy {escape(refusal['tensor'])}: {escape(refusal['why'])}"
+    if len(rank["refused"]) > _SHOWN:
+        yield f"does not copy {len(rank['refused']) - _SHOWN} more; see --json"
 
 
 def _experts(found: Sequence[Mapping[str, Any]]) -> str:

@@ -9,7 +9,7 @@ import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -21,10 +21,15 @@ from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError, Engin
 from weightlane.ckpt_engines.reference import engine_reference
 
 from .config import explain, load_config
+from .exit_codes import FAILED, INTERRUPTED, TERMINATED, exit_code_of
 
-USAGE_ERROR = 2
-INTERRUPTED = 128 + signal.SIGINT
-TERMINATED = 128 + signal.SIGTERM
+
+class _TerminatedError(BaseException):
+    """SIGTERM, as Ctrl-C is `KeyboardInterrupt`."""
+
+
+def _end_by_sigterm(*_: object) -> NoReturn:
+    raise _TerminatedError
 
 
 class _Commands(TyperGroup):
@@ -37,11 +42,11 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except WeightlaneError as error:
             console.print("[bold red]error:[/bold red]", escape(str(error)))
-            raise typer.Exit(USAGE_ERROR) from error
+            raise typer.Exit(exit_code_of(error)) from error
         except KeyboardInterrupt:
             console.print("interrupted; everything this run started has ended")
             raise typer.Exit(INTERRUPTED) from None
-        except asyncio.CancelledError:  # `run_training` is cancelled by SIGTERM only
+        except (_TerminatedError, asyncio.CancelledError):  # `run_training` is cancelled by SIGTERM only
             console.print("terminated; everything this run started has ended")
             raise typer.Exit(TERMINATED) from None
 
@@ -107,7 +112,7 @@ def conformance(
             "pytest is not installed.", part="conformance", hint="pip install 'weightlane[conformance]'."
         ) from error
     if not check_engine(name, settings or [], checks=check or [], as_json=as_json, junit=junit):
-        raise typer.Exit(1)
+        raise typer.Exit(FAILED)
 
 
 @app.command()
@@ -173,7 +178,7 @@ def bench(
         directory=directory,
     )
     if not done:
-        raise typer.Exit(1)
+        raise typer.Exit(FAILED)
 
 
 @app.command()
@@ -272,6 +277,28 @@ def config(path: ConfigArgument, override: SetOption = None) -> None:
 
 
 @app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="Directory of a run.", show_default=False)],
+    *,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to; must not exist.", show_default=False)],
+    step: Annotated[int | None, typer.Option(help="A saved step; by default the newest.", show_default=False)] = None,
+    dtype: Annotated[str, typer.Option(help="Of the weights; auto: that of the model the run began with.")] = "auto",
+) -> None:
+    """Write a state that a run has saved as a Hugging Face model, in one process, whatever ranks saved it."""
+    from .export import export_state  # noqa: PLC0415 - loads torch and transformers
+
+    typer.echo(f"step {export_state(run, step, out, dtype)} of {run} is in {out}")
+
+
+@app.command()
+def check(path: ConfigArgument, override: SetOption = None) -> None:
+    """Say before anything is started what a run would take, and what is wrong or does not fit; exit code 2 then."""
+    from .check import check_run  # noqa: PLC0415 - loads torch and transformers
+
+    check_run(path.resolve(), override or [], Console(soft_wrap=True, highlight=False))
+
+
+@app.command()
 def train(
     path: ConfigArgument,
     override: SetOption = None,
@@ -301,4 +328,5 @@ def _plain(row: EngineListing) -> dict[str, Any]:
 
 def main() -> None:
     """Entry point of the ``weightlane`` command."""
+    signal.signal(signal.SIGTERM, _end_by_sigterm)
     app()

@@ -17,7 +17,7 @@ from weightlane.sync.planned_session import planned_session
 from weightlane.sync.transfer_plan import BYTES_PER_GBIT, Network, plan_report
 from weightlane.sync.transfer_plan.layouts import USUAL, RolloutLayout, TrainerLayout
 from weightlane.sync.transfer_plan.shapes import shape_named, weights, wire_named
-from weightlane.trainer.hf_model import check_model_dir
+from weightlane.trainer.hf_model import check_model_dir, find_model
 from weightlane.trainer.outlines import outlined_placements
 from weightlane.trainer.rank import publisher_name
 from weightlane.trainer.registry import training_engine_class
@@ -68,17 +68,25 @@ def run_report(
             hold.
     """
     config = load_config(path, overrides, runs_here=False)
-    model = check_model_dir(config.model.path)
-    training_engine_class(config.trainer.engine).check(config.trainer, config.model.path)
-    wire = wire_dtype(config, model.config)
-    placements = outlined_placements(config.trainer, config.model.path, wire)
+    model = check_model_dir(find_model(config.model.path))
+    training_engine_class(config.trainer.engine).check(config.trainer, model.path)
     facts = CheckpointEngineRegistry().engine_class(config.checkpoint_engine.backend).capabilities
     tensor_parallel = config.rollout.tensor_parallel
     ranks: Sequence[Any] = (None,) * tensor_parallel
-    why_whole = ""
-    if not facts.persistent:
-        needs = planned_needs(config.rollout, config.model.path)
-        ranks, why_whole = needs.ranks, needs.why_whole
+    why_whole, computes = "", str(config.rollout.dtype)
+    if not facts.persistent or (computes == config.sync.wire_dtype == "auto"):
+        needs = planned_needs(config.rollout, model.path)
+        computes = needs.dtype or computes
+        if computes == config.sync.wire_dtype == "auto":
+            raise ConfigError(
+                f"what the rollout computes in cannot be found out: {needs.why_whole}",
+                part="plan",
+                hint="Set rollout.dtype or sync.wire_dtype.",
+            )
+        if not facts.persistent:
+            ranks, why_whole = needs.ranks, needs.why_whole
+    wire = wire_dtype(config, computes)
+    placements = outlined_placements(config.trainer, model.path, wire)
     report = planned_session(
         {publisher_name(rank): placement for rank, placement in enumerate(placements)},
         {

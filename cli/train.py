@@ -16,24 +16,25 @@ from rich.console import Console
 from weightlane.ckpt_engines import ConfigError, WeightlaneError
 from weightlane.plugins import RunHooks
 from weightlane.rollout.ray_actor import RolloutReplica, start_replicas
-from weightlane.sync import Coordinator, Rendezvous, dtype_of
+from weightlane.sync import Coordinator, Rendezvous, dtype_name, dtype_of
 from weightlane.trainer.fleet import Successor
-from weightlane.trainer.hf_model import ModelInfo, check_model_dir
+from weightlane.trainer.hf_model import ModelInfo
 from weightlane.trainer.loop import AsyncLoop, LoopParts
 from weightlane.trainer.loop_state import LoopState
-from weightlane.trainer.observers import MetricsFile, draw_curves
+from weightlane.trainer.observers import FailuresFile, MetricsFile, SamplesFile, draw_curves
 from weightlane.trainer.ray_group import TrainerGroup
-from weightlane.trainer.registry import training_engine_class
-from weightlane.trainer.rewards import Reward
+from weightlane.trainer.rewards import RewardPool
 from weightlane.trainer.run_dir import RunDir
 from weightlane.trainer.summary import RunSummary
-from weightlane.trainer.tasks import Task, TaskStream, load_splits
-from weightlane.trainer.tokenizer import HfTokenizer
+from weightlane.trainer.tasks import Task, TaskStream
 
+from .about import about_run
 from .cluster import RayCluster
-from .config import VERSIONS_DIR, RunConfig, explain, load_config, wire_dtype
+from .config import VERSIONS_DIR, RunConfig, explain, wire_dtype
 from .display import RunDisplay, print_summary
 from .observers import RunObservers
+from .preparation import prepare
+from .resources import Sizes, fitted
 
 _SIGNALS_S = 0.05
 """Seconds in which a signal that came while the event loop was held up is heard of."""
@@ -42,17 +43,11 @@ _SIGNALS_S = 0.05
 async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, live: bool) -> RunSummary:
     """Run the configuration at the absolute `path`. Raises a typed error for whatever is wrong with it or goes wrong."""
     _cancel_on_sigterm()
-    config = load_config(path, overrides)
-    # Everything a user can get wrong is checked before a process is started or a file written.
-    training_engine = training_engine_class(config.trainer.engine)
-    model = check_model_dir(config.model.path)
-    training_engine.check(config.trainer, config.model.path)
-    train_tasks, heldout_tasks = load_splits(config.data)
-    reward = Reward(config.reward.function, [path.parent, Path()])
-    tokenizer = HfTokenizer(config.model.path)
+    ready = prepare(path, overrides)
+    config, model = ready.config, ready.model
     rendezvous = Rendezvous.host(config.sync.host, config.sync.port)
     run_dir = RunDir(config.run.dir, resume=resume)
-    state = _saved_state(run_dir, config, train_tasks) if resume else None
+    state = _saved_state(run_dir, config, ready.train_tasks) if resume else None
     run_dir.write_text("config.toml", explain(config))
 
     console = Console()
@@ -62,35 +57,48 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
         stack.enter_context(_point_to_logs(run_dir.path / "logs", display))
         stack.callback(display.stop)
         # Before the cluster: the trace is complete when every process has ended.
-        observers = RunObservers(config.observers, run_dir.path.resolve(), [MetricsFile(metrics), display], display.say)
+        samples, failures = SamplesFile(run_dir.path / "samples.jsonl"), FailuresFile(run_dir.path / "failures.jsonl")
+        own = [MetricsFile(metrics), samples, failures, display]
+        observers = RunObservers(config.observers, run_dir.path.resolve(), own, display.say)
         hooks = stack.enter_context(observers)
         cluster = await _start_ray(stack, RayCluster(config, run_dir.path / "logs", observers.environment))
         _cancel_on_sigterm()  # again: Ray has set a handler of its own
+        config = fitted(config, Sizes.of(config, model), cluster.machines())
+        run_dir.write_text("config.toml", explain(config))
         stack.callback(shutil.rmtree, run_dir.path / VERSIONS_DIR, ignore_errors=True)
         trainers, replicas, coordinator = await _start(config, model, run_dir, state, rendezvous, hooks, display, stack)
         await coordinator.connect()
         # Collections that go through everything start-up made would stop the loop for a third of a second at a time.
         gc.collect()
         gc.freeze()
+        judge = RewardPool(ready.reward, config.reward)
+        stack.callback(judge.close)
 
         async def save(loop_state: LoopState) -> None:
             await trainers.save(run_dir.begin_state(loop_state.step))
             run_dir.finish_state(loop_state.step, loop_state.to_plain())
 
+        async def export(step: int) -> None:
+            last = step == config.loop.steps
+            await trainers.export_hf(run_dir.begin_export(step, last=last), model.dtype)
+            run_dir.finish_export(last=last)
+
         parts = LoopParts(
             trainers=trainers,
             rollouts=replicas,
             syncer=coordinator,
-            tokenizer=tokenizer,
+            tokenizer=ready.tokenizer,
             stop_token_ids=model.eos_token_ids,
-            judge=reward,
-            train_tasks=train_tasks,
-            heldout_tasks=heldout_tasks,
+            judge=judge,
+            train_tasks=ready.train_tasks,
+            heldout_tasks=ready.heldout_tasks,
             hooks=hooks,
             save=save,
+            export=export,
             quorum=config.sync.quorum,
             succeed=_successors(config, model, state, rendezvous, replicas, stack),
             max_successors=config.rollout.max_replacements if config.rollout.replace_dead else 0,
+            max_model_len=min(replica.max_model_len for replica in replicas),
         )
         loop = AsyncLoop(
             parts,
@@ -103,7 +111,7 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
         summary = await loop.run()
         if not summary.replicas_lost:
             cluster.succeeded()
-    run_dir.write_json("summary.json", summary.to_plain())
+    run_dir.write_json("summary.json", {"run": about_run(config, model, path), **summary.to_plain()})
     if metrics.is_file():  # its observer is disabled when it cannot write
         draw_curves(metrics, run_dir.path / "curves.png")
     print_summary(console, summary, str(run_dir.path))
@@ -151,8 +159,15 @@ async def _start(
     stack.callback(coordinator.close)
     transport = config.checkpoint_engine
     address = rendezvous.address.to_plain()
+    computes = dtype_of(replicas[0].dtype)
+    wire = dtype_of(wire_dtype(config, replicas[0].dtype))
+    if wire.itemsize > computes.itemsize:
+        display.say(
+            f"weights travel as {dtype_name(wire)} and the rollouts compute in {dtype_name(computes)}: every version takes"
+            f" {wire.itemsize / computes.itemsize:.0f} times the bytes that they need; sync.wire_dtype = auto would not"
+        )
     await asyncio.gather(
-        trainers.connect(address, transport, config.sync, dtype_of(wire_dtype(config, model.config))),
+        trainers.connect(address, transport, config.sync, wire),
         *(replica.connect(address, transport.backend, transport.options) for replica in replicas),
     )
     display.say(f"everything is up after {time.perf_counter() - started:.1f} s")

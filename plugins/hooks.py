@@ -74,8 +74,9 @@ class RunHooks:
 
         Facts: ``seconds`` (forward, backward, fence and optimizer, slowest rank), ``fence_s`` (of it, waiting for a
         snapshot), ``waited_for_rollouts_s`` (before it), ``reward`` (mean of the batch), ``staleness_mean`` and ``staleness_max``
-        (versions), ``grad_norm``, ``tokens`` (of the batch), ``tokens_per_s`` (generated, since the start), ``dropped_groups``
-        (since the start), ``overlap_share``, the metrics of the loss; in the first step after a publication
+        (versions), ``grad_norm``, ``tokens`` (of the batch); since the start ``tokens_per_s`` (generated), ``dropped_groups``,
+        ``failed_items``, ``length_ratio`` (mean length of what was trained to that of what was drawn), ``overlap_share``; the
+        metrics of the loss; in the first step after a publication
         ``published_version`` and ``trainer_blocked_s`` (publish plus fence of that version).
         """
         self._call("training_step", step=step, facts=facts)
@@ -84,9 +85,29 @@ class RunHooks:
     def evaluated(self, step: int, facts: Facts) -> None:
         """Held-out tasks were answered by the version of `step`. Called by the driver.
 
-        Facts: ``accuracy``, ``tasks``, ``seconds``.
+        Beside the training, newer versions may have answered some of them. Facts: ``accuracy``, ``tasks`` (that could be judged),
+        ``failed`` (the others), ``version_min`` and ``version_max`` (that answered), ``seconds``.
         """
         self._call("evaluated", step=step, facts=facts)
+
+    @hookspec
+    def samples_trained(self, step: int, facts: Facts) -> None:
+        """Some of the completions that optimizer step `step` used. Called by the driver.
+
+        Facts: ``samples``, each with ``prompt``, ``completion`` (texts), ``reward`` and ``versions`` (that generated its tokens).
+        """
+        self._call("samples_trained", step=step, facts=facts)
+
+    @hookspec
+    def item_failed(self, kind: str, facts: Facts) -> None:
+        """Samples, or an optimizer step, are left out of the run, which goes on without. Called by the driver.
+
+        `kind` is ``prompt`` (too long), ``request`` (could not be answered), ``reward`` (could not be judged) or ``step`` (its
+        gradient is not finite: no parameter changed). Facts: ``error`` (its text), ``count`` (samples, or 1 for a step); of
+        samples ``task`` (the prompt) and ``place`` (file and line), ``replica`` but for prompts, ``completion`` (the text) for
+        rewards; of a step ``step`` and ``tasks`` (its prompts).
+        """
+        self._call("item_failed", kind=kind, facts=facts)
 
     @hookspec
     def run_ended(self, facts: Facts) -> None:

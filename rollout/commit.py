@@ -9,9 +9,9 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from weightlane.ckpt_engines import (
-    CommitError,
     DeadlineExceededError,
     QuarantinedError,
+    UntouchedError,
     WeightlaneError,
     WorkerDiedError,
 )
@@ -107,7 +107,7 @@ async def _exchange(
             # The rank that raised has closed its session; it is still open in the others, and after a timeout in all.
             closed = replica.config.tensor_parallel == 1 and not isinstance(cause, TimeoutError)
             serving = await _clean_up(engine, session=session and not closed, resume=intact and sound)
-        told = _harmless(replica, error) if serving else _distrusted(replica, error)
+        told = untouched(error, replica.name) if serving else _distrusted(replica, error)
         raise CommitFailure(told, serving=serving) from cause
     return time.monotonic() - began, loaded - loading
 
@@ -144,11 +144,13 @@ async def _clean_up(engine: Any, *, session: bool, resume: bool) -> bool:
     return resume
 
 
-def _harmless(replica: Replica, error: WeightlaneError) -> WeightlaneError:
-    """`error` as one that says, by its type alone, that the old version serves on: see `weightlane.sync.Replica`."""
-    if type(error) is WeightlaneError or isinstance(error, DeadlineExceededError | QuarantinedError):
-        return CommitError(f"the old weights are in place: {error}", part=replica.name, peer=error.peer)
-    return error
+def untouched(error: WeightlaneError, name: str) -> UntouchedError:
+    """`error` as one that says that the old version of replica `name` serves on: see `weightlane.sync.Replica`."""
+    if isinstance(error, UntouchedError):
+        return error
+    return UntouchedError(
+        f"the old weights are in place: {type(error).__name__}: {error}", part=name, peer=error.peer, hint=""
+    )
 
 
 def _distrusted(replica: Replica, error: WeightlaneError) -> WeightlaneError:

@@ -6,6 +6,11 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+START_TIMEOUT_S = 300.0
+"""How long a replica of a model that takes no time to load may need."""
+GPU_SHARE = 0.9
+"""Of a device's memory, vLLM's where nobody needs any beside it."""
+
 
 class RolloutConfig(BaseModel):
     """Options of every rollout replica of a run; each replica is one vLLM engine in one Ray actor."""
@@ -22,12 +27,17 @@ class RolloutConfig(BaseModel):
         ),
     )
     dtype: Literal["float32", "bfloat16", "auto"] = Field(
-        "auto", description="Data type the replica computes in; auto takes the checkpoint's."
+        "auto",
+        description="Data type the replica computes in; auto leaves it to vLLM, which takes the checkpoint's, but bfloat16 (or"
+        " float16, where a device has no other) for one in float32.",
     )
     max_model_len: int = Field(1024, ge=2, description="Longest prompt plus completion, in tokens.")
     max_num_seqs: int = Field(64, ge=1, description="Most requests decoded in one step.")
-    gpu_memory_utilization: float = Field(
-        0.9, gt=0.0, le=1.0, description="Share of a device's memory vLLM may use, staging excluded."
+    gpu_memory_utilization: float | None = Field(
+        None,
+        gt=0.0,
+        le=1.0,
+        description="Share of a device's memory vLLM may use, staging excluded; none: what staging leaves, at most 0.9.",
     )
     kv_cache_memory_bytes: int | None = Field(
         None,
@@ -48,8 +58,10 @@ class RolloutConfig(BaseModel):
     )
     threads_per_rank: int = Field(1, ge=1, description="CPU threads each rollout rank computes with.")
     cpus_per_rank: float = Field(1.0, ge=0.0, description="CPUs Ray reserves for each rollout rank.")
-    gpus_per_rank: float = Field(
-        0.0, ge=0.0, description="GPUs Ray reserves for each rollout rank; 1 on a GPU machine."
+    gpus_per_rank: float | None = Field(
+        None,
+        ge=0.0,
+        description="GPUs Ray reserves for each rollout rank; none: 1 where there are any and vLLM uses them.",
     )
     commit: Literal["staged", "in_place"] = Field(
         "staged",
@@ -61,12 +73,13 @@ class RolloutConfig(BaseModel):
             " for the transfer."
         ),
     )
-    staging_limit_bytes: int = Field(
-        8 << 30,
+    staging_limit_bytes: int | None = Field(
+        None,
         ge=1,
         description=(
             "Most memory a rollout rank may use to stage versions, in bytes; with commit = in_place it must hold one bucket. Room"
-            " for two versions lets it keep the one that serves, so that a commit that fails half-way is undone."
+            " for two versions lets it keep the one that serves, so that a commit that fails half-way is undone. none: room"
+            " for two of the rank's share of the model, or for one where a device has no more."
         ),
     )
     replace_dead: bool = Field(
@@ -78,7 +91,18 @@ class RolloutConfig(BaseModel):
     )
     max_replacements: int = Field(3, ge=0, description="Most replicas that one run replaces.")
     concurrency: int = Field(64, ge=1, description="Requests the loop keeps in flight per replica.")
-    start_timeout_s: float = Field(300.0, gt=0.0, description="Most seconds a replica may take to load and start.")
+    start_timeout_s: float | None = Field(
+        None,
+        gt=0.0,
+        description="Most seconds a replica may take to load, to rehearse versions and to start; none: 300, and 30 more for each"
+        " GB of a rank's share of the model.",
+    )
+
+    @property
+    def start_limit_s(self) -> float:
+        """`start_timeout_s`, where nobody has said how large the model is."""
+        return START_TIMEOUT_S if self.start_timeout_s is None else self.start_timeout_s
+
     connect_timeout_s: float = Field(60.0, gt=0.0, description="Most seconds connecting to the publisher may take.")
     request_timeout_s: float = Field(
         600.0, gt=0.0, description="Most seconds one request may take from first to last token."

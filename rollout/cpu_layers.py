@@ -23,9 +23,11 @@ def keep_linear_parameters_live() -> None:
     """
     from vllm.model_executor.layers import utils  # noqa: PLC0415 - only in processes that already run vLLM
 
-    if hasattr(utils.dispatch_cpu_unquantized_gemm, _PATCHED):
+    from .vllm_internals import dispatch_cpu_unquantized_gemm  # noqa: PLC0415 - as above
+
+    if hasattr(dispatch_cpu_unquantized_gemm, _PATCHED):
         return
-    original = utils.dispatch_cpu_unquantized_gemm
+    original = dispatch_cpu_unquantized_gemm
 
     def dispatch(layer: Any, remove_weight: bool) -> None:
         # Other ranks of weights (causal convolutions) have kernels that read the packed format only; vLLM packs them again
@@ -44,7 +46,7 @@ def uses_weightlane() -> bool:
 
     vLLM sets its current config around both; where there is none the answer is no.
     """
-    from vllm.config import get_current_vllm_config_or_none  # noqa: PLC0415 - as above
+    from .vllm_internals import get_current_vllm_config_or_none  # noqa: PLC0415 - as above
 
     config = get_current_vllm_config_or_none()
     transfer = None if config is None else config.weight_transfer_config

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from .config import RolloutConfig
+from .config import GPU_SHARE, RolloutConfig
 from .cpu_layers import BACKEND
 from .watchdog import WATCH_ENV
 
@@ -49,7 +49,7 @@ def engine_arguments(config: RolloutConfig, model_dir: Path, *, on_cpu: bool) ->
         "enable_expert_parallel": config.expert_parallel,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
-        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "gpu_memory_utilization": config.gpu_memory_utilization or GPU_SHARE,
         "kv_cache_memory_bytes": config.kv_cache_memory_bytes or (_CPU_KV_CACHE_BYTES if on_cpu else None),
         "enforce_eager": on_cpu if config.enforce_eager is None else config.enforce_eager,
         # Prompts and completions are token ids: text is the caller's business.

@@ -17,11 +17,19 @@ from weightlane.ckpt_engines import ConfigError
 from weightlane.sync import Expectation, ExpectedTensor
 from weightlane.sync.tensor_spec import SAFETENSORS_DTYPES
 
+from .layout.layout_map import SourceSpec
+
 _PART = "model directory"
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _LM_HEAD = "lm_head.weight"
-_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+_EMBEDDINGS = (
+    "embed_tokens.weight",
+    "wte.weight",
+    "word_embeddings.weight",
+    "embed_in.weight",
+    "backbone.embeddings.weight",
+)
 """How causal language models of Hugging Face end the name of their input embedding."""
 _NOT_WEIGHTS = ("rotary_pos_emb.inv_freq", "rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 """Buffers that old checkpoints carry; vLLM computes them itself and a trainer does not send them."""
@@ -54,6 +62,16 @@ def expectation_of(model: str | os.PathLike[str], *, dtype: torch.dtype, tied_em
         tied[_LM_HEAD] = embedding
         tensors.setdefault(_LM_HEAD, tensors[embedding])
     return Expectation(tensors=tensors, tied=tied, dtype=dtype)
+
+
+def checkpoint_specs(model: str | os.PathLike[str], dtype: torch.dtype) -> dict[str, SourceSpec]:
+    """The tensors of a checkpoint as a trainer sends them to a model that computes in `dtype`, unless told otherwise.
+
+    Raises `ConfigError` as `expectation_of`.
+    """
+    stored = stored_tensors(model)
+    free = free_in_type(stored)
+    return {name: SourceSpec(shape, dtype if name in free else on_disk) for name, (shape, on_disk) in stored.items()}
 
 
 def free_in_type(stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> set[str]:

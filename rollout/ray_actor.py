@@ -43,7 +43,7 @@ class ReplicaActor:
         self._worker = RolloutWorker(name, config, model_dir, initial_version)
 
     async def start(self) -> _Outcome:
-        """Start the engine and return this process's id."""
+        """Start the engine; return this process's id, what the engine computes in, and its longest sequence."""
         return await self._outcome(self._start())
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> _Outcome:
@@ -62,9 +62,9 @@ class ReplicaActor:
         """Return when the engine's processes have died; the pending call tells its caller when this one dies."""
         return await self._outcome(self._worker.watch())
 
-    async def _start(self) -> int:
+    async def _start(self) -> tuple[int, str, int]:
         await self._worker.start()
-        return os.getpid()
+        return os.getpid(), self._worker.dtype, self._worker.max_model_len
 
     async def _outcome(self, call: Coroutine[Any, Any, Any]) -> _Outcome:
         try:
@@ -86,6 +86,10 @@ class RolloutReplica:
         self.name = name
         self.config = config
         self.pid: int | None = None
+        self.dtype = ""
+        """What it computes in; known once it has started."""
+        self.max_model_len = 0
+        """Most tokens of a prompt and its completion together; known once it has started."""
         self._actor = actor
 
     @classmethod
@@ -98,7 +102,7 @@ class RolloutReplica:
         ranks = config.tensor_parallel
         actor_class = ray.remote(
             num_cpus=config.cpus_per_rank * ranks,
-            num_gpus=config.gpus_per_rank * ranks,
+            num_gpus=(config.gpus_per_rank or 0) * ranks,
             max_restarts=0,
             max_concurrency=max(1000, 2 * config.concurrency),
             runtime_env={"env_vars": child_environment(config)},
@@ -116,7 +120,8 @@ class RolloutReplica:
 
     async def start(self) -> None:
         """Wait until the engine serves."""
-        self.pid = await self._within(self._actor.start.remote(), self.config.start_timeout_s, "start")
+        started = await self._within(self._actor.start.remote(), self.config.start_limit_s, "start")
+        self.pid, self.dtype, self.max_model_len = started
 
     async def connect(
         self, rendezvous: Mapping[str, Any], backend: str, options: Mapping[str, Any] | None = None
@@ -159,7 +164,7 @@ class RolloutReplica:
         temperature: float,
         stop_token_ids: Sequence[int],
         greedy: bool = False,
-    ) -> list[Completion]:
+    ) -> list[Completion | WeightlaneError]:
         """See `RolloutWorker.generate_group`."""
         call = self._actor.call.remote(
             "generate_group",
@@ -170,8 +175,9 @@ class RolloutReplica:
             stop_token_ids=list(stop_token_ids),
             greedy=greedy,
         )
-        completions: list[Completion] = await self._within(call, self.config.request_timeout_s, "generate_group")
-        return completions
+        limit_s = self.config.request_timeout_s
+        answers: list[Completion | WeightlaneError] = await self._within(call, limit_s, "generate_group")
+        return answers
 
     async def watch(self) -> NoReturn:
         """Raise `WorkerDiedError` when the actor's process or its engine dies.

@@ -136,7 +136,7 @@ class ServerCalls:
         return failure
 
     def _parsed(self, path: str, text: str) -> dict[str, Any]:
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             if isinstance(parsed := json.loads(text), dict):
                 return parsed
         error = ProtocolError(
@@ -154,5 +154,5 @@ def _message_of(text: str) -> str:
         parsed = json.loads(text)
         said = parsed.get("error", parsed.get("detail"))
         return str(said["message"] if isinstance(said, dict) else said)
-    except (ValueError, AttributeError, KeyError):
+    except (ValueError, AttributeError, KeyError, RecursionError):
         return text

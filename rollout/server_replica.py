@@ -23,13 +23,13 @@ from weightlane.ckpt_engines import (
     CommitError,
     ConfigError,
     Deadline,
-    DeadlineExceededError,
     QuarantinedError,
     WeightlaneError,
     WorkerDiedError,
 )
 from weightlane.sync import CommitMode, CommitReport
 
+from .commit import untouched
 from .server_calls import CallFailedError, ServerCalls
 
 _log = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ class ServerReplica:
             WorkerDiedError: The server does not answer.
             QuarantinedError: The weights cannot be trusted: requests in flight are ended, the server stays paused until a
                 version has been committed, and `serving` is False.
-            WeightlaneError: Any other reason; every rank's weights are untouched and the old version goes on serving.
+            UntouchedError: Any other reason; every rank's weights are in place and the old version goes on serving.
         """
         before = self.version if self._sound else None
         report = await self._update({"version": version}, version)
@@ -200,7 +200,7 @@ class ServerReplica:
                 resume = self._sound and (failure.intact or not touched)
                 answers = await _clean_up(server, session=session, resume=resume)
                 if resume and answers:
-                    raise _harmless(failure.error, self.name) from cause
+                    raise untouched(failure.error, self.name) from cause
                 self._sound = False
                 if isinstance(failure.error, WorkerDiedError) and not answers:
                     raise failure.error from cause
@@ -227,13 +227,6 @@ async def _ignoring_failure(server: ServerCalls, path: str, deadline: Deadline) 
     except CallFailedError:
         return False
     return True
-
-
-def _harmless(error: WeightlaneError, name: str) -> WeightlaneError:
-    """`error` as one that the coordinator takes for a replica whose old version serves on."""
-    if type(error) is WeightlaneError or isinstance(error, DeadlineExceededError | QuarantinedError | WorkerDiedError):
-        return CommitError(f"the old weights are in place: {error}", part=name, peer=error.peer)
-    return error
 
 
 def _distrusted(error: WeightlaneError, name: str) -> WeightlaneError:

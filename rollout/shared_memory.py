@@ -17,13 +17,21 @@ _PREFIXES = ("vllm_", "psm_", "sem.mp-")
 
 
 def mapped_segments(pid: int | str = "self") -> set[Path]:
-    """The named segments of vLLM that process `pid` has mapped; empty where there is no ``/proc``, or no such process."""
-    found: set[Path] = set()
+    """The named segments of vLLM that process `pid` has mapped; empty where there is no ``/proc``, or no such process.
+
+    A semaphore is mapped under another name than its own: glibc makes it under that, links it, and removes it.
+    """
+    mapped: set[int] = set()
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-            path = Path(line.partition("/")[1] + line.partition("/")[2])
-            if path.parent == _FOLDER and path.name.startswith(_PREFIXES) and not line.endswith(" (deleted)"):
-                found.add(path)
+            _, _, _, _, inode, *path = line.split(maxsplit=5)
+            if path and path[0].startswith(f"{_FOLDER}/"):
+                mapped.add(int(inode))
+    found: set[Path] = set()
+    for segment in _FOLDER.iterdir() if mapped else ():
+        with suppress(OSError):
+            if segment.name.startswith(_PREFIXES) and segment.stat().st_ino in mapped:
+                found.add(segment)
     return found
 
 

@@ -25,7 +25,9 @@ class ConnectRequest(BaseModel):
     commit: CommitMode = Field(
         "staged", description="staged, or in_place: full versions are written into the weights as they come."
     )
-    staging_limit_bytes: int = Field(8 << 30, ge=1, description="Most memory a rank may use for staging, in bytes.")
+    staging_limit_bytes: int = Field(
+        0, ge=0, description="Most memory a rank may use for staging, in bytes; 0: what versions need."
+    )
 
 
 class UpdateRequest(BaseModel):

@@ -23,13 +23,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from vllm.config import set_current_vllm_config
-from vllm.distributed.parallel_state import get_tp_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -49,13 +46,13 @@ from weightlane.sync import Expectation, LiveStream, Subscriber
 from weightlane.sync.restored import are_restored
 
 from .agreement import RankGroup
-from .checkpoint_values import CheckpointValues, checkpoint_specs
-from .expectation import expectation_of
+from .expectation import checkpoint_specs, expectation_of
 from .layout import SourceSpec
 from .layout.live_delta import LiveDelta
 from .layout.loader import VersionLoader
 from .quantised_models import refuse_in_place
 from .transfer_calls import ConnectRequest, UpdateRequest, validated
+from .vllm_internals import check_internals, get_tp_group, set_current_vllm_config
 from .weight_loading import refuse_unsupported
 from .wire import RemoteFailure, RemoteFailureError
 
@@ -116,7 +113,9 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         """What takes `_held` back, if it came as a delta."""
         self._in_place = False
         self._loader: VersionLoader | None = None
-        """Made once: what it has learned about the model holds for every publisher."""
+        """What it has learned about the model holds for every publisher."""
+        self._refusal = self._learn()
+        """Why this model takes no versions, if it does not."""
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
         """Accept any fields: vLLM calls this outside the point where ranks agree, so it must not raise."""
@@ -136,13 +135,6 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         group = self._group()
         asked: list[ConnectRequest] = []
         error = group.first_error(self._caught(lambda: asked.append(self._examine(init_info.fields))))
-        if error is None:
-            # Now, so that the first version need not wait for it, nor its sender, who only sends what is needed here.
-            with set_current_vllm_config(self.vllm_config):
-                was_intact = self._intact
-                error = self._prove(group, None)
-                if error is not None and was_intact and not self._intact:
-                    error = _mixture(error, "The checkpoint could not be put back.", self._part)
         if error is None:
             error = group.first_error(self._caught(lambda: self._subscribe(asked[0])))
         if error is not None:
@@ -173,7 +165,9 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         elif error is None and change.delta is not None:
             error = self._exchange(group, change)
         elif error is None and change.tensors:
-            error = self._replace(group, change)
+            error = group.first_error(self._caught(lambda: self._known_loader.learn_for(change.tensors, group)))
+            if error is None:
+                error = self._replace(group, change)
         self._release(change)
         if error is None:
             return
@@ -189,62 +183,55 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         self, group: RankGroup, stream: LiveStream, error: WeightlaneError | None
     ) -> WeightlaneError | None:
         """Write every bucket of a version into the parameters as it comes, on every rank, unless there was an `error` before."""
-        assert self._loader is not None, "it comes with the subscriber"
-        loader, subscriber, touched = self._loader, self._subscribed(stream.version), False
+        loader, subscriber = self._known_loader, self._subscribed(stream.version)
         if error is None:
             specs = {name: SourceSpec(spec.shape, spec.dtype) for name, spec in stream.specs.items()}
-            was_intact = self._intact
-            error = self._prove(group, specs)
-            touched = self._intact != was_intact
-        if error is None:
-            self._held, self._before, self._undo, self._intact, touched = None, None, None, False, True
-            error = group.first_error(self._caught(lambda: loader.load_pieces(stream.pieces())))
+            error = group.first_error(self._caught(lambda: loader.learn(specs, group)))
+        if error is not None:
+            stream.fail(error)  # whoever receives must not wait for this rank
+            subscriber.restored()
+            return error
+        self._held, self._before, self._undo, self._intact = None, None, None, False
+        error = group.first_error(self._caught(lambda: loader.load_pieces(stream.pieces())))
         if error is None:
             self._held, self._intact = stream.version, True
             subscriber.prepare_delta = loader.live_delta if loader.takes_deltas else None
             return None
-        stream.fail(error)  # whoever receives must not wait for this rank
-        if not touched:
-            subscriber.restored()
-            return error
+        stream.fail(error)
         return _mixture(error, "It was written in place, nothing is left to go back to.", self._part)
 
-    def _prove(self, group: RankGroup, specs: Mapping[str, SourceSpec] | None) -> WeightlaneError | None:
-        """Show, if that is still to be done, that versions of these tensors may be written piece by piece.
+    def _learn(self) -> WeightlaneError | None:
+        """Find out how versions like the checkpoint are written, before the model serves; what is against it, if anything is.
 
-        The values for that are the checkpoint's, and replace whatever was there. By default it is shown for the checkpoint's
-        tensors as they are usually sent, unless that would change something.
+        There is room for a second model now, and nobody waits for an answer.
         """
-        assert self._loader is not None, "it comes with the subscriber"
-        loader, model = self._loader, self.vllm_config.model_config
-        wanted: dict[str, SourceSpec] = {}
-        known: list[bool] = []
-        error = group.first_error(
-            self._caught(lambda: wanted.update(checkpoint_specs(model.model, model.dtype) if specs is None else specs))
-        )
-        if error is None:
-            error = group.first_error(
-                self._caught(lambda: known.append(loader.proven(wanted, group, whole=self._in_place)))
-            )
-        if error is not None or known[0]:
-            return error
-        tied = {} if self._expectation is None else self._expectation.tied
-        opened: list[CheckpointValues] = []
-        with ExitStack() as stack:
-            error = group.first_error(
-                self._caught(lambda: opened.append(stack.enter_context(CheckpointValues(model.model, wanted, tied))))
-            )
-            if error is not None:
-                return error
-            (values,) = opened
-            same = self._intact and self._held is None and all(map(loader.holds_as_sent, values.converted))
-            same = all(group.exchange(same))
-            if specs is None and not same:
-                return None
-            self._held, self._before, self._undo, self._intact = None, None, None, False
-            error = group.first_error(self._caught(lambda: loader.prove(values, group)))
-            self._intact = error is None and same
+        group = self._group()
+        specs: dict[str, SourceSpec] = {}
+        with set_current_vllm_config(self.vllm_config):
+            error = group.first_error(self._caught(lambda: specs.update(self._look_at_model())))
+            if error is None:
+                error = group.first_error(self._caught(lambda: self._known_loader.learn(specs, group)))
         return error
+
+    def _look_at_model(self) -> dict[str, SourceSpec]:
+        """The tensors of its checkpoint, as they are usually sent."""
+        check_internals(on_cpu=self.device.type == "cpu")
+        refuse_unsupported(self.model, self.vllm_config, self.device)
+        model_config = self.vllm_config.model_config
+        self._expectation = expectation_of(
+            model_config.model,
+            dtype=model_config.dtype,
+            tied_embeddings=bool(getattr(model_config.hf_text_config, "tie_word_embeddings", False)),
+        )
+        self._loader = VersionLoader(
+            self.model, self.vllm_config, self.device, part=self._part, tied=self._expectation.tied
+        )
+        return checkpoint_specs(model_config.model, model_config.dtype)
+
+    @property
+    def _known_loader(self) -> VersionLoader:
+        assert self._loader is not None, "the model is known"
+        return self._loader
 
     def shutdown(self) -> None:
         """Leave the publisher. The model keeps the weights it has; idempotent."""
@@ -259,25 +246,15 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
     def _examine(self, fields: Mapping[str, Any]) -> ConnectRequest:
         """What is asked for, if it can be done with this model."""
         request = validated(ConnectRequest, fields)
-        refuse_unsupported(self.model, self.vllm_config, self.device)
-        model_config = self.vllm_config.model_config
+        if self._refusal is not None:
+            raise self._refusal
         self._in_place = request.commit == "in_place"
         if self._in_place:
-            refuse_in_place(model_config)
-        self._expectation = expectation_of(
-            model_config.model,
-            dtype=model_config.dtype,
-            tied_embeddings=bool(getattr(model_config.hf_text_config, "tie_word_embeddings", False)),
-        )
-        if self._loader is None:
-            self._loader = VersionLoader(
-                self.model, self.vllm_config, self.device, part=self._part, tied=self._expectation.tied
-            )
+            refuse_in_place(self.vllm_config.model_config)
         return request
 
     def _subscribe(self, request: ConnectRequest) -> None:
-        assert self._loader is not None, "examined"
-        assert self._expectation is not None, "as above"
+        assert self._expectation is not None, "examined"
         self._subscriber = type(self).subscriber_type(
             f"{request.replica}/{self.parallel_config.rank}",
             request.rendezvous,
@@ -285,7 +262,7 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
             request.options,
             self._expectation,
             # In place a rank takes no further bucket before all ranks of the replica have one: all must get the same ones.
-            needed=None if self._in_place else self._loader.needed(),
+            needed=None if self._in_place else self._known_loader.needed(),
             staging_limit_bytes=request.staging_limit_bytes,
             commit=request.commit,
             device=self.device,
@@ -379,7 +356,7 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         began = time.perf_counter()
         held, self._held, self._intact = self._held, None, False
         self._undo = None
-        error = group.first_error(self._caught(lambda: self._load(group, change)))
+        error = group.first_error(self._caught(lambda: self._load(change)))
         if error is None:
             self._held, self._before, self._intact = change.version, change.before, True
             logger.debug(
@@ -399,7 +376,9 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
 
         trouble = group.first_error(self._caught(take))
         if trouble is None:
-            trouble = group.first_error(self._caught(lambda: self._load(group, previous)))
+            trouble = group.first_error(self._caught(lambda: self._known_loader.learn_for(previous.tensors, group)))
+        if trouble is None:
+            trouble = group.first_error(self._caught(lambda: self._load(previous)))
         self._release(previous)
         if trouble is not None:
             return _mixture(error, f"The version before it could not be put back: {trouble}", self._part)
@@ -424,13 +403,12 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         if absent:
             raise ProtocolError(f"version {version} lacks {', '.join(sorted(absent)[:3])}.", part=self._part)
 
-    def _load(self, group: RankGroup, change: _Change) -> None:
-        assert self._loader is not None, "it comes with the subscriber"
-        change.way = self._loader.load(change.tensors, group)
+    def _load(self, change: _Change) -> None:
+        change.way = self._known_loader.write(change.tensors)
         if self._subscriber is not None:
             # What came quantised is restored from the whole of what is kept: a scale that changes changes its block.
-            scatters = self._loader.takes_deltas and not are_restored(change.tensors)
-            self._subscriber.prepare_delta = self._loader.live_delta if scatters else None
+            scatters = self._known_loader.takes_deltas and not are_restored(change.tensors)
+            self._subscriber.prepare_delta = self._known_loader.live_delta if scatters else None
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)  # The staging memory is reused as soon as this returns.
 

@@ -5,14 +5,25 @@ vLLM calls `register` in every one of its processes, before the model is built, 
 
 from __future__ import annotations
 
+from . import vllm_internals
 from .cpu_layers import BACKEND, ask_for_amx, keep_linear_parameters_live
 from .watchdog import watch_parent
 
 
 def register() -> None:
-    """Register the weight-transfer engine ``weightlane`` by name; its module is imported when a config asks for it."""
-    watch_parent()
+    """Register the weight-transfer engine ``weightlane`` by name; its module is imported when a config asks for it.
 
+    Never raises: vLLM would not start, and most of those that have weightlane beside them do not use it. One that does is
+    refused when it would connect; see `weightlane.rollout.vllm_internals`.
+    """
+    watch_parent()
+    try:
+        _register()
+    except Exception as error:  # noqa: BLE001 - a vLLM that weightlane does not know
+        vllm_internals.failures.append(error)
+
+
+def _register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # noqa: PLC0415 - vLLM is here
     from vllm.platforms import current_platform  # noqa: PLC0415
 

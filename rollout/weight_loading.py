@@ -12,9 +12,12 @@ import torch
 from weightlane.ckpt_engines import CommitError, ConfigError
 
 from .cpu_experts import computes_from_parameters
+from .layout.derived import made_after_loading
 from .quantised_models import refuse_other_formats
 
 _PART = "rollout model"
+_DRAFTS_WITHOUT_WEIGHTS = frozenset({"ngram", "ngram_gpu", "suffix"})
+"""Ways to guess tokens ahead that look at the text only."""
 
 
 def refuse_unsupported(model: torch.nn.Module, vllm_config: Any, device: torch.device) -> None:
@@ -29,9 +32,10 @@ def refuse_unsupported(model: torch.nn.Module, vllm_config: Any, device: torch.d
             part=_PART,
             hint="Use tensor_parallel and replicas.",
         )
+    _refuse_modes(vllm_config)
     refuse_other_formats(model_config)
     if device.type == "cpu":
-        from vllm.model_executor.layers.fused_moe import RoutedExperts  # noqa: PLC0415 - only in a vLLM worker
+        from .vllm_internals import RoutedExperts  # noqa: PLC0415 - only in a vLLM worker
 
         packed = [
             name
@@ -44,6 +48,28 @@ def refuse_unsupported(model: torch.nn.Module, vllm_config: Any, device: torch.d
                 " form that would not be made again after a commit.",
                 part=_PART,
                 hint="Use an unquantised checkpoint on CPU, or a GPU.",
+            )
+
+
+def _refuse_modes(vllm_config: Any) -> None:
+    """What of vLLM's would go on with old weights, or take away the memory that new ones are written to."""
+    draft = getattr(vllm_config, "speculative_config", None)
+    method = str(getattr(draft, "method", "") or "")
+    modes = {
+        "LoRA adapters (enable_lora)": getattr(vllm_config, "lora_config", None) is not None,
+        "sleep mode (enable_sleep_mode)": bool(getattr(vllm_config.model_config, "enable_sleep_mode", False)),
+        f"a draft model (speculative_config, {method})": draft is not None and method not in _DRAFTS_WITHOUT_WEIGHTS,
+    }
+    why = {
+        "LoRA": "adapters stay as they are beside weights that change under them",
+        "sleep": "a version that comes while vLLM sleeps would be written to memory that is not there",
+        "a draft": "it would keep the weights that it was started with",
+    }
+    for mode, on in modes.items():
+        if on:
+            reason = next(text for start, text in why.items() if mode.startswith(start))
+            raise ConfigError(
+                f"a replica with {mode} takes no versions: {reason}.", part=_PART, hint="Start vLLM without it."
             )
 
 
@@ -66,14 +92,14 @@ def load_version(
         CommitError: The model is now partly old and partly new: it must not serve until a version was loaded completely. The
             next load starts from a sound state.
     """
-    from vllm.model_executor.model_loader.reload import (  # noqa: PLC0415 - only in a vLLM worker
+    from .vllm_internals import (  # noqa: PLC0415 - only in a vLLM worker
         finalize_layerwise_reload,
         initialize_layerwise_reload,
     )
 
     # Before the reload: it separates tied parameters for its duration.
-    names = {name for name, _ in model.named_parameters()}
-    with torch.no_grad(), quiet_reload():
+    names = {name for name, _ in model.named_parameters()} - made_after_loading(model)
+    with torch.no_grad(), as_at_start(model_config):
         try:
             initialize_layerwise_reload(model)
             loaded = model.load_weights(iter(tensors.items()) if isinstance(tensors, Mapping) else tensors)  # type: ignore[operator]
@@ -87,13 +113,19 @@ def load_version(
 
 
 @contextmanager
-def quiet_reload() -> Iterator[None]:
-    """Without vLLM's warning, at every commit, about layers such as rotary embeddings that have nothing to load."""
+def as_at_start(model_config: Any) -> Iterator[None]:
+    """Load a model again as vLLM loads it when it starts: some layers ask for torch's default type.
+
+    Without vLLM's warning, at every commit, about layers such as rotary embeddings that have nothing to load.
+    """
+    from .vllm_internals import set_default_torch_dtype  # noqa: PLC0415 - only in a vLLM worker
+
     logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        yield
+        with set_default_torch_dtype(model_config.dtype):
+            yield
     finally:
         logger.setLevel(level)
 

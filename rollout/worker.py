@@ -56,6 +56,10 @@ class RolloutWorker:
         self.version = initial_version
         self.clock = TokenClock()
         self.exchanges = 0
+        self.dtype = ""
+        """What it computes in; known once it has started."""
+        self.max_model_len = 0
+        """Most tokens of a prompt and its completion together; known once it has started."""
         self._model_dir = Path(model_dir)
         self._engine: Any = None
         self._control = asyncio.Lock()
@@ -88,7 +92,7 @@ class RolloutWorker:
         if not self._model_dir.is_dir():
             raise ConfigError(f"model directory {self._model_dir} does not exist.", part=self.name)
         try:
-            async with asyncio.timeout(self.config.start_timeout_s):
+            async with asyncio.timeout(self.config.start_limit_s):
                 await asyncio.to_thread(self._build_engine)
                 await self._engine.update_weight_version(str(self.version))
             _freeze_heap()
@@ -96,7 +100,7 @@ class RolloutWorker:
             raise
         except TimeoutError as cause:
             raise DeadlineExceededError(
-                f"the engine did not start within {self.config.start_timeout_s:.0f} s.",
+                f"the engine did not start within {self.config.start_limit_s:.0f} s.",
                 part=self.name,
                 hint="Raise rollout.start_timeout_s.",
             ) from cause
@@ -126,7 +130,7 @@ class RolloutWorker:
             "backend": backend,
             "options": dict(options or {}),
             "commit": self.config.commit,
-            "staging_limit_bytes": self.config.staging_limit_bytes,
+            **({} if (limit := self.config.staging_limit_bytes) is None else {"staging_limit_bytes": limit}),
         }
         async with self._control:
             engine = self._running()
@@ -221,22 +225,27 @@ class RolloutWorker:
         temperature: float,
         stop_token_ids: Sequence[int],
         greedy: bool = False,
-    ) -> list[Completion]:
-        """`count` completions of one prompt, generated at the same time. Raises what `generate` raises."""
-        async with asyncio.TaskGroup() as generating:
-            tasks = [
-                generating.create_task(
-                    self.generate(
-                        f"group-{next(self._serial)}",
-                        prompt_ids,
-                        max_new_tokens,
-                        temperature=temperature,
-                        stop_ids=stop_token_ids,
-                        greedy=greedy,
-                    )
+    ) -> list[Completion | WeightlaneError]:
+        """`count` completions of one prompt, generated at the same time.
+
+        One that takes too long, or that vLLM refuses, is an error in this list; raises what `generate` raises of the replica.
+        """
+
+        async def one() -> Completion | WeightlaneError:
+            try:
+                return await self.generate(
+                    f"group-{next(self._serial)}",
+                    prompt_ids,
+                    max_new_tokens,
+                    temperature=temperature,
+                    stop_ids=stop_token_ids,
+                    greedy=greedy,
                 )
-                for _ in range(count)
-            ]
+            except (DeadlineExceededError, ConfigError) as error:
+                return error
+
+        async with asyncio.TaskGroup() as generating:
+            tasks = [generating.create_task(one()) for _ in range(count)]
         return [task.result() for task in tasks]
 
     async def commit(self, version: int) -> CommitReport:
@@ -250,7 +259,7 @@ class RolloutWorker:
             WorkerDiedError: The engine is gone.
             QuarantinedError: The weights cannot be trusted. Requests in flight end with that error and new ones are refused
                 with it until a version has been committed; `stats().serving` tells.
-            WeightlaneError: Any other reason: the old version is in place on every rank, bit for bit, and serves on.
+            UntouchedError: Any other reason: the old version is in place on every rank, bit for bit, and serves on.
         """
         async with self._control:
             engine = self._running()
@@ -367,6 +376,8 @@ class RolloutWorker:
         asked = AsyncEngineArgs(**arguments)
         vllm_config = asked.create_engine_config(UsageContext.ENGINE_CONTEXT)
         refuse_division(vllm_config, part=self.name)
+        self.dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
+        self.max_model_len = int(vllm_config.model_config.max_model_len)
         # Not returned: something in vLLM keeps this thread's frames, and with them the result, from being freed.
         self._engine = AsyncLLM.from_vllm_config(
             vllm_config, enable_log_requests=asked.enable_log_requests, disable_log_stats=asked.disable_log_stats

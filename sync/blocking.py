@@ -24,6 +24,7 @@ import torch
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, ClosedError, WeightlaneError, as_weightlane_error
 
+from .at_exit import close_at_exit
 from .config import SyncConfig
 from .coordinator_thread import ConnectableReplica, CoordinatorThread, publisher_name
 from .placement import Placement
@@ -41,7 +42,8 @@ _GRACE_S = 15.0
 class CollectivePublisher:
     """Publishes versions of what all trainer ranks together hold. Every rank makes one and calls the same methods in turn.
 
-    Making it connects everything: it returns when every replica can take versions.
+    Making it connects everything: it returns when every replica can take versions. A script that ends without `close` is closed
+    when it ends; the version under way may be lost then.
 
     Args:
         shards: What this rank holds; their storage must stay in place.
@@ -86,6 +88,7 @@ class CollectivePublisher:
         except BaseException:
             self.close()
             raise
+        close_at_exit(self)
 
     def publish(self, version: int) -> None:
         """Offer the parameters as they are now as `version`, once the version before it has ended. Otherwise returns at once.

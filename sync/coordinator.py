@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 from weightlane.ckpt_engines import (
+    ClosedError,
     CommitError,
     Deadline,
     DeadlineExceededError,
@@ -19,27 +23,35 @@ from weightlane.ckpt_engines import (
     QuarantinedError,
     QuorumError,
     SyncAbortedError,
+    UntouchedError,
     WeightlaneError,
     WorkerDiedError,
     as_weightlane_error,
 )
 from weightlane.plugins import RunHooks, process_hooks
 
+from .at_exit import close_at_exit
 from .codecs.quantised import QuantisationReport
+from .commits import Commits
 from .config import SyncConfig
 from .connection import Connection, Streamed
 from .correspondence import Correspondence, TroubleError
-from .early_commits import EarlyCommits
+from .daemon_threads import DaemonThreads
+from .engine_calls import GRACE_S
 from .messages import Abort, Committed, Failed, Lost, Stop
+from .publication import checked_version
 from .rendezvous import COORDINATOR, Rendezvous
 from .report import CommitOutcome, FailedAttempt, Outcome, ReplicaReport, SyncReport
 from .roster import Member, Replica, ReplicaState, Roster
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _QUARANTINE_S = 10.0
 _LOOK_AGAIN_S = 0.01
 _CLEAN_UP_S = 60.0
-"""How much longer than the sync commits that were interrupted may take to end, at the very most."""
+"""How much longer than the sync what was interrupted may take to end, at the very most."""
+_CANCELLED_S = 10.0
+"""How long a sync that was cancelled lets commits go on that are under way: one that ends can be taken back."""
 
 
 @dataclass(slots=True)
@@ -47,14 +59,20 @@ class _Tally:
     """What has happened to a version so far."""
 
     version: int
+    deadline: Deadline
     started: float = field(default_factory=time.perf_counter)
     failures: list[FailedAttempt] = field(default_factory=list)
     excluded: dict[str, WeightlaneError] = field(default_factory=dict)
     """Replicas the version goes on without, and why."""
-    early: EarlyCommits = field(init=False)
+    commits: Commits = field(init=False)
 
     def __post_init__(self) -> None:
-        self.early = EarlyCommits(self.version)
+        self.commits = Commits(self.version)
+
+    @property
+    def patience_s(self) -> float:
+        """How long commits may still take: they end by the sync's deadline, unless they know none."""
+        return self.deadline.remaining_s + GRACE_S
 
 
 class Coordinator:
@@ -90,8 +108,20 @@ class Coordinator:
         self._met = False
         """Whether everybody has been there once: before that nobody may be missing."""
         self._closed = False
-        self._under_way = False
+        self._process = os.getpid()
         self._turn = threading.Lock()
+        """Held from the start of a sync to its very end."""
+        self._threads = DaemonThreads(1, "weightlane-coordinate")
+        """For what blocks, one at a time; the event loop's own may be busy with whatever else the program does."""
+        close_at_exit(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     async def connect(self) -> None:
         """Wait for every participant and connect their transports.
@@ -99,48 +129,66 @@ class Coordinator:
         Raises `DeadlineExceededError` naming who is missing, or the error of the participant that failed.
         """
         deadline = Deadline.after(self._config.connect_timeout_s)
+        await self._take_turn(deadline)
         try:
-            await asyncio.to_thread(self._connect, deadline)
-        except WeightlaneError as error:
+            await self._aside(deadline, self._connect, deadline)
+        except BaseException as cause:
+            error = _reason("connecting", cause)
             self._abort(-1, error)
+            if isinstance(cause, Exception) and error is not cause:
+                raise error from cause
             raise
+        finally:
+            self._end_turn()
 
     async def sync(self, version: int) -> SyncReport:
         """Carry `version`, which every publisher has published or is about to, into service.
 
-        The committed version may be asked for again: it then goes to the replicas that do not have it.
+        The committed version may be asked for again: it then goes to the replicas that do not have it. A sync that comes
+        while another one is under way waits for its end, within its own deadline.
+
+        A sync that is cancelled is aborted on every side, as one that fails is, before `asyncio.CancelledError` goes on; once
+        every replica's commit has ended it is too late for that, and the version counts as if nobody had cancelled.
 
         Raises `SyncAbortedError` when too few replicas could take it; the old version serves then on every replica that
-        serves, and every participant gets the same error.
+        serves, and every participant gets the same error; `ConfigError` for a `version` that is no whole number from 0.
         """
-        self._under_way = True
-        try:
-            return await self._carry(version)
-        finally:
-            self._under_way = False
-            self._settle_roster()
-
-    async def _carry(self, version: int) -> SyncReport:
-        tally = _Tally(version)
+        version = checked_version(version, COORDINATOR)
         deadline = Deadline.after(self._config.deadline_s)
+        try:
+            await self._take_turn(deadline)
+        except WeightlaneError as error:  # nothing has begun, and what is under way is another version's
+            raise SyncAbortedError.because(version, error) from error
+        try:
+            return await self._carry(version, deadline)
+        finally:
+            self._end_turn()
+
+    async def _carry(self, version: int, deadline: Deadline) -> SyncReport:
+        tally = _Tally(version, deadline)
         self._hooks.version_opened(version=version, facts={"replicas": list(self._roster.members)})
         try:
-            streamed = await asyncio.to_thread(self._stage, tally, deadline, asyncio.get_running_loop())
-            reports = await self._commit(streamed, tally, deadline)
-        except WeightlaneError as error:
-            self._abort(version, error)
-            await self._end_early(tally)
-            had = [member for name in tally.early.reports if (member := self._roster.members.get(name))]
-            await self._roll_back(had, version, tally.early.before)
-            facts = {
-                "error": str(error),
-                "seconds": time.perf_counter() - tally.started,
-                "failures": [failure.to_plain() for failure in tally.failures],
-            }
-            self._hooks.version_aborted(version=version, facts=facts)
-            raise SyncAbortedError.because(version, error) from error
+            streamed = await self._aside(deadline, self._stage, tally, deadline, asyncio.get_running_loop())
+            await self._commit(streamed, tally, deadline)
+        except BaseException as cause:
+            error = _reason(f"the sync of version {version}", cause)
+            patience = tally.patience_s if isinstance(cause, Exception) else _CANCELLED_S
+            await _to_its_end(self._give_up(tally, error, patience))
+            if isinstance(cause, Exception):
+                raise SyncAbortedError.because(version, error) from cause
+            raise
+        return await _to_its_end(self._conclude(streamed, tally))
+
+    async def _conclude(self, streamed: Streamed, tally: _Tally) -> SyncReport:
+        """All commits have ended: say what that makes of the version, and see to it that it is so everywhere."""
+        try:
+            reports = await self._judge(streamed, tally)
+        except Exception as cause:
+            error = _reason(f"the sync of version {tally.version}", cause)
+            await self._give_up(tally, error, patience_s=0.0)
+            raise SyncAbortedError.because(tally.version, error) from cause
         report = SyncReport(
-            version=version,
+            version=tally.version,
             latency_s=time.perf_counter() - tally.started,
             sent_bytes=sum(message.nbytes for message in streamed.sent),
             codec=str(streamed.offer.manifest.get("codec", "")),
@@ -152,6 +200,20 @@ class Coordinator:
         )
         self._announce(report)
         return report
+
+    async def _give_up(self, tally: _Tally, error: WeightlaneError, patience_s: float) -> None:
+        """Everybody learns that the version ends with `error`; who serves it already takes it back."""
+        version, commits = tally.version, tally.commits
+        self._abort(version, error)
+        await commits.end(lambda member, failure: self._settle(member, failure, version), patience_s)
+        had = [member for name in commits.before if (member := self._roster.members.get(name)) is not None]
+        await self._roll_back([member for member in had if member.version == version], version, commits.before)
+        facts = {
+            "error": str(error),
+            "seconds": time.perf_counter() - tally.started,
+            "failures": [failure.to_plain() for failure in tally.failures],
+        }
+        self._hooks.version_aborted(version=version, facts=facts)
 
     def add(self, replica: Replica) -> None:
         """A replica joins the run. It takes part from the next `sync` on, once its subscribers have joined.
@@ -172,7 +234,7 @@ class Coordinator:
 
     def _settle_roster(self) -> None:
         """Make changes of the roster now unless a version is under way, which then does so when it ends."""
-        if not self._under_way and self._turn.acquire(blocking=False):
+        if self._turn.acquire(blocking=False):
             try:
                 self._roster.settle()
             finally:
@@ -207,11 +269,11 @@ class Coordinator:
             _log.debug("the store was gone before close")
             return
         if deaf:
-            _log.warning("%s did not read how the last version ended within %.0f s", ", ".join(deaf), timeout_s)
+            _log.info("%s did not read how the last version ended within %.0f s", ", ".join(deaf), timeout_s)
 
     def close(self) -> None:
         """Stop every participant's control thread and end a sync that is under way. Idempotent."""
-        if self._closed:
+        if self._closed or self._process != os.getpid():
             return
         self._closed = True
         try:
@@ -219,72 +281,109 @@ class Coordinator:
             self._rendezvous.post(COORDINATOR, Stop())
         except WeightlaneError:
             _log.debug("the store was gone before close")
+        self._threads.shutdown()
+
+    async def _take_turn(self, deadline: Deadline) -> None:
+        """Wait for the end of the sync before: syncs of several event loops may meet here."""
+        while not self._turn.acquire(blocking=False):
+            if deadline.expired:
+                raise deadline.error("the sync before to end", part=COORDINATOR)
+            await asyncio.sleep(_LOOK_AGAIN_S)
+
+    def _end_turn(self) -> None:
+        self._turn.release()
+        self._settle_roster()
+
+    async def _aside(self, deadline: Deadline, call: Callable[..., T], *arguments: Any) -> T:
+        """Run what blocks on the coordinator's thread. It ends with `deadline` by itself; when cancelled it is interrupted."""
+        if self._closed:
+            raise ClosedError("the coordinator was closed.", part=COORDINATOR)
+        self._letters.interruption = None
+        running = self._threads.submit(call, *arguments)
+        ended = asyncio.wrap_future(running)
+        try:
+            await asyncio.wait({ended}, timeout=deadline.remaining_s + _CLEAN_UP_S)
+        except asyncio.CancelledError as cancelled:
+            if not running.cancel():
+                error = _reason("this", cancelled)
+                self._letters.interruption = error
+                self._rendezvous.post(
+                    COORDINATOR, Lost(replica="", error=error.to_wire())
+                )  # somebody may wait for mail
+                await _to_its_end(_wait(ended, _CLEAN_UP_S))
+            raise
+        if not ended.done():
+            running.cancel()
+            raise DeadlineExceededError(
+                "a call did not end when its deadline had passed.",
+                part=COORDINATOR,
+                hint="The store of the run may hang; end the run and start it again.",
+            )
+        return ended.result()
 
     # -- blocking parts, one at a time, on a worker thread --------------------------------------------------------------
 
     def _connect(self, deadline: Deadline) -> None:
-        with self._turn:
-            self._roster.settle()
-            self._letters.wait_for_joined(self._roster.everyone(), deadline)
-            try:
-                self._connection.ensure(self._roster.reachable(), deadline, everyone=True)
-            except TroubleError as trouble:
-                raise trouble.error from trouble
-            self._met = True
+        self._roster.settle()
+        self._letters.wait_for_joined(self._roster.everyone(), deadline)
+        try:
+            self._connection.ensure(self._roster.reachable(), deadline, everyone=True)
+        except TroubleError as trouble:
+            raise trouble.error from trouble
+        self._met = True
 
     def _stage(self, tally: _Tally, deadline: Deadline, loop: asyncio.AbstractEventLoop) -> Streamed:
         """Try until the version is staged on enough replicas, or nothing more can be done."""
-        with self._turn:
-            self._roster.settle()
-            if not self._met:
-                self._letters.wait_for_joined(self._roster.everyone(), deadline)
-            self._letters.catch_up()
-            targets = self._targets(tally)
-            retries = self._config.retries
-            while True:
-                try:
-                    self._connection.ensure(targets, deadline, everyone=not self._met)
-                    self._met = True
-                    # Connecting may have found that somebody is gone.
-                    targets = self._targets(tally)
-                    needed = self._needed(tally.version)
-                    streamed = self._connection.stream(
-                        tally.version,
-                        targets,
-                        needed,
-                        deadline,
-                        lambda member: self._begin(member, tally, deadline, loop),
-                    )
-                except TroubleError as trouble:
-                    self._connection.give_up()
-                    offer = self._letters.offers.get(tally.version)
-                    self._interrupt(tally, trouble.error)
-                    ending = asyncio.run_coroutine_threadsafe(self._end_early(tally), loop)
-                    ending.result(deadline.remaining_s + _CLEAN_UP_S)
-                    targets = [member for member in targets if member.version != tally.version]
-                    exclude = trouble.culprits & {member.name for member in targets if self._met}
-                    spared = len(targets) - len(exclude) >= max(1, self._needed(tally.version))
-                    tally.failures.append(
-                        FailedAttempt(self._connection.session, trouble.error, tuple(exclude if spared else ()))
-                    )
-                    _log.warning("version %d: %s", tally.version, trouble.error)
-                    if offer is not None and self._enough_have(tally, exclude):
-                        tally.excluded |= dict.fromkeys(exclude, trouble.error)
-                        return Streamed(offer, [], [], [], {})
-                    may_go_on = trouble.again or (exclude and spared) or retries
-                    if trouble.hopeless or deadline.expired or not may_go_on:
-                        raise trouble.error from trouble
-                    if trouble.again:
-                        pass
-                    elif exclude and spared:
-                        tally.excluded |= dict.fromkeys(exclude, trouble.error)
-                        self._dismiss(exclude, tally.version, trouble.error)
-                    else:
-                        retries -= 1
-                    targets = self._targets(tally)
+        self._roster.settle()
+        if not self._met:
+            self._letters.wait_for_joined(self._roster.everyone(), deadline)
+        self._letters.catch_up()
+        targets = self._targets(tally)
+        retries = self._config.retries
+        while True:
+            try:
+                self._connection.ensure(targets, deadline, everyone=not self._met)
+                self._met = True
+                # Connecting may have found that somebody is gone.
+                targets = self._targets(tally)
+                needed = self._needed(tally.version)
+                streamed = self._connection.stream(
+                    tally.version,
+                    targets,
+                    needed,
+                    deadline,
+                    lambda member: self._begin(member, tally, deadline, loop),
+                )
+            except TroubleError as trouble:
+                self._connection.give_up()
+                offer = self._letters.offers.get(tally.version)
+                self._interrupt(tally, trouble.error)
+                ending = asyncio.run_coroutine_threadsafe(self._end_early(tally), loop)
+                ending.result(deadline.remaining_s + _CLEAN_UP_S)
+                targets = [member for member in targets if member.version != tally.version]
+                exclude = trouble.culprits & {member.name for member in targets if self._met}
+                spared = len(targets) - len(exclude) >= max(1, self._needed(tally.version))
+                tally.failures.append(
+                    FailedAttempt(self._connection.session, trouble.error, tuple(exclude if spared else ()))
+                )
+                _log.warning("version %d: %s", tally.version, trouble.error)
+                if offer is not None and self._enough_have(tally, exclude):
+                    tally.excluded |= dict.fromkeys(exclude, trouble.error)
+                    return Streamed(offer, [], [], [], {})
+                may_go_on = trouble.again or (exclude and spared) or retries
+                if trouble.hopeless or deadline.expired or not may_go_on:
+                    raise trouble.error from trouble
+                if trouble.again:
+                    pass
+                elif exclude and spared:
+                    tally.excluded |= dict.fromkeys(exclude, trouble.error)
+                    self._dismiss(exclude, tally.version, trouble.error)
                 else:
-                    tally.excluded |= streamed.refused
-                    return streamed
+                    retries -= 1
+                targets = self._targets(tally)
+            else:
+                tally.excluded |= streamed.refused
+                return streamed
 
     def _targets(self, tally: _Tally) -> list[Member]:
         """Who is to get the version now. `QuorumError` when they are too few, `ProtocolError` for an old version."""
@@ -342,48 +441,59 @@ class Coordinator:
                 failed = Failed(name=member.names[0], session=session, version=version, error=error.to_wire())
                 self._rendezvous.post(COORDINATOR, failed)
 
-        tally.early.begin(member, self._commit_one(member, version, deadline), loop, tell)
+        tally.commits.begin(member, self._commit_one(member, version, deadline), loop, tell)
 
     def _interrupt(self, tally: _Tally, error: WeightlaneError) -> None:
         """What commits that are under way wait for will not come."""
         session, version = self._connection.session, tally.version
         verdict = Abort(session=session, version=version, error=error.to_wire(), disconnect=True)
-        for member in tally.early.members:
+        for member in tally.commits.members:
             self._letters.post_all(member.names, verdict)
 
     async def _end_early(self, tally: _Tally) -> None:
         """Wait for commits that were interrupted. Whoever has written something, and not everything, is quarantined."""
-        await tally.early.end(lambda member, error: self._settle(member, error, tally.version))
+        await tally.commits.end(lambda member, error: self._settle(member, error, tally.version), tally.patience_s)
 
     def _enough_have(self, tally: _Tally, exclude: Iterable[str]) -> bool:
         """Whether the version counts although an attempt failed, because everybody but the culprits has it already."""
         have = [member for member in self._roster.members.values() if member.version == tally.version]
         gone = {*tally.excluded, *exclude}
         left = [member for member in self._roster.reachable() if member.name not in gone]
-        return bool(tally.early.reports) and len(have) >= self._roster.needed and all(member in have for member in left)
+        return (
+            bool(tally.commits.reports) and len(have) >= self._roster.needed and all(member in have for member in left)
+        )
 
     # -- commit ---------------------------------------------------------------------------------------------------------
 
-    async def _commit(self, streamed: Streamed, tally: _Tally, deadline: Deadline) -> dict[str, ReplicaReport]:
-        """Put the version into service where it is staged. Takes it back, and raises, when too few replicas manage."""
-        version, members = tally.version, streamed.members
+    async def _commit(self, streamed: Streamed, tally: _Tally, deadline: Deadline) -> None:
+        """Have everybody who has the version staged put it into service; returns when all have ended, in whatever way."""
+        loop = asyncio.get_running_loop()
+        under_way = tally.commits.members
+        for member in streamed.members:
+            if member not in under_way:
+                tally.commits.begin(member, self._commit_one(member, tally.version, deadline), loop)
+        await tally.commits.wait(tally.patience_s)
+
+    async def _judge(self, streamed: Streamed, tally: _Tally) -> dict[str, ReplicaReport]:
+        """What became of every replica. Takes the version back, and raises, when too few have taken it."""
+        version, members, commits = tally.version, streamed.members, tally.commits
         needed = self._needed(version)
-        before = {member.name: member.version for member in members}
-        results = await asyncio.gather(*(self._ended(member, tally, deadline) for member in members))
-        reports = tally.early.reports | {name: self._left_behind(name, error) for name, error in tally.excluded.items()}
         failures: dict[str, WeightlaneError] = {}
-        for member, result in zip(members, results, strict=True):
+        outcomes: dict[str, Outcome] = {}
+
+        async def settle(member: Member, error: WeightlaneError) -> None:
+            failures[member.name] = error
+            outcomes[member.name] = await self._settle(member, error, version)
+
+        await commits.end(settle, patience_s=0.0)
+        reports = {name: self._left_behind(name, error) for name, error in tally.excluded.items()} | commits.reports
+        for member in members:
             mine = [message for message in streamed.staged if message.name in member.names]
             staged_s, nbytes = max(message.seconds for message in mine), sum(message.nbytes for message in mine)
-            if isinstance(result, WeightlaneError):
-                failures[member.name] = result
-                outcome = await self._settle(member, result, version)
-                reports[member.name] = ReplicaReport(outcome, result, staged_s=staged_s, nbytes=nbytes)
+            if (failure := failures.get(member.name)) is not None:
+                reports[member.name] = ReplicaReport(outcomes[member.name], failure, staged_s=staged_s, nbytes=nbytes)
             else:
-                member.state, member.version, member.error = ReplicaState.SERVING, version, None
-                reports[member.name] = ReplicaReport(
-                    Outcome.COMMITTED, blocked_s=result.blocked_s, staged_s=staged_s, nbytes=nbytes
-                )
+                reports[member.name] = replace(reports[member.name], staged_s=staged_s, nbytes=nbytes)
         reports |= {
             name: self._left_behind(name, member.error)
             for name, member in dict(self._roster.members).items()
@@ -393,15 +503,8 @@ class Coordinator:
             error = _named(version, failures)
             tally.failures.append(FailedAttempt(self._connection.session, error, tuple(failures)))
             if len(members) - len(failures) < needed:
-                await self._roll_back([member for member in members if member.name not in failures], version, before)
                 raise error
         return reports
-
-    async def _ended(self, member: Member, tally: _Tally, deadline: Deadline) -> CommitOutcome | WeightlaneError:
-        """What a replica's commit, which may be under way, ends with."""
-        if (under_way := tally.early.pop(member)) is not None:
-            return await asyncio.wrap_future(under_way)
-        return await self._commit_one(member, tally.version, deadline)
 
     async def _commit_one(self, member: Member, version: int, deadline: Deadline) -> CommitOutcome | WeightlaneError:
         try:
@@ -419,11 +522,10 @@ class Coordinator:
         if isinstance(error, WorkerDiedError):
             self._roster.lost(member, error)
             return Outcome.LOST
-        unknown = type(error) is WeightlaneError or isinstance(error, QuarantinedError | DeadlineExceededError)
-        if not unknown and member.state is ReplicaState.SERVING:
-            return Outcome.BEHIND
-        if unknown:
+        if not isinstance(error, UntouchedError):
             await self._quarantine(member, error, version)
+        elif member.state is ReplicaState.SERVING:
+            return Outcome.BEHIND
         return self._left_behind(member.name, error).outcome
 
     async def _quarantine(self, member: Member, error: WeightlaneError, version: int) -> None:
@@ -499,12 +601,42 @@ class Coordinator:
     def _abort(self, version: int, error: WeightlaneError) -> None:
         """Everybody drops `version` and the connection; the next sync connects anew."""
         self._connection.give_up()
-        _log.warning("version %d aborted: %s", version, error)
+        # Whoever closed it meanwhile need not be told that a version ended early.
+        _log.log(logging.DEBUG if self._closed else logging.WARNING, "version %d aborted: %s", version, error)
         message = Abort(session=self._connection.session, version=version, error=error.to_wire(), disconnect=True)
         try:
             self._letters.post_all(self._roster.everyone(), message)
         except WeightlaneError:
             _log.warning("the store is gone; participants learn of the abort by their own deadlines")
+
+
+def _reason(what: str, cause: BaseException) -> WeightlaneError:
+    """What everybody is told of the end of `what`."""
+    if isinstance(cause, Exception):
+        return as_weightlane_error(cause, COORDINATOR)
+    return ClosedError(f"{what} was cancelled.", part=COORDINATOR)
+
+
+async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
+    """Do what must not be left half-done: a caller that is cancelled meanwhile is so when it is done."""
+    task, cancelled = asyncio.ensure_future(work), None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        if not task.cancelled():
+            task.exception()  # as in `_wait`
+        raise cancelled
+    return task.result()
+
+
+async def _wait(future: asyncio.Future[Any], timeout_s: float) -> None:
+    """Until it has ended, in whatever way."""
+    await asyncio.wait({future}, timeout=timeout_s)
+    if future.done() and not future.cancelled():
+        future.exception()  # looked at: Python need not mention it
 
 
 def _not_there(name: str) -> WeightlaneError:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any, Protocol, TypeVar
 
-from weightlane.ckpt_engines import ClosedError, ConfigError, DeadlineExceededError, WeightlaneError
+from weightlane.ckpt_engines import ClosedError, ConfigError, Deadline, DeadlineExceededError, WeightlaneError
 
+from .at_exit import close_at_exit, start_thread
 from .config import SyncConfig
 from .coordinator import Coordinator
+from .engine_calls import result_of
 from .rendezvous import Rendezvous
 from .report import SyncReport
 from .roster import Replica, ReplicaState
@@ -48,14 +49,18 @@ class CoordinatorThread:
         self._coordinator: Coordinator | None = None
         self._syncing: Future[SyncReport] | None = None
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="weightlane-coordinator", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("weightlane-coordinator", self._run)
+        close_at_exit(self)
 
     def connect(self, backend: str, options: Mapping[str, Any]) -> None:
-        """Tell every replica where the weights come from, and bring all participants together."""
+        """Tell every replica where the weights come from, and bring all participants together.
+
+        Raises `DeadlineExceededError` naming the replica that does not answer, or those who are missing.
+        """
         self._transport = (backend, options)
-        # Every wait in there has a deadline, so this one needs none.
-        self._submit(self._connect(backend, options)).result()
+        # One limit for the replicas' answers, another one for everybody to meet.
+        limit = Deadline.after(2 * self._config.connect_timeout_s)
+        result_of(self._submit(self._connect()), limit, "the replicas to connect", _PART)
 
     def begin(self, version: int) -> None:
         """Carry `version` over; `end` waits for it."""
@@ -75,18 +80,34 @@ class CoordinatorThread:
             raise ClosedError("the publisher was closed.", part=_PART) from None
 
     def close(self) -> None:
-        """End what is under way, and the thread, once the other ranks know how the last version ended. Never raises."""
+        """End what is under way, and the thread, once the other ranks know how the last version ended.
+
+        Idempotent, never raises.
+        """
+        if not self._thread.is_alive():
+            return
         if self._coordinator is not None:
             self._coordinator.wait_until_heard(_HEARD_S)
             self._coordinator.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_JOIN_S)
 
-    async def _connect(self, backend: str, options: Mapping[str, Any]) -> None:
-        await asyncio.gather(*(replica.connect(self.address, backend, options) for replica in self._replicas))
+    async def _connect(self) -> None:
+        await asyncio.gather(*(self._tell(replica) for replica in self._replicas))
         names = [publisher_name(rank) for rank in range(self._world)]
         self._coordinator = Coordinator(self._rendezvous, names, self._replicas, self._config)
         await self._coordinator.connect()
+
+    async def _tell(self, replica: ConnectableReplica) -> None:
+        deadline = Deadline.after(self._config.connect_timeout_s)
+        timeout = asyncio.timeout(deadline.remaining_s)
+        try:
+            async with timeout:
+                await replica.connect(self.address, *self._transport)
+        except TimeoutError as error:
+            if not timeout.expired():
+                raise
+            raise deadline.error("it to connect to the run", part=_PART, peer=replica.name) from error
 
     async def _sync(self, version: int) -> SyncReport:
         assert self._coordinator is not None

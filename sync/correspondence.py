@@ -78,6 +78,8 @@ class Correspondence:
         """What subscribers of this session have said of a version before anybody asked: some are quicker than others accept."""
         self.stale = False
         """A publisher has joined or left since the session began."""
+        self.interruption: WeightlaneError | None = None
+        """Why whoever waits for mail is not to wait any longer. Set on another thread, which posts something as well."""
 
     def begin(self, session: str) -> None:
         """From now on `session` counts."""
@@ -231,6 +233,7 @@ class Correspondence:
 
     def _next(self, deadline: Deadline, names: list[str], what: str) -> Message:
         named = ", ".join(names)
+        self._check_interruption()
         try:
             message = self._inbox.get(deadline, waiting_for=f"{named} {what}")
         except DeadlineExceededError as error:
@@ -239,7 +242,12 @@ class Correspondence:
         if isinstance(message, Stop):
             raise ClosedError("the coordinator was closed.", part="coordinator")
         self._note(message)
+        self._check_interruption()
         return message
+
+    def _check_interruption(self) -> None:
+        if self.interruption is not None:
+            raise self.interruption
 
     def _note(self, message: Message) -> None:
         if isinstance(message, Joined):

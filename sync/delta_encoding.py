@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from weightlane.ckpt_engines import ProtocolError
 
 from .codecs.delta import Encoded, TooDense, encode
+from .daemon_threads import DaemonThreads
 from .devices import usable_cpus
 from .manifest import ALIGNMENT_BYTES, CODEC_DELTA, Manifest, PlainSegment, Segment
 from .packing import RunTable
@@ -92,7 +93,7 @@ class DeltaEncoder:
         self.dense_bytes = sum(shard.nbytes for shard in shards)
         """Bytes of all shards."""
         self._workers = min(_MOST_THREADS, usable_cpus())
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads: DaemonThreads | None = None
         """There from the first delta on: its threads keep memory for what they compare."""
 
     def encode(
@@ -149,7 +150,7 @@ class DeltaEncoder:
                 yield piece, one(piece)
             return
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(self._workers, thread_name_prefix="weightlane-encode")
+            self._threads = DaemonThreads(self._workers, "weightlane-encode")
         begun: deque[tuple[Part, Future[Encoded | TooDense]]] = deque()
         try:
             for piece in pieces:

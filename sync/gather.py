@@ -6,9 +6,24 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from weightlane.ckpt_engines import ClosedError, ConfigError, Deadline, ManifestError
-from weightlane.ckpt_engines.process_group import BackendName, Group, open_process_group, translated
+from weightlane.ckpt_engines import (
+    ClosedError,
+    ConfigError,
+    Deadline,
+    DeadlineExceededError,
+    ManifestError,
+    TransportError,
+)
+from weightlane.ckpt_engines.process_group import (
+    BackendName,
+    Group,
+    abandon_gloo,
+    abort_accelerator_group,
+    open_process_group,
+    translated,
+)
 
+from .at_exit import start_thread
 from .manifest import Manifest
 from .packing import RunTable, copy_runs, gather_runs, scatter_runs
 from .rendezvous import Rendezvous
@@ -44,6 +59,8 @@ class ShardGather:
         self.tables = tables
         """Where each rank's snapshot belongs in it, by rank."""
         self._packed = torch.empty(0, dtype=torch.uint8, device=device)
+        self._moving = False
+        """Whether a thread waits for another rank."""
 
     @classmethod
     def connect(
@@ -128,8 +145,14 @@ class ShardGather:
         return total
 
     def close(self) -> None:
-        """Leave the group. Idempotent."""
-        self._group = None
+        """Leave the group; who waits in `fill` or `give` raises `ClosedError`. Idempotent."""
+        group, self._group = self._group, None
+        if group is None or not self._moving:
+            return
+        if self._packed.is_cpu:
+            abandon_gloo(group)
+        else:
+            start_thread("weightlane-abort", abort_accelerator_group, group)
 
     def _room(self, nbytes: int) -> torch.Tensor:
         if self._packed.numel() < nbytes:
@@ -137,14 +160,22 @@ class ShardGather:
         return self._packed[:nbytes]
 
     def _run(self, kind: str, data: torch.Tensor, rank: int, deadline: Deadline) -> None:
-        group = self._group
-        if group is None:
-            raise ClosedError("the gather was closed.", part=_PART)
         peer = self._names[rank]
-        with translated(_PART, deadline, f"{peer}'s pieces of a bucket", peer):
-            operation = group.send if kind == "send" else group.recv
-            work = operation([data], rank, 0)
-            work.wait(deadline.timedelta())
+        self._moving = True  # before it looks whether it is closed, which is the other way round in `close`
+        try:
+            group = self._group
+            if group is None:
+                raise ClosedError("the gather was closed.", part=_PART)
+            with translated(_PART, deadline, f"{peer}'s pieces of a bucket", peer):
+                operation = group.send if kind == "send" else group.recv
+                work = operation([data], rank, 0)
+                work.wait(deadline.timedelta())
+        except (TransportError, DeadlineExceededError) as error:
+            if self._group is None:
+                raise ClosedError(f"the gather was closed while it waited for {peer}.", part=_PART) from error
+            raise
+        finally:
+            self._moving = False
 
 
 def _pieces(start: int, stop: int) -> Iterator[tuple[int, int]]:

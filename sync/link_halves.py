@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 
 from weightlane.ckpt_engines import (
     CheckpointEngine,
@@ -15,11 +15,10 @@ from weightlane.ckpt_engines import (
     WeightSender,
 )
 
+from .daemon_threads import DaemonThreads
+from .engine_calls import GRACE_S, address_of, close_all
 from .rendezvous import Rendezvous
 from .session_plan import Link, SessionPlan
-
-_GRACE_S = 2.0
-"""How much longer than the engine, which knows the peer, whoever waits for all links does."""
 
 
 class LinkHalves:
@@ -51,13 +50,13 @@ class LinkHalves:
             if self._closed:
                 self.close()
                 raise ClosedError("the connection was closed while connecting.", part=self._name)
-            box.put(f"{link.number}/{self._name}", dict(half.address()))
+            box.put(f"{link.number}/{self._name}", address_of(half, self._name))
         if not links:
             return
-        threads = ThreadPoolExecutor(len(links), thread_name_prefix=f"weightlane-link-{self._name}")
+        threads = DaemonThreads(len(links), f"weightlane-link-{self._name}")
         connecting = [threads.submit(self._connect, rendezvous, session, link, deadline) for link in links]
         threads.shutdown(wait=False)
-        done, late = wait(connecting, deadline.remaining_s + _GRACE_S, FIRST_EXCEPTION)
+        done, late = wait(connecting, deadline.remaining_s + GRACE_S, FIRST_EXCEPTION)
         failure = next((error for each in done if (error := each.exception()) is not None), None)
         if failure is None and late:
             failure = deadline.error("its links to connect", part=self._name)
@@ -89,6 +88,4 @@ class LinkHalves:
     def close(self) -> None:
         """Close every half. Idempotent, never raises."""
         self._closed = True
-        halves: list[WeightSender | WeightReceiver] = [*list(self.senders.values()), *list(self.receivers.values())]
-        for half in halves:
-            half.close()
+        close_all([*list(self.senders.values()), *list(self.receivers.values())], self._name)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import threading
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from weightlane.ckpt_engines import (
     ClosedError,
@@ -21,6 +24,7 @@ from weightlane.ckpt_engines import (
 )
 from weightlane.plugins import RunHooks, process_hooks
 
+from .at_exit import close_at_exit, start_thread
 from .messages import (
     Abort,
     Committed,
@@ -49,6 +53,8 @@ class Participant(ABC):
     what was meant for that. Verdicts on versions come from the coordinator alone: what fails here is reported, and the
     coordinator may still carry the version over on another connection.
 
+    What is still open when the program ends is closed then. In a process that was forked from this one, closing does nothing.
+
     Subclasses implement `_open_half` (a fresh transport half), `_connect_half` and `_handle` (every message that is not
     about connecting). All run on the control thread, except `_connect_half`: connecting waits for others, and must not keep
     this participant from hearing that it is to begin anew.
@@ -65,33 +71,47 @@ class Participant(ABC):
         self.hooks = hooks or process_hooks()
         self._outcomes = OutcomeBoard()
         self._closed = threading.Event()
+        self._over = False
+        """Whether the run has ended: nobody is there to be told that this participant leaves."""
+        self._process = os.getpid()
         self._inbox: Inbox = self.rendezvous.inbox(f"{name}#{secrets.token_hex(4)}")
-        self._control = threading.Thread(target=self._follow, name=f"weightlane-control-{name}", daemon=True)
+        self._control: threading.Thread | None = None
         self._connecting: threading.Thread | None = None
         self._turn = threading.Lock()
         """Held while the session changes or becomes ready."""
 
     def start(self) -> None:
         """Start the control thread and join the run."""
-        self._control.start()
+        self._control = start_thread(f"weightlane-control-{self.name}", self._follow)
+        close_at_exit(self)
         self._tell(Joined(name=self.name, inbox=self._inbox.name))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def close(self) -> None:
         """Leave the run, close the transport and end the threads. Idempotent, never raises."""
-        if self._closed.is_set():
+        if self._closed.is_set() or self._process != os.getpid():
             return
         self._closed.set()
         self._close_half()
         self._outcomes.fail_all(ClosedError("this participant was closed.", part=self.name))
-        try:
-            self._tell(Left(name=self.name, inbox=self._inbox.name))
-            self.rendezvous.post(self._inbox.name, Stop())
-        except WeightlaneError:
-            _log.debug("%s: the store was gone before close", self.name)
+        if not self._over:
+            try:
+                self._tell(Left(name=self.name, inbox=self._inbox.name))
+                self.rendezvous.post(self._inbox.name, Stop())
+            except WeightlaneError:
+                _log.debug("%s: the store was gone before close", self.name)
         for thread in (self._control, self._connecting):
             if thread is not None and thread.is_alive() and thread is not threading.current_thread():
                 thread.join(_JOIN_THREAD_S)
         self._close_half()  # one that the control thread opened meanwhile
+        self._free()
 
     def _disconnect(self) -> None:
         with self._turn:  # first, so that whoever is connecting keeps nothing
@@ -144,6 +164,10 @@ class Participant(ABC):
         """Close the transport half, if any; unblocks whoever uses it. Never raises."""
 
     @abstractmethod
+    def _free(self) -> None:
+        """End every other thread, and give back all memory. Never raises."""
+
+    @abstractmethod
     def _handle(self, message: Message) -> None:
         """React to a message of the current session."""
 
@@ -176,11 +200,13 @@ class Participant(ABC):
                 self._report(-1, self.session, error)
                 continue
             except WeightlaneError as error:
+                self._over = True
                 if not self._closed.is_set():
                     self._close_half()
                     self._outcomes.fail_all(error)
                 return
             if isinstance(message, Stop):
+                self._over = True
                 if not self._closed.is_set():  # the coordinator's: the run is over
                     self._close_half()
                     self._outcomes.fail_all(ClosedError("the coordinator has closed.", part=self.name))
@@ -224,10 +250,7 @@ class Participant(ABC):
         elif getattr(message, "session", None) != self.session:
             return  # a leftover of an earlier connection
         elif isinstance(message, Connect):
-            self._connecting = threading.Thread(
-                target=self._connect, args=(message,), name=f"weightlane-connect-{self.name}", daemon=True
-            )
-            self._connecting.start()
+            self._connecting = start_thread(f"weightlane-connect-{self.name}", self._connect, message)
         else:
             self._handle(message)
 
@@ -238,25 +261,38 @@ class OutcomeBoard:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._committed = -1
+        self._begun: Counter[int] = Counter()
+        """How often each version was begun here."""
+        self._verdicts: Counter[int] = Counter()
+        """How often it was heard that it failed."""
         self._failed: dict[int, WeightlaneError] = {}
         self._closed: WeightlaneError | None = None
 
     def begin(self, version: int) -> None:
-        """Forget an earlier failure of `version`: it is tried again."""
+        """`version` is tried, once more perhaps: forget an earlier failure.
+
+        One that has come for this very try, because this participant is later than others, stands.
+        """
         with self._changed:
-            self._failed.pop(version, None)
+            self._begun[version] += 1
+            if self._verdicts[version] < self._begun[version]:
+                self._failed.pop(version, None)
 
     def succeed(self, version: int) -> None:
         """`version` serves."""
         with self._changed:
             self._committed = max(self._committed, version)
-            self._failed = {old: error for old, error in self._failed.items() if old > version}
+            self._failed = {newer: error for newer, error in self._failed.items() if newer > version}
+            for counts in (self._begun, self._verdicts):
+                for old in [each for each in counts if each <= version]:
+                    del counts[old]
             self._changed.notify_all()
 
     def fail(self, version: int, error: WeightlaneError) -> None:
         """`version` was given up."""
         with self._changed:
-            self._failed.setdefault(version, error)
+            self._verdicts[version] += 1
+            self._failed[version] = error
             self._changed.notify_all()
 
     def fail_all(self, error: WeightlaneError) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Lock
+from typing import Any
 
 import torch
 
-from weightlane.ckpt_engines import StorageError
+from weightlane.ckpt_engines import ConfigError, StorageError
 
 from .codec_choice import Choice
 from .codecs.delta import TooDense
@@ -20,6 +22,20 @@ from .send_memory import SendMemory
 from .snapshot import Remains
 
 _log = logging.getLogger(__name__)
+
+
+def checked_version(version: Any, part: str) -> int:
+    """`version` as an int: whoever publishes may have it from NumPy.
+
+    Raises `ConfigError` for what is no whole number from 0.
+    """
+    try:
+        number = operator.index(version)
+    except TypeError:
+        number = -1
+    if number < 0 or isinstance(version, bool):
+        raise ConfigError(f"a version is a whole number from 0, not {version!r}.", part=part)
+    return number
 
 
 @dataclass(slots=True, eq=False)

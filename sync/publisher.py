@@ -27,6 +27,7 @@ from weightlane.ckpt_engines import (
 )
 from weightlane.plugins import RunHooks
 
+from .at_exit import start_thread
 from .codec_choice import CodecChooser
 from .codecs.delta import TooDense
 from .config import CodecPolicy, Integrity, Quantise
@@ -38,7 +39,7 @@ from .messages import Connect, EngineTraits, Full, Go, Message, Offer, Sent
 from .participant import Participant
 from .placement import Placement
 from .progress import Progress
-from .publication import Base, Publication, Slot, SnapshotSlots
+from .publication import Base, Publication, Slot, SnapshotSlots, checked_version
 from .rendezvous import RendezvousAddress
 from .sending import Outgoing, Sending
 from .sending_end import SendingEnd
@@ -149,11 +150,9 @@ class Publisher(Participant):
         self._proven = False
         """Whether the last version whose end is known has committed."""
         self._workers = [
-            threading.Thread(target=target, name=f"weightlane-{kind}-{name}", daemon=True)
+            start_thread(f"weightlane-{kind}-{name}", target)
             for kind, target in (("snapshot", self._take_all), ("publish", self._run))
         ]
-        for worker in self._workers:
-            worker.start()
         self.start()
 
     @property
@@ -168,8 +167,9 @@ class Publisher(Participant):
         is not streaming yet is given up in favour of this one; while one is streaming, the new snapshot waits for it, and
         the fence with it: look at `busy` first. Every rank must publish the same versions in the same order.
 
-        Raises `ClosedError` after `close`.
+        Raises `ClosedError` after `close`, and `ConfigError` for a `version` that is no whole number from 0.
         """
+        version = checked_version(version, self.name)
         if self._closed.is_set():
             raise ClosedError("publish was called on a closed publisher.", part=self.name)
         progress = Progress(f"the snapshot of version {version}", self.name)
@@ -218,9 +218,7 @@ class Publisher(Participant):
         """Block until `version` serves. Raises `SyncAbortedError` with the reason everybody got."""
         self._outcomes.wait(version, Deadline.after(timeout_s), self.name)
 
-    def close(self) -> None:
-        """Stop publishing; see `Participant.close`."""
-        super().close()
+    def _free(self) -> None:
         with self._changed:
             self._changed.notify_all()
         for worker in self._workers:

@@ -36,7 +36,7 @@ def needed_on_the_wire(needed: Placement, sent: Sequence[TensorSpec], scheme: Sc
 
 
 def _stands_for(wire: TensorSpec, spec: TensorSpec, *, restored: bool) -> bool:
-    return wire.shape == spec.shape and (spec.dtype.is_floating_point if restored else spec.dtype == wire.dtype)
+    return wire.shape == spec.shape and spec.dtype.is_floating_point if restored else wire.stands_for(spec)
 
 
 def _scales_of(pair: QuantisedPair, boxes: Sequence[Box], scheme: Scheme) -> list[Box]:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from weightlane.ckpt_engines import Deadline, WeightReceiver
 
+from .daemon_threads import DaemonThreads
+from .engine_calls import GRACE_S
 from .link_halves import LinkHalves
 from .manifest import Manifest
 from .relaying import Onward, onward_links
 from .seal import SealMail
 from .session_plan import Link, SessionPlan
 
-_GRACE_S = 2.0
-"""How much longer than the engine's calls, which know better what has happened, whoever waits for them does."""
 _PATIENCE = 0.2
 """By how much of the longest time for a bucket a receiver waits longer than whoever is one hop nearer to the trainer."""
 
@@ -113,7 +113,7 @@ class Way:
 
 
 class Ways:
-    """Receives from several sources, and hands on to others, at the same time: each on a thread; one alone on the caller's own.
+    """Receives from several sources, and hands on to others, at the same time: each on a thread of its own.
 
     Args:
         name: The participant.
@@ -130,14 +130,12 @@ class Ways:
         What else is running then ends when the session is closed: see `settle`. `DeadlineExceededError`, naming the peers, if a
         call has outlived the deadline that it was given.
         """
-        if len(ways) <= 1:
-            for way in ways:
-                way.run()
+        if not ways:
             return
-        threads = ThreadPoolExecutor(len(ways), thread_name_prefix=f"weightlane-receive-{self._name}")
+        threads = DaemonThreads(len(ways), f"weightlane-receive-{self._name}")
         running = [threads.submit(way.run) for way in ways]
         threads.shutdown(wait=False)
-        done, late = wait(running, deadline.remaining_s + _GRACE_S, FIRST_EXCEPTION)
+        done, late = wait(running, deadline.remaining_s + GRACE_S, FIRST_EXCEPTION)
         self._running = list(late)
         for each in done:
             each.result()

@@ -20,7 +20,7 @@ from weightlane.ckpt_engines import Deadline, ManifestError, ProtocolError
 from .boxes import Box
 from .rank_talk import Board, RankTalk
 from .seal import seal
-from .tensor_spec import LocalShard, TensorSpec
+from .tensor_spec import LocalShard, TensorSpec, raw_bytes
 from .transfer_plan import Replicated
 
 _PART = "replica check"
@@ -48,7 +48,7 @@ class _Slice:
             wire = torch.empty(self.box.shape, dtype=self.spec.dtype, device=self.parts[0][1].device)
             for box, part in self.parts:
                 wire[box.index] = part.to(self.spec.dtype)
-        return seal(wire.view(-1).view(torch.uint8))
+        return seal(raw_bytes(wire))
 
 
 class ReplicaCheck:

@@ -27,9 +27,8 @@ class Replica(Protocol):
     async def commit(self, version: int) -> CommitOutcome:
         """Put the staged `version` into service on every rank at the same step.
 
-        Raises `QuarantinedError`, `DeadlineExceededError` or anything that is not a `WeightlaneError` when it cannot tell
-        what its ranks hold afterwards, `WorkerDiedError` when it is gone, and any other `WeightlaneError` when the version
-        it had is in place everywhere, untouched.
+        Raises `UntouchedError` when the version it had is in place everywhere and serves on, `WorkerDiedError` when it is gone,
+        and anything else when it cannot tell what its ranks hold: it is quarantined then.
         """
 
     async def rollback(self, version: int) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 
-from weightlane.ckpt_engines import Bucket, ClosedError, Deadline, Mailbox, Topology, WeightlaneError, WeightSender
+from weightlane.ckpt_engines import Bucket, ClosedError, Deadline, Mailbox, Topology, WeightSender
 
 from .bucket_source import BucketSource
+from .daemon_threads import DaemonThreads
+from .engine_calls import result_of
 from .manifest import Manifest
 from .seal import SEALS_FILE, SealMail, seal, seals_document
 from .version_files import version_files
@@ -57,12 +59,13 @@ class SendPipeline:
         self._on_sent = on_sent
         self._seals: dict[int, list[str]] = {}
         """Of versions that may be committed, with a persistent engine."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weightlane-send")
+        self._thread = DaemonThreads(1, "weightlane-send")
 
     def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:
         """Connect the sender, if there is but one."""
         (sender,) = self._senders
-        self._thread.submit(sender.connect, topology, mailbox, deadline).result()
+        connecting = self._thread.submit(sender.connect, topology, mailbox, deadline)
+        result_of(connecting, deadline, "the engine to connect", _PART)
 
     def send_version(
         self,
@@ -90,22 +93,25 @@ class SendPipeline:
             if not destination.receivers and not _is_stored(manifest):
                 continue
             while len(sending) >= IN_FLIGHT:
-                sending.popleft().result()
+                self._end(sending.popleft(), deadline.within(stall_s), version)
             data = source.bucket(index)
             if manifest.sealed:
                 seals.append(seal(data))
                 self._mail.put(version, index, seals[-1])
-            opened.result()
+            self._end(opened, deadline, version)
             bucket = Bucket(version, index, data, manifest.lasting, manifest.part(index))
             sending.append(self._thread.submit(self._send, bucket, destination, deadline, stall_s))
             total += data.numel()
         for future in sending:
-            future.result()
-        opened.result()
+            self._end(future, deadline.within(stall_s), version)
+        self._end(opened, deadline, version)
         if _is_stored(manifest) and manifest.sealed:
             self._seals = {other: kept for other, kept in self._seals.items() if other > version - IN_FLIGHT}
             self._seals[version] = seals
         return total
+
+    def _end(self, call: Future[None], deadline: Deadline, version: int) -> None:
+        result_of(call, deadline, f"the engine to send version {version}", _PART)
 
     def _open_version(self, manifest: Manifest, deadline: Deadline) -> None:
         if _is_stored(manifest):
@@ -142,13 +148,9 @@ class SendPipeline:
         except RuntimeError as error:  # the executor takes nothing any more
             raise closed from error
         try:
-            done.result(deadline.remaining_s)
+            result_of(done, deadline, what, _PART)
         except CancelledError as error:
             raise closed from error
-        except TimeoutError as error:
-            if isinstance(error, WeightlaneError):
-                raise
-            raise deadline.error(what, part=_PART) from error
 
     def close(self) -> None:
         """Let the sending thread end; the senders themselves are closed by their owner. Idempotent."""

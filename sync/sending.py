@@ -13,6 +13,7 @@ from weightlane.ckpt_engines import Deadline, Topology, WeightSender
 from .bucket_source import BucketSource, FromSnapshot, Packed
 from .delta_agreement import DeltaAgreement
 from .delta_encoding import delta_manifest, delta_tables
+from .engine_calls import close_all
 from .gather import ShardGather
 from .link_halves import LinkHalves
 from .magnitudes import MagnitudeAgreement
@@ -190,7 +191,7 @@ class GatheredSending(Sending):
         device: torch.device,
     ) -> None:
         super().__init__(opening, layout, parts)
-        self._alone = opening.alone
+        self._alone, self._name = opening.alone, opening.name
         self._sender = sender
         self._pipeline = None if sender is None else opening.pipeline([sender])
         self._gather: ShardGather | None = None
@@ -244,7 +245,7 @@ class GatheredSending(Sending):
         """See `Sending.close`."""
         super().close()
         if self._sender is not None:
-            self._sender.close()
+            close_all([self._sender], self._name)
         if self._gather is not None:
             self._gather.close()
 

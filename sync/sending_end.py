@@ -13,6 +13,7 @@ from weightlane.ckpt_engines import CheckpointEngine, ClosedError, Deadline, Del
 
 from .contribution import Contribution
 from .devices import buffer_device
+from .engine_calls import address_of, close_all
 from .link_halves import LinkHalves
 from .manifest import Manifest
 from .messages import Connect, EngineTraits
@@ -108,7 +109,7 @@ class SendingEnd:
                 self._halves = LinkHalves(self._name, self._engine)
             elif self._rank == 0:
                 self._sender = self._engine.make_sender(self._name)
-                address = dict(self._sender.address())
+                address = address_of(self._sender, self._name)
         if self._rank != 0:
             return {}, None
         facts = self._engine.capabilities
@@ -180,11 +181,13 @@ class SendingEnd:
     def disconnect(self) -> None:
         """End the session. Idempotent."""
         with self._changed:
-            parts = (self._sending, self._halves, self._sender)
+            sending, halves, sender = self._sending, self._halves, self._sender
             self._session, self._sending, self._halves, self._sender = "", None, None, None
-        for part in parts:
+        for part in (sending, halves):
             if part is not None:
                 part.close()
+        if sender is not None:
+            close_all([sender], self._name)
 
     def close(self) -> None:
         """Give the memory back; nothing is sent any more."""

@@ -66,9 +66,15 @@ class Supply:
         return Placement.whole(self.specs)
 
     def said_of_it(self, needed: Placement) -> Placement | None:
-        """`needed`, which may speak of the tensors as they are restored, said of what is sent; None if it is of others."""
-        if set(needed.specs) == set(self.specs):
-            return needed
+        """`needed`, which may speak of other types, or of the tensors as they are restored, said of what is sent.
+
+        None if it is of other tensors.
+        """
+        sent = {spec.name: spec for spec in self.specs}
+        if sent.keys() == {spec.name for spec in needed.specs} and all(
+            sent[spec.name].stands_for(spec) for spec in needed.specs
+        ):
+            return Placement(tuple(sent[spec.name] for spec in needed.specs), needed.boxes)
         return needed_on_the_wire(needed, self.specs, checked_scheme(self.quantised)) if self.quantised else None
 
     def to_plain(self) -> list[Any]:

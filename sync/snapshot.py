@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from .codecs.quantised import QuantisationReport
+from .daemon_threads import DaemonThreads
 from .devices import usable_cpus
 from .host_memory import copy_bytes
 from .progress import Progress
-from .tensor_spec import LocalShard
+from .tensor_spec import LocalShard, raw_bytes
 
 if TYPE_CHECKING:
     from .quantised_snapshot import CutBlocks, Magnitudes
@@ -65,7 +66,7 @@ class Copy:
         if len(self.sources) == 1:
             source = self.sources[0]
             if source.is_cpu and room.is_cpu and source.dtype == self.dtype and source.is_contiguous():
-                copy_bytes(room, source.view(-1).view(torch.uint8))
+                copy_bytes(room, raw_bytes(source))
             else:
                 into.view(source.shape).copy_(source, non_blocking=True)
         elif self.sources[0].device == into.device:
@@ -104,7 +105,7 @@ class Snapshot:
         self.nbytes = self.read_end
         """One past the last byte of all."""
         self._workers = 1 if self._stream is not None else min(_MOST_THREADS, usable_cpus())
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads: DaemonThreads | None = None
         """There from the first time on that they are needed."""
         self.is_cut = False
         """Whether other ranks must speak before it is complete; see `weightlane.sync.magnitudes`."""
@@ -169,7 +170,7 @@ class Snapshot:
                 yield milestone
             return
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(self._workers, thread_name_prefix="weightlane-copy")
+            self._threads = DaemonThreads(self._workers, "weightlane-copy")
         begun: deque[tuple[Milestone, Future[None]]] = deque()
         try:
             for milestone in self._milestones:

@@ -25,9 +25,11 @@ from weightlane.ckpt_engines import (
 )
 from weightlane.plugins import RunHooks
 
+from .at_exit import start_thread
 from .coverage import Expectation, check_coverage
 from .delta_decoding import DeltaDecoding
 from .devices import buffer_device
+from .engine_calls import address_of, close_all
 from .intake import Intake, Job
 from .link_halves import LinkHalves
 from .live_stream import LiveStream
@@ -135,8 +137,7 @@ class Subscriber(Participant):
         """Which publication the live weights are, and were before the last `take`; empty when that is not certain."""
         self._staged_identity = (-1, "")
         self._jobs: queue.SimpleQueue[Job | _Settle | None] = queue.SimpleQueue()
-        self._worker = threading.Thread(target=self._run, name=f"weightlane-stage-{name}", daemon=True)
-        self._worker.start()
+        self._worker = start_thread(f"weightlane-stage-{name}", self._run)
         self.start()
 
     def take(self, version: int) -> Mapping[str, torch.Tensor]:
@@ -200,9 +201,7 @@ class Subscriber(Participant):
         """Block until `version` serves. Raises `SyncAbortedError` with the reason everybody got."""
         self._outcomes.wait(version, Deadline.after(timeout_s), self.name)
 
-    def close(self) -> None:
-        """Stop staging; see `Participant.close`."""
-        super().close()
+    def _free(self) -> None:
         self._jobs.put(None)
         self._give_stream_up("this participant was closed.")
         self._worker.join(5.0)
@@ -217,7 +216,7 @@ class Subscriber(Participant):
             self._halves = LinkHalves(self.name, self._engine)
             return {}, None
         self._receiver = self._engine.make_receiver(self.name)
-        return dict(self._receiver.address()), None
+        return address_of(self._receiver, self.name), None
 
     def _said_need(self) -> str:
         return PlanBoard(self.rendezvous.mailbox(f"plan/{self.session}")).need(self._needed)
@@ -253,11 +252,12 @@ class Subscriber(Participant):
         return planned
 
     def _close_half(self) -> None:
-        parts = self._receiver, self._halves
+        receiver, halves = self._receiver, self._halves
         self._receiver = self._halves = self._receiving = None
-        for part in parts:
-            if part is not None:
-                part.close()
+        if halves is not None:
+            halves.close()
+        if receiver is not None:
+            close_all([receiver], self.name)
         self._delta = None
         self._give_stream_up("the connection was closed.")
         self._staging.drop()

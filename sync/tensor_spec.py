@@ -9,9 +9,11 @@ from typing import Any, Protocol
 
 import torch
 
-from weightlane.ckpt_engines import ProtocolError
+from weightlane.ckpt_engines import ManifestError, ProtocolError
 
 from .boxes import Box, boxes_of_run, row_major_strides
+
+_PART = "publisher"
 
 SAFETENSORS_DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -48,6 +50,14 @@ def dtype_of(name: str) -> torch.dtype:
         ) from None
 
 
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as uint8, 1-D.
+
+    torch calls a single element contiguous whatever its stride is, and will not look at it as bytes unless that is 1.
+    """
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """One checkpoint tensor: its Hugging Face name, its full shape, and its dtype on the wire."""
@@ -70,6 +80,12 @@ class TensorSpec:
     def strides(self) -> tuple[int, ...]:
         """Elements from one index to the next, in row-major order, by dimension."""
         return row_major_strides(self.shape)
+
+    def stands_for(self, other: TensorSpec) -> bool:
+        """Whether it is the tensor `other`, in the same type or another of floating-point numbers."""
+        return (self.name, self.shape) == (other.name, other.shape) and (
+            self.dtype == other.dtype or (self.dtype.is_floating_point and other.dtype.is_floating_point)
+        )
 
     def to_plain(self) -> list[Any]:
         """As JSON: ``[name, [sizes], dtype]``."""
@@ -142,6 +158,8 @@ class LocalShard:
     columns, the query heads out of a fused parameter, nothing at all. It is read between ``publish`` and the fence and may change
     its values, but not its storage, afterwards. A rank may hold several slices of a tensor that do not overlap; several ranks may
     hold the same elements, which must then be equal.
+
+    Raises `ManifestError` for `data` that is no slice of the tensor, or holds whole numbers where the tensor does not.
     """
 
     spec: TensorSpec
@@ -149,10 +167,36 @@ class LocalShard:
     """First index of the slice, by dimension of the tensor."""
     data: torch.Tensor
 
+    def __post_init__(self) -> None:
+        """Check that these can be elements of the tensor."""
+        shape, name = tuple(self.data.shape), self.spec.name
+        if len(shape) != len(self.starts) or not self.box.fits(self.spec.shape):
+            at = f" at {self.starts}" if any(self.starts) else ""
+            raise ManifestError(
+                f"a tensor of shape {shape}{at} is no slice of {name}, whose shape is {self.spec.shape}.",
+                part=_PART,
+                hint="A slice has the tensor's own dimensions, in its order.",
+            )
+        if self.data.is_floating_point() != self.spec.dtype.is_floating_point:
+            raise ManifestError(
+                f"{name} was declared {dtype_name(self.spec.dtype)}, and its data are {dtype_name(self.data.dtype)}.",
+                part=_PART,
+                hint="Only floating-point types are converted into one another.",
+            )
+
     @classmethod
     def whole(cls, spec: TensorSpec, data: torch.Tensor) -> LocalShard:
-        """All of the tensor, in any shape of as many elements."""
-        return cls(spec, (0,) * len(spec.shape), data.view(spec.shape))
+        """All of the tensor.
+
+        Raises `ManifestError` unless `data` has its shape.
+        """
+        if tuple(data.shape) != spec.shape:
+            raise ManifestError(
+                f"{spec.name} has shape {spec.shape}, and its data {tuple(data.shape)}.",
+                part=_PART,
+                hint="Give the tensor as the checkpoint has it; a transposed or flattened one would arrive scrambled.",
+            )
+        return cls(spec, (0,) * len(spec.shape), data)
 
     @classmethod
     def run(cls, spec: TensorSpec, start: int, data: torch.Tensor) -> list[LocalShard]:

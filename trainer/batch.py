@@ -27,10 +27,16 @@ class Sample:
     """Log-probability of each completion token under the policy that sampled it, at the sampling temperature."""
     advantage: float
     """Advantage of the whole completion; every token of it carries the same."""
+    masked: int = 0
+    """How many of the first completion tokens are left out of the loss; fewer than there are."""
 
     def __post_init__(self) -> None:
         if not self.prompt_ids or not self.completion_ids:
             raise ProtocolError("a sample needs at least one prompt token and one completion token.", part=_PART)
+        if not 0 <= self.masked < len(self.completion_ids):
+            raise ProtocolError(
+                f"{self.masked} of {len(self.completion_ids)} completion tokens are masked.", part=_PART
+            )
         if len(self.rollout_logprobs) != len(self.completion_ids):
             raise ProtocolError(
                 f"{len(self.completion_ids)} completion tokens came with {len(self.rollout_logprobs)} log-probabilities.",
@@ -55,6 +61,11 @@ class Sample:
     def length(self) -> int:
         """Tokens of prompt and completion."""
         return len(self.prompt_ids) + len(self.completion_ids)
+
+    @property
+    def loss_tokens(self) -> int:
+        """Completion tokens that count in the loss."""
+        return len(self.completion_ids) - self.masked
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +105,11 @@ class MicroBatch:
         logprobs = torch.zeros(rows, length)
         advantages = torch.zeros(rows, length)
         for row, sample in enumerate(samples):
-            completion = slice(len(sample.prompt_ids), sample.length)
+            completion = slice(len(sample.prompt_ids) + sample.masked, sample.length)
             input_ids[row, : sample.length] = torch.tensor(sample.prompt_ids + sample.completion_ids)
             attention_mask[row, : sample.length] = 1
             loss_mask[row, completion] = True
-            logprobs[row, completion] = torch.tensor(sample.rollout_logprobs)
+            logprobs[row, completion] = torch.tensor(sample.rollout_logprobs[sample.masked :])
             advantages[row, completion] = sample.advantage
         tail = slice(first_target, None)
         return cls(input_ids, attention_mask, first_target, loss_mask[:, tail], logprobs[:, tail], advantages[:, tail])
@@ -148,6 +159,8 @@ class TrainBatch:
     samples: tuple[Sample, ...]
     temperature: float = 1.0
     """Sampling temperature of the rollout; the policy's logits are divided by it."""
+    left_out_tokens: int = 0
+    """Completion tokens of samples that are not here because their advantage, and so their gradient, is 0."""
 
     def __post_init__(self) -> None:
         if not self.samples:
@@ -155,8 +168,13 @@ class TrainBatch:
 
     @property
     def loss_tokens(self) -> int:
-        """Completion tokens of the whole batch: what the loss is divided by."""
-        return sum(len(sample.completion_ids) for sample in self.samples)
+        """What the sum of the loss is divided by: completion tokens, those that were left out included."""
+        return self.computed_tokens + self.left_out_tokens
+
+    @property
+    def computed_tokens(self) -> int:
+        """Completion tokens that go through the loss: what the sums of its metrics are divided by."""
+        return sum(sample.loss_tokens for sample in self.samples)
 
     def split(self, world: int) -> list[list[Sample]]:
         """The samples of each of `world` ranks: disjoint, together complete, balanced by tokens, the same on every rank.

@@ -67,9 +67,10 @@ class TrainerConfig(BaseModel):
         default="auto",
         description="Device of the trainer ranks; auto takes CUDA where there is a device, else the CPU.",
     )
-    compute_dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32",
-        description="Dtype of forward and backward; master weights, gradients and AdamW stay float32.",
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto",
+        description="Dtype of forward and backward; master weights, gradients and AdamW stay float32. auto: bfloat16 on a"
+        " CUDA device, float32 on the CPU.",
     )
     learning_rate: float = Field(default=1e-6, gt=0, description="AdamW learning rate after the warm-up.")
     lr_warmup_steps: int = Field(
@@ -98,7 +99,11 @@ class TrainerConfig(BaseModel):
         default_factory=MegatronConfig, description="How the megatron engine splits the model; other engines ignore it."
     )
     cpus_per_rank: float = Field(default=1.0, ge=0, description="CPUs Ray reserves for a trainer rank.")
-    gpus_per_rank: float = Field(default=0.0, ge=0, description="GPUs Ray reserves for a trainer rank.")
+    gpus_per_rank: float | None = Field(
+        default=None,
+        ge=0,
+        description="GPUs Ray reserves for a trainer rank; none: 1 where there are any, unless device is cpu.",
+    )
     threads_per_rank: int = Field(default=1, ge=1, description="torch intra-op threads of a trainer rank on the CPU.")
     call_timeout_s: float = Field(
         1800.0, gt=0, description="Most seconds one call to the trainer ranks (loading, a step, saving) may take."
@@ -139,8 +144,9 @@ class AlgorithmConfig(BaseModel):
     ratio_cap: float = Field(
         default=2.0,
         gt=1,
-        description="Truncation of the importance weight: the unclipped ratio counts as at most this, which bounds the"
-        " gradient of tokens with negative advantage that the rollout found unlikely. At least 1 + clip_high.",
+        description="The second clip of a dual-clip surrogate: the ratio counts as at most this where the first clip does not"
+        " bound it, on tokens with negative advantage that the rollout found unlikely; their gradient is 0 beyond it."
+        " At least 1 + clip_high.",
     )
     normalize_std: bool = Field(
         default=True,
@@ -150,6 +156,11 @@ class AlgorithmConfig(BaseModel):
         default=1.0, gt=0, description="Sampling temperature; the trainer scales its logits the same way."
     )
     max_new_tokens: int = Field(default=256, ge=1, description="Longest completion, in tokens.")
+    compute_zero_advantage: bool = Field(
+        default=False,
+        description="Run completions through the model whose advantage is 0, as in a group with equal rewards: their gradient is"
+        " 0, and only metrics such as the entropy change. They count in the mean over tokens either way.",
+    )
 
     @model_validator(mode="after")
     def _cap_lies_above_the_clip(self) -> Self:
@@ -165,7 +176,14 @@ class DataConfig(BaseModel):
 
     train: Path = Field(description="JSONL file of training tasks.")
     heldout: Path = Field(description="JSONL file of held-out tasks; shares no prompt with the training tasks.")
-    prompt_key: str = Field(default="prompt", min_length=1, description="Key of the prompt (a string) in each line.")
+    prompt_key: str = Field(
+        default="prompt", min_length=1, description="Key of the prompt in each line: a string, or with chat messages."
+    )
+    chat: bool = Field(
+        default=False,
+        description="Whether prompts are conversations: lists of messages with role and content, or a string as the user's"
+        " only one. They go through the tokenizer's chat template; without, prompts are sent as they stand.",
+    )
     answer_key: str = Field(default="answer", min_length=1, description="Key of the reference answer in each line.")
 
 
@@ -175,6 +193,15 @@ class RewardConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     function: str = Field(
-        description="'module:function', called as function(completion: str, task: Mapping) -> float; the module is"
+        description="'module:function', called as function(completion: str, task: Mapping) -> float, or async; the module is"
         " looked for beside the configuration file, then in the working directory, then among installed packages."
+    )
+    run_in: Literal["thread", "process"] = Field(
+        default="thread",
+        description="Where it is called. process: in processes of its own, for one that computes for long (threads share one"
+        " interpreter with the loop) or may hang: a process is killed at the limit, a thread can only be left behind.",
+    )
+    workers: int = Field(default=16, ge=1, description="Most calls at once; of processes, how many there are.")
+    time_limit_s: float = Field(
+        default=60.0, gt=0, description="Most seconds of one call; a completion whose reward takes longer is left out."
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from weightlane.ckpt_engines import ConfigError
+from weightlane.ckpt_engines.process_group import reserve_port
 from weightlane.sync.tensor_spec import LocalShard
 
 from .batch import TrainBatch
@@ -100,8 +101,8 @@ class TrainingEngine(ABC):
         Every rank passes the same batch and works on its own share of it, in micro batches.
 
         Returns:
-            ``loss`` and each metric of the loss function, as means over the loss tokens of all ranks; and ``tokens``, their
-            number. The same on every rank.
+            ``loss`` and each metric of the loss function, as means over the tokens of all ranks, see `TrainBatch`; and
+            ``tokens``, the number of those that were computed. The same on every rank.
         """
 
     @abstractmethod
@@ -114,7 +115,7 @@ class TrainingEngine(ABC):
         everything at once calls it once with all names; one that has several parts lets the step begin while a snapshot of
         the later ones is still running. The result does not depend on the parts, bit for bit.
 
-        When the gradient norm is not finite (`WeightlaneError`, on every rank and before the fence), or when the first
+        When the gradient norm is not finite (`GradientError`, on every rank and before the fence), or when the first
         `before_change` raises, no parameter has changed; the gradients may be gone. When a later one raises, some have: the
         engine is then between two steps and refuses everything but `load` and `close`.
 
@@ -151,6 +152,22 @@ class TrainingEngine(ABC):
 
         It appears complete or, after any failure, not at all.
         """
+
+    @classmethod
+    def export_saved(cls, state: Path, model_dir: Path, directory: Path, dtype: torch.dtype) -> None:
+        """As `export_hf`, from what `save` wrote to `state`, in a process by itself, on the CPU.
+
+        By default an engine of one rank is made, and loads all of it; one that reads the weights only takes less memory.
+        """
+        with reserve_port("127.0.0.1") as reserved:
+            address = reserved.getsockname()[:2]
+        engine = cls(TrainerConfig(device="cpu"), 0, 1, (str(address[0]), int(address[1])))
+        try:
+            engine.setup(model_dir, seed=0)
+            engine.load(state)
+            engine.export_hf(directory, dtype)
+        finally:
+            engine.close()
 
     @abstractmethod
     def close(self) -> None:

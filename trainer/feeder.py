@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from weightlane.ckpt_engines import WeightlaneError
+from weightlane.ckpt_engines import ConfigError, ProtocolError, RewardError, WeightlaneError
 
 from .config import AlgorithmConfig
+from .failures import Failures
 from .fleet import Fleet
 from .group import Group
 from .overlap import OverlapClock
@@ -22,16 +25,49 @@ GENERATION = "generation"
 
 _PAUSE_S = 0.2
 """How long after a failed request its replica is left alone."""
+_FEWEST = 2
+"""Completions that a group needs: their rewards are compared."""
 
-Judge = Callable[[str, Mapping[str, Any]], float]
-"""A checked reward function."""
+Judge = Callable[[str, Mapping[str, Any]], Awaitable[float]]
+"""The reward of a completion of a task; raises `RewardError`."""
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """A group's place in the line of those that were begun."""
+
+    task: Task
+    group: Group | None = None
+    """Once it is complete."""
+
+
+@dataclass(slots=True)
+class Lengths:
+    """How long completions are, in all and on average."""
+
+    completions: int = 0
+    tokens: int = 0
+
+    @property
+    def mean(self) -> float:
+        """Tokens of a completion; 0 when there is none."""
+        return self.tokens / self.completions if self.completions else 0.0
+
+    def add(self, group: Group) -> None:
+        """Count those of `group`."""
+        self.completions += len(group.completions)
+        self.tokens += group.tokens
 
 
 class RolloutFeeder:
-    """Generates groups on all replicas at once.
+    """Generates groups on all replicas at once, and hands them out in the order in which they were begun.
+
+    In any other order, by which comes first for example, short completions would be trained more often than they are drawn.
+    What happens to a group that is not complete when it is its turn is for `late` to say: see `LoopConfig.late_groups`.
 
     A group that its replica cannot finish, because it died or was taken out of service, is begun anew on another one. No
-    task is lost by that, and none used twice: only complete groups are handed out.
+    task is lost by that, and none used twice. A completion that cannot be had, or judged, costs itself, and its group
+    where fewer than two are left.
 
     Args:
         fleet: The replicas.
@@ -41,8 +77,11 @@ class RolloutFeeder:
         algorithm: Group size, temperature and length.
         stop_token_ids: Tokens that end a completion.
         budget: How far ahead of the trainer groups may start.
+        late: What becomes of a group that is late.
         clock: Told when anything generates.
+        failures: Told what fails.
         groups_per_replica: Groups in flight per replica.
+        max_model_len: Most tokens of a prompt and its completion together; 0 if that is not known.
     """
 
     def __init__(
@@ -55,8 +94,11 @@ class RolloutFeeder:
         *,
         stop_token_ids: Sequence[int],
         budget: StalenessBudget,
+        late: Literal["wait", "train", "mask", "drop"],
         clock: OverlapClock,
+        failures: Failures,
         groups_per_replica: int,
+        max_model_len: int = 0,
     ) -> None:
         self._fleet = fleet
         self._stream = stream
@@ -65,19 +107,28 @@ class RolloutFeeder:
         self._algorithm = algorithm
         self._stop_token_ids = tuple(stop_token_ids)
         self._budget = budget
+        self._late = late
         self._clock = clock
+        self._failures = failures
         self._groups_per_replica = max(1, groups_per_replica)
+        self._max_model_len = max_model_len
         self._changed = asyncio.Condition()
         self._waiting: deque[Task] = deque()
+        """To be begun before any new one."""
         self._outstanding: list[Task] = []
-        self._ready: deque[Group] = deque()
+        self._line: deque[_Place] = deque()
+        """Groups that were begun and not handed out, in this order."""
+        self._again: deque[_Place] = deque()
+        """Of these, those whose replica could not finish them."""
         self._workers: asyncio.TaskGroup | None = None
         self._news: set[asyncio.Task[None]] = set()
         self.generated_tokens = 0
         self.dropped_groups = 0
+        self.drawn = Lengths()
+        """Of all completions whose turn has come."""
 
     async def run(self) -> None:
-        """Generate until cancelled. Raises what a replica or the reward function raises."""
+        """Generate until cancelled. Raises what a replica cannot be excused for, and `TooManyFailuresError`."""
         try:
             async with asyncio.TaskGroup() as self._workers:
                 for rollout in self._fleet.living:
@@ -105,25 +156,45 @@ class RolloutFeeder:
             self._changed.notify_all()
 
     async def take(self, step: int) -> list[Group]:
-        """The next groups to train parameters of version `step` on; waits for them, drops those that are too stale."""
+        """The next groups to train parameters of version `step` on; waits for them."""
         groups: list[Group] = []
         while len(groups) < self._algorithm.prompts_per_step:
             async with self._changed:
-                await self._changed.wait_for(lambda: self._ready)
-                group = self._ready.popleft()
-                if self._budget.is_too_stale(step, group.oldest_version):
-                    self._budget.give_back()
-                    self._waiting.append(group.task)
+                await self._changed.wait_for(lambda: self._next() is not None)
+                place = self._next()
+                assert place is not None
+                assert place.group is not None
+                self._line.remove(place)
+                self.drawn.add(place.group)
+                if self._late == "drop" and self._budget.is_too_stale(step, place.group.oldest_version):
+                    self._give_up(place)
                     self.dropped_groups += 1
-                    self._changed.notify_all()
                     continue
-            groups.append(group)
+            groups.append(place.group)
         return groups
+
+    def _next(self) -> _Place | None:
+        """The next group to hand out, if it is complete."""
+        if self._late != "wait":
+            return next((place for place in self._line if place.group is not None), None)
+        return self._line[0] if self._line and self._line[0].group is not None else None
+
+    def _give_up(self, place: _Place) -> None:
+        """A group is not trained on: another one may be begun. Its task is done."""
+        self._budget.give_back()
+        self._outstanding.remove(place.task)
+        self._changed.notify_all()
 
     def trained(self, groups: Sequence[Group]) -> None:
         """The optimizer has used `groups`: their tasks are done."""
         for group in groups:
             self._outstanding.remove(group.task)
+
+    async def wasted(self, groups: Sequence[Group]) -> None:
+        """The step that was to use `groups` changed nothing: their tasks are done, and others may be begun."""
+        async with self._changed:
+            for group in groups:
+                self._give_up(_Place(group.task))
 
     def outstanding(self) -> list[Task]:
         """Tasks drawn from the stream and not trained on yet; a resumed run begins with them."""
@@ -134,80 +205,117 @@ class RolloutFeeder:
         self._waiting.extend(tasks)
         self._outstanding.extend(tasks)
 
-    async def answer(self, task: Task, version: int, turn: int) -> Group:
-        """A judged greedy completion of `task` by a replica that serves `version`: the `turn`-th of them, in rotation."""
+    async def answer(self, task: Task, turn: int, version: int | None = None) -> Group:
+        """A judged greedy completion of `task` by a replica that serves, `version` if that is given: the `turn`-th, in rotation.
+
+        The group is empty when there is none.
+        """
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._fleet.serving(version))
                 able = self._fleet.serving(version)
-            rollout = able[turn % len(able)]
-            try:
-                return await self.generate(rollout, task, count=1, greedy=True)
-            except WeightlaneError as error:
-                if not self._fleet.excuses(rollout, error):
-                    raise
+            group = await self._generate(able[turn % len(able)], task, count=1, greedy=True)
+            if group is not None:
+                return group
             await asyncio.sleep(_PAUSE_S)
 
-    async def generate(self, rollout: Rollout, task: Task, *, count: int, greedy: bool = False) -> Group:
-        """`count` judged completions of one task on one replica."""
+    async def _generate(self, rollout: Rollout, task: Task, *, count: int, greedy: bool = False) -> Group | None:
+        """Judged completions of one task, at most `count`; None when the replica cannot be asked now, or not be trusted."""
         prompt_ids = self._tokenizer.encode(task.prompt)
-        completions = await rollout.generate_group(
-            prompt_ids,
-            count=count,
-            max_new_tokens=self._algorithm.max_new_tokens,
-            temperature=self._algorithm.temperature,
-            stop_token_ids=self._stop_token_ids,
-            greedy=greedy,
-        )
-        rewards = await asyncio.to_thread(self._rewards, task, completions)
-        self.generated_tokens += sum(len(completion.token_ids) for completion in completions)
-        return Group(task, prompt_ids, completions, rewards, rollout.name)
+        facts = {"task": task.prompt, "place": task.place}
+        most = self._max_model_len - self._algorithm.max_new_tokens
+        if self._max_model_len and len(prompt_ids) > most:
+            error: WeightlaneError = ConfigError(
+                f"the prompt has {len(prompt_ids)} tokens, and {most} leave room for a completion.",
+                part="data",
+                hint="rollout.max_model_len is for prompt and completion, algorithm.max_new_tokens for the latter.",
+            )
+            self._failures.failed("prompt", error, count, **facts)
+            return Group(task, prompt_ids, [], [], [], rollout.name)
+        try:
+            answers = await rollout.generate_group(
+                prompt_ids,
+                count=count,
+                max_new_tokens=self._algorithm.max_new_tokens,
+                temperature=self._algorithm.temperature,
+                stop_token_ids=self._stop_token_ids,
+                greedy=greedy,
+            )
+        except WeightlaneError as error:
+            if self._fleet.excuses(rollout, error):
+                return None
+            answers = [error] * count
+        if not (greedy or self._fleet.serves(rollout)):
+            return None
+        judged = await asyncio.gather(*(self._judged(task, answer, rollout.name) for answer in answers))
+        kept = [each for each in judged if each is not None]
+        completions, texts, rewards = zip(*kept, strict=True) if kept else ((), (), ())
+        return Group(task, prompt_ids, completions, texts, rewards, rollout.name)
 
-    def _rewards(self, task: Task, completions: Sequence[Completion]) -> list[float]:
-        facts = task.as_mapping()
-        return [self._judge(self._tokenizer.decode(completion.token_ids), facts) for completion in completions]
+    async def _judged(
+        self, task: Task, answer: Completion | WeightlaneError, replica: str
+    ) -> tuple[Completion, str, float] | None:
+        """A completion, its text and its reward; None when one of them cannot be had."""
+        facts: dict[str, Any] = {"task": task.prompt, "place": task.place, "replica": replica}
+        if isinstance(answer, WeightlaneError):
+            self._failures.failed("request", answer, **facts)
+            return None
+        self.generated_tokens += len(answer.token_ids)
+        if not answer.token_ids or not all(map(math.isfinite, answer.logprobs)):
+            error = ProtocolError(
+                "the completion is empty, or has log-probabilities that are not finite.", part=replica
+            )
+            self._failures.failed("request", error, **facts)
+            return None
+        text = self._tokenizer.decode(answer.token_ids)
+        try:
+            reward = await self._judge(text, task.as_mapping())
+        except RewardError as error:
+            self._failures.failed("reward", error, completion=text, **facts)
+            return None
+        self._failures.well()
+        return answer, text, reward
 
     async def _work(self, rollout: Rollout) -> None:
-        fleet, budget = self._fleet, self._budget
+        fleet = self._fleet
         while True:
             async with self._changed:
                 await self._changed.wait_for(
-                    lambda: not fleet.lives(rollout) or (budget.room > 0 and fleet.serves(rollout))
+                    lambda: (
+                        not fleet.lives(rollout) or ((self._again or self._budget.room > 0) and fleet.serves(rollout))
+                    )
                 )
                 if not fleet.lives(rollout):
                     return
-                budget.admit()
-                task = self._next_task()
+                place = self._next_place()
             with self._clock.busy(GENERATION):
-                group = await self._try(rollout, task)
+                group = await self._generate(rollout, place.task, count=self._algorithm.group_size)
             async with self._changed:
-                if group is not None:
-                    self._ready.append(group)
+                if group is None:
+                    self._again.append(place)
+                elif len(group.completions) < _FEWEST:
+                    self._line.remove(place)
+                    self._give_up(place)
                 else:
-                    budget.give_back()
-                    self._waiting.appendleft(task)
+                    place.group = group
                 self._changed.notify_all()
             if group is None:
                 # The coordinator may need a moment to learn what the replica said of itself.
                 await asyncio.sleep(_PAUSE_S)
 
-    async def _try(self, rollout: Rollout, task: Task) -> Group | None:
-        """A group, or None when its replica cannot be asked for one now, or not trusted with what it answered."""
-        try:
-            group = await self.generate(rollout, task, count=self._algorithm.group_size)
-        except WeightlaneError as error:
-            if self._fleet.excuses(rollout, error):
-                return None
-            raise
-        return group if self._fleet.serves(rollout) else None
-
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
 
-    def _next_task(self) -> Task:
+    def _next_place(self) -> _Place:
+        if self._again:
+            return self._again.popleft()
+        self._budget.admit()
         if self._waiting:
-            return self._waiting.popleft()
-        task = next(self._stream)
-        self._outstanding.append(task)
-        return task
+            task = self._waiting.popleft()
+        else:
+            task = next(self._stream)
+            self._outstanding.append(task)
+        place = _Place(task)
+        self._line.append(place)
+        return place

@@ -87,11 +87,10 @@ class Fleet:
         """Whether a replica may get requests."""
         return self.lives(rollout) and self._syncer.states().get(rollout.name) is ReplicaState.SERVING
 
-    def serving(self, version: int) -> list[Rollout]:
-        """The replicas that serve `version`."""
-        return [
-            rollout for rollout in self.living if self._versions.get(rollout.name) == version and self.serves(rollout)
-        ]
+    def serving(self, version: int | None = None) -> list[Rollout]:
+        """The replicas that serve `version`, or any."""
+        able = [rollout for rollout in self.living if self.serves(rollout)]
+        return [rollout for rollout in able if version is None or self._versions.get(rollout.name) == version]
 
     async def watch(self) -> NoReturn:
         """Raise the `WorkerDiedError` of the replica whose death leaves too few."""

@@ -18,12 +18,12 @@ from .config import TrainerConfig
 from .fsdp2_mesh import RankMesh, check_mesh, clip_gradients
 from .fsdp2_parts import PartwiseAdamW, split_into_parts
 from .fsdp2_shards import checkpoint_tensors, local_shards
-from .fsdp2_state import export_model, load_state, save_state
+from .fsdp2_state import export_model, export_saved, load_state, save_state
 from .hf_model import check_model_dir
 from .hf_names import checkpoint_runs
 from .losses import LossFn, token_logprobs
 from .process_group import require_open
-from .torch_engine import TorchEngine, add_sums
+from .torch_engine import TorchEngine, add_sums, means
 
 
 class Fsdp2Engine(TorchEngine):
@@ -81,7 +81,7 @@ class Fsdp2Engine(TorchEngine):
                 add_sums(sums, output)
             totals = torch.stack([value.double() for value in sums.values()])
             dist.all_reduce(totals, group=mesh.data.get_group())
-        return {**dict(zip(sums, (totals / tokens).tolist(), strict=True)), "tokens": float(tokens)}
+        return means(sums, totals, batch)
 
     def optim_step(self, before_change: Callable[[Collection[str]], None]) -> float:
         """As `TrainingEngine.optim_step`."""
@@ -125,6 +125,11 @@ class Fsdp2Engine(TorchEngine):
         with self._collective("the trainer ranks to export the model"):
             export_model(directory, self._model_dir, tensors, dtype, self.rank, self._device)
 
+    @classmethod
+    def export_saved(cls, state: Path, model_dir: Path, directory: Path, dtype: torch.dtype) -> None:
+        """As `TrainingEngine.export_saved`; reads the weights only."""
+        export_saved(state, model_dir, directory, dtype)
+
     def close(self) -> None:
         """As `TrainingEngine.close`."""
         self._model = None
@@ -143,7 +148,7 @@ class Fsdp2Engine(TorchEngine):
                 self.config.fsdp2.tensor_parallel,
                 self.config.collective_timeout_s,
             )
-            self._mesh.shard(model, _decoder_layers(model), self.config)
+            self._mesh.shard(model, _decoder_layers(model), self.config, self._compute_dtype)
         self._model = model
 
     def _clear_gradients(self) -> None:

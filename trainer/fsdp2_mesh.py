@@ -20,7 +20,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from weightlane.ckpt_engines import ConfigError
-from weightlane.sync.tensor_spec import dtype_of
 
 from .config import TrainerConfig
 
@@ -80,15 +79,17 @@ class RankMesh:
         mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("fsdp", "tp"))
         return cls(mesh["fsdp"], mesh["tp"], rank // tensor_parallel, len(ranks))
 
-    def shard(self, model: torch.nn.Module, layers: Sequence[torch.nn.Module], config: TrainerConfig) -> None:
-        """Wrap decoder layers and root of a transformers model in place; its parameters become DTensors.
+    def shard(
+        self, model: torch.nn.Module, layers: Sequence[torch.nn.Module], config: TrainerConfig, dtype: torch.dtype
+    ) -> None:
+        """Wrap decoder layers and root of a transformers model in place; its parameters become DTensors that compute in `dtype`.
 
         Raises:
             ConfigError: transformers has no plan for dividing this architecture's matrices.
         """
         if self.tensor is not None:
             _divide(model, self.tensor)
-        policy = MixedPrecisionPolicy(param_dtype=dtype_of(config.compute_dtype), reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         for layer in layers:
             if config.activation_checkpointing:
                 checkpoint(layer)

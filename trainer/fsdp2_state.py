@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
@@ -17,6 +19,9 @@ from weightlane.ckpt_engines import ConfigError, StorageError
 
 from .hf_export import write_model_dir
 from .partial_dir import PART, discard_partial, make_partial, partial_name, storage_error, write_on_rank_zero
+
+_MODEL = "model."
+"""Before the names of weights in a saved state."""
 
 
 def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
@@ -100,6 +105,26 @@ def export_model(
             if rank == 0:
                 full[name] = whole.detach().to("cpu", dtype if whole.is_floating_point() else whole.dtype, copy=True)
     write_on_rank_zero(lambda: _write_hf(directory, model_dir, full, dtype), directory, rank, device)
+
+
+def export_saved(state: Path, model_dir: Path, directory: Path, dtype: torch.dtype) -> None:
+    """As `export_model`, of the weights in what `save_state` wrote, in a process by itself."""
+    if not (state / ".metadata").is_file():
+        raise ConfigError(f"{state} holds no saved training state.", part=PART, hint="Check the path.")
+    try:
+        saved = FileSystemReader(state).read_metadata().state_dict_metadata
+        tensors = {
+            key.removeprefix(_MODEL): torch.empty(about.size, dtype=about.properties.dtype)
+            for key, about in saved.items()
+            if key.startswith(_MODEL) and isinstance(about, TensorStorageMetadata)
+        }
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is meant
+            load({_MODEL.rstrip("."): tensors}, checkpoint_id=state, no_dist=True)
+    except (CheckpointException, OSError) as cause:
+        raise _storage_error("read", state, cause) from cause
+    full = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    _write_hf(directory, model_dir, full, dtype)
 
 
 def _state(

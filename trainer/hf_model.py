@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +14,9 @@ from typing import Any
 from weightlane.ckpt_engines import ConfigError
 
 _PART = "model"
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+"""What a model may be called on Hugging Face's hub: owner and name."""
+_FETCHED = ("*.json", "*.jinja", "*.safetensors", "*.model", "*.tiktoken", "*.txt")
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
@@ -34,6 +39,30 @@ class ModelInfo:
     """Whether input and output embeddings are one tensor."""
     eos_token_ids: tuple[int, ...]
     """Ids that end a completion, the tokenizer's own first."""
+    dtype: str
+    """What its weights are in, e.g. ``"bfloat16"``."""
+
+
+def find_model(name: str | Path) -> Path:
+    """The directory `name`, or that of a model of this name on Hugging Face's hub: in the local cache, or fetched into it.
+
+    Raises `ConfigError` that says what is neither, or cannot be fetched now.
+    """
+    path = Path(name)
+    if path.parent.is_dir() or not _HUB_NAME.fullmatch(str(name)):
+        return path  # and `check_model_dir` says what is wrong with it
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - optional, and slow to import
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415 - as above
+
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=list(_FETCHED)))
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as cause:
+        reason = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
+        raise _error(
+            f"there is no model directory {name}, and a model of this name can be had neither from the local cache nor from"
+            f" Hugging Face's hub: {reason}",
+            f"Correct model.path. Without a network: `hf download {name}` where there is one, and point to the directory.",
+        ) from cause
 
 
 def check_model_dir(path: Path) -> ModelInfo:
@@ -53,7 +82,23 @@ def check_model_dir(path: Path) -> ModelInfo:
         raise _error(f"{path / 'config.json'} has no usable vocab_size ({vocab_size!r}).", "Repair config.json.")
     _check_weights(path)
     eos = _check_tokenizer(path, vocab_size, _model_eos(path, text_config))
-    return ModelInfo(path, raw, architecture, vocab_size, bool(getattr(config, "tie_word_embeddings", False)), eos)
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    dtype = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    return ModelInfo(path, raw, architecture, vocab_size, tied, eos, dtype)
+
+
+def weight_elements(path: Path) -> int:
+    """How many elements the weights in `path` have, which `check_model_dir` accepts."""
+    index = path / _INDEX
+    names = [_SINGLE]
+    if index.is_file():
+        names = sorted(set(map(str, _read_json(index)["weight_map"].values())))
+    return sum(
+        math.prod(item["shape"])
+        for name in names
+        for key, item in _read_header(path, name).items()
+        if key != "__metadata__"
+    )
 
 
 def _error(message: str, hint: str = "Fetch the model again.") -> ConfigError:
@@ -65,7 +110,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise _error(f"{path.parent} has no {path.name}.", "Point to the folder that holds it.")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as cause:
+    except (ValueError, RecursionError) as cause:  # not UTF-8, not JSON, numbers too long, brackets too deep
         raise _error(f"{path} is not valid JSON: {cause}.") from cause
     except OSError as cause:
         raise _error(f"{path} cannot be read: {cause.strerror}.", "Check its permissions.") from cause

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from weightlane.ckpt_engines import WorkerDiedError
+from weightlane.ckpt_engines import GradientError, WorkerDiedError
 from weightlane.plugins import RunHooks
 from weightlane.sync import SyncReport
 
 from .config import AlgorithmConfig
-from .feeder import Judge, RolloutFeeder
+from .failures import STEP, Failures
+from .feeder import Judge, Lengths, RolloutFeeder
 from .fleet import Fleet, Successor
 from .group import Group, staleness, to_batch
 from .loop_config import LoopConfig
@@ -35,6 +36,8 @@ from .version_keeper import VersionKeeper
 TRAINING = "training"
 """Name of the activity on the `OverlapClock`."""
 
+_EVALUATED_BESIDE = 16
+"""Requests of an evaluation at once while there is training: the others are what is trained on."""
 _DEATH_NOTICE_S = 5.0
 """How long a failed call waits for the news that a process behind it died: the better explanation."""
 
@@ -54,12 +57,16 @@ class LoopParts:
     hooks: RunHooks
     save: Callable[[LoopState], Coroutine[Any, Any, None]]
     """Makes the run resumable from the given state."""
+    export: Callable[[int], Coroutine[Any, Any, None]]
+    """Writes the model of the step, which is that of the parameters, for others to load."""
     quorum: float = 1.0
     """Share of the replicas that must be left for the run to go on."""
     succeed: Successor | None = None
     """Starts a replica in the place of one that died; None if nobody is replaced."""
     max_successors: int = 0
     """How many at most."""
+    max_model_len: int = 0
+    """Most tokens of a prompt and its completion together; 0 if that is not known."""
 
 
 class AsyncLoop:
@@ -100,6 +107,7 @@ class AsyncLoop:
             on_ready=self._on_ready,
             on_change=self._on_change,
         )
+        self._failures = Failures(config.max_failed_share, parts.hooks)
         self._feeder = RolloutFeeder(
             self._fleet,
             self._stream,
@@ -108,18 +116,26 @@ class AsyncLoop:
             algorithm,
             stop_token_ids=parts.stop_token_ids,
             budget=StalenessBudget(config.max_staleness, algorithm.prompts_per_step, self._step),
+            late=config.late_groups,
             clock=self._clock,
+            failures=self._failures,
             groups_per_replica=concurrency // algorithm.group_size,
+            max_model_len=parts.max_model_len,
         )
         if resume:
             self._stream.restore(resume.stream)
-            self._feeder.requeue([_task_from(plain) for plain in resume.outstanding])
+            self._feeder.requeue([Task.from_plain(plain) for plain in resume.outstanding])
         self._keeper = VersionKeeper(
             parts.trainers,
             parts.syncer,
             on_commit=self._on_commit,
             max_failures=config.max_failed_syncs,
         )
+        self._trained = Lengths()
+        self._first = self._saved = self._step
+        self._evaluating: asyncio.Task[None] | None = None
+        self._timed = 0
+        """Versions for which the trainer was to wait."""
         self._figures = RunFigures(self._keeper.times)
 
     async def run(self) -> RunSummary:
@@ -174,6 +190,8 @@ class AsyncLoop:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._figures.overlap_share = self._clock.share_together()
+            if self._evaluating is not None:
+                tasks.append(self._evaluating)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -182,50 +200,101 @@ class AsyncLoop:
                 task.result()
         await self._keeper.drain(self._step)
         await self._save()
+        await self._parts.export(self._step)
         self._figures.accuracy_after = await self._evaluate()
         for rollout in self._fleet.living:
             with suppress(WorkerDiedError):  # it does not matter any more
                 stats = await rollout.stats()
                 self._figures.max_token_gap_s = max(self._figures.max_token_gap_s, stats.max_token_gap_s)
         self._figures.replicas_lost, self._figures.replicas_replaced = self._fleet.losses, self._fleet.successions
+        self._figures.drawn_tokens, self._figures.trained_tokens = self._feeder.drawn.mean, self._trained.mean
+        self._figures.dropped_groups, self._figures.failures = self._feeder.dropped_groups, dict(self._failures.counts)
 
     async def _train(self) -> None:
         while self._step < self._config.steps:
             async with self._keeper.between_steps(self._step):
+                if self._config.save_every and self._step >= self._saved + self._config.save_every:
+                    await self._keeper.handed_over(self._step)
+                    await self._save()
+                if self._is_due(self._config.export_every):
+                    await self._keeper.handed_over(self._step)
+                    await self._parts.export(self._step)
                 waited = time.perf_counter()
                 groups = await self._feeder.take(self._step)
                 waited = time.perf_counter() - waited
-            batch = to_batch(
-                groups, normalize_std=self._algorithm.normalize_std, temperature=self._algorithm.temperature
-            )
+            masks = self._config.late_groups == "mask"
+            batch = to_batch(groups, self._algorithm, self._step - self._config.max_staleness if masks else None)
             with self._clock.busy(TRAINING):
                 report = await self._parts.trainers.train_step(batch)
+            if report.skipped:
+                error = GradientError(report.skipped, part="trainer")
+                self._failures.failed(STEP, error, step=self._step + 1, tasks=[group.task.prompt for group in groups])
+                await self._feeder.wasted(groups)
+                continue
+            self._failures.well(STEP)
+            for group in groups:
+                self._trained.add(group)
             self._report_step(groups, report, waited)
             self._step = report.step
             self._feeder.trained(groups)
-            if len(self._figures.blocking_way_s) < self._config.blocking_syncs:
-                self._figures.blocking_way_s.append(await self._keeper.publish_blocking(self._step))
-            if (
-                self._config.save_every
-                and self._step % self._config.save_every == 0
-                and self._step < self._config.steps
-            ):
-                await self._save()
+            if self._is_due(self._config.evaluate_every):
+                self._begin_evaluation()
+            if self._timed < self._config.blocking_syncs:
+                self._timed += 1
+                seconds = await self._keeper.time_blocking(self._step)
+                self._figures.blocking_way_s += [] if seconds is None else [seconds]
+
+    def _is_due(self, every: int) -> bool:
+        """Whether what is done every so many steps is to be done now; at the end everything is."""
+        return every > 0 and self._first < self._step < self._config.steps and self._step % every == 0
+
+    def _begin_evaluation(self) -> None:
+        """Evaluate beside the training, unless the evaluation before is still under way."""
+        if self._evaluating is None or self._evaluating.done():
+            self._evaluating = asyncio.create_task(self._evaluate_beside(), name="evaluation")
 
     async def _save(self) -> None:
-        outstanding = [task.as_mapping() for task in self._feeder.outstanding()]
+        self._saved = self._step
+        outstanding = [task.to_plain() for task in self._feeder.outstanding()]
         await self._parts.save(LoopState(self._step, self._stream.state(), outstanding))
 
     async def _evaluate(self) -> float | None:
-        """Mean reward of greedy completions of held-out tasks: exact-match accuracy under an exact-match reward."""
+        """Mean reward of greedy completions of held-out tasks: exact-match accuracy under an exact-match reward.
+
+        None when there is no such task, or none that could be answered and judged.
+        """
+        return await self._evaluated(self._step, lambda task, turn: self._feeder.answer(task, turn, self._step))
+
+    async def _evaluate_beside(self) -> None:
+        """As `_evaluate`, with whatever version serves when a task is answered, and a few tasks at a time."""
+        few = asyncio.Semaphore(_EVALUATED_BESIDE)
+
+        async def answer(task: Task, turn: int) -> Group:
+            async with few:
+                return await self._feeder.answer(task, turn)
+
+        await self._evaluated(self._step, answer)
+
+    async def _evaluated(self, step: int, answer: Callable[[Task, int], Coroutine[Any, Any, Group]]) -> float | None:
         tasks = self._parts.heldout_tasks[: self._config.evaluate_tasks]
         if not tasks:
             return None
         started = time.perf_counter()
-        groups = await asyncio.gather(*(self._feeder.answer(task, self._step, turn) for turn, task in enumerate(tasks)))
-        accuracy = sum(group.rewards[0] for group in groups) / len(groups)
-        facts = {"accuracy": accuracy, "tasks": len(tasks), "seconds": time.perf_counter() - started}
-        self._parts.hooks.evaluated(step=self._step, facts=facts)
+        groups = await asyncio.gather(*(answer(task, turn) for turn, task in enumerate(tasks)))
+        rewards = [reward for group in groups for reward in group.rewards]
+        if not rewards:
+            return None
+        accuracy = sum(rewards) / len(rewards)
+        versions = [version for group in groups for done in group.completions for version in done.versions]
+        facts = {
+            "accuracy": accuracy,
+            "version_min": min(versions),
+            "version_max": max(versions),
+            "tasks": len(rewards),
+            "failed": len(tasks) - len(rewards),
+            "seconds": time.perf_counter() - started,
+        }
+        self._parts.hooks.evaluated(step=step, facts=facts)
         return accuracy
 
     def _report_step(self, groups: Sequence[Group], report: StepReport, waited_s: float) -> None:
@@ -244,11 +313,23 @@ class AsyncLoop:
             "tokens": sum(group.tokens for group in groups),
             "tokens_per_s": self._feeder.generated_tokens / wall if wall else 0.0,
             "dropped_groups": self._feeder.dropped_groups,
+            "failed_items": self._failures.counts.total(),
+            "length_ratio": self._trained.mean / self._feeder.drawn.mean,
             "overlap_share": self._clock.share_together(),
             **published,
             **report.metrics,
         }
         self._parts.hooks.training_step(step=report.step, facts=facts)
+        samples = [
+            {"prompt": group.task.prompt, "completion": text, "reward": reward, "versions": sorted(set(done.versions))}
+            for group in groups
+            for text, done, reward in zip(group.texts, group.completions, group.rewards, strict=True)
+        ]
+        if self._config.samples_per_step:
+            # Spread over the batch, so that not all are of one prompt.
+            apart = max(1, len(samples) // self._config.samples_per_step)
+            some = samples[::apart][: self._config.samples_per_step]
+            self._parts.hooks.samples_trained(step=report.step, facts={"samples": some})
 
     async def _on_commit(self, report: SyncReport) -> None:
         self._fleet.committed(report)
@@ -261,11 +342,6 @@ class AsyncLoop:
     def _on_change(self) -> None:
         self._feeder.replicas_changed()
         self._keeper.catch_up()
-
-
-def _task_from(plain: Mapping[str, Any]) -> Task:
-    extra = {key: value for key, value in plain.items() if key not in ("prompt", "answer")}
-    return Task(plain["prompt"], plain["answer"], extra)
 
 
 def _innermost(error: BaseException | None) -> BaseException:

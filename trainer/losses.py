@@ -60,20 +60,21 @@ def token_logprobs(logits: torch.Tensor, targets: torch.Tensor, temperature: flo
 
 
 def grpo_loss(config: AlgorithmConfig) -> LossFn:
-    """GRPO's clipped surrogate against the rollout's own log-probabilities, with truncated importance weights.
+    """GRPO's objective as a dual-clip surrogate, against the rollout's own log-probabilities.
 
     With ``r = exp(logprob - rollout_logprob)`` and advantage ``A``, per token::
 
         loss = -min(min(r, ratio_cap) * A, clip(r, 1 - clip_low, 1 + clip_high) * A)
 
-    The ratio is taken to the policy that generated the token, whatever its version, so that stale samples are corrected.
-    Sources: GRPO, arXiv 2402.03300, equation 3 (without the KL term); the asymmetric clip, DAPO, arXiv 2503.14476,
-    equation 8; truncation of importance weights, Ionides 2008, as in IMPALA (arXiv 1802.01561). The truncation matters
-    where ``A < 0`` and ``r`` is large, the one case that the clip leaves unbounded.
+    The ratio is taken to the policy that generated the token, whatever its version: stale samples are corrected as far as the
+    clips allow, and no further. Sources: GRPO, arXiv 2402.03300, equation 3 (without the KL term); the asymmetric clip, DAPO,
+    arXiv 2503.14476, equation 8; the dual clip, arXiv 1912.09729, equation 5, whose constant is `ratio_cap`. The second clip
+    matters where ``A < 0`` and ``r`` is large, the one case that the first leaves unbounded: it bounds the loss there and ends
+    the gradient. That is not the truncated importance weight of V-trace or IMPALA, which goes on weighing such a token.
 
     Everything is evaluated in log space (``min(r, c) = exp(min(log r, log c))``), so a large ratio never overflows.
 
-    Metrics: ``ratio`` (truncated at `ratio_cap`), ``clip_fraction`` (tokens whose gradient the clip or the cap removed),
+    Metrics: ``ratio`` (truncated at `ratio_cap`), ``clip_fraction`` (tokens whose gradient one of the clips removed),
     ``approx_kl`` (rollout to policy, Schulman's k3 estimator ``r - 1 - log r``), ``entropy`` (the estimate ``-logprob``).
     """
     log_low, log_high, log_cap = (

@@ -22,7 +22,7 @@ from .losses import LossFn
 from .megatron_layout import check_layout, read_model
 from .megatron_names import HEAD, Coordinates, checkpoint_shapes
 from .process_group import require_open
-from .torch_engine import TorchEngine, add_sums
+from .torch_engine import TorchEngine, add_sums, means
 
 with warnings.catch_warnings():
     # Without TransformerEngine and Apex, megatron-core says several times that it uses torch instead.
@@ -37,7 +37,7 @@ with warnings.catch_warnings():
 
     from .megatron_logprobs import vocab_parallel_logprobs
     from .megatron_model import build_chunks, transformer_config
-    from .megatron_state import export_model, load_model, load_state, save_state
+    from .megatron_state import export_model, export_saved, load_model, load_state, save_state
     from .megatron_weights import (
         WeightSlice,
         copy_masters_to_model,
@@ -88,7 +88,6 @@ class MegatronEngine(TorchEngine):
     def forward_backward(self, batch: TrainBatch, loss: LossFn) -> dict[str, float]:
         """As `TrainingEngine.forward_backward`."""
         self._require_whole()
-        tokens = batch.loss_tokens
         micros = self._micro_batches(batch)
         sums: dict[str, torch.Tensor] = {}
 
@@ -116,7 +115,7 @@ class MegatronEngine(TorchEngine):
             if parallel_state.get_tensor_model_parallel_rank() != 0:
                 totals.zero_()  # they are those of tensor parallel rank 0
             dist.all_reduce(totals)
-        return {**dict(zip(sums, (totals / tokens).tolist(), strict=True)), "tokens": float(tokens)}
+        return means(sums, totals, batch)
 
     def optim_step(self, before_change: Callable[[Collection[str]], None]) -> float:
         """As `TrainingEngine.optim_step`. Steps everything at once: `before_change` is called once, with all names."""
@@ -188,6 +187,11 @@ class MegatronEngine(TorchEngine):
         with self._collective("the trainer ranks to export the model"):
             export_model(directory, self._model_dir, self._shapes, self._slices, dtype, self.rank, self._device)
 
+    @classmethod
+    def export_saved(cls, state: Path, model_dir: Path, directory: Path, dtype: torch.dtype) -> None:
+        """As `TrainingEngine.export_saved`; reads the weights only."""
+        export_saved(state, model_dir, directory, dtype)
+
     def close(self) -> None:
         """As `TrainingEngine.close`."""
         self._chunks = []
@@ -257,7 +261,7 @@ class MegatronEngine(TorchEngine):
         self._join_parallel_groups()
         model_parallel_cuda_manual_seed(seed)
         settings, distributed = self.config, self.config.megatron.distributed_optimizer
-        config = transformer_config(settings, self._facts, on_cpu=self._device.type == "cpu")
+        config = transformer_config(settings, self._facts, on_cpu=self._device.type == "cpu", dtype=self._compute_dtype)
         buffers = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
         chunks = []
         for chunk in build_chunks(config, self._facts):

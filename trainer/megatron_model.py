@@ -20,10 +20,11 @@ from .megatron_layers import decoder_spec
 from .megatron_layout import ModelFacts
 
 
-def transformer_config(config: TrainerConfig, facts: ModelFacts, *, on_cpu: bool) -> TransformerConfig:
+def transformer_config(
+    config: TrainerConfig, facts: ModelFacts, *, on_cpu: bool, dtype: torch.dtype
+) -> TransformerConfig:
     """megatron-core's description of the model and of how it is split."""
     shape, layout = facts.shape, config.megatron
-    dtype = torch.bfloat16 if config.compute_dtype == "bfloat16" else torch.float32
     experts: dict[str, Any] = {}
     if shape.experts:
         experts = {

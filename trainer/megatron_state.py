@@ -163,16 +163,35 @@ def export_model(
                 dist.recv(buffer, owner)
                 full[name][box.index] = buffer.to("cpu", dtype)
 
+    write_on_rank_zero(lambda: _write_hf(directory, model_dir, full, dtype), directory, rank, device)
+
+
+def export_saved(state: Path, model_dir: Path, directory: Path, dtype: torch.dtype) -> None:
+    """As `export_model`, of the weights in what `save_state` wrote, in a process by itself."""
+    _, stored = _state_tensors(state)
+    full: dict[str, torch.Tensor] = {}
+    with Shelf(stored) as shelf:
+        for key, slices in stored.items():
+            kind, name = key.split("|")
+            if kind == _WEIGHT:
+                shape = tuple(map(max, zip(*(_end(piece.box) for piece in slices), strict=True)))
+                full[name] = torch.empty(shape, dtype=dtype)
+                shelf.read(key, Box.whole(shape), full[name])
+    _write_hf(directory, model_dir, full, dtype)
+
+
+def _end(box: Box) -> tuple[int, ...]:
+    return tuple(start + length for start, length in zip(box.starts, box.shape, strict=True))
+
+
+def _write_hf(directory: Path, model_dir: Path, full: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
     def write_weights(partial: Path, config: Any) -> None:
         from huggingface_hub import save_torch_state_dict  # noqa: PLC0415 - optional
 
         save_torch_state_dict(full, partial, metadata={"format": "pt"})
         config.save_pretrained(partial)
 
-    def write() -> None:
-        write_model_dir(directory, model_dir, dtype, write_weights)
-
-    write_on_rank_zero(write, directory, rank, device)
+    write_model_dir(directory, model_dir, dtype, write_weights)
 
 
 def _described(slices: Iterable[WeightSlice]) -> list[Any]:
@@ -197,7 +216,7 @@ def _state_tensors(directory: Path) -> tuple[dict[str, Any], dict[str, list[Stor
         found = (about["engine"], about["format"])
     except FileNotFoundError:
         raise ConfigError(f"{directory} holds no saved training state.", part=PART, hint="Check the path.") from None
-    except (OSError, ValueError, KeyError, TypeError) as cause:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as cause:
         raise ConfigError(
             f"the training state in {directory} is not one of this megatron engine: {cause}.", part=PART
         ) from cause

@@ -1,15 +1,49 @@
-"""Observers that write a run's files: ``metrics.jsonl`` and ``curves.png``."""
+"""Observers that write a run's files: ``metrics.jsonl``, ``samples.jsonl``, ``failures.jsonl`` and ``curves.png``."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from weightlane.ckpt_engines import StorageError
 from weightlane.plugins import hookimpl
+
+
+def _append(path: Path, facts: Mapping[str, Any]) -> None:
+    line = json.dumps({"time": round(time.time(), 3), **facts})
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}.", part="metrics") from error
+
+
+class FailuresFile:
+    """Appends every sample and step that fails to a JSON Lines file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @hookimpl
+    def item_failed(self, kind: str, facts: Mapping[str, Any]) -> None:
+        """One line each."""
+        _append(self._path, {"kind": kind, **facts})
+
+
+class SamplesFile:
+    """Appends some completions of every step, with their rewards, to a JSON Lines file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @hookimpl
+    def samples_trained(self, step: int, facts: Mapping[str, Any]) -> None:
+        """One line each."""
+        for sample in facts["samples"]:
+            _append(self._path, {"step": step, **sample})
 
 
 class MetricsFile:
@@ -19,12 +53,12 @@ class MetricsFile:
         self._path = path
 
     def _write(self, event: str, facts: Mapping[str, Any], **more: Any) -> None:
-        line = json.dumps({"event": event, "time": round(time.time(), 3), **more, **facts})
-        try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
-        except OSError as error:
-            raise StorageError(f"cannot write {self._path}: {error.strerror}.", part="metrics") from error
+        _append(self._path, {"event": event, **more, **facts})
+
+    @hookimpl
+    def run_started(self, facts: Mapping[str, Any]) -> None:
+        """One line where a run begins, or goes on from a saved step: what stands above of later steps was lost."""
+        self._write("run_started", facts)
 
     @hookimpl
     def training_step(self, step: int, facts: Mapping[str, Any]) -> None:
@@ -67,6 +101,16 @@ class MetricsFile:
         self._write("run_ended", facts)
 
 
+def _what_counts(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Without what a run did after the step from which it was resumed."""
+    left: list[Mapping[str, Any]] = []
+    for event in events:
+        if event["event"] == "run_started":
+            left = [each for each in left if each.get("step", each.get("version", 0)) <= event["step"]]
+        left.append(event)
+    return left
+
+
 def draw_curves(metrics: Path, picture: Path) -> None:
     """Draw reward, staleness and sync times of a run's metrics file."""
     import matplotlib as mpl  # noqa: PLC0415 - optional, and slow to import
@@ -74,7 +118,7 @@ def draw_curves(metrics: Path, picture: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt  # noqa: PLC0415
 
-    events = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    events = _what_counts([json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()])
     steps = [event for event in events if event["event"] == "training_step"]
     commits = [event for event in events if event["event"] == "version_committed"]
     evaluations = [event for event in events if event["event"] == "evaluated"]

@@ -25,6 +25,8 @@ class StepReport:
     """Seconds the optimizer waited for the snapshot of the version published before."""
     seconds: float = 0.0
     """Seconds from the batch's arrival to the changed parameters."""
+    skipped: str = ""
+    """Why no parameter was changed, and `step` is what it was; empty when all went well."""
 
 
 class Trainers(Protocol):
@@ -83,8 +85,8 @@ class Rollout(Protocol):
         temperature: float,
         stop_token_ids: Sequence[int],
         greedy: bool = False,
-    ) -> Sequence[Completion]:
-        """`count` completions of one prompt."""
+    ) -> Sequence[Completion | WeightlaneError]:
+        """`count` completions of one prompt; an error in the place of one that could not be had by itself."""
 
     async def stats(self) -> RolloutFigures:
         """Running totals since the replica started."""

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from weightlane.ckpt_engines import CheckpointEngineRegistry, ProtocolError
+from weightlane.ckpt_engines import CheckpointEngineRegistry, GradientError, ProtocolError
 from weightlane.ckpt_engines.process_group import reserve_port
 from weightlane.plugins import process_hooks
 from weightlane.sync import CheckpointEngineConfig, Placement, Publisher, SyncConfig, dtype_of
@@ -108,7 +108,7 @@ class TrainerRank:
         return time.perf_counter() - started
 
     def train_step(self, batch: TrainBatch) -> StepReport:
-        """Forward, backward, fence, optimizer step. Collective."""
+        """Forward, backward, fence, optimizer step. Collective. A gradient that is not finite changes nothing."""
         started = time.perf_counter()
         engine, fence_at, fence_s = self._open(), 0.0, 0.0
 
@@ -119,7 +119,10 @@ class TrainerRank:
                 fence_s += self._publisher.fence(names)
 
         metrics = engine.forward_backward(batch, self._loss)
-        grad_norm = engine.optim_step(before_change)
+        try:
+            grad_norm = engine.optim_step(before_change)
+        except GradientError as error:  # on every rank
+            return StepReport(engine.step, metrics, skipped=str(error), seconds=time.perf_counter() - started)
         seconds = time.perf_counter() - started
         facts = {
             "participant": publisher_name(self._rank),
@@ -135,9 +138,9 @@ class TrainerRank:
         """Save the full training state. Collective."""
         self._open().save(directory)
 
-    def export_hf(self, directory: Path) -> None:
+    def export_hf(self, directory: Path, dtype: str) -> None:
         """Write a Hugging Face model directory. Collective."""
-        self._open().export_hf(directory)
+        self._open().export_hf(directory, dtype_of(dtype))
 
     def pid(self) -> int:
         """This process."""

@@ -71,7 +71,7 @@ class TrainerGroup:
 
         actor_class = ray.remote(
             num_cpus=config.cpus_per_rank,
-            num_gpus=config.gpus_per_rank,
+            num_gpus=config.gpus_per_rank or 0,
             max_restarts=0,
             concurrency_groups={"watch": 1, "close": 1},
             runtime_env={"env_vars": {"OMP_NUM_THREADS": str(config.threads_per_rank)}},
@@ -115,6 +115,7 @@ class TrainerGroup:
             reports[0].grad_norm,
             max(report.fence_s for report in reports),
             max(report.seconds for report in reports),
+            reports[0].skipped,
         )
 
     async def publish(self, version: int) -> float:
@@ -126,9 +127,9 @@ class TrainerGroup:
         """Save the full training state."""
         await self._all("save", directory)
 
-    async def export_hf(self, directory: Path) -> None:
-        """Write a Hugging Face model directory."""
-        await self._all("export_hf", directory)
+    async def export_hf(self, directory: Path, dtype: str) -> None:
+        """Write a Hugging Face model directory with weights in `dtype`."""
+        await self._all("export_hf", directory, dtype)
 
     async def watch(self) -> NoReturn:
         """Raise `WorkerDiedError` when a rank's process dies."""

@@ -1,22 +1,42 @@
-"""The user's reward function: finding it, calling it, and refusing what is not a number."""
+"""The user's reward function: finding it, calling it, beside everything else, and refusing what is not a number."""
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
 import importlib
+import inspect
 import math
+import multiprocessing
 import numbers
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from weightlane.ckpt_engines import ConfigError
+from pebble import ProcessExpired, ProcessPool
+
+from weightlane.ckpt_engines import ConfigError, RewardError
+from weightlane.sync.daemon_threads import DaemonThreads
+
+from .config import RewardConfig
 
 _PART = "reward"
+_CLOSE_S = 5.0
+_PR_SET_PDEATHSIG = 1
+_one_at_a_time = threading.Lock()
+_loops: list[asyncio.AbstractEventLoop] = []
+Judge = Callable[[str, Mapping[str, Any]], float]
+"""Judges a completion of a task; raises `RewardError` when it can't."""
 
 
 class Reward:
     """A reward function given as ``"module:function"``, called as ``function(completion: str, task: Mapping) -> float``.
+
+    It may be an ``async`` function, too. Another process can be handed this object, and imports the function anew.
 
     Args:
         function: module and function; dots after the colon reach into classes.
@@ -28,31 +48,120 @@ class Reward:
 
     def __init__(self, function: str, search_path: Sequence[Path] = ()) -> None:
         self.name = function
+        self._search_path = tuple(search_path)
         self._function = _resolve(function, search_path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Reward, (self.name, self._search_path)
 
     def __call__(self, completion: str, task: Mapping[str, Any]) -> float:
         """Judge `completion`.
 
-        Raises `ConfigError`, naming the function, the prompt and the value, when the function raises or does not return a
+        Raises `RewardError`, naming the function, the prompt and the value, when the function raises or does not return a
         finite real number.
         """
         prompt = task.get("prompt")
         try:
             value = self._function(completion, task)
+            if inspect.isawaitable(value):
+                value = asyncio.run_coroutine_threadsafe(_as_coroutine(value), _event_loop()).result()
         except Exception as cause:
-            raise ConfigError(
+            raise RewardError(
                 f"{self.name} raised {type(cause).__name__}: {cause} for prompt {prompt!r} and completion {completion!r}.",
                 part=_PART,
                 hint="Fix the reward function.",
             ) from cause
         number = _as_float(value)
         if number is None or not math.isfinite(number):
-            raise ConfigError(
+            raise RewardError(
                 f"{self.name} returned {value!r} for prompt {prompt!r} and completion {completion!r}.",
                 part=_PART,
                 hint="A reward must be a finite number.",
             )
         return number
+
+
+class RewardPool:
+    """Calls a reward function beside the event loop, several times at once, for a limited time each.
+
+    What it runs in is its own: a slow function keeps nobody waiting but the samples that it judges. A thread that does not come
+    back is left to itself; a process is killed, and another one takes its place.
+
+    Args:
+        judge: The function. For processes it must be picklable, as `Reward` is.
+        config: How many calls at once, where, and for how long.
+    """
+
+    def __init__(self, judge: Judge, config: RewardConfig) -> None:
+        self._judge = judge
+        self._config = config
+        self._free = asyncio.Semaphore(config.workers)
+        # One that is stuck does not count any more: the semaphore says how many work.
+        self._threads = DaemonThreads(sys.maxsize, "weightlane-reward")
+        self._processes: ProcessPool | None = None
+
+    async def __call__(self, completion: str, task: Mapping[str, Any]) -> float:
+        """The reward of `completion`. Raises `RewardError`, also when judging it takes longer than it may."""
+        async with self._free:
+            limit_s = self._config.time_limit_s
+            ended = asyncio.wrap_future(self._begin(completion, task))
+            # A process is killed at its limit, and says so; that takes a moment.
+            await asyncio.wait({ended}, timeout=limit_s if self._processes is None else None)
+            if ended.done():
+                try:
+                    return ended.result()
+                except ProcessExpired as error:
+                    raise self._error("ended its process", completion, task) from error
+                except TimeoutError:  # of the pool of processes: what the function raises is a `RewardError`
+                    pass
+            else:
+                ended.cancel()
+            raise self._error(f"took longer than reward.time_limit_s, {limit_s:.3g} s,", completion, task)
+
+    def _error(self, what: str, completion: str, task: Mapping[str, Any]) -> RewardError:
+        name = getattr(self._judge, "name", "the reward function")
+        prompt = task.get("prompt")
+        return RewardError(f"{name} {what} for prompt {prompt!r} and completion {completion!r}.", part=_PART)
+
+    def _begin(self, completion: str, task: Mapping[str, Any]) -> Future[float]:
+        if self._config.run_in == "thread":
+            return self._threads.submit(self._judge, completion, task)
+        if self._processes is None:
+            context = multiprocessing.get_context("spawn")
+            self._processes = ProcessPool(self._config.workers, initializer=_end_with_the_run, context=context)
+        calling: Future[float] = self._processes.schedule(
+            self._judge, [completion, dict(task)], timeout=self._config.time_limit_s
+        )
+        return calling
+
+    def close(self) -> None:
+        """End it, whatever is under way. Idempotent."""
+        self._threads.shutdown()
+        if self._processes is not None:
+            self._processes.stop()  # type: ignore[no-untyped-call]  # pebble is typed in part
+            self._processes.join(_CLOSE_S)
+
+
+def _end_with_the_run() -> None:
+    """Have the kernel end this process with the one that started it, however that ends and whatever this one is busy with.
+
+    Linux only (``prctl(2)``); elsewhere the processes of a run that is killed end with the calls that they are in.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+async def _as_coroutine(value: Awaitable[object]) -> object:
+    return await value
+
+
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """The one that ``async`` reward functions of this process run in: what they keep open belongs to one loop."""
+    with _one_at_a_time:
+        if not _loops:
+            _loops.append(asyncio.new_event_loop())
+            threading.Thread(target=_loops[0].run_forever, name="weightlane-reward-loop", daemon=True).start()
+        return _loops[0]
 
 
 def _as_float(value: object) -> float | None:

@@ -2,8 +2,11 @@
 
 - ``config.toml``: the resolved configuration
 - ``metrics.jsonl``: one line per event, appended on resume
+- ``samples.jsonl``: some completions of each step with their rewards, appended on resume
+- ``failures.jsonl``: one line per sample or step that failed, with its reason; appended on resume
 - ``state/step-<n>/``: a saved state: ``trainer/`` (torch.distributed.checkpoint) and ``loop.json``
 - ``state/latest.json``: which of them is complete
+- ``model/``: the trained model as a Hugging Face directory, at the end; ``exports/step-<n>/`` on the way
 - ``summary.json``, ``curves.png``, and ``logs/`` after a failure
 """
 
@@ -19,7 +22,6 @@ from typing import Any
 from weightlane.ckpt_engines import ConfigError, StorageError
 
 _PART = "run directory"
-_KEPT_STATES = 2
 _MADE_BEFORE_A_RUN_BEGINS = frozenset({"config.toml", "state", "logs"})
 """What a run leaves that could not start; the next one may take its place."""
 _CHOOSE_ANOTHER = "Another directory is chosen with --set run.dir=..."
@@ -74,8 +76,13 @@ class RunDir:
             return int(json.loads((self._state / "latest.json").read_text())["step"])
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(f"{self._state / 'latest.json'} is damaged: {error}.", part=_PART) from None
+
+    def saved_steps(self) -> list[int]:
+        """The steps of all complete states, in order."""
+        complete = self._state.glob("step-*/loop.json")
+        return sorted(int(path.parent.name.removeprefix("step-")) for path in complete)
 
     def trainer_state(self, step: int) -> Path:
         """Where the trainer's part of a state lies; absolute, for trainer ranks work in directories of their own."""
@@ -91,20 +98,38 @@ class RunDir:
             raise _storage_error(directory, error) from error
         return self.trainer_state(step)
 
+    def begin_export(self, step: int, *, last: bool) -> Path:
+        """Where the trainer is to write the model of `step`; nothing is there yet. Absolute, as `trainer_state`."""
+        place = self.path.resolve() / ("model.new" if last else f"exports/step-{step}")
+        shutil.rmtree(place, ignore_errors=True)
+        return place
+
+    def finish_export(self, *, last: bool) -> None:
+        """What was written at the end takes the place of an earlier one, of which this run is the continuation."""
+        if last:
+            model = self.path / "model"
+            try:
+                shutil.rmtree(model, ignore_errors=True)
+                self.path.joinpath("model.new").rename(model)
+            except OSError as error:
+                raise _storage_error(model, error) from error
+
     def finish_state(self, step: int, loop_state: Mapping[str, Any]) -> None:
         """Add the loop's part and declare the state complete; older states are removed but for the one before."""
+        before = self.latest_step()
         self.write_json(f"state/step-{step}/loop.json", loop_state)
         self.write_json("state/latest.json", {"step": step})
-        steps = sorted(int(path.name.removeprefix("step-")) for path in self._state.glob("step-*"))
-        for old in steps[:-_KEPT_STATES]:
-            shutil.rmtree(self._state / f"step-{old}", ignore_errors=True)
+        kept = {f"step-{each}" for each in (before, step)}
+        for path in self._state.glob("step-*"):
+            if path.name not in kept:
+                shutil.rmtree(path, ignore_errors=True)
 
     def loop_state(self, step: int) -> dict[str, Any]:
         """The loop's part of a state."""
         path = self._state / f"step-{step}" / "loop.json"
         try:
             state: dict[str, Any] = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"{path} is damaged: {error}.", part=_PART) from None
         return state
 

@@ -35,7 +35,7 @@ class StalenessBudget:
         self._admitted += 1
 
     def give_back(self) -> None:
-        """An admitted group will not be trained on (dropped as too stale, or never finished)."""
+        """An admitted group will not be trained on: it was dropped as too stale, or it failed."""
         self._admitted -= 1
 
     def is_too_stale(self, step: int, oldest_version: int) -> bool:

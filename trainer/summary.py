@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +57,14 @@ class RunSummary:
     """Rollout replicas that died."""
     replicas_replaced: int = 0
     """Of these, how many have a successor that serves."""
+    drawn_tokens: float = 0.0
+    """Mean length, in tokens, of all completions whose turn to be trained has come."""
+    trained_tokens: float = 0.0
+    """The same of those that were trained: less than drawn is a bias towards short ones."""
+    dropped_groups: int = 0
+    """Groups that were too stale, with ``late_groups = "drop"``."""
+    failures: Mapping[str, int] = field(default_factory=dict)
+    """Samples and steps that failed, by kind; see `RunHooks.item_failed`."""
 
     def to_plain(self) -> dict[str, Any]:
         """As JSON."""
@@ -69,6 +77,12 @@ class RunSummary:
             "wall_s": self.wall_s,
             "replicas_lost": self.replicas_lost,
             "replicas_replaced": self.replicas_replaced,
+            "samples": {
+                "drawn_tokens": self.drawn_tokens,
+                "trained_tokens": self.trained_tokens,
+                "dropped_groups": self.dropped_groups,
+                "failed": dict(self.failures),
+            },
             "sync": {
                 "trainer_blocked_s": self.trainer_blocked_s.to_plain(),
                 "rollout_blocked_s": self.rollout_blocked_s.to_plain(),
@@ -91,6 +105,10 @@ class RunFigures:
     blocking_way_s: list[float] = field(default_factory=list)
     replicas_lost: int = 0
     replicas_replaced: int = 0
+    drawn_tokens: float = 0.0
+    trained_tokens: float = 0.0
+    dropped_groups: int = 0
+    failures: Mapping[str, int] = field(default_factory=dict)
 
     def summary(self) -> RunSummary:
         """The closing figures."""
@@ -108,4 +126,8 @@ class RunFigures:
             blocking_way_s=Quantiles.of(self.blocking_way_s).p50,
             replicas_lost=self.replicas_lost,
             replicas_replaced=self.replicas_replaced,
+            drawn_tokens=self.drawn_tokens,
+            trained_tokens=self.trained_tokens,
+            dropped_groups=self.dropped_groups,
+            failures=self.failures,
         )

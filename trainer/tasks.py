@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,34 @@ class Task:
     """Any JSON value but null, as the file has it."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Every other key of the line."""
+    place: str = field(default="", compare=False)
+    """File and line, for messages."""
 
     def as_mapping(self) -> dict[str, Any]:
         """What a reward function is given: ``prompt``, ``answer`` and every other key of the line."""
         return {**self.extra, "prompt": self.prompt, "answer": self.answer}
 
+    def to_plain(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
 
-def load_tasks(path: Path, prompt_key: str = "prompt", answer_key: str = "answer") -> list[Task]:
-    """Read one task per non-blank line.
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Task:
+        """Undo `to_plain`; `ConfigError` for anything else."""
+        try:
+            return cls(str(plain["prompt"]), plain["answer"], dict(plain["extra"]), str(plain["place"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"a saved task is damaged: {error!r}.", part=_PART) from None
+
+
+AsChat = Callable[[Sequence[Mapping[str, Any]]], str]
+"""Puts messages into the words of a model's chat template."""
+
+
+def load_tasks(
+    path: Path, prompt_key: str = "prompt", answer_key: str = "answer", as_chat: AsChat | None = None
+) -> list[Task]:
+    """Read one task per non-blank line. With `as_chat` prompts are conversations; `Task.extra` has their ``messages``.
 
     Raises `ConfigError` naming file and line for a line that is not a JSON object, lacks a key, or whose prompt is not a
     non-empty string; and for a file that is missing, unreadable or without tasks.
@@ -42,7 +62,7 @@ def load_tasks(path: Path, prompt_key: str = "prompt", answer_key: str = "answer
         with Path(path).open(encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    tasks.append(_task(line, f"{path}, line {number}", prompt_key, answer_key))
+                    tasks.append(_task(line, f"{path}, line {number}", prompt_key, answer_key, as_chat))
     except FileNotFoundError as cause:
         raise ConfigError(
             f"there is no task file {path}.", part=_PART, hint="Check data.train and data.heldout."
@@ -56,9 +76,15 @@ def load_tasks(path: Path, prompt_key: str = "prompt", answer_key: str = "answer
     return tasks
 
 
-def load_splits(config: DataConfig) -> tuple[list[Task], list[Task]]:
-    """Training and held-out tasks; `ConfigError` when a held-out prompt is also a training prompt."""
-    train, heldout = (load_tasks(path, config.prompt_key, config.answer_key) for path in (config.train, config.heldout))
+def load_splits(config: DataConfig, as_chat: AsChat) -> tuple[list[Task], list[Task]]:
+    """Training and held-out tasks; `ConfigError` when a held-out prompt is also a training prompt.
+
+    `as_chat` is for prompts that are conversations.
+    """
+    chat = as_chat if config.chat else None
+    train, heldout = (
+        load_tasks(path, config.prompt_key, config.answer_key, chat) for path in (config.train, config.heldout)
+    )
     shared = sorted({task.prompt for task in train} & {task.prompt for task in heldout})
     if shared:
         raise ConfigError(
@@ -69,11 +95,13 @@ def load_splits(config: DataConfig) -> tuple[list[Task], list[Task]]:
     return train, heldout
 
 
-def _task(line: str, where: str, prompt_key: str, answer_key: str) -> Task:
+def _task(line: str, where: str, prompt_key: str, answer_key: str, as_chat: AsChat | None) -> Task:
     try:
         data = json.loads(line)
     except json.JSONDecodeError as cause:
         raise ConfigError(f"{where}: not valid JSON: {cause.msg} at column {cause.colno}.", part=_PART) from cause
+    except (ValueError, RecursionError) as cause:  # a number of thousands of digits; brackets too deep
+        raise ConfigError(f"{where}: JSON that cannot be read: {cause}.", part=_PART) from cause
     if not isinstance(data, dict):
         raise ConfigError(f"{where}: expected a JSON object, found {type(data).__name__}.", part=_PART)
     for key in (prompt_key, answer_key):
@@ -84,9 +112,26 @@ def _task(line: str, where: str, prompt_key: str, answer_key: str) -> Task:
                 hint=f"The line has {', '.join(map(repr, data)) or 'no keys'}; see data.prompt_key and data.answer_key.",
             )
     prompt = data.pop(prompt_key)
+    if as_chat is not None:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        _check_messages(messages, f"{where}: {prompt_key!r}")
+        prompt, data["messages"] = as_chat(messages), messages
     if not isinstance(prompt, str) or not prompt:
         raise ConfigError(f"{where}: {prompt_key!r} must be a non-empty string, not {prompt!r}.", part=_PART)
-    return Task(prompt, data.pop(answer_key), data)
+    return Task(prompt, data.pop(answer_key), data, where)
+
+
+def _check_messages(messages: Any, what: str) -> None:
+    whole = isinstance(messages, list) and bool(messages)
+    if not whole or not all(
+        isinstance(each, dict) and isinstance(each.get("role"), str) and isinstance(each.get("content"), str)
+        for each in messages
+    ):
+        raise ConfigError(
+            f"{what} must be a string or a list of messages, each with role and content, not {messages!r}.",
+            part=_PART,
+            hint="Or set data.chat to false.",
+        )
 
 
 class TaskStream:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from weightlane.ckpt_engines import ConfigError
 
 
 class HfTokenizer:
@@ -17,6 +20,19 @@ class HfTokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def as_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """A conversation in the words of the model's chat template, up to where its answer begins. Raises `ConfigError`."""
+        if not self._tokenizer.chat_template:
+            raise ConfigError(
+                "the model's tokenizer has no chat template.",
+                part="data",
+                hint="Set data.chat to false, or add one to it.",
+            )
+        try:
+            return str(self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False))
+        except Exception as cause:  # a template is a program of its own
+            raise ConfigError(f"the chat template refuses {messages!r}: {cause}.", part="data") from cause
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of a completion."""

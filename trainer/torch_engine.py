@@ -11,8 +11,10 @@ from pathlib import Path
 
 import torch
 
-from weightlane.ckpt_engines import ConfigError, WeightlaneError
+from weightlane.ckpt_engines import ConfigError, GradientError, WeightlaneError
+from weightlane.sync.tensor_spec import dtype_of
 
+from .batch import TrainBatch
 from .config import TrainerConfig
 from .engine import TrainingEngine
 from .losses import LossOutput
@@ -37,6 +39,14 @@ class TorchEngine(TrainingEngine):
     def step(self) -> int:
         """As `TrainingEngine.step`."""
         return self._step
+
+    @property
+    def _compute_dtype(self) -> torch.dtype:
+        """Of forward and backward."""
+        asked = self.config.compute_dtype
+        if asked != "auto":
+            return dtype_of(asked)
+        return torch.bfloat16 if self._device.type == "cuda" else torch.float32
 
     @abstractmethod
     def _clear_gradients(self) -> None:
@@ -89,7 +99,7 @@ class TorchEngine(TrainingEngine):
         """Raise, with the gradients cleared, unless the gradient norm is a number."""
         if not math.isfinite(norm):
             self._clear_gradients()
-            raise WeightlaneError(
+            raise GradientError(
                 f"the gradient norm is {norm} at step {self._step}; no parameter was changed.",
                 part=self._part,
                 hint="Lower trainer.learning_rate, or look for broken log-probabilities or rewards in the batch.",
@@ -98,6 +108,13 @@ class TorchEngine(TrainingEngine):
     def _learning_rate(self) -> float:
         """Of the step to come: it rises linearly over the warm-up."""
         return self.config.learning_rate * min(1.0, (self._step + 1) / max(1, self.config.lr_warmup_steps))
+
+
+def means(sums: dict[str, torch.Tensor], totals: torch.Tensor, batch: TrainBatch) -> dict[str, float]:
+    """The metrics of a batch from its `totals` over all ranks, float64 [len(sums)], in the order of `sums`."""
+    of = {name: batch.loss_tokens if name == "loss" else batch.computed_tokens for name in sums}
+    found = {name: total / of[name] for name, total in zip(sums, totals.tolist(), strict=True)}
+    return {**found, "tokens": float(batch.computed_tokens)}
 
 
 def add_sums(sums: dict[str, torch.Tensor], output: LossOutput) -> None:

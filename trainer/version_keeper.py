@@ -73,6 +73,9 @@ class VersionKeeper:
         """The version the parameters have now; -1 while an optimizer step may be changing them."""
         self._published = -1
         """The version the publishers hold."""
+        self._handed_over = -1
+        """The newest version that the publishers were given."""
+        self._publication = asyncio.Event()
         self._served = -1
         self._task: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()
@@ -97,14 +100,33 @@ class VersionKeeper:
             self.raise_if_failed()
         async with self._turn:
             started = time.perf_counter()
-            self._published = version
-            await self._trainers.publish(version)
+            await self._publish(version)
             report = await self._sync(version)
             seconds = time.perf_counter() - started
             self._served = version
             self.times.committed.append(version)
             await self._settle(report)
         return seconds
+
+    async def time_blocking(self, version: int) -> float | None:
+        """As `publish_blocking`, but an aborted version counts as one in the background does, and gives None."""
+        try:
+            return await self.publish_blocking(version)
+        except SyncAbortedError as error:
+            self.times.aborted.append(version)
+            self._failed(version, error)
+            return None
+
+    async def handed_over(self, version: int) -> None:
+        """Return when the publishers have been given `version`, or when nothing is under way that leads there.
+
+        To be called inside `between_steps`: what then keeps the trainer busy does not delay the version.
+        """
+        while self._handed_over < version and self._task is not None and not self._task.done():
+            self._publication.clear()
+            published = asyncio.create_task(self._publication.wait())
+            await asyncio.wait({self._task, published}, return_when=asyncio.FIRST_COMPLETED)
+            published.cancel()
 
     @asynccontextmanager
     async def between_steps(self, version: int) -> AsyncIterator[None]:
@@ -222,8 +244,7 @@ class VersionKeeper:
 
     async def _carry(self, version: int) -> bool:
         """Publish and sync `version`. Returns whether it serves."""
-        self._published = version
-        self.times.publish_s[version] = await self._trainers.publish(version)
+        self.times.publish_s[version] = await self._publish(version)
         try:
             report = await self._sync(version)
         except SyncAbortedError as error:
@@ -237,6 +258,13 @@ class VersionKeeper:
         self.times.rollout_blocked_s.append(report.rollout_blocked_s)
         await self._settle(report)
         return True
+
+    async def _publish(self, version: int) -> float:
+        self._published = version
+        seconds = await self._trainers.publish(version)
+        self._handed_over = version
+        self._publication.set()
+        return seconds
 
     async def _repeat(self) -> bool:
         """Sync the version that serves for those who miss it. Returns False when nobody serves it any more."""

@@ -8,13 +8,14 @@ else the whole version is. That equal parameters mean equal compute is for `equa
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
 import torch
 
 from .coverage import target_coverage, unused_elements
+from .derived import derives, made_after_loading
 from .layout_map import LayoutMap, Refusal
 
 _LARGEST_RELOADED_SHARE = 0.5
@@ -44,6 +45,8 @@ class Verdict:
     """The checkpoint tensors that they are made of."""
     reasons: tuple[Refusal, ...]
     """Everything that is not copied, and why."""
+    derived: tuple[str, ...] = ()
+    """Layers that make tensors of what others have loaded, after every commit; vLLM's own loading does so by itself."""
 
     @property
     def summary(self) -> str:
@@ -70,10 +73,14 @@ def judge(
         refused.setdefault(_owner(refusal.tensor, model), refusal.why)
     explained = bool(layout.refused_sources)
     broken: list[Refusal] = []
+    late, derived = made_after_loading(model), set()
     for name, counts in target_coverage(layout).items():
         if not counts.unmapped and not counts.doubled:
             continue
         owner = _owner(name, model)
+        if name in late and derives(model.get_submodule(owner)):
+            derived.add(owner)
+            continue
         missing = f"{counts.unmapped} of its elements are not loaded"
         why = f"{counts.doubled} of its elements are loaded more than once" if counts.doubled else missing
         if counts.unmapped and not explained and owner not in refused:
@@ -91,8 +98,8 @@ def judge(
     if broken:
         return whole_reload((*broken, *(reason for reason in reasons if reason not in broken)))
     if not refused and not layout.refused_sources:
-        return Verdict(Way.TRACED, layout, (), frozenset(), ())
-    return _mixed(model, layout, set(refused), tuple(reasons))
+        return Verdict(Way.TRACED, layout, (), frozenset(), (), tuple(sorted(derived)))
+    return replace(_mixed(model, layout, set(refused), tuple(reasons)), derived=tuple(sorted(derived)))
 
 
 def untraceable(cause: Exception) -> Refusal:
@@ -135,7 +142,7 @@ def repacked(model: torch.nn.Module) -> dict[str, str]:
 
     vLLM keeps what each layer looked like before its weights were processed; a layer that looks different now was repacked.
     """
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info  # noqa: PLC0415 - in a worker only
+    from ..vllm_internals import get_layerwise_info  # noqa: PLC0415 - in a worker only
 
     found: dict[str, str] = {}
     for prefix, module in model.named_modules():

@@ -11,6 +11,7 @@ import torch
 
 from weightlane.ckpt_engines import CommitError
 from weightlane.sync.made_tensors import MadeTensors, without_data
+from weightlane.sync.tensor_spec import raw_bytes
 
 from .geometry import Cover, blocks_between, target_block
 from .host_copies import HostCopy, StagedCopies
@@ -281,7 +282,7 @@ class CommitPlan:
         """Copy what libc can copy, and return what is left: where to, and what."""
         copies = self._copies.get(name, ())
         if tensor.is_cpu:
-            memory = tensor.view(-1).view(torch.uint8)
+            memory = raw_bytes(tensor)
             for copy in copies:
                 if copy.host is not None:
                     copy.host.run(memory)

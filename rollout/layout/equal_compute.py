@@ -7,13 +7,16 @@ layer gives for the same few tokens is therefore compared between two states tha
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weightlane.sync.tensor_spec import raw_bytes
+
 _TOKENS = 4
+_PATTERN = 13
 _aten = torch.ops.aten
 _EMPTY = frozenset(
     {
@@ -36,7 +39,7 @@ def layer_digests(model: torch.nn.Module, vllm_config: Any, device: torch.device
     Raises:
         Exception: What the forward pass raised.
     """
-    from vllm.forward_context import set_forward_context  # noqa: PLC0415 - only in a vLLM worker
+    from ..vllm_internals import set_forward_context  # noqa: PLC0415 - only in a vLLM worker
 
     digests: dict[str, str] = {}
     hooks = []
@@ -48,7 +51,7 @@ def layer_digests(model: torch.nn.Module, vllm_config: Any, device: torch.device
     try:
         with (
             torch.no_grad(),
-            _Patterned(),  # type: ignore[no-untyped-call]
+            Patterned(),  # type: ignore[no-untyped-call]
             set_forward_context(None, vllm_config, num_tokens=count, skip_compiled=True),
         ):
             hidden = model(input_ids=tokens, positions=tokens, intermediate_tensors=None, inputs_embeds=None)
@@ -73,29 +76,7 @@ def first_difference(one: Mapping[str, str], other: Mapping[str, str]) -> str | 
     return next((name for name in {**one, **other} if one.get(name) != other.get(name)), None)
 
 
-class OtherValues(Mapping[str, torch.Tensor]):
-    """A version in which every element of every tensor is another: made when asked for, one tensor at a time."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = tensors
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        tensor = self._tensors[name]
-        if tensor.is_floating_point() and tensor.itemsize == 1:  # e4m3: another code, and none of NaN
-            codes = tensor.view(torch.uint8)
-            return torch.where(codes & 0x7F >= 0x7E, codes ^ 2, codes ^ 1).view(tensor.dtype)  # noqa: PLR2004 - the largest
-        if tensor.is_floating_point():
-            return torch.where(tensor.abs() < 1, 0.5 - 0.25 * tensor, 0.125).to(tensor.dtype)
-        return tensor.logical_not() if tensor.dtype == torch.bool else tensor ^ 1
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-
-class _Patterned(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Patterned(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Fills memory that nobody has written with a pattern, so that results are the same in every run."""
 
     def __torch_dispatch__(
@@ -108,8 +89,11 @@ class _Patterned(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         if func in _EMPTY and not result.is_meta:
             if result.is_floating_point() and result.is_contiguous():
+                pattern = (torch.arange(_PATTERN, device=result.device) * 0.125 - 0.75).to(result.dtype)
                 flat = result.view(-1)
-                flat.copy_(torch.arange(flat.numel(), device=flat.device) % 13 * 0.125 - 0.75)
+                whole = flat.numel() // _PATTERN * _PATTERN
+                flat[:whole].view(-1, _PATTERN).copy_(pattern)
+                flat[whole:].copy_(pattern[: flat.numel() - whole])
             else:
                 result.zero_()
         return result
@@ -126,5 +110,5 @@ def _digest(value: Any) -> str:
     seen = hashlib.sha256()
     for item in value if isinstance(value, list | tuple) else (value,):
         if isinstance(item, torch.Tensor):
-            seen.update(item.detach().to("cpu").reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+            seen.update(raw_bytes(item.detach().to("cpu").contiguous()).numpy().tobytes())
     return seen.hexdigest()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -124,12 +124,10 @@ class LayoutMap:
             [constant for constant in self.constants if constant.target not in written],
         )
 
-    def holds_as_sent(self, name: str) -> bool:
-        """Whether all parameters that a tensor goes to have the type in which it is sent, as far as that is known."""
-        if name not in self.sources:
-            return False
-        dtype = self.sources[name].dtype
-        return all(self.targets[piece.target].dtype == dtype for piece in self.slices if piece.source == name)
+    def copies(self, tied: Mapping[str, str]) -> tuple[object, ...]:
+        """What it copies, for comparison: sources under the names that `tied` has for them, whatever their types."""
+        slices = {replace(piece, source=tied.get(piece.source, piece.source)) for piece in self.slices}
+        return slices, set(self.constants), self.targets
 
     @property
     def bytes_copied(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -37,15 +38,16 @@ class LiveDelta:
     Args:
         plan: Copies that are known to be right, and to be all that loading does.
         delta: What turns the live weights into a version.
+        renew_derived: Makes anew what layers derive from changed parameters.
 
     Raises:
         CommitError: A tensor of it does not go by copies, or a parameter has got other memory.
     """
 
-    def __init__(self, plan: CommitPlan, delta: IncomingDelta) -> None:
+    def __init__(self, plan: CommitPlan, delta: IncomingDelta, renew_derived: Callable[[], None]) -> None:
         self.version = delta.version
         self.base_version = delta.manifest.base_version
-        self._plan = plan
+        self._plan, self._renew_derived = plan, renew_derived
         self._there = False
         """Whether the new values are in the parameters."""
         self.check()
@@ -84,9 +86,11 @@ class LiveDelta:
             for place in self._places:
                 _write(place, place.old if self._there else place.new)
                 done += 1
+            self._renew_derived()
         except Exception as cause:
             for place in self._places[: done + 1]:
                 _write(place, place.new if self._there else place.old)
+            self._renew_derived()
             raise CommitError(
                 f"version {self.version} could not be put into the weights: {type(cause).__name__}: {cause}.",
                 part=_PART,

@@ -16,6 +16,7 @@ import torch
 
 from weightlane.ckpt_engines import CommitError
 from weightlane.sync.boxes import Box
+from weightlane.sync.tensor_spec import raw_bytes
 
 from .coverage import target_coverage
 from .layout_map import SourceSpec
@@ -59,7 +60,7 @@ class OnlyRead(Mapping[str, torch.Tensor]):
         if name not in self._boxes:
             return whole
         held = torch.empty_like(whole, memory_format=torch.contiguous_format)
-        held.view(-1).view(torch.uint8).fill_(0xFF)
+        raw_bytes(held).fill_(0xFF)
         for box in self._boxes[name]:
             held[box.index].copy_(whole[box.index])
         return held
@@ -74,8 +75,7 @@ class OnlyRead(Mapping[str, torch.Tensor]):
 @contextmanager
 def _loading_form(model: torch.nn.Module) -> Iterator[None]:
     """Inside, every layer has the parameters that its loading fills, on the meta device."""
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info  # noqa: PLC0415 - in a worker only
-    from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta  # noqa: PLC0415 - as above
+    from ..vllm_internals import get_layerwise_info, restore_layer_on_meta  # noqa: PLC0415 - in a worker only
 
     # Torch notes there, in place, which buffers are not saved, as buffers come and go.
     unsaved = [(layer, set(layer._non_persistent_buffers_set)) for layer in model.modules()]

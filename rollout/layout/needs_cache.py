@@ -1,7 +1,7 @@
 """What was found out about a model's layout, kept on disk as JSON, so that planning again need not start vLLM again.
 
-For plans alone: a worker traces its own model, which takes a fraction of a second, and proves what it traced. So nothing that is
-read here, however wrong, gets near a weight.
+For plans alone: a worker traces its own model, which takes a fraction of a second, and rehearses what it traced. So nothing that
+is read here, however wrong, gets near a weight.
 
 Files are the user's own, in ``$XDG_CACHE_HOME/weightlane/layouts`` (``~/.cache`` where that is not set), under the digest of all
 that the answer depends on. Whatever is odd about one is the same as no file; nothing here raises for the sake of the cache.

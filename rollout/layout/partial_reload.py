@@ -9,7 +9,7 @@ import torch
 
 from weightlane.ckpt_engines import CommitError
 
-from ..weight_loading import quiet_reload
+from ..weight_loading import as_at_start
 
 
 class _SomeLayers:
@@ -40,7 +40,7 @@ def reload_layers(
     Raises:
         CommitError: The layers are partly old and partly new. The next load starts from a sound state.
     """
-    from vllm.model_executor.model_loader.reload import (  # noqa: PLC0415 - only in a vLLM worker
+    from ..vllm_internals import (  # noqa: PLC0415 - only in a vLLM worker
         finalize_layerwise_reload,
         initialize_layerwise_reload,
     )
@@ -53,7 +53,7 @@ def reload_layers(
         if tensor is not None
     }
     some = _SomeLayers(list(layers.values()))
-    with torch.no_grad(), quiet_reload():
+    with torch.no_grad(), as_at_start(model_config):
         try:
             initialize_layerwise_reload(some)
             loaded = model.load_weights(  # type: ignore[operator]

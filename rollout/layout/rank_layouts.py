@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from weightlane.sync.boxes import Box
 
+from ..agreement import RankGroup
 from ..expectation import expectation_of
 from ..quantised_models import refuse_other_formats
 from ..weight_loading import refuse_unsupported
@@ -20,6 +21,7 @@ from .layout_map import LayoutMap, Refusal, SourceSpec
 from .loading_form import read_by_loading
 from .needs import needed_boxes
 from .rank_models import engine_config, model_of_rank, quiet_vllm
+from .rehearsal import Rehearsal
 from .trace import trace_loading
 
 _log = logging.getLogger(__name__)
@@ -32,13 +34,15 @@ class RankLayout:
     layout: LayoutMap
     """As it was traced; without targets where that cannot be."""
     verdict: Verdict
-    """What goes by copies, as a worker decides before its first version."""
+    """What goes by copies."""
     needed: dict[str, list[Box]]
     """What is read of each tensor."""
     experts: list[dict[str, Any]]
     """See `held_experts`."""
     learned_s: float
     """Seconds that tracing took."""
+    nbytes: int
+    """Of its parameters."""
 
 
 def checked_config(
@@ -61,7 +65,7 @@ def checked_config(
 
 
 def rank_layouts(config: Any, sources: Mapping[str, SourceSpec], *, tied: Collection[str]) -> list[RankLayout]:
-    """Trace and judge the loading of `sources` on every rank of `config`, in rank order.
+    """Trace and judge the loading of `sources` on every rank of `config`, in rank order. All are reloaded, or none.
 
     Args:
         config: What `checked_config` gave; this process must not have built a vLLM model before.
@@ -72,7 +76,7 @@ def rank_layouts(config: Any, sources: Mapping[str, SourceSpec], *, tied: Collec
         ConfigError: A model cannot be built, or its weights cannot be replaced.
     """
     ranks = range(config.parallel_config.tensor_parallel_size)
-    traced: list[tuple[LayoutMap, list[dict[str, Any]], float]] = []
+    traced: list[tuple[LayoutMap, list[dict[str, Any]], float, int]] = []
     untraced: list[Refusal] = []
     for rank in ranks:
         with model_of_rank(config, rank) as built:
@@ -85,14 +89,71 @@ def rank_layouts(config: Any, sources: Mapping[str, SourceSpec], *, tied: Collec
                 layout = LayoutMap(
                     dict(sources), {}, refused_sources=[Refusal(name, untraced[0].why) for name in sources]
                 )
-            traced.append((layout, held_experts(built), time.perf_counter() - began))
-    layouts = [layout for layout, _, _ in traced]
+            nbytes = sum(parameter.nbytes for parameter in built.parameters())
+            traced.append((layout, held_experts(built), time.perf_counter() - began, nbytes))
+    layouts = [layout for layout, *_ in traced]
     found = []
-    for rank, (layout, experts, learned_s) in zip(ranks, traced, strict=True):
+    for rank, (layout, experts, learned_s, nbytes) in zip(ranks, traced, strict=True):
         with model_of_rank(config, rank) as built:
             verdict = whole_reload(dict.fromkeys(untraced)) if untraced else judge(built, layout, layouts, tied=tied)
             needed = _read(built, sources) if verdict.way is Way.RELOAD else needed_boxes(layout)
-            found.append(RankLayout(layout, verdict, needed, experts, learned_s))
+            found.append(RankLayout(layout, verdict, needed, experts, learned_s, nbytes))
+    why = next((rank.verdict.summary for rank in found if rank.verdict.way is Way.RELOAD), None)
+    if why is None or all(rank.verdict.way is Way.RELOAD for rank in found):
+        return found
+    return _reloaded(config, sources, found, why)
+
+
+def rehearsed(
+    config: Any, sources: Mapping[str, SourceSpec], ranks: Sequence[RankLayout]
+) -> tuple[list[RankLayout], str | None]:
+    """How versions are written once that was rehearsed, as workers do; and what is against every way, if anything is.
+
+    Needs memory for two models of a rank. Ranks are gone through one by one; for each the others compute what it does.
+    """
+    found = list(ranks)
+    while True:
+        reloads = found[0].verdict.way is Way.RELOAD
+        trouble = _trouble(config, sources, found)
+        if trouble is not None and reloads:
+            whole = {name: [Box.whole(spec.shape)] for name, spec in sources.items()}
+            found = [replace(rank, needed=whole) for rank in found]
+            trouble = _trouble(config, sources, found)
+        if trouble is None or reloads:
+            return found, trouble
+        found = _reloaded(config, sources, found, trouble)
+
+
+def _trouble(config: Any, sources: Mapping[str, SourceSpec], ranks: Sequence[RankLayout]) -> str | None:
+    """What some rank's rehearsal says against writing versions so."""
+    for number, rank in enumerate(ranks):
+        with model_of_rank(config, number) as built:
+            rehearsal = Rehearsal(
+                built,
+                config,
+                torch.device(config.device_config.device),
+                sources,
+                RankGroup(None),
+                part=f"rank {number}",
+                computes=True,
+            )
+            read = rank.needed if rank.verdict.way is Way.RELOAD else None
+            if (trouble := rehearsal.trouble_with(rank.verdict, read)) is not None:
+                return trouble
+    return None
+
+
+def _reloaded(
+    config: Any, sources: Mapping[str, SourceSpec], ranks: Sequence[RankLayout], why: str
+) -> list[RankLayout]:
+    """`ranks` where every version goes through vLLM's own loading."""
+    found = []
+    for number, rank in enumerate(ranks):
+        verdict = rank.verdict
+        if verdict.way is not Way.RELOAD:
+            verdict = whole_reload([*verdict.reasons, Refusal("the model", why)])
+        with model_of_rank(config, number) as built:
+            found.append(replace(rank, verdict=verdict, needed=_read(built, sources)))
     return found
 
 
@@ -107,7 +168,7 @@ def _read(model: torch.nn.Module, sources: Mapping[str, SourceSpec]) -> dict[str
 
 def held_experts(model: torch.nn.Module) -> list[dict[str, Any]]:
     """Which experts a rank's model has, as ``held`` and ``of``: once for all layers that have the same, nothing for none."""
-    from vllm.model_executor.layers.fused_moe import RoutedExperts  # noqa: PLC0415 - in a process that runs vLLM
+    from ..vllm_internals import RoutedExperts  # noqa: PLC0415 - in a process that runs vLLM
 
     found: list[dict[str, Any]] = []
     for layer in model.modules():

@@ -79,12 +79,29 @@ def model_of_rank(config: Any, rank: int) -> Iterator[torch.nn.Module]:
     Raises:
         ConfigError: The model cannot be built.
     """
-    from vllm.config import set_current_vllm_config  # noqa: PLC0415 - slow to import
-    from vllm.distributed import parallel_state  # noqa: PLC0415
-    from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading  # noqa: PLC0415
-    from vllm.utils.torch_utils import set_default_torch_dtype  # noqa: PLC0415
+    from ..vllm_internals import (  # noqa: PLC0415 - takes seconds
+        initialize_model,
+        process_weights_after_loading,
+        set_default_torch_dtype,
+    )
 
     device = torch.device(config.device_config.device)
+    with as_rank(config, rank):
+        with set_default_torch_dtype(config.model_config.dtype), device:
+            model = initialize_model(config)
+        process_weights_after_loading(model, config.model_config, device)
+        yield model.eval()
+
+
+@contextmanager
+def as_rank(config: Any, rank: int) -> Iterator[None]:
+    """Inside, vLLM takes us for rank `rank` of `config`.
+
+    Raises:
+        ConfigError: A model cannot be built inside.
+    """
+    from ..vllm_internals import parallel_state, set_current_vllm_config  # noqa: PLC0415 - slow to import
+
     _join_group_of_one(config)
     world = config.parallel_config.tensor_parallel_size
     real, real_experts = parallel_state._TP, parallel_state._EP
@@ -95,10 +112,7 @@ def model_of_rank(config: Any, rank: int) -> Iterator[torch.nn.Module]:
         parallel_state._EP = real_experts and _claimed(real_experts, rank, world)
         config.parallel_config.rank = rank
         try:
-            with set_default_torch_dtype(config.model_config.dtype), device:
-                model = initialize_model(config)
-            process_weights_after_loading(model, config.model_config, device)
-            yield model.eval()
+            yield
         except (ValueError, AssertionError, NotImplementedError, ImportError) as cause:
             raise ConfigError(f"vLLM cannot build the model of rank {rank}: {in_short(cause)}", part=_PART) from cause
         finally:
@@ -109,7 +123,7 @@ def model_of_rank(config: Any, rank: int) -> Iterator[torch.nn.Module]:
 
 
 class _ClaimedProcesses:
-    """A process group that says to be of another size; no collective may run on it."""
+    """A process group that says to be of another size; no collective of torch's may run on it."""
 
     def __init__(self, rank: int, world: int) -> None:
         self._rank = rank
@@ -122,18 +136,39 @@ class _ClaimedProcesses:
         return self._rank
 
 
+class _Alike:
+    """vLLM's collectives where every other rank has what this one has: enough to compare what one rank computes with itself."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self._rank = rank
+        self._world = world
+
+    def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
+        return values.clone()
+
+    def all_gather(self, values: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        return torch.cat([values] * self._world, dim)
+
+    def gather(self, values: torch.Tensor, dst: int = 0, dim: int = -1) -> torch.Tensor | None:
+        return self.all_gather(values, dim) if dst == self._rank else None
+
+    def reduce_scatter(self, values: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        return values.chunk(self._world, dim)[self._rank].clone()
+
+
 def _claimed(group: Any, rank: int, world: int) -> Any:
     """`group`, of this process alone, as rank `rank` of `world` would see it."""
     claimed = copy.copy(group)
     claimed.world_size, claimed.rank_in_group, claimed.ranks = world, rank, list(range(world))
-    if world > 1:  # Some models ask the processes themselves how many they are.
+    if world > 1:
+        # Some models ask the processes themselves how many they are.
         claimed.device_group = _ClaimedProcesses(rank, world)
+        claimed.device_communicator, claimed.use_custom_op_call = _Alike(rank, world), False
     return claimed
 
 
 def _join_group_of_one(config: Any) -> None:
-    from vllm.config import set_current_vllm_config  # noqa: PLC0415 - slow to import
-    from vllm.distributed import parallel_state  # noqa: PLC0415
+    from ..vllm_internals import parallel_state, set_current_vllm_config  # noqa: PLC0415 - slow to import
 
     with set_current_vllm_config(config):
         if parallel_state.model_parallel_is_initialized():
@@ -151,3 +186,5 @@ def quiet_vllm() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    if not torch.accelerator.is_available():
+        torch.accelerator.empty_cache = lambda: None  # loading calls it; vLLM's CPU worker does the same

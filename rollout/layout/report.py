@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from weightlane.ckpt_engines import ConfigError
+from weightlane.ckpt_engines._memory import available_memory_bytes
 from weightlane.sync import Expectation
 from weightlane.sync.own_process import answer_asker, ask_process
 
@@ -13,9 +15,11 @@ from ..expectation import expectation_of
 from .acceptance import Way
 from .coverage import target_coverage, unused_elements
 from .layout_map import SourceSpec
-from .rank_layouts import checked_config, rank_layouts
+from .rank_layouts import RankLayout, checked_config, rank_layouts, rehearsed
 
 _PART = "layout"
+_MODELS = 3
+"""What a rehearsal may take at once, in sizes of a rank's model: one that is built, one that is loaded, and what vLLM repacks."""
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -27,10 +31,10 @@ def layout_report(
     expert_parallel: bool = False,
     timeout_s: float = 600.0,
 ) -> dict[str, Any]:
-    """Find out in a process of its own where the tensors of `model` go; needs vLLM and neither a GPU nor the memory for weights.
+    """Find out in a process of its own where the tensors of `model` go; needs vLLM and no GPU.
 
-    The verdict is that of a worker before its first version. A worker also compares what copies and vLLM's own loading make of
-    that version, parameters and computed values, and goes back to loading where they differ.
+    The verdict is that of a worker: what is traced is rehearsed beside ordinary loads where two models of a rank fit into the
+    memory that is free. Where they do not, nothing is loaded, and ``not_rehearsed`` says so.
 
     Args:
         model: Checkpoint directory, or the name of a model whose files are on this machine.
@@ -41,7 +45,8 @@ def layout_report(
 
     Returns:
         Plain data: ``model``, ``architecture``, ``dtype``, ``quantization`` (vLLM's name for it, or nothing),
-        ``tensor_parallel``, ``expert_parallel``, ``way``, ``tied``, ``union`` (over ranks: ``tensors``, ``elements``,
+        ``tensor_parallel``, ``expert_parallel``, ``way``, ``refusal`` (why a worker takes no versions of this model, or
+        nothing), ``not_rehearsed`` (why, or nothing), ``tied``, ``union`` (over ranks: ``tensors``, ``elements``,
         ``unused``) and ``ranks``, each with ``rank``, ``way``, ``tensors``, ``slices``, ``bytes``, ``needed_elements`` (of the
         checkpoint), ``experts`` (for each kind of layer that has any: ``held``, their numbers, and ``of``, how many there
         are), ``constants``, ``constant_elements``, ``parameters``, ``reloaded`` (layers), ``refused`` and ``learned_s``.
@@ -77,7 +82,10 @@ def make_report(model: str, *, tensor_parallel: int, dtype: str, expert_parallel
         tied_embeddings=bool(getattr(config.model_config.hf_text_config, "tie_word_embeddings", False)),
     )
     sources = sent_tensors(expectation, config.model_config.dtype)
-    ranks = rank_layouts(config, sources, tied=expectation.tied)
+    ranks, refusal = rank_layouts(config, sources, tied=expectation.tied), None
+    not_rehearsed = _lacks_room(ranks)
+    if not not_rehearsed:
+        ranks, refusal = rehearsed(config, sources, ranks)
     layouts = [rank.layout for rank in ranks]
     ways = {rank.verdict.way for rank in ranks}
     excused = {source for layout in layouts for source, _ in layout.feeds}
@@ -96,6 +104,8 @@ def make_report(model: str, *, tensor_parallel: int, dtype: str, expert_parallel
         "tensor_parallel": tensor_parallel,
         "expert_parallel": expert_parallel,
         "way": next(way for way in (Way.RELOAD, Way.MIXED, Way.TRACED) if way in ways),
+        "refusal": refusal or "",
+        "not_rehearsed": not_rehearsed,
         "tied": sorted(expectation.tied),
         "union": {
             "tensors": len(sources),
@@ -121,6 +131,14 @@ def make_report(model: str, *, tensor_parallel: int, dtype: str, expert_parallel
             for number, rank in enumerate(ranks)
         ],
     }
+
+
+def _lacks_room(ranks: Sequence[RankLayout]) -> str:
+    """Why two models of a rank may not be loaded here, beside the memory of one that is built; nothing where they may."""
+    room, needed = available_memory_bytes(), max(_MODELS * rank.nbytes for rank in ranks)
+    if room is None or needed < room:
+        return ""
+    return f"it takes {needed / 1e9:.1f} GB of memory, and {room / 1e9:.1f} GB are free"
 
 
 def sent_tensors(expectation: Expectation, dtype: Any) -> dict[str, SourceSpec]:

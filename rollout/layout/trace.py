@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,8 @@ _MOVES = frozenset(
     if hasattr(_aten, operator) and hasattr(getattr(_aten, operator), overload)
 )
 """Operators whose results hold elements of their inputs and nothing else."""
+_COPIES = frozenset({_aten.clone.default, _aten._to_copy.default})
+"""Those of them whose results are laid out as their input is."""
 _CREATIONS = frozenset(
     f"{kind}_{how}"
     for kind, hows in (
@@ -65,6 +67,7 @@ _CREATIONS = frozenset(
     for how in hows
 )
 """Operators that take the shape of an input and none of its values."""
+_FILLS = frozenset({"fill_", "zero_"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,18 @@ class _Whole:
     """A storage that is a checkpoint tensor."""
 
     index: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Arranged:
+    """A dense storage that holds a view of a checkpoint tensor, such as a transposed one."""
+
+    index: int
+    offset: int
+    """Number of the source's element that is its first."""
+    dims: tuple[tuple[int, int, int], ...]
+    """Stride in the storage, length, and stride in the source; largest stride in the storage first."""
+    dtype: torch.dtype
 
 
 @dataclass(slots=True)
@@ -92,7 +107,14 @@ class _Computed:
     """The checkpoint tensors it was made of."""
 
 
-_Origin = _Whole | _Moved | _Computed
+@dataclass(frozen=True, slots=True)
+class _Filled(_Computed):
+    """A storage that was a checkpoint tensor's and holds one number now: what a rank gets that must not add a bias again."""
+
+    value: float = 0.0
+
+
+_Origin = _Whole | _Arranged | _Moved | _Computed
 
 
 def trace_loading(model: torch.nn.Module, sources: Mapping[str, SourceSpec]) -> LayoutMap:
@@ -222,18 +244,58 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not known and not read:
             return
         origins = [self._origins[_storage(tensor)] for tensor in known]
-        computed = next((origin.why for origin in origins if isinstance(origin, _Computed)), None)
-        why = computed
+        why = next((origin.why for origin in origins if isinstance(origin, _Computed)), None)
         if why is None and read:
             why = f"it is computed from {read[0]} ({name})"
         elif why is None and func not in _MOVES:
             why = f"its values are transformed ({name})"
-        elif why is None and _stored(out) > _MOST_FOLLOWED:
-            why = f"it is rearranged ({name}) and too large to be followed"
+        elif why is None and any(tensor.dtype != out.dtype and self._was_cast(tensor) for tensor in known):
+            why = f"it is cast to {known[0].dtype} on its way"
         if why is None:
-            self._note(out, self._moved(func, args, kwargs, inputs, out))
+            self._note(out, self._arranged(func, args, out) or self._moved(func, args, kwargs, inputs, out))
         else:
             self._note(out, _Computed(why, self._named_by(*known)))
+
+    def _arranged(self, func: Any, args: Any, out: torch.Tensor) -> _Arranged | None:
+        """The origin of `out` if it is a copy of one view, which need not be followed element by element."""
+        if func not in _COPIES or self._dtype(args[0]) != args[0].dtype:
+            return None
+        found = self._in_source(args[0])
+        dims = sorted(zip(out.stride(), out.size(), strict=True), reverse=True)
+        dense = all(stride == math.prod(length for _, length in dims[at + 1 :]) for at, (stride, _) in enumerate(dims))
+        if found is None or not dense or _stored(out) != out.numel():
+            return None
+        index, offset, strides = found
+        return _Arranged(
+            index, offset, tuple(sorted(zip(out.stride(), out.size(), strides, strict=True), reverse=True)), out.dtype
+        )
+
+    def _in_source(self, tensor: torch.Tensor) -> tuple[int, int, tuple[int, ...]] | None:
+        """Number of the checkpoint tensor that `tensor` is a view of, and the view's offset and strides in it."""
+        origin = self._origins.get(_storage(tensor))
+        if isinstance(origin, _Whole):
+            return origin.index, _offset(tensor), tuple(tensor.stride())
+        if not isinstance(origin, _Arranged):
+            return None
+        offset, rest, room = origin.offset, _offset(tensor), []
+        for stride, length, step in origin.dims:
+            start, rest = divmod(rest, stride)
+            offset += start * step
+            room.append(length - start)
+        strides = []
+        for length, stride in zip(tensor.size(), tensor.stride(), strict=True):
+            if length == 1 or stride == 0:
+                strides.append(0)
+                continue
+            for at, (unit, _, step) in enumerate(origin.dims):
+                times, odd = divmod(stride, unit)
+                if times and not odd and room[at] > (length - 1) * times:
+                    room[at] -= (length - 1) * times
+                    strides.append(times * step)
+                    break
+            else:
+                return None
+        return origin.index, offset, tuple(strides)
 
     def _moved(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor], out: torch.Tensor) -> _Origin:
         """The origin of `out`, found by doing to element numbers what was done to elements."""
@@ -242,8 +304,11 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if len(before) > 1 or before != seen:
             known = [tensor for tensor in inputs if _storage(tensor) in self._origins]
             return _Computed(f"bits are read as another type ({_operator(func)})", self._named_by(*known))
+        if _stored(out) > _MOST_FOLLOWED:
+            why = f"it is rearranged ({_operator(func)}) and too large to be followed"
+            return _Computed(why, self._named_by(*inputs))
         with _disable_current_modes():
-            if func in {_aten.clone.default, _aten._to_copy.default}:
+            if func in _COPIES:
                 ids = self._ids(args[0])
             else:
                 numbers = [_mapped(value, self._numbers) for value in args]
@@ -263,6 +328,12 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         origin = self._origins.get(_storage(tensor))
         if isinstance(origin, _Moved):
             return origin.ids.as_strided(tensor.size(), tensor.stride(), _offset(tensor))
+        if isinstance(origin, _Arranged):
+            with _disable_current_modes():
+                lengths, steps = ([dim[at] for dim in origin.dims] for at in (1, 2))
+                first = (origin.index << _ELEMENT_BITS) + origin.offset
+                stored = _positions(lengths, steps, first).contiguous().flatten()
+                return stored.as_strided(tensor.size(), tensor.stride(), _offset(tensor))
         assert isinstance(origin, _Whole), "what is computed is not followed"
         first = (origin.index << _ELEMENT_BITS) + _offset(tensor)
         return _positions(tensor.size(), tensor.stride(), first)
@@ -272,7 +343,11 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         origin = self._origins[_storage(tensor)]
         if isinstance(origin, _Whole):
             return self._specs[self._names[origin.index]].dtype
-        return origin.dtype if isinstance(origin, _Moved) else tensor.dtype
+        return origin.dtype if isinstance(origin, _Moved | _Arranged) else tensor.dtype
+
+    def _was_cast(self, tensor: torch.Tensor) -> bool:
+        """Whether its elements are not in the type that they came in."""
+        return any(self._specs[name].dtype != self._dtype(tensor) for name in self._named_by(tensor))
 
     def _copy(self, func: Any, destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         target = self._targets.get(_storage(destination))
@@ -306,7 +381,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note(destination, origin)
             return
         why = None
-        if isinstance(already, _Whole):
+        if isinstance(already, _Whole | _Arranged):
             why = "it is overwritten while loading"
         elif origin is not None and self._dtype(source) != source.dtype:
             why = "bits are read as another type (copy_)"
@@ -331,27 +406,34 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _record(self, target: str, destination: torch.Tensor, source: torch.Tensor, origin: _Origin) -> None:
         live = self._live[target]
         view = (_offset(destination), tuple(destination.stride()), tuple(destination.size()))
-        if isinstance(origin, _Computed):
+        if isinstance(origin, _Filled) and destination.dtype == live.dtype:
+            self._record_constant(target, destination, origin.value)
+        elif isinstance(origin, _Computed):
             self.refuse(target, origin.why, origin.sources)
         elif destination.dtype != live.dtype or overlaps_itself(view):
             why = "it is written through a view of another type or of overlapping elements"
             self.refuse(target, why, self._named_by(source))
         elif self._dtype(source) != source.dtype:
             self.refuse(target, f"bits of {self._dtype(source)} are read as {source.dtype}", self._named_by(source))
-        elif isinstance(origin, _Whole):
-            self._record_view(target, destination, source.expand(destination.size()), self._names[origin.index])
+        elif source.dtype != destination.dtype and self._was_cast(source):
+            self.refuse(target, f"it is cast to {source.dtype} on its way", self._named_by(source))
+        elif (found := self._in_source(source.expand(destination.size()))) is not None:
+            index, offset, strides = found
+            self._record_view(target, destination, self._names[index], offset, strides)
         else:
             self._record_elements(target, destination, source.expand(destination.size()))
 
-    def _record_view(self, target: str, destination: torch.Tensor, source: torch.Tensor, name: str) -> None:
-        dimensions = list(zip(destination.size(), source.stride(), destination.stride(), strict=True))
+    def _record_view(
+        self, target: str, destination: torch.Tensor, name: str, offset: int, strides: Sequence[int]
+    ) -> None:
+        dimensions = list(zip(destination.size(), strides, destination.stride(), strict=True))
         repeats = math.prod(length for length, step, _ in dimensions if step == 0)
-        strides = tuple(step for _, step, _ in dimensions if step), tuple(n for n, step, _ in dimensions if step)
-        if repeats > _MOST_PIECES or overlaps_itself((0, *strides)):
+        taken = tuple(step for _, step, _ in dimensions if step), tuple(n for n, step, _ in dimensions if step)
+        if repeats > _MOST_PIECES or overlaps_itself((0, *taken)):
             self.refuse(target, f"elements of {name} are repeated in it", [name])
             return
-        for offset, rest in repeated_parts(_offset(destination), dimensions):
-            self._slices.append(make_slice(name, _offset(source), target, offset, rest))
+        for start, rest in repeated_parts(_offset(destination), dimensions):
+            self._slices.append(make_slice(name, offset, target, start, rest))
 
     def _record_elements(self, target: str, destination: torch.Tensor, source: torch.Tensor) -> None:
         with _disable_current_modes():
@@ -365,9 +447,6 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return
             for index in _distinct(ids >> _ELEMENT_BITS):
                 name = self._names[index]
-                if self._specs[name].dtype != source.dtype != destination.dtype:
-                    self.refuse(target, f"{name} is cast to {source.dtype} on its way", self._named_by(source))
-                    return
                 mine = ids >> _ELEMENT_BITS == index
                 runs = strided_runs(places[mine], ids[mine] & _ELEMENT, _MOST_PIECES)
                 if runs is None:
@@ -381,11 +460,8 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         changed = args[0] if args and isinstance(args[0], torch.Tensor) else None
         target = None if changed is None else self._targets.get(_storage(changed))
         if changed is not None and target is not None:
-            if name in {"fill_", "zero_"} and not known and changed.dtype == self._live[target].dtype:
-                value = args[1] if len(args) > 1 else 0.0
-                view = (_offset(changed), tuple(changed.stride()), tuple(changed.size()))
-                number = float(value.item() if isinstance(value, torch.Tensor) else value)
-                self._constants.append((len(self._slices), Constant(target, *view, number)))
+            if name in _FILLS and not known and changed.dtype == self._live[target].dtype:
+                self._record_constant(target, changed, _filled_with(args))
             else:
                 self.refuse(target, f"it is changed in place ({name})", self._named_by(*known))
             self._written.add(target)
@@ -396,9 +472,21 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sources = self._named_by(*known)
         for other in others:
             self.refuse(other, f"it is used by {name}, which is not followed", sources)
+        computed = _Computed(f"its values are transformed ({name})", sources)
+        if (
+            name in _FILLS
+            and changed is not None
+            and all(item is changed for item in known)
+            and changed.numel() == _stored(changed)
+        ):
+            computed = _Filled(computed.why, sources, _filled_with(args))
         for tensor in known if changed is None else [changed]:
-            self._note(tensor, _Computed(f"its values are transformed ({name})", sources))
+            self._note(tensor, computed)
         return changed
+
+    def _record_constant(self, target: str, written: torch.Tensor, value: float) -> None:
+        view = (_offset(written), tuple(written.stride()), tuple(written.size()))
+        self._constants.append((len(self._slices), Constant(target, *view, value)))
 
     def _judge_constants(self) -> None:
         """Keep the constants that loading leaves in place: those that no copy covers, and none that covers a copy."""
@@ -425,7 +513,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         names: set[str] = set()
         for tensor in tensors:
             origin = self._origins.get(_storage(tensor))
-            if isinstance(origin, _Whole):
+            if isinstance(origin, _Whole | _Arranged):
                 names.add(self._names[origin.index])
             elif isinstance(origin, _Moved):
                 indices = _distinct(origin.ids[origin.ids >= 0] >> _ELEMENT_BITS)
@@ -459,6 +547,11 @@ def _stored(tensor: torch.Tensor) -> int:
 
 def _offset(tensor: torch.Tensor) -> int:
     return int(tensor.storage_offset())
+
+
+def _filled_with(args: tuple[Any, ...]) -> float:
+    value = args[1] if len(args) > 1 else 0.0
+    return float(value.item() if isinstance(value, torch.Tensor) else value)
 
 
 def _operator(func: Any) -> str:

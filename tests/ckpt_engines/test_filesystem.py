@@ -9,6 +9,7 @@ import resource
 import signal
 import socket
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -254,6 +255,60 @@ def test_a_version_whose_commit_failed_stays_if_and_only_if_readers_may_find_it(
     there = [name for name in version_files("session-1/sender-0/v1", 1) if not name.endswith("COMMITTED")]
     stays = ["latest.json", *there]  # and so all of it is there as soon as the list names it
     assert place_of(tmp_path).files() == (stays if fails != "ahead of the list" else [])
+
+
+class HeldUp:
+    """Writes of ``latest.json`` by `sender`, which are held up until `go_on` is set."""
+
+    def __init__(self, sender: Any, patch: pytest.MonkeyPatch) -> None:
+        self.go_on, self.ended = threading.Event(), threading.Semaphore(0)
+        write = sender._store._fs.pipe_file
+
+        def held_up(path: str, data: bytes, *arguments: Any) -> None:
+            if not path.endswith("latest.json"):
+                write(path, data, *arguments)
+                return
+            assert self.go_on.wait(HANG_S)
+            write(path, data, *arguments)
+            self.ended.release()
+
+        patch.setattr(sender._store._fs, "pipe_file", held_up)
+
+
+def test_a_write_that_was_given_up_never_replaces_a_later_one(
+    s3_url: str, s3_options: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place(s3_url, s3_options)
+    sender, _ = connect_sender(place.options)
+    publish(sender, 1, 100)
+    held = HeldUp(sender, monkeypatch)
+    for version, waits_for in ((2, "latest.json to be written"), (3, "an earlier write of .*latest.json")):
+        publish(sender, version, 100, commit=False)
+        with pytest.raises(DeadlineExceededError, match=waits_for):
+            sender.commit_version(version, {}, Deadline.after(1.0))
+    held.go_on.set()
+    publish(sender, 4, 100)
+    assert place.latest()[0][0] == 4
+    assert held.ended.acquire(timeout=HANG_S)
+    assert place.latest()[0][0] == 4
+
+
+def test_a_version_whose_listing_is_in_doubt_stays_when_its_sender_closes(
+    s3_url: str, s3_options: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place(s3_url, s3_options)
+    sender, _ = connect_sender(place.options)
+    publish(sender, 1, 100)
+    held = HeldUp(sender, monkeypatch)
+    publish(sender, 2, 100, commit=False)
+    with pytest.raises(DeadlineExceededError):
+        sender.commit_version(2, {"checksums.json": "2"}, Deadline.after(1.0))
+    sender.close()
+    held.go_on.set()
+    assert held.ended.acquire(timeout=HANG_S)
+    assert place.latest()[0] == (2, "session-1/sender-0/v2")
+    missing = set(version_files("session-1/sender-0/v2", 1)) - set(place.files())
+    assert missing == {"session-1/sender-0/v2/COMMITTED"}, "what readers find is there, but for the mark behind it"
 
 
 @pytest.mark.parametrize("damage", ["", "{", '{"version": 1, "directory": "../../etc", "committed": []}', "[1]"])

@@ -75,6 +75,15 @@ def tasks_in_both_files(trial: Trial) -> None:
     trial.sections["data"] = {"train": str(trial.material.heldout)}
 
 
+def deep_config(trial: Trial) -> None:
+    (trial.copy_of_model() / "config.json").write_text("[" * 100_000)
+
+
+def engine(name: str, **options: str) -> Callable[[Trial], None]:
+    sections = {"checkpoint_engine": {"backend": name}, "checkpoint_engine.options": options}
+    return lambda trial: trial.sections.update(sections)
+
+
 def configured(section: str, **settings: Any) -> Callable[[Trial], None]:
     return lambda trial: trial.sections.update({section: settings})
 
@@ -92,6 +101,13 @@ SPLIT = configured("trainer", **{"engine": "megatron", "ranks": 2, "megatron.ten
         (configured("reward", function="no_such_module:judge"), ["could not be imported", "no_such_module"]),
         (configured("trainer", engine="fsdp"), ["no training engine is called 'fsdp'", "Did you mean 'fsdp2'?"]),
         (configured("sync", host="203.0.113.7"), ["203.0.113.7"]),
+        (engine("gloo", host="203.0.113.7"), ["checkpoint_engine 'gloo' would not work", "host", "203.0.113.7"]),
+        (engine("gloo", interface="wl-none0"), ["checkpoint_engine 'gloo' would not work", "interface 'wl-none0'"]),
+        (
+            engine("filesystem", path="/proc/nowhere"),
+            ["checkpoint_engine 'filesystem' would not work", "/proc/nowhere"],
+        ),
+        (deep_config, ["config.json is not valid JSON"]),
         pytest.param(
             SPLIT, ["tensor_parallel=2 does not divide the model's 1 key and value heads"], marks=pytest.mark.megatron
         ),

@@ -5,17 +5,27 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import signal
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_line import report, run
 from rich.console import Console
 from waiting import HANG_S
 
-from weightlane.ckpt_engines import StorageError
+from weightlane.ckpt_engines import (
+    ConfigError,
+    EngineUnavailableError,
+    PeerLostError,
+    StorageError,
+    SyncAbortedError,
+    UnknownEngineError,
+    WorkerDiedError,
+)
 from weightlane.cli import main as command
 from weightlane.cli.display import RunDisplay
 
@@ -69,20 +79,39 @@ def test_config_prints_toml_with_overrides_applied() -> None:
         (asyncio.CancelledError(), 143, "terminated; everything this run started has ended"),
         (  # square brackets are part of the message, not markup of the terminal
             StorageError("no room in [/tmp].", part="disk", hint="Free some."),
-            2,
+            1,
             "error: disk: no room in [/tmp]. Free some.",
         ),
+        (ConfigError("no such key.", part="configuration"), 2, "error: configuration: no such key."),
+        (UnknownEngineError("no such engine.", part="registry"), 2, "error: registry: no such engine."),
+        (EngineUnavailableError("no device.", part="nccl"), 2, "error: nccl: no device."),
+        (WorkerDiedError("it died.", part="trainer", peer="trainer-1"), 3, "error: trainer (peer trainer-1): it died."),
+        (SyncAbortedError.because(3, PeerLostError("it is gone.", part="gloo")), 3, None),
+        (SyncAbortedError.because(3, StorageError("no room.", part="disk")), 1, None),
     ],
 )
 def test_every_way_to_end_has_its_exit_code(
-    monkeypatch: pytest.MonkeyPatch, raised: BaseException, code: int, said: str
+    monkeypatch: pytest.MonkeyPatch, raised: BaseException, code: int, said: str | None
 ) -> None:
     def fail(*arguments: object) -> None:
         raise raised
 
     monkeypatch.setattr(command, "load_config", fail)
     result = run("config", "x.toml")
-    assert (result.exit_code, result.stdout, result.stderr.strip()) == (code, "", said)
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert result.stderr.strip() == (said or f"error: {raised}")
+
+
+def test_sigterm_ends_it_in_words_from_the_first_moment(children: Any, tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    os.mkfifo(config)  # whoever reads it waits
+    arguments = [str(Path(sys.executable).with_name("weightlane")), "config", str(config)]
+    child = children.start(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    writer = os.open(config, os.O_WRONLY)  # returns when the command has opened it
+    child.send_signal(signal.SIGTERM)
+    out, err = child.communicate(timeout=HANG_S)
+    os.close(writer)
+    assert (child.returncode, out, err) == (143, "", "terminated; everything this run started has ended\n")
 
 
 def test_the_installed_command_ends_with_exit_code_2_and_the_message(tmp_path: Path) -> None:

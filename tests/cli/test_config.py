@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from weightlane.ckpt_engines import ConfigError, EngineUnavailableError, UnknownEngineError, WeightlaneError
-from weightlane.cli.config import RunConfig, explain, load_config
+from weightlane.cli.config import RunConfig, explain, load_config, wire_dtype
 
 MINIMAL = """
 [run]
@@ -127,6 +127,11 @@ def test_overrides_take_toml_values_and_bare_words(minimal: Path) -> None:
     assert config.trainer.betas == (0.8, 0.95)
     assert (config.rollout.enforce_eager, config.rollout.commit) == (False, "in_place")
     assert (config.loop.steps, config.run.dir, config.ray.address) == (7, Path("a b"), "auto")
+
+
+def test_what_vllm_computes_in_travels_unless_the_configuration_says_otherwise(minimal: Path) -> None:
+    assert wire_dtype(load_config(minimal), "bfloat16") == "bfloat16"
+    assert wire_dtype(load_config(minimal, ['sync.wire_dtype="float32"']), "bfloat16") == "float32"
 
 
 def test_an_engine_that_needs_a_directory_gets_one_in_the_run_directory_unless_it_is_given_one(minimal: Path) -> None:

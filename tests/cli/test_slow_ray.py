@@ -12,7 +12,7 @@ import pytest
 from tiny_run import Material
 from waiting import HANG_S
 
-from weightlane.ckpt_engines import ConfigError
+from weightlane.ckpt_engines import WorkerDiedError
 from weightlane.cli.cluster import patient_ray
 from weightlane.cli.train import run_training
 
@@ -20,7 +20,7 @@ from weightlane.cli.train import run_training
 @pytest.mark.parametrize(
     ("sent", "raised", "said"),
     [
-        (None, ConfigError, "Ray does not start on this machine: the current node timed out. Look at"),
+        (None, WorkerDiedError, "Ray does not start on this machine: the current node timed out. Look at"),
         (signal.SIGINT, KeyboardInterrupt, "^$"),
         (signal.SIGTERM, asyncio.CancelledError, "^$"),
     ],

@@ -14,11 +14,22 @@ from typing import Any, NoReturn, cast
 import pytest
 from waiting import HANG_S, NEVER_S
 
-from weightlane.ckpt_engines import ConfigError, PeerLostError, QuarantinedError, WeightlaneError, WorkerDiedError
+from weightlane.ckpt_engines import (
+    ConfigError,
+    DeadlineExceededError,
+    PeerLostError,
+    QuarantinedError,
+    RewardError,
+    SyncAbortedError,
+    TooManyFailuresError,
+    WeightlaneError,
+    WorkerDiedError,
+)
 from weightlane.plugins import hookimpl, make_hooks
 from weightlane.sync import Outcome, ReplicaReport, ReplicaState, SyncReport
 from weightlane.trainer.batch import TrainBatch
 from weightlane.trainer.config import AlgorithmConfig
+from weightlane.trainer.feeder import Judge
 from weightlane.trainer.fleet import Successor
 from weightlane.trainer.loop import AsyncLoop, LoopParts
 from weightlane.trainer.loop_config import LoopConfig
@@ -28,7 +39,7 @@ from weightlane.trainer.rewards import Reward
 from weightlane.trainer.summary import RunSummary
 from weightlane.trainer.tasks import Task
 
-ALGORITHM = AlgorithmConfig(prompts_per_step=2, group_size=2, max_new_tokens=4)
+ALGORITHM = AlgorithmConfig(prompts_per_step=2, group_size=3, max_new_tokens=4)
 TASKS = [Task(f"task-{number}", "") for number in range(12)]
 
 
@@ -61,17 +72,31 @@ class World:
     told: list[Mapping[str, Any]] = field(default_factory=list)
     """Facts of replicas that were lost and that joined."""
     at_step: dict[int, Callable[[], None]] = field(default_factory=dict)
+    failures: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
+    bad_answers: dict[str, Any] = field(default_factory=dict)
+    """By prompt, what is answered once in the place of its first completion."""
+    skips: set[int] = field(default_factory=set)
+    """Calls of `train_step`, from 0, that change nothing."""
+    calls: int = 0
+    log: list[str] = field(default_factory=list)
+    """What was published and saved, in this order."""
+    evaluations: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
+    samples: list[tuple[int, list[Mapping[str, Any]]]] = field(default_factory=list)
+    aborts: list[int] = field(default_factory=list)
+    """Versions that are aborted, as often as they stand here."""
 
     def __post_init__(self) -> None:
         self.add(LiveRollout(self, "rollout-0"))
 
     async def train_step(self, batch: TrainBatch) -> StepReport:
+        self.calls += 1
+        if self.calls - 1 in self.skips:
+            return StepReport(self.step, skipped="the gradient norm is nan.")
         if self.step == self.fails_at_step:
             if self.failure_is_a_death:
                 asyncio.get_running_loop().call_later(0.01, self.dies.set)
             raise PeerLostError("the connection was reset.", part="gloo")
-        prompts = ["".join(map(chr, sample.prompt_ids)) for sample in batch.samples]
-        self.trained += prompts[:: ALGORITHM.group_size]
+        self.trained += dict.fromkeys("".join(map(chr, sample.prompt_ids)) for sample in batch.samples)
         await asyncio.sleep(0.001)
         self.step += 1
         self.at_step.pop(self.step, lambda: None)()
@@ -80,10 +105,16 @@ class World:
     async def publish(self, version: int) -> float:
         assert version == self.step, "the parameters are those of the version that is published"
         self.published = version
+        self.log.append(f"published {version}")
         return 0.0
 
     async def save_loop(self, state: LoopState) -> None:
         self.saved.append(state)
+        self.log.append(f"saved {state.step}")
+
+    async def export(self, step: int) -> None:
+        assert step == self.step
+        self.log.append(f"exported {step}")
 
     async def watch(self) -> NoReturn:
         await self.dies.wait()
@@ -92,6 +123,9 @@ class World:
     async def sync(self, version: int) -> SyncReport:
         await asyncio.sleep(0.002)
         assert version == self.published
+        if version in self.aborts:
+            self.aborts.remove(version)
+            raise SyncAbortedError.because(version, PeerLostError("the connection was reset.", part="gloo"))
         self.version = version
         reports = {}
         for name, state in self.states_.items():
@@ -127,6 +161,18 @@ class World:
         self.staleness.append(facts["staleness_max"])
 
     @hookimpl
+    def evaluated(self, step: int, facts: Mapping[str, Any]) -> None:
+        self.evaluations.append((step, facts))
+
+    @hookimpl
+    def samples_trained(self, step: int, facts: Mapping[str, Any]) -> None:
+        self.samples.append((step, facts["samples"]))
+
+    @hookimpl
+    def item_failed(self, kind: str, facts: Mapping[str, Any]) -> None:
+        self.failures.append((kind, facts))
+
+    @hookimpl
     def run_ended(self, facts: Mapping[str, Any]) -> None:
         self.events.append(facts.get("error", "well"))
 
@@ -157,7 +203,9 @@ class LiveRollout:
         if self.quarantined:
             raise QuarantinedError("not now.", part=self.name)
         each = {"logprobs": [-1.0] * max_new_tokens, "versions": [version] * max_new_tokens}
-        return [SimpleNamespace(token_ids=[65 + n] * max_new_tokens, **each) for n in range(count)]
+        answers = [SimpleNamespace(token_ids=[65 + n] * max_new_tokens, **each) for n in range(count)]
+        bad = self.world.bad_answers.pop("".join(map(chr, prompt_ids)), None)
+        return answers if bad is None else [bad, *answers[1:]]
 
     async def stats(self) -> Any:
         return SimpleNamespace(max_token_gap_s=0.0)
@@ -175,7 +223,8 @@ def run(
     quorum: float = 0.5,
     succeed: Successor | None = None,
     max_successors: int = 3,
-    **config: int,
+    max_model_len: int = 0,
+    **config: Any,
 ) -> RunSummary:
     loop = AsyncLoop(
         LoopParts(
@@ -184,22 +233,33 @@ def run(
             syncer=cast("Syncer", world),
             tokenizer=Characters(),
             stop_token_ids=[0],
-            judge=judge,
+            judge=judging(judge),
             train_tasks=TASKS,
             heldout_tasks=[Task("held-out", "")],
             hooks=make_hooks([world]),
             save=world.save_loop,
+            export=world.export,
             quorum=quorum,
             succeed=succeed,
             max_successors=max_successors,
+            max_model_len=max_model_len,
         ),
         LoopConfig(**{"steps": 6, **config}),
         ALGORITHM,
         seed=0,
-        concurrency=4,
+        concurrency=2 * ALGORITHM.group_size,
         resume=resume,
     )
     return asyncio.run(asyncio.wait_for(loop.run(), HANG_S))
+
+
+def judging(judge: Callable[[str, Mapping[str, Any]], float]) -> Judge:
+    """`judge`, as the loop calls it."""
+
+    async def called(completion: str, task: Mapping[str, Any]) -> float:
+        return judge(completion, task)
+
+    return called
 
 
 def first_is_better(completion: str, task: Mapping[str, Any]) -> float:
@@ -230,18 +290,17 @@ def test_a_run_that_is_resumed_uses_every_task_that_was_not_trained_on_and_none_
         assert again.version == 6
 
 
-def test_a_reward_that_is_not_a_number_ends_the_run_with_its_own_error(
+def test_a_run_whose_rewards_are_no_numbers_ends_when_too_many_samples_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "nan_of_loop_test.py").write_text("def judge(completion, task):\n    return float('nan')\n")
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr("weightlane.trainer.loop._DEATH_NOTICE_S", 0.02)
-    judge = Reward("nan_of_loop_test:judge", [tmp_path])
     world = World()
-    with pytest.raises(ConfigError, match=r"nan_of_loop_test:judge returned nan for prompt 'held-out'"):
-        run(world, judge)
-    with pytest.raises(ConfigError, match=r"nan_of_loop_test:judge returned nan for prompt 'task-"):
-        run(World(), judge, evaluate_tasks=0)
+    with pytest.raises(TooManyFailuresError, match=r"11 of the last 100 samples.*nan_of_loop_test:judge returned nan"):
+        run(world, Reward("nan_of_loop_test:judge", [tmp_path]))
+    assert world.failures[0][1]["task"] == "held-out"
+    assert [kind for kind, _ in world.failures][:11] == ["reward"] * 11
     assert len(world.events) == 1
     assert "returned nan" in world.events[0]
 
@@ -258,6 +317,124 @@ def test_a_process_that_died_is_named_rather_than_what_its_death_made_fail(
     with pytest.raises(error, match=said):
         run(world, first_is_better)
     assert world.step == 2
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_state_is_saved_when_its_version_is_on_its_way(max_staleness: int) -> None:
+    world = World()
+    run(world, first_is_better, max_staleness=max_staleness, save_every=2)
+    assert [state.step for state in world.saved] == [2, 4, 6]
+    for step in (2, 4, 6):
+        assert world.log.index(f"published {step}") < world.log.index(f"saved {step}")
+
+
+def test_models_are_written_when_their_version_is_on_its_way_and_at_the_end() -> None:
+    world = World()
+    run(world, first_is_better, save_every=0, export_every=2)
+    assert [line for line in world.log if line.startswith("exported")] == ["exported 2", "exported 4", "exported 6"]
+    for step in (2, 4, 6):
+        assert world.log.index(f"published {step}") < world.log.index(f"exported {step}")
+
+
+def test_what_the_model_can_do_is_measured_beside_the_training_and_some_of_what_it_wrote_is_told() -> None:
+    world = World()
+    run(world, first_is_better, max_staleness=2, evaluate_every=2, samples_per_step=3, steps=9)
+    steps = [step for step, _ in world.evaluations]
+    assert (steps[0], steps[-1]) == (0, 9)
+    assert set(steps[1:-1]) <= {2, 4, 6, 8}
+    assert steps == sorted(set(steps))
+    assert len(steps) > 2, "there is one beside the training"
+    assert all(facts["version_min"] <= facts["version_max"] <= step for step, facts in world.evaluations)
+    assert [step for step, _ in world.samples] == list(range(1, 10))
+    assert all(len(some) == 3 and len({sample["prompt"] for sample in some}) == 2 for _, some in world.samples)
+    sample = world.samples[0][1][0]
+    assert sample["prompt"].startswith("task-")
+    assert (sample["completion"], sample["reward"], sample["versions"]) == ("AAAA", 1.0, [0])
+
+
+def test_versions_that_the_trainer_waits_for_are_timed_and_may_be_aborted_as_others_may() -> None:
+    world = World(aborts=[2])
+    summary = run(world, first_is_better, blocking_syncs=3, max_staleness=2)
+    assert summary.blocking_way_s > 0
+    assert summary.versions_aborted == 1
+    assert (world.step, world.version) == (6, 6)
+    assert run(World(), first_is_better).blocking_way_s == 0, "nobody asked for it"
+
+
+# -- what costs a sample or a step only ----------------------------------------------------------------------------------
+
+
+TOO_LATE = DeadlineExceededError("it took longer than 600 s.", part="rollout-0")
+EMPTY = SimpleNamespace(token_ids=[], logprobs=[], versions=[])
+NOT_FINITE = SimpleNamespace(token_ids=[66, 67], logprobs=[-1.0, float("nan")], versions=[0, 0])
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [(TOO_LATE, "longer than 600 s"), (EMPTY, "is empty"), (NOT_FINITE, "not finite")],
+    ids=["late", "empty", "not finite"],
+)
+def test_an_answer_that_cannot_be_used_costs_that_sample(bad: Any, says: str) -> None:
+    world = World(bad_answers={"task-3": bad, "task-5": bad, "held-out": bad})
+    summary = run(world, some_are_better)
+    assert sorted(world.trained) == sorted(task.prompt for task in TASKS), "its group has two samples left"
+    assert sorted(facts["task"] for _, facts in world.failures) == ["held-out", "task-3", "task-5"]
+    assert all(kind == "request" and says in facts["error"] for kind, facts in world.failures)
+    assert summary.failures == {"request": 3}
+    assert summary.accuracy_before is None, "the only held-out task was not answered"
+    assert summary.accuracy_after is not None
+
+
+def some_are_better(completion: str, task: Mapping[str, Any]) -> float:
+    """Of any two completions of a prompt one is better."""
+    return float("ABC".index(completion[0]))
+
+
+def test_a_group_of_which_too_little_is_left_is_replaced_by_the_next_task_and_the_bound_holds() -> None:
+    def judge(completion: str, task: Mapping[str, Any]) -> float:
+        if task["prompt"] in ("task-1", "task-2") and not completion.startswith("A"):
+            raise RewardError(f"no reward for {completion}.", part="judge")
+        return some_are_better(completion, task)
+
+    world = World()
+    summary = run(world, judge, max_staleness=1)
+    assert len(world.trained) == 12
+    assert not {"task-1", "task-2"} & set(world.trained)
+    assert max(world.staleness) <= 1
+    assert {facts["task"] for _, facts in world.failures} == {"task-1", "task-2"}
+    assert set(summary.failures) == {"reward"}
+
+
+def test_a_prompt_that_leaves_no_room_costs_its_group_and_is_not_sent() -> None:
+    world = World()
+    limits = {"max_model_len": len("task-9") + ALGORITHM.max_new_tokens, "max_failed_share": 0.5}
+    summary = run(world, first_is_better, **limits)
+    assert set(world.trained) == {f"task-{number}" for number in range(10)}, "the others have a letter more"
+    assert {kind for kind, _ in world.failures} == {"prompt"}
+    assert {facts["task"] for _, facts in world.failures} >= {"task-10", "task-11", "held-out"}
+    assert any("the prompt has 7 tokens, and 6 leave room" in facts["error"] for _, facts in world.failures)
+    assert summary.accuracy_before is None
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_step_whose_gradient_is_not_finite_costs_its_groups_and_no_version(max_staleness: int) -> None:
+    world = World(skips={1, 4})
+    summary = run(world, first_is_better, max_staleness=max_staleness)
+    assert (world.step, world.calls, world.version) == (6, 8, 6)
+    assert [(kind, facts["step"]) for kind, facts in world.failures] == [("step", 2), ("step", 4)]
+    assert summary.failures == {"step": 2}
+    used = Counter(world.trained) + Counter(prompt for _, facts in world.failures for prompt in facts["tasks"])
+    assert used.total() == 16
+    assert set(used) == {task.prompt for task in TASKS}
+    assert max(world.staleness) <= max_staleness
+
+
+def test_a_run_whose_steps_change_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightlane.trainer.loop._DEATH_NOTICE_S", 0.02)
+    world = World(skips=set(range(100)))
+    with pytest.raises(TooManyFailuresError, match=r"3 of the last 20 optimizer steps failed.*gradient norm is nan"):
+        run(world, first_is_better)
+    assert (world.step, world.calls) == (0, 3)
 
 
 # -- replicas that die --------------------------------------------------------------------------------------------------

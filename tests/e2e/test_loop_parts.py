@@ -17,7 +17,7 @@ from waiting import HANG_S, MovableClock
 
 from weightlane.ckpt_engines import ConfigError, StorageError, SyncAbortedError
 from weightlane.sync import Outcome, ReplicaReport, ReplicaState, SyncReport
-from weightlane.trainer.observers import MetricsFile
+from weightlane.trainer.observers import FailuresFile, MetricsFile, _what_counts
 from weightlane.trainer.overlap import OverlapClock
 from weightlane.trainer.protocols import Newcomer
 from weightlane.trainer.run_dir import RunDir
@@ -368,6 +368,37 @@ async def test_the_blocking_way_waits_for_the_commit_and_passes_an_abort_on() ->
         await publishing
 
 
+@in_loop
+async def test_a_version_that_is_timed_counts_as_a_failure_when_it_is_aborted_and_no_more() -> None:
+    kept = Kept(max_failures=1)
+    timing = asyncio.create_task(kept.keeper.time_blocking(3))
+    await kept.abort()
+    assert await timing is None
+    timing = asyncio.create_task(kept.keeper.time_blocking(3))
+    await kept.abort()
+    with pytest.raises(SyncAbortedError):
+        await timing
+    assert (kept.aborts, kept.keeper.times.aborted) == ([3, 3], [3, 3])
+
+
+@in_loop
+async def test_whoever_keeps_the_trainer_busy_can_wait_until_a_version_is_handed_over() -> None:
+    kept = Kept()
+    await asyncio.wait_for(kept.keeper.handed_over(7), HANG_S)  # nothing is under way
+    async with kept.keeper.between_steps(1):
+        _, end_of_1 = await kept.begun()
+    async with kept.keeper.between_steps(2):
+        waiting = asyncio.create_task(kept.keeper.handed_over(2))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not waiting.done(), "version 1 is still on its way, and 2 behind it"
+        end_of_1.set_result(None)
+        await waiting
+        assert kept.published == [1, 2]
+        await kept.commit()
+    await kept.keeper.drain(2)
+
+
 # -- files --------------------------------------------------------------------------------------------------------------
 
 
@@ -379,6 +410,12 @@ def test_a_run_directory_keeps_the_two_newest_states_and_resumes_from_the_last(t
         (trainer / "shard").write_text(str(step))
         run_dir.finish_state(step, {"step": step})
     assert sorted(path.name for path in (tmp_path / "run" / "state").iterdir()) == ["latest.json", "step-10", "step-4"]
+    for forgotten in (30, 40):  # of a run that went on from an older state, by hand
+        run_dir.begin_state(forgotten).mkdir()
+    run_dir.begin_state(10).mkdir()
+    (run_dir.trainer_state(10) / "shard").write_text("10")
+    run_dir.finish_state(10, {"step": 10})
+    assert sorted(path.name for path in (tmp_path / "run" / "state").iterdir()) == ["latest.json", "step-10"]
     run_dir.begin_state(12).mkdir()
     again = RunDir(tmp_path / "run", resume=True)
     assert list(again.begin_state(12).parent.iterdir()) == [], "a half-written state is no state, and makes room"
@@ -421,8 +458,23 @@ def test_metrics_are_lines_of_json_that_survive_from_run_to_run(tmp_path: Path) 
     first, second = map(json.loads, path.read_text().splitlines())
     assert (first["event"], first["step"], first["reward"]) == ("training_step", 1, 0.5)
     assert (second["event"], second["version"], second["error"]) == ("version_aborted", 2, "no\nroom")
+    FailuresFile(path).item_failed(kind="reward", facts={"error": "no number", "count": 1})
+    assert json.loads(path.read_text().splitlines()[2])["kind"] == "reward"
     with pytest.raises(StorageError, match="cannot write"):
         MetricsFile(tmp_path / "nowhere" / "metrics.jsonl").evaluated(step=0, facts={})
+
+
+def test_curves_show_what_was_trained_and_not_what_was_lost_before_a_resume(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    for start, steps in ((0, (1, 2, 3)), (2, (3, 4))):
+        file.run_started(facts={"step": start, "steps": 4})
+        for step in steps:
+            file.training_step(step=step, facts={"reward": 0.1 * start})
+            file.version_committed(version=step, facts={"latency_s": 0.1})
+    counted = _what_counts([json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()])
+    steps = [(event["step"], event["reward"]) for event in counted if event["event"] == "training_step"]
+    assert steps == [(1, 0.0), (2, 0.0), (3, 0.2), (4, 0.2)]
+    assert [event["version"] for event in counted if event["event"] == "version_committed"] == [1, 2, 3, 4]
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=50))

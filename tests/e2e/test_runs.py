@@ -11,8 +11,13 @@ from typing import Any
 import pytest
 import torch
 from run_process import FinishedRun, RunProcess
+from safetensors.torch import load_file
 from tiny_run import BETAS, GROUP_SIZE, HELDOUT_TASKS, LEARNING_RATE, PROMPTS_PER_STEP, Material
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from weightlane.cli.main import app
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow]
 
@@ -31,6 +36,7 @@ def check_files(run_dir: Path, steps: int) -> None:
     """What every finished run promises to leave."""
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary.keys() == {
+        "run",
         "accuracy_before",
         "accuracy_after",
         "versions_committed",
@@ -39,6 +45,7 @@ def check_files(run_dir: Path, steps: int) -> None:
         "wall_s",
         "replicas_lost",
         "replicas_replaced",
+        "samples",
         "sync",
     }
     sync = summary["sync"]
@@ -50,11 +57,24 @@ def check_files(run_dir: Path, steps: int) -> None:
     assert 0.0 <= summary["accuracy_before"] <= 1.0
     assert 0.0 <= summary["accuracy_after"] <= 1.0
     assert 0.0 <= summary["overlap_share"] <= 1.0
+    used = summary["samples"]
+    assert (used["dropped_groups"], used["failed"]) == (0, {})
+    assert used["trained_tokens"] == used["drawn_tokens"] > 0
+    assert not (run_dir / "failures.jsonl").exists()
     commits = [event["version"] for event in metrics_of(run_dir, "version_committed")]
     assert commits == sorted(commits)
     assert commits[-1] == steps, "the last version serves at the end"
     assert summary["versions_committed"] == len(commits)
     assert metrics_of(run_dir, "version_aborted") == []
+    about = summary["run"]
+    assert (about["seed"], about["trainer"], about["architecture"]) == (0, "fsdp2", "Qwen3ForCausalLM")
+    assert {"weightlane", "torch", "ray", "transformers"} <= about["libraries"].keys()
+    assert any(name.startswith("vllm") for name in about["libraries"])
+    samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    assert [sample["step"] for sample in samples] == [step for step in range(1, steps + 1) for _ in range(2)]
+    model = AutoModelForCausalLM.from_pretrained(run_dir / "model")
+    AutoTokenizer.from_pretrained(run_dir / "model")
+    assert (model.dtype, (run_dir / "model" / "generation_config.json").is_file()) == (torch.float32, True)
     assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in (run_dir / "logs").iterdir()] == ["plugins.log"], "of a plugin that raises"
     assert not (run_dir / "versions").exists()
@@ -70,6 +90,24 @@ def test_a_run_ends_with_every_promised_file_and_a_resumed_one_goes_on_where_it_
     assert sorted(path.name for path in (run_dir / "state").iterdir()) == ["latest.json", "step-2", "step-4"]
     assert data_position(run_dir, 2) == 2 * PROMPTS_PER_STEP
     assert data_position(run_dir, 4) == 4 * PROMPTS_PER_STEP
+
+    for step in (2, 4):
+        out = tmp_path / f"exported-{step}"
+        done = run_command("export", str(run_dir), "--step", str(step), "--out", str(out))
+        assert (done.exit_code, done.stdout) == (0, f"step {step} of {run_dir} is in {out}\n"), done.output
+        exported = load_file(out / "model.safetensors")
+        weights = saved_state(run_dir, step, tmp_path)["model"]
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in exported.items())
+    last = load_file(run_dir / "model" / "model.safetensors")
+    assert last.keys() == exported.keys()
+    assert all(torch.equal(tensor, exported[name]) for name, tensor in last.items())
+    for arguments, says in (
+        (("--step", "3", "--out", "x"), "holds no state of step 3. There are: 2, 4."),
+        (("--out", str(out)), "already exists"),
+    ):
+        refused = run_command("export", str(run_dir), *arguments)
+        assert refused.exit_code == 2
+        assert says in refused.stderr
 
     # A constant reward has no gradient, so what two more steps make of the optimizer depends on nothing but what it was.
     run = start_run(
@@ -100,10 +138,15 @@ def test_a_run_ends_with_every_promised_file_and_a_resumed_one_goes_on_where_it_
     check_optimizer(*(saved_state(run_dir, step, tmp_path) for step in (4, 6)))
 
 
+def run_command(*arguments: str) -> Any:
+    return CliRunner().invoke(app, arguments)
+
+
 def data_position(run_dir: Path, step: int) -> int:
+    """How many tasks were used up."""
     state = json.loads((run_dir / "state" / f"step-{step}" / "loop.json").read_text())
-    assert (state["step"], state["outstanding"]) == (step, [])
-    return int(state["stream"]["position"])
+    assert state["step"] == step
+    return int(state["stream"]["position"]) - len(state["outstanding"])
 
 
 def saved_state(run_dir: Path, step: int, folder: Path) -> dict[str, Any]:

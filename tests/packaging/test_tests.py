@@ -13,6 +13,8 @@ READS_OF_CLOCKS = {
     "tests/waiting.py": 2,  # how all tests poll
     "tests/cpu_seconds.py": 2,  # a program that says how long it took, as is the next
     "tests/rollout/matrix.py": 2,
+    "tests/rollout/zoo.py": 2,
+    "tests/sync/scripts_that_end.py": 2,  # a program that ends what hangs, and then says so
     "tests/rollout/test_vllm_commit.py": 1,  # a timeout that is over at once
     "tests/rollout/test_stock_server.py": 1,  # a loop for which time passes when the test wants it to
     "tests/ckpt_engines/broken_data.py": 2,  # one of the defects that are planted there is one of time

@@ -19,7 +19,15 @@ from waiting import HANG_S
 from weightlane.plugins import HOOK_NAMES, Facts, RunHooks, hookimpl, make_hooks
 from weightlane.plugins.reports import REPORT_FILE_ENV, reported_in
 
-ARGUMENTS: dict[str, Any] = {"version": 7, "index": 3, "step": 5, "rank": 1, "replica": "rollout-0", "facts": {"a": 1}}
+ARGUMENTS: dict[str, Any] = {
+    "version": 7,
+    "index": 3,
+    "step": 5,
+    "rank": 1,
+    "replica": "rollout-0",
+    "kind": "step",
+    "facts": {"a": 1},
+}
 
 
 def plugin(**methods: Callable[..., Any]) -> object:

@@ -22,4 +22,4 @@ def random_bits(shape: tuple[int, ...], dtype: torch.dtype, *, seed: int) -> tor
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of the raw bytes."""
-    return tensor.detach().clone().reshape(-1).view(torch.uint8)
+    return tensor.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)

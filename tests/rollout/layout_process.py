@@ -5,24 +5,35 @@ A `json_program`, whose functions are called.
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from json_program import serve
 from layout_models import bits, random_bits
+from tiny_models import copy_with
 
 from weightlane.ckpt_engines import WeightlaneError
 from weightlane.rollout.agreement import RankGroup
-from weightlane.rollout.checkpoint_values import CheckpointValues, checkpoint_specs
-from weightlane.rollout.layout import CommitPlan, LayoutMap, SourceSpec, VersionLoader, needed_boxes, trace_loading
-from weightlane.rollout.layout.rank_models import engine_config, model_of_rank
+from weightlane.rollout.expectation import checkpoint_specs, expectation_of
+from weightlane.rollout.layout import LayoutMap, Refusal, SourceSpec, VersionLoader, needed_boxes, trace_loading
+from weightlane.rollout.layout import loader as loader_module
+from weightlane.rollout.layout import rank_layouts as rank_layouts_module
+from weightlane.rollout.layout import rehearsal as rehearsal_module
+from weightlane.rollout.layout.acceptance import judge, whole_reload
+from weightlane.rollout.layout.loading_form import read_by_loading
+from weightlane.rollout.layout.rank_models import as_rank, engine_config, model_of_rank
+from weightlane.rollout.layout.rehearsal import Rehearsal
 from weightlane.rollout.layout.report import make_report
-from weightlane.rollout.weight_loading import load_version
+from weightlane.rollout.layout.writer import VersionWriter
 from weightlane.sync import Manifest, Piece, Region, SlicedTensors, TensorSpec
-from weightlane.sync.checksum import sums
+from weightlane.sync.boxes import Box
 from weightlane.sync.manifest import Slicing
 
 
@@ -43,13 +54,50 @@ def other(tensors: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor
 
 
 def state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The bytes of every parameter and buffer, and of tensors that layers keep beside them."""
-    found = {name: bits(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    """The bytes of every parameter, buffer, and tensor that a layer or what vLLM gave it keeps beside them."""
+    found: dict[str, torch.Tensor] = {}
     for prefix, module in model.named_modules():
-        for name, value in vars(module).items():
-            if isinstance(value, torch.Tensor):
-                found[f"{prefix}.{name}"] = bits(value)
+        kept = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+        for name, value in (*module._parameters.items(), *module._buffers.items(), *kept.items()):
+            inside = vars(value) if type(value).__module__.startswith("vllm.") and hasattr(value, "__dict__") else {}
+            for path, tensor in ((name, value), *((f"{name}.{inner}", item) for inner, item in inside.items())):
+                if isinstance(tensor, torch.Tensor) and name != "kv_cache":
+                    found[f"{prefix}.{path}"] = bits(tensor)
     return found
+
+
+def loaded(config: Any) -> torch.nn.Module:
+    """What vLLM's own start-up makes of a checkpoint's files."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers import rotary_embedding
+    from vllm.model_executor.model_loader import get_model_loader
+
+    rotary_embedding._ROPE_DICT.clear()  # models that are alike share these, and convert them when they first compute
+    with set_current_vllm_config(config):
+        loader = get_model_loader(config.load_config)
+        return loader.load_model(vllm_config=config, model_config=config.model_config)
+
+
+def ordinary(model: str | Path, config: Any) -> dict[str, torch.Tensor]:
+    """The state of a checkpoint that vLLM's own start-up has loaded on a rank like that of `config`.
+
+    Nothing of weightlane takes part in the loading, and nothing is loaded twice into a model.
+    """
+    kept = config.model_config
+    extra = {"max_model_len": kept.max_model_len, "model_impl": kept.model_impl, "use_tqdm_on_load": False}
+    dtype = str(config.model_config.dtype).removeprefix("torch.")
+    world = config.parallel_config.tensor_parallel_size
+    fresh = engine_config(str(model), tensor_parallel=world, dtype=dtype, extra=extra)
+    fresh.parallel_config.rank = config.parallel_config.rank
+    return state(loaded(fresh))
+
+
+def written(tensors: dict[str, torch.Tensor], like: str, folder: Path, dtype: str) -> Path:
+    """The checkpoint that `like` is with these tensors, in `dtype`."""
+    made = copy_with(tensors, Path(like), folder)
+    config = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps(config | {"dtype": dtype}))
+    return made
 
 
 def differing(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> list[str]:
@@ -60,84 +108,77 @@ def differing(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> lis
     ]
 
 
-def compare(path: str, dtype: str) -> dict[str, Any]:
-    """Commit by a loader and by vLLM's reload: the way, what differs after a dense version, and after one of few changes."""
-    config = engine_config(path, tensor_parallel=1, dtype=dtype)
-    first = tensors_of(path, dtype)
-    with model_of_rank(config, 0) as model:
+@contextmanager
+def forced(way: str) -> Iterator[None]:
+    """Inside, versions go through vLLM's own loading if `way` is ``reload``."""
+    if way != "reload":
+        yield
+        return
+    judged = whole_reload([Refusal("the model", "the test wants it")])
+    with (
+        mock.patch.object(loader_module, "judge", return_value=judged),
+        mock.patch.object(rank_layouts_module, "judge", return_value=judged),
+    ):
+        yield
 
-        def reload(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            load_version(model, config.model_config, tensors, part="test")
-            return state(model)
 
-        loader = VersionLoader(model, config, torch.device("cpu"), part="test")
-        ways = [loader.load(first, RankGroup(None))]
-        after_first = differing(state(model), reload(first))
-        second = other(first, seed=1000)
-        wanted = reload(second)
-        reload(first)
-        ways.append(loader.load(second, RankGroup(None)))
-        after_second = differing(state(model), wanted)
-        verdict = loader.verdict
+def compare(path: str, dtype: str, impl: str = "auto", way: str = "") -> dict[str, Any]:
+    """Commit versions to a model that vLLM has loaded, and lay each beside what vLLM makes of its files.
+
+    Args:
+        path: The checkpoint that it starts from.
+        dtype: What it computes in.
+        impl: vLLM's ``model_impl``.
+        way: See `forced`.
+    """
+    config = engine_config(
+        path,
+        tensor_parallel=1,
+        dtype=dtype,
+        extra={"model_impl": impl, "max_model_len": 128, "use_tqdm_on_load": False},
+    )
+    versions = [tensors_of(path, dtype)]
+    versions += [other(versions[0], seed=1000), other(versions[0], seed=3000)]
+    with as_rank(config, 0), tempfile.TemporaryDirectory() as folder:
+        try:
+            wanted = [
+                ordinary(written(version, path, Path(folder) / str(number), dtype), config)
+                for number, version in enumerate(versions)
+            ]
+        except Exception as cause:  # noqa: BLE001 - vLLM's, which alone is at work
+            return {"unbuilt": f"{type(cause).__name__}: {cause}"}
+        again = ordinary(Path(folder) / "1", config)
+        # What two ordinary loads of the same files do not have alike is memory that nothing is loaded into.
+        unwritten = set(differing(wanted[1], again))
+        model, ties = loaded(config), bool(getattr(config.model_config.hf_text_config, "tie_word_embeddings", False))
+        tied = expectation_of(path, dtype=torch.float32, tied_embeddings=ties).tied
+        loader = VersionLoader(model, config, torch.device("cpu"), part="test", tied=tied)
+        answer: dict[str, Any] = {"started": differing(state(model), ordinary(path, config)), "after": []}
+        with forced(way):
+            for number in (1, 0, 2):
+                try:
+                    answer["way"] = loader.load(versions[number], RankGroup(None))
+                except WeightlaneError as error:
+                    return answer | {"refused": str(error)}
+                wrong = differing(state(model), wanted[number])
+                answer["after"] += [name for name in wrong if name not in unwritten]
+        verdict, plan = loader.verdict, loader.plan
         assert verdict is not None
-        sparse: list[str] = []
-        oracle: list[str] = []
-        if (plan := loader.plan) is not None:
-            third = {name: tensor.clone() for name, tensor in second.items()}
+        answer["sparse"] = []
+        if plan is not None and verdict.way == "traced":
+            third = {name: tensor.clone() for name, tensor in versions[2].items()}
             for name in plan.sources:
                 flat, new = third[name].view(-1), random_bits((third[name].numel(),), third[name].dtype, seed=len(name))
-                positions = torch.arange(len(name) % 3, flat.numel(), 3)
+                positions = torch.arange(len(name) % min(3, flat.numel()), flat.numel(), 3)
                 flat[positions] = new[positions]
                 plan.scatter(name, positions, new[positions])
-            sparse = differing(state(model), reload(third))
-            oracle = probed(model, config, plan, first)
-        return {
-            "ways": ways,
+            made = ordinary(written(third, path, Path(folder) / "third", dtype), config)
+            answer["sparse"] = [name for name in differing(state(model), made) if name not in unwritten]
+        return answer | {
             "reloaded": list(verdict.modules),
             "summary": verdict.summary,
-            "after_first": after_first,
-            "after_second": after_second,
-            "sparse": sparse,
-            "oracle": oracle,
             "slices": len(verdict.layout.slices),
         }
-
-
-def probed(model: torch.nn.Module, config: Any, plan: CommitPlan, tensors: dict[str, torch.Tensor]) -> list[str]:
-    """Parameters for which loading numbered elements tells another origin than the layout does.
-
-    Every element of the checkpoint has a number. vLLM's own loading carries its base-256 digits to the parameters, one version
-    per digit, and the layout's slices carry the whole number: none of our copies is in the first, no value in the second.
-    """
-    first: dict[str, int] = {}
-    count = 1  # 0 is what padding is made of.
-    for name, tensor in tensors.items():
-        first[name] = count
-        count += tensor.numel()
-    seen = {name: torch.zeros(spec.shape, dtype=torch.int64) for name, spec in plan.layout.targets.items()}
-    live = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for digit in range((count.bit_length() + 7) // 8):
-        version = {
-            name: (torch.arange(first[name], first[name] + tensor.numel()) >> 8 * digit & 255)
-            .view(tensor.shape)
-            .to(tensor.dtype)
-            for name, tensor in tensors.items()
-        }
-        load_version(model, config.model_config, version, part="test")
-        for name, numbers in seen.items():
-            numbers.add_(live[name].to(torch.int64) << 8 * digit)
-    wrong = []
-    for name, spec in plan.layout.targets.items():
-        size = live[name].untyped_storage().nbytes() // spec.dtype.itemsize
-        told = torch.zeros(size, dtype=torch.int64)
-        for piece in plan.layout.slices:
-            if piece.target == name:
-                source = torch.arange(first[piece.source], first[piece.source] + tensors[piece.source].numel())
-                value = source.as_strided(piece.shape, piece.source_strides, piece.source_offset)
-                told.as_strided(piece.shape, piece.target_strides, piece.target_offset).copy_(value)
-        if not torch.equal(told.as_strided(spec.shape, spec.strides, spec.offset), seen[name]):
-            wrong.append(name)
-    return wrong
 
 
 def arriving(tensors: dict[str, torch.Tensor], bucket_bytes: int) -> Iterator[Piece]:
@@ -157,117 +198,148 @@ def arriving(tensors: dict[str, torch.Tensor], bucket_bytes: int) -> Iterator[Pi
     bucket.fill_(0xA5)
 
 
-def in_place(path: str, dtype: str, bucket_bytes: int, stale: str) -> dict[str, Any]:
-    """Take versions bucket after bucket: the way, what differs from a reload, whether the proof left the checkpoint."""
+def in_place(path: str, dtype: str, bucket_bytes: int, hidden: str) -> dict[str, Any]:
+    """Take versions bucket after bucket: the way, what differs from a fresh load, and what learning has changed."""
     config = engine_config(path, tensor_parallel=1, dtype=dtype)
     first = tensors_of(path, dtype)
     specs = {name: SourceSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in first.items()}
-    with model_of_rank(config, 0) as model:
-        load_version(model, config.model_config, first, part="test")
-        if stale:
-            pack_secretly(model, stale)
+    with as_rank(config, 0), hidden_copy_of(hidden), tempfile.TemporaryDirectory() as folder:
+        model = loaded(config)
         loader = VersionLoader(model, config, torch.device("cpu"), part="test")
-        before, alone = state(model), RankGroup(None)
-        if not loader.proven(specs, alone, whole=True):
-            with CheckpointValues(path, specs, {}) as values:
-                loader.prove(values, alone)
-        after_proof = differing(before, state(model))
+        before = state(model)
+        loader.learn(specs, RankGroup(None))
+        after_learning = differing(before, state(model))
         second = other(first, seed=2000)
-        for tensors in (first, second):
-            assert loader.proven(specs, alone, whole=True)
+        for tensors in (second, first, second):
             way = loader.load_pieces(arriving(tensors, bucket_bytes))
-        got = state(model)
-        load_version(model, config.model_config, second, part="test")
         assert loader.verdict is not None
         return {
             "way": way,
             "reloaded": list(loader.verdict.modules),
-            "after_proof": after_proof,
-            "after": differing(got, state(model)),
+            "why": loader.verdict.summary,
+            "after_learning": after_learning,
+            "after": differing(state(model), ordinary(written(second, path, Path(folder) / "second", dtype), config)),
         }
 
 
 def moved(path: str, dtype: str) -> dict[str, Any]:
     """What a loader does when a parameter gets other memory between two versions, and another set of tensors comes."""
     config = engine_config(path, tensor_parallel=1, dtype=dtype)
-    first = tensors_of(path, dtype)
-    with model_of_rank(config, 0) as model:
+    first, alone = tensors_of(path, dtype), RankGroup(None)
+    rehearsed = []
+
+    class Counted(Rehearsal):
+        """A rehearsal that is seen."""
+
+        def trouble_with(self, *arguments: Any) -> str | None:
+            rehearsed.append(self)
+            return super().trouble_with(*arguments)
+
+    with (
+        as_rank(config, 0),
+        mock.patch.object(loader_module, "Rehearsal", Counted),
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        model = loaded(config)
         loader = VersionLoader(model, config, torch.device("cpu"), part="test")
-        loader.load(first, RankGroup(None))
+        loader.load(first, alone)
         before = loader.plan
         parameter = next(model.parameters())
         parameter.data = parameter.data.clone()
         second = other(first, seed=5)
-        loader.load(second, RankGroup(None))
+        loader.load(second, alone)
         after = loader.plan
-        got = state(model)
-        load_version(model, config.model_config, second, part="test")
-        answer = {"traced_again": before is not after, "differing": differing(got, state(model))}
-        loader.load(first, RankGroup(None))
+        wanted = ordinary(written(second, path, Path(folder) / "second", dtype), config)
+        answer = {"traced_again": before is not after, "differing": differing(state(model), wanted)}
+        loader.load(first, alone)
         answer["kept"] = loader.plan is after
         wide = {name: random_bits(tuple(tensor.shape), torch.float32, seed=7) for name, tensor in first.items()}
-        loader.load({name: tensor.float() for name, tensor in first.items()}, RankGroup(None))
-        answer["ways"] = [loader.load(wide, RankGroup(None))]
+        answer["ways"] = [loader.load(wide, alone)]
         assert loader.plan is not None
         answer["sent"] = sorted({str(spec.dtype) for spec in loader.plan.sources.values()})
-        got = state(model)
-        load_version(model, config.model_config, wide, part="test")
-        return answer | {"cast": differing(got, state(model))}
+        wanted = ordinary(written(wide, path, Path(folder) / "wide", dtype), config)
+        return answer | {"cast": differing(state(model), wanted), "rehearsed": len(rehearsed)}
 
 
-def pack_secretly(model: torch.nn.Module, ending: str) -> str:
-    """Let the first layer of that name compute from a copy of its weight that nobody sees; its full name."""
-    name, layer = next((name, item) for name, item in model.named_modules() if name.endswith(ending))
-    method = layer.quant_method
+def rehearsed_badly(path: str, left_out: str) -> str | None:
+    """What a rehearsal says of a writer that leaves something out."""
+    config = engine_config(path, tensor_parallel=1, dtype="float32")
+    specs = checkpoint_specs(path, torch.float32)
+    name = "model.layers.1.mlp.down_proj.weight"
 
-    class Packing(type(method)):  # type: ignore[misc]  # whatever it is
-        """Keeps what it computes from out of sight."""
+    class Sloppy(VersionWriter):
+        """Nothing tells that it has not written all."""
 
-        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-            super().process_weights_after_loading(layer)
-            packed = layer.weight.detach().clone()
-            self.kernel = lambda x: torch.nn.functional.linear(x, packed)
+        def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+            if left_out == "everything":
+                return
+            live = next(tensor for full, tensor in self._model.named_parameters() if full == name).data.view(-1)
+            some = slice(None) if left_out == "one tensor" else slice(-1, None)
+            before = live[some].clone()
+            super().load(tensors)
+            live[some] = before
 
-        def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-            return self.kernel(x)
-
-    method.__class__ = Packing
-    method.process_weights_after_loading(layer)
-    return name
-
-
-def hide_an_expert(model: torch.nn.Module) -> None:
-    """Let the last expert of the first layer compute from a copy of its weight that nobody sees."""
-    from vllm.model_executor.layers.fused_moe import RoutedExperts
-
-    layer = next(layer for layer in model.modules() if isinstance(layer, RoutedExperts))
-    method, kernel = layer.quant_method, layer.quant_method.moe_kernel.fused_experts
-    compute = kernel.apply
-
-    class Packing(type(method)):  # type: ignore[misc]  # whatever it is
-        """Keeps what one expert computes from out of sight."""
-
-        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-            super().process_weights_after_loading(layer)
-            self.hidden = layer.w2_weight[-1].detach().clone()
-
-    def apply(w2: torch.Tensor, **others: Any) -> None:
-        compute(w2=torch.cat([w2[:-1], method.hidden.unsqueeze(0)]), **others)
-
-    method.__class__ = Packing
-    kernel.apply = apply
-    method.process_weights_after_loading(layer)
+    with as_rank(config, 0), mock.patch.object(rehearsal_module, "VersionWriter", Sloppy):
+        model = loaded(config)
+        layout = trace_loading(model, specs)
+        verdict = judge(model, layout, [layout])
+        alone = RankGroup(None)
+        rehearsal = Rehearsal(model, config, torch.device("cpu"), specs, alone, part="test", computes=True)
+        return rehearsal.trouble_with(verdict, None)
 
 
-def stale_expert(path: str, dtype: str) -> dict[str, Any]:
-    """As `stale`, of one expert."""
+@contextmanager
+def hidden_copy_of(ending: str) -> Iterator[None]:
+    """Inside, layers of that name compute from a copy of their weight that nobody sees, made when they are loaded."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    process, compute = UnquantizedLinearMethod.process_weights_after_loading, UnquantizedLinearMethod.apply
+    kernels: dict[int, torch.Tensor] = {}
+
+    def pack(self: Any, layer: Any) -> None:
+        process(self, layer)
+        kernels[id(layer)] = layer.weight.detach().clone()
+
+    def apply(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if ending and layer.prefix.endswith(ending):
+            return torch.nn.functional.linear(x, kernels[id(layer)], bias)
+        return compute(self, layer, x, bias)
+
+    with mock.patch.multiple(UnquantizedLinearMethod, process_weights_after_loading=pack, apply=apply):
+        yield
+
+
+@contextmanager
+def hidden_copy_of_an_expert() -> Iterator[None]:
+    """Inside, the last expert of every layer computes from a copy of its weight that nobody sees."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    process, compute = CPUUnquantizedExperts.process_weights_after_loading, CPUUnquantizedExperts.apply
+    kernels: dict[int, torch.Tensor] = {}
+
+    def pack(self: Any, layer: Any) -> None:
+        process(self, layer)
+        kernels[id(self)] = layer.w2_weight[-1].detach().clone()
+
+    def apply(
+        self: Any, output: Any, hidden_states: Any, w1: Any, w2: torch.Tensor, *others: Any, **named: Any
+    ) -> None:
+        compute(self, output, hidden_states, w1, torch.cat([w2[:-1], kernels[id(self)].unsqueeze(0)]), *others, **named)
+
+    with mock.patch.multiple(CPUUnquantizedExperts, process_weights_after_loading=pack, apply=apply):
+        yield
+
+
+def stale_expert(path: str, dtype: str) -> str:
+    """One expert that computes from a hidden copy of its weight: why its versions are refused."""
     config = engine_config(path, tensor_parallel=1, dtype=dtype)
-    with model_of_rank(config, 0) as model:
-        hide_an_expert(model)
-        loader = VersionLoader(model, config, torch.device("cpu"), part="test")
-        way = loader.load(tensors_of(path, dtype), RankGroup(None))
-        assert loader.verdict is not None
-        return {"way": way, "why": loader.verdict.summary}
+    with as_rank(config, 0), hidden_copy_of_an_expert():
+        loader = VersionLoader(loaded(config), config, torch.device("cpu"), part="test")
+        try:
+            loader.load(tensors_of(path, dtype), RankGroup(None))
+        except WeightlaneError as error:
+            return str(error)
+    return ""
 
 
 def experts_beside_kernel(activation: str, biased: bool) -> dict[str, float]:
@@ -303,18 +375,6 @@ def experts_beside_kernel(activation: str, biased: bool) -> dict[str, float]:
         "divided": float((got - divided).abs().max()),
         "size": float(got.abs().mean()),
     }
-
-
-def stale(path: str, dtype: str) -> dict[str, Any]:
-    """A layer that secretly computes from a copy of its weight: the way its versions go, and why."""
-    config = engine_config(path, tensor_parallel=1, dtype=dtype)
-    first = tensors_of(path, dtype)
-    with model_of_rank(config, 0) as model:
-        name = pack_secretly(model, "down_proj")
-        loader = VersionLoader(model, config, torch.device("cpu"), part="test")
-        way = loader.load(first, RankGroup(None))
-        assert loader.verdict is not None
-        return {"way": way, "why": loader.verdict.summary, "layer": name}
 
 
 def rank_layout(path: str, dtype: str, rank: int, world: int, expert_parallel: bool) -> dict[str, Any]:
@@ -357,38 +417,33 @@ def needs(path: str, dtype: str, world: int, expert_parallel: bool) -> list[dict
     return answers
 
 
-class LoaderOfOneRank(VersionLoader):
-    """No rank can compute without the others: what it holds is compared instead."""
-
-    def _compute(self) -> dict[str, str]:
-        return {name: sums(held) for name, held in state(self._model).items()}
-
-
 def quantised_slices(path: str, other_path: str, world: int) -> list[dict[str, Any]]:
     """A version of which each rank of a quantised model gets only what it asks for: what it asks for, and what it then holds."""
     from safetensors.torch import load_file
 
     config, alone = engine_config(path, tensor_parallel=world, dtype="bfloat16"), RankGroup(None)
-    first, second = (load_file(Path(model) / "model.safetensors") for model in (path, other_path))
+    second = load_file(Path(other_path) / "model.safetensors")
     torch.use_deterministic_algorithms(True, warn_only=True)  # memory that nobody has written holds NaN
     answers = []
+
+    def less(*asked: Any) -> dict[str, list[Box]]:
+        boxes = read_by_loading(*asked)
+        boxes["model.layers.1.mlp.up_proj.weight"].pop()
+        return boxes
+
     for rank in range(world):
-        with model_of_rank(config, rank) as model:
-            load_version(model, config.model_config, second, part="test")
-            wanted = state(model)
-            load_version(model, config.model_config, first, part="test")
+        with as_rank(config, rank):
+            wanted = ordinary(other_path, config)
+            model = loaded(config)
             before = state(model)
             specs = checkpoint_specs(path, torch.bfloat16)
-            blind = LoaderOfOneRank(model, config, torch.device("cpu"), part="test")
-            assert not blind.proven(specs, alone, whole=False)
-            assert blind._read is not None
-            blind._read["model.layers.1.mlp.up_proj.weight"].pop()
-            loader = LoaderOfOneRank(model, config, torch.device("cpu"), part="test")
-            assert not loader.proven(specs, alone, whole=False)
+            blind, loader = (
+                VersionLoader(model, config, torch.device("cpu"), part="test", computes=False) for _ in range(2)
+            )
             assert loader.needed() is None, "slices are asked for before it is shown that they are enough"
-            with CheckpointValues(path, specs, {}) as values:
-                blind.prove(values, alone)
-                loader.prove(values, alone)
+            with mock.patch.object(loader_module, "read_by_loading", less):
+                blind.learn(specs, alone)
+            loader.learn(specs, alone)
             touched = differing(before, state(model))
             needed = loader.needed()
             assert needed is not None
@@ -420,9 +475,12 @@ def quantised_slices(path: str, other_path: str, world: int) -> list[dict[str, A
     return answers
 
 
-def report(path: str, tensor_parallel: int, expert_parallel: bool) -> dict[str, Any]:
-    """What ``weightlane layout`` shows."""
-    return make_report(path, tensor_parallel=tensor_parallel, dtype="auto", expert_parallel=expert_parallel)
+def report(
+    path: str, tensor_parallel: int, expert_parallel: bool = False, way: str = "", hidden: str = ""
+) -> dict[str, Any]:
+    """What ``weightlane layout`` shows; see `forced` and `hidden_copy_of`."""
+    with forced(way), hidden_copy_of(hidden):
+        return make_report(path, tensor_parallel=tensor_parallel, dtype="auto", expert_parallel=expert_parallel)
 
 
 def refused(path: str, tensor_parallel: int) -> list[str]:

@@ -89,16 +89,12 @@ class ProbeExtension:
 
     def probe_sliced(self) -> bool:
         """Whether the newest version was copied out of slices."""
-        return self.weight_transfer_engine._loader._sliced is not None  # type: ignore[attr-defined]
+        return self.weight_transfer_engine._loader._writer._sliced is not None  # type: ignore[attr-defined]
 
     def probe_way(self) -> list[str]:
         """How versions are loaded, and why not by copies alone."""
         verdict = self.weight_transfer_engine._loader.verdict  # type: ignore[attr-defined]
         return [str(verdict.way), verdict.summary]
-
-    def probe_forget_layout(self) -> None:
-        """Let the worker know nothing of where weights go, as before its first version."""
-        self.weight_transfer_engine._loader = None  # type: ignore[attr-defined]
 
     def probe_reload(self, path: str) -> None:
         """Load a checkpoint through vLLM's own reload of a whole model."""

@@ -14,7 +14,7 @@ import torch
 from tiny_models import load_tensors
 from waiting import HANG_S
 
-from weightlane.ckpt_engines import CheckpointEngineRegistry, CommitError, WeightlaneError
+from weightlane.ckpt_engines import CheckpointEngineRegistry, UntouchedError, WeightlaneError
 from weightlane.rollout import RolloutWorker, ServerReplica
 from weightlane.sync import (
     CommitReport,
@@ -145,5 +145,5 @@ class OtherReplica(PlainReplica):
     async def commit(self, version: int) -> CommitReport:
         if self.refuses_after is not None:
             await self.refuses_after(version)
-            raise CommitError("not with me.", part=self.name)
+            raise UntouchedError("not with me.", part=self.name)
         return await super().commit(version)

@@ -36,16 +36,6 @@ def test_parameters_and_tokens_are_those_of_the_version_and_nothing_is_staged(
         in_place.check(model)
 
 
-def test_a_version_before_which_nothing_was_shown_is_shown_with_the_checkpoint_first(in_place: Setup) -> None:
-    in_place.serve(2)
-    in_place.probe("probe_forget_layout")
-    in_place.connect("gloo")
-    in_place.check(2)
-    in_place.serve(1)
-    in_place.check(1)
-    assert in_place.probe("probe_way") == [["traced", ""]] * in_place.world
-
-
 def test_requests_in_flight_wait_and_switch_models_where_their_stamps_say(in_place: Setup) -> None:
     old = in_place.serve(1)
     report, completions = in_place.sync_in_flight(2)

@@ -1,57 +1,136 @@
-"""In every architecture, versions that are committed by copies are bit for bit those that vLLM's own loading makes."""
+"""In every architecture, versions are bit for bit what vLLM makes of their files when it starts."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from json_program import Program
 from tiny_models import make_architecture, make_qwen3_moe
+from zoo_models import KINDS, make
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
+EXHAUSTIVE = pytest.mark.exhaustive
+
+
 @pytest.mark.parametrize(
-    "kind", ["qwen3-tied", "qwen3", "llama", "gpt2", "bloom", "gemma2", "phi3", "qwen3-moe", "mixtral"]
+    ("kind", "dtype"),
+    [
+        ("qwen3-tied", "float32"),
+        ("llama", "bfloat16"),
+        ("gpt2", "float32"),
+        ("bloom", "float32"),
+        ("qwen3-moe", "bfloat16"),
+        ("deepseek-v2", "bfloat16"),
+        ("llama-transformers", "float32"),
+        *(
+            pytest.param(kind, "float32", marks=EXHAUSTIVE)
+            for kind in ("qwen3", "gemma2", "phi3", "mixtral", "deepseek-v3")
+        ),
+    ],
 )
-def test_copies_leave_what_reloading_leaves_and_numbered_elements_arrive_where_the_layout_says(
+def test_versions_that_go_by_copies_are_bit_for_bit_what_a_fresh_load_of_their_files_makes(
+    kind: str, dtype: str, process: Program, tmp_path: Path
+) -> None:
+    answer = compared(process, kind, tmp_path, dtype)
+    assert answer["way"] == "traced", answer["summary"]
+    assert answer["slices"] > 10
+    assert answer["after"] == answer["sparse"] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "reloaded", "why"),
+    [
+        ("mamba2", "float32", "mixer", "mixer.A: loading reads it back (exp)"),
+        # The weight of its convolution is packed, and a view of what it was before is left behind.
+        ("mamba2", "bfloat16", "mixer", "conv1d.weight: the layer keeps this weight in a form of its own"),
+        pytest.param("falcon-h1", "bfloat16", "mamba", "in a form of its own", marks=EXHAUSTIVE),
+    ],
+)
+def test_layers_that_cannot_be_copied_into_are_named_and_are_right_nevertheless(
+    kind: str, dtype: str, reloaded: str, why: str, process: Program, tmp_path: Path
+) -> None:
+    answer = compared(process, kind, tmp_path, dtype)
+    assert answer["way"] == "mixed"
+    layers = [name.removesuffix(".conv1d") for name in answer["reloaded"]]
+    assert len(set(layers)) == 2
+    assert all(name.endswith(reloaded) for name in layers)
+    assert why in answer["summary"]
+    assert answer["after"] == []
+
+
+@pytest.mark.parametrize(
+    "kind", ["mamba2", pytest.param("qwen3-moe", marks=EXHAUSTIVE), pytest.param("deepseek-v2", marks=EXHAUSTIVE)]
+)
+def test_versions_that_go_through_vllms_own_loading_are_what_a_fresh_load_makes(
     kind: str, process: Program, tmp_path: Path
 ) -> None:
-    answer = process.call("compare", str(make_architecture(kind, tmp_path)), "float32")
-    assert answer["ways"] == ["traced", "traced"], answer["summary"]
-    assert answer["slices"] > 10
-    assert answer["after_first"] == answer["after_second"] == answer["sparse"] == answer["oracle"] == []
+    answer = compared(process, kind, tmp_path, "bfloat16", "reload")
+    assert answer["way"] == "reload"
+    assert answer["after"] == []
 
 
-def test_what_is_computed_while_loading_is_refused_by_name_and_right_nevertheless(
+def test_what_vllms_own_loading_would_get_wrong_is_refused_by_name_and_nothing_is_changed(
     process: Program, tmp_path: Path
 ) -> None:
-    answer = process.call("compare", str(make_architecture("mamba2", tmp_path)), "float32")
-    assert answer["ways"] == ["mixed", "mixed"]
-    assert answer["reloaded"] == ["backbone.layers.0.mixer", "backbone.layers.1.mixer"]
-    assert "backbone.layers.0.mixer.A: loading reads it back (exp)" in answer["summary"]
-    assert answer["slices"] > 10
-    assert answer["after_first"] == answer["after_second"] == answer["sparse"] == answer["oracle"] == []
+    """vLLM keeps the old experts of this model when it is loaded again, and says nothing."""
+    answer = compared(process, "gpt-oss", tmp_path, "bfloat16", "reload")
+    assert "new versions of this model would not be right: model.layers.0." in answer["refused"]
+    assert "is not what an ordinary load leaves there" in answer["refused"]
+    assert answer["after"] == []
 
 
-@pytest.mark.parametrize("bucket_bytes", [192, 4096])
-@pytest.mark.parametrize("kind", ["qwen3-tied", "gpt2", "bloom", "qwen3-moe", "mamba2"])
-def test_versions_that_are_written_bucket_after_bucket_are_those_that_reloading_makes(
+_EMBEDDINGS, _PROJECTION = "model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("left_out", "named"), [("everything", _EMBEDDINGS), ("one tensor", _PROJECTION), ("one element", _PROJECTION)]
+)
+def test_versions_that_are_not_written_completely_do_not_pass_the_rehearsal(
+    left_out: str, named: str, process: Program, tmp_path: Path
+) -> None:
+    trouble = process.call("rehearsed_badly", str(make_architecture("qwen3-tied", tmp_path)), left_out)
+    assert trouble == f"{named} is not what an ordinary load leaves there"
+
+
+def compared(process: Program, kind: str, folder: Path, dtype: str, way: str = "") -> dict[str, Any]:
+    """What `layout_process.compare` says of an architecture of the zoo, which starts as vLLM has loaded it."""
+    model = make(KINDS[kind], folder, seed=1, dtype=getattr(torch, dtype))
+    answer: dict[str, Any] = process.call("compare", str(model), dtype, KINDS[kind].impl, way)
+    assert answer["started"] == []
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("kind", "bucket_bytes"),
+    [
+        ("qwen3-tied", 192),
+        ("bloom", 4096),
+        ("mamba2", 192),
+        *(pytest.param(kind, size, marks=EXHAUSTIVE) for kind in ("gpt2", "qwen3-moe") for size in (192, 4096)),
+    ],
+)
+def test_versions_that_are_written_bucket_after_bucket_are_what_a_fresh_load_makes(
     kind: str, bucket_bytes: int, process: Program, tmp_path: Path
 ) -> None:
     answer = process.call("in_place", str(make_architecture(kind, tmp_path)), "float32", bucket_bytes, "")
     mixers = [f"backbone.layers.{layer}.mixer" for layer in range(2)]
     assert [answer["way"], answer["reloaded"]] == (["mixed", mixers] if kind == "mamba2" else ["traced", []])
-    assert answer["after_proof"] == answer["after"] == []
+    assert answer["after_learning"] == answer["after"] == []
 
 
-def test_a_model_that_is_not_copied_into_is_loaded_by_vllm_as_its_tensors_become_complete(
+def test_a_layer_that_computes_from_a_hidden_copy_is_found_out_and_loaded_by_vllm_as_its_tensors_become_complete(
     process: Program, tmp_path: Path
 ) -> None:
     answer = process.call("in_place", str(make_architecture("llama", tmp_path)), "float32", 4096, "down_proj")
     assert answer["way"] == "reload"
-    assert answer["after_proof"] == answer["after"] == []
+    assert "layers.0.mlp.down_proj does not compute what it computes after an ordinary load" in answer["why"]
+    assert answer["after_learning"] == answer["after"] == []
 
 
 def test_parameters_that_move_and_other_types_are_learned_anew(process: Program, tmp_path: Path) -> None:
@@ -63,21 +142,16 @@ def test_parameters_that_move_and_other_types_are_learned_anew(process: Program,
         "ways": ["traced"],
         "sent": ["torch.float32"],
         "cast": [],
+        # Once: the same copies need not be shown again.
+        "rehearsed": 1,
     }
 
 
-def test_a_layer_that_computes_from_a_hidden_copy_is_found_out_by_what_it_computes(
-    process: Program, tmp_path: Path
-) -> None:
-    answer = process.call("stale", str(make_architecture("llama", tmp_path)), "float32")
-    assert answer["way"] == "reload"
-    assert f"{answer['layer']} does not compute from its parameters alone" in answer["why"]
-
-
 def test_an_expert_that_computes_from_a_hidden_copy_is_found_out_too(process: Program, tmp_path: Path) -> None:
-    answer = process.call("stale_expert", str(make_qwen3_moe(tmp_path, seed=0)), "float32")
-    assert answer["way"] == "reload"
-    assert "model.layers.1.input_layernorm does not compute from its parameters alone" in answer["why"]
+    """vLLM's own loading does not make that copy again, either."""
+    refused = process.call("stale_expert", str(make_qwen3_moe(tmp_path, seed=0)), "float32")
+    assert "new versions of this model would not be right: model.layers." in refused
+    assert "does not compute what it computes after an ordinary load" in refused
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -104,6 +178,38 @@ def test_what_vllm_cannot_run_is_told_in_words(process: Program, tmp_path: Path)
     kind, text = process.call("refused", str(make_qwen3_moe(tmp_path / "moe", seed=0, experts=2)), 4)
     assert kind == "ConfigError"
     assert "2 experts cannot be divided between 4 ranks" in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "way"),
+    [
+        ("deepseek-v2", 2, "traced"),
+        ("gpt-oss", 2, "traced"),
+        ("mamba2", 1, "mixed"),
+        pytest.param("qwen3-moe", 2, "traced", marks=EXHAUSTIVE),
+        pytest.param("falcon-h1", 1, "mixed", marks=EXHAUSTIVE),
+    ],
+)
+def test_what_layout_shows_was_rehearsed_on_every_rank(
+    kind: str, ranks: int, way: str, process: Program, tmp_path: Path
+) -> None:
+    made = process.call("report", str(make(KINDS[kind], tmp_path, seed=1, dtype=torch.bfloat16)), ranks)
+    assert (made["way"], made["refusal"], made["not_rehearsed"]) == (way, "", "")
+    assert {rank["way"] for rank in made["ranks"]} == {way}
+
+
+def test_layout_refuses_what_a_worker_would(process: Program, tmp_path: Path) -> None:
+    model = make(KINDS["gpt-oss"], tmp_path, seed=1, dtype=torch.bfloat16)
+    made = process.call("report", str(model), 1, False, "reload")
+    assert made["way"] == "reload"
+    assert "is not what an ordinary load leaves there" in made["refusal"]
+
+
+def test_layout_finds_the_layer_out_that_computes_from_a_hidden_copy(process: Program, tmp_path: Path) -> None:
+    made = process.call("report", str(make_architecture("llama", tmp_path)), 2, False, "", "down_proj")
+    assert (made["way"], made["refusal"]) == ("reload", "")
+    reasons = [reason["why"] for rank in made["ranks"] for reason in rank["refused"]]
+    assert any("mlp.down_proj does not compute what it computes after an ordinary load" in why for why in reasons)
 
 
 @pytest.mark.parametrize("expert_parallel", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 from operator import mul
+from random import Random
 from typing import Any
 
 import pytest
@@ -148,6 +149,11 @@ COMPUTED: dict[str, tuple[Loader, str]] = {
     "doubled in place": (lambda w, t: w.data.copy_(t.mul_(2)), "transformed (mul_)"),
     "masked": (lambda w, t: w.data.copy_(torch.where(torch.eye(6, 8).bool(), t, 0)), "needs its values"),
     "cast there and back": (lambda w, t: w.data.copy_(t.to(torch.bfloat16)), "is cast to torch.bfloat16 on its way"),
+    "cast there and back before": (
+        lambda w, t: w.data.copy_(t.to(torch.bfloat16).to(torch.float32)),
+        "is cast to torch.bfloat16 on its way",
+    ),
+    "zeroed in part": (lambda w, t: (t[:3].zero_(), w.data.copy_(t)), "transformed (zero_)"),
     "bits of another type": (lambda w, t: w.data.copy_(t.view(torch.int32)), "bits of torch.float32 are read as"),
     "its sum": (lambda w, t: w.data.fill_(t.sum().item()), "needs its values"),
     "a look at the data": (lambda w, t: w.data.copy_(t if bool((t > 0).any()) else -t), "needs its values"),
@@ -172,6 +178,54 @@ def test_a_loader_that_does_more_than_copy_is_refused_by_name(case: str) -> None
     assert LayoutMap.from_plain(layout.to_plain()) == layout
     if case == "one is added":
         assert layout.feeds == [("a", "w")], "what a refused parameter is made of"
+
+
+def test_a_tensor_that_is_zeroed_before_it_is_loaded_leaves_zeros_and_nothing_of_it_is_sent() -> None:
+    """So that what ranks add up has a bias once."""
+    model = Model(lambda w, t: (w.data[:4].copy_(t[:4]), w.data[4:].copy_(t.zero_()[4:])))
+    layout = trace_loading(model, A)
+    assert not [*layout.refused_targets, *layout.refused_sources]
+    assert unused_elements([layout]) == {"a": 16}
+    tensor = random_bits((6, 8), torch.float32, seed=1)
+    CommitPlan(layout, model).commit({"a": tensor})
+    assert torch.equal(bits(model.w[:4]), bits(tensor[:4]))
+    assert not model.w[4:].any()
+
+
+def rearranged(tensor: torch.Tensor, choices: Random) -> torch.Tensor:
+    """What a random chain of views and copies makes of `tensor`."""
+    for _ in range(choices.randrange(7)):
+        axis = choices.randrange(tensor.ndim)
+        match choices.choice(["permute", "narrow", "step", "copy", "copy", "split", "join", "cast"]):
+            case "permute":
+                tensor = tensor.permute(choices.sample(range(tensor.ndim), tensor.ndim))
+            case "narrow":
+                start = choices.randrange(tensor.size(axis))
+                tensor = tensor.narrow(axis, start, choices.randint(1, tensor.size(axis) - start))
+            case "step":
+                tensor = tensor[(slice(None),) * axis + (slice(choices.randrange(tensor.size(axis)), None, 2),)]
+            case "copy":
+                tensor = tensor.clone(memory_format=torch.contiguous_format) if axis else tensor.clone()
+            case "split":
+                tensor = tensor.unflatten(axis, (-1, 2 if tensor.size(axis) % 2 == 0 else 1))
+            case "join":
+                tensor = tensor.flatten(0, 1) if tensor.ndim > 1 else tensor
+            case "cast":
+                tensor = tensor.to(torch.bfloat16)
+    return tensor
+
+
+@given(st.integers(0, 1 << 32))
+@settings(max_examples=100)
+def test_any_chain_of_views_and_copies_is_followed(seed: int) -> None:
+    tensor = random_bits((4, 6, 8), torch.bfloat16, seed=seed % 7)
+    wanted = rearranged(tensor, Random(seed))
+    model = Model(lambda w, t: w.data.copy_(rearranged(t, Random(seed))))
+    model.w = torch.nn.Parameter(torch.zeros(wanted.shape, dtype=torch.bfloat16), requires_grad=False)
+    layout = trace_loading(model, {"a": SourceSpec((4, 6, 8), torch.bfloat16)})
+    assert not [*layout.refused_targets, *layout.refused_sources]
+    CommitPlan(layout, model).commit({"a": tensor})
+    assert torch.equal(bits(model.w), bits(wanted))
 
 
 def test_what_is_kept_where_nobody_looks_or_replaced_is_refused_and_put_back() -> None:

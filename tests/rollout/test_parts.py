@@ -5,27 +5,32 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
 from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from owned_processes import own_a_child
 from pydantic import ValidationError
 from waiting import HANG_S, MovableClock
 
 from weightlane import rollout
-from weightlane.ckpt_engines import CommitError, SyncAbortedError, WeightlaneError
-from weightlane.rollout import RolloutConfig
+from weightlane.ckpt_engines import CommitError, ConfigError, SyncAbortedError, WeightlaneError
+from weightlane.rollout import RolloutConfig, vllm_internals, vllm_plugin
 from weightlane.rollout.agreement import RankGroup
 from weightlane.rollout.janitor import Janitor
 from weightlane.rollout.shared_memory import mapped_segments, segments_of_trees
 from weightlane.rollout.token_clock import TokenClock
 from weightlane.rollout.watchdog import WATCH_ENV
+from weightlane.rollout.weight_loading import _refuse_modes, refuse_unsupported
 from weightlane.rollout.wire import RemoteFailure, RemoteFailureError, failure_from_text
 
 
@@ -157,3 +162,80 @@ def test_the_janitor_removes_what_a_killed_owner_leaves_and_waits_until_then() -
     finally:
         segment.close()
         path.unlink(missing_ok=True)
+
+
+def test_semaphores_of_other_processes_are_found_though_they_are_mapped_under_another_name(children: Any) -> None:
+    script = (
+        "import multiprocessing as mp\n"
+        "context = mp.get_context('spawn')\n"
+        "kept = [context.Semaphore(), context.Lock()]\n"
+        "print(*(each._semlock.name for each in kept), flush=True)\n"
+        "input()\n"
+    )
+    child = children.start(["-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    names = child.stdout.readline().split()
+    assert len(names) == 2
+    assert {Path("/dev/shm") / f"sem.{name.removeprefix('/')}" for name in names} <= mapped_segments(child.pid)
+    child.communicate("\n", timeout=HANG_S)
+    assert not mapped_segments(child.pid)
+
+
+# -- what of vLLM is used -----------------------------------------------------------------------------------------------
+
+
+def plain_config(**more: Any) -> Any:
+    parallel = SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1)
+    model = SimpleNamespace(enable_sleep_mode=more.pop("enable_sleep_mode", False), quantization=None, hf_config=None)
+    usual = {"parallel_config": parallel, "model_config": model, "lora_config": None, "speculative_config": None}
+    return SimpleNamespace(**{**usual, **more})
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"lora_config": object()}, "LoRA adapters (enable_lora)"),
+        ({"enable_sleep_mode": True}, "sleep mode (enable_sleep_mode)"),
+        ({"speculative_config": SimpleNamespace(method="eagle3")}, "a draft model (speculative_config, eagle3)"),
+        ({"speculative_config": SimpleNamespace(method="mtp")}, "a draft model (speculative_config, mtp)"),
+        ({"speculative_config": SimpleNamespace(method="ngram")}, ""),
+        ({}, ""),
+    ],
+)
+def test_modes_in_which_weights_would_stay_old_or_go_nowhere_are_refused_by_name(
+    settings: dict[str, Any], named: str
+) -> None:
+    if not named:
+        _refuse_modes(plain_config(**settings))
+        return
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        refuse_unsupported(torch.nn.Module(), plain_config(**settings), torch.device("cpu"))
+
+
+def test_an_inside_of_vllm_that_has_gone_is_named_and_vllm_starts_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_internals, "_WHERE", {**vllm_internals._WHERE, "gone": "json", "lost": "no_such_module"})
+    for name, where in (("gone", "json.gone"), ("lost", "no_such_module.lost")):
+        with pytest.raises(ConfigError, match=rf"this vLLM.* has no {where}, which weightlane uses"):
+            getattr(vllm_internals, name)
+    with pytest.raises(AttributeError):
+        vllm_internals.nothing_of_the_kind  # noqa: B018 - looked up
+    monkeypatch.setattr(vllm_internals, "failures", [])
+
+    def fail() -> None:
+        raise ImportError("cannot import name 'WeightTransferEngineFactory'")
+
+    monkeypatch.setattr(vllm_plugin, "_register", fail)
+    vllm_plugin.register()
+    with pytest.raises(ConfigError, match=r"could not prepare this vLLM.*WeightTransferEngineFactory"):
+        vllm_internals.check_internals(on_cpu=True)
+
+
+@pytest.mark.vllm
+def test_all_that_is_used_of_vllm_is_there() -> None:
+    vllm_internals.check_internals(on_cpu=True)
+
+
+def test_nobody_looks_into_vllm_elsewhere() -> None:
+    inside = re.compile(r"from (vllm\.model_executor|vllm\.forward_context|vllm\.utils)[\w.]* import")
+    folder = Path(rollout.__file__).parent
+    found = [path.name for path in folder.rglob("*.py") if inside.search(path.read_text())]
+    assert sorted(found) == ["cpu_experts.py", "cpu_layers.py"], "they replace functions of modules"

@@ -10,7 +10,7 @@ from publishing import served_by
 from running_worker import PROMPT, Setup, two_ranks_in_test_all
 from tiny_models import greedy_tokens, is_greedy
 
-from weightlane.ckpt_engines import CommitError, QuarantinedError, StorageError, SyncAbortedError
+from weightlane.ckpt_engines import CommitError, QuarantinedError, StorageError, SyncAbortedError, UntouchedError
 from weightlane.rollout import Completion
 from weightlane.sync import ReplicaState
 
@@ -77,7 +77,7 @@ def test_a_load_that_fails_half_way_on_any_rank_is_undone_by_the_same_call(setup
             await setup.tokens(50)
             with pytest.raises(SyncAbortedError, match=rf"rollout rank {rank}.*was put back.*on purpose") as raised:
                 await setup.trainer.sync(setup.models[2])
-            assert type(raised.value.reason) is CommitError
+            assert type(raised.value.reason) is UntouchedError
             return await flying
 
         flown = setup.run(fail_meanwhile())

@@ -17,6 +17,7 @@ from weightlane.ckpt_engines import (
     ConfigError,
     QuarantinedError,
     SyncAbortedError,
+    UntouchedError,
     WeightlaneError,
     WorkerDiedError,
 )
@@ -108,7 +109,7 @@ def test_a_version_that_is_not_staged_and_bad_fields_are_refused_by_name_and_cha
     with pytest.raises(CommitError, match="not staged"):
         setup.run(setup.worker.commit(777))
     setup.check(2)
-    with pytest.raises(ConfigError, match="version"):
+    with pytest.raises(UntouchedError, match=r"ConfigError: .*version"):
         setup.run(setup.worker.commit(-1))
     with pytest.raises(ConfigError, match="2000"):
         setup.greedy([1] * 2000)
@@ -148,6 +149,7 @@ def test_a_commit_that_is_given_up_while_loading_stops_the_replica_and_the_next_
         syncing = asyncio.create_task(setup.trainer.sync(setup.models[2]))
         await setup.held(tmp_path)
         if how == "cancelled":
+            monkeypatch.setattr("weightlane.sync.coordinator._CANCELLED_S", 0.0)
             syncing.cancel()
         else:
             timeouts[-1].reschedule(asyncio.get_running_loop().time())
@@ -168,6 +170,25 @@ def test_a_commit_that_is_given_up_while_loading_stops_the_replica_and_the_next_
     with pytest.raises(QuarantinedError, match="serves again after the next commit"):
         setup.greedy([1, 2])
     setup.probe("probe_hold", "commit", "")
+    setup.serve(2)
+    setup.check(2)
+
+
+def test_a_commit_that_ends_though_its_sync_was_cancelled_is_taken_back(setup: Setup, tmp_path: Path) -> None:
+    setup.serve(1)
+    setup.probe("probe_hold", "commit", str(tmp_path))
+
+    async def cancel_meanwhile() -> None:
+        syncing = asyncio.create_task(setup.trainer.sync(setup.models[2]))
+        await setup.held(tmp_path)
+        syncing.cancel()
+        (tmp_path / "go").touch()
+        await syncing
+
+    with pytest.raises(asyncio.CancelledError):
+        setup.run(cancel_meanwhile())
+    setup.probe("probe_hold", "commit", "")
+    setup.check(1)
     setup.serve(2)
     setup.check(2)
 

@@ -74,7 +74,7 @@ class Process:
             shard.data.add_(nudge(numbers, version, every))
 
     def export(self, directory: str) -> None:
-        self._rank.export_hf(Path(directory))
+        self._rank.export_hf(Path(directory), "float32")
 
     def close(self) -> None:
         for rank in reversed(self._ranks):

@@ -46,6 +46,7 @@ FOLDERS = ("ckpt_engines", "sync", "trainer", "rollout", "plugins", "cli", "exam
 MODULES = {
     "pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "yaml", "multiprocessing",
     "torch.multiprocessing", "torch.package", "torch.distributed.checkpoint", "torch.distributed.rpc", "ray",
+    "pebble",
 }  # fmt: skip
 """What unpickles, runs or builds objects out of what it reads; yaml because there is nothing of it here to look at."""
 CALLS = {
@@ -61,6 +62,9 @@ ALLOWED = {
     ("trainer/ray_group.py", "ray"): "Ray between its own processes",
     ("rollout/ray_actor.py", "ray"): "Ray between its own processes",
     ("cli/cluster.py", "ray"): "Ray between its own processes",
+    # Rewards in processes: completions go there and numbers come back; see docs/security.md.
+    ("trainer/rewards.py", "multiprocessing"): "how its own processes are started",
+    ("trainer/rewards.py", "pebble"): "a pool of its own processes",
     # Hooks into the module, so that the suite notices an engine that unpickles.
     ("ckpt_engines/conformance/half_process.py", "pickle"): "watches for unpickling",
     ("benchmarks/direct.py", "multiprocessing"): "processes of a benchmark",

@@ -11,7 +11,7 @@ DTYPES = [
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return tensor.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:

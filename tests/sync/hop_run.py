@@ -84,6 +84,17 @@ class Participant:
         self._pipe.send([method, *arguments])
 
 
+class Held:
+    """A call that is held up in the middle, until the test lets it go on."""
+
+    def __init__(self) -> None:
+        self.begun, self.go_on = asyncio.Event(), asyncio.Event()
+
+    async def __call__(self) -> None:
+        self.begun.set()
+        await self.go_on.wait()
+
+
 class Replica:
     """One replica of `ranks` rollout processes."""
 
@@ -98,6 +109,18 @@ class Replica:
         self.quarantined_by: list[WeightlaneError] = []
         self.serves = 0
         """The version last reported as committed here."""
+        self._commit_held: Held | None = None
+        self._quarantine_held: Held | None = None
+
+    def holds_commits(self) -> Held:
+        """The next commit is held up once this replica has the version."""
+        self._commit_held = Held()
+        return self._commit_held
+
+    def holds_quarantines(self) -> Held:
+        """The next time that it is taken out of service it is held up."""
+        self._quarantine_held = Held()
+        return self._quarantine_held
 
     def subscriber_names(self) -> list[str]:
         return list(self.ranks)
@@ -110,6 +133,9 @@ class Replica:
         answers = await asyncio.gather(*calls, return_exceptions=True)
         if errors := [answer for answer in answers if isinstance(answer, BaseException)]:
             raise next((error for error in errors if isinstance(error, QuarantinedError)), errors[0])
+        if self._commit_held is not None:
+            held, self._commit_held = self._commit_held, None
+            await held()
         if self.fails_with is not None:
             failure, self.fails_with = self.fails_with, None
             raise failure
@@ -121,6 +147,9 @@ class Replica:
 
     async def quarantine(self, error: WeightlaneError) -> None:
         self.quarantined_by.append(error)
+        if self._quarantine_held is not None:
+            held, self._quarantine_held = self._quarantine_held, None
+            await held()
 
 
 class Run:
@@ -135,6 +164,7 @@ class Run:
         self.trainers: list[Participant] = []
         self.replicas: list[Replica] = []
         self.coordinator: Coordinator
+        self._waits: list[str] = []
 
     def _start(self, make: Callable[..., Any], **arguments: Any) -> Participant:
         started = Participant(make, **arguments, **self._plain, rendezvous=self.rendezvous.address.to_plain())
@@ -171,6 +201,7 @@ class Run:
         publishers = [f"trainer-{rank}" for rank in range(trainers)]
         self._config = SyncConfig(**(PATIENT | (sync or {})))
         self.coordinator = Coordinator(self.rendezvous, publishers, self.replicas, self._config, hooks)
+        self._note_waits()
 
     def configure(self, **changes: float) -> None:
         """Change settings between two versions. Deadlines that are not named are too long to be missed."""
@@ -193,6 +224,19 @@ class Run:
             patch.setattr(letters, "_next", wait_or_pass)
             patch.setattr("weightlane.sync.coordinator.Deadline", deadlines)
             yield clock
+
+    def _note_waits(self) -> None:
+        wait = self.coordinator._letters._next
+
+        def noting(deadline: Deadline, names: list[str], what: str) -> Message:
+            self._waits.append(what)
+            return wait(deadline, names, what)
+
+        self.coordinator._letters._next = noting  # type: ignore[method-assign]
+
+    def waits_for(self, what: str) -> bool:
+        """Whether the coordinator has begun to wait for mail of which it says so."""
+        return what in self._waits
 
     def _start_replica(self, number: int, ranks: int, **rollout: Any) -> Replica:
         names = [f"rollout-{number}/{rank}" for rank in range(ranks)]

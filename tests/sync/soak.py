@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 from hop_run import Run, expected
 
-from weightlane.ckpt_engines import CheckpointEngineRegistry, CommitError, QuarantinedError, SyncAbortedError
+from weightlane.ckpt_engines import CheckpointEngineRegistry, QuarantinedError, SyncAbortedError, UntouchedError
 from weightlane.ckpt_engines.faulty import NO_BUCKET, FaultKind, FaultRecord, read_fault_log
 from weightlane.plugins import hookimpl, make_hooks
 from weightlane.sync import ReplicaState
@@ -147,7 +147,7 @@ def _disturb(run: Run, chance: random.Random, result: Result) -> None:
         replica.fails_with = QuarantinedError("a rank stopped half-way (injected).", part=replica.name)
     elif draw < 0.11:
         replica = run.replicas[chance.randrange(2)]
-        replica.refuses_with = CommitError("a rank could not begin (injected).", part=replica.name)
+        replica.refuses_with = UntouchedError("a rank could not begin (injected).", part=replica.name)
 
 
 def _carry(run: Run, version: int, result: Result) -> None:

@@ -19,10 +19,10 @@ from waiting import wait_until
 
 from weightlane.ckpt_engines import (
     ClosedError,
-    CommitError,
     ConfigError,
     SyncAbortedError,
     UnknownEngineError,
+    UntouchedError,
     WorkerDiedError,
 )
 from weightlane.sync import CollectivePublisher, LocalShard, Outcome, Rendezvous, SyncConfig
@@ -30,7 +30,7 @@ from weightlane.sync import CollectivePublisher, LocalShard, Outcome, Rendezvous
 
 @pytest.fixture
 def weight() -> torch.Tensor:
-    return torch.zeros(6)
+    return torch.zeros(SPEC.shape)
 
 
 def publisher(weight: torch.Tensor, *replicas: Shelf, **settings: Any) -> CollectivePublisher:
@@ -38,8 +38,18 @@ def publisher(weight: torch.Tensor, *replicas: Shelf, **settings: Any) -> Collec
     return CollectivePublisher([LocalShard.whole(SPEC, weight)], replicas, **settings)
 
 
+@pytest.fixture(autouse=True)
+def threads_before() -> None:
+    """Threads of earlier tests in this process are not this one's."""
+    _before[:] = threading.enumerate()
+
+
+_before: list[threading.Thread] = []
+
+
 def threads() -> set[str]:
-    return {thread.name for thread in threading.enumerate() if thread.name.startswith("weightlane-")}
+    ours = [thread for thread in threading.enumerate() if thread not in _before]
+    return {thread.name for thread in ours if thread.name.startswith("weightlane-")}
 
 
 def wait_for_end_of_threads(but: Collection[str] = ()) -> None:
@@ -76,7 +86,7 @@ def test_a_version_that_fails_is_logged_and_replaced_by_the_next_until_too_many_
     with publisher(weight, shelf, max_failed=2) as weights:
         weights.publish(1)
         weights.wait()
-        shelf.fails = CommitError("no room on the shelf.", part="shelf")
+        shelf.fails = UntouchedError("no room on the shelf.", part="shelf")
         weights.publish(2)
         with pytest.raises(SyncAbortedError, match="no room on the shelf"):
             weights.wait()
@@ -154,6 +164,7 @@ def test_rank_0_does_not_wait_for_long_for_a_rank_that_reads_nothing_any_more(
     weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("weightlane.sync.coordinator_thread._HEARD_S", 0.2)
+    caplog.set_level(logging.INFO, logger="weightlane")
     shelf, before = Shelf(), threads()
     with publisher(weight, shelf) as weights:
         weights.publish(1)

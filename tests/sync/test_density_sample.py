@@ -13,7 +13,7 @@ from weightlane.sync.packing import compact_places
 def encoder_of(tensors: list[torch.Tensor]) -> tuple[DeltaEncoder, torch.Tensor]:
     """Of live `tensors`, and a snapshot of them as they are."""
     specs = [TensorSpec(str(number), tuple(tensor.shape), tensor.dtype) for number, tensor in enumerate(tensors)]
-    shards = [LocalShard.whole(spec, tensor.view(-1)) for spec, tensor in zip(specs, tensors, strict=True)]
+    shards = [LocalShard.whole(spec, tensor) for spec, tensor in zip(specs, tensors, strict=True)]
     places = compact_places(shards)
     base = torch.zeros(sum(shard.nbytes for shard in shards) + 64 * len(shards), dtype=torch.uint8)
     for place, shard in zip(places, shards, strict=True):

@@ -49,6 +49,18 @@ def test_each_element_crosses_the_wire_once_to_whoever_needs_it_and_none_to_othe
     assert least <= report.sent_bytes <= least + 64 * slices
 
 
+def test_ranks_that_compute_in_a_narrower_type_than_is_sent_get_their_slices_and_no_more(hop: MakeHop) -> None:
+    narrower = [
+        Placement(
+            tuple(TensorSpec(spec.name, spec.shape, torch.bfloat16) for spec in needed.specs),
+            needed.boxes,
+        )
+        for needed in TP2
+    ]
+    sent = [hop("gloo", rows, 2, needed).serve(1).sent_bytes for needed in (TP2, narrower)]
+    assert sent[0] == sent[1]
+
+
 def test_copies_that_have_drifted_apart_fail_the_version_and_are_named(hop: MakeHop) -> None:
     run = hop("shm", copies, 3, [EVERYTHING])
     run.serve(1)

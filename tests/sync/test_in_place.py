@@ -20,6 +20,7 @@ from weightlane.ckpt_engines import (
     Deadline,
     DeadlineExceededError,
     StagingMemoryError,
+    UntouchedError,
 )
 from weightlane.sync import CommitReport, Manifest, ReplicaState, TensorSpec
 from weightlane.sync.live_stream import LiveStream
@@ -121,7 +122,7 @@ def test_one_that_fails_half_way_does_not_stop_the_others_whether_they_stage_or_
 def test_a_replica_that_does_not_pause_serves_on_and_nobody_waits_longer_than_the_deadline(make_run: MakeRun) -> None:
     run = make_run(rollout=IN_PLACE, sync=AT_ONCE)
     run.serve(1)
-    run.replicas[0].refuses_with = CommitError("it cannot pause, on purpose.", part="rollout-0")
+    run.replicas[0].refuses_with = UntouchedError("it cannot pause, on purpose.", part="rollout-0")
     run.fails(2, "cannot pause")  # others do not wait for buckets that nobody takes
     assert run.coordinator.states()["rollout-0"] is ReplicaState.SERVING
     begun = threading.Event()

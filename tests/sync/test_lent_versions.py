@@ -18,6 +18,7 @@ from weightlane.ckpt_engines import (
     CheckpointEngineRegistry,
     ClosedError,
     CommitError,
+    ConfigError,
     DeadlineExceededError,
     QuarantinedError,
 )
@@ -178,6 +179,16 @@ def test_the_fence_does_not_wait_for_a_publisher_that_was_closed(rendezvous: Ren
     publisher.publish(1)
     threading.Timer(0.1, publisher.close).start()
     with pytest.raises(ClosedError):
+        publisher.fence()
+
+
+@pytest.mark.parametrize("version", ["x", "7", 1.0, None, True, -1])
+def test_what_is_no_version_is_not_published(version: Any, rendezvous: Rendezvous, socket_dir: Any) -> None:
+    with closing(publisher_of(rendezvous, socket_dir, SPEC)) as publisher:
+        with pytest.raises(ConfigError, match="a version is a whole number from 0, not"):
+            publisher.publish(version)
+        assert not publisher.busy
+        publisher.publish(torch.tensor(3))  # type: ignore[arg-type]  # as a counter may be
         publisher.fence()
 
 

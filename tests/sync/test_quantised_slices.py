@@ -149,7 +149,7 @@ def test_whoever_needs_other_tensors_than_are_sent_is_not_taken_at_its_word() ->
     wire = wire_specs(SPECS.values(), "fp8")
     norm = SPECS["norm.weight"]
     others: list[dict[str, TensorSpec]] = [
-        {"norm.weight": TensorSpec(norm.name, norm.shape, torch.bfloat16)},
+        {"norm.weight": TensorSpec(norm.name, norm.shape, torch.int64)},
         {"q.weight": TensorSpec("q.weight", (300, 201), torch.float32)},
         {"q.weight": TensorSpec("q.weight", (300, 200), torch.int64)},
         {"more": TensorSpec("more", (1,), torch.float32)},

@@ -245,7 +245,7 @@ def test_a_snapshot_is_offered_as_far_as_it_is_there_and_parameters_may_change_o
     monkeypatch.setattr(quantised_snapshot, "_CHUNK_NUMEL", 1 << 16)
     specs = [TensorSpec(f"{name}.weight", (700, 400), torch.float32) for name in "ab"]
     values = {spec.name: torch.randn(spec.shape, generator=torch.Generator().manual_seed(1)) for spec in specs}
-    ours = QuantisedShards([LocalShard.whole(spec, values[spec.name].view(-1)) for spec in specs], scheme)
+    ours = QuantisedShards([LocalShard.whole(spec, values[spec.name]) for spec in specs], scheme)
     layout = Manifest(0, tuple(wire_specs(specs, scheme)), 1 << 20, whole_tensors=whole)
     offsets = {entry.spec.name: entry.offset for entry in layout.entries}
     snapshot = ours.snapshot([offsets[run.spec.name] for run in ours.held])

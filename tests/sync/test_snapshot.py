@@ -31,6 +31,15 @@ def test_a_transposed_parameter_is_read_when_the_snapshot_is_taken_and_not_when_
     assert torch.equal(memory.view(torch.float32).view(20, 30), live.t())
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_single_element_is_taken_whatever_its_strides_are(shape: tuple[int, ...]) -> None:
+    live = torch.randn(8, 8, dtype=torch.bfloat16)[3:4, ::2][:, :1].as_strided(shape, (2,) * len(shape))
+    snapshot = Snapshot([LocalShard(TensorSpec("t", shape, torch.bfloat16), (0,) * len(shape), live)], [0])
+    memory = torch.zeros(snapshot.nbytes, dtype=torch.uint8)
+    snapshot.take(memory, None, Progress("a snapshot", "test"))
+    assert torch.equal(memory.view(torch.bfloat16).view(shape), live)
+
+
 def test_progress_grows_over_a_large_tensor_and_ends_know_each_tensors_end() -> None:
     data = torch.arange(20 << 20, dtype=torch.float32)
     shards = [

@@ -15,6 +15,7 @@ import resource
 import signal
 import sys
 from collections.abc import Collection
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -92,11 +93,22 @@ class Worker:
 
         dist.init_process_group = lose
 
-    def train(self, first: int, count: int, rows: int = 6, loss: str = "grpo") -> list[dict[str, float]]:
-        """Make `count` steps on the batches from `first` on; what is reported of each."""
+    def train(
+        self, first: int, count: int, rows: int = 6, loss: str = "grpo", zeros: str = ""
+    ) -> list[dict[str, float]]:
+        """Make `count` steps on the batches from `first` on; what is reported of each.
+
+        With `zeros` every other sample has advantage 0, and is "computed" or "left out".
+        """
         reports = []
         for step in range(first, first + count):
-            metrics = self._engine.forward_backward(make_batch(step, rows), LOSSES[loss])
+            batch = make_batch(step, rows)
+            if zeros:
+                samples = [replace(s, advantage=s.advantage * (n % 2)) for n, s in enumerate(batch.samples)]
+                kept = [sample for sample in samples if sample.advantage or zeros == "computed"]
+                left_out = batch.loss_tokens - sum(sample.loss_tokens for sample in kept)
+                batch = replace(batch, samples=tuple(kept), left_out_tokens=left_out)
+            metrics = self._engine.forward_backward(batch, LOSSES[loss])
             reports.append({**metrics, "norm": self._engine.optim_step(lambda names: None)})
         return reports
 

@@ -33,7 +33,7 @@ def test_prepared_material_is_whole_and_a_second_call_does_nothing(
     info = check_model_dir(out / "model")
     assert info.architecture == "Qwen3ForCausalLM"
     assert info.config["head_dim"] == 32  # the smallest that vLLM's CPU attention takes
-    train, heldout = load_splits(DataConfig(train=out / "train.jsonl", heldout=out / "heldout.jsonl"))
+    train, heldout = load_splits(DataConfig(train=out / "train.jsonl", heldout=out / "heldout.jsonl"), str)
     assert (len(train), len(heldout)) == (9500, 500)
     reward = Reward("reward:exact_match", [EXAMPLE])
     tokenizer = AutoTokenizer.from_pretrained(out / "model")
@@ -53,7 +53,7 @@ def test_prepared_material_is_whole_and_a_second_call_does_nothing(
     assert (out / "model" / "model.safetensors").stat().st_mtime_ns == stamp
     prepare(monkeypatch, "--out", str(out), "--seed", "4", "--steps", "1")
     assert json.loads((out / "prepared.json").read_text())["seed"] == 4
-    assert load_splits(DataConfig(train=out / "train.jsonl", heldout=out / "heldout.jsonl"))[1] != heldout
+    assert load_splits(DataConfig(train=out / "train.jsonl", heldout=out / "heldout.jsonl"), str)[1] != heldout
 
 
 def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,8 @@ from engine_ranks import VOCAB
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from weightlane.ckpt_engines import ConfigError
-from weightlane.trainer.hf_model import check_model_dir
+from weightlane.trainer.hf_model import check_model_dir, find_model
+from weightlane.trainer.tokenizer import HfTokenizer
 
 
 @pytest.fixture(scope="module")
@@ -134,3 +135,42 @@ def test_a_broken_directory_is_refused_in_words(model: Path, case: str) -> None:
     damage(model)
     with pytest.raises(ConfigError, match=problem):
         check_model_dir(model)
+
+
+def test_a_name_that_is_no_directory_is_looked_for_in_the_cache_and_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(
+        ConfigError, match="there is no model directory nobody/nothing, and a model of this name can be"
+    ):
+        find_model("nobody/nothing")
+    revision = "0123456789abcdef0123456789abcdef01234567"
+    cached = tmp_path / "cache" / "models--some--model"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text(revision)
+    (cached / "snapshots" / revision).mkdir(parents=True)
+    (cached / "snapshots" / revision / "config.json").write_text("{}")
+    assert find_model("some/model") == cached / "snapshots" / revision
+    (tmp_path / "some").mkdir()
+    assert find_model(tmp_path / "some") == tmp_path / "some"
+    monkeypatch.chdir(tmp_path)
+    for path in ("nowhere", "./nowhere", "/nowhere/at/all", "models/of/mine", "some/model"):
+        assert find_model(path) == Path(path), "no name that the hub could have, or in a directory that is here"
+
+
+def test_the_tokenizers_chat_template_makes_the_prompt_and_one_that_cannot_is_named(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    messages = [{"role": "user", "content": "1+1="}]
+    with pytest.raises(ConfigError, match="has no chat template"):
+        HfTokenizer(models["qwen3-tied"]).as_chat(messages)
+    chat = tmp_path / "chat"
+    shutil.copytree(models["qwen3-tied"], chat)
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[answer]{% endif %}"
+    (chat / "chat_template.jinja").write_text(template)
+    assert HfTokenizer(chat).as_chat(messages) == "[user]1+1=[answer]"
+    (chat / "chat_template.jinja").write_text("{{ raise_exception('no system, please') }}")
+    with pytest.raises(ConfigError, match=r"the chat template refuses .*no system, please"):
+        HfTokenizer(chat).as_chat(messages)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from weightlane.ckpt_engines import ConfigError
+from weightlane.ckpt_engines import ConfigError, GradientError
 from weightlane.ckpt_engines._channel import listen_tcp
 from weightlane.trainer import AlgorithmConfig, Sample, TrainBatch, TrainerConfig
 from weightlane.trainer.rank import TrainerRank
@@ -51,3 +51,19 @@ def test_no_part_of_the_parameters_changes_before_the_publisher_has_read_it() ->
     report = rank.train_step(TrainBatch((Sample((1,), (2,), (-1.0,), 1.0),)))
     assert done == [(what, part) for part in parts for what in ("read", "changed")]
     assert (report.step, report.metrics, report.grad_norm, report.fence_s) == (1, {"loss": 0.5}, 2.0, 0.75)
+
+
+def test_a_gradient_that_is_not_finite_is_a_step_that_was_skipped() -> None:
+    class Engine:
+        step = 7
+
+        def forward_backward(self, *_: Any) -> dict[str, float]:
+            return {"loss": 0.5}
+
+        def optim_step(self, _: Callable[[Collection[str]], None]) -> float:
+            raise GradientError("the gradient norm is nan.", part="trainer rank 0")
+
+    rank: Any = TrainerRank(TrainerConfig(), AlgorithmConfig(), 0, 1)
+    rank._engine = Engine()
+    report = rank.train_step(TrainBatch((Sample((1,), (2,), (-1.0,), 1.0),)))
+    assert (report.step, report.skipped) == (7, "trainer rank 0: the gradient norm is nan.")

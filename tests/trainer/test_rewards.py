@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
+from typing import Any, NoReturn
 
+import psutil
 import pytest
 import torch
+from waiting import HANG_S, wait_until
 
-from weightlane.ckpt_engines import ConfigError
-from weightlane.trainer.rewards import Reward
+from weightlane.ckpt_engines import ConfigError, RewardError
+from weightlane.trainer.config import RewardConfig
+from weightlane.trainer.rewards import Reward, RewardPool
 
 MODULE = "user_reward_of_a_test"
 SOURCE = """
+import asyncio
 import math
+import os
+import re
+import threading
+import time
 import torch
 threshold = 0.5
 class Judges:
@@ -29,6 +43,24 @@ def text(completion, task): return "1.0"
 def nothing(completion, task): pass
 def many(completion, task): return torch.tensor([1.0, 2.0])
 def broken(completion, task): raise KeyError("solution")
+async def later(completion, task):
+    await asyncio.sleep(0)
+    loops.add(id(asyncio.get_running_loop()))
+    return len(loops)
+loops = set()
+def hangs(completion, task):
+    if completion == "hang":
+        release.wait()
+    return 1.0
+release = threading.Event()
+def holds_the_interpreter(completion, task):
+    return float(re.match("(a*)*b", completion) is None)
+def sleeps(completion, task):
+    if completion == "sleep":
+        time.sleep(10_000)
+    return os.getpid()
+def ends_its_process(completion, task):
+    os._exit(3)
 """
 TASK = {"prompt": "1+1=", "answer": "2"}
 
@@ -65,7 +97,7 @@ def test_numbers_of_any_kind_become_floats(folder: Path, function: str, completi
 def test_what_is_not_a_finite_number_is_refused_with_function_prompt_and_value_or_error(
     folder: Path, function: str, shown: str
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(RewardError) as caught:
         Reward(f"{MODULE}:{function}", [folder])("7", TASK)
     assert f"{MODULE}:{function} {shown} for prompt '1+1=' and completion '7'" in str(caught.value)
     assert isinstance(caught.value.__cause__, KeyError) == (function == "broken")
@@ -93,3 +125,86 @@ def test_the_first_folder_of_the_search_path_wins(folder: Path, tmp_path: Path) 
     other.mkdir()
     (other / f"{MODULE}.py").write_text("def match(completion, task): return 9\n")
     assert Reward(f"{MODULE}:match", [other, folder])("2", TASK) == 9.0
+
+
+# -- beside everything else -----------------------------------------------------------------------------------------------
+
+
+class Refusing(ThreadPoolExecutor):
+    """The event loop's own executor: what else the program does depends on it."""
+
+    def submit(self, *_: object, **__: object) -> NoReturn:
+        raise AssertionError("rewards have threads of their own")
+
+
+def judged(reward: Reward, *completions: str, **settings: Any) -> list[float | BaseException]:
+    """What a pool makes of `completions`, judged at the same time."""
+
+    async def judge() -> list[float | BaseException]:
+        asyncio.get_running_loop().set_default_executor(Refusing())
+        with closing(RewardPool(reward, RewardConfig(function=reward.name, **settings))) as pool:
+            calls = (pool(completion, TASK) for completion in completions)
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+    return asyncio.run(asyncio.wait_for(judge(), HANG_S))
+
+
+def test_async_functions_share_one_event_loop_which_is_not_the_callers(folder: Path) -> None:
+    assert judged(Reward(f"{MODULE}:later", [folder]), *"abcd") == [1.0] * 4
+
+
+def test_a_reward_that_hangs_costs_its_completion_and_no_other_waits_for_it(folder: Path) -> None:
+    reward = Reward(f"{MODULE}:hangs", [folder])
+    try:
+        first, *others = judged(reward, "hang", *"abcdef", workers=1, time_limit_s=0.2)
+    finally:
+        sys.modules[MODULE].release.set()
+    assert isinstance(first, RewardError)
+    assert (
+        f"{MODULE}:hangs took longer than reward.time_limit_s, 0.2 s, for prompt '1+1=' and completion 'hang'"
+        in str(first)
+    )
+    assert others == [1.0] * 6
+
+
+def test_a_process_that_hangs_in_native_code_is_killed_and_one_that_ends_is_replaced(folder: Path) -> None:
+    endless = "a" * 40
+    reward = Reward(f"{MODULE}:holds_the_interpreter", [folder])
+    late, well = judged(reward, endless, "b", run_in="process", workers=1, time_limit_s=20.0)
+    assert isinstance(late, RewardError)
+    assert "took longer than" in str(late)
+    assert well == 0.0
+    (gone,) = judged(Reward(f"{MODULE}:ends_its_process", [folder]), "a", run_in="process", workers=1)
+    assert isinstance(gone, RewardError)
+    assert "ended its process" in str(gone)
+
+
+KILLED = """
+import asyncio
+import sys
+from pathlib import Path
+
+from weightlane.trainer.config import RewardConfig
+from weightlane.trainer.rewards import Reward, RewardPool
+
+
+async def main() -> None:
+    reward = Reward("{module}:sleeps", [Path("{folder}")])
+    pool = RewardPool(reward, RewardConfig(function=reward.name, run_in="process", workers=1))
+    print(int(await pool("who", {{}})), flush=True)
+    await pool("sleep", {{}})
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_the_processes_of_a_run_that_is_killed_end_with_it(folder: Path, children: Any) -> None:
+    script = folder / "killed.py"
+    script.write_text(KILLED.format(module=MODULE, folder=folder))
+    child = children.start([str(script)], stdout=subprocess.PIPE)
+    worker = int(child.stdout.readline())
+    os.kill(worker, 0)  # it lives, and sleeps
+    child.kill()
+    wait_until(lambda: not psutil.pid_exists(worker), "end of the process that judged")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +30,8 @@ def test_prompt_answer_and_every_other_key_reach_the_task(tmp_path: Path) -> Non
     ("line", "problem"),
     [
         ('{"prompt": "a", "answer"', "line 2: not valid JSON: Expecting ':' delimiter at column"),
+        ('{"prompt": "a", "answer": ' + "9" * 5000 + "}", "line 2: JSON that cannot be read: Exceeds the limit"),
+        ('{"prompt": "a", "answer": ' + "[" * 100_000 + "}", "line 2: JSON that cannot be read: maximum recursion"),
         ('["a", "b"]', "line 2: expected a JSON object, found list"),
         ('{"prompt": "a"}', "line 2: the key 'answer' is missing or null. The line has 'prompt'"),
         ('{"prompt": "a", "answer": null}', "line 2: the key 'answer' is missing or null"),
@@ -59,9 +63,9 @@ def test_a_prompt_in_both_splits_is_refused(tmp_path: Path) -> None:
     train = write(tmp_path / "train.jsonl", *(json.dumps({"prompt": p, "answer": "1"}) for p in "abc"))
     heldout = write(tmp_path / "heldout.jsonl", *(json.dumps({"prompt": p, "answer": "2"}) for p in "cd"))
     with pytest.raises(ConfigError, match=r"1 held-out prompts of .*heldout.jsonl are also in .*train.jsonl, 'c'"):
-        load_splits(DataConfig(train=train, heldout=heldout))
+        load_splits(DataConfig(train=train, heldout=heldout), str)
     write(heldout, '{"prompt": "d", "answer": "2"}')
-    assert [len(split) for split in load_splits(DataConfig(train=train, heldout=heldout))] == [3, 1]
+    assert [len(split) for split in load_splits(DataConfig(train=train, heldout=heldout), str)] == [3, 1]
 
 
 TASKS = [Task(f"p{index}", index) for index in range(7)]
@@ -93,3 +97,22 @@ def test_a_position_of_another_run_is_refused() -> None:
         TaskStream(TASKS, seed=3).restore({**state, "position": 8})
     with pytest.raises(ConfigError, match="at least one task"):
         TaskStream([], seed=0)
+
+
+def test_prompts_may_be_conversations(tmp_path: Path) -> None:
+    def as_chat(messages: Sequence[Mapping[str, Any]]) -> str:
+        return "".join(f"<{each['role']}>{each['content']}" for each in messages) + "<assistant>"
+
+    talk = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}]
+    path = write(
+        tmp_path / "t.jsonl", json.dumps({"prompt": talk, "answer": 2}), json.dumps({"prompt": "2+2=", "answer": 4})
+    )
+    first, second = load_tasks(path, as_chat=as_chat)
+    assert (first.prompt, second.prompt) == ("<system>Add.<user>1+1=<assistant>", "<user>2+2=<assistant>")
+    assert first.as_mapping() == {"prompt": first.prompt, "answer": 2, "messages": talk}
+    for bad in ([], [{"role": "user"}], [{"role": "user", "content": 3}], {"role": "user", "content": "x"}, 7):
+        write(path, json.dumps({"prompt": bad, "answer": 1}))
+        with pytest.raises(ConfigError, match="line 1: 'prompt' must be a string or a list of messages"):
+            load_tasks(path, as_chat=as_chat)
+    with pytest.raises(ConfigError, match="must be a non-empty string"):
+        load_tasks(write(path, json.dumps({"prompt": talk, "answer": 2})))

@@ -24,6 +24,8 @@ from engine_ranks import (
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from waiting import NEVER_S
 
+from weightlane.trainer.registry import training_engine_class
+
 # Here every engine splits a model in each of the ways it can; what layouts compute is in test_fsdp2*.py and test_megatron.py.
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp2-2": (2, {}),
@@ -112,14 +114,22 @@ def test_bfloat16_compute_keeps_float32_master_weights_and_stays_close(setup: Se
     assert not torch.equal(master, master.bfloat16().float())
 
 
-def test_a_saved_run_continues_bit_for_bit_and_storage_never_moves(setup: Setup, tmp_path: Path) -> None:
+def test_a_saved_run_continues_bit_for_bit_and_can_be_exported_and_storage_never_moves(
+    request: pytest.FixtureRequest, setup: Setup, models: dict[str, Path], tmp_path: Path
+) -> None:
     ranks = setup("qwen3-tied", lr_warmup_steps=5)
     addresses = ranks.all("addresses")
     ranks.all("train", first=0, count=2)
     assert ranks.all("save", directory=tmp_path / "state") == [2] * len(ranks)
+    saved = gathered(ranks)
     drawn = ranks.all("draw")
     expected_reports = ranks.all("train", first=2, count=2)
     expected = gathered(ranks)
+    name = request.node.callspec.params["setup"].partition("-")[0]
+    engine, out = training_engine_class(name), tmp_path / "exported"
+    engine.export_saved(tmp_path / "state", models["qwen3-tied"], out, torch.bfloat16)  # in this process, without ranks
+    assert_same(checkpoint(out), {name: tensor.bfloat16() for name, tensor in saved.items()})
+    assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
     # Back in the same engine, then in a fresh one.
     assert ranks.all("load", directory=tmp_path / "state") == [2] * len(ranks)
     assert ranks.all("train", first=2, count=2) == expected_reports
@@ -143,6 +153,21 @@ def test_a_step_whose_fence_fails_at_once_or_whose_gradient_is_not_finite_change
         assert (report["changed"], report["calls"], report["step"]) == ([], [], 0)
         assert "gradient norm" in report["error"]
     assert_fence_tells_of_changes(ranks, checkpoint(models["qwen3-untied"]))
+
+
+def test_samples_without_a_gradient_can_be_left_out_and_the_step_is_the_same(setup: Setup) -> None:
+    weights, reports = [], []
+    for zeros in ("computed", "left out"):
+        ranks = setup("qwen3-untied")
+        (report,) = ranks.all("train", first=0, count=1, zeros=zeros)[0]
+        reports.append(report)
+        weights.append(gathered(ranks))
+    computed, left_out = reports
+    assert computed["tokens"] > left_out["tokens"] > 0
+    assert [left_out[key] for key in ("loss", "norm")] == pytest.approx([computed[key] for key in ("loss", "norm")])
+    assert left_out["entropy"] == pytest.approx(computed["entropy"], rel=0.5), "a mean over what was computed"
+    for key, value in weights[0].items():
+        assert torch.allclose(weights[1][key], value, rtol=0, atol=1e-6)
 
 
 def test_a_directory_that_is_there_or_a_disk_that_is_full_fails_on_every_rank_and_leaves_nothing_behind(

@@ -1,0 +1,41 @@
+"""What a run needs, found and checked before a process is started or a file is written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from weightlane.trainer.hf_model import ModelInfo, check_model_dir, find_model
+from weightlane.trainer.registry import training_engine_class
+from weightlane.trainer.rewards import Reward
+from weightlane.trainer.tasks import Task, load_splits
+from weightlane.trainer.tokenizer import HfTokenizer
+
+from .config import RunConfig, check_engine, load_config
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """Everything a user can get wrong, found to be right."""
+
+    config: RunConfig
+    model: ModelInfo
+    tokenizer: HfTokenizer
+    train_tasks: Sequence[Task]
+    heldout_tasks: Sequence[Task]
+    reward: Reward
+
+
+def prepare(path: Path, overrides: Sequence[str]) -> Preparation:
+    """Read the configuration at the absolute `path`, and whatever it names. Raises a typed error for the first thing wrong."""
+    config = load_config(path, overrides)
+    training_engine = training_engine_class(config.trainer.engine)
+    if not config.ray.address:  # else its processes are elsewhere
+        check_engine(config)
+    model = check_model_dir(find_model(config.model.path))
+    training_engine.check(config.trainer, model.path)
+    tokenizer = HfTokenizer(model.path)
+    train_tasks, heldout_tasks = load_splits(config.data, tokenizer.as_chat)
+    reward = Reward(config.reward.function, [path.parent, Path()])
+    return Preparation(config, model, tokenizer, train_tasks, heldout_tasks, reward)

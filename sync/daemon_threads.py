@@ -1,0 +1,82 @@
+"""`DaemonThreads`: a pool of threads that nobody has to wait for when the program ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from queue import Empty, SimpleQueue
+from typing import Any, ParamSpec, TypeVar
+
+from .at_exit import start_thread
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_Call = tuple[Future[Any], Callable[[], Any]]
+
+
+class DaemonThreads(Executor):
+    """As `concurrent.futures.ThreadPoolExecutor`, whose threads Python joins at exit: one in a stuck call holds that up for ever.
+
+    Args:
+        most: How many threads there are at most; each is started when it is first needed.
+        name: What they are called, with a number each.
+    """
+
+    def __init__(self, most: int, name: str) -> None:
+        self._most, self._name = most, name
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._idle = threading.Semaphore(0)
+        self._started = 0
+        self._closed = False
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """As `Executor.submit`. Raises `RuntimeError` after `shutdown`."""
+        future: Future[T] = Future()
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(f"no new calls, {self._name} is shut down.")
+            self._calls.put((future, lambda: fn(*args, **kwargs)))
+            if not self._idle.acquire(blocking=False) and self._started < self._most:
+                name = f"{self._name}_{self._started}"
+                start_thread(name, _work, self._calls, self._idle)
+                self._started += 1
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """As `Executor.shutdown`, but for `wait`: threads end after their last call, and nobody waits for that."""
+        del wait
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if cancel_futures:
+                self._cancel()
+            for _ in range(self._started):
+                self._calls.put(None)
+
+    def _cancel(self) -> None:
+        while True:
+            try:
+                call = self._calls.get_nowait()
+            except Empty:
+                return
+            if call is not None:
+                call[0].cancel()
+
+    def __del__(self) -> None:
+        """Let the threads of a pool end that was forgotten."""
+        self.shutdown()
+
+
+def _work(calls: SimpleQueue[_Call | None], idle: threading.Semaphore) -> None:
+    while (call := calls.get()) is not None:
+        future, function = call
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(function())
+            except BaseException as error:  # noqa: BLE001 - raised again where the result is asked for
+                future.set_exception(error)
+        del call, future, function  # nothing of it is kept while the next one is waited for
+        idle.release()

@@ -1,0 +1,65 @@
+"""Bounds on the calls of an engine, or of anybody else's code: for one that does not keep the deadline it was given."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from weightlane.ckpt_engines import Deadline, WeightlaneError, WeightReceiver, WeightSender
+
+from .daemon_threads import DaemonThreads
+
+Half = WeightSender | WeightReceiver
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+GRACE_S = 2.0
+"""How much longer than an engine's call, which knows better what has happened, whoever waits for it does."""
+_QUICK_S = 10.0
+"""Most seconds of a call that has no deadline because it waits for nobody."""
+_HINT = "The engine does not keep its deadlines: `weightlane conformance` says which of them."
+
+
+def result_of(call: Future[T], deadline: Deadline, waiting_for: str, part: str) -> T:
+    """What `call`, which was given `deadline`, returns or raises; `DeadlineExceededError` if it does neither in time."""
+    try:
+        return call.result(deadline.remaining_s + GRACE_S)
+    except TimeoutError as error:
+        if call.done():
+            return call.result()
+        raise deadline.error(waiting_for, part=part, hint=_HINT) from error
+
+
+def address_of(half: Half, part: str) -> dict[str, Any]:
+    """Where a half can be reached; `DeadlineExceededError` when it does not say so at once."""
+    return _aside(lambda: dict(half.address()), Deadline.after(_QUICK_S), "the engine's address", part)
+
+
+def close_all(halves: Iterable[Half], part: str) -> None:
+    """Close halves, one after the other. Never raises; what does not end is left to itself."""
+    left = list(halves)
+    if not left:
+        return
+
+    def close() -> None:
+        while left:
+            try:
+                left[0].close()
+            except Exception as error:  # noqa: BLE001 - a third party's, and the others are to be closed, too
+                _log.warning("%s: the engine could not be closed: %s", part, error)
+            del left[0]
+
+    try:
+        _aside(close, Deadline.after(_QUICK_S), "the engine to be closed", part)
+    except WeightlaneError as error:
+        _log.warning("%s", error)
+
+
+def _aside(call: Callable[[], T], deadline: Deadline, waiting_for: str, part: str) -> T:
+    """What `call` returns or raises on a thread of its own, which is left behind when it does neither in time."""
+    threads = DaemonThreads(1, "weightlane-engine-call")
+    running = threads.submit(call)
+    threads.shutdown()
+    return result_of(running, deadline, waiting_for, part)

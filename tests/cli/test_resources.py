@@ -1,0 +1,107 @@
+"""What a run takes follows from its model and from the machine; what does not fit is said before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import assert_refused, run
+from tiny_run import Material
+
+from weightlane.ckpt_engines import ConfigError
+from weightlane.cli import resources
+from weightlane.cli.config import RunConfig
+from weightlane.cli.resources import Machines, Sizes, described, fitted
+
+GB = 10**9
+H100 = 80 * GB
+
+
+@pytest.fixture(autouse=True)
+def vllm_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resources, "vllm_is_for_cpus", lambda: False)
+
+
+def configured(**sections: Any) -> RunConfig:
+    required = {
+        "run": {"dir": "d"},
+        "model": {"path": "m"},
+        "data": {"train": "t", "heldout": "h"},
+        "reward": {"function": "m:f"},
+        "checkpoint_engine": {"backend": "nccl"},
+    }
+    return RunConfig.model_validate({**required, **sections})
+
+
+def sized(billions: float, config: RunConfig) -> Sizes:
+    parameters = int(billions * GB)
+    tensor_parallel, ranks = config.rollout.tensor_parallel, config.trainer.ranks
+    return Sizes(parameters, 2 * parameters, 2 * parameters // tensor_parallel, 16 * parameters // ranks)
+
+
+def test_a_model_of_seven_billion_goes_over_nccl_to_a_gpu_of_its_own_as_it_comes() -> None:
+    config = configured(trainer={"ranks": 4})
+    fit = fitted(config, sized(7, config), Machines(8, H100))
+    assert (fit.trainer.gpus_per_rank, fit.rollout.gpus_per_rank) == (1.0, 1.0)
+    limit, share = fit.rollout.staging_limit_bytes, fit.rollout.gpu_memory_utilization
+    assert limit is not None
+    assert share is not None
+    assert limit >= 2 * 14 * GB, "the version that serves is kept"
+    assert limit + share * H100 < H100
+    assert share * H100 > 14 * GB
+    assert fit.rollout.start_limit_s > 300 + 14 * 20
+    text = dict(described(fit, sized(7, config), Machines(8, H100)))
+    assert text["machine"] == "8 GPUs of 80 GB"
+    assert text["model"] == "7 billion parameters, 14 GB a version"
+    assert "28 GB each" in text["trainer"]
+
+
+def test_where_there_is_no_room_for_two_versions_there_is_for_one_and_what_does_not_fit_is_refused() -> None:
+    config = configured()
+    one = fitted(config, sized(14, config), Machines(2, H100)).rollout.staging_limit_bytes
+    assert one is not None
+    assert 28 * GB < one < 2 * 28 * GB
+    with pytest.raises(ConfigError, match=r"64\.0 GB of the model.*more than the 80 GB of a device") as caught:
+        fitted(config, sized(32, config), Machines(2, H100))
+    assert "in_place" in caught.value.hint
+    in_place = configured(rollout={"commit": "in_place"})
+    assert fitted(in_place, sized(32, in_place), Machines(2, H100)).rollout.staging_limit_bytes == 2 * 32 << 20
+    divided = configured(rollout={"tensor_parallel": 4})
+    fitted(divided, sized(32, divided), Machines(8, H100))
+    through_host = configured(checkpoint_engine={"backend": "gloo"})
+    assert fitted(through_host, sized(32, through_host), Machines(2, H100)).rollout.gpu_memory_utilization == 0.9
+
+
+def test_ranks_that_no_gpu_is_left_for_are_refused_before_ray_waits_for_one() -> None:
+    config = configured(trainer={"ranks": 4}, rollout={"replicas": 2, "tensor_parallel": 2})
+    with pytest.raises(ConfigError, match=r"4 trainer ranks x 1 and 4 rollout ranks x 1 GPUs are 8, and there are 4\."):
+        fitted(config, sized(1, config), Machines(4, H100))
+    shared = configured(
+        trainer={"ranks": 2, "gpus_per_rank": 0.5}, rollout={"gpus_per_rank": 0.5, "gpu_memory_utilization": 0.4}
+    )
+    fit = fitted(shared, sized(1, shared), Machines(2, H100))
+    assert (fit.trainer.gpus_per_rank, fit.rollout.gpu_memory_utilization) == (0.5, 0.4)
+
+
+def test_without_a_gpu_nothing_asks_for_one_and_what_was_set_stays() -> None:
+    config = configured(rollout={"staging_limit_bytes": 5, "start_timeout_s": 7.0})
+    fit = fitted(config, sized(1, config), Machines(0))
+    assert (fit.trainer.gpus_per_rank, fit.rollout.gpus_per_rank) == (0.0, 0.0)
+    assert (fit.rollout.staging_limit_bytes, fit.rollout.start_limit_s) == (5, 7.0)
+    on_cpu = configured(trainer={"device": "cpu"})
+    assert fitted(on_cpu, sized(1, on_cpu), Machines(1, H100)).trainer.gpus_per_rank == 0.0
+
+
+def test_the_command_says_what_a_run_takes_or_what_is_wrong_and_leaves_nothing(
+    material: Material, tmp_path: Path
+) -> None:
+    path = material.write_config(tmp_path / "config", tmp_path / "run")
+    result = run("check", str(path))
+    assert result.exit_code == 0, result.output
+    assert "can run" in result.stdout
+    assert "million" not in result.stdout
+    assert "parameters" in result.stdout
+    assert not (tmp_path / "run").exists()
+    assert_refused("203.0.113.7", "check", str(path), "--set", "sync.host=203.0.113.7")
+    assert_refused("could not be imported", "check", str(path), "--set", "reward.function=nobody:home")

@@ -1,0 +1,127 @@
+"""Runs scripts that publish and end before they close anything, each in a forked process; prints how they ended as JSON.
+
+Called with the names of moments and of ends. What a script prints itself, and its exit status, must be all there is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+
+MEMBER = """
+from weightlane.ckpt_engines import CheckpointEngineRegistry
+from weightlane.sync import Publisher, Subscriber
+engine = CheckpointEngineRegistry().create("gloo")
+member = Publisher("trainer-0", address, shards=[LocalShard.whole(SPEC, weight)], engine=engine, bucket_bytes=64)
+member.publish(1)
+member.fence()
+"""
+"""Takes part in a run of another process."""
+
+MOMENTS = {
+    "connected": "",
+    "published": "weights.publish(1)",
+    "served": "weights.publish(1); weights.wait(); weights.fence()",
+    "committing": "shelf.stuck = True; weights.publish(1); assert shelf.committing.wait(60)",
+    "member": MEMBER,
+}
+"""How far the script has come, after `BEGIN`."""
+
+ENDS = {
+    "file": "",
+    "exception": "raise ValueError('mine')",
+    "exit": "sys.exit(3)",
+    "exit in a function": "def end():\n    local = weights\n    sys.exit(4)\nend()",
+    "interrupt": "os.kill(os.getpid(), signal.SIGINT); time.sleep(60)",
+    "terminate": "os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)",
+    "terminate as exit": (
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(6)); os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)"
+    ),
+    "thread": "thread = threading.Thread(target=lambda: 1 / 0); thread.start(); thread.join()",
+    "fork": "child = os.fork()\nif not child: sys.exit(5)\nwait_for(child)\ngoes_on()",
+    "fork in block": (
+        "with weights:\n    child = os.fork()\n    if not child: sys.exit(5)\n    wait_for(child)\n    goes_on()"
+    ),
+    "forgotten": "del weights, shelf",
+}
+"""What it does then."""
+
+BEGIN = """
+import asyncio, os, signal, sys, threading, time
+import torch
+from patience import PATIENT
+from shelf import SPEC, Shelf
+from weightlane.sync import CollectivePublisher, LocalShard, SyncConfig
+
+class StuckShelf(Shelf):
+    stuck = False
+    committing = threading.Event()
+    async def commit(self, version):
+        self.committing.set()
+        while self.stuck:
+            await asyncio.sleep(0.01)
+        return await super().commit(version)
+
+def wait_for(child):
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+
+def goes_on():
+    shelf.stuck = False
+    weight.fill_(7)
+    weights.publish(7)
+    weights.wait()
+    assert shelf.shows(7.0)
+
+weight, shelf = torch.zeros(3, 2), StuckShelf()
+weights = CollectivePublisher([LocalShard.whole(SPEC, weight)], [shelf], backend="shm", config=SyncConfig(**PATIENT))
+"""
+
+
+def ended(process: int, said: str, within_s: float) -> dict[str, object]:
+    """How a forked process has ended, and what it has said."""
+    end = time.monotonic() + within_s
+    while not (found := os.waitpid(process, os.WNOHANG))[0]:
+        if time.monotonic() > end:
+            os.kill(process, 9)
+            found = os.waitpid(process, 0)
+            break
+        time.sleep(0.01)
+    with open(said, encoding="utf-8") as file:  # noqa: PTH123 - a path is all there is
+        return {"status": os.waitstatus_to_exitcode(found[1]), "said": file.read()}
+
+
+script, results = None, {}
+if __name__ == "__main__":
+    import torch  # noqa: F401 - once, and not in every process
+
+    from weightlane.sync import Rendezvous
+
+    reading, writing = os.pipe()
+    if not (host := os.fork()):  # a process of its own: none of the scripts' holds a part of it
+        hosted = Rendezvous.host()
+        os.write(writing, json.dumps(hosted.address.to_plain()).encode())
+        signal.pause()
+    address = json.loads(os.read(reading, 4096))
+    moments, ends = (names.split(",") for names in sys.argv[1:3])
+    for moment in moments:
+        for how in ends:
+            errors, path = tempfile.mkstemp()
+            if not (process := os.fork()):
+                os.dup2(errors, 2)
+                script = "\n".join([BEGIN, MOMENTS[moment], ENDS[how]])
+                break
+            os.close(errors)
+            results[f"{moment}, {how}"] = ended(process, path, 120.0)
+            os.unlink(path)  # noqa: PTH108 - as above
+        if script is not None:
+            break
+    else:
+        os.kill(host, signal.SIGKILL)
+        os.waitpid(host, 0)
+        print(json.dumps(results))
+if script is not None:
+    exec(compile(script, "script", "exec"), globals())  # its names are those of the program

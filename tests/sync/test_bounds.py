@@ -1,0 +1,173 @@
+"""An engine, a rank or a replica that does not keep its deadline holds nobody up for longer."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from patience import PATIENT
+from shelf import SPEC, Shelf
+from waiting import HANG_S, NEVER_S, wait_until
+
+from weightlane.ckpt_engines import ClosedError, Deadline, DeadlineExceededError, Topology, WeightSender
+from weightlane.sync import CollectivePublisher, LocalShard, Manifest, Rendezvous, SyncConfig, engine_calls
+from weightlane.sync.engine_calls import address_of, close_all
+from weightlane.sync.gather import ShardGather
+from weightlane.sync.packing import RunTable
+from weightlane.sync.receiving import Way, Ways
+from weightlane.sync.seal import SealMail
+from weightlane.sync.send_pipeline import Destination, SendPipeline
+from weightlane.sync.stream_parts import parts_of
+from weightlane.sync.tensor_spec import TensorSpec
+
+
+@pytest.fixture(autouse=True)
+def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("engine_calls", "receiving"):
+        monkeypatch.setattr(f"weightlane.sync.{module}.GRACE_S", 0.05)
+    monkeypatch.setattr(engine_calls, "_QUICK_S", 0.05)
+
+
+@pytest.fixture
+def stuck() -> Any:
+    """An engine's half none of whose calls returns before the test is over."""
+    over = threading.Event()
+
+    def call(*_: object) -> None:
+        assert over.wait(HANG_S)
+
+    names = ("address", "connect", "open_version", "send", "commit_version", "reclaim", "close")
+    yield SimpleNamespace(**dict.fromkeys(names, call))
+    over.set()
+
+
+def pipeline(sender: Any) -> SendPipeline:
+    return SendPipeline("s", [cast("WeightSender", sender)], cast("SealMail", None))
+
+
+SOON = 0.1
+
+
+@pytest.mark.parametrize(
+    ("call", "waits_for"),
+    [
+        (
+            lambda sending, _: sending.connect(Topology("s", {}, {}), None, Deadline.after(SOON)),
+            "the engine to connect",
+        ),
+        (lambda sending, sender: send(sending, sender, 1), "the engine to send version 7"),
+        (lambda sending, sender: send(sending, sender, 5), "the engine to send version 7"),
+        (lambda sending, _: sending.commit_version(7, Deadline.after(SOON)), "version 7 to be committed"),
+        (lambda sending, _: sending.reclaim(7, Deadline.after(SOON)), "version 7 to be given back"),
+    ],
+)
+def test_a_call_of_a_sender_that_never_returns_ends_with_the_deadline_and_says_whose_fault_it_is(
+    stuck: Any, call: Callable[[SendPipeline, Any], None], waits_for: str
+) -> None:
+    sending = pipeline(stuck)
+    with closing(sending), pytest.raises(DeadlineExceededError, match=waits_for) as caught:
+        call(sending, stuck)
+    assert "weightlane conformance" in caught.value.hint
+
+
+def send(sending: SendPipeline, sender: Any, buckets: int, *, stall_s: float = NEVER_S) -> None:
+    manifest = Manifest(7, (TensorSpec("t", (64 * buckets,), torch.uint8),), 64, sealed=False)
+    assert manifest.bucket_count == buckets
+    source = SimpleNamespace(bucket=lambda index: torch.zeros(64, dtype=torch.uint8))
+    to = Destination(sender, ["rollout-0/0"])
+    deadline = Deadline.after(SOON)
+    sending.send_version(manifest, cast("Any", source), deadline, destinations=lambda _: to, stall_s=stall_s)
+
+
+def test_what_an_engine_raises_is_raised_also_if_it_is_a_timeout_of_its_own(stuck: Any) -> None:
+    def raises(*_: object) -> None:
+        raise TimeoutError("of a library")
+
+    stuck.send = raises
+    sending = pipeline(stuck)
+    with closing(sending), pytest.raises(TimeoutError, match="of a library"):
+        send(sending, stuck, 1)
+
+
+def test_an_address_that_is_never_said_and_a_half_that_never_closes_are_left_behind(
+    stuck: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(DeadlineExceededError, match="the engine's address"):
+        address_of(stuck, "trainer-0")
+    close_all([stuck, stuck], "trainer-0")
+    assert "the engine to be closed" in caplog.text
+
+
+def test_one_half_that_cannot_be_closed_does_not_keep_the_others_open(caplog: pytest.LogCaptureFixture) -> None:
+    closed: list[str] = []
+
+    def fails() -> None:
+        raise OSError("gone")
+
+    broken, well = SimpleNamespace(close=fails), SimpleNamespace(close=lambda: closed.append("well"))
+    close_all(cast("Any", [broken, well]), "trainer-0")
+    assert closed == ["well"]
+    assert "gone" in caplog.text
+
+
+@pytest.mark.parametrize("ways", [1, 2])
+def test_a_receiver_whose_calls_never_return_is_named_and_waited_for_before_its_memory_is_used_again(
+    stuck: Any, ways: int
+) -> None:
+    receiving = Ways("rollout-0/0")
+    with pytest.raises(DeadlineExceededError, match="trainer-0"):
+        receiving.run([Way([f"trainer-{number}"], stuck.send) for number in range(ways)], Deadline.after(SOON))
+    with pytest.raises(DeadlineExceededError, match="to be given up"):
+        receiving.settle(Deadline.after(SOON))
+
+
+def test_a_gather_that_is_closed_lets_go_of_who_waits_for_another_rank() -> None:
+    spec = TensorSpec("t", (2, 64), torch.uint8)
+    layout = Manifest(1, (spec,), 4096, whole_tensors=True)
+    row = torch.zeros(1, 64, dtype=torch.uint8)
+    tables = [
+        RunTable.of(parts_of([LocalShard(spec, (rank, 0), row)], [0], layout.regions), layout) for rank in range(2)
+    ]
+    rendezvous = Rendezvous.host()
+
+    def join(rank: int) -> ShardGather:
+        names, cpu, soon = ["t-0", "t-1"], torch.device("cpu"), Deadline.after(HANG_S)
+        return ShardGather.connect(rendezvous, "s", names, rank, layout, tables, cpu, soon)
+
+    bucket = torch.zeros(128, dtype=torch.uint8)
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(join, (0, 1))
+
+        def fill() -> None:
+            first.fill(layout, tables, row.view(-1), 0, bucket, lambda _: None, Deadline.after(NEVER_S))
+
+        waiting = threads.submit(fill)
+        wait_until(lambda: first._moving, "rank 0 that waits for rank 1")
+        first.close()
+        with pytest.raises(ClosedError, match="waited for t-1"):
+            waiting.result(HANG_S)
+        with pytest.raises(ClosedError):
+            fill()
+        second.close()
+
+
+class Deaf(Shelf):
+    """Never answers when it is told where weights come from."""
+
+    async def connect(self, rendezvous: Mapping[str, Any], backend: str, options: Mapping[str, Any]) -> None:
+        await asyncio.Event().wait()
+
+
+def test_a_replica_that_never_answers_is_named_when_a_script_connects() -> None:
+    config = SyncConfig(**{**PATIENT, "connect_timeout_s": 0.2})
+    shards: Sequence[LocalShard] = [LocalShard.whole(SPEC, torch.zeros(SPEC.shape))]
+    with pytest.raises(DeadlineExceededError, match="deaf") as caught:
+        CollectivePublisher(shards, [Deaf("deaf")], backend="shm", config=config)
+    assert caught.value.peer == "deaf"
