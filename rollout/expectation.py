@@ -7,7 +7,9 @@ Only headers are read. Sources: the safetensors format (https://huggingface.co/d
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -15,7 +17,7 @@ import torch
 
 from weightlane.ckpt_engines import ConfigError
 from weightlane.sync import Expectation, ExpectedTensor
-from weightlane.sync.tensor_spec import SAFETENSORS_DTYPES
+from weightlane.sync.tensor_spec import SAFETENSORS_DTYPES, kept_in_float32
 
 from .layout.layout_map import SourceSpec
 
@@ -70,7 +72,7 @@ def checkpoint_specs(model: str | os.PathLike[str], dtype: torch.dtype) -> dict[
     Raises `ConfigError` as `expectation_of`.
     """
     stored = stored_tensors(model)
-    free = free_in_type(stored)
+    free = free_in_type(stored) - kept_in_float32({name: on_disk for name, (_, on_disk) in stored.items()})
     return {name: SourceSpec(shape, dtype if name in free else on_disk) for name, (shape, on_disk) in stored.items()}
 
 
@@ -86,13 +88,31 @@ def free_in_type(stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> s
 
 
 def stored_tensors(model: str | os.PathLike[str]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and type of every weight in a checkpoint's files. Raises as `expectation_of`."""
+    """Shape and type of every weight in a checkpoint's files. Raises as `expectation_of`.
+
+    Layers that predict further tokens (DeepSeek-V3 has one) are left out: vLLM loads them into draft models only.
+    """
+    layers = _trained_layers(_directory(model))
     return {
         name: (shape, on_disk)
         for file in checkpoint_files(model)
         for name, shape, on_disk in _header(file)
-        if not name.endswith(_NOT_WEIGHTS)
+        if not name.endswith(_NOT_WEIGHTS) and _layer_of(name) < layers
     }
+
+
+def _trained_layers(directory: Path) -> float:
+    """How many decoder layers a model has before those that predict further tokens; infinite where it has none of these."""
+    try:
+        config = json.loads((directory / "config.json").read_text())
+        return int(config["num_hidden_layers"]) if config.get("num_nextn_predict_layers") else math.inf
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return math.inf  # whoever loads the model says what is wrong
+
+
+def _layer_of(name: str) -> int:
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    return int(match[1]) if match else -1
 
 
 def checkpoint_files(model: str | os.PathLike[str]) -> list[Path]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -48,6 +48,25 @@ def dtype_of(name: str) -> torch.dtype:
         raise ProtocolError(
             f"unknown tensor dtype {name!r}.", part="manifest", hint=f"Known: {', '.join(_DTYPES)}."
         ) from None
+
+
+_ALWAYS_FLOAT32 = (".e_score_correction_bias",)
+"""How tensors end that both transformers and vLLM keep in float32 in a model of any type: a narrower one changes which experts
+are chosen."""
+
+
+def kept_in_float32(stored: Mapping[str, torch.dtype]) -> frozenset[str]:
+    """The tensors of a checkpoint that stay float32 when the model is sent, or written, in a narrower type.
+
+    They are those that a checkpoint of a narrower type holds in float32, and some by their names.
+
+    Args:
+        stored: The type of every tensor on disk.
+    """
+    wide = {name for name, dtype in stored.items() if dtype == torch.float32}
+    if 2 * len(wide) > sum(dtype.is_floating_point for dtype in stored.values()):
+        wide = {name for name in wide if name.endswith(_ALWAYS_FLOAT32)}
+    return frozenset(wide)
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -132,7 +132,8 @@ class TrainingEngine(ABC):
         once, and the order is the same on every rank.
 
         Args:
-            wire_dtype: dtype of floating-point tensors on the wire; others keep theirs. `data` is the float32 master weight.
+            wire_dtype: dtype of floating-point tensors on the wire, but for those that a narrower model keeps in float32
+                (`weightlane.sync.tensor_spec.kept_in_float32`); others keep theirs. `data` is the float32 master weight.
         """
 
     @abstractmethod
@@ -148,9 +149,9 @@ class TrainingEngine(ABC):
 
     @abstractmethod
     def export_hf(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
-        """Write a Hugging Face model directory, tokenizer included, with weights in `dtype`. `directory` must not exist.
+        """Write a Hugging Face model directory, tokenizer included, with weights in `dtype`, but for those that stay float32.
 
-        It appears complete or, after any failure, not at all.
+        `directory` must not exist. It appears complete or, after any failure, not at all.
         """
 
     @classmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ from .fsdp2_mesh import RankMesh, check_mesh, clip_gradients
 from .fsdp2_parts import PartwiseAdamW, split_into_parts
 from .fsdp2_shards import checkpoint_tensors, local_shards
 from .fsdp2_state import export_model, export_saved, load_state, save_state
-from .hf_model import check_model_dir
-from .hf_names import checkpoint_runs
+from .hf_model import check_model_dir, kept_types
+from .hf_names import CheckpointRun, checkpoint_runs
 from .losses import LossFn, token_logprobs
 from .process_group import require_open
 from .torch_engine import TorchEngine, add_sums, means
@@ -50,7 +50,7 @@ class Fsdp2Engine(TorchEngine):
         check_mesh(self.config, model_dir)
         self._join(model_dir, seed)
         model = _load_model(model_dir)
-        self._shard(model)
+        self._shard(model, model_dir)
         takes = inspect.signature(model.forward).parameters
         self._keeps_logits = "logits_to_keep" in takes
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -65,7 +65,7 @@ class Fsdp2Engine(TorchEngine):
     def outline(self, model_dir: Path) -> None:
         """As `TrainingEngine.outline`."""
         check_mesh(self.config, model_dir)
-        self._shard(_model_without_weights(model_dir))
+        self._shard(_model_without_weights(model_dir), model_dir)
 
     def forward_backward(self, batch: TrainBatch, loss: LossFn) -> dict[str, float]:
         """As `TrainingEngine.forward_backward`."""
@@ -104,7 +104,7 @@ class Fsdp2Engine(TorchEngine):
 
     def local_shards(self, wire_dtype: torch.dtype) -> list[LocalShard]:
         """As `TrainingEngine.local_shards`."""
-        return local_shards(self._runs, checkpoint_tensors(self._open_model()), self.rank, wire_dtype)
+        return local_shards(self._runs, checkpoint_tensors(self._open_model()), self.rank, wire_dtype, self._kept)
 
     def save(self, directory: Path) -> None:
         """As `TrainingEngine.save`."""
@@ -123,12 +123,16 @@ class Fsdp2Engine(TorchEngine):
         """As `TrainingEngine.export_hf`."""
         tensors = checkpoint_tensors(self._open_model())
         with self._collective("the trainer ranks to export the model"):
-            export_model(directory, self._model_dir, tensors, dtype, self.rank, self._device)
+            kept = _sources(self._runs, self._kept)
+            export_model(directory, self._model_dir, tensors, dtype, kept, self.rank, self._device)
 
     @classmethod
     def export_saved(cls, state: Path, model_dir: Path, directory: Path, dtype: torch.dtype) -> None:
         """As `TrainingEngine.export_saved`; reads the weights only."""
-        export_saved(state, model_dir, directory, dtype)
+        model = _model_without_weights(model_dir)
+        runs = checkpoint_runs(model, checkpoint_tensors(model))
+        kept = kept_types(model_dir, (run.name for run in runs))
+        export_saved(state, model_dir, directory, dtype, _sources(runs, kept))
 
     def close(self) -> None:
         """As `TrainingEngine.close`."""
@@ -137,9 +141,10 @@ class Fsdp2Engine(TorchEngine):
         self._optimizer = None  # type: ignore[assignment]  # nothing uses it once the model is gone
         self._leave()
 
-    def _shard(self, model: torch.nn.Module) -> None:
+    def _shard(self, model: torch.nn.Module, model_dir: Path) -> None:
         """Split `model` over the ranks, in place, and note what its parameters are saved as. Collective."""
         self._runs = checkpoint_runs(model, checkpoint_tensors(model))
+        self._kept = kept_types(model_dir, (run.name for run in self._runs))
         with self._collective("the trainer ranks to shard the model"):
             self._mesh = RankMesh.of(
                 self._device,
@@ -177,6 +182,11 @@ class Fsdp2Engine(TorchEngine):
             for name, parameter in self._loaded_model().named_parameters()
             if parameter.requires_grad
         }
+
+
+def _sources(runs: Sequence[CheckpointRun], kept: Collection[str]) -> set[str]:
+    """The parameters and buffers that are saved as the checkpoint tensors `kept`."""
+    return {run.source for run in runs if run.name in kept}
 
 
 def _decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -6,7 +6,7 @@ was not sharded at all, of which rank 0 then publishes everything.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from weightlane.ckpt_engines import ConfigError
 from weightlane.sync.boxes import Box, boxes_of_run
-from weightlane.sync.tensor_spec import LocalShard, TensorSpec
+from weightlane.sync.tensor_spec import LocalShard, TensorSpec, kept_in_float32
 
 from .hf_names import CheckpointRun, checkpoint_runs
 
@@ -30,25 +30,36 @@ def shards_of(model: torch.nn.Module, dtype: torch.dtype | None = None) -> list[
     Args:
         model: A transformers model whose parameters are whole, or ``DTensor``s that are sharded or replicated in any way.
         dtype: In which type floating-point tensors travel: the one the rollout computes in, or that of its checkpoint on
-            disk. None sends each as it is.
+            disk. Those that transformers keeps in float32 in a narrower model stay that. None sends each as it is.
 
     Raises:
         ConfigError: A parameter is a partial sum, or is saved as something other than parts of one parameter.
     """
     tensors = checkpoint_tensors(model)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    return local_shards(checkpoint_runs(model, tensors), tensors, rank, dtype)
+    runs = checkpoint_runs(model, tensors)
+    kept = kept_in_float32({run.name: tensors[run.source].dtype for run in runs})
+    return local_shards(runs, tensors, rank, dtype, kept)
 
 
 def local_shards(
-    runs: Sequence[CheckpointRun], tensors: Mapping[str, torch.Tensor], rank: int, dtype: torch.dtype | None
+    runs: Sequence[CheckpointRun],
+    tensors: Mapping[str, torch.Tensor],
+    rank: int,
+    dtype: torch.dtype | None,
+    kept: Collection[str],
 ) -> list[LocalShard]:
-    """The parts of `runs` that rank `rank` holds of `tensors`; whole tensors count as rank 0's. See `shards_of`."""
+    """The parts of `runs` that rank `rank` holds of `tensors`; whole tensors count as rank 0's. See `shards_of`.
+
+    What is `kept` travels in the type that it has.
+    """
     local = {name: _local_slice(name, tensor) for name, tensor in tensors.items()}
     shards = []
     for run in runs:
         source = tensors[run.source]
-        on_wire = source.dtype if dtype is None or not source.is_floating_point() else dtype
+        on_wire = source.dtype
+        if dtype is not None and source.is_floating_point() and run.name not in kept:
+            on_wire = dtype
         if rank == 0 or isinstance(source, DTensor):
             shards += _overlap(run, TensorSpec(run.name, run.shape, on_wire), tuple(source.shape), *local[run.source])
     return shards

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -94,20 +94,25 @@ def export_model(
     model_dir: Path,
     tensors: Mapping[str, torch.Tensor],
     dtype: torch.dtype,
+    kept: Collection[str],
     rank: int,
     device: torch.device,
 ) -> None:
-    """Gather `tensors` on rank 0 and write them, with config and tokenizer of `model_dir`, as a Hugging Face directory."""
+    """Gather `tensors` on rank 0 and write them, with config and tokenizer of `model_dir`, as a Hugging Face directory.
+
+    Floating-point tensors are written in `dtype`, unless they are `kept` in the type that they have.
+    """
     full: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for name, tensor in tensors.items():
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if rank == 0:
-                full[name] = whole.detach().to("cpu", dtype if whole.is_floating_point() else whole.dtype, copy=True)
+                cast = whole.is_floating_point() and name not in kept
+                full[name] = whole.detach().to("cpu", dtype if cast else whole.dtype, copy=True)
     write_on_rank_zero(lambda: _write_hf(directory, model_dir, full, dtype), directory, rank, device)
 
 
-def export_saved(state: Path, model_dir: Path, directory: Path, dtype: torch.dtype) -> None:
+def export_saved(state: Path, model_dir: Path, directory: Path, dtype: torch.dtype, kept: Collection[str]) -> None:
     """As `export_model`, of the weights in what `save_state` wrote, in a process by itself."""
     if not (state / ".metadata").is_file():
         raise ConfigError(f"{state} holds no saved training state.", part=PART, hint="Check the path.")
@@ -123,7 +128,10 @@ def export_saved(state: Path, model_dir: Path, directory: Path, dtype: torch.dty
             load({_MODEL.rstrip("."): tensors}, checkpoint_id=state, no_dist=True)
     except (CheckpointException, OSError) as cause:
         raise _storage_error("read", state, cause) from cause
-    full = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    full = {
+        name: tensor.to(dtype) if tensor.is_floating_point() and name not in kept else tensor
+        for name, tensor in tensors.items()
+    }
     _write_hf(directory, model_dir, full, dtype)
 
 

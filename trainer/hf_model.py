@@ -6,12 +6,15 @@ import json
 import math
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from weightlane.ckpt_engines import ConfigError
+from weightlane.sync.tensor_spec import SAFETENSORS_DTYPES, kept_in_float32
 
 _PART = "model"
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -89,16 +92,31 @@ def check_model_dir(path: Path) -> ModelInfo:
 
 def weight_elements(path: Path) -> int:
     """How many elements the weights in `path` have, which `check_model_dir` accepts."""
+    items = (item for header in _headers(path) for item in header.items())
+    return sum(math.prod(item["shape"]) for key, item in items if key != "__metadata__")
+
+
+def kept_types(path: Path, names: Iterable[str]) -> frozenset[str]:
+    """The tensors of the checkpoint in `path` that are float32 whatever type the others are sent or written in.
+
+    Args:
+        path: What is known of their types where it holds no weights is their `names`.
+        names: All of them.
+    """
+    stored = dict.fromkeys(names, torch.float32)
+    if any((path / name).is_file() for name in (_INDEX, _SINGLE)):
+        items = (item for header in _headers(path) for item in header.items())
+        stored |= {key: SAFETENSORS_DTYPES[item["dtype"]] for key, item in items if key != "__metadata__"}
+    return kept_in_float32(stored)
+
+
+def _headers(path: Path) -> list[dict[str, Any]]:
+    """Of all files with weights."""
     index = path / _INDEX
     names = [_SINGLE]
     if index.is_file():
         names = sorted(set(map(str, _read_json(index)["weight_map"].values())))
-    return sum(
-        math.prod(item["shape"])
-        for name in names
-        for key, item in _read_header(path, name).items()
-        if key != "__metadata__"
-    )
+    return [_read_header(path, name) for name in names]
 
 
 def _error(message: str, hint: str = "Fetch the model again.") -> ConfigError:

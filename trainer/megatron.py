@@ -17,7 +17,7 @@ from weightlane.sync.tensor_spec import LocalShard, TensorSpec
 
 from .batch import MicroBatch, TrainBatch
 from .config import TrainerConfig
-from .hf_model import check_model_dir
+from .hf_model import check_model_dir, kept_types
 from .losses import LossFn
 from .megatron_layout import check_layout, read_model
 from .megatron_names import HEAD, Coordinates, checkpoint_shapes
@@ -36,7 +36,7 @@ with warnings.catch_warnings():
     from megatron.core.transformer.module import Float16Module
 
     from .megatron_logprobs import vocab_parallel_logprobs
-    from .megatron_model import build_chunks, transformer_config
+    from .megatron_model import build_chunks, keep_expert_bias, transformer_config
     from .megatron_state import export_model, export_saved, load_model, load_state, save_state
     from .megatron_weights import (
         WeightSlice,
@@ -150,7 +150,11 @@ class MegatronEngine(TorchEngine):
         optimizer, norms and routers over tensor parallel ranks, a tied embedding on the first and last pipeline stage.
         """
         self._require_whole()
-        specs = {name: TensorSpec(name, shape, wire_dtype) for name, shape in self._shapes.items()}
+        kept = self._kept
+        specs = {
+            name: TensorSpec(name, shape, torch.float32 if name in kept else wire_dtype)
+            for name, shape in self._shapes.items()
+        }
         held: dict[str, list[LocalShard]] = {name: [] for name in specs}
         for piece in self._slices:
             held[piece.name].append(LocalShard(specs[piece.name], piece.box.starts, piece.weight))
@@ -185,7 +189,9 @@ class MegatronEngine(TorchEngine):
         """As `TrainingEngine.export_hf`."""
         self._require_whole()
         with self._collective("the trainer ranks to export the model"):
-            export_model(directory, self._model_dir, self._shapes, self._slices, dtype, self.rank, self._device)
+            export_model(
+                directory, self._model_dir, self._shapes, self._slices, dtype, self._kept, self.rank, self._device
+            )
 
     @classmethod
     def export_saved(cls, state: Path, model_dir: Path, directory: Path, dtype: torch.dtype) -> None:
@@ -255,6 +261,7 @@ class MegatronEngine(TorchEngine):
         self._facts = read_model(model_dir)
         check_layout(self.config, self._facts.shape, self.world)
         self._shapes = checkpoint_shapes(self._facts.shape)
+        self._kept = kept_types(model_dir, self._shapes)
 
     def _build(self, seed: int) -> None:
         """Join megatron-core's groups, and make the model's chunks, their gradient buffers and the optimizer, without weights."""
@@ -266,9 +273,9 @@ class MegatronEngine(TorchEngine):
         chunks = []
         for chunk in build_chunks(config, self._facts):
             placed = chunk.to(self._device)
-            chunks.append(
-                DistributedDataParallel(config, buffers, Float16Module(config, placed) if config.bf16 else placed)
-            )
+            wrapped = Float16Module(config, placed) if config.bf16 else placed
+            keep_expert_bias(wrapped)
+            chunks.append(DistributedDataParallel(config, buffers, wrapped))
         self._optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",

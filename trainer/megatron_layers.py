@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -17,14 +18,23 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 
 if not hasattr(moe_utils, "te_general_gemm"):
     # megatron-core 0.16.1 asks whether it is None, and only defines it where TransformerEngine is installed.
     moe_utils.te_general_gemm = None
+if not isinstance(multi_latent_attention.TELinear, type):
+    # Without TransformerEngine this one is a stand-in, which megatron-core 0.16.1 takes for the class.
+    multi_latent_attention.HAVE_TE = False
 
 
 class RmsNorm(torch.nn.Module):
@@ -84,15 +94,70 @@ class CausalAttention(torch.nn.Module):
         return out.permute(2, 0, 1, 3).flatten(2).contiguous()
 
 
+class LatentAttention(MLASelfAttention):  # type: ignore[misc]  # megatron-core is untyped to us
+    """megatron-core's multi-latent attention, with the projections to latent vectors whole on every rank.
+
+    megatron-core 0.16.1 cuts them by rows and gathers what they give. Of the rotary keys, which all heads share, each rank then
+    has the gradient of its own heads only, and nothing sums them. With sequence parallelism, which experts need, whole
+    projections are right: every rank projects its own positions.
+    """
+
+    def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.linear_kv_down_proj = _WholeLinear(config, config.kv_lora_rank + config.qk_pos_emb_head_dim)
+        if config.q_lora_rank is not None:
+            self.linear_q_down_proj = _WholeLinear(config, config.q_lora_rank)
+
+
+class _WholeLinear(torch.nn.Module):
+    """From the hidden size to `features`, the same on every tensor parallel rank, which each applies to its own positions."""
+
+    def __init__(self, config: TransformerConfig, features: int) -> None:
+        super().__init__()
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(
+            torch.empty(features, config.hidden_size, dtype=config.params_dtype, device=device)
+        )
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # megatron-core's mark
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """[..., hidden_size] in, [..., features] and no bias out."""
+        return torch.nn.functional.linear(hidden, self.weight), None
+
+
 def decoder_spec(config: TransformerConfig, *, qk_norm: bool, chunk: int | None) -> TransformerBlockSubmodules:
     """The decoder layers of this pipeline stage, or of its virtual stage `chunk`."""
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    if config.num_moe_experts:
-        experts = ModuleSpec(module=SequentialMLP, submodules=linears)
-        feed_forward = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts))
-    else:
-        feed_forward = ModuleSpec(module=MLP, submodules=linears)
-    attention = ModuleSpec(
+    dense = ModuleSpec(module=MLP, submodules=linears)
+    experts = ModuleSpec(
+        module=MoELayer,
+        submodules=MoESubmodules(
+            experts=ModuleSpec(module=SequentialMLP, submodules=linears),
+            shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linears),
+        ),
+    )
+    attention = _latent_attention() if config.multi_latent_attention else _attention(qk_norm)
+
+    def layer(number: int) -> ModuleSpec:
+        return ModuleSpec(
+            module=TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                input_layernorm=RmsNorm,
+                self_attention=attention,
+                self_attn_bda=get_bias_dropout_add,
+                pre_mlp_layernorm=RmsNorm,
+                mlp=experts if config.num_moe_experts and config.moe_layer_freq[number] else dense,
+                mlp_bda=get_bias_dropout_add,
+            ),
+        )
+
+    first = get_transformer_layer_offset(config, vp_stage=chunk)
+    count = get_num_layers_to_build(config, vp_stage=chunk)
+    return TransformerBlockSubmodules([layer(number) for number in range(first, first + count)], layer_norm=RmsNorm)
+
+
+def _attention(qk_norm: bool) -> ModuleSpec:
+    return ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
@@ -103,15 +168,21 @@ def decoder_spec(config: TransformerConfig, *, qk_norm: bool, chunk: int | None)
             k_layernorm=RmsNorm if qk_norm else IdentityOp,
         ),
     )
-    layer = ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=RmsNorm,
-            self_attention=attention,
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RmsNorm,
-            mlp=feed_forward,
-            mlp_bda=get_bias_dropout_add,
+
+
+def _latent_attention() -> ModuleSpec:
+    return ModuleSpec(
+        module=LatentAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=ColumnParallelLinear,
+            linear_q_down_proj=ColumnParallelLinear,
+            linear_q_up_proj=ColumnParallelLinear,
+            linear_kv_down_proj=ColumnParallelLinear,
+            linear_kv_up_proj=ColumnParallelLinear,
+            core_attention=CausalAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=RmsNorm,
+            kv_layernorm=RmsNorm,
         ),
     )
-    return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config, vp_stage=chunk), layer_norm=RmsNorm)

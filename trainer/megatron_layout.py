@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,40 @@ from typing import Any
 from weightlane.ckpt_engines import ConfigError
 
 from .config import TrainerConfig
-from .megatron_names import ModelShape
+from .megatron_names import LatentShape, ModelShape
 
 _PART = "megatron engine"
-_SUPPORTED = ("qwen3", "llama", "qwen3_moe")
+_SUPPORTED = ("qwen3", "llama", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What megatron-core's scaling of rotary frequencies has fixed; only ``factor`` can be set."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How tokens choose their experts."""
+
+    experts_per_token: int
+    renormalize: bool
+    """Whether the chosen experts' probabilities are scaled to sum to 1."""
+    scores: str = "softmax"
+    """``"softmax"`` or ``"sigmoid"``, of the router's logits."""
+    scale: float = 1.0
+    """What the probabilities are multiplied by."""
+    groups: int = 1
+    """Experts are divided into so many groups, and a token chooses among those of `chosen_groups`."""
+    chosen_groups: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Yarn:
+    """YaRN's scaling of rotary frequencies (arXiv 2309.00071)."""
+
+    factor: float
+    original_max_positions: int
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +56,10 @@ class ModelFacts:
     rope_factor: float | None
     """Llama 3's scaling of rotary frequencies; None without."""
     max_positions: int
-    experts_per_token: int
-    renormalize: bool
-    """Whether the chosen experts' probabilities are scaled to sum to 1."""
+    routing: Routing | None
+    """None without experts."""
+    yarn: Yarn | None = None
+    """None without."""
 
 
 def read_model(model_dir: Path) -> ModelFacts:
@@ -57,15 +87,27 @@ def read_model(model_dir: Path) -> ModelFacts:
         raise refuse("has sliding windows")
     if getattr(config, "attention_dropout", 0.0):
         raise refuse("has dropout")
+    rope = dict(config.rope_parameters)
+    shape, routing = _deepseek(config, refuse) if config.model_type.startswith("deepseek") else _plain(config, refuse)
+    return ModelFacts(
+        shape,
+        norm_eps=config.rms_norm_eps,
+        rope_theta=float(rope["rope_theta"]),
+        rope_factor=_llama3_factor(rope, shape, refuse),
+        max_positions=config.max_position_embeddings,
+        routing=routing,
+        yarn=_yarn(rope, shape, refuse),
+    )
+
+
+_Refuse = Callable[[str], ConfigError]
+
+
+def _plain(config: Any, refuse: _Refuse) -> tuple[ModelShape, Routing | None]:
+    """Qwen3, Llama and Qwen3-MoE."""
     moe = config.model_type == "qwen3_moe"
     if moe and (config.mlp_only_layers or config.decoder_sparse_step != 1):
         raise refuse("has layers without experts among those with experts")
-    rope = dict(config.rope_parameters)
-    scaled = rope["rope_type"] == "llama3"
-    if rope["rope_type"] not in ("default", "llama3") or (
-        scaled and any(rope.get(key) != value for key, value in _LLAMA3_ROPE.items())
-    ):
-        raise refuse(f"scales its rotary embedding by {rope}")
     heads = config.num_attention_heads
     shape = ModelShape(
         layers=config.num_hidden_layers,
@@ -80,15 +122,77 @@ def read_model(model_dir: Path) -> ModelFacts:
         experts=config.num_experts if moe else 0,
         expert_intermediate=config.moe_intermediate_size if moe else 0,
     )
-    return ModelFacts(
-        shape,
-        norm_eps=config.rms_norm_eps,
-        rope_theta=float(rope["rope_theta"]),
-        rope_factor=float(rope["factor"]) if scaled else None,
-        max_positions=config.max_position_embeddings,
-        experts_per_token=config.num_experts_per_tok if moe else 0,
-        renormalize=bool(moe and config.norm_topk_prob),
+    return shape, Routing(config.num_experts_per_tok, bool(config.norm_topk_prob)) if moe else None
+
+
+def _deepseek(config: Any, refuse: _Refuse) -> tuple[ModelShape, Routing]:
+    """DeepSeek-V2, and V3, which scores experts by sigmoids instead of a softmax and chooses them with a bias."""
+    third = config.model_type == "deepseek_v3"
+    layers, dense = config.num_hidden_layers, config.first_k_dense_replace
+    if dense >= layers:
+        raise refuse("has no layer with experts")
+    if third and not config.rope_interleave:
+        raise refuse("has rotary embeddings that are not interleaved")
+    if third is not bool(config.norm_topk_prob):
+        raise refuse(f"has norm_topk_prob={str(bool(config.norm_topk_prob)).lower()}")
+    groups, chosen, choices = config.n_group or 1, config.topk_group or 1, config.num_experts_per_tok
+    grouped = groups > chosen and (third or config.topk_method != "greedy")
+    # transformers ranks groups by their two best experts, or by the best; megatron-core by as many as a token takes from each.
+    if grouped and choices // chosen != (2 if third else 1):
+        raise refuse(f"chooses {choices} experts in {chosen} of {groups} groups")
+    heads = config.num_attention_heads
+    shape = ModelShape(
+        layers=layers,
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size if dense else 0,
+        heads=heads,
+        groups=heads,
+        head_dim=config.qk_nope_head_dim + config.qk_rope_head_dim,
+        vocab=config.vocab_size,
+        tied=bool(config.tie_word_embeddings),
+        qk_norm=False,
+        experts=config.n_routed_experts,
+        expert_intermediate=config.moe_intermediate_size,
+        dense_layers=dense,
+        shared_intermediate=config.moe_intermediate_size * config.n_shared_experts,
+        expert_bias=third,
+        latent=LatentShape(
+            query_rank=config.q_lora_rank or 0,
+            rank=config.kv_lora_rank,
+            plain_dim=config.qk_nope_head_dim,
+            rotary_dim=config.qk_rope_head_dim,
+            value_dim=config.v_head_dim,
+        ),
     )
+    routing = Routing(
+        choices,
+        renormalize=third,
+        scores="sigmoid" if third else "softmax",
+        scale=float(config.routed_scaling_factor),
+        groups=groups if grouped else 1,
+        chosen_groups=chosen if grouped else 1,
+    )
+    return shape, routing
+
+
+def _llama3_factor(rope: Mapping[str, Any], shape: ModelShape, refuse: _Refuse) -> float | None:
+    kind, usual = rope["rope_type"], all(rope.get(key) == value for key, value in _LLAMA3_ROPE.items())
+    if kind == "llama3" and usual and not shape.latent:
+        return float(rope["factor"])
+    if kind == "default" or (kind == "yarn" and shape.latent):
+        return None
+    raise refuse(f"scales its rotary embedding by {dict(rope)}")
+
+
+def _yarn(rope: Mapping[str, Any], shape: ModelShape, refuse: _Refuse) -> Yarn | None:
+    if rope["rope_type"] != "yarn" or not shape.latent:
+        return None
+    mscales = float(rope.get("mscale") or 0), float(rope.get("mscale_all_dim") or 0)
+    if "attention_factor" in rope or rope.get("truncate") is False or 0 in mscales:
+        raise refuse(f"scales its rotary embedding by {dict(rope)}")
+    original = int(rope["original_max_position_embeddings"])
+    betas = float(rope.get("beta_fast") or 32), float(rope.get("beta_slow") or 1)
+    return Yarn(float(rope["factor"]), original, *betas, *mscales)
 
 
 def check_layout(config: TrainerConfig, model: ModelShape, ranks: int) -> None:
@@ -121,8 +225,10 @@ def check_layout(config: TrainerConfig, model: ModelShape, ranks: int) -> None:
     )
     divides("tensor_parallel", tensor, model.heads, "attention heads")
     divides("tensor_parallel", tensor, model.groups, "key and value heads")
-    if not model.experts:
+    if model.intermediate:
         divides("tensor_parallel", tensor, model.intermediate, "rows of its feed-forward layers")
+    if model.shared_intermediate:
+        divides("tensor_parallel", tensor, model.shared_intermediate, "rows of its shared experts")
     need(
         virtual == 1 or pipeline > 1,
         f"trainer.megatron.virtual_pipeline={virtual} needs a pipeline.",

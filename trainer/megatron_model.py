@@ -13,7 +13,8 @@ from megatron.core.tensor_parallel import (
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from .config import TrainerConfig
 from .megatron_layers import decoder_spec
@@ -25,22 +26,10 @@ def transformer_config(
 ) -> TransformerConfig:
     """megatron-core's description of the model and of how it is split."""
     shape, layout = facts.shape, config.megatron
-    experts: dict[str, Any] = {}
-    if shape.experts:
-        experts = {
-            "num_moe_experts": shape.experts,
-            "moe_ffn_hidden_size": shape.expert_intermediate,
-            "moe_router_topk": facts.experts_per_token,
-            # Softmax over the chosen experts only is softmax over all, renormalised.
-            "moe_router_pre_softmax": not facts.renormalize,
-            "moe_router_load_balancing_type": "none",
-            "moe_aux_loss_coeff": 0.0,
-            "moe_grouped_gemm": False,
-        }
     recompute: dict[str, Any] = {}
     if config.activation_checkpointing:
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    return TransformerConfig(
+    return (MLATransformerConfig if shape.latent else TransformerConfig)(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
         ffn_hidden_size=shape.intermediate or shape.expert_intermediate,
@@ -80,8 +69,62 @@ def transformer_config(
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         **recompute,
-        **experts,
+        **_experts(facts),
+        **_latent(facts),
     )
+
+
+def _experts(facts: ModelFacts) -> dict[str, Any]:
+    """Settings of a model with experts."""
+    shape, routing = facts.shape, facts.routing
+    if routing is None:
+        return {}
+    grouped = {"moe_router_num_groups": routing.groups, "moe_router_group_topk": routing.chosen_groups}
+    return {
+        "num_moe_experts": shape.experts,
+        "moe_ffn_hidden_size": shape.expert_intermediate,
+        "moe_layer_freq": [int(shape.has_experts(layer)) for layer in range(shape.layers)],
+        "moe_shared_expert_intermediate_size": shape.shared_intermediate or None,
+        "moe_router_topk": routing.experts_per_token,
+        "moe_router_score_function": routing.scores,
+        # Softmax over the chosen experts only is softmax over all, renormalised.
+        "moe_router_pre_softmax": routing.scores == "sigmoid" or not routing.renormalize,
+        "moe_router_topk_scaling_factor": routing.scale if routing.scale != 1 else None,
+        "moe_router_enable_expert_bias": shape.expert_bias,
+        "moe_router_bias_update_rate": 0.0,  # it stays as the model came, as it does in transformers
+        "moe_router_dtype": "fp32" if shape.latent else None,  # as transformers computes DeepSeek's
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": False,
+        **(grouped if routing.groups > 1 else {}),
+    }
+
+
+def _latent(facts: ModelFacts) -> dict[str, Any]:
+    """Settings of a model with multi-latent attention."""
+    latent, yarn = facts.shape.latent, facts.yarn
+    if latent is None:
+        return {}
+    scaled: dict[str, Any] = {"rope_type": "rope", "rotary_scaling_factor": 1.0}
+    if yarn is not None:
+        scaled = {
+            "rope_type": "yarn",
+            "rotary_scaling_factor": yarn.factor,
+            "original_max_position_embeddings": yarn.original_max_positions,
+            "beta_fast": yarn.beta_fast,
+            "beta_slow": yarn.beta_slow,
+            "mscale": yarn.mscale,
+            "mscale_all_dim": yarn.mscale_all_dim,
+        }
+    return {
+        "q_lora_rank": latent.query_rank or None,
+        "kv_lora_rank": latent.rank,
+        "qk_head_dim": latent.plain_dim,
+        "qk_pos_emb_head_dim": latent.rotary_dim,
+        "v_head_dim": latent.value_dim,
+        "rotary_base": facts.rope_theta,
+        **scaled,
+    }
 
 
 def build_chunks(config: TransformerConfig, facts: ModelFacts) -> list[torch.nn.Module]:
@@ -110,6 +153,13 @@ def build_chunks(config: TransformerConfig, facts: ModelFacts) -> list[torch.nn.
         )
         _mark_parameters(chunks[-1])
     return chunks
+
+
+def keep_expert_bias(chunk: torch.nn.Module) -> None:
+    """Make routers' biases float32 now; routers do that themselves in their first forward, and would leave views behind."""
+    for module in chunk.modules():
+        if isinstance(module, TopKRouter):
+            module._maintain_float32_expert_bias()
 
 
 def _mark_parameters(chunk: torch.nn.Module) -> None:

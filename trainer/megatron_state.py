@@ -8,7 +8,8 @@ number of ranks in any layout can therefore read it, and nothing in it is code.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,12 @@ from weightlane.ckpt_engines import ConfigError, StorageError
 from weightlane.sync.boxes import Box
 
 from .hf_export import write_model_dir
+from .hf_model import kept_types
 from .megatron_files import Shelf, StoredSlice, hf_tensors, shapes_in
-from .megatron_weights import MOMENTS, WeightSlice
+from .megatron_weights import WEIGHT, WeightSlice
 from .partial_dir import PART, discard_partial, make_partial, partial_name, storage_error, write_on_rank_zero
 from .process_group import on_every_rank, share_json
 
-_WEIGHT = "weight"
 _STATE = "state.json"
 _KIND = ("megatron", 1)
 _RANDOM = "random"
@@ -46,6 +47,7 @@ def load_model(
     stored = hf_tensors(model_dir)
     held = {name: entry.box.shape for name, entry in stored.items()}
     held.pop(tied, None)
+    held = {name: shape for name, shape in held.items() if not _is_extra_layer(name, shapes)}
     for kind, names in (
         ("missing keys", shapes.keys() - held.keys()),
         ("unexpected keys", held.keys() - shapes.keys()),
@@ -62,6 +64,12 @@ def load_model(
     with Shelf({name: [entry] for name, entry in stored.items()}) as shelf:
         for piece in slices:
             shelf.read(piece.name, piece.box, piece.weight)
+
+
+def _is_extra_layer(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether it belongs to a layer beyond the last one, which predicts further tokens and is not trained."""
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    return match is not None and name not in shapes and f"{match[0]}input_layernorm.weight" not in shapes
 
 
 def save_state(
@@ -82,7 +90,7 @@ def save_state(
         tensors = {f"{_RANDOM}|{name}|": state for name, state in _random_state().items()}
         for piece, mine in zip(slices, owned, strict=True):
             if mine:
-                for kind, tensor in zip((_WEIGHT, *MOMENTS), (piece.weight, *piece.moments), strict=True):
+                for kind, tensor in piece.kinds():
                     tensors[_key(kind, piece.name, piece.box)] = tensor.detach().cpu().contiguous()
         try:
             save_file(tensors, partial / f"rank-{rank:05d}.safetensors")
@@ -112,11 +120,7 @@ def load_state(directory: Path, slices: Sequence[WeightSlice], rank: int, device
     def read() -> None:
         about, stored = _state_tensors(directory)
         with Shelf(stored) as shelf:
-            wanted = [
-                (f"{kind}|{piece.name}", piece.box, into)
-                for piece in slices
-                for kind, into in zip((_WEIGHT, *MOMENTS), (piece.weight, *piece.moments), strict=True)
-            ]
+            wanted = [(f"{kind}|{piece.name}", piece.box, into) for piece in slices for kind, into in piece.kinds()]
             for name, box, _ in wanted:
                 if not shelf.holds(name, box):
                     raise ConfigError(
@@ -139,11 +143,19 @@ def export_model(
     shapes: Mapping[str, tuple[int, ...]],
     slices: Sequence[WeightSlice],
     dtype: torch.dtype,
+    kept: Collection[str],
     rank: int,
     device: torch.device,
 ) -> None:
-    """Gather the weights on rank 0 and write them, with config and tokenizer of `model_dir`. Collective."""
-    full = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()} if rank == 0 else {}
+    """Gather the weights on rank 0 and write them, with config and tokenizer of `model_dir`. Collective.
+
+    They are written in `dtype`, those that are `kept` in float32.
+    """
+    full: dict[str, torch.Tensor] = {}
+    if rank == 0:
+        full = {
+            name: torch.empty(shape, dtype=torch.float32 if name in kept else dtype) for name, shape in shapes.items()
+        }
     held = share_json(_described(slices), device)
     taken: set[str] = set()
     mine = iter(slices)
@@ -155,13 +167,13 @@ def export_model(
             taken.add(key)
             box = Box.from_plain(plain)
             if owner == 0 and piece is not None:
-                full[name][box.index] = piece.weight.to("cpu", dtype)
+                full[name][box.index] = piece.weight.to("cpu")
             elif piece is not None:
                 dist.send(piece.weight.contiguous(), 0)
             elif rank == 0:
                 buffer = torch.empty(box.shape, device=device)
                 dist.recv(buffer, owner)
-                full[name][box.index] = buffer.to("cpu", dtype)
+                full[name][box.index] = buffer.to("cpu")
 
     write_on_rank_zero(lambda: _write_hf(directory, model_dir, full, dtype), directory, rank, device)
 
@@ -169,13 +181,14 @@ def export_model(
 def export_saved(state: Path, model_dir: Path, directory: Path, dtype: torch.dtype) -> None:
     """As `export_model`, of the weights in what `save_state` wrote, in a process by itself."""
     _, stored = _state_tensors(state)
+    kept = kept_types(model_dir, (key.split("|")[1] for key in stored))
     full: dict[str, torch.Tensor] = {}
     with Shelf(stored) as shelf:
         for key, slices in stored.items():
             kind, name = key.split("|")
-            if kind == _WEIGHT:
+            if kind == WEIGHT:
                 shape = tuple(map(max, zip(*(_end(piece.box) for piece in slices), strict=True)))
-                full[name] = torch.empty(shape, dtype=dtype)
+                full[name] = torch.empty(shape, dtype=torch.float32 if name in kept else dtype)
                 shelf.read(key, Box.whole(shape), full[name])
     _write_hf(directory, model_dir, full, dtype)
 

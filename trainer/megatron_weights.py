@@ -21,7 +21,10 @@ from weightlane.sync.boxes import Box, boxes_of_run
 
 from .megatron_names import Coordinates, ModelShape, Piece, checkpoint_shapes, pieces_of
 
+WEIGHT = "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
+_UNTRAINED = ".router.expert_bias"
+"""How the one buffer ends that is part of a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,13 @@ class WeightSlice:
     weight: torch.Tensor
     """float32 view of the master weight, with the rectangle's shape and any strides."""
     moments: tuple[torch.Tensor, ...]
-    """float32 views of AdamW's `MOMENTS`, likewise."""
+    """float32 views of AdamW's `MOMENTS`, likewise; none of what is not trained."""
+
+    def kinds(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """``weight`` and each of `MOMENTS` that there is, and where it is."""
+        yield WEIGHT, self.weight
+        if self.moments:
+            yield from zip(MOMENTS, self.moments, strict=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +66,19 @@ def weight_slices(
     pieces = _pieces(chunks, model, at)
     found: dict[str, list[WeightSlice]] = {name: [] for name in checkpoint_shapes(model)}
     for master in _masters(optimizer):
-        for piece in _cut(master, pieces[master.parameter]):
-            found[piece.name].append(piece)
+        for weight in _cut(master, pieces[master.parameter]):
+            found[weight.name].append(weight)
+    for buffer in (tensor for tensor in pieces if not isinstance(tensor, torch.nn.Parameter)):
+        for piece in pieces[buffer]:
+            box = Box(piece.starts, piece.box.shape)
+            found[piece.name].append(WeightSlice(piece.name, box, buffer[piece.box.index], ()))
     return [piece for slices in found.values() for piece in slices]
 
 
 def model_slices(
     chunks: Sequence[torch.nn.Module], model: ModelShape, at: Coordinates
 ) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
-    """The parameters that forward uses, as slices: name, first indices, and a view in the compute dtype."""
+    """The tensors that forward uses, as slices: name, first indices, and a view of the tensor."""
     for parameter, pieces in _pieces(chunks, model, at).items():
         for piece in pieces:
             yield piece.name, piece.starts, parameter.detach()[piece.box.index]
@@ -108,22 +121,21 @@ def copy_masters_to_model(chunks: Sequence[Any], optimizer: MegatronOptimizer) -
             chunk.start_param_sync(force_sync=True)
 
 
-def _pieces(
-    chunks: Sequence[torch.nn.Module], model: ModelShape, at: Coordinates
-) -> dict[torch.nn.Parameter, list[Piece]]:
-    """The pieces of every parameter, by itself."""
-    pieces: dict[torch.nn.Parameter, list[Piece]] = {}
+def _pieces(chunks: Sequence[torch.nn.Module], model: ModelShape, at: Coordinates) -> dict[torch.Tensor, list[Piece]]:
+    """The pieces of every parameter, and of every buffer of a checkpoint, by itself."""
+    pieces: dict[torch.Tensor, list[Piece]] = {}
     for wrapped in chunks:
         chunk: Any = wrapped
         while hasattr(chunk, "module"):
             chunk = chunk.module
-        for local_name, parameter in chunk.named_parameters():
+        buffers = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(_UNTRAINED))
+        for local_name, tensor in (*chunk.named_parameters(), *buffers):
             name = local_name
             if match := re.match(r"decoder\.layers\.(\d+)\.", local_name):
                 number = chunk.decoder.layers[int(match[1])].layer_number - 1
                 name = f"decoder.layers.{number}.{local_name[match.end() :]}"
             try:
-                pieces[parameter] = pieces_of(name, tuple(parameter.shape), model, at)
+                pieces[tensor] = pieces_of(name, tuple(tensor.shape), model, at)
             except KeyError:
                 raise ConfigError(
                     f"megatron-core's parameter {local_name} is in no checkpoint that this engine knows.",

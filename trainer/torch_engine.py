@@ -6,6 +6,7 @@ import gc
 import math
 import random
 from abc import abstractmethod
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -34,6 +35,8 @@ class TorchEngine(TrainingEngine):
         self._owns_group = False
         self._torn = False
         self._step = 0
+        self._kept: Collection[str] = ()
+        """Checkpoint tensors that are float32 whatever type the others travel or are exported in."""
 
     @property
     def step(self) -> int:

@@ -52,6 +52,17 @@ def test_sharded_checkpoints_and_integer_tensors_are_read_and_computed_buffers_l
     }
 
 
+def test_a_layer_that_predicts_further_tokens_is_not_waited_for(tmp_path: Path) -> None:
+    """vLLM loads it into draft models only, and trainers do not train it."""
+    tensors = {f"model.layers.{layer}.mlp.up_proj.weight": torch.zeros(2, 3) for layer in (0, 1, 2, 10)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    expected = {}
+    for name, config in {"one": {"num_nextn_predict_layers": 1}, "none": {}}.items():
+        (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2, **config}))
+        expected[name] = list(expectation_of(tmp_path, dtype=torch.bfloat16, tied_embeddings=False).tensors)
+    assert expected == {"one": list(tensors)[:2], "none": sorted(tensors)}
+
+
 @pytest.mark.parametrize(
     ("files", "complaint"),
     [

@@ -183,8 +183,8 @@ class Worker:
         """Advance the random state."""
         return torch.rand(3).tolist()
 
-    def export(self, directory: str) -> None:
-        self._engine.export_hf(Path(directory), torch.float32)
+    def export(self, directory: str, dtype: str = "float32") -> None:
+        self._engine.export_hf(Path(directory), getattr(torch, dtype))
 
     def fence(self, fail_at: int | None = None, *, overflow: bool = False) -> dict[str, Any]:
         """One step that notes, at every call of the fence, what it names and what has changed by then.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engine_ranks import (
+    TRAINER,
     Teams,
     assert_same,
     assert_twenty_steps_are_those_of_one_rank,
@@ -16,6 +18,7 @@ from engine_ranks import (
     gathered,
     megatron,
 )
+from safetensors.torch import save_file
 
 pytestmark = pytest.mark.megatron
 
@@ -34,6 +37,10 @@ EP_DP = {"expert_parallel": 2, "distributed_optimizer": True}
         pytest.param(2, "qwen3-tied", VPP, id="pp2, vpp2, tied"),
         pytest.param(4, "qwen3-tied", TP_PP, id="tp2, pp2, tied"),
         pytest.param(2, "qwen3-moe", {**TP_SP, "expert_parallel": 2}, id="tp2, ep2"),
+        pytest.param(2, "deepseek-v3", {**TP_SP, "expert_parallel": 2}, id="latent attention, tp2, ep2"),
+        pytest.param(2, "deepseek-v2", {"pipeline_parallel": 2}, id="latent attention, yarn, pp2"),
+        exhaustive(2, "deepseek-v2", {**TP_SP, "expert_parallel": 2}, id="latent attention, yarn, tp2, ep2"),
+        exhaustive(4, "deepseek-v3", EP_DP, id="latent attention, ep2, dp4, distributed optimizer"),
         exhaustive(1, "qwen3-tied", {}, id="one rank"),
         exhaustive(2, "qwen3-tied", {}, id="dp2"),
         exhaustive(2, "llama-untied", {"tensor_parallel": 2}, id="tp2"),
@@ -84,6 +91,19 @@ def test_bfloat16_forward_uses_the_master_weights_rounded(
                 seen[tensor] += data.size
         assert all(seen[tensor] >= masters[tensor].numel() for tensor in masters)
         ranks.all("train", first=0, count=2)
+
+
+def test_a_layer_that_predicts_further_tokens_is_left_out(teams: Teams, tmp_path: Path) -> None:
+    """As transformers does with DeepSeek-V3's."""
+    start, ranks = checkpoint(teams.models["deepseek-v3"]), teams.of(2)
+    model = shutil.copytree(teams.models["deepseek-v3"], tmp_path / "model")
+    further = {
+        "model.layers.4.eh_proj.weight": torch.ones(16, 32),
+        "model.layers.4.input_layernorm.weight": torch.ones(16),
+    }
+    save_file(start | further, model / "model.safetensors", {"format": "pt"})
+    ranks.all("setup", model=model, trainer={**TRAINER, **megatron({"pipeline_parallel": 2})})
+    assert_same(gathered(ranks), start)
 
 
 def test_logprobs_over_a_split_vocabulary_are_those_over_the_whole_one(teams: Teams) -> None:

@@ -88,6 +88,26 @@ def test_shards_are_the_checkpoint_bit_for_bit_each_is_fenced_and_an_export_of_t
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
 
 
+@pytest.mark.parametrize("setup", layout_params("fsdp2-2", "megatron-dp2-distributed"), indirect=True)
+def test_what_transformers_keeps_in_float32_travels_and_is_written_like_that(
+    request: pytest.FixtureRequest, setup: Setup, models: dict[str, Path], tmp_path: Path
+) -> None:
+    start, half = models["deepseek-v3"], tmp_path / "bfloat16"
+    AutoModelForCausalLM.from_pretrained(start, dtype=torch.bfloat16).save_pretrained(half)
+    wanted = checkpoint(half)
+    assert {tensor.dtype for tensor in wanted.values()} == {torch.float32, torch.bfloat16}
+    ranks = setup("deepseek-v3", compute_dtype="bfloat16")
+    sent = {name: dtype for slices in ranks.all("shards", wire_dtype="bfloat16") for name, _, dtype, *_ in slices}
+    assert sent == {name: str(tensor.dtype) for name, tensor in wanted.items()}
+    ranks.all("export", directory=tmp_path / "exported", dtype="bfloat16")
+    ranks.all("save", directory=tmp_path / "state")
+    engine = training_engine_class(request.node.callspec.params["setup"].partition("-")[0])
+    engine.export_saved(tmp_path / "state", start, tmp_path / "from state", torch.bfloat16)
+    for written in ("exported", "from state"):
+        assert_same(checkpoint(tmp_path / written), wanted)
+        assert all(tensor.dtype == wanted[name].dtype for name, tensor in checkpoint(tmp_path / written).items())
+
+
 @pytest.mark.megatron
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
 def test_a_megatron_engine_that_is_closed_takes_its_process_groups_with_it(teams: Teams) -> None:
