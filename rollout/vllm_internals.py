@@ -34,6 +34,7 @@ _MODULES = {
 }
 _ON_CPU = {
     # What is replaced, so that parameters are what is computed from.
+    "vllm.model_executor.layers.rotary_embedding": ("RotaryEmbedding",),
     "vllm.model_executor.layers.utils": ("dispatch_cpu_unquantized_gemm",),
     "vllm.model_executor.layers.fused_moe.experts.cpu_moe": ("CPUUnquantizedExperts", "is_zentorch_moe_supported"),
 }

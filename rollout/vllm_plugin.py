@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from . import vllm_internals
 from .cpu_layers import BACKEND, ask_for_amx, keep_linear_parameters_live
+from .cpu_rotary import rotate_every_head
 from .watchdog import watch_parent
 
 
@@ -38,4 +39,5 @@ def _register() -> None:
 
         keep_linear_parameters_live()
         keep_expert_parameters_live()
+        rotate_every_head()
         ask_for_amx()

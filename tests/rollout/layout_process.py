@@ -38,11 +38,13 @@ from weightlane.sync.manifest import Slicing
 
 
 def tensors_of(path: str, dtype: str) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint in `dtype`, but those that it has in float32 beside others of that type."""
     from safetensors.torch import load_file
 
-    return {
-        name: tensor.to(getattr(torch, dtype)) for name, tensor in load_file(Path(path) / "model.safetensors").items()
-    }
+    tensors = load_file(Path(path) / "model.safetensors")
+    if len({tensor.dtype for tensor in tensors.values()}) > 1:
+        return tensors
+    return {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
 
 
 def other(tensors: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
@@ -375,6 +377,32 @@ def experts_beside_kernel(activation: str, biased: bool) -> dict[str, float]:
         "divided": float((got - divided).abs().max()),
         "size": float(got.abs().mean()),
     }
+
+
+def rotary_beside_formula(neox: bool) -> list[float]:
+    """Largest differences of vLLM's rotary embedding on CPU from the formula: queries and keys of latent attention's shapes."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    dim, heads, base = 8, 3, 100.0
+    with set_current_vllm_config(VllmConfig()):
+        parameters = {"rope_type": "default", "rope_theta": base}
+        rotary = get_rope(dim, 64, is_neox_style=neox, rope_parameters=parameters, dtype=torch.float32)
+    positions = torch.tensor([1, 2, 7])
+    query = torch.randn(3, heads, dim + 4)[..., 4:]
+    key = torch.randn(3, dim + 4)[:, 4:].unsqueeze(1)
+    angles = positions[:, None, None] / base ** (torch.arange(0, dim, 2) / dim)
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        one, two = x.chunk(2, -1) if neox else (x[..., 0::2], x[..., 1::2])
+        turned = one * angles.cos() - two * angles.sin(), two * angles.cos() + one * angles.sin()
+        return torch.cat(turned, -1) if neox else torch.stack(turned, -1).flatten(-2)
+
+    wanted = rotated(query), rotated(key)
+    got = rotary.forward_cpu(positions, query, key)
+    return [float((one - two).abs().max()) for one, two in zip(got, wanted, strict=True)]
 
 
 def rank_layout(path: str, dtype: str, rank: int, world: int, expert_parallel: bool) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from tiny_models import (
     greedy_tokens,
     load_tensors,
     make_llama,
+    make_mla_moe,
     make_qwen3,
     make_qwen3_moe,
 )
@@ -78,6 +79,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "qwen3 tied": lambda path: make_qwen3(path, seed=3, tied=True, vocab=VOCAB),
     "llama": lambda path: make_llama(path, seed=3, vocab=VOCAB),
     "qwen3-moe": lambda path: make_qwen3_moe(path, seed=3, vocab=VOCAB),
+    "mla-moe": lambda path: make_mla_moe(path, seed=3, vocab=VOCAB),
 }
 ENGINES = ("gloo", "shm", "filesystem")
 CODECS: tuple[CodecPolicy, ...] = ("dense", "delta")

@@ -165,6 +165,11 @@ def test_experts_compute_what_vllms_kernel_does_and_the_same_in_parts(
     assert answer["divided"] < 1e-5
 
 
+@pytest.mark.parametrize("neox", [False, True])
+def test_every_head_of_latent_attention_is_rotated_on_a_cpu(neox: bool, process: Program) -> None:
+    assert max(process.call("rotary_beside_formula", neox)) < 1e-5
+
+
 def test_what_vllm_cannot_run_is_told_in_words(process: Program, tmp_path: Path) -> None:
     model = make_architecture("qwen3", tmp_path)
     kind, text = process.call("refused", str(model), 7)

@@ -21,6 +21,11 @@ PART = {
         Case("megatron ep2", "shm", "dense"),
         Case("megatron tp2", "filesystem", "delta"),
     ],
+    "mla-moe": [
+        Case("fsdp2", "gloo", "delta"),
+        Case("megatron ep2", "shm", "dense"),
+        Case("megatron tp2", "shm", "delta"),
+    ],
     "qwen3 tied": [
         Case("megatron pp2", "shm", "delta"),
         Case("megatron tp2", "gloo", "dense"),
@@ -30,7 +35,9 @@ PART = {
 
 
 @pytest.mark.usefixtures("forked_answers")
-@pytest.mark.parametrize("model", ["qwen3-moe", pytest.param("qwen3 tied", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "model", ["mla-moe", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("qwen3-moe", "qwen3 tied"))]
+)
 def test_every_rollout_holds_and_computes_exactly_what_the_trainer_has(
     model: str, process: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,8 @@ HEADS = 4
 KV_HEADS = 2
 HEAD_DIM = 32
 INTERMEDIATE = 128
+PLAIN_DIM, VALUE_DIM = 32, 16
+"""Of latent attention, per head: keys without positions, and values."""
 
 
 def make_qwen3(
@@ -96,6 +98,28 @@ def make_qwen3_moe(path: Path, *, seed: int, vocab: int = VOCAB, experts: int = 
     return _save(transformers.Qwen3MoeForCausalLM, config, path, seed, torch.float32)
 
 
+def make_mla_moe(path: Path, *, seed: int, vocab: int = VOCAB, experts: int = 8) -> Path:
+    """A tiny DeepSeek-V3: latent attention, and experts, two for each token, of one of two groups, after a dense layer."""
+    config = transformers.DeepseekV3Config(
+        **_sizes(False, vocab) | {"num_key_value_heads": HEADS},
+        q_lora_rank=48,
+        kv_lora_rank=512,  # vLLM attends to 512 and 64 only
+        qk_nope_head_dim=PLAIN_DIM,
+        qk_rope_head_dim=64,
+        v_head_dim=VALUE_DIM,
+        n_routed_experts=experts,
+        n_shared_experts=2,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        topk_method="noaux_tc",  # transformers knows no other, and vLLM asks for it
+        scoring_func="sigmoid",
+        moe_intermediate_size=INTERMEDIATE // 4,
+        first_k_dense_replace=1,
+    )
+    return _save(transformers.DeepseekV3ForCausalLM, config, path, seed, torch.float32)
+
+
 def add_tokenizer(path: Path, vocab: int = VOCAB) -> None:
     """A tokenizer that fits a model from here: token ``n`` is the word ``w<n>``."""
     from tokenizers import Tokenizer, models
@@ -162,11 +186,13 @@ def check_ranks(
 def vllm_parameters(
     tensors: Mapping[str, torch.Tensor], *, rank: int = 0, world: int = 1, expert_parallel: bool = False
 ) -> dict[str, torch.Tensor]:
-    """What rank `rank` of `world` of vLLM's Qwen3, Qwen3-MoE or Llama must hold, written down independently of vLLM's loaders.
+    """What rank `rank` of `world` of vLLM's Qwen3, Llama, Qwen3-MoE or DeepSeek-V3 must hold, independently of vLLM's loaders.
 
     Queries, keys and values, and gate and up, are fused by rows; heads, intermediate units and the vocabulary are divided
     between ranks by rows, the two output projections by columns; norms are whole everywhere. The vocabulary is padded with
     zero rows to a multiple of 64 first. Experts are divided as other layers are, or each rank has as many whole ones, in order.
+    Latent attention's projections down are fused and whole, and those up divided by heads; of keys and values, they are there a
+    second time, cut into the two and turned round.
     """
     rows = {name: _part(tensor, 0, rank, world) for name, tensor in tensors.items()}
     wanted = _stacked_experts(tensors, rank, world, expert_parallel=expert_parallel)
@@ -174,13 +200,16 @@ def vllm_parameters(
         if ".experts." in name or name.endswith("mlp.gate.weight"):
             continue
         head, _, leaf = name.removesuffix(".weight").rpartition(".")
-        if leaf in ("k_proj", "v_proj", "up_proj"):
+        if leaf == "kv_b_proj":
+            wanted |= _absorbed(f"{head}.mla_attn.mla_attn", rows[name])
+        if leaf in _FUSED:
+            fused, leaves = _FUSED[leaf]
+            held = tensors if leaf == "q_a_proj" else rows
+            wanted[f"{head}.{fused}.weight"] = torch.cat([held[f"{head}.{each}.weight"] for each in leaves])
+        elif leaf in ("k_proj", "v_proj", "up_proj", "kv_a_proj_with_mqa"):
             continue
-        if leaf == "q_proj":
-            parts = [rows[f"{head}.{which}_proj.weight"] for which in "qkv"]
-            wanted[f"{head}.qkv_proj.weight"] = torch.cat(parts)
-        elif leaf == "gate_proj":
-            wanted[f"{head}.gate_up_proj.weight"] = torch.cat([rows[name], rows[f"{head}.up_proj.weight"]])
+        elif leaf in ("q_b_proj", "kv_b_proj"):
+            wanted[name] = rows[name]
         elif leaf in ("o_proj", "down_proj"):
             wanted[name] = _part(tensor, 1, rank, world)
         elif leaf in ("embed_tokens", "lm_head"):
@@ -189,6 +218,21 @@ def vllm_parameters(
         else:
             wanted[name] = tensor
     return wanted
+
+
+_FUSED = {
+    "q_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+    "gate_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
+    "q_a_proj": ("fused_qkv_a_proj", ("q_a_proj", "kv_a_proj_with_mqa")),
+}
+"""The first of several tensors that are one parameter, what that is called, and all of them."""
+
+
+def _absorbed(attention: str, projection: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What latent attention derives from the projection of keys and values on a rank: rows by head, keys before values."""
+    by_head = projection.view(-1, PLAIN_DIM + VALUE_DIM, projection.shape[1])
+    keys, values = by_head.split([PLAIN_DIM, VALUE_DIM], dim=1)
+    return {f"{attention}.W_UK_T": keys, f"{attention}.W_UV": values.transpose(1, 2)}
 
 
 def _stacked_experts(
@@ -243,6 +287,9 @@ def _save(model_class: type, config: object, path: Path, seed: int, dtype: torch
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        for name, buffer in model.named_buffers():  # zeros, too
+            if name.endswith("e_score_correction_bias"):
+                torch.nn.init.uniform_(buffer, 0.1, 0.9)
     model.to(dtype).save_pretrained(path)
     return path
 

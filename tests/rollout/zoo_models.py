@@ -201,7 +201,7 @@ ZOO = [
         },
     ),
     Kind("deepseek-v2", "DeepseekV2", "mla", _MLA),
-    Kind("deepseek-v3", "DeepseekV3", "mla", {**_MLA, "topk_method": "noaux_tc"}),
+    Kind("deepseek-v3", "DeepseekV3", "mla", {**_MLA, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}),
     Kind(
         "mamba",
         "Mamba",
@@ -310,17 +310,21 @@ KINDS = {kind.name: kind for kind in ZOO}
 
 
 def make(kind: Kind, path: Path, *, seed: int, dtype: torch.dtype) -> Path:
-    """A checkpoint whose weights depend on `seed` only. Raises what transformers raises."""
+    """A checkpoint whose weights depend on `seed` only, with the types that transformers gives them. Raises what it raises."""
     sizes = {**(common(kind.layers) if kind.shared else {}), **kind.sizes}
     config = getattr(transformers, f"{kind.config}Config")(
         **{name: value for name, value in sizes.items() if value is not None}
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = getattr(transformers, kind.model or f"{kind.config}ForCausalLM")(config)
+        model_class = getattr(transformers, kind.model or f"{kind.config}ForCausalLM")
+        model = model_class(config)
         for name, tensor in model.state_dict().items():
             # Norms, biases and sinks start as constants, so that one that is never replaced would go unnoticed.
             if tensor.is_floating_point() and (tensor.dim() <= 1 or "bias" in name):
                 tensor.uniform_(0.5, 1.5)
-    model.to(dtype).save_pretrained(path)
+    model.save_pretrained(path)
+    if dtype != torch.float32:
+        # Some tensors stay float32 in some architectures.
+        model_class.from_pretrained(path, dtype=dtype).save_pretrained(path)
     return path
