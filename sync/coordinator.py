@@ -366,7 +366,7 @@ class Coordinator:
                 tally.failures.append(
                     FailedAttempt(self._connection.session, trouble.error, tuple(exclude if spared else ()))
                 )
-                _log.warning("version %d: %s", tally.version, trouble.error)
+                self._warn("version %d: %s", tally.version, trouble.error)
                 if offer is not None and self._enough_have(tally, exclude):
                     tally.excluded |= dict.fromkeys(exclude, trouble.error)
                     return Streamed(offer, [], [], [], {})
@@ -534,7 +534,7 @@ class Coordinator:
             async with asyncio.timeout(_QUARANTINE_S):
                 await member.replica.quarantine(error)
         except Exception as trouble:  # noqa: BLE001 - it gets no requests in any case
-            _log.warning("%s could not be told of its quarantine: %s", member.name, trouble)
+            self._warn("%s could not be told of its quarantine: %s", member.name, trouble)
         self._hooks.replica_quarantined(replica=member.name, facts={"version": version, "error": str(error)})
 
     async def _roll_back(self, members: Sequence[Member], version: int, before: Mapping[str, int]) -> None:
@@ -578,7 +578,7 @@ class Coordinator:
                     verdict = Abort(session=session, version=version, error=reason.to_wire(), disconnect=False)
                     self._letters.post_all(member.names, verdict)
         except WeightlaneError:
-            _log.warning("the store is gone; participants learn of version %d by their own deadlines", version)
+            self._warn("the store is gone; participants learn of version %d by their own deadlines", version)
         facts = {
             "seconds": report.latency_s,
             "latency_s": report.latency_s,
@@ -601,13 +601,16 @@ class Coordinator:
     def _abort(self, version: int, error: WeightlaneError) -> None:
         """Everybody drops `version` and the connection; the next sync connects anew."""
         self._connection.give_up()
-        # Whoever closed it meanwhile need not be told that a version ended early.
-        _log.log(logging.DEBUG if self._closed else logging.WARNING, "version %d aborted: %s", version, error)
+        self._warn("version %d aborted: %s", version, error)
         message = Abort(session=self._connection.session, version=version, error=error.to_wire(), disconnect=True)
         try:
             self._letters.post_all(self._roster.everyone(), message)
         except WeightlaneError:
-            _log.warning("the store is gone; participants learn of the abort by their own deadlines")
+            self._warn("the store is gone; participants learn of the abort by their own deadlines")
+
+    def _warn(self, text: str, *facts: object) -> None:
+        """Log a warning. Whoever has closed the coordinator meanwhile need not be told that things end early."""
+        _log.log(logging.DEBUG if self._closed else logging.WARNING, text, *facts)
 
 
 def _reason(what: str, cause: BaseException) -> WeightlaneError:

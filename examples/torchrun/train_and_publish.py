@@ -55,4 +55,5 @@ if args.out:
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if dist.get_rank() == 0:
         model.save_pretrained(args.out, state_dict=state)
+dist.barrier()  # a rank that ends at once may be aborted by torch: gloo's threads still let go of the last tensors
 dist.destroy_process_group()

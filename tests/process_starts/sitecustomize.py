@@ -49,8 +49,14 @@ def _fork_vllm(_: Any) -> None:
         importlib.import_module("fork_server").install()
 
 
+def _note_vllm(_: Any) -> None:
+    """vLLM looks at each class of models in a process of its own, once on a machine: what a new one starts does not count."""
+    if "vllm.model_executor.models.registry" not in sys.orig_argv:
+        note("vllm imports")
+
+
 _ON_IMPORT: dict[str, Callable[[Any], None]] = {
-    "vllm": lambda module: note("vllm imports"),
+    "vllm": _note_vllm,
     "vllm.v1.engine.core": lambda module: _after("vllm engines", module.EngineCore, "__init__"),
     "weightlane.rollout.ray_actor": _fork_vllm,
     "ray._private.services": lambda module: _after("ray clusters", module, "start_gcs_server"),

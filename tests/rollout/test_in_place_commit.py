@@ -74,7 +74,7 @@ def test_a_corrupted_bucket_leaves_a_mixture_out_of_service_or_the_old_version_s
         in_place.serve(1)
         log = tmp_path / f"faults-{seed}"
         flips = {"inner": {}, "seed": seed, "rate": 0.3, "kinds": ["flip"], "log": str(log)}
-        in_place.connect("gloo", receiver=("faulty:gloo", flips))
+        in_place.connect("gloo", receiver=("faulty:gloo", flips), retries=0)
         try:
             in_place.run(in_place.trainer.sync(in_place.models[2]))
         except SyncAbortedError as error:
