@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from weightlane.ckpt_engines import QuarantinedError, WeightlaneError
+from weightlane.ckpt_engines import CommitError, PeerLostError, QuarantinedError, WeightlaneError
 
 from .report import CommitOutcome, Outcome, ReplicaReport
 from .roster import Member, ReplicaState
@@ -79,3 +79,21 @@ class Commits:
 
 def _interrupted(version: int, replica: str) -> QuarantinedError:
     return QuarantinedError(f"its commit of version {version} was interrupted.", part="coordinator", peer=replica)
+
+
+def named_failure(version: int, failures: Mapping[str, WeightlaneError]) -> WeightlaneError:
+    """The error of the only replica that failed in a commit, or one that lists all."""
+    if len(failures) == 1:
+        return next(iter(failures.values()))
+    named = "; ".join(f"{name}: {error}" for name, error in failures.items())
+    return CommitError(
+        f"version {version} was staged but not taken by {len(failures)} replicas: {named}.",
+        part="coordinator",
+        peer=", ".join(failures),
+        hint="Each has its own log.",
+    )
+
+
+def not_there(name: str) -> WeightlaneError:
+    """Why a replica has not taken a version that it was never asked to take."""
+    return PeerLostError("it took no part: its subscribers have not joined yet.", part="coordinator", peer=name)

@@ -16,6 +16,7 @@ from weightlane.ckpt_engines import (
     WeightlaneError,
 )
 
+from .codecs.quantised import QuantisationReport
 from .config import SyncConfig
 from .correspondence import Correspondence, Reply, TroubleError
 from .messages import (
@@ -50,6 +51,12 @@ class Streamed:
     staged: list[Staged]
     refused: dict[str, WeightlaneError]
     """Replicas that did not accept it, with the reason."""
+
+    @property
+    def quantisation(self) -> QuantisationReport | None:
+        """What quantising has done, over all trainer ranks."""
+        errors = [QuantisationReport(*message.error) for message in self.sent if message.error is not None]
+        return sum(errors, QuantisationReport()) if errors else None
 
 
 class Connection:

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -15,10 +15,8 @@ from typing import Any, Self, TypeVar
 
 from weightlane.ckpt_engines import (
     ClosedError,
-    CommitError,
     Deadline,
     DeadlineExceededError,
-    PeerLostError,
     ProtocolError,
     QuarantinedError,
     QuorumError,
@@ -30,9 +28,9 @@ from weightlane.ckpt_engines import (
 )
 from weightlane.plugins import RunHooks, process_hooks
 
+from .async_waits import to_its_end, wait_for_end
 from .at_exit import close_at_exit
-from .codecs.quantised import QuantisationReport
-from .commits import Commits
+from .commits import Commits, named_failure, not_there
 from .config import SyncConfig
 from .connection import Connection, Streamed
 from .correspondence import Correspondence, TroubleError
@@ -173,11 +171,11 @@ class Coordinator:
         except BaseException as cause:
             error = _reason(f"the sync of version {version}", cause)
             patience = tally.patience_s if isinstance(cause, Exception) else _CANCELLED_S
-            await _to_its_end(self._give_up(tally, error, patience))
+            await to_its_end(self._give_up(tally, error, patience))
             if isinstance(cause, Exception):
                 raise SyncAbortedError.because(version, error) from cause
             raise
-        return await _to_its_end(self._conclude(streamed, tally))
+        return await to_its_end(self._conclude(streamed, tally))
 
     async def _conclude(self, streamed: Streamed, tally: _Tally) -> SyncReport:
         """All commits have ended: say what that makes of the version, and see to it that it is so everywhere."""
@@ -193,7 +191,7 @@ class Coordinator:
             sent_bytes=sum(message.nbytes for message in streamed.sent),
             codec=str(streamed.offer.manifest.get("codec", "")),
             codec_reason=streamed.offer.reason,
-            quantisation=_quantisation(streamed),
+            quantisation=streamed.quantisation,
             replicas=reports,
             session=self._connection.session,
             failures=tuple(tally.failures),
@@ -310,7 +308,7 @@ class Coordinator:
                 self._rendezvous.post(
                     COORDINATOR, Lost(replica="", error=error.to_wire())
                 )  # somebody may wait for mail
-                await _to_its_end(_wait(ended, _CLEAN_UP_S))
+                await to_its_end(wait_for_end(ended, _CLEAN_UP_S))
             raise
         if not ended.done():
             running.cancel()
@@ -388,7 +386,8 @@ class Coordinator:
     def _targets(self, tally: _Tally) -> list[Member]:
         """Who is to get the version now. `QuorumError` when they are too few, `ProtocolError` for an old version."""
         version = tally.version
-        if version < self._committed or (version == self._committed and not self._behind(version)):
+        everybody_has_it = all(member.version == version for member in self._roster.members.values())
+        if version < self._committed or (version == self._committed and everybody_has_it):
             raise ProtocolError(
                 f"version {version} was to follow version {self._committed}.",
                 part="coordinator",
@@ -413,9 +412,6 @@ class Coordinator:
                 hint="sync.quorum says how many it takes.",
             )
         return members
-
-    def _behind(self, version: int) -> bool:
-        return any(member.version != version for member in self._roster.members.values())
 
     def _needed(self, version: int) -> int:
         """How many more replicas must take the version for it to count."""
@@ -500,7 +496,7 @@ class Coordinator:
             if name not in reports and member.version != version
         }
         if failures:
-            error = _named(version, failures)
+            error = named_failure(version, failures)
             tally.failures.append(FailedAttempt(self._connection.session, error, tuple(failures)))
             if len(members) - len(failures) < needed:
                 raise error
@@ -557,7 +553,7 @@ class Coordinator:
         member = self._roster.members.get(name)
         outcomes = {ReplicaState.LOST: Outcome.LOST, ReplicaState.QUARANTINED: Outcome.QUARANTINED}
         state = member.state if member is not None else ReplicaState.LOST
-        return ReplicaReport(outcomes.get(state, Outcome.BEHIND), error or _not_there(name))
+        return ReplicaReport(outcomes.get(state, Outcome.BEHIND), error or not_there(name))
 
     # -- verdicts -------------------------------------------------------------------------------------------------------
 
@@ -574,29 +570,12 @@ class Coordinator:
                 if part.outcome is Outcome.COMMITTED:
                     self._letters.post_all(member.names, Committed(session=session, version=version))
                 else:
-                    reason = part.error or _not_there(name)
+                    reason = part.error or not_there(name)
                     verdict = Abort(session=session, version=version, error=reason.to_wire(), disconnect=False)
                     self._letters.post_all(member.names, verdict)
         except WeightlaneError:
             self._warn("the store is gone; participants learn of version %d by their own deadlines", version)
-        facts = {
-            "seconds": report.latency_s,
-            "latency_s": report.latency_s,
-            "rollout_blocked_s": report.rollout_blocked_s,
-            "sent_bytes": report.sent_bytes,
-            **({"quantisation_error": report.quantisation.relative_rms} if report.quantisation else {}),
-            "failures": [failure.to_plain() for failure in report.failures],
-            "replicas": {
-                name: {
-                    "outcome": part.outcome.value,
-                    "blocked_s": part.blocked_s,
-                    "staged_s": part.staged_s,
-                    "nbytes": part.nbytes,
-                }
-                for name, part in report.replicas.items()
-            },
-        }
-        self._hooks.version_committed(version=version, facts=facts)
+        self._hooks.version_committed(version=version, facts=report.facts())
 
     def _abort(self, version: int, error: WeightlaneError) -> None:
         """Everybody drops `version` and the connection; the next sync connects anew."""
@@ -618,48 +597,3 @@ def _reason(what: str, cause: BaseException) -> WeightlaneError:
     if isinstance(cause, Exception):
         return as_weightlane_error(cause, COORDINATOR)
     return ClosedError(f"{what} was cancelled.", part=COORDINATOR)
-
-
-async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
-    """Do what must not be left half-done: a caller that is cancelled meanwhile is so when it is done."""
-    task, cancelled = asyncio.ensure_future(work), None
-    while not task.done():
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        if not task.cancelled():
-            task.exception()  # as in `_wait`
-        raise cancelled
-    return task.result()
-
-
-async def _wait(future: asyncio.Future[Any], timeout_s: float) -> None:
-    """Until it has ended, in whatever way."""
-    await asyncio.wait({future}, timeout=timeout_s)
-    if future.done() and not future.cancelled():
-        future.exception()  # looked at: Python need not mention it
-
-
-def _not_there(name: str) -> WeightlaneError:
-    return PeerLostError("it took no part: its subscribers have not joined yet.", part="coordinator", peer=name)
-
-
-def _named(version: int, failures: Mapping[str, WeightlaneError]) -> WeightlaneError:
-    """The error of the only replica that failed in a commit, or one that lists all."""
-    if len(failures) == 1:
-        return next(iter(failures.values()))
-    named = "; ".join(f"{name}: {error}" for name, error in failures.items())
-    return CommitError(
-        f"version {version} was staged but not taken by {len(failures)} replicas: {named}.",
-        part="coordinator",
-        peer=", ".join(failures),
-        hint="Each has its own log.",
-    )
-
-
-def _quantisation(streamed: Streamed) -> QuantisationReport | None:
-    """What quantising has done, over all trainer ranks."""
-    errors = [QuantisationReport(*message.error) for message in streamed.sent if message.error is not None]
-    return sum(errors, QuantisationReport()) if errors else None

@@ -104,3 +104,24 @@ class SyncReport:
     def rollout_blocked_s(self) -> float:
         """The longest time any replica generated nothing."""
         return max((report.blocked_s for report in self.replicas.values()), default=0.0)
+
+    def facts(self) -> dict[str, Any]:
+        """What observers are told of it, as JSON."""
+        quantised = {"quantisation_error": self.quantisation.relative_rms} if self.quantisation else {}
+        return {
+            "seconds": self.latency_s,
+            "latency_s": self.latency_s,
+            "rollout_blocked_s": self.rollout_blocked_s,
+            "sent_bytes": self.sent_bytes,
+            **quantised,
+            "failures": [failure.to_plain() for failure in self.failures],
+            "replicas": {
+                name: {
+                    "outcome": part.outcome.value,
+                    "blocked_s": part.blocked_s,
+                    "staged_s": part.staged_s,
+                    "nbytes": part.nbytes,
+                }
+                for name, part in self.replicas.items()
+            },
+        }

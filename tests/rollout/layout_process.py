@@ -9,7 +9,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,6 +27,7 @@ from weightlane.rollout.layout import loader as loader_module
 from weightlane.rollout.layout import rank_layouts as rank_layouts_module
 from weightlane.rollout.layout import rehearsal as rehearsal_module
 from weightlane.rollout.layout.acceptance import judge, whole_reload
+from weightlane.rollout.layout.fresh_load import set_aside
 from weightlane.rollout.layout.loading_form import read_by_loading
 from weightlane.rollout.layout.rank_models import as_rank, engine_config, model_of_rank
 from weightlane.rollout.layout.rehearsal import Rehearsal
@@ -403,6 +404,28 @@ def rotary_beside_formula(neox: bool) -> list[float]:
     wanted = rotated(query), rotated(key)
     got = rotary.forward_cpu(positions, query, key)
     return [float((one - two).abs().max()) for one, two in zip(got, wanted, strict=True)]
+
+
+def scaled(case: str, layers: int) -> dict[str, Any]:
+    """What the benchmark of large mixtures of experts measures of one with so many layers."""
+    sys.path.append(str(Path(__file__).parents[2]))
+    from benchmarks.layout_scale import measure_case
+
+    return measure_case(case, 1, layers)
+
+
+def set_aside_and_back() -> dict[str, list[Any]]:
+    """Sizes of storages before, while and after they are set aside, and whether all who view them see the same bits then."""
+    tensors = [random_bits((3, 5), torch.bfloat16, seed=1), torch.zeros(0), random_bits((4,), torch.float32, seed=2)]
+    views = [tensors[0].T, tensors[0][1:, 2:], tensors[2][::2]]
+    before = [bits(tensor) for tensor in (*tensors, *views)]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    sizes = [[storage.nbytes() for storage in storages]]
+    with suppress(KeyError), set_aside(storages):
+        sizes.append([storage.nbytes() for storage in storages])
+        raise KeyError("what goes wrong meanwhile")
+    sizes.append([storage.nbytes() for storage in storages])
+    return {"sizes": sizes, "same": [torch.equal(bits(t), b) for t, b in zip((*tensors, *views), before, strict=True)]}
 
 
 def rank_layout(path: str, dtype: str, rank: int, world: int, expert_parallel: bool) -> dict[str, Any]:

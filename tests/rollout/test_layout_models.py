@@ -165,6 +165,21 @@ def test_experts_compute_what_vllms_kernel_does_and_the_same_in_parts(
     assert answer["divided"] < 1e-5
 
 
+@pytest.mark.parametrize("case", ["gpt-oss", pytest.param("qwen3-moe", marks=EXHAUSTIVE)])
+def test_copies_are_as_many_as_tensors_however_many_experts_these_hold(case: str, process: Program) -> None:
+    """`python -m benchmarks.layout_scale` shows 48 layers."""
+    found = [process.call("scaled", case, layers) for layers in (1, 3)]
+    assert all(one["verified"] and one["copies"] <= one["tensors"] for one in found)
+    outside, layers = ((3 * found[0][key] - found[1][key]) / 2 for key in ("copies", "tensors"))
+    assert outside == layers == 3, "both embeddings and the last norm; all else grows with the layers"
+
+
+def test_weights_that_are_set_aside_come_back_bit_for_bit_for_all_who_view_them(process: Program) -> None:
+    answer = process.call("set_aside_and_back")
+    assert answer["sizes"] == [[30, 0, 16], [0, 0, 0], [30, 0, 16]]
+    assert all(answer["same"])
+
+
 @pytest.mark.parametrize("neox", [False, True])
 def test_every_head_of_latent_attention_is_rotated_on_a_cpu(neox: bool, process: Program) -> None:
     assert max(process.call("rotary_beside_formula", neox)) < 1e-5
