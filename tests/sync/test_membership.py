@@ -297,9 +297,11 @@ def test_a_sync_that_is_cancelled_in_its_commit_is_taken_back_where_it_serves_an
     run.publish_next(2)
 
     async def cancel_in_commit() -> None:
-        held = run.replicas[1].holds_commits()
+        ending, held = (replica.holds_commits() for replica in run.replicas)
         syncing = asyncio.create_task(run.coordinator.sync(2))
-        await asyncio.wait_for(held.begun.wait(), HANG_S)
+        for commit in (ending, held):
+            await asyncio.wait_for(commit.begun.wait(), HANG_S)
+        ending.go_on.set()
         if ends:
             asyncio.get_running_loop().call_soon(held.go_on.set)
         else:
