@@ -77,8 +77,18 @@ def goes_on():
     assert shelf.shows(7.0)
 
 weight, shelf = torch.zeros(3, 2), StuckShelf()
-weights = CollectivePublisher([LocalShard.whole(SPEC, weight)], [shelf], backend="shm", config=SyncConfig(**PATIENT))
+options = {"socket_dir": os.environ["SOCKETS"]}
+shards, config = [LocalShard.whole(SPEC, weight)], SyncConfig(**PATIENT)
+weights = CollectivePublisher(shards, [shelf], backend="shm", options=options, config=config)
 """
+
+
+def of_this_session(process: int) -> bool:
+    """Whether a process was started here, or by one that was."""
+    try:
+        return os.getsid(process) == os.getsid(0)
+    except ProcessLookupError:
+        return False
 
 
 def ended(process: int, said: str, within_s: float) -> dict[str, object]:
@@ -96,6 +106,7 @@ def ended(process: int, said: str, within_s: float) -> dict[str, object]:
 
 script, results = None, {}
 if __name__ == "__main__":
+    import psutil
     import torch  # noqa: F401 - once, and not in every process
 
     from weightlane.sync import Rendezvous
@@ -122,6 +133,7 @@ if __name__ == "__main__":
     else:
         os.kill(host, signal.SIGKILL)
         os.waitpid(host, 0)
-        print(json.dumps(results))
+        left = [process for process in psutil.pids() if process != os.getpid() and of_this_session(process)]
+        print(json.dumps({"left": left, "results": results}))
 if script is not None:
     exec(compile(script, "script", "exec"), globals())  # its names are those of the program

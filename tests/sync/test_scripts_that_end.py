@@ -30,13 +30,16 @@ ENDED = {
     [moment if moment == "published" else pytest.param(moment, marks=pytest.mark.exhaustive) for moment in MOMENTS],
 )
 def test_a_script_that_ends_before_it_closes_keeps_its_exit_status_and_says_nothing_of_ours(
-    moment: str, children: Any
+    moment: str, children: Any, tmp_path: Path
 ) -> None:
+    """It leaves no process behind, and nothing in the folder of sockets; shared memory has no names."""
     script = str(Path(__file__).with_name("scripts_that_end.py"))
-    env = {"PYTHONPATH": str(Path(__file__).parents[1])}
+    env = {"PYTHONPATH": str(Path(__file__).parents[1]), "SOCKETS": str(tmp_path)}
     status, output, errors = children.run([script, moment, ",".join(ENDS)], env=env)
     assert status == 0, errors
-    results = json.loads(output)
+    answer = json.loads(output)
+    assert answer["left"] == list(tmp_path.iterdir()) == []
+    results = answer["results"]
     assert len(results) == len(ENDED)
     for name, result in results.items():
         wanted, said = ENDED[name.partition(", ")[2]]
