@@ -13,7 +13,7 @@ SET ?=
 help:
 	@echo "make demo   set up (first time: a few minutes), then train an arithmetic policy: FSDP2 -> vLLM, fully async"
 	@echo "make test   set up, then run the tests that hold every promise;  make test-all   further cases of these, too"
-	@echo "make test-zoo   62 architectures beside vLLM's ordinary loading; writes the table of docs/models.md"
+	@echo "make test-zoo   80 architectures beside vLLM's ordinary loading; writes the table of docs/models.md"
 	@echo "make lint   ruff;  make types   mypy"
 
 setup:

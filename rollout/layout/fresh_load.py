@@ -30,8 +30,9 @@ _PERIOD = 1_048_573
 """Elements after which made-up values repeat: a prime, so that no row or head begins where another does."""
 _MANTISSA = 0x7F
 """Of a made-up value's eight bits, all but the sign; in e4m3 NaN has all of these set."""
-_NO_WEIGHTS = ("kv_cache", "handler_tensor")
-"""Attributes that hold no weights: other memory as soon as a model serves, and an address of a library's own object.
+_NO_WEIGHTS = ("kv_cache", "handler_tensor", "_moe_state")
+"""Attributes that hold no weights: other memory as soon as a model serves, an address of a library's own object, and which
+experts the tokens of one call have chosen.
 
 What such an object keeps shows in what its layer computes.
 """

@@ -27,10 +27,10 @@ EXHAUSTIVE = pytest.mark.exhaustive
         ("bloom", "float32"),
         ("qwen3-moe", "bfloat16"),
         ("deepseek-v2", "bfloat16"),
-        ("llama-transformers", "float32"),
+        ("mixtral-transformers", "float32"),
         *(
             pytest.param(kind, "float32", marks=EXHAUSTIVE)
-            for kind in ("qwen3", "gemma2", "phi3", "mixtral", "deepseek-v3")
+            for kind in ("qwen3", "gemma2", "phi3", "mixtral", "deepseek-v3", "llama-transformers", "gemma3n")
         ),
     ],
 )

@@ -75,6 +75,15 @@ _MLA = {
     "topk_group": 1,
     "head_dim": 16,
 }
+_LATENT = (
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "num_key_value_heads",
+    "head_dim",
+)
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_d_conv": 4}
 _GDN = {
     "linear_num_key_heads": 2,
@@ -103,6 +112,30 @@ ZOO = [
         {"head_dim": HEAD_DIM, "sliding_window": 32, "tie_word_embeddings": True},
         model="Gemma3ForCausalLM",
     ),
+    Kind("gemma2-transformers", "Gemma2", "dense", {"head_dim": HEAD_DIM}, backend="transformers"),
+    Kind(
+        "gemma3n",
+        "Gemma3nText",
+        "dense",
+        {
+            "head_dim": HEAD_DIM,
+            "tie_word_embeddings": True,
+            "vocab_size_per_layer_input": VOCAB,
+            "hidden_size_per_layer_input": 16,
+            "num_kv_shared_layers": 0,
+            "laurel_rank": 8,
+            "altup_num_inputs": 2,
+            "activation_sparsity_pattern": [0.0, 0.0],
+        },
+        model="Gemma3nForCausalLM",
+    ),
+    Kind(
+        "gemma4",
+        "Gemma4Text",
+        "dense",
+        {"head_dim": HEAD_DIM, "tie_word_embeddings": True},
+        model="Gemma4ForCausalLM",
+    ),
     Kind("phi", "Phi", "dense"),
     Kind("phi3", "Phi3", "dense"),
     Kind("gpt2", "GPT2", "dense", {**_GPT, "n_positions": 256}, shared=False, model="GPT2LMHeadModel"),
@@ -114,6 +147,9 @@ ZOO = [
         {**_GPT, "n_positions": 256, "rotary_dim": 8, "tie_word_embeddings": False},
         shared=False,
     ),
+    Kind("persimmon", "Persimmon", "dense"),
+    Kind("jais2", "Jais2", "dense", {"head_dim": HEAD_DIM}),
+    Kind("ministral3", "Ministral3", "dense", {"head_dim": HEAD_DIM}),
     Kind("starcoder", "GPTBigCode", "dense", {**_GPT, "n_positions": 256}, shared=False),
     Kind("starcoder2", "Starcoder2", "dense"),
     Kind("opt", "OPT", "dense", {"ffn_dim": INTERMEDIATE, "word_embed_proj_dim": HIDDEN, "intermediate_size": None}),
@@ -132,6 +168,7 @@ ZOO = [
         shared=False,
     ),
     Kind("falcon", "Falcon", "dense", {"new_decoder_architecture": False, "multi_query": True}),
+    Kind("falcon-new", "Falcon", "dense", {"new_decoder_architecture": True, "num_kv_heads": KV_HEADS}),
     Kind("stablelm", "StableLm", "dense"),
     Kind("olmo", "Olmo", "dense"),
     Kind("olmo2", "Olmo2", "dense"),
@@ -151,11 +188,55 @@ ZOO = [
     Kind("seed-oss", "SeedOss", "dense", {"head_dim": HEAD_DIM}),
     Kind("helium-transformers", "Helium", "dense", {"head_dim": HEAD_DIM}, backend="transformers"),
     Kind("mixtral", "Mixtral", "moe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    Kind(
+        "mixtral-transformers",
+        "Mixtral",
+        "moe",
+        {"num_local_experts": 4, "num_experts_per_tok": 2},
+        backend="transformers",
+    ),
     Kind("qwen2-moe", "Qwen2Moe", "moe", {**_EXPERTS, "shared_expert_intermediate_size": 64}),
     Kind("qwen3-moe", "Qwen3Moe", "moe", {**_EXPERTS, "head_dim": HEAD_DIM}),
     Kind("olmoe", "Olmoe", "moe", {"num_experts": 4, "num_experts_per_tok": 2}),
     Kind("phimoe", "Phimoe", "moe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     Kind("granite-moe", "GraniteMoe", "moe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    Kind(
+        "granite-moe-shared",
+        "GraniteMoeShared",
+        "moe",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32},
+    ),
+    Kind(
+        "afmoe",
+        "Afmoe",
+        "moe",
+        {
+            **_EXPERTS,
+            "num_shared_experts": 1,
+            "num_dense_layers": 1,
+            "head_dim": HEAD_DIM,
+            "sliding_window": 32,
+            "score_func": "sigmoid",
+            "route_norm": True,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+    Kind("flex-olmo", "FlexOlmo", "moe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    Kind("cohere2-moe", "Cohere2Moe", "moe", {**_EXPERTS, "head_dim": HEAD_DIM, "tie_word_embeddings": True}),
+    Kind("hunyuan-moe", "HunYuanMoEV1", "moe", {"num_experts": 4, "moe_topk": 2, "head_dim": HEAD_DIM}),
+    Kind(
+        "exaone-moe",
+        "ExaoneMoe",
+        "moe",
+        {
+            **_EXPERTS,
+            "num_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "head_dim": HEAD_DIM,
+            "sliding_window": 32,
+        },
+    ),
     Kind(
         "ernie-moe",
         "Ernie4_5_Moe",
@@ -200,7 +281,10 @@ ZOO = [
             "head_dim": HEAD_DIM,
         },
     ),
+    Kind("minicpm3", "MiniCPM3", "mla", {name: _MLA[name] for name in _LATENT}),
     Kind("deepseek-v2", "DeepseekV2", "mla", _MLA),
+    Kind("deepseek-v2-lite", "DeepseekV2", "mla", {**_MLA, "q_lora_rank": None}),
+    Kind("glm4-moe-lite", "Glm4MoeLite", "mla", {**_MLA, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}),
     Kind("deepseek-v3", "DeepseekV3", "mla", {**_MLA, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}),
     Kind(
         "mamba",
@@ -292,6 +376,17 @@ ZOO = [
         },
         layers=3,
     ),
+    Kind(
+        "lfm2-moe",
+        "Lfm2Moe",
+        "hybrid",
+        {
+            **_EXPERTS,
+            "num_dense_layers": 1,
+            "layer_types": ["conv", "full_attention"],
+            "tie_word_embeddings": True,
+        },
+    ),
     Kind("lfm2", "Lfm2", "hybrid", {"layer_types": ["conv", "full_attention"]}),
     Kind(
         "qwen3-next",
@@ -311,10 +406,9 @@ KINDS = {kind.name: kind for kind in ZOO}
 
 def make(kind: Kind, path: Path, *, seed: int, dtype: torch.dtype) -> Path:
     """A checkpoint whose weights depend on `seed` only, with the types that transformers gives them. Raises what it raises."""
-    sizes = {**(common(kind.layers) if kind.shared else {}), **kind.sizes}
-    config = getattr(transformers, f"{kind.config}Config")(
-        **{name: value for name, value in sizes.items() if value is not None}
-    )
+    shared = common(kind.layers) if kind.shared else {}
+    sizes = {name: value for name, value in {**shared, **kind.sizes}.items() if value is not None or name not in shared}
+    config = getattr(transformers, f"{kind.config}Config")(**sizes)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model_class = getattr(transformers, kind.model or f"{kind.config}ForCausalLM")
