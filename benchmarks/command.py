@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,23 @@ def options_of(
         parser.add_argument("--deadline-s", type=float, default=deadline_s, help="for any single thing")
     parser.add_argument("--json", type=Path)
     return parser
+
+
+def case_in_own_process(name: str, case: str, arguments: Sequence[str], timeout_s: float) -> Report:
+    """What ``python -m benchmarks.NAME --here CASE ARGUMENTS`` prints as JSON in its last line, on one thread."""
+    done = subprocess.run(  # noqa: S603 - a benchmark of this folder
+        [sys.executable, "-m", f"benchmarks.{name}", "--here", case, *arguments],
+        cwd=Path(__file__).resolve().parents[1],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"{name}: {case} ended with {done.returncode}: {done.stderr[-2000:]}")
+    row: Report = json.loads(done.stdout.splitlines()[-1])
+    return row
 
 
 def finish(name: str, measure: Callable[[], Report], text: Callable[[Report], str], to: Path | None) -> int:

@@ -14,16 +14,13 @@ import json
 import os
 import platform
 import resource
-import subprocess
-import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.command import Report, finish, options_of, say
+from benchmarks.command import Report, case_in_own_process, finish, options_of, say
 
 LAYERS, EXPERTS = 48, 128
 _ATTENTION = {"head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 4}
@@ -104,18 +101,7 @@ def run(cases: list[str], rounds: int) -> Report:
     rows = []
     for case in cases:
         say(f"tracing {case}")
-        done = subprocess.run(  # noqa: S603 - this very file
-            [sys.executable, "-m", "benchmarks.layout_scale", "--here", case, "--rounds", str(rounds)],
-            cwd=Path(__file__).resolve().parents[1],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
-        if done.returncode:
-            raise SystemExit(f"layout_scale: {case} ended with {done.returncode}: {done.stderr[-2000:]}")
-        rows.append(json.loads(done.stdout.splitlines()[-1]))
+        rows.append(case_in_own_process("layout_scale", case, ["--rounds", str(rounds)], _TIMEOUT_S))
     machine = {"machine": platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
     return {"machine": machine, "rounds": rounds, "rows": rows, "verified": all(row["verified"] for row in rows)}
 

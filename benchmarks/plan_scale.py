@@ -14,15 +14,12 @@ import json
 import os
 import platform
 import resource
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.command import Report, finish, options_of, say
+from benchmarks.command import Report, case_in_own_process, finish, options_of, say
 from weightlane.sync.placement import Placement
 from weightlane.sync.transfer_plan import Network, plan_report, plan_transfer, shares
 from weightlane.sync.transfer_plan.layouts import RolloutLayout, TrainerLayout
@@ -97,20 +94,11 @@ def run(cases: list[str], rounds: int, bytes_per_s: float) -> Report:
     rows = []
     for case in cases:
         say(f"planning {case}")
-        command = [sys.executable, "-m", "benchmarks.plan_scale", "--here", case]
-        command += ["--rounds", str(rounds), "--gb-per-s", str(bytes_per_s / 1e9)]
-        done = subprocess.run(  # noqa: S603 - this very file
-            command,
-            cwd=Path(__file__).resolve().parents[1],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-            check=False,
+        rows.append(
+            case_in_own_process(
+                "plan_scale", case, ["--rounds", str(rounds), "--gb-per-s", str(bytes_per_s / 1e9)], _TIMEOUT_S
+            )
         )
-        if done.returncode:
-            raise SystemExit(f"plan_scale: {case} ended with {done.returncode}: {done.stderr[-2000:]}")
-        rows.append(json.loads(done.stdout))
     machine = {
         "machine": platform.machine(),
         "cores": os.cpu_count(),
