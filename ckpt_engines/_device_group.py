@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -171,8 +172,12 @@ class DeviceGroup:
         runs on, and `close` does what there is to do.
         """
         if self._accelerator is not None and self._aborter is None:
-            self._aborter = threading.Thread(target=self._abort, name="weightlane-group-abort", daemon=True)
-            self._aborter.start()
+            aborter = threading.Thread(target=self._abort, name="weightlane-group-abort", daemon=True)
+            with suppress(
+                RuntimeError
+            ):  # from Python 3.12 on, a program that ends starts no threads, and its groups end with it
+                aborter.start()
+                self._aborter = aborter
 
     def _abort(self) -> None:
         try:
@@ -187,7 +192,8 @@ class DeviceGroup:
         """
         if self._accelerator is not None:
             self.break_off()
-            assert self._aborter is not None
+            if self._aborter is None:
+                return
             self._aborter.join(_ABORT_WAIT_S)
             if self._aborter.is_alive():
                 _log.warning("the abort of a communicator on %s takes long and goes on in the background", self._device)

@@ -85,6 +85,18 @@ def standalone_guard(part: str, deadline: Deadline) -> Iterator[Guard]:
         life.close()
 
 
+_lock = threading.Lock()
+_appearing: dict[tuple[str, str], threading.Event] = {}
+"""By protocol and file, the write that is to let it appear, whether or not its caller still waits: set once it has ended. A file
+is written by whoever takes part in a run, one connection after another, so that all of this process look here."""
+
+
+def _has_ended(file: tuple[str, str], ended: threading.Event) -> None:
+    with _lock:
+        del _appearing[file]
+    ended.set()
+
+
 class StoreDirectory:
     """The directory at an fsspec `url`. Paths are relative to it and use slashes.
 
@@ -116,8 +128,7 @@ class StoreDirectory:
         self.is_local = protocol in _LOCAL
         """Whether this is the operating system's own file system, which includes NFS mounts."""
         self._put_is_atomic = protocol in _PUT_IS_ATOMIC
-        self._appearing: dict[str, threading.Event] = {}
-        """By file, the last write that was to let it appear: set once that has ended, whether or not its caller waited."""
+        self._protocol = protocol
 
     @cached_property
     def _opened(self) -> tuple[Any, str]:
@@ -198,23 +209,29 @@ class StoreDirectory:
 
     def in_doubt(self, path: str) -> bool:
         """Whether a write of this file that was given up goes on behind its caller: it may still appear, or be replaced."""
-        ended = self._appearing.get(self.full(path))
-        return ended is not None and not ended.is_set()
+        with _lock:
+            return (self._protocol, self.full(path)) in _appearing
 
     def _in_turn(self, final: str, operation: Callable[[], None], guard: Guard) -> None:
         """Let a remote file appear, after any earlier one of that name: one that was given up must not replace a later one."""
-        waiting_for = f"{final} to be written"
-        before = self._appearing.get(final)
-        if before is not None and not before.is_set():
+        waiting_for, file, ended = f"{final} to be written", (self._protocol, final), threading.Event()
+        while True:
+            with _lock:
+                before = _appearing.setdefault(file, ended)
+            if before is ended:
+                break
             guard.run(before.wait, f"an earlier write of {final}, which was given up, to end")
-        guard.check(waiting_for)
-        ended = self._appearing[final] = threading.Event()
+        try:
+            guard.check(waiting_for)
+        except BaseException:
+            _has_ended(file, ended)
+            raise
 
         def appear() -> None:
             try:
                 operation()
             finally:
-                ended.set()
+                _has_ended(file, ended)
 
         guard.run(appear, waiting_for)
 

@@ -24,7 +24,7 @@ def check_run(path: Path, overrides: Sequence[str], console: Console) -> None:
     config = ready.config
     Rendezvous.host(config.sync.host, config.sync.port)
     machines, sizes = Machines.here(), Sizes.of(config, ready.model)
-    config = fitted(config, sizes, machines)
+    config = fitted(config, sizes, machines, counted=not config.ray.address)
     table = Table(title=f"{escape(str(path))} can run", title_justify="left", show_header=False)
     for what, how_much in described(config, sizes, machines):
         table.add_row(what, escape(how_much))

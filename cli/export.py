@@ -13,10 +13,13 @@ from weightlane.trainer.run_dir import RunDir
 from .config import load_config
 
 _PART = "export"
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def export_state(run: Path, step: int | None, out: Path, dtype: str) -> int:
     """Write the model of a saved `step`, by default the newest, of the run in `run` to `out`; returns the step."""
+    if dtype not in _DTYPES:
+        raise ConfigError(f"{dtype!r} is none of {', '.join(_DTYPES)}.", part=_PART, hint="Choose one for --dtype.")
     settings = run / "config.toml"
     if not settings.is_file():
         raise ConfigError(f"{run} holds no run: there is no config.toml.", part=_PART)

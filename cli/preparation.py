@@ -37,5 +37,5 @@ def prepare(path: Path, overrides: Sequence[str]) -> Preparation:
     training_engine.check(config.trainer, model.path)
     tokenizer = HfTokenizer(model.path)
     train_tasks, heldout_tasks = load_splits(config.data, tokenizer.as_chat)
-    reward = Reward(config.reward.function, [path.parent, Path()])
+    reward = Reward(config.reward.function, [path.parent, Path()], config.reward.time_limit_s)
     return Preparation(config, model, tokenizer, train_tasks, heldout_tasks, reward)

@@ -66,8 +66,10 @@ class Sizes:
         return cls(parameters, version, share, -(-parameters * _STATE_BYTES // config.trainer.ranks))
 
 
-def fitted(config: RunConfig, sizes: Sizes, machines: Machines) -> RunConfig:
+def fitted(config: RunConfig, sizes: Sizes, machines: Machines, *, counted: bool = True) -> RunConfig:
     """`config` with every setting that follows from the model's size and from what there is.
+
+    GPUs are held against what is asked for if they are `counted`: if `machines` are those of the run.
 
     Raises `ConfigError` naming what does not fit, and what to do.
     """
@@ -78,7 +80,8 @@ def fitted(config: RunConfig, sizes: Sizes, machines: Machines) -> RunConfig:
     rollout_gpus = rollout.gpus_per_rank
     if rollout_gpus is None:
         rollout_gpus = float(machines.gpus > 0 and not vllm_is_for_cpus())
-    _check_gpus(config, trainer_gpus, rollout_gpus, machines)
+    if counted:
+        _check_gpus(config, trainer_gpus, rollout_gpus, machines)
     staging, share = _staging(config, sizes, machines.gpu_bytes if rollout_gpus else 0)
     start_s = rollout.start_timeout_s
     if start_s is None:

@@ -64,7 +64,8 @@ class Commits:
         """Wait for all, and `settle` what becomes of those that failed; of those that have not ended by then, too."""
         await self.wait(patience_s)
         for name, (member, ended) in list(self._under_way.items()):
-            del self._under_way[name]
+            if self._under_way.pop(name, None) is None:
+                continue  # settled meanwhile, by whoever waits here, too
             if ended.cancel() or ended.cancelled():
                 await settle(member, _interrupted(self._version, name))
                 continue

@@ -305,9 +305,8 @@ class Coordinator:
             if not running.cancel():
                 error = _reason("this", cancelled)
                 self._letters.interruption = error
-                self._rendezvous.post(
-                    COORDINATOR, Lost(replica="", error=error.to_wire())
-                )  # somebody may wait for mail
+                with suppress(WeightlaneError):  # The store is gone: nobody waits for mail any more.
+                    self._rendezvous.post(COORDINATOR, Lost(replica="", error=error.to_wire()))
                 await to_its_end(wait_for_end(ended, _CLEAN_UP_S))
             raise
         if not ended.done():

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from weightlane.ckpt_engines import Deadline, WeightlaneError, WeightReceiver, WeightSender
+from weightlane.ckpt_engines import Deadline, WeightReceiver, WeightSender
 
 from .daemon_threads import DaemonThreads
 
@@ -38,28 +38,31 @@ def address_of(half: Half, part: str) -> dict[str, Any]:
 
 
 def close_all(halves: Iterable[Half], part: str) -> None:
-    """Close halves, one after the other. Never raises; what does not end is left to itself."""
-    left = list(halves)
-    if not left:
-        return
-
-    def close() -> None:
-        while left:
-            try:
-                left[0].close()
-            except Exception as error:  # noqa: BLE001 - a third party's, and the others are to be closed, too
-                _log.warning("%s: the engine could not be closed: %s", part, error)
-            del left[0]
-
-    try:
-        _aside(close, Deadline.after(_QUICK_S), "the engine to be closed", part)
-    except WeightlaneError as error:
-        _log.warning("%s", error)
+    """Close halves, all at once. Never raises; what does not end is left to itself."""
+    deadline = Deadline.after(_QUICK_S)
+    for closing in [_begun(half.close) for half in halves]:
+        try:
+            result_of(closing, deadline, "the engine to be closed", part)
+        except Exception as error:  # noqa: BLE001 - a third party's, and the others are to be closed, too
+            _log.warning("%s: the engine could not be closed: %s", part, error)
 
 
 def _aside(call: Callable[[], T], deadline: Deadline, waiting_for: str, part: str) -> T:
     """What `call` returns or raises on a thread of its own, which is left behind when it does neither in time."""
+    return result_of(_begun(call), deadline, waiting_for, part)
+
+
+def _begun(call: Callable[[], T]) -> Future[T]:
+    """Run `call` on a thread of its own; on this one where there are none any more: from Python 3.12 on, when a program ends."""
     threads = DaemonThreads(1, "weightlane-engine-call")
-    running = threads.submit(call)
-    threads.shutdown()
-    return result_of(running, deadline, waiting_for, part)
+    try:
+        return threads.submit(call)
+    except RuntimeError:
+        ended: Future[T] = Future()
+        try:
+            ended.set_result(call())
+        except Exception as error:  # noqa: BLE001 - raised again where the result is asked for
+            ended.set_exception(error)
+        return ended
+    finally:
+        threads.shutdown()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -152,7 +153,10 @@ class ShardGather:
         if self._packed.is_cpu:
             abandon_gloo(group)
         else:
-            start_thread("weightlane-abort", abort_accelerator_group, group)
+            with suppress(
+                RuntimeError
+            ):  # from Python 3.12 on, a program that ends starts no threads, and its groups end with it
+                start_thread("weightlane-abort", abort_accelerator_group, group)
 
     def _room(self, nbytes: int) -> torch.Tensor:
         if self._packed.numel() < nbytes:

@@ -268,14 +268,15 @@ class OutcomeBoard:
         self._failed: dict[int, WeightlaneError] = {}
         self._closed: WeightlaneError | None = None
 
-    def begin(self, version: int) -> None:
+    def begin(self, version: int, *, told: bool = False) -> None:
         """`version` is tried, once more perhaps: forget an earlier failure.
 
-        One that has come for this very try, because this participant is later than others, stands.
+        One that has come for this very try, because this participant is later than others, stands. None has where it was
+        `told` to begin by a message, since verdicts come by messages, too, and after it.
         """
         with self._changed:
             self._begun[version] += 1
-            if self._verdicts[version] < self._begun[version]:
+            if told or self._verdicts[version] < self._begun[version]:
                 self._failed.pop(version, None)
 
     def succeed(self, version: int) -> None:

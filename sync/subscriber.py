@@ -285,7 +285,7 @@ class Subscriber(Participant):
     def _handle(self, message: Message) -> None:
         if not isinstance(message, Open):
             return
-        self._outcomes.begin(message.version)
+        self._outcomes.begin(message.version, told=True)
         receiving = self._receiving
         if receiving is None:
             raise ClosedError("a version was offered on a closed connection.", part=self.name)

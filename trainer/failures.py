@@ -10,23 +10,25 @@ from weightlane.plugins import RunHooks
 
 STEP = "step"
 """The kind of an optimizer step that changed nothing. Every other kind costs a sample."""
-_WINDOW = {True: 20, False: 100}
-"""Of how many of the last steps, or samples, a share may fail."""
+_STEPS, _SAMPLES, _GROUPS = 20, 100, 20
+"""Of how many of the last steps a share may fail, and of how many samples, or samples of how many groups."""
 
 
 class Failures:
     """Of one run.
 
     Args:
-        share: Share of the last 100 samples, or of the last 20 steps, that may fail. Those that a young run has not had yet
-            count as well.
+        share: Share of the last 20 steps, or of the samples of the last 20 groups (100 at least), that may fail. Those that a
+            young run has not had yet count as well.
         hooks: Told of each that fails.
+        group_size: Samples of a group; a prompt that is no good costs all of them.
     """
 
-    def __init__(self, share: float, hooks: RunHooks) -> None:
+    def __init__(self, share: float, hooks: RunHooks, group_size: int = 1) -> None:
         self._share = share
         self._hooks = hooks
-        self._last = {of_steps: deque[bool]([True] * size, size) for of_steps, size in _WINDOW.items()}
+        self._window = {True: _STEPS, False: max(_SAMPLES, _GROUPS * group_size)}
+        self._last = {of_steps: deque[bool]([True] * size, size) for of_steps, size in self._window.items()}
         self.counts: Counter[str] = Counter()
         """How many have failed, by kind."""
 
@@ -34,21 +36,23 @@ class Failures:
         """A sample, or a step, has come out well."""
         self._last[kind == STEP].append(True)
 
-    def failed(self, kind: str, error: WeightlaneError, count: int = 1, **facts: Any) -> None:
-        """`count` samples, or a step, are lost to `error`; `facts` say which.
+    def failed(self, kind: str, error: WeightlaneError, count: int = 1, *, may_end: bool = True, **facts: Any) -> None:
+        """`count` samples, or a step, are lost to `error`; `facts` say which. Unless it `may_end` the run, they are only counted.
 
         Raises `TooManyFailuresError` when that is one too many.
         """
         self.counts[kind] += count
         self._hooks.item_failed(kind=kind, facts={"error": str(error), "count": count, **facts})
+        if not may_end:
+            return
         of_steps = kind == STEP
         last = self._last[of_steps]
         last.extend([False] * count)
         lost = last.count(False)
-        if lost > self._share * _WINDOW[of_steps]:
+        if lost > self._share * self._window[of_steps]:
             what = "optimizer steps" if of_steps else "samples"
             raise TooManyFailuresError(
-                f"{lost} of the last {_WINDOW[of_steps]} {what} failed; the last one: {error}",
+                f"{lost} of the last {self._window[of_steps]} {what} failed; the last one: {error}",
                 part="loop",
                 hint="failures.jsonl in the run's directory lists them; loop.max_failed_share says how many may fail.",
             ) from error

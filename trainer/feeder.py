@@ -53,10 +53,12 @@ class Lengths:
         """Tokens of a completion; 0 when there is none."""
         return self.tokens / self.completions if self.completions else 0.0
 
-    def add(self, group: Group) -> None:
-        """Count those of `group`."""
-        self.completions += len(group.completions)
-        self.tokens += group.tokens
+    def add(self, group: Group, oldest: int = -1) -> None:
+        """Count those of `group`, without tokens of versions older than `oldest`."""
+        for completion in group.completions:
+            tokens = sum(version >= oldest for version in completion.versions)
+            self.completions += tokens > 0
+            self.tokens += tokens
 
 
 class RolloutFeeder:
@@ -164,9 +166,16 @@ class RolloutFeeder:
                 place = self._next()
                 assert place is not None
                 assert place.group is not None
+                late = self._budget.is_too_stale(step, place.group.oldest_version)
+                if late and self._late == "wait":
+                    # Its replica had missed versions. Another completion is drawn in its place, whatever its length was.
+                    place.group = None
+                    self._again.append(place)
+                    self._changed.notify_all()
+                    continue
                 self._line.remove(place)
                 self.drawn.add(place.group)
-                if self._late == "drop" and self._budget.is_too_stale(step, place.group.oldest_version):
+                if late and self._late == "drop":
                     self._give_up(place)
                     self.dropped_groups += 1
                     continue
@@ -221,17 +230,13 @@ class RolloutFeeder:
 
     async def _generate(self, rollout: Rollout, task: Task, *, count: int, greedy: bool = False) -> Group | None:
         """Judged completions of one task, at most `count`; None when the replica cannot be asked now, or not be trusted."""
-        prompt_ids = self._tokenizer.encode(task.prompt)
-        facts = {"task": task.prompt, "place": task.place}
-        most = self._max_model_len - self._algorithm.max_new_tokens
-        if self._max_model_len and len(prompt_ids) > most:
-            error: WeightlaneError = ConfigError(
-                f"the prompt has {len(prompt_ids)} tokens, and {most} leave room for a completion.",
-                part="data",
-                hint="rollout.max_model_len is for prompt and completion, algorithm.max_new_tokens for the latter.",
-            )
-            self._failures.failed("prompt", error, count, **facts)
-            return Group(task, prompt_ids, [], [], [], rollout.name)
+        try:
+            prompt_ids = self._encoded(task)
+        except ConfigError as error:
+            # A held-out prompt that is no good is so in every evaluation, and trains nothing.
+            self._failures.failed("prompt", error, count, may_end=not greedy, task=task.prompt, place=task.place)
+            await asyncio.sleep(0)  # where every prompt fails, others have their turn all the same
+            return Group(task, [], [], [], [], rollout.name)
         try:
             answers = await rollout.generate_group(
                 prompt_ids,
@@ -251,6 +256,25 @@ class RolloutFeeder:
         kept = [each for each in judged if each is not None]
         completions, texts, rewards = zip(*kept, strict=True) if kept else ((), (), ())
         return Group(task, prompt_ids, completions, texts, rewards, rollout.name)
+
+    def _encoded(self, task: Task) -> list[int]:
+        """The prompt's tokens; `ConfigError` for one that is no text, or that leaves no room for a completion."""
+        try:
+            prompt_ids = list(self._tokenizer.encode(task.prompt))
+        except Exception as cause:  # a tokenizer's own
+            raise ConfigError(
+                f"the prompt cannot be tokenized: {type(cause).__name__}: {cause}",
+                part="data",
+                hint="Correct the data.",
+            ) from cause
+        most = self._max_model_len - self._algorithm.max_new_tokens
+        if self._max_model_len and len(prompt_ids) > most:
+            raise ConfigError(
+                f"the prompt has {len(prompt_ids)} tokens, and {most} leave room for a completion.",
+                part="data",
+                hint="rollout.max_model_len is for prompt and completion, algorithm.max_new_tokens for the latter.",
+            )
+        return prompt_ids
 
     async def _judged(
         self, task: Task, answer: Completion | WeightlaneError, replica: str

@@ -61,7 +61,7 @@ def to_batch(groups: Sequence[Group], algorithm: AlgorithmConfig, oldest: int | 
 
 def _samples(group: Group, algorithm: AlgorithmConfig, oldest: int | None) -> Iterator[Sample]:
     """Those of a group that have a token in the loss."""
-    rewards = torch.tensor([list(group.rewards)])
+    rewards = torch.tensor([list(group.rewards)], dtype=torch.float64)
     (advantages,) = group_advantages(rewards, normalize_std=algorithm.normalize_std).tolist()
     prompt = tuple(group.prompt_ids)
     for completion, advantage in zip(group.completions, advantages, strict=True):

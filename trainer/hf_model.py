@@ -55,11 +55,15 @@ def find_model(name: str | Path) -> Path:
     if path.parent.is_dir() or not _HUB_NAME.fullmatch(str(name)):
         return path  # and `check_model_dir` says what is wrong with it
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - optional, and slow to import
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415 - as above
+    from huggingface_hub.errors import (  # noqa: PLC0415 - as above
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+    )
 
     try:
         return Path(snapshot_download(str(name), allow_patterns=list(_FETCHED)))
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as cause:
+    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as cause:
         reason = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
         raise _error(
             f"there is no model directory {name}, and a model of this name can be had neither from the local cache nor from"

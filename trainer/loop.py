@@ -107,7 +107,7 @@ class AsyncLoop:
             on_ready=self._on_ready,
             on_change=self._on_change,
         )
-        self._failures = Failures(config.max_failed_share, parts.hooks)
+        self._failures = Failures(config.max_failed_share, parts.hooks, algorithm.group_size)
         self._feeder = RolloutFeeder(
             self._fleet,
             self._stream,
@@ -132,8 +132,10 @@ class AsyncLoop:
             max_failures=config.max_failed_syncs,
         )
         self._trained = Lengths()
-        self._first = self._saved = self._step
+        self._first = self._saved = self._exported = self._step
         self._evaluating: asyncio.Task[None] | None = None
+        self._evaluation_failed: asyncio.Future[None]
+        """Done only if an evaluation beside the training has failed, with its error."""
         self._timed = 0
         """Versions for which the trainer was to wait."""
         self._figures = RunFigures(self._keeper.times)
@@ -182,10 +184,11 @@ class AsyncLoop:
         self._figures.accuracy_before = await self._evaluate()
         self._parts.hooks.run_started(facts={"step": self._step, "steps": self._config.steps})
         self._clock.restart()
+        self._evaluation_failed = asyncio.get_running_loop().create_future()
         feeding = asyncio.create_task(self._feeder.run(), name="feeder")
         training = asyncio.create_task(self._train(), name="trainer")
         following = asyncio.create_task(self._keeper.watch(), name="version-keeper-watch")
-        tasks: list[asyncio.Task[None]] = [training, feeding, following]
+        tasks: list[asyncio.Future[Any]] = [training, feeding, following, self._evaluation_failed]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -216,14 +219,16 @@ class AsyncLoop:
                 if self._config.save_every and self._step >= self._saved + self._config.save_every:
                     await self._keeper.handed_over(self._step)
                     await self._save()
-                if self._is_due(self._config.export_every):
+                if self._is_due(self._config.export_every) and self._exported != self._step:
+                    self._exported = self._step
                     await self._keeper.handed_over(self._step)
                     await self._parts.export(self._step)
                 waited = time.perf_counter()
                 groups = await self._feeder.take(self._step)
                 waited = time.perf_counter() - waited
             masks = self._config.late_groups == "mask"
-            batch = to_batch(groups, self._algorithm, self._step - self._config.max_staleness if masks else None)
+            oldest = self._step - self._config.max_staleness if masks else None
+            batch = to_batch(groups, self._algorithm, oldest)
             with self._clock.busy(TRAINING):
                 report = await self._parts.trainers.train_step(batch)
             if report.skipped:
@@ -233,7 +238,7 @@ class AsyncLoop:
                 continue
             self._failures.well(STEP)
             for group in groups:
-                self._trained.add(group)
+                self._trained.add(group, -1 if oldest is None else oldest)
             self._report_step(groups, report, waited)
             self._step = report.step
             self._feeder.trained(groups)
@@ -252,6 +257,12 @@ class AsyncLoop:
         """Evaluate beside the training, unless the evaluation before is still under way."""
         if self._evaluating is None or self._evaluating.done():
             self._evaluating = asyncio.create_task(self._evaluate_beside(), name="evaluation")
+            self._evaluating.add_done_callback(self._evaluation_ended)
+
+    def _evaluation_ended(self, evaluation: asyncio.Task[None]) -> None:
+        error = None if evaluation.cancelled() else evaluation.exception()
+        if error is not None and not self._evaluation_failed.done():
+            self._evaluation_failed.set_exception(error)
 
     async def _save(self) -> None:
         self._saved = self._step

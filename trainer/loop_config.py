@@ -28,8 +28,9 @@ class LoopConfig(BaseModel):
         0.1,
         ge=0,
         le=1,
-        description="Share of the last 100 samples, or of the last 20 optimizer steps, that may fail (a reward that raises, a"
-        " request beyond its time limit, a gradient that is not finite) before the run ends; each costs its sample or step only.",
+        description="Share of the samples of the last 20 groups (100 samples at least), or of the last 20 optimizer steps, that"
+        " may fail (a reward that raises, a request beyond its time limit, a gradient that is not finite) before the run ends;"
+        " each costs its sample or step only.",
     )
     save_every: int = Field(
         50, ge=0, description="Save the full training state every so many steps, and at the end; 0 only at the end."

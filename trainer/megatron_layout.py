@@ -14,6 +14,8 @@ from .megatron_names import LatentShape, ModelShape
 
 _PART = "megatron engine"
 _SUPPORTED = ("qwen3", "llama", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+_LATENT_EPS = 1e-6
+"""Of the norms of latent vectors, in transformers, whatever the configuration says; megatron-core has one for all."""
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What megatron-core's scaling of rotary frequencies has fixed; only ``factor`` can be set."""
 
@@ -75,6 +77,8 @@ def read_model(model_dir: Path) -> ModelFacts:
             hint="Use trainer.engine=fsdp2 for it.",
         )
 
+    if getattr(config, "quantization_config", None):
+        raise refuse("has quantised weights")
     if config.model_type not in _SUPPORTED:
         raise refuse(f"is a {config.model_type} model (supported: {', '.join(_SUPPORTED)})")
     if config.hidden_act != "silu":
@@ -135,6 +139,10 @@ def _deepseek(config: Any, refuse: _Refuse) -> tuple[ModelShape, Routing]:
         raise refuse("has rotary embeddings that are not interleaved")
     if third is not bool(config.norm_topk_prob):
         raise refuse(f"has norm_topk_prob={str(bool(config.norm_topk_prob)).lower()}")
+    if config.num_experts_per_tok == 1 and third:
+        raise refuse("has one expert for each token, whose weight is scaled to 1")
+    if config.rms_norm_eps != _LATENT_EPS:
+        raise refuse(f"has rms_norm_eps={config.rms_norm_eps:g}, and norms of latent vectors with {_LATENT_EPS:g}")
     groups, chosen, choices = config.n_group or 1, config.topk_group or 1, config.num_experts_per_tok
     grouped = groups > chosen and (third or config.topk_method != "greedy")
     # transformers ranks groups by their two best experts, or by the best; megatron-core by as many as a token takes from each.

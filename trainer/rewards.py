@@ -6,7 +6,6 @@ import asyncio
 import ctypes
 import importlib
 import inspect
-import math
 import multiprocessing
 import numbers
 import signal
@@ -27,10 +26,16 @@ from .config import RewardConfig
 _PART = "reward"
 _CLOSE_S = 5.0
 _PR_SET_PDEATHSIG = 1
+_LARGEST = 1e30
+"""Rewards are squared, and the squares summed."""
+_PROCESS_START_S = 120.0
+"""How much longer than its limit a call may take whose process has to be started first."""
 _one_at_a_time = threading.Lock()
 _loops: list[asyncio.AbstractEventLoop] = []
 Judge = Callable[[str, Mapping[str, Any]], float]
 """Judges a completion of a task; raises `RewardError` when it can't."""
+_judges: list[Judge] = []
+"""In a process of the pool: what it judges by."""
 
 
 class Reward:
@@ -42,17 +47,19 @@ class Reward:
         function: module and function; dots after the colon reach into classes.
         search_path: folders in which the module is looked for before installed packages; put at the front of ``sys.path``
             in this order, and left there because the function may import its neighbours later.
+        time_limit_s: after how long a call of an ``async`` function is cancelled; None for never.
 
     Raises `ConfigError` when the name is malformed, or nothing callable can be imported under it.
     """
 
-    def __init__(self, function: str, search_path: Sequence[Path] = ()) -> None:
+    def __init__(self, function: str, search_path: Sequence[Path] = (), time_limit_s: float | None = None) -> None:
         self.name = function
+        self._time_limit_s = time_limit_s
         self._search_path = tuple(search_path)
         self._function = _resolve(function, search_path)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Reward, (self.name, self._search_path)
+        return Reward, (self.name, self._search_path, self._time_limit_s)
 
     def __call__(self, completion: str, task: Mapping[str, Any]) -> float:
         """Judge `completion`.
@@ -64,19 +71,19 @@ class Reward:
         try:
             value = self._function(completion, task)
             if inspect.isawaitable(value):
-                value = asyncio.run_coroutine_threadsafe(_as_coroutine(value), _event_loop()).result()
-        except Exception as cause:
+                value = _awaited(value, self._time_limit_s)
+            number = _as_float(value)
+        except (Exception, SystemExit) as cause:  # code that is judged may end with `exit()`
             raise RewardError(
                 f"{self.name} raised {type(cause).__name__}: {cause} for prompt {prompt!r} and completion {completion!r}.",
                 part=_PART,
                 hint="Fix the reward function.",
             ) from cause
-        number = _as_float(value)
-        if number is None or not math.isfinite(number):
+        if number is None or not abs(number) <= _LARGEST:  # NaN is not
             raise RewardError(
                 f"{self.name} returned {value!r} for prompt {prompt!r} and completion {completion!r}.",
                 part=_PART,
-                hint="A reward must be a finite number.",
+                hint=f"A reward must be a number, and at most {_LARGEST:.0e}.",
             )
         return number
 
@@ -104,18 +111,30 @@ class RewardPool:
         """The reward of `completion`. Raises `RewardError`, also when judging it takes longer than it may."""
         async with self._free:
             limit_s = self._config.time_limit_s
-            ended = asyncio.wrap_future(self._begin(completion, task))
-            # A process is killed at its limit, and says so; that takes a moment.
-            await asyncio.wait({ended}, timeout=limit_s if self._processes is None else None)
-            if ended.done():
+            try:
+                ended = asyncio.wrap_future(self._begin(completion, task))
+            except Exception as cause:
+                self._drop_processes()
+                raise self._error(f"could not be called ({type(cause).__name__}: {cause})", completion, task) from cause
+            # A process is killed at its limit, and says so; that takes a moment, and so does its start.
+            in_process = self._processes is not None
+            await asyncio.wait({ended}, timeout=limit_s + _PROCESS_START_S if in_process else limit_s)
+            if not ended.done():
+                ended.cancel()
+                self._drop_processes()
+            else:
                 try:
                     return ended.result()
+                except RewardError:
+                    raise
                 except ProcessExpired as error:
                     raise self._error("ended its process", completion, task) from error
                 except TimeoutError:  # of the pool of processes: what the function raises is a `RewardError`
                     pass
-            else:
-                ended.cancel()
+                except Exception as cause:  # the pool is broken, and another one takes its place
+                    self._drop_processes()
+                    why = f"could not be called ({type(cause).__name__}: {cause})"
+                    raise self._error(why, completion, task) from cause
             raise self._error(f"took longer than reward.time_limit_s, {limit_s:.3g} s,", completion, task)
 
     def _error(self, what: str, completion: str, task: Mapping[str, Any]) -> RewardError:
@@ -128,11 +147,19 @@ class RewardPool:
             return self._threads.submit(self._judge, completion, task)
         if self._processes is None:
             context = multiprocessing.get_context("spawn")
-            self._processes = ProcessPool(self._config.workers, initializer=_end_with_the_run, context=context)
+            self._processes = ProcessPool(
+                self._config.workers, initializer=_begin_process, initargs=[self._judge], context=context
+            )
         calling: Future[float] = self._processes.schedule(
-            self._judge, [completion, dict(task)], timeout=self._config.time_limit_s
+            _judged_here, [completion, dict(task)], timeout=self._config.time_limit_s
         )
         return calling
+
+    def _drop_processes(self) -> None:
+        """End the pool of processes, if there is one, without waiting for it; the next call makes another."""
+        pool, self._processes = self._processes, None
+        if pool is not None:
+            self._threads.submit(pool.stop)
 
     def close(self) -> None:
         """End it, whatever is under way. Idempotent."""
@@ -142,6 +169,16 @@ class RewardPool:
             self._processes.join(_CLOSE_S)
 
 
+def _begin_process(judge: Judge) -> None:
+    """Get a process of the pool ready."""
+    _judges[:] = [judge]
+    _end_with_the_run()
+
+
+def _judged_here(completion: str, task: Mapping[str, Any]) -> float:
+    return _judges[0](completion, task)
+
+
 def _end_with_the_run() -> None:
     """Have the kernel end this process with the one that started it, however that ends and whatever this one is busy with.
 
@@ -149,6 +186,15 @@ def _end_with_the_run() -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _awaited(value: Awaitable[object], limit_s: float | None) -> object:
+    running = asyncio.run_coroutine_threadsafe(_as_coroutine(value), _event_loop())
+    try:
+        return running.result(limit_s)
+    except TimeoutError:
+        running.cancel()
+        raise
 
 
 async def _as_coroutine(value: Awaitable[object]) -> object:

@@ -103,7 +103,7 @@ class VersionKeeper:
             await self._publish(version)
             report = await self._sync(version)
             seconds = time.perf_counter() - started
-            self._served = version
+            self._served, self._failures = version, 0
             self.times.committed.append(version)
             await self._settle(report)
         return seconds

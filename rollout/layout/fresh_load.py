@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from vllm.config import LoadConfig
 
+from weightlane.ckpt_engines import ConfigError
 from weightlane.sync.checksum import sums
 from weightlane.sync.made_tensors import MadeTensors
 from weightlane.sync.tensor_spec import raw_bytes
@@ -54,20 +55,27 @@ class MadeUpValues(MadeTensors):
         self._specs, self._device = specs, device
         hashed = torch.arange(_PERIOD, dtype=torch.int64, device=device) * 0x9E3779B1 >> 9
         self._codes = (hashed & 0xFF).to(torch.uint8) ^ (0x55 * seed)
+        self._periods: dict[tuple[torch.dtype, bool], torch.Tensor] = {}
+        """Of each type, signed or not: one period of the values. A tensor is cut out of its repetitions, and takes no more."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        spec = self._specs[name]
+        spec, signed = self._specs[name], "scale" not in name
+        if (period := self._periods.get((spec.dtype, signed))) is None:
+            period = self._periods[spec.dtype, signed] = self._period(spec.dtype, signed=signed)
         start = zlib.crc32(name.encode()) % _PERIOD
         repeats = (start + spec.numel) // _PERIOD + 1
-        codes = self._codes.repeat(repeats)[start : start + spec.numel].view(spec.shape)
-        if not spec.dtype.is_floating_point:
-            return (codes & 1).to(spec.dtype) if spec.dtype != torch.int8 else codes.view(torch.int8)
-        if spec.dtype.itemsize == 1:
-            return torch.where(codes & _MANTISSA == _MANTISSA, codes - 2, codes).view(spec.dtype)
+        return period.repeat(repeats)[start : start + spec.numel].view(spec.shape)
+
+    def _period(self, dtype: torch.dtype, *, signed: bool) -> torch.Tensor:
+        codes = self._codes
+        if not dtype.is_floating_point:
+            return (codes & 1).to(dtype) if dtype != torch.int8 else codes.view(torch.int8)
+        if dtype.itemsize == 1:
+            return torch.where(codes & _MANTISSA == _MANTISSA, codes - 2, codes).view(dtype)
         # A mantissa of seven bits and an exponent of two are exact in every type; the sign is the hash's parity.
         mantissa, exponent = (codes & _MANTISSA).float(), (codes >> 3 & 3).float()
         size = (1 + mantissa / 128) * torch.exp2(-2 - exponent)
-        return (size if "scale" in name else torch.where(codes > _MANTISSA, -size, size)).to(spec.dtype)
+        return (torch.where(codes > _MANTISSA, -size, size) if signed else size).to(dtype)
 
     def without_data(self, name: str) -> torch.Tensor:
         """As `MadeTensors`."""
@@ -216,10 +224,11 @@ def looks(model: torch.nn.Module) -> dict[str, str]:
 
 
 @contextmanager
-def room_beside(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside, there is device memory for a second model: the weights of `model` wait in the host's memory if need be.
+def room_beside(model: torch.nn.Module, device: torch.device, *, may_move: bool) -> Iterator[None]:
+    """Inside, there is device memory for a second model: the weights of `model` wait in the host's memory if they `may_move`.
 
     Raises:
+        ConfigError: The device has no room, and they may not.
         RuntimeError: The host has no room for them.
     """
     storages = {
@@ -231,6 +240,12 @@ def room_beside(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
     if device.type == "cpu" or torch.accelerator.get_memory_info(device)[0] > nbytes * _ROOM:
         yield
         return
+    if not may_move:
+        raise ConfigError(
+            f"a second model of {nbytes / 1e9:.1f} GB has no room on {device} beside this one, which serves.",
+            part="rehearsal",
+            hint="Versions of other tensors or types come than when the replica was started; send what it was started with.",
+        )
     with set_aside(list(storages.values())):
         torch.accelerator.empty_cache()
         try:
@@ -246,16 +261,28 @@ _ROOM = 1.3
 
 @contextmanager
 def set_aside(storages: list[torch.UntypedStorage]) -> Iterator[None]:
-    """Inside, these storages take no device memory; afterwards they have the bytes that they had, for all who view them."""
+    """Inside, these storages take no device memory; afterwards they have the bytes that they had, for all who view them.
+
+    Raises:
+        RuntimeError: The host has no room for them; nothing has changed.
+        LostWeightsError: They could not be put back.
+    """
     kept = []
     for storage in storages:
         values = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
-        values.copy_(storage)
-        kept.append((storage, storage.nbytes(), values))
-        storage.resize_(0)
+        kept.append((storage, storage.nbytes(), values.copy_(storage)))
     try:
+        for storage, _, _ in kept:
+            storage.resize_(0)
         yield
     finally:
-        for storage, nbytes, values in kept:
-            storage.resize_(nbytes)
-            storage.copy_(values)
+        try:
+            for storage, nbytes, values in kept:
+                storage.resize_(nbytes)
+                storage.copy_(values)
+        except Exception as cause:
+            raise LostWeightsError(f"the model's weights could not be put back on their device: {cause}") from cause
+
+
+class LostWeightsError(BaseException):
+    """A model has no weights any more. No `Exception`, since its process must not go on."""

@@ -67,8 +67,8 @@ class VersionLoader:
         self._verdict: Verdict | None = None
         self._writer: VersionWriter | None = None
         """None until versions like these were shown to be written right."""
-        self._rehearsed: tuple[_Signature, Verdict] | None = None
-        """What was shown last."""
+        self._rehearsed: tuple[_Signature, Verdict, Verdict] | None = None
+        """What was shown last: of which tensors, what was judged of them, and what was shown to be right in the end."""
         self._left_behind: Sequence[LeftBehind] = ()
         self._read: dict[str, list[Box]] | None = None
         """What vLLM's own loading reads of versions that go through it, where that is shown to be enough."""
@@ -106,11 +106,6 @@ class VersionLoader:
         if self.plan is not None:
             return needed_placement(needed_boxes(self.plan.layout), self._signature)
         return None if self._read is None else needed_placement(self._read, self._signature)
-
-    def load(self, tensors: Mapping[str, torch.Tensor], group: RankGroup) -> Way:
-        """`learn_for` these tensors, and `write` them."""
-        self.learn_for(tensors, group)
-        return self.write(tensors)
 
     def learn_for(self, tensors: Mapping[str, torch.Tensor], group: RankGroup) -> None:
         """`learn` for a version that has come; nothing of one that is made when it is asked for is made."""
@@ -163,9 +158,10 @@ class VersionLoader:
             logger.info("weightlane: parameters have moved, %s learns anew where weights go", self._part)
         came = _slices_of(self.needed())
         self._signature, self._writer = dict(signature), None
-        verdict = self._judged(group)
-        if not all(group.exchange(self._is_rehearsed(verdict))):
-            verdict = self._rehearse(verdict, group)
+        judged = self._judged(group)
+        shown = self._shown(judged)
+        known_right = all(group.exchange(shown is not None))
+        verdict = shown if known_right and shown is not None else self._rehearse(judged, group)
         self._verdict = verdict
         self._writer = VersionWriter(
             self._model,
@@ -183,25 +179,34 @@ class VersionLoader:
                 hint="Connect this replica anew; it asks for what it needs then.",
             )
 
-    def _is_rehearsed(self, verdict: Verdict) -> bool:
-        """Whether versions like these were shown to be written right, if perhaps in other types or with a tied tensor's copy.
+    def _shown(self, verdict: Verdict) -> Verdict | None:
+        """How versions like these were shown to be written right, if perhaps in other types or with a tied tensor's copy.
 
-        Copies are those that were shown, and convert as vLLM's own loading does.
+        Copies are those that were shown, and convert as vLLM's own loading does. Where they gave way to that, they do again.
         """
         if self._rehearsed is None:
-            return False
-        (signature, shown), names = self._rehearsed, self._tied
+            return None
+        (signature, judged, shown), names = self._rehearsed, self._tied
         shapes = [
             {names.get(name, name): spec.shape for name, spec in each.items()} for each in (signature, self._signature)
         ]
-        ways = [(each.way, each.modules, each.derived, each.layout.copies(names)) for each in (shown, verdict)]
-        return shapes[0] == shapes[1] and ways[0] == ways[1]
+        ways = [(each.way, each.modules, each.derived, each.layout.copies(names)) for each in (judged, verdict)]
+        if shapes[0] != shapes[1] or ways[0] != ways[1]:
+            return None
+        return verdict if shown is judged else shown
 
     def _rehearse(self, verdict: Verdict, group: RankGroup) -> Verdict:
         """`verdict`, or the one that versions go through vLLM's own loading, if that is shown to be right."""
-        began = time.perf_counter()
+        began, judged = time.perf_counter(), verdict
         rehearsal = Rehearsal(
-            self._model, self._config, self._device, self._signature, group, part=self._part, computes=self._computes
+            self._model,
+            self._config,
+            self._device,
+            self._signature,
+            group,
+            part=self._part,
+            computes=self._computes,
+            may_move=self._rehearsed is None,  # the first time is before the model serves
         )
         trouble: str | None = None
         while True:
@@ -222,7 +227,7 @@ class VersionLoader:
                 hint="docs/models.md has the models that take versions. This one can only be served as it is.",
             )
         self._left_behind = rehearsal.left_behind
-        self._rehearsed = self._signature, verdict
+        self._rehearsed = self._signature, judged, verdict
         logger.info(
             "weightlane: versions are written as an ordinary load would (%s), seen in %.3f s",
             verdict.way,

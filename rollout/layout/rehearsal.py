@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ class Rehearsal:
         group: The ranks.
         part: Name of this rank for error messages.
         computes: Whether all ranks are there, so that a model can compute.
+        may_move: Whether the live model's weights may get other memory: nothing has been made yet that knows where they are.
     """
 
     def __init__(
@@ -54,10 +56,12 @@ class Rehearsal:
         *,
         part: str,
         computes: bool,
+        may_move: bool = True,
     ) -> None:
         self._model, self._config, self._device = model, vllm_config, device
         self._signature, self._group, self._part, self._computes = signature, group, part, computes
         self._first, self._second = (MadeUpValues(signature, seed, device) for seed in (0, 1))
+        self._may_move = may_move
         self._wanted: dict[str, str] | None = None
         """The state after an ordinary load of the second version."""
         self.left_behind: Sequence[LeftBehind] = ()
@@ -70,16 +74,20 @@ class Rehearsal:
             verdict: How they are written.
             read: What is sent of each tensor; None for all.
         """
-        with room_beside(self._model, self._device):
-            if self._wanted is None:
-                trouble = self._together(self._load_second)
-                if trouble is not None:
-                    return trouble
-            held: list[FreshModel] = []
-            trouble = self._together(lambda: held.append(fresh_model(self._config, self._first)))
+        with ExitStack() as room:
+            beside = room_beside(self._model, self._device, may_move=self._may_move)
+            trouble = self._together(lambda: room.enter_context(beside))
+            # No second model is left when this returns: the first one may need its memory.
+            return trouble if trouble is not None else self._compared(verdict, read)
+
+    def _compared(self, verdict: Verdict, read: Mapping[str, list[Box]] | None) -> str | None:
+        if self._wanted is None:
+            trouble = self._together(self._load_second)
             if trouble is not None:
                 return trouble
-            return self._try(held[0], verdict, read)
+        held: list[FreshModel] = []
+        trouble = self._together(lambda: held.append(fresh_model(self._config, self._first)))
+        return trouble if trouble is not None else self._try(held[0], verdict, read)
 
     def _load_second(self) -> None:
         fresh = fresh_model(self._config, self._second)

@@ -286,8 +286,13 @@ def test_a_write_that_was_given_up_never_replaces_a_later_one(
         publish(sender, version, 100, commit=False)
         with pytest.raises(DeadlineExceededError, match=waits_for):
             sender.commit_version(version, {}, Deadline.after(1.0))
+    # A connection that is made anew has a sender of its own.
+    successor, _ = connect_sender(place.options)
+    publish(successor, 4, 100, commit=False)
+    with pytest.raises(DeadlineExceededError, match=r"an earlier write of .*latest\.json"):
+        successor.commit_version(4, {}, Deadline.after(1.0))
     held.go_on.set()
-    publish(sender, 4, 100)
+    publish(successor, 4, 100)
     assert place.latest()[0][0] == 4
     assert held.ended.acquire(timeout=HANG_S)
     assert place.latest()[0][0] == 4

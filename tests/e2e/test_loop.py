@@ -6,7 +6,7 @@ import asyncio
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn, cast
@@ -29,6 +29,7 @@ from weightlane.plugins import hookimpl, make_hooks
 from weightlane.sync import Outcome, ReplicaReport, ReplicaState, SyncReport
 from weightlane.trainer.batch import TrainBatch
 from weightlane.trainer.config import AlgorithmConfig
+from weightlane.trainer.failures import Failures
 from weightlane.trainer.feeder import Judge
 from weightlane.trainer.fleet import Successor
 from weightlane.trainer.loop import AsyncLoop, LoopParts
@@ -383,6 +384,62 @@ def test_an_answer_that_cannot_be_used_costs_that_sample(bad: Any, says: str) ->
     assert summary.failures == {"request": 3}
     assert summary.accuracy_before is None, "the only held-out task was not answered"
     assert summary.accuracy_after is not None
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_what_a_replica_generates_that_missed_versions_is_drawn_anew(max_staleness: int) -> None:
+    class Lagging(World):
+        async def sync(self, version: int) -> SyncReport:
+            had = self.replicas["rollout-1"].version
+            report = await super().sync(version)
+            if version not in (2, 3, 4):
+                return report
+            self.replicas["rollout-1"].version = had
+            missed = ReplicaReport(Outcome.BEHIND, PeerLostError("late.", part="rollout-1"))
+            return replace(report, replicas={**report.replicas, "rollout-1": missed})
+
+    world = Lagging()
+    world.add(LiveRollout(world, "rollout-1"))
+    run(world, first_is_better, max_staleness=max_staleness, steps=8)
+    assert len(world.trained) == 16
+    assert max(world.staleness) <= max_staleness
+    assert 1 in world.replicas["rollout-1"].versions[4:], "it was asked while it lagged"
+
+
+def test_one_bad_prompt_or_answer_ends_no_run_however_large_its_group_is() -> None:
+    failures = Failures(0.1, make_hooks([]), group_size=16)
+    failures.failed("prompt", ConfigError("too long.", part="data"), 16)
+    failures.failed("prompt", ConfigError("too long.", part="data"), 1000, may_end=False)
+    failures.failed("prompt", ConfigError("too long.", part="data"), 16)
+    with pytest.raises(TooManyFailuresError, match="48 of the last 320 samples"):
+        failures.failed("prompt", ConfigError("too long.", part="data"), 16)
+
+
+def test_a_prompt_that_is_no_text_costs_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = Characters.encode
+
+    def refuse(self: Characters, text: str) -> list[int]:
+        if text in ("task-3", "held-out"):
+            raise TypeError("surrogates not allowed")
+        return encode(self, text)
+
+    monkeypatch.setattr(Characters, "encode", refuse)
+    world = World()
+    run(world, first_is_better)
+    assert "task-3" not in world.trained
+    assert {(kind, facts["task"]) for kind, facts in world.failures} == {("prompt", "task-3"), ("prompt", "held-out")}
+
+
+def test_an_evaluation_that_fails_beside_the_training_ends_the_run_then() -> None:
+    def judge(completion: str, task: Mapping[str, Any]) -> float:
+        if task["prompt"] == "held-out" and world.step:
+            raise TooManyFailuresError("no reward.", part="judge")
+        return first_is_better(completion, task)
+
+    world = World()
+    with pytest.raises(TooManyFailuresError):
+        run(world, judge, steps=200, evaluate_every=2)
+    assert world.step < 200
 
 
 def some_are_better(completion: str, task: Mapping[str, Any]) -> float:

@@ -27,7 +27,7 @@ from weightlane.rollout.layout import loader as loader_module
 from weightlane.rollout.layout import rank_layouts as rank_layouts_module
 from weightlane.rollout.layout import rehearsal as rehearsal_module
 from weightlane.rollout.layout.acceptance import judge, whole_reload
-from weightlane.rollout.layout.fresh_load import set_aside
+from weightlane.rollout.layout.fresh_load import room_beside, set_aside
 from weightlane.rollout.layout.loading_form import read_by_loading
 from weightlane.rollout.layout.rank_models import as_rank, engine_config, model_of_rank
 from weightlane.rollout.layout.rehearsal import Rehearsal
@@ -67,6 +67,12 @@ def state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
                 if isinstance(tensor, torch.Tensor) and name != "kv_cache":
                     found[f"{prefix}.{path}"] = bits(tensor)
     return found
+
+
+def committed(loader: VersionLoader, tensors: Mapping[str, torch.Tensor], group: RankGroup) -> str:
+    """Put a version into the loader's model as a worker does; the way it went."""
+    loader.learn_for(tensors, group)
+    return loader.write(tensors)
 
 
 def loaded(config: Any) -> torch.nn.Module:
@@ -160,7 +166,7 @@ def compare(path: str, dtype: str, impl: str = "auto", way: str = "") -> dict[st
         with forced(way):
             for number in (1, 0, 2):
                 try:
-                    answer["way"] = loader.load(versions[number], RankGroup(None))
+                    answer["way"] = committed(loader, versions[number], RankGroup(None))
                 except WeightlaneError as error:
                     return answer | {"refused": str(error)}
                 wrong = differing(state(model), wanted[number])
@@ -245,19 +251,19 @@ def moved(path: str, dtype: str) -> dict[str, Any]:
     ):
         model = loaded(config)
         loader = VersionLoader(model, config, torch.device("cpu"), part="test")
-        loader.load(first, alone)
+        committed(loader, first, alone)
         before = loader.plan
         parameter = next(model.parameters())
         parameter.data = parameter.data.clone()
         second = other(first, seed=5)
-        loader.load(second, alone)
+        committed(loader, second, alone)
         after = loader.plan
         wanted = ordinary(written(second, path, Path(folder) / "second", dtype), config)
         answer = {"traced_again": before is not after, "differing": differing(state(model), wanted)}
-        loader.load(first, alone)
+        committed(loader, first, alone)
         answer["kept"] = loader.plan is after
         wide = {name: random_bits(tuple(tensor.shape), torch.float32, seed=7) for name, tensor in first.items()}
-        answer["ways"] = [loader.load(wide, alone)]
+        answer["ways"] = [committed(loader, wide, alone)]
         assert loader.plan is not None
         answer["sent"] = sorted({str(spec.dtype) for spec in loader.plan.sources.values()})
         wanted = ordinary(written(wide, path, Path(folder) / "wide", dtype), config)
@@ -339,7 +345,7 @@ def stale_expert(path: str, dtype: str) -> str:
     with as_rank(config, 0), hidden_copy_of_an_expert():
         loader = VersionLoader(loaded(config), config, torch.device("cpu"), part="test")
         try:
-            loader.load(tensors_of(path, dtype), RankGroup(None))
+            committed(loader, tensors_of(path, dtype), RankGroup(None))
         except WeightlaneError as error:
             return str(error)
     return ""
@@ -412,6 +418,40 @@ def scaled(case: str, layers: int) -> dict[str, Any]:
     from benchmarks.layout_scale import measure_case
 
     return measure_case(case, 1, layers)
+
+
+def later_versions(path: str) -> dict[str, Any]:
+    """Rehearsals of versions that go through vLLM's own loading since copies were wrong, and then come in another type."""
+    config = engine_config(path, tensor_parallel=1, dtype="bfloat16")
+    first, alone, asked = tensors_of(path, "bfloat16"), RankGroup(None), []
+
+    class Counted(Rehearsal):
+        """One that is seen."""
+
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            asked.append(named["may_move"])
+            super().__init__(*arguments, **named)
+
+    with as_rank(config, 0), hidden_copy_of("down_proj"), mock.patch.object(loader_module, "Rehearsal", Counted):
+        loader = VersionLoader(loaded(config), config, torch.device("cpu"), part="test")
+        ways = [committed(loader, first, alone)]
+        ways.append(committed(loader, {name: tensor.float() for name, tensor in first.items()}, alone))
+        fewer = dict(list(first.items())[:-1])
+        try:
+            loader.learn_for(fewer, alone)
+        except WeightlaneError as error:
+            said = str(error)
+    return {"ways": ways, "may_move": asked, "said": said}
+
+
+def room_that_is_not_there() -> list[str]:
+    """What is said where a device has no room for a second model, and the weights of the first may not move."""
+    with mock.patch.object(torch.accelerator, "get_memory_info", return_value=(0, 1)):
+        try:
+            with room_beside(torch.nn.Linear(2, 2), torch.device("cuda", 0), may_move=False):
+                return []
+        except WeightlaneError as error:
+            return [type(error).__name__, str(error)]
 
 
 def set_aside_and_back() -> dict[str, list[Any]]:
@@ -502,7 +542,7 @@ def quantised_slices(path: str, other_path: str, world: int) -> list[dict[str, A
             come = {
                 region.as_tensor.name: second[region.spec.name][region.box.index].clone() for region in slicing.regions
             }
-            way = loader.load(SlicedTensors(slicing, come), alone)
+            way = committed(loader, SlicedTensors(slicing, come), alone)
             answers.append(
                 {
                     "way": way,
@@ -519,7 +559,7 @@ def quantised_slices(path: str, other_path: str, world: int) -> list[dict[str, A
             del come[next(iter(come))]
             less = Slicing("plan", needed.specs, slicing.regions[1:])
             try:
-                loader.load(SlicedTensors(less, come), alone)
+                committed(loader, SlicedTensors(less, come), alone)
             except WeightlaneError as error:
                 answers[-1]["refused"] = str(error)
     torch.use_deterministic_algorithms(False)

@@ -174,6 +174,17 @@ def test_copies_are_as_many_as_tensors_however_many_experts_these_hold(case: str
     assert outside == layers == 3, "both embeddings and the last norm; all else grows with the layers"
 
 
+def test_what_gave_way_to_vllms_own_loading_does_so_again_without_a_rehearsal_while_the_model_serves(
+    process: Program, tmp_path: Path
+) -> None:
+    answer = process.call("later_versions", str(make_architecture("llama", tmp_path)))
+    assert answer["ways"] == ["reload", "reload"]
+    assert answer["may_move"] == [True, False], "versions of other tensors are rehearsed, and no weight moves for them"
+    kind, text = process.call("room_that_is_not_there")
+    assert kind == "ConfigError"
+    assert "has no room on cuda:0 beside this one, which serves" in text
+
+
 def test_weights_that_are_set_aside_come_back_bit_for_bit_for_all_who_view_them(process: Program) -> None:
     answer = process.call("set_aside_and_back")
     assert answer["sizes"] == [[30, 0, 16], [0, 0, 0], [30, 0, 16]]

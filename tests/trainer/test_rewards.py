@@ -103,6 +103,25 @@ def test_what_is_not_a_finite_number_is_refused_with_function_prompt_and_value_o
     assert isinstance(caught.value.__cause__, KeyError) == (function == "broken")
 
 
+def test_whatever_a_reward_does_costs_its_completion_only(folder: Path) -> None:
+    """Code that a model wrote may end the process, and numbers that it wrote may be too large for anybody."""
+    (folder / "wild.py").write_text(
+        "import sys\n"
+        "def leaves(completion, task): sys.exit(0)\n"
+        "def huge(completion, task): return -10 ** 400\n"
+        "def large(completion, task): return 1e39\n"
+        "async def never(completion, task):\n    import asyncio\n    await asyncio.sleep(3600)\n"
+    )
+    for name, said in (
+        ("leaves", "SystemExit"),
+        ("huge", "OverflowError"),
+        ("large", "1e\\+39"),
+        ("never", "TimeoutError"),
+    ):
+        with pytest.raises(RewardError, match=said):
+            Reward(f"wild:{name}", [folder], time_limit_s=0.05)("text", {"prompt": "p"})
+
+
 @pytest.mark.parametrize(
     ("function", "problem"),
     [
