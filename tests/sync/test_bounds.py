@@ -171,3 +171,30 @@ def test_a_replica_that_never_answers_is_named_when_a_script_connects() -> None:
     with pytest.raises(DeadlineExceededError, match="deaf") as caught:
         CollectivePublisher(shards, [Deaf("deaf")], backend="shm", config=config)
     assert caught.value.peer == "deaf"
+
+
+def test_halves_are_closed_where_no_thread_can_be_started_any_more_and_none_keeps_another_open(
+    stuck: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From Python 3.12 on that is so when a program ends."""
+    closed = []
+
+    class Half:
+        def __init__(self, name: str, error: Exception | None = None) -> None:
+            self.name, self.error = name, error
+
+        def close(self) -> None:
+            closed.append(self.name)
+            if self.error is not None:
+                raise self.error
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    halves: Any = [Half("first", OSError("on purpose")), Half("second")]
+    with monkeypatch.context() as at_exit:
+        at_exit.setattr("weightlane.sync.daemon_threads.start_thread", refuse)
+        close_all(halves, "test")
+    assert closed == ["first", "second"]
+    close_all([stuck, *halves], "test")
+    wait_until(lambda: sorted(closed) == ["first", "first", "second", "second"], "end of the others")
