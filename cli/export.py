@@ -24,7 +24,7 @@ def export_state(run: Path, step: int | None, out: Path, dtype: str) -> int:
     if not settings.is_file():
         raise ConfigError(f"{run} holds no run: there is no config.toml.", part=_PART)
     config = load_config(settings, runs_here=False)
-    run_dir = RunDir(run, resume=True)
+    run_dir = _with_states(run)
     saved = run_dir.saved_steps()
     chosen = run_dir.latest_step() if step is None else step
     if chosen not in saved:
@@ -38,3 +38,14 @@ def export_state(run: Path, step: int | None, out: Path, dtype: str) -> int:
     state = run_dir.trainer_state(chosen)
     engine.export_saved(state, model.path, out.resolve(), dtype_of(model.dtype if dtype == "auto" else dtype))
     return chosen
+
+
+def _with_states(run: Path) -> RunDir:
+    try:
+        return RunDir(run, resume=True)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{run} holds no state to export.",
+            part=_PART,
+            hint="A run saves one every loop.save_every steps, and when it ends.",
+        ) from error

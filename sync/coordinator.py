@@ -502,14 +502,15 @@ class Coordinator:
         return reports
 
     async def _commit_one(self, member: Member, version: int, deadline: Deadline) -> CommitOutcome | WeightlaneError:
+        limit = asyncio.timeout(deadline.remaining_s)
         try:
-            async with asyncio.timeout(deadline.remaining_s):
+            async with limit:
                 return await member.replica.commit(version)
         except WeightlaneError as error:
             return error
-        except TimeoutError:
-            return deadline.error(f"version {version} to be committed", part="coordinator", peer=member.name)
         except Exception as error:  # noqa: BLE001 - one replica's bug must not take the others along
+            if isinstance(error, TimeoutError) and limit.expired():  # else it is the replica's own
+                return deadline.error(f"version {version} to be committed", part="coordinator", peer=member.name)
             return as_weightlane_error(error, member.name)
 
     async def _settle(self, member: Member, error: WeightlaneError, version: int) -> Outcome:

@@ -60,7 +60,12 @@ class CoordinatorThread:
         self._transport = (backend, options)
         # One limit for the replicas' answers, another one for everybody to meet.
         limit = Deadline.after(2 * self._config.connect_timeout_s)
-        result_of(self._submit(self._connect()), limit, "the replicas to connect", _PART)
+        names = ", ".join(replica.name for replica in self._replicas)
+        hint = "A replica does not keep the deadline of its `connect`."
+        try:
+            result_of(self._submit(self._connect()), limit, f"{names} to connect", _PART, hint)
+        except CancelledError:
+            raise ClosedError("the publisher was closed.", part=_PART) from None
 
     def begin(self, version: int) -> None:
         """Carry `version` over; `end` waits for it."""

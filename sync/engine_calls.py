@@ -22,14 +22,14 @@ _QUICK_S = 10.0
 _HINT = "The engine does not keep its deadlines: `weightlane conformance` says which of them."
 
 
-def result_of(call: Future[T], deadline: Deadline, waiting_for: str, part: str) -> T:
+def result_of(call: Future[T], deadline: Deadline, waiting_for: str, part: str, hint: str = _HINT) -> T:
     """What `call`, which was given `deadline`, returns or raises; `DeadlineExceededError` if it does neither in time."""
     try:
         return call.result(deadline.remaining_s + GRACE_S)
     except TimeoutError as error:
         if call.done():
             return call.result()
-        raise deadline.error(waiting_for, part=part, hint=_HINT) from error
+        raise deadline.error(waiting_for, part=part, hint=hint) from error
 
 
 def address_of(half: Half, part: str) -> dict[str, Any]:
