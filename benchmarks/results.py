@@ -54,6 +54,7 @@ _OTHERS = (
         "small-tensors-",
         "delta-codec-",
         "plan-scale-",
+        "layout-scale-",
         "direct-",
     ),
 )
