@@ -325,9 +325,15 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
             delta.exchange()
             exchanged = True
 
+        def take_back() -> None:
+            if delta.mixed:
+                raise CommitError("some of its elements are in the weights.", part=self._part)
+            if exchanged:
+                delta.exchange()
+
         error = group.first_error(self._caught(exchange))
         if error is not None:
-            trouble = group.first_error(self._caught(delta.exchange if exchanged else lambda: None))
+            trouble = group.first_error(self._caught(take_back))
             if trouble is not None:
                 return _mixture(error, f"The version before it could not be put back: {trouble}", self._part)
             self._held, self._intact = held, True

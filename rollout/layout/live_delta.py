@@ -50,6 +50,8 @@ class LiveDelta:
         self._plan, self._renew_derived = plan, renew_derived
         self._there = False
         """Whether the new values are in the parameters."""
+        self.mixed = False
+        """Whether an `exchange` failed and could not be taken back: the parameters hold some values of either version."""
         self.check()
         self._places: list[_Place] = []
         for segment, patch in delta.patches:
@@ -80,6 +82,7 @@ class LiveDelta:
 
         Raises:
             CommitError: It failed, and what was written already was taken back.
+            Exception: It failed, and so did taking it back; `mixed` says so.
         """
         done = 0
         try:
@@ -88,9 +91,11 @@ class LiveDelta:
                 done += 1
             self._renew_derived()
         except Exception as cause:
+            self.mixed = True
             for place in self._places[: done + 1]:
                 _write(place, place.new if self._there else place.old)
             self._renew_derived()
+            self.mixed = False
             raise CommitError(
                 f"version {self.version} could not be put into the weights: {type(cause).__name__}: {cause}.",
                 part=_PART,

@@ -50,8 +50,11 @@ class ProbeExtension:
         engine = self.weight_transfer_engine  # type: ignore[attr-defined]
         return engine._loader.takes_deltas and engine._undo is not None
 
-    def probe_fail_exchange(self, rank: int, after: int) -> None:
-        """Let the next delta of one rank fail once `after` tensors, and half of another, have their new values."""
+    def probe_fail_exchange(self, rank: int, after: int, times: int = 1) -> None:
+        """Let the next delta of one rank fail once `after` tensors, and half of another, have their new values.
+
+        With `times` above 1 taking it back fails, too, at its first tensor.
+        """
         from weightlane.rollout.layout import live_delta
 
         if self.rank != rank:  # type: ignore[attr-defined]
@@ -59,8 +62,9 @@ class ProbeExtension:
         write, calls = live_delta._write, itertools.count()
 
         def failing(place: Any, values: Any) -> None:
-            if next(calls) == after:
-                live_delta._write = write
+            if (call := next(calls)) >= after:
+                if call + 1 == after + times:
+                    live_delta._write = write
                 half = len(values) // 2
                 write(dataclasses.replace(place, offsets=place.offsets[:half]), values[:half])
                 raise MemoryError("out of memory, on purpose")

@@ -7,7 +7,7 @@ import torch
 from publishing import served_by
 from running_worker import Setup
 
-from weightlane.ckpt_engines import SyncAbortedError
+from weightlane.ckpt_engines import QuarantinedError, SyncAbortedError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -48,5 +48,18 @@ def test_a_delta_that_fails_on_one_rank_is_undone_on_all(setup: Setup) -> None:
         with pytest.raises(SyncAbortedError, match="on purpose"):
             setup.nudge()
         setup.check(held)
+    setup.nudge()
+    setup.check(live(setup))
+
+
+def test_a_delta_that_cannot_be_taken_back_either_serves_nobody_until_a_whole_version_commits(setup: Setup) -> None:
+    setup.connect("gloo", codec="delta")
+    for rank in range(setup.world):
+        setup.serve(2)
+        setup.probe("probe_fail_exchange", rank, 3, 2)
+        with pytest.raises(SyncAbortedError, match=r"mixture.*on purpose") as raised:
+            setup.nudge()
+        assert isinstance(raised.value.reason, QuarantinedError)
+        assert not setup.worker.stats().serving
     setup.nudge()
     setup.check(live(setup))
