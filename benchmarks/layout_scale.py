@@ -1,4 +1,4 @@
-"""What it costs a rollout rank to find out where the tensors of a large mixture of experts go: once, while it starts.
+"""Measures how long a rollout rank takes to find out where the tensors of a large mixture of experts go: once, as it starts.
 
     python -m benchmarks.layout_scale [--case NAME] [--rounds 3] [--json FILE]
 
@@ -42,7 +42,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int, bool]] = {
 }
 """Architecture, sizes, tensor-parallel ranks, and whether experts are divided between them by number."""
 MOST_S = 10.0
-"""What a rank may take."""
+"""Most seconds that a rank may take."""
 _TIMEOUT_S = 300.0
 
 

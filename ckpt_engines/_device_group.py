@@ -173,9 +173,8 @@ class DeviceGroup:
         """
         if self._accelerator is not None and self._aborter is None:
             aborter = threading.Thread(target=self._abort, name="weightlane-group-abort", daemon=True)
-            with suppress(
-                RuntimeError
-            ):  # from Python 3.12 on, a program that ends starts no threads, and its groups end with it
+            # From Python 3.12 on, a program that ends starts no threads, and its groups end with it.
+            with suppress(RuntimeError):
                 aborter.start()
                 self._aborter = aborter
 

@@ -85,15 +85,15 @@ def standalone_guard(part: str, deadline: Deadline) -> Iterator[Guard]:
         life.close()
 
 
-_lock = threading.Lock()
-_appearing: dict[tuple[str, str], threading.Event] = {}
-"""By protocol and file, the write that is to let it appear, whether or not its caller still waits: set once it has ended. A file
-is written by whoever takes part in a run, one connection after another, so that all of this process look here."""
+_pending_writes: dict[tuple[str, str], threading.Event] = {}
+"""By protocol and file: the write under way that lets it appear, whether or not its caller still waits. Its event is set when it
+has ended. One table for the whole process, since a new connection writes the same files as the one before it."""
+_pending_writes_lock = threading.Lock()
 
 
 def _has_ended(file: tuple[str, str], ended: threading.Event) -> None:
-    with _lock:
-        del _appearing[file]
+    with _pending_writes_lock:
+        del _pending_writes[file]
     ended.set()
 
 
@@ -209,15 +209,15 @@ class StoreDirectory:
 
     def in_doubt(self, path: str) -> bool:
         """Whether a write of this file that was given up goes on behind its caller: it may still appear, or be replaced."""
-        with _lock:
-            return (self._protocol, self.full(path)) in _appearing
+        with _pending_writes_lock:
+            return (self._protocol, self.full(path)) in _pending_writes
 
     def _in_turn(self, final: str, operation: Callable[[], None], guard: Guard) -> None:
         """Let a remote file appear, after any earlier one of that name: one that was given up must not replace a later one."""
         waiting_for, file, ended = f"{final} to be written", (self._protocol, final), threading.Event()
         while True:
-            with _lock:
-                before = _appearing.setdefault(file, ended)
+            with _pending_writes_lock:
+                before = _pending_writes.setdefault(file, ended)
             if before is ended:
                 break
             guard.run(before.wait, f"an earlier write of {final}, which was given up, to end")

@@ -152,7 +152,7 @@ class GradientError(WeightlaneError, ArithmeticError):
 
 
 class TooManyFailuresError(WeightlaneError, RuntimeError):
-    """More samples or steps failed, one after the other, than a run is told to put up with."""
+    """Of the last samples or optimizer steps of a run, more failed than its configuration allows."""
 
 
 class DeltaBaseError(WeightlaneError, LookupError):

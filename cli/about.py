@@ -1,4 +1,4 @@
-"""What a run was made of: so that its figures can be understood, and it can be made again."""
+"""Notes seed, model, engines, library versions and commit of a run, so that it can be understood and repeated."""
 
 from __future__ import annotations
 

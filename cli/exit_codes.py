@@ -1,4 +1,4 @@
-"""What the command ends with, for whoever starts it: a scheduler can tell a typing error from a machine that is gone."""
+"""Exit codes of the command: by them a scheduler can tell a typing error from a machine that is gone."""
 
 from __future__ import annotations
 

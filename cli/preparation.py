@@ -1,4 +1,4 @@
-"""What a run needs, found and checked before a process is started or a file is written."""
+"""Finds and checks everything that a run needs, before it starts a process or writes a file."""
 
 from __future__ import annotations
 

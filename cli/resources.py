@@ -1,4 +1,4 @@
-"""What a run takes of the machine it is on: settings that nobody gave follow from what is there and from the model's size."""
+"""Fills in settings that nobody gave, from the model's size and from the GPUs that there are, and refuses what does not fit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GB = 1e9
 _START_S_PER_GB = 30.0
 """Loading, and two loads more to rehearse, from a disk that gives 100 MB/s."""
 _BESIDE_BYTES = 2 << 30
-"""Of a device's memory: the CUDA context, communicators, what libraries keep."""
+"""Memory of a device that the CUDA context, communicators and libraries keep."""
 _KV_BYTES = 1 << 30
 """The least that is worth serving with."""
 _STATE_BYTES = 16
@@ -27,7 +27,7 @@ _STATE_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """What there is to run on."""
+    """The GPUs that a run can use."""
 
     gpus: int
     gpu_bytes: int = 0
@@ -44,20 +44,20 @@ class Machines:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of the run's model, in bytes."""
+    """How large the run's model is, in bytes where not said otherwise."""
 
     parameters: int
     """Elements, not bytes."""
     version: int
     """A version as it is sent."""
     share: int
-    """What a rollout rank has of one, about."""
+    """The part of a version that one rollout rank has, about."""
     trained: int
-    """What a trainer rank has of weights, gradients and optimizer, where these are split over all ranks."""
+    """Weights, gradients and optimizer state of one trainer rank, where these are split over all ranks."""
 
     @classmethod
     def of(cls, config: RunConfig, model: ModelInfo) -> Sizes:
-        """As configured; where nobody said in which dtype weights travel, in the checkpoint's."""
+        """Sizes of `model` as configured; weights travel in the checkpoint's dtype unless the configuration names another."""
         parameters = weight_elements(model.path)
         asked = (config.sync.wire_dtype, config.rollout.dtype, model.dtype)
         dtype = next(name for name in asked if name != "auto")
@@ -149,7 +149,7 @@ def vllm_is_for_cpus() -> bool:
 
 
 def described(config: RunConfig, sizes: Sizes, machines: Machines) -> Sequence[tuple[str, str]]:
-    """What a run of the `fitted` configuration takes, as pairs of what and how much."""
+    """Name and amount of everything that a run of the `fitted` configuration takes."""
     trainer, rollout = config.trainer, config.rollout
     ranks = rollout.replicas * rollout.tensor_parallel
     state = (

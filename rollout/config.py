@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 START_TIMEOUT_S = 300.0
 """How long a replica of a model that takes no time to load may need."""
 GPU_SHARE = 0.9
-"""Of a device's memory, vLLM's where nobody needs any beside it."""
+"""Share of a device's memory that vLLM gets where nobody else needs any."""
 
 
 class RolloutConfig(BaseModel):
@@ -98,11 +98,6 @@ class RolloutConfig(BaseModel):
         " GB of a rank's share of the model.",
     )
 
-    @property
-    def start_limit_s(self) -> float:
-        """`start_timeout_s`, where nobody has said how large the model is."""
-        return START_TIMEOUT_S if self.start_timeout_s is None else self.start_timeout_s
-
     connect_timeout_s: float = Field(60.0, gt=0.0, description="Most seconds connecting to the publisher may take.")
     request_timeout_s: float = Field(
         600.0, gt=0.0, description="Most seconds one request may take from first to last token."
@@ -115,6 +110,11 @@ class RolloutConfig(BaseModel):
     extra_engine_args: dict[str, Any] = Field(
         default_factory=dict, description="Further vLLM AsyncEngineArgs by name; they win over what weightlane sets."
     )
+
+    @property
+    def start_limit_s(self) -> float:
+        """`start_timeout_s`, or what a small model may take where that is not set."""
+        return START_TIMEOUT_S if self.start_timeout_s is None else self.start_timeout_s
 
     @model_validator(mode="after")
     def _experts_have_ranks(self) -> Self:

@@ -2,7 +2,8 @@
 
 vLLM 0.32's kernel takes the last dimension of a query for all its heads. Latent attention (DeepSeek-V2, V3) hands it
 [tokens, heads, rotary dim], views of larger tensors, and only the first head was rotated, in the wrong place: the model then
-generates what no other implementation of it does.
+generates what no other implementation of it does. Every vLLM beside which weightlane is installed is put right, whether or not it
+uses weightlane: a model must decode the same either way.
 """
 
 from __future__ import annotations

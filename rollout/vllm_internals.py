@@ -1,7 +1,7 @@
-"""What of vLLM's insides is used, all in one place.
+"""Every inside of vLLM that weightlane uses, in one place.
 
-None of it is promised by vLLM to stay: a release in which one of these has gone is refused by its name, before a replica serves,
-and vLLM itself starts as if weightlane were not installed. Import them from here, inside functions: vLLM takes seconds.
+vLLM promises none of them: a release that lacks one is refused, and the missing one named, before a replica serves; vLLM itself
+starts as if weightlane were not installed. Import them from here, inside functions: importing vLLM takes seconds.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ _ON_CPU = {
 }
 _WHERE = {name: module for module, names in (_MODULES | _ON_CPU).items() for name in names}
 
+_HINT = "Install a vLLM that was tried: see the extra `vllm` of weightlane."
 failures: list[Exception] = []
 """Why `weightlane.rollout.vllm_plugin` could not do in this process what it does."""
 
@@ -55,7 +56,7 @@ def __getattr__(name: str) -> Any:
         raise ConfigError(
             f"this vLLM{_version()} has no {module}.{name}, which weightlane uses.",
             part="vllm",
-            hint="Install a vLLM that was tried: see the extra `vllm` of weightlane.",
+            hint=_HINT,
         ) from cause
 
 
@@ -63,7 +64,9 @@ def check_internals(*, on_cpu: bool) -> None:
     """Raise `ConfigError` for the first thing that is not there, or that could not be done when vLLM started."""
     for failure in failures:
         raise ConfigError(
-            f"weightlane could not prepare this vLLM{_version()}: {type(failure).__name__}: {failure}", part="vllm"
+            f"weightlane could not prepare this vLLM{_version()}: {type(failure).__name__}: {failure}",
+            part="vllm",
+            hint=_HINT,
         ) from failure
     for names in (_MODULES | _ON_CPU if on_cpu else _MODULES).values():
         for name in names:

@@ -52,22 +52,28 @@ def refuse_unsupported(model: torch.nn.Module, vllm_config: Any, device: torch.d
 
 
 def _refuse_modes(vllm_config: Any) -> None:
-    """What of vLLM's would go on with old weights, or take away the memory that new ones are written to."""
+    """Refuse what would let vLLM go on with old weights, or take away the memory that new ones are written to."""
     draft = getattr(vllm_config, "speculative_config", None)
     method = str(getattr(draft, "method", "") or "")
-    modes = {
-        "LoRA adapters (enable_lora)": getattr(vllm_config, "lora_config", None) is not None,
-        "sleep mode (enable_sleep_mode)": bool(getattr(vllm_config.model_config, "enable_sleep_mode", False)),
-        f"a draft model (speculative_config, {method})": draft is not None and method not in _DRAFTS_WITHOUT_WEIGHTS,
-    }
-    why = {
-        "LoRA": "adapters stay as they are beside weights that change under them",
-        "sleep": "a version that comes while vLLM sleeps would be written to memory that is not there",
-        "a draft": "it would keep the weights that it was started with",
-    }
-    for mode, on in modes.items():
+    modes = [
+        (
+            getattr(vllm_config, "lora_config", None) is not None,
+            "LoRA adapters (enable_lora)",
+            "adapters stay as they are beside weights that change under them",
+        ),
+        (
+            bool(getattr(vllm_config.model_config, "enable_sleep_mode", False)),
+            "sleep mode (enable_sleep_mode)",
+            "a version that comes while vLLM sleeps would be written to memory that is not there",
+        ),
+        (
+            draft is not None and method not in _DRAFTS_WITHOUT_WEIGHTS,
+            f"a draft model (speculative_config, {method})",
+            "it would keep the weights that it was started with",
+        ),
+    ]
+    for on, mode, reason in modes:
         if on:
-            reason = next(text for start, text in why.items() if mode.startswith(start))
             raise ConfigError(
                 f"a replica with {mode} takes no versions: {reason}.", part=_PART, hint="Start vLLM without it."
             )
@@ -114,9 +120,9 @@ def load_version(
 
 @contextmanager
 def as_at_start(model_config: Any) -> Iterator[None]:
-    """Load a model again as vLLM loads it when it starts: some layers ask for torch's default type.
+    """Inside, torch's default type is what it is when vLLM starts, since some layers ask for it while they are loaded.
 
-    Without vLLM's warning, at every commit, about layers such as rotary embeddings that have nothing to load.
+    vLLM's warning about layers that have nothing to load, such as rotary embeddings, is kept out of the log.
     """
     from .vllm_internals import set_default_torch_dtype  # noqa: PLC0415 - only in a vLLM worker
 

@@ -16,7 +16,7 @@ Result = CommitOutcome | WeightlaneError
 
 
 class Commits:
-    """Those of one version.
+    """The commits of one version on all replicas.
 
     A replica that takes it in place begins while it is still being sent: `begin` is called on the thread that sends then,
     everything else while nobody sends.
@@ -29,13 +29,13 @@ class Commits:
         self._version = version
         self._under_way: dict[str, tuple[Member, Future[Result]]] = {}
         self.reports: dict[str, ReplicaReport] = {}
-        """Of replicas that have taken the version."""
+        """One for each replica that has taken the version."""
         self.before: dict[str, int] = {}
-        """What these served until then."""
+        """The version that each of these served until then."""
 
     @property
     def members(self) -> list[Member]:
-        """Whose commits have begun, and are not settled."""
+        """The replicas whose commits have begun and are not settled."""
         return [member for member, _ in self._under_way.values()]
 
     def begin(

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from weightlane.ckpt_engines import (
@@ -47,7 +46,7 @@ _log = logging.getLogger(__name__)
 _QUARANTINE_S = 10.0
 _LOOK_AGAIN_S = 0.01
 _CLEAN_UP_S = 60.0
-"""How much longer than the sync what was interrupted may take to end, at the very most."""
+"""Most seconds that an interrupted call may go on after the sync's deadline."""
 _CANCELLED_S = 10.0
 """How long a sync that was cancelled lets commits go on that are under way: one that ends can be taken back."""
 
@@ -116,9 +115,7 @@ class Coordinator:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     async def connect(self) -> None:
@@ -312,9 +309,9 @@ class Coordinator:
         if not ended.done():
             running.cancel()
             raise DeadlineExceededError(
-                "a call did not end when its deadline had passed.",
+                "the store through which the parts of the run talk to each other has not answered in time.",
                 part=COORDINATOR,
-                hint="The store of the run may hang; end the run and start it again.",
+                hint="It may hang; end the run and start it again.",
             )
         return ended.result()
 

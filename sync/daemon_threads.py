@@ -16,7 +16,7 @@ _Call = tuple[Future[Any], Callable[[], Any]]
 
 
 class DaemonThreads(Executor):
-    """As `concurrent.futures.ThreadPoolExecutor`, whose threads Python joins at exit: one in a stuck call holds that up for ever.
+    """A `ThreadPoolExecutor` whose threads do not hold up the end of the process: Python joins that one's, stuck or not.
 
     Args:
         most: How many threads there are at most; each is started when it is first needed.
@@ -32,7 +32,7 @@ class DaemonThreads(Executor):
         self._closed = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """As `Executor.submit`. Raises `RuntimeError` after `shutdown`."""
+        """See `Executor.submit`. Raises `RuntimeError` after `shutdown`."""
         future: Future[T] = Future()
         with self._lock:
             if self._closed:
@@ -45,7 +45,7 @@ class DaemonThreads(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """As `Executor.shutdown`, but for `wait`: threads end after their last call, and nobody waits for that."""
+        """See `Executor.shutdown`; there is no `wait`: threads end after their last call, and nobody waits for that."""
         del wait
         with self._lock:
             if self._closed:

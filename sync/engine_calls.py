@@ -23,7 +23,7 @@ _HINT = "The engine does not keep its deadlines: `weightlane conformance` says w
 
 
 def result_of(call: Future[T], deadline: Deadline, waiting_for: str, part: str, hint: str = _HINT) -> T:
-    """What `call`, which was given `deadline`, returns or raises; `DeadlineExceededError` if it does neither in time."""
+    """Wait for `call`, which was given `deadline`, and return its result. Raises `DeadlineExceededError` if it has none."""
     try:
         return call.result(deadline.remaining_s + GRACE_S)
     except TimeoutError as error:
@@ -48,7 +48,7 @@ def close_all(halves: Iterable[Half], part: str) -> None:
 
 
 def _aside(call: Callable[[], T], deadline: Deadline, waiting_for: str, part: str) -> T:
-    """What `call` returns or raises on a thread of its own, which is left behind when it does neither in time."""
+    """Run `call` on a thread of its own and wait for it; the thread is left behind when the call does not end in time."""
     return result_of(_begun(call), deadline, waiting_for, part)
 
 

@@ -153,9 +153,8 @@ class ShardGather:
         if self._packed.is_cpu:
             abandon_gloo(group)
         else:
-            with suppress(
-                RuntimeError
-            ):  # from Python 3.12 on, a program that ends starts no threads, and its groups end with it
+            # From Python 3.12 on, a program that ends starts no threads, and its groups end with it.
+            with suppress(RuntimeError):
                 start_thread("weightlane-abort", abort_accelerator_group, group)
 
     def _room(self, nbytes: int) -> torch.Tensor:

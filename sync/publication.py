@@ -34,7 +34,11 @@ def checked_version(version: Any, part: str) -> int:
     except TypeError:
         number = -1
     if number < 0 or isinstance(version, bool):
-        raise ConfigError(f"a version is a whole number from 0, not {version!r}.", part=part)
+        raise ConfigError(
+            f"a version is a whole number from 0, not {version!r}.",
+            part=part,
+            hint="The number of the optimizer step will do.",
+        )
     return number
 
 

@@ -13,7 +13,6 @@ from weightlane.ckpt_engines import Deadline, Topology, WeightSender
 from .bucket_source import BucketSource, FromSnapshot, Packed
 from .delta_agreement import DeltaAgreement
 from .delta_encoding import delta_manifest, delta_tables
-from .engine_calls import close_all
 from .gather import ShardGather
 from .link_halves import LinkHalves
 from .magnitudes import MagnitudeAgreement
@@ -171,7 +170,7 @@ class GatheredSending(Sending):
         layout: The stream, of whole tensors.
         tables: Where each rank's snapshot belongs in it, by rank.
         parts: What this rank has of it.
-        sender: The engine's half on rank 0; closed with this.
+        sender: The engine's half on rank 0; whoever made it closes it.
         topology: Whom it connects.
         device: Where the snapshots are.
 
@@ -191,7 +190,7 @@ class GatheredSending(Sending):
         device: torch.device,
     ) -> None:
         super().__init__(opening, layout, parts)
-        self._alone, self._name = opening.alone, opening.name
+        self._alone = opening.alone
         self._sender = sender
         self._pipeline = None if sender is None else opening.pipeline([sender])
         self._gather: ShardGather | None = None
@@ -244,8 +243,6 @@ class GatheredSending(Sending):
     def close(self) -> None:
         """See `Sending.close`."""
         super().close()
-        if self._sender is not None:
-            close_all([self._sender], self._name)
         if self._gather is not None:
             self._gather.close()
 

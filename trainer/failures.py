@@ -1,4 +1,4 @@
-"""What fails in a run without ending it: samples and optimizer steps, each counted, told of, and bounded in number."""
+"""Samples and optimizer steps that fail without ending the run: each is counted and reported, and too many end it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from weightlane.plugins import RunHooks
 STEP = "step"
 """The kind of an optimizer step that changed nothing. Every other kind costs a sample."""
 _STEPS, _SAMPLES, _GROUPS = 20, 100, 20
-"""Of how many of the last steps a share may fail, and of how many samples, or samples of how many groups."""
+"""A share may fail of so many last steps; of so many last samples, or of those of so many groups where these are more."""
 
 
 class Failures:
-    """Of one run.
+    """Counts the failed samples and steps of one run.
 
     Args:
         share: Share of the last 20 steps, or of the samples of the last 20 groups (100 at least), that may fail. Those that a

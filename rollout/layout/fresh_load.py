@@ -1,4 +1,4 @@
-"""What vLLM's ordinary loading makes of given values: the oracle that every other way to put weights into a model is judged by.
+"""Loads given values by vLLM's ordinary loading: the oracle by which every other way to put weights into a model is judged.
 
 A second model is built like the one that serves, with weights that are made up. It never serves, and nothing but vLLM's own
 start-up code loads it, so that whatever a reload leaves behind, or a copy misses, shows when it is laid beside it.
@@ -30,14 +30,19 @@ from .layout_map import SourceSpec
 _PERIOD = 1_048_573
 """Elements after which made-up values repeat: a prime, so that no row or head begins where another does."""
 _MANTISSA = 0x7F
-"""Of a made-up value's eight bits, all but the sign; in e4m3 NaN has all of these set."""
+"""All of a made-up value's eight bits but the sign; in e4m3, NaN has all of these set."""
 _NO_WEIGHTS = ("kv_cache", "handler_tensor", "_moe_state")
 """Attributes that hold no weights: other memory as soon as a model serves, an address of a library's own object, and which
 experts the tokens of one call have chosen.
 
 What such an object keeps shows in what its layer computes.
 """
+_MODULE = frozenset(vars(torch.nn.Module()))
+"""Attributes that every module has."""
 _DEPTH = 8
+"""How many objects deep tensors are looked for."""
+_ROOM = 1.3
+"""Free memory that a second model needs, in sizes of the first; what layers take in passing after a load is in it."""
 
 
 class MadeUpValues(MadeTensors):
@@ -56,7 +61,7 @@ class MadeUpValues(MadeTensors):
         hashed = torch.arange(_PERIOD, dtype=torch.int64, device=device) * 0x9E3779B1 >> 9
         self._codes = (hashed & 0xFF).to(torch.uint8) ^ (0x55 * seed)
         self._periods: dict[tuple[torch.dtype, bool], torch.Tensor] = {}
-        """Of each type, signed or not: one period of the values. A tensor is cut out of its repetitions, and takes no more."""
+        """One period of the values for each type, signed or not. A tensor is cut out of its repetitions."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
         spec, signed = self._specs[name], "scale" not in name
@@ -78,7 +83,7 @@ class MadeUpValues(MadeTensors):
         return (torch.where(codes > _MANTISSA, -size, size) if signed else size).to(dtype)
 
     def without_data(self, name: str) -> torch.Tensor:
-        """As `MadeTensors`."""
+        """See `MadeTensors.without_data`."""
         return torch.empty(self._specs[name].shape, dtype=self._specs[name].dtype, device="meta")
 
     def __iter__(self) -> Iterator[str]:
@@ -156,7 +161,7 @@ def _is_view(view: LeftBehind, held: Mapping[str, torch.Tensor]) -> bool:
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Everything a model may compute from, by path: parameters, buffers, and tensors in whatever its layers keep."""
+    """All tensors that a model may compute from, by path: parameters, buffers, and tensors in whatever its layers keep."""
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for prefix, module in model.named_modules():
@@ -164,10 +169,6 @@ def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         for name, value in (*module._parameters.items(), *module._buffers.items(), *beside.items()):
             found.update(_reachable(f"{prefix}.{name}".lstrip("."), value, seen, _DEPTH))
     return found
-
-
-_MODULE = frozenset(vars(torch.nn.Module()))
-"""What every module has."""
 
 
 def _reachable(path: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -202,7 +203,7 @@ def _is_part(value: Any) -> bool:
 
 
 def digests(model: torch.nn.Module) -> dict[str, str]:
-    """Of each of `tensors_of`: shape, strides, type and every bit."""
+    """For each of `tensors_of`, a digest of its shape, strides, type and every bit."""
     return {name: _digest(tensor) for name, tensor in tensors_of(model).items()}
 
 
@@ -214,7 +215,7 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def looks(model: torch.nn.Module) -> dict[str, str]:
-    """Of each of `tensors_of` all but its values: how it lies in memory, and whose memory that is."""
+    """For each of `tensors_of`, how it lies in memory and whose memory that is; not its values."""
     owners: dict[int, str] = {}
     found = {}
     for name, tensor in tensors_of(model).items():
@@ -253,10 +254,6 @@ def room_beside(model: torch.nn.Module, device: torch.device, *, may_move: bool)
         finally:
             gc.collect()
             torch.accelerator.empty_cache()
-
-
-_ROOM = 1.3
-"""Free memory that a second model needs, in sizes of the first: what processing after a load takes in passing is in it."""
 
 
 @contextmanager

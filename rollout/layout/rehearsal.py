@@ -33,7 +33,7 @@ _OUTPUT = "output of "
 
 
 class Rehearsal:
-    """Of one rank's versions. Every call is made by all ranks together, inside vLLM's current config, before the model serves.
+    """Rehearses the versions of one rank, before its model serves. All ranks make every call together, inside vLLM's config.
 
     Args:
         model: The live model; it is not touched.
@@ -68,7 +68,7 @@ class Rehearsal:
         """Views that the model's layers leave behind; known after a trial."""
 
     def trouble_with(self, verdict: Verdict, read: Mapping[str, list[Box]] | None) -> str | None:
-        """What some rank says against writing versions as `verdict` says; None if it is right on all of them.
+        """Why versions must not be written as `verdict` says, by the first rank that objects; None if it is right on all.
 
         Args:
             verdict: How they are written.
@@ -155,7 +155,7 @@ class Rehearsal:
         return next((trouble for step in steps if (trouble := self._together(step)) is not None), None)
 
     def _together(self, step: Callable[[], object]) -> str | None:
-        """What the first rank on which `step` failed says of it."""
+        """The reason given by the first rank on which `step` failed; None if it failed on none."""
         said: str | None = None
         try:
             step()
@@ -169,7 +169,7 @@ class Rehearsal:
 
 
 class _NotShownError(Exception):
-    """What was written is not what is wanted, or nobody can tell."""
+    """A written version differs from an ordinary load, or the two cannot be compared."""
 
 
 def _pieces_of(tensors: Mapping[str, torch.Tensor]) -> Iterator[Piece]:

@@ -40,6 +40,7 @@ from weightlane.ckpt_engines import (
     ProtocolError,
     StorageError,
     VersionFiles,
+    WeightSender,
 )
 from weightlane.ckpt_engines._store_fs import Guard, StoreDirectory
 from weightlane.ckpt_engines.conformance import ConformanceBase, ConnectionMaker, Parcel
@@ -275,13 +276,19 @@ class HeldUp:
         patch.setattr(sender._store._fs, "pipe_file", held_up)
 
 
-def test_a_write_that_was_given_up_never_replaces_a_later_one(
+@pytest.fixture
+def held_up(
     s3_url: str, s3_options: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> tuple[Place, WeightSender, HeldUp]:
+    """An object store with version 1, and its sender, whose next ``latest.json`` is held up."""
     place = Place(s3_url, s3_options)
     sender, _ = connect_sender(place.options)
     publish(sender, 1, 100)
-    held = HeldUp(sender, monkeypatch)
+    return place, sender, HeldUp(sender, monkeypatch)
+
+
+def test_a_write_that_was_given_up_never_replaces_a_later_one(held_up: tuple[Place, WeightSender, HeldUp]) -> None:
+    place, sender, held = held_up
     for version, waits_for in ((2, "latest.json to be written"), (3, "an earlier write of .*latest.json")):
         publish(sender, version, 100, commit=False)
         with pytest.raises(DeadlineExceededError, match=waits_for):
@@ -299,12 +306,9 @@ def test_a_write_that_was_given_up_never_replaces_a_later_one(
 
 
 def test_a_version_whose_listing_is_in_doubt_stays_when_its_sender_closes(
-    s3_url: str, s3_options: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    held_up: tuple[Place, WeightSender, HeldUp],
 ) -> None:
-    place = Place(s3_url, s3_options)
-    sender, _ = connect_sender(place.options)
-    publish(sender, 1, 100)
-    held = HeldUp(sender, monkeypatch)
+    place, sender, held = held_up
     publish(sender, 2, 100, commit=False)
     with pytest.raises(DeadlineExceededError):
         sender.commit_version(2, {"checksums.json": "2"}, Deadline.after(1.0))

@@ -75,6 +75,14 @@ _MLA = {
     "topk_group": 1,
     "head_dim": 16,
 }
+_ROUTED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "head_dim": HEAD_DIM,
+}
 _LATENT = (
     "q_lora_rank",
     "kv_lora_rank",
@@ -261,32 +269,8 @@ ZOO = [
         "moe",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": HEAD_DIM, "sliding_window": 32},
     ),
-    Kind(
-        "glm4-moe",
-        "Glm4Moe",
-        "moe",
-        {
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-            "head_dim": HEAD_DIM,
-        },
-    ),
-    Kind(
-        "dots1",
-        "Dots1",
-        "moe",
-        {
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-            "head_dim": HEAD_DIM,
-        },
-    ),
+    Kind("glm4-moe", "Glm4Moe", "moe", _ROUTED),
+    Kind("dots1", "Dots1", "moe", _ROUTED),
     Kind("minicpm3", "MiniCPM3", "mla", {name: _MLA[name] for name in _LATENT}),
     Kind("deepseek-v2", "DeepseekV2", "mla", _MLA),
     Kind("deepseek-v2-lite", "DeepseekV2", "mla", {**_MLA, "q_lora_rank": None}),
