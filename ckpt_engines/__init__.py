@@ -9,21 +9,18 @@ True
 True
 """
 
+from ._channel import Address, Channel
 from .contract import (
     API_VERSION,
-    Address,
     Bucket,
     Capabilities,
     CheckpointEngine,
     Delivery,
     EngineConfig,
     FilePart,
-    Mailbox,
     Topology,
-    VersionFiles,
     WeightReceiver,
     WeightSender,
-    bucket_file_name,
 )
 from .deadline import Deadline
 from .errors import (
@@ -59,7 +56,10 @@ from .errors import (
     as_weightlane_error,
     error_from_wire,
 )
+from .link import ReceiverLink, SenderLink
 from .registry import CheckpointEngineRegistry, EngineListing
+from .showing import ShowingSender, ViewingReceiver
+from .storing import StoringSender, VersionFiles, bucket_file_name
 
 __all__ = [
     "API_VERSION",
@@ -67,6 +67,7 @@ __all__ = [
     "AddressInUseError",
     "Bucket",
     "Capabilities",
+    "Channel",
     "CheckpointEngine",
     "CheckpointEngineRegistry",
     "ClosedError",
@@ -85,16 +86,19 @@ __all__ = [
     "EngineUnavailableError",
     "FilePart",
     "GradientError",
-    "Mailbox",
     "ManifestError",
     "PeerLostError",
     "ProtocolError",
     "QuarantinedError",
     "QuorumError",
+    "ReceiverLink",
     "RegistryError",
     "RewardError",
+    "SenderLink",
+    "ShowingSender",
     "StagingMemoryError",
     "StorageError",
+    "StoringSender",
     "SupersededError",
     "SyncAbortedError",
     "TooManyFailuresError",
@@ -103,6 +107,7 @@ __all__ = [
     "UnknownEngineError",
     "UntouchedError",
     "VersionFiles",
+    "ViewingReceiver",
     "WeightReceiver",
     "WeightSender",
     "WeightlaneError",

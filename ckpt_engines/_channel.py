@@ -28,6 +28,8 @@ from .deadline import Deadline
 from .errors import AddressInUseError, ConfigError, PeerLostError, ProtocolError, TransportError
 from .mac import proof, proves
 
+Address = Mapping[str, Any]
+"""Where a half can be reached: JSON-representable, engine-specific, never pickled."""
 _LENGTH = struct.Struct("<I")
 _MAX_MESSAGE_BYTES = 64 * 1024
 _MAX_DESCRIPTORS = 4
@@ -82,6 +84,10 @@ class Channel:
     def part(self) -> str:
         """Name of that half, for error messages."""
         return self._life.part
+
+    def belong_to(self, life: Lifecycle) -> None:
+        """From now on waits end when `life` is closed: that of the half which got this channel."""
+        self._life = life
 
     def fileno(self) -> int:
         """The socket's file descriptor, for `Lifecycle.wait`."""
@@ -188,13 +194,14 @@ def dial(
     session: str,
     name: str,
     peer: str,
+    lane: str = "",
     key: bytes = b"",
-) -> tuple[Channel, dict[str, Any]]:
-    """Connect to a sender, at (host, port) or at the path of a Unix socket, and wait for its welcome.
+) -> Channel:
+    """Connect to a sender, at (host, port) or at the path of a Unix socket, and have it let this receiver in.
 
-    With a `key` (`Topology.key`) both sides prove that they know it. Returns the channel and the sender's welcome message.
-    Raises `PeerLostError` when nobody listens there, `ProtocolError` when the sender refuses or proves nothing, or
-    `DeadlineExceededError`.
+    Where there are several connections to one sender, each has a `lane` of its own. With a `key` (`Topology.key`) both sides
+    prove that they know it. Whether everybody else came, too, is said by `welcomed`. Raises `PeerLostError` when nobody listens
+    there, `ProtocolError` when the sender refuses or proves nothing, or `DeadlineExceededError`.
     """
     target: Any = address
     family = socket.AF_UNIX
@@ -207,23 +214,35 @@ def dial(
     try:
         _connect(sock, target, life, peer, deadline)
         channel = Channel(sock, life, peer)
-        _say_hello(channel, session, name, key, deadline)
-        return channel, _answer(channel, deadline, "the sender's welcome, which needs every receiver")
+        _say_hello(channel, session, name, lane, key, deadline)
     except BaseException:
         sock.close()
         raise
+    return channel
 
 
-def _say_hello(channel: Channel, session: str, name: str, key: bytes, deadline: Deadline) -> None:
+def welcome(channels: Iterable[Channel], deadline: Deadline) -> None:
+    """[sender] Tell receivers that everybody is there."""
+    for channel in channels:
+        channel.send_json({}, deadline)
+
+
+def welcomed(channel: Channel, deadline: Deadline) -> None:
+    """[receiver] Wait until the sender has let everybody in. Raises as `dial`."""
+    _answer(channel, deadline, "the sender's welcome, which needs every receiver")
+
+
+def _say_hello(channel: Channel, session: str, name: str, lane: str, key: bytes, deadline: Deadline) -> None:
     """Introduce this receiver; with a `key`, prove that it knows it and have the sender prove the same."""
+    hello = {"session": session, "name": name, "lane": lane}
     if not key:
-        channel.send_json({"session": session, "name": name}, deadline)
+        channel.send_json(hello, deadline)
         return
     nonce = secrets.token_hex(_NONCE_BYTES)
-    hello = {"session": session, "name": name, "nonce": nonce, "proof": proof(key, _HELLO, session, name, nonce)}
-    channel.send_json(hello, deadline)
+    said = (session, name, lane, nonce)
+    channel.send_json({**hello, "nonce": nonce, "proof": proof(key, _HELLO, *said)}, deadline)
     admission = _answer(channel, deadline, "the sender to let it in")
-    if not proves(key, admission.get("proof"), _ADMISSION, session, name, nonce):
+    if not proves(key, admission.get("proof"), _ADMISSION, *said):
         raise ProtocolError(
             "what listens there does not know this session's key.",
             part=channel.part,
@@ -268,15 +287,16 @@ def accept_receivers(
     names: Iterable[str],
     deadline: Deadline,
     *,
+    lanes: Sequence[str] = ("",),
     key: bytes = b"",
-) -> dict[str, Channel]:
-    """Wait until every receiver in `names` has said hello with this `session`, and let nobody else in.
+) -> list[dict[str, Channel]]:
+    """Wait until every receiver in `names` has said hello with this `session` on each of `lanes`, and let nobody else in.
 
-    With a `key` (`Topology.key`) a receiver must prove that it knows it, and is shown that this side does. Returns the
-    channels in the order of `names`. Raises `PeerLostError` when one that had connected is gone, or
+    With a `key` (`Topology.key`) a receiver must prove that it knows it, and is shown that this side does. Returns for each
+    lane the channels in the order of `names`. Raises `PeerLostError` when one that had connected is gone, or
     `DeadlineExceededError` naming those that never came.
     """
-    lobby = _Lobby(listener, life, session, tuple(names), key)
+    lobby = _Lobby(listener, life, session, tuple(names), tuple(lanes), key)
     try:
         while missing := lobby.missing():
             lobby.step(deadline, f"{', '.join(missing)} to connect")
@@ -286,26 +306,34 @@ def accept_receivers(
         raise
     finally:
         lobby.dismiss()
-    return {name: lobby.joined[name] for name in lobby.names}
+    return [{name: lobby.joined[lane, name] for name in lobby.names} for lane in lanes]
 
 
 class _Lobby:
     """Connections from the listening socket on, until each is a joined receiver or refused."""
 
     def __init__(
-        self, listener: socket.socket, life: Lifecycle, session: str, names: tuple[str, ...], key: bytes
+        self,
+        listener: socket.socket,
+        life: Lifecycle,
+        session: str,
+        names: tuple[str, ...],
+        lanes: tuple[str, ...],
+        key: bytes,
     ) -> None:
         self._listener = listener
         self._life = life
         self._session = session
         self._key = key
+        self._lanes = lanes
         self.names = names
-        self.joined: dict[str, Channel] = {}
+        self.joined: dict[tuple[str, str], Channel] = {}
+        """By lane and name."""
         self._strangers: dict[int, tuple[socket.socket, bytearray]] = {}
         listener.setblocking(False)
 
     def missing(self) -> list[str]:
-        return [name for name in self.names if name not in self.joined]
+        return [name for name in self.names if any((lane, name) not in self.joined for lane in self._lanes)]
 
     def dismiss(self) -> None:
         for sock, _ in self._strangers.values():
@@ -329,7 +357,7 @@ class _Lobby:
 
     def _make_room(self) -> None:
         """Forget the stranger that has waited longest, so that silent ones cannot use up the file descriptors."""
-        if len(self._strangers) > _MAX_STRANGERS + len(self.names):
+        if len(self._strangers) > _MAX_STRANGERS + len(self._lanes) * len(self.names):
             oldest = next(iter(self._strangers))
             self._strangers.pop(oldest)[0].close()
 
@@ -347,25 +375,27 @@ class _Lobby:
             return
         del self._strangers[descriptor]
         hello = _decode(bytes(heard[_LENGTH.size :])) or {}
-        name, nonce = hello.get("name"), hello.get("nonce", "")
+        name, lane, nonce = hello.get("name"), hello.get("lane"), hello.get("nonce", "")
         if hello.get("session") != self._session:
             self._refuse(sock, "it waits for another session")
-        elif not isinstance(name, str) or name not in self.names:
+        elif (
+            not isinstance(name, str) or name not in self.names or not isinstance(lane, str) or lane not in self._lanes
+        ):
             self._refuse(sock, "that is not the name of a receiver of this session")
         elif self._key and not (
-            isinstance(nonce, str) and proves(self._key, hello.get("proof"), _HELLO, self._session, name, nonce)
+            isinstance(nonce, str) and proves(self._key, hello.get("proof"), _HELLO, self._session, name, lane, nonce)
         ):
             self._refuse(sock, f"{name} did not prove that it knows this session's key")
-        elif name in self.joined:
+        elif (lane, name) in self.joined:
             self._refuse(sock, f"{name!r} is connected already")
-        elif self._admit(sock, name, nonce):
-            self.joined[name] = Channel(sock, self._life, name)
+        elif self._admit(sock, name, lane, nonce):
+            self.joined[lane, name] = Channel(sock, self._life, name)
 
-    def _admit(self, sock: socket.socket, name: str, nonce: str) -> bool:
+    def _admit(self, sock: socket.socket, name: str, lane: str, nonce: str) -> bool:
         """Show the receiver that this side knows the key too; whether it is still there to see it."""
         if not self._key:
             return True
-        answer = _encode({"proof": proof(self._key, _ADMISSION, self._session, name, nonce)})
+        answer = _encode({"proof": proof(self._key, _ADMISSION, self._session, name, lane, nonce)})
         try:  # its socket is empty, so there is room for it
             if sock.send(answer) == len(answer):
                 return True

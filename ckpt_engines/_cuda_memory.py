@@ -21,16 +21,15 @@ from typing import Any
 
 import torch
 
-from ._channel import Channel
+from ._channel import Address, Channel
 from ._cuda_driver import HANDLE_BYTES, CudaDriver, cuda_driver
 from ._segments import MappedSegment, OwnedSegment, SegmentKind
-from .contract import Address
+from .devices import CudaRuntime, runtime_of
 from .errors import ProtocolError, StorageError, TransportError
 
 _PART = "CUDA memory"
 _OTHER_ENGINES = "Set checkpoint_engine.backend to nccl, or gloo."
-_EAGER_S = 0.002
-_EAGER_PAUSE_S = 0.00002
+_PAUSE_S = 0.00002
 _LAST_COPY_WAIT_S = 1.0
 
 
@@ -59,112 +58,114 @@ def _quietly_free(driver: CudaDriver, device: int, pointer: int) -> None:
 class CudaSegment(OwnedSegment):
     """Memory on one device of the process that made it."""
 
-    def __init__(self, device: torch.device, nbytes: int) -> None:
-        driver = cuda_driver()
+    def __init__(self, runtime: CudaRuntime, nbytes: int) -> None:
+        driver, index = cuda_driver(), runtime.device.index
         try:
-            block = _Block(driver, device.index, nbytes)
+            block = _Block(driver, index, nbytes)
         except StorageError:
-            torch.cuda.empty_cache()  # torch may hold what others gave back
-            block = _Block(driver, device.index, nbytes)
+            runtime.forget_unused()  # torch may hold what others gave back
+            block = _Block(driver, index, nbytes)
         self.nbytes = nbytes
-        self.data = torch.as_tensor(block, device=device)
-        self._device = device
-        with torch.cuda.device(device):
-            self._written = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
-            self._description = {
-                "memory": _encode(driver.export(device.index, block.pointer)),
-                "event": _encode(self._written.ipc_handle()),  # type: ignore[no-untyped-call]
-            }
+        self.data = runtime.tensor_over(block)
+        self._runtime = runtime
+        self._stream = runtime.new_stream()
+        self._written = runtime.interprocess_event()
+        self._description = {
+            "memory": _encode(driver.export(index, block.pointer)),
+            "event": _encode(self._written.ipc_handle()),
+        }
 
     def describe(self) -> tuple[Mapping[str, Any], Sequence[int]]:
         """See `OwnedSegment.describe`."""
         return self._description, ()
 
-    def publish(self) -> None:
-        """See `OwnedSegment.publish`: record the event that the receivers ask."""
-        self._written.record(torch.cuda.current_stream(self._device))
+    def copy_in(self, data: torch.Tensor, after: Any) -> Any:
+        """See `OwnedSegment.copy_in`."""
+        with self._runtime.on(self._stream):
+            self._runtime.wait_for(self._stream, after)
+            self.data[: data.numel()].copy_(data, non_blocking=True)
+        if data.device == self._runtime.device:
+            self._runtime.keep_until_done(data, self._stream)
+        return self._runtime.recorded(self._stream)
+
+    def publish(self, after: Any) -> None:
+        """See `OwnedSegment.publish`: have the event that the receivers ask pass with `after`."""
+        with self._runtime.on(self._stream):
+            self._runtime.wait_for(self._stream, after)
+            self._written.record(self._stream)
 
     def retire(self) -> None:
         """See `OwnedSegment.retire`. CUDA forbids to free what another process maps, so whoever knows of one holds this."""
 
 
 class CudaMapping(MappedSegment):
-    """Another process's segment, mapped for copies to `device`."""
+    """Another process's segment, mapped for copies to a device."""
 
-    def __init__(self, device: torch.device, nbytes: int, description: Mapping[str, Any]) -> None:
+    def __init__(self, runtime: CudaRuntime, nbytes: int, description: Mapping[str, Any]) -> None:
         self._driver = cuda_driver()
-        self._device = device
+        self._runtime = runtime
+        self._index = runtime.device.index
         self.nbytes = nbytes
         memory, event = (_decode(description.get(key)) for key in ("memory", "event"))
         try:
-            self._pointer = self._driver.open(device.index, memory)
+            self._pointer = self._driver.open(self._index, memory)
         except TransportError as error:
-            raise _cannot_map(device, error) from error
+            raise _cannot_map(runtime.device, error) from error
         try:
-            self._written = torch.cuda.Event.from_ipc_handle(device, event)  # type: ignore[no-untyped-call]
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._written = runtime.event_of(event)
+            self._stream = runtime.new_stream()
+            self._copied = runtime.recorded(self._stream)
         except RuntimeError as error:
-            self._driver.close(device.index, self._pointer)
-            raise _cannot_map(device, error) from error
+            self._driver.close(self._index, self._pointer)
+            raise _cannot_map(runtime.device, error) from error
 
-    def copy_out(self, offset: int, into: torch.Tensor, wait: Callable[[Callable[[], bool]], None]) -> None:
-        """See `MappedSegment.copy_out`."""
-        if into.device != self._device:
-            raise TransportError(f"a bucket is on {into.device}, the ones before on {self._device}.", part=_PART)
-        _wait_eagerly(self._written.query, wait)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # whatever used the bucket's memory before
-        into.record_stream(self._stream)  # the caller may drop the bucket after an error
+    def written(self) -> bool:
+        """See `MappedSegment.written`. The thread asks, no stream waits: a sender that is gone blocks nothing on the device."""
+        return bool(self._written.query())
+
+    def start_copy(self, offset: int, into: torch.Tensor, after: Any) -> Callable[[], bool]:
+        """See `MappedSegment.start_copy`."""
+        self._runtime.wait_for(self._stream, after)
         source, stream = self._pointer + offset, self._stream.cuda_stream
-        self._driver.copy(self._device.index, into.data_ptr(), source, into.numel(), stream)
-        self._copied.record(self._stream)
-        _wait_eagerly(self._copied.query, wait)
+        self._driver.copy(self._index, into.data_ptr(), source, into.numel(), stream)
+        self._runtime.keep_until_done(into, self._stream)  # the caller may drop the bucket after an error
+        copied = self._copied = self._runtime.recorded(self._stream)
+        return lambda: bool(copied.query())
 
     def close(self) -> None:
         """Unmap it, once the last copy is over: one may still run if its deadline passed."""
         give_up_at = time.monotonic() + _LAST_COPY_WAIT_S
         with contextlib.suppress(RuntimeError, TransportError):  # after a fault nothing is mapped any more
-            while not self._copied.query():  # type: ignore[no-untyped-call]
+            while not self._copied.query():
                 if time.monotonic() > give_up_at:
                     return  # a mapping too many is harmless, one too few kills the copy's process
-                time.sleep(_EAGER_PAUSE_S)
-            self._driver.close(self._device.index, self._pointer)
+                time.sleep(_PAUSE_S)
+            self._driver.close(self._index, self._pointer)
 
 
 class CudaSegments(SegmentKind):
-    """Segments on the device that is current where the sender first says its address."""
+    """Segments on CUDA devices."""
 
-    def __init__(self) -> None:
-        self._device: torch.device | None = None
+    copies_at_once = True
 
-    def facts(self) -> Mapping[str, Any]:
+    def facts(self, device: torch.device) -> Mapping[str, Any]:
         """Which physical device the segments are on, in words that mean the same in every process."""
-        return {"device": _uuid(self._own_device().index)}
+        return {"device": _runtime(device).uuid()}
 
-    def _own_device(self) -> torch.device:
-        if self._device is None:
-            self._device = torch.device("cuda", torch.cuda.current_device())
-        return self._device
-
-    def check(self, facts: Address, part: str, peer: str) -> None:
+    def check(self, facts: Address, device: torch.device, part: str, peer: str) -> None:
         """Two devices must reach each other's memory. A device that is not visible here is found out by mapping."""
-        mine = torch.cuda.current_device()
-        theirs = next(
-            (index for index in range(torch.cuda.device_count()) if _uuid(index) == facts.get("device")), mine
-        )
-        if theirs != mine and not torch.cuda.can_device_access_peer(mine, theirs):
+        theirs = facts.get("device")
+        if isinstance(theirs, str) and not _runtime(device).can_reach(theirs):
             raise TransportError(
-                f"cuda:{mine} cannot access the memory of the sender's cuda:{theirs}.",
+                f"{device} cannot access the memory of the sender's device {theirs}.",
                 part=part,
                 peer=peer,
                 hint=_OTHER_ENGINES,
             )
 
     def create(self, nbytes: int, device: torch.device) -> CudaSegment:
-        """See `SegmentKind.create`. For a bucket outside of CUDA memory, on the sender's own device."""
-        if device.type != "cuda" or device.index is None:
-            device = self._own_device()
-        return CudaSegment(device, max(1, nbytes))
+        """See `SegmentKind.create`."""
+        return CudaSegment(_runtime(device), max(1, nbytes))
 
     def adopt(
         self,
@@ -174,18 +175,15 @@ class CudaSegments(SegmentKind):
         device: torch.device,
     ) -> CudaMapping:
         """See `SegmentKind.adopt`."""
-        if device.type != "cuda":
-            raise TransportError(f"a bucket is on {device}, the engine works on CUDA devices.", part=_PART)
-        return CudaMapping(device, nbytes, description)
+        return CudaMapping(_runtime(device), nbytes, description)
 
     def hang_up(self, channels: Iterable[Channel], segments: Iterable[OwnedSegment]) -> None:
         """See `SegmentKind.hang_up`. Memory that a peer may still map is kept until that peer has hung up.
 
         CUDA forbids freeing exported memory before it is unmapped elsewhere, and `close` may not wait for that.
         """
-        channels, kept = list(channels), list(segments)
+        kept = list(segments)
         sockets = [socket.socket(fileno=socket.dup(channel.fileno())) for channel in channels] if kept else []
-        super().hang_up(channels, ())
         if not sockets:
             return
         for sock in sockets:
@@ -214,18 +212,11 @@ def _keep_until_hang_up(sockets: Iterable[socket.socket], segments: list[OwnedSe
     segments.clear()
 
 
-def _wait_eagerly(done: Callable[[], bool], wait: Callable[[Callable[[], bool]], None]) -> None:
-    """Ask often for the time that a copy on one device takes, then at leisure."""
-    until = time.monotonic() + _EAGER_S
-    while not done():
-        if time.monotonic() > until:
-            wait(done)
-            return
-        time.sleep(_EAGER_PAUSE_S)
-
-
-def _uuid(index: int) -> str:
-    return str(torch.cuda.get_device_properties(index).uuid)
+def _runtime(device: torch.device) -> CudaRuntime:
+    runtime = runtime_of(device)
+    if not isinstance(runtime, CudaRuntime):
+        raise TransportError(f"a bucket is on {device}, the engine works on CUDA devices.", part=_PART)
+    return runtime
 
 
 def _encode(handle: bytes) -> str:

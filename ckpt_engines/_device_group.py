@@ -1,208 +1,171 @@
-"""A process group bound to a device, and its transfers as something that can be polled."""
+"""A process group on an accelerator, and its transfers as something that can be asked whether it is done."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ._lifecycle import Lifecycle
+from .contract import Bucket
 from .deadline import Deadline
+from .devices import DeviceRuntime, runtime_of
 from .errors import TransportError
 from .process_group import (
     BackendName,
     Group,
-    abandon_gloo,
     abort_accelerator_group,
     open_process_group,
     start_broadcast,
+    start_pairs,
 )
 
 _FAST_POLL_S = 0.0002
 _FAST_POLLS_FOR_S = 0.02
 _SLOW_POLL_S = 0.002
-_EVENT_LAG_S = 1.0
 _ABORT_WAIT_S = 1.0
 _log = logging.getLogger(__name__)
 
 
-class Transfer(Protocol):
-    """One broadcast under way."""
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What one rank has to do for one bucket.
 
-    def done(self) -> bool:
-        """Whether it succeeded or failed."""
+    Attributes:
+        bucket: The bucket.
+        source: Rank of its sender.
+        targets: Ranks of its receivers; None for everybody, by one broadcast.
+    """
 
-    def result(self) -> None:
-        """Raise the RuntimeError it failed with, if any. Only after `done`."""
-
-    def pause_s(self, elapsed_s: float) -> float:
-        """How long to wait before asking `done` again, `elapsed_s` seconds after the start."""
-
-
-class HostTransfer:
-    """A gloo broadcast; rings when it is done."""
-
-    def __init__(self, work: dist.Work, ring: Callable[[], None]) -> None:
-        self._work: dist.Work | None = work
-        self._ring = ring
-        self._done = False
-        work.get_future().add_done_callback(self._finished)
-
-    def _finished(self, _: object) -> None:
-        self._done = True  # the work itself says so only a moment after its future
-        self._ring()
-
-    def done(self) -> bool:
-        """See `Transfer.done`."""
-        return self._done
-
-    def result(self) -> None:
-        """See `Transfer.result`."""
-        work, self._work = self._work, None  # it keeps the bucket's memory alive
-        if work is not None:
-            work.wait()
-
-    def pause_s(self, elapsed_s: float) -> float:  # noqa: ARG002 - of the protocol
-        """Until it rings."""
-        return float("inf")
+    bucket: Bucket
+    source: int
+    targets: tuple[int, ...] | None
 
 
-class StreamTransfer:
-    """A broadcast on an accelerator's stream. Nothing tells when it is done, so it is polled, closely at first.
+class DeviceTransfer:
+    """Operations on a device's stream. Nothing tells when they are done, so it is asked, closely at first.
 
-    ``Work.wait`` of these backends only orders streams, and blocks on no failure of a peer; the event behind it on the
-    side stream is what tells that the memory is free.
+    ``Work.wait`` of these backends only orders streams, and blocks on no failure of a peer; the event behind it on the group's
+    own stream is what tells that the memory is free. The work is completed when it failed, too, and then the event never comes.
     """
 
     def __init__(self, work: dist.Work, event: Any) -> None:
         self._work = work
         self._event = event
-        self._without_event_since: float | None = None
-        self._failed = False
+        self._started = time.monotonic()
 
     def done(self) -> bool:
-        """See `Transfer.done`."""
+        """Whether the operations are over. Raises `TransportError` if they failed."""
         if self._event.query():
             return True
-        # The work is also completed when it failed, and then the event never comes.
-        if self._work.is_completed():
-            self._without_event_since = self._without_event_since or time.monotonic()
-            self._failed = time.monotonic() - self._without_event_since > _EVENT_LAG_S
-        return self._failed
+        if self._work.is_completed() and not self._work.is_success() and not self._event.query():
+            raise TransportError(
+                "the transfer failed on the device.", part="device group", hint="The backend's own log has the reason."
+            )
+        return False
 
-    def result(self) -> None:
-        """See `Transfer.result`."""
-        if self._failed:
-            raise RuntimeError("the collective failed on the device; the backend's own log has the reason")
-
-    def pause_s(self, elapsed_s: float) -> float:
-        """See `Transfer.pause_s`."""
-        return _FAST_POLL_S if elapsed_s < _FAST_POLLS_FOR_S else _SLOW_POLL_S
+    def pause_s(self) -> float:
+        """How long to wait before asking again."""
+        return _FAST_POLL_S if time.monotonic() - self._started < _FAST_POLLS_FOR_S else _SLOW_POLL_S
 
 
 class DeviceGroup:
-    """An open group; on an accelerator with a side stream, so that training streams never wait for a peer.
+    """An open group on one device. Its operations run one behind the other on a stream of its own.
+
+    They wait for what each bucket says it has to wait for, and for no other work: neither for the training that goes on in the
+    same process, nor the training for them. All members start what they take part in in one order, so no two wait for each other.
 
     Args:
         backend: The group itself.
-        device: Where buckets live.
-        ring: Called from any thread when a transfer on the host is done.
-        streams: Whether transfers are ordered by streams and events of `device`; by default on everything but a CPU.
+        runtime: Of the device on which buckets live.
     """
 
-    def __init__(
-        self, backend: Group, device: torch.device, ring: Callable[[], None], *, streams: bool | None = None
-    ) -> None:
+    def __init__(self, backend: Group, runtime: DeviceRuntime) -> None:
         self._backend = backend
-        self._device = device
-        self._ring = ring
-        self._unfinished: Transfer | None = None
+        self._runtime = runtime
         self._aborter: threading.Thread | None = None
-        by_streams = device.type != "cpu" if streams is None else streams
-        self._accelerator = torch.get_device_module(device) if by_streams else None
-        self._stream = self._accelerator.Stream(device) if self._accelerator else None
+        self._stream = runtime.new_stream()
 
-    def start(self, data: torch.Tensor, deadline: Deadline) -> Transfer:
-        """Start to broadcast `data` from rank 0."""
-        if data.device != self._device:
-            raise TransportError(
-                f"a bucket is on {data.device}, the engine works on {self._device}.", part="device group"
-            )
-        self._unfinished = self._start(data, deadline)
-        return self._unfinished
+    def start(self, operations: Sequence[Operation]) -> DeviceTransfer:
+        """Start operations side by side, of which none is a broadcast unless it is alone. Waits for nobody."""
+        device = self._runtime.device
+        for operation in operations:
+            if operation.bucket.data.device != device:
+                message = f"a bucket is on {operation.bucket.data.device}, the engine works on {device}."
+                raise TransportError(message, part="device group")
+        with self._runtime.on(self._stream):
+            for operation in operations:
+                self._runtime.wait_for(self._stream, operation.bucket.after)
+            work = self._issue(operations)
+            work.wait()  # which has the stream wait for the backend's own
+            event = self._runtime.recorded(self._stream)
+        for operation in operations:
+            self._runtime.keep_until_done(operation.bucket.data, self._stream)
+        return DeviceTransfer(work, event)
 
-    def _start(self, data: torch.Tensor, deadline: Deadline) -> Transfer:
-        if self._accelerator is None:
-            return HostTransfer(start_broadcast(self._backend, data, 0, deadline), self._ring)
-        assert self._stream is not None
-        self._stream.wait_stream(self._accelerator.current_stream(self._device))  # whatever wrote the bucket
-        with self._accelerator.stream(self._stream):
-            work = start_broadcast(self._backend, data, 0, deadline)
-            work.wait()
-            event = self._accelerator.Event()
-            event.record(self._stream)
-        if data.is_cuda or data.device.type == "npu":
-            data.record_stream(self._stream)  # the caller may drop the bucket after an error
-        return StreamTransfer(work, event)
+    def _issue(self, operations: Sequence[Operation]) -> dist.Work:
+        if operations[0].targets is None:
+            (alone,) = operations
+            return start_broadcast(self._backend, alone.bucket.data, alone.source, None)
+        rank = self._backend.rank()
+        pairs = []
+        for operation in operations:
+            for target in operation.targets or ():
+                if operation.source == rank:
+                    pairs.append(("isend", operation.bucket.data, target))
+                elif target == rank:
+                    pairs.append(("irecv", operation.bucket.data, operation.source))
+        return start_pairs(self._backend, pairs, self._runtime.device)
 
     def warm_up(self, deadline: Deadline, part: str) -> None:
         """Broadcast one byte: NCCL and HCCL finish connecting with their first collective."""
-        assert self._accelerator is not None
         try:
-            with self._accelerator.device(self._device):
-                transfer = self.start(torch.zeros(1, dtype=torch.uint8, device=self._device), deadline)
-                while not transfer.done():
-                    deadline.check("the first collective of the group", part=part)
-                    time.sleep(_SLOW_POLL_S)
-                transfer.result()
+            with self._runtime.on(self._stream):
+                data = torch.zeros(1, dtype=torch.uint8, device=self._runtime.device)
+            transfer = self.start([Operation(Bucket(0, 0, data, self._runtime.recorded(self._stream)), 0, None)])
+            while not transfer.done():
+                deadline.check("the first collective of the group", part=part)
+                time.sleep(_SLOW_POLL_S)
         except BaseException:
             self.close()
             raise
 
-    def break_off(self) -> None:
-        """Abort what is under way on an accelerator, without waiting for it. The group cannot be used any more.
+    def close(self) -> None:
+        """Abort what is under way and leave the group, within a second.
 
-        The kernels of a transfer whose peer is gone would keep their part of the device busy for ever. On a CPU nothing
-        runs on, and `close` does what there is to do.
+        The kernels of a transfer whose peer is gone would keep their part of the device busy for ever. An abort that takes longer
+        goes on in its thread, which keeps the communicator alive until it is over.
         """
-        if self._accelerator is not None and self._aborter is None:
+        if self._aborter is None:
             aborter = threading.Thread(target=self._abort, name="weightlane-group-abort", daemon=True)
             # From Python 3.12 on, a program that ends starts no threads, and its groups end with it.
             with suppress(RuntimeError):
                 aborter.start()
                 self._aborter = aborter
+        if self._aborter is None:
+            return
+        self._aborter.join(_ABORT_WAIT_S)
+        if self._aborter.is_alive():
+            _log.warning("the abort of a communicator on %s goes on in the background", self._runtime.device)
 
     def _abort(self) -> None:
         try:
-            abort_accelerator_group(self._backend)
+            with self._runtime.current():
+                abort_accelerator_group(self._backend)
         except RuntimeError as error:
             _log.warning("a communicator could not be aborted: %s", error)
-
-    def close(self) -> None:
-        """Break off what is under way and leave the group, within a second.
-
-        An abort that takes longer goes on in its thread, which keeps the communicator alive until it is over.
-        """
-        if self._accelerator is not None:
-            self.break_off()
-            if self._aborter is None:
-                return
-            self._aborter.join(_ABORT_WAIT_S)
-            if self._aborter.is_alive():
-                _log.warning("the abort of a communicator on %s takes long and goes on in the background", self._device)
-        elif self._unfinished is not None and not self._unfinished.done():
-            abandon_gloo(self._backend)
 
 
 def open_device_group(
     backend: BackendName,
-    device_type: str,
+    device: torch.device,
     store: dist.Store,
     *,
     rank: int,
@@ -212,16 +175,13 @@ def open_device_group(
     life: Lifecycle,
     nccl: Mapping[str, int | str] | None = None,
 ) -> DeviceGroup:
-    """`open_process_group` on the current device, bounded by `deadline` and interruptible through `life`.
+    """`open_process_group` on `device`, bounded by `deadline` and interruptible through `life`.
 
     The C++ code that connects a group can be neither interrupted nor, for NCCL, bounded: it looks for an end every 2 ms,
     for up to ``TORCH_NCCL_NONBLOCKING_TIMEOUT`` (half an hour), and holds the lock that an abort would need. It runs on a
     thread of its own, which is left behind if it does not return in time and then throws away what it made. All members
     have shown up before this is called, so that only a host that vanishes while NCCL connects, without a word, costs one.
     """
-    device = torch.device(device_type)
-    if device_type != "cpu":
-        device = torch.device(device_type, torch.get_device_module(device).current_device())
     opened: list[DeviceGroup | BaseException] = []
     left_behind = threading.Event()
     handover = threading.Lock()
@@ -229,9 +189,10 @@ def open_device_group(
     def open_group() -> None:
         result: DeviceGroup | BaseException
         try:
-            group = open_process_group(backend, store, rank, world, deadline, host=host, device=device, nccl=nccl)
-            result = DeviceGroup(group, device, life.ring)
-            if device_type != "cpu":
+            runtime = runtime_of(device)
+            with runtime.current():  # of this thread, where it is number 0 otherwise
+                group = open_process_group(backend, store, rank, world, deadline, host=host, device=device, nccl=nccl)
+                result = DeviceGroup(group, runtime)
                 result.warm_up(deadline, life.part)
         except BaseException as error:  # noqa: BLE001 - handed to the waiting thread
             result = error
@@ -245,7 +206,7 @@ def open_device_group(
     what = f"all {world} members of the group"
     try:
         while not opened:
-            life.wait({}, deadline.remaining_s + 0.05)  # gloo's own error at the deadline says more
+            life.wait({}, deadline.remaining_s)
             if not opened:
                 deadline.check(what, part=life.part)
     finally:

@@ -17,9 +17,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from pydantic import Field, field_validator
-
-from .contract import Address, EngineConfig
+from ._channel import Address
 from .errors import ConfigError, ProtocolError, StorageError, TransportError
 
 _MAX_SOCKET_PATH_BYTES = 107
@@ -31,25 +29,13 @@ _LOCK_WAIT_S = 1.0
 _LOCK_POLL_S = 0.002
 
 
-class LocalSocketConfig(EngineConfig):
-    """Options of the engines whose halves meet over a Unix socket."""
-
-    socket_dir: str = Field(
-        "/dev/shm",  # noqa: S108 - mode 0600, a random name, and gone after connect
-        description=(
-            "Directory for the sender's socket while it waits for receivers. Containers must share it and run as the"
-            " same user of the host."
-        ),
-    )
-
-    @field_validator("socket_dir")
-    @classmethod
-    def _is_short(cls, socket_dir: str) -> str:
-        length = len(os.fsencode(socket_dir)) + 1 + len(_SOCKET_NAME.format("")) + 2 * _TOKEN_BYTES
-        if length > _MAX_SOCKET_PATH_BYTES:
-            limit = _MAX_SOCKET_PATH_BYTES - length + len(os.fsencode(socket_dir))
-            raise ValueError(f"is too long for the path of a Unix socket; at most {limit} bytes")
-        return socket_dir
+def check_socket_directory(socket_dir: str) -> str:
+    """`socket_dir`; `ValueError` when the path of a socket in it would be too long."""
+    length = len(os.fsencode(socket_dir)) + 1 + len(_SOCKET_NAME.format("")) + 2 * _TOKEN_BYTES
+    if length > _MAX_SOCKET_PATH_BYTES:
+        limit = _MAX_SOCKET_PATH_BYTES - length + len(os.fsencode(socket_dir))
+        raise ValueError(f"is too long for the path of a Unix socket; at most {limit} bytes")
+    return socket_dir
 
 
 def host_identity() -> str:

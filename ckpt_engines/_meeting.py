@@ -1,82 +1,98 @@
-"""How a sender and its receivers meet over TCP: the sender's `Door` and the receiver's `dial_senders`. Public in `toolkit`."""
+"""Where a sender and its receivers meet: it listens there, they knock. Public in `toolkit`."""
 
 from __future__ import annotations
 
 import socket
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
 
-from ._channel import Channel, accept_receivers, dial, listen_tcp
-from ._lifecycle import Lifecycle
-from .contract import Address, Topology
-from .deadline import Deadline
-from .errors import ProtocolError
+from ._channel import Address, listen_tcp
+from ._local_socket import check_same_host, host_identity, listen_local, socket_name
+from .errors import AddressInUseError, ProtocolError
 
 
-class Door:
-    """A sender's listening TCP socket, from its `address` to the end of `let_in`.
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """A listening socket, and where others find it."""
 
-    Args:
-        host: Address of this machine to listen on; nobody is reachable there before `address` is called.
-        life: Lifecycle of the half. Its release function must call `close`.
-    """
-
-    def __init__(self, host: str, life: Lifecycle) -> None:
-        self._host = host
-        self._life = life
-        self._listener: socket.socket | None = None
-
-    def address(self) -> Address:
-        """Host and port for `dial_senders`; listens from here on. `ConfigError` when `host` is none of this machine."""
-        return tcp_address(self._open())
-
-    def let_in(self, topology: Topology, deadline: Deadline) -> dict[str, Channel]:
-        """Wait for every receiver of `topology`, let nobody else in, welcome them all and close the door.
-
-        Returns one channel per receiver, in the topology's order. Raises `PeerLostError` or `DeadlineExceededError`.
-        """
-        listener = self._open()
-        channels = accept_receivers(
-            listener, self._life, topology.session, topology.receivers, deadline, key=topology.key
-        )
-        self.close()
-        for channel in channels.values():
-            channel.send_json({}, deadline)
-        return channels
+    socket: socket.socket
+    address: Address
+    path: Path | None = None
+    """Of a Unix socket, the name that goes with it."""
 
     def close(self) -> None:
-        """Listen no longer."""
-        if self._listener is not None:
-            self._listener.close()
-
-    def _open(self) -> socket.socket:
-        if self._listener is None:
-            self._listener = listen_tcp(self._host)
-        return self._listener
+        """Listen no longer. Idempotent."""
+        self.socket.close()
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
 
 
-def dial_senders(topology: Topology, name: str, life: Lifecycle, deadline: Deadline) -> dict[str, Channel]:
-    """Connect the receiver called `name` to the `Door` of every sender and wait for each one's welcome.
+class Meeting(ABC):
+    """Chooses the sockets over which the framework connects the halves of an engine."""
 
-    Returns one channel per sender, in the topology's order. Raises `PeerLostError`, `ProtocolError` for an address that is
-    none or when a sender refuses, or `DeadlineExceededError`.
+    @abstractmethod
+    def listen(self, part: str) -> Listener:
+        """[sender] Listen. Raises `AddressInUseError`, `ConfigError` or `StorageError`; `part` names the half in errors."""
+
+    @abstractmethod
+    def target(self, address: Address, part: str, peer: str) -> tuple[str, int] | str:
+        """[receiver] What to connect to, out of what `peer` says its address is: host and port, or the path of a Unix socket.
+
+        Raises `ProtocolError` for an address that is none, or `TransportError` for one that cannot be reached from here.
+        """
+
+
+class TcpMeeting(Meeting):
+    """Over TCP, at one address of this machine.
+
+    Args:
+        host: The address; a sender is reachable on no other.
+        ports: To try one after the other; 0 is any free one.
     """
-    channels: dict[str, Channel] = {}
-    try:
-        for sender, address in topology.senders.items():
-            target = host_and_port(address, life.part, sender)
-            channels[sender], _ = dial(
-                target, life, deadline, session=topology.session, name=name, peer=sender, key=topology.key
-            )
-    except BaseException:
-        for channel in channels.values():
-            channel.close()
-        raise
-    return channels
+
+    def __init__(self, host: str, ports: range = range(1)) -> None:
+        self._host = host
+        self._ports = ports
+
+    def listen(self, part: str) -> Listener:  # noqa: ARG002
+        """See `Meeting.listen`."""
+        taken: AddressInUseError | None = None
+        for port in self._ports:
+            try:
+                sock = listen_tcp(self._host, port)
+            except AddressInUseError as error:
+                taken = error
+            else:
+                host, bound, *_ = sock.getsockname()
+                return Listener(sock, {"host": host, "port": bound})
+        assert taken is not None, "there is a port to try"
+        raise taken
+
+    def target(self, address: Address, part: str, peer: str) -> tuple[str, int]:
+        """See `Meeting.target`."""
+        return host_and_port(address, part, peer)
 
 
-def tcp_address(listener: socket.socket) -> Address:
-    """Host and port of a `listen_tcp` socket, as an address that `host_and_port` reads on the other side."""
-    host, port, *_ = listener.getsockname()
-    return {"host": host, "port": port}
+class LocalMeeting(Meeting):
+    """Over Unix sockets, which can pass file descriptors, between processes of one host.
+
+    Args:
+        directory: Where the sender's socket has a name until all receivers have come. Everybody must see it.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._directory = Path(directory)
+
+    def listen(self, part: str) -> Listener:
+        """See `Meeting.listen`."""
+        sock, path = listen_local(self._directory, part)
+        return Listener(sock, {"socket": path.name, "host": host_identity()}, path)
+
+    def target(self, address: Address, part: str, peer: str) -> str:
+        """See `Meeting.target`."""
+        check_same_host(address, part, peer)
+        return str(self._directory / socket_name(address, part, peer))
 
 
 def host_and_port(address: Address, part: str, peer: str) -> tuple[str, int]:

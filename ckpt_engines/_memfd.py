@@ -8,7 +8,7 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -91,8 +91,8 @@ class MappedFile(MappedSegment):
             os.close(descriptor)
         raise ProtocolError(f"cannot map {nbytes} bytes: {problem}.", part=_PART)
 
-    def copy_out(self, offset: int, into: torch.Tensor, wait: Callable[[Callable[[], bool]], None]) -> None:  # noqa: ARG002
-        """See `MappedSegment.copy_out`: memory is memory, so there is nothing to wait for."""
+    def start_copy(self, offset: int, into: torch.Tensor, after: Any) -> None:  # noqa: ARG002
+        """See `MappedSegment.start_copy`: memory is memory, so there is nothing to wait for."""
         into.copy_(self.view(offset, into.numel()))
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:

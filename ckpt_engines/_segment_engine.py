@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import ClassVar, cast
 
 import torch
+from pydantic import Field, field_validator
 
-from ._local_socket import LocalSocketConfig
+from ._local_socket import check_socket_directory
+from ._meeting import LocalMeeting, Meeting
 from ._segment_arena import SegmentArena
 from ._segment_receiver import SegmentReceiver
 from ._segment_sender import SegmentSender
@@ -15,10 +17,22 @@ from .contract import CheckpointEngine, EngineConfig, WeightReceiver, WeightSend
 from .errors import ProtocolError
 
 
-class SegmentConfig(LocalSocketConfig):
+class SegmentConfig(EngineConfig):
     """Options that engines with segments have in common; each describes the limit in its own words."""
 
+    socket_dir: str = Field(
+        "/dev/shm",  # noqa: S108 - mode 0600, a random name, and gone after connect
+        description=(
+            "Directory for the sender's socket while it waits for receivers. Containers must share it and run as the"
+            " same user of the host."
+        ),
+    )
     max_shared_mib: int | None = None
+
+    @field_validator("socket_dir")
+    @classmethod
+    def _is_short(cls, socket_dir: str) -> str:
+        return check_socket_directory(socket_dir)
 
 
 class SegmentEngine(CheckpointEngine):
@@ -34,8 +48,12 @@ class SegmentEngine(CheckpointEngine):
         limit = self._options.max_shared_mib
         self._arena = SegmentArena(self.label, self.segment_kind(), None if limit is None else limit << 20)
 
+    def meeting(self, name: str) -> Meeting:  # noqa: ARG002
+        """See `CheckpointEngine.meeting`."""
+        return LocalMeeting(self._options.socket_dir)
+
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Memory that receivers can map: a bucket that lies in it is not copied by `send`."""
+        """Memory that receivers can map: a bucket that lies in it is not copied on its way out."""
         if device.type not in self.capabilities.devices:
             what = " or ".join(sorted(self.capabilities.devices))
             raise ProtocolError(f"it has {what} memory only, not {device.type}.", part=self.label)
@@ -45,12 +63,10 @@ class SegmentEngine(CheckpointEngine):
         """See `CheckpointEngine.free`."""
         self._arena.free(memory)
 
-    def make_sender(self, name: str) -> WeightSender:
+    def make_sender(self, name: str, device: torch.device) -> WeightSender:
         """See `CheckpointEngine.make_sender`."""
-        part = f"{self.label} sender {name}"
-        return SegmentSender(part, self.segment_kind(), self._arena, socket_dir=self._options.socket_dir)
+        return SegmentSender(f"{self.label} sender {name}", self.segment_kind(), self._arena, device)
 
-    def make_receiver(self, name: str) -> WeightReceiver:
+    def make_receiver(self, name: str, device: torch.device) -> WeightReceiver:
         """See `CheckpointEngine.make_receiver`."""
-        part = f"{self.label} receiver {name}"
-        return SegmentReceiver(name, part, self.segment_kind(), socket_dir=self._options.socket_dir)
+        return SegmentReceiver(f"{self.label} receiver {name}", self.segment_kind(), device)

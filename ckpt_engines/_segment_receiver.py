@@ -4,80 +4,103 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ._channel import Channel, dial
+from ._channel import Address, Channel
 from ._handshake import acknowledge, choose, expect, refuse
 from ._lifecycle import Lifecycle
-from ._local_socket import check_same_host, host_identity, socket_name
 from ._segments import MappedSegment, SegmentKind
 from ._waiting import poll_until
-from .contract import Address, Bucket, Mailbox, Topology, WeightReceiver
+from .contract import Bucket, Topology
 from .deadline import Deadline
-from .errors import ProtocolError
+from .errors import ProtocolError, TransportError
+from .showing import ViewingReceiver
 
 
-class SegmentReceiver(WeightReceiver):
+@dataclass(slots=True)
+class _Posted:
+    bucket: Bucket
+    channel: Channel
+    copied: Callable[[], bool] | None = None
+    begun: bool = False
+
+    @property
+    def what(self) -> str:
+        return f"the copy of bucket {self.bucket.index} of version {self.bucket.version}"
+
+
+class SegmentReceiver(ViewingReceiver):
     """Maps the senders' segments, and copies buckets out of them or shows them.
 
     Args:
-        name: Its own.
         part: Name of this half for error messages, e.g. ``"shm receiver rollout-0"``.
         kind: What the segments are.
-        socket_dir: Where it finds the senders' sockets.
+        device: Where buckets are copied to.
     """
 
-    def __init__(self, name: str, part: str, kind: SegmentKind, *, socket_dir: str) -> None:
-        self._name = name
+    def __init__(self, part: str, kind: SegmentKind, device: torch.device) -> None:
         self._life = Lifecycle(part, self._release)
         self._kind = kind
-        self._socket_dir = Path(socket_dir)
+        self._device = device
         self._channels: dict[str, Channel] = {}
         self._segments: dict[tuple[str, int], MappedSegment] = {}
+        self._posted: deque[_Posted] = deque()
         self._viewed: dict[int, set[str]] = {}
         """Senders whose buckets of a version were viewed, by version."""
 
     def address(self) -> Address:
-        """Identity of the host: receivers dial."""
-        return {"host": host_identity()}
+        """Empty: receivers knock."""
+        return {}
 
-    def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:  # noqa: ARG002
-        """Dial every sender in turn."""
+    def connect(self, topology: Topology, channels: Mapping[str, Channel], deadline: Deadline) -> None:  # noqa: ARG002
+        """Look at where the senders' segments are."""
         with self._life.call():
             for sender, address in topology.senders.items():
-                check_same_host(address, self._life.part, sender)
-                self._kind.check(address, self._life.part, sender)
-                path = str(self._socket_dir / socket_name(address, self._life.part, sender))
-                self._channels[sender], _ = dial(
-                    path,
-                    self._life,
-                    deadline,
-                    session=topology.session,
-                    name=self._name,
-                    peer=sender,
-                    key=topology.key,
-                )
+                self._kind.check(address, self._device, self._life.part, sender)
+            self._channels = dict(channels)
+            for channel in self._channels.values():
+                channel.belong_to(self._life)
 
-    def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
-        """Wait for the announcement, copy the bucket out, acknowledge."""
+    def post(self, bucket: Bucket, sender: str) -> None:
+        """Take the bucket when it is waited for, behind those before."""
         with self._life.call():
-            channel = choose(self._channels, [sender], self._life)[sender]
-            announced = expect(channel, bucket, deadline)
-            with self._understanding(announced, sender):
-                self._follow(channel, announced, bucket, deadline)
-                if bucket.nbytes:
-                    segment, offset = self._find(sender, announced, bucket.nbytes)
-                    what = f"the copy of bucket {bucket.index} of version {bucket.version}"
-                    segment.copy_out(
-                        offset,
-                        bucket.data,
-                        lambda done: poll_until(done, self._life, deadline, what, watch={sender: channel}),
-                    )
-            acknowledge(channel, bucket, deadline)
+            if bucket.data.device != self._device:
+                message = f"a bucket is on {bucket.data.device}, the others on {self._device}."
+                raise TransportError(message, part=self._life.part)
+            self._posted.append(_Posted(bucket, choose(self._channels, [sender], self._life)[sender]))
+
+    def flush(self, deadline: Deadline, pending: int = 0) -> None:
+        """Read the announcements of what was posted, copy the buckets out, acknowledge those that are there."""
+        with self._life.call():
+            while len(self._posted) > pending:
+                due = len(self._posted) if self._kind.copies_at_once else len(self._posted) - pending
+                for posted, _ in zip(self._posted, range(due), strict=False):
+                    if not posted.begun:
+                        self._begin(posted, deadline)
+                oldest = self._posted[0]
+                if oldest.copied is not None:
+                    self._wait(oldest, oldest.copied, deadline)
+                acknowledge(oldest.channel, oldest.bucket, deadline)
+                self._posted.popleft()
+
+    def _begin(self, posted: _Posted, deadline: Deadline) -> None:
+        bucket, channel = posted.bucket, posted.channel
+        announced = expect(channel, bucket, deadline)
+        with self._understanding(announced, channel.peer):
+            self._follow(channel, announced, deadline)
+            if bucket.nbytes:
+                segment, offset = self._find(channel.peer, announced, bucket.nbytes)
+                self._wait(posted, segment.written, deadline)
+                posted.copied = segment.start_copy(offset, bucket.data, bucket.after)
+        posted.begun = True
+
+    def _wait(self, posted: _Posted, done: Callable[[], bool], deadline: Deadline) -> None:
+        poll_until(done, self._life, deadline, posted.what, peer=posted.channel.peer)
 
     def view(self, version: int, index: int, nbytes: int, sender: str, deadline: Deadline) -> torch.Tensor:
         """Wait for the announcement, map the bucket's segment, acknowledge."""
@@ -90,7 +113,7 @@ class SegmentReceiver(WeightReceiver):
                 message = f"bucket {index} of version {version} cannot be viewed: it is not lasting."
                 raise ProtocolError(message, part=self._life.part, peer=sender)
             with self._understanding(announced, sender):
-                self._follow(channel, announced, bucket, deadline)
+                self._follow(channel, announced, deadline)
                 if not nbytes:
                     acknowledge(channel, bucket, deadline)
                     return torch.empty(0, dtype=torch.uint8)
@@ -101,7 +124,7 @@ class SegmentReceiver(WeightReceiver):
             return data
 
     def release(self, version: int, deadline: Deadline) -> None:
-        """See `WeightReceiver.release`."""
+        """See `ViewingReceiver.release`."""
         with self._life.call():
             senders = self._viewed.get(version, set())
             while senders:
@@ -117,7 +140,7 @@ class SegmentReceiver(WeightReceiver):
         except (TypeError, KeyError, AttributeError) as error:
             raise ProtocolError(f"bad announcement: {announced}.", part=self._life.part, peer=sender) from error
 
-    def _follow(self, channel: Channel, announced: Mapping[str, Any], bucket: Bucket, deadline: Deadline) -> None:
+    def _follow(self, channel: Channel, announced: Mapping[str, Any], deadline: Deadline) -> None:
         """Unmap what is retired and map what is described."""
         self._forget(channel.peer, announced.get("retired", ()))
         described = announced.get("described")
@@ -136,7 +159,7 @@ class SegmentReceiver(WeightReceiver):
                     with contextlib.suppress(OSError):
                         os.close(descriptor)
                 raise
-        self._segments[key] = self._kind.adopt(nbytes, described, descriptors, bucket.data.device)
+        self._segments[key] = self._kind.adopt(nbytes, described, descriptors, self._device)
 
     def _forget(self, sender: str, retired: Iterable[int]) -> None:
         for number in retired:

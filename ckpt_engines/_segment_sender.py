@@ -16,23 +16,26 @@ own, ``{"released": version}``, which may come between the acknowledgements of a
 from __future__ import annotations
 
 import select
-import socket
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from ._channel import Channel, accept_receivers
-from ._handshake import announce, await_acknowledgements, choose
+import torch
+
+from ._channel import Address, Channel
+from ._handshake import announce, choose
 from ._lifecycle import Lifecycle
-from ._local_socket import check_same_host, host_identity, listen_local
 from ._segment_arena import SegmentArena
 from ._segments import OwnedSegment, SegmentKind
-from .contract import Address, Bucket, Mailbox, Topology, WeightSender
+from .contract import Bucket, Topology
 from .deadline import Deadline
 from .errors import ProtocolError
+from .showing import ShowingSender
 
 _NO_SEGMENT = -1
+_ROOM_S = 10.0
+"""How long an announcement may wait for room in a socket, which holds more of them than are ever on their way."""
 
 
 @dataclass
@@ -49,75 +52,118 @@ class _Showing:
         return not self.unanswered and not self.viewed
 
 
-class SegmentSender(WeightSender):
+@dataclass(slots=True)
+class _Posted:
+    """A bucket that receivers have been told of."""
+
+    bucket: Bucket
+    waiting: set[str]
+    """Who has not acknowledged it."""
+    retired: dict[str, list[int]]
+    """Segments that each receiver unmaps before it acknowledges it."""
+    scratch: tuple[int, OwnedSegment] | None
+    """What it was copied to."""
+
+
+class SegmentSender(ShowingSender):
     """Tells receivers where buckets lie.
 
     Args:
         part: Name of this half for error messages, e.g. ``"shm sender trainer-0"``.
         kind: What its segments are.
         arena: Where they are, those in which the caller's buckets lie and those for copies of others.
-        socket_dir: Where receivers find its socket.
+        device: Where buckets live.
     """
 
-    def __init__(self, part: str, kind: SegmentKind, arena: SegmentArena, *, socket_dir: str) -> None:
+    def __init__(self, part: str, kind: SegmentKind, arena: SegmentArena, device: torch.device) -> None:
         self._life = Lifecycle(part, self._release)
         self._kind = kind
         self._arena = arena
-        self._socket_dir = Path(socket_dir)
-        self._listener: socket.socket | None = None
-        self._path: Path | None = None
+        self._device = device
         self._channels: dict[str, Channel] = {}
         self._known: dict[str, dict[int, OwnedSegment]] = {}
         """What each receiver may map. Holds it: device memory must not be freed under a mapping."""
-        self._scratch: tuple[int, OwnedSegment] | None = None
-        """For copies of buckets that lie elsewhere."""
+        self._posted: deque[_Posted] = deque()
+        self._scratch: list[tuple[int, OwnedSegment]] = []
+        """For copies of buckets that lie elsewhere: those that no bucket is in."""
         self._copies: dict[int, list[int]] = {}
         """Segments with copies of lasting buckets that lie elsewhere, by version."""
         self._shown: dict[int, dict[str, _Showing]] = {}
         """By version and receiver."""
 
     def address(self) -> Address:
-        """Name of the socket in the socket directory, identity of the host, and what the kind adds."""
+        """What the kind has to say."""
         with self._life.call():
-            self._listen()
-            assert self._path is not None
-            return {"socket": self._path.name, "host": host_identity(), **self._kind.facts()}
+            return self._kind.facts(self._device)
 
-    def _listen(self) -> socket.socket:
-        if self._listener is None:
-            self._listener, self._path = listen_local(self._socket_dir, self._life.part)
-        return self._listener
-
-    def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:  # noqa: ARG002
-        """Let every receiver in, then remove the socket's name."""
+    def connect(self, topology: Topology, channels: Mapping[str, Channel], deadline: Deadline) -> None:  # noqa: ARG002
+        """Everybody is connected already."""
         with self._life.call():
-            listener = self._listen()
-            for name, address in topology.receivers.items():
-                check_same_host(address, self._life.part, name)
-            self._channels = accept_receivers(
-                listener, self._life, topology.session, topology.receivers, deadline, key=topology.key
-            )
-            self._known = {name: {} for name in self._channels}
-            self._stop_listening()
+            self._channels = dict(channels)
             for channel in self._channels.values():
-                channel.send_json({}, deadline)
+                channel.belong_to(self._life)
+            self._known = {name: {} for name in self._channels}
 
-    def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
-        """Announce the bucket to each receiver, then wait until all have copied it out, or look at it if it is lasting."""
+    def post(self, bucket: Bucket, receivers: Sequence[str]) -> None:
+        """Announce the bucket to each receiver."""
         with self._life.call():
             channels = choose(self._channels, receivers, self._life)
-            number, segment, offset = self._place(bucket)
+            number, segment, offset, scratch = self._place(bucket)
             details: dict[str, Any] = {"segment": number, "offset": offset}
             if bucket.lasting:
                 details["lasting"] = True
-            if segment is not None:
-                segment.publish()
-            retired: dict[str, list[int]] = {}
+            posted = _Posted(bucket, set(channels), {}, scratch)
+            self._posted.append(posted)
+            deadline = Deadline.after(_ROOM_S)
             for name, channel in channels.items():
-                retired[name] = self._announce(name, channel, bucket, segment, details, deadline)
-            for name in await_acknowledgements(channels, bucket, deadline, aside=self._overhear):
-                for gone in retired[name]:  # it has unmapped them before it acknowledged
-                    del self._known[name][gone]
+                posted.retired[name] = self._announce(name, channel, bucket, segment, details, deadline)
+
+    def flush(self, deadline: Deadline, pending: int = 0) -> None:
+        """Wait until the receivers have copied all buckets but the last `pending` out, or look at those that are lasting."""
+        with self._life.call():
+            while len(self._posted) > pending:
+                oldest = self._posted[0]
+                what = f"bucket {oldest.bucket.index} of version {oldest.bucket.version} to be taken"
+                while oldest.waiting:
+                    self._listen(sorted(oldest.waiting), deadline, what)
+                self._posted.popleft()
+                if oldest.scratch is not None:
+                    self._scratch.append(oldest.scratch)
+
+    def _listen(self, names: Sequence[str], deadline: Deadline, what: str) -> None:
+        """Wait until one of the receivers says something, and take note."""
+        by_descriptor = {self._channels[name].fileno(): name for name in names}
+        interest = dict.fromkeys(by_descriptor, select.POLLIN)
+        for descriptor in self._life.wait_until(interest, deadline, what, ", ".join(names)):
+            name = by_descriptor[descriptor]
+            message = self._channels[name].receive_json(deadline, what)
+            if not self._note_release(name, message):
+                self._note_answer(name, message)
+        deadline.check(what, part=self._life.part, peer=", ".join(names))  # who talks without end must not put it off
+
+    def _note_answer(self, name: str, answer: Mapping[str, Any]) -> None:
+        """A receiver acknowledges the oldest bucket that it has not acknowledged yet."""
+        posted = next((each for each in self._posted if name in each.waiting), None)
+        bucket = posted.bucket if posted is not None else None
+        if (
+            posted is None
+            or bucket is None
+            or (answer.get("version"), answer.get("taken"))
+            != (
+                bucket.version,
+                bucket.index,
+            )
+        ):
+            said = answer.get("refused", answer)
+            what = "a bucket" if bucket is None else f"bucket {bucket.index} of version {bucket.version}"
+            raise ProtocolError(f"{what} was not taken: {said}.", part=self._life.part, peer=name)
+        posted.waiting.discard(name)
+        for gone in posted.retired[name]:  # it has unmapped them before it acknowledged
+            del self._known[name][gone]
+        if bucket.lasting:
+            showing = self._shown[bucket.version][name]
+            showing.unanswered.discard(bucket.index)
+            showing.viewed = showing.viewed or answer.get("viewed") is True
 
     def _announce(
         self,
@@ -131,7 +177,8 @@ class SegmentSender(WeightSender):
         """Announce `bucket` to one receiver; the segments that it is told to unmap."""
         known, told = self._known[name], dict(details)
         descriptors: Sequence[int] = ()
-        if retired := sorted(known.keys() - self._arena.numbers()):
+        being_retired = {gone for posted in self._posted for gone in posted.retired.get(name, ())}
+        if retired := sorted(known.keys() - self._arena.numbers() - being_retired):
             told["retired"] = retired
         number = details["segment"]
         if segment is not None and number not in known:
@@ -145,46 +192,43 @@ class SegmentSender(WeightSender):
             channel.send(b"\0", deadline, descriptors)
         return retired
 
-    def _place(self, bucket: Bucket) -> tuple[int, OwnedSegment | None, int]:
-        """Number of the segment in which the bucket lies, that segment, and where; a copy's if it lies in none."""
+    def _place(self, bucket: Bucket) -> tuple[int, OwnedSegment | None, int, tuple[int, OwnedSegment] | None]:
+        """Number of the segment in which the bucket lies, that segment, and where; it is copied if it lies in none.
+
+        Last the segment that can be used again when the bucket is done. The segment is ready to be announced.
+        """
         data = bucket.data
         if not data.numel():
-            return _NO_SEGMENT, None, 0
+            return _NO_SEGMENT, None, 0, None
         if found := self._arena.find(data):
-            return found
+            number, segment, offset = found
+            segment.publish(bucket.after)
+            return number, segment, offset, None
         if bucket.lasting:
-            number, segment = self._arena.make(data.numel(), data.device)
+            number, segment = self._arena.make(data.numel(), self._device)
             self._copies.setdefault(bucket.version, []).append(number)
+            scratch = None
         else:
-            if self._scratch is None or self._scratch[1].nbytes < data.numel():
-                self._discard_scratch()
-                generous = 1 << (data.numel() - 1).bit_length()  # so that growing buckets do not replace it every time
-                self._scratch = self._arena.make(data.numel(), data.device, generous_bytes=generous)
-            number, segment = self._scratch
-        segment.data[: data.numel()].copy_(data)
-        return number, segment, 0
+            number, segment = scratch = self._free_scratch(data.numel())
+        segment.publish(segment.copy_in(data, bucket.after))
+        return number, segment, 0, scratch
 
-    def _discard_scratch(self) -> None:
-        """Give up the scratch segment. Nobody reads it: a send returns only when all receivers have copied."""
-        scratch, self._scratch = self._scratch, None
-        if scratch is not None:
-            self._arena.discard(scratch[0])
+    def _free_scratch(self, nbytes: int) -> tuple[int, OwnedSegment]:
+        """A segment for a copy; nobody reads it, since those before have been acknowledged."""
+        while self._scratch:
+            number, segment = self._scratch.pop()
+            if segment.nbytes >= nbytes:
+                return number, segment
+            self._arena.discard(number)
+        generous = 1 << (nbytes - 1).bit_length()  # so that growing buckets do not replace it every time
+        return self._arena.make(nbytes, self._device, generous_bytes=generous)
 
     def reclaim(self, version: int, deadline: Deadline) -> None:
-        """See `WeightSender.reclaim`."""
+        """See `ShowingSender.reclaim`."""
         with self._life.call():
             shown = self._shown.get(version, {})
-            what = f"version {version} to be released"
-            while waiting := {name: self._channels[name] for name, showing in shown.items() if not showing.over}:
-                by_descriptor = {channel.fileno(): name for name, channel in waiting.items()}
-                interest = dict.fromkeys(by_descriptor, select.POLLIN)
-                for descriptor in self._life.wait_until(interest, deadline, what, ", ".join(waiting)):
-                    name = by_descriptor[descriptor]
-                    message = waiting[name].receive_json(deadline, what)
-                    if not self._note_release(name, message) and not self._note_answer(name, message):
-                        raise ProtocolError(f"unexpected message {message}.", part=self._life.part, peer=name)
-                    if not shown[name].over:
-                        deadline.check(what, part=self._life.part, peer=name)
+            while waiting := [name for name, showing in shown.items() if not showing.over]:
+                self._listen(waiting, deadline, f"version {version} to be released")
             self._shown.pop(version, None)
             for number in self._copies.pop(version, ()):
                 self._arena.discard(number)
@@ -192,13 +236,8 @@ class SegmentSender(WeightSender):
     def _showing(self, version: int, name: str) -> _Showing:
         return self._shown.setdefault(version, {}).setdefault(name, _Showing())
 
-    def _overhear(self, name: str, message: Mapping[str, Any]) -> bool:
-        """Note what a receiver says while a bucket is sent, which may fail for another; whether it is about no bucket."""
-        self._note_answer(name, message)
-        return self._note_release(name, message)
-
     def _note_release(self, name: str, message: Mapping[str, Any]) -> bool:
-        """Whether `message` says that its sender has released a version."""
+        """Whether `message` says that its sender has released a version, which may come between any acknowledgements."""
         version = message.get("released")
         if not isinstance(version, int):
             return False
@@ -206,30 +245,15 @@ class SegmentSender(WeightSender):
             showing.viewed = False
         return True
 
-    def _note_answer(self, name: str, answer: Mapping[str, Any]) -> bool:
-        """Whether `answer` acknowledges a lasting bucket that had not been acknowledged yet."""
-        version, index = answer.get("version"), answer.get("taken")
-        if not (isinstance(version, int) and isinstance(index, int)):
-            return False
-        showing = self._shown.get(version, {}).get(name)
-        if showing is None or index not in showing.unanswered:
-            return False
-        showing.unanswered.discard(index)
-        showing.viewed = showing.viewed or answer.get("viewed") is True
-        return True
-
     def close(self) -> None:
         """See `WeightSender.close`."""
         self._life.close()
 
-    def _stop_listening(self) -> None:
-        if self._listener is not None and self._path is not None:
-            self._listener.close()
-            self._path.unlink(missing_ok=True)
-
     def _release(self) -> None:
-        self._stop_listening()
-        self._discard_scratch()
+        for number, _ in (*self._scratch, *(each.scratch for each in self._posted if each.scratch is not None)):
+            self._arena.discard(number)
+        self._scratch.clear()
+        self._posted.clear()
         for numbers in self._copies.values():
             for number in numbers:
                 self._arena.discard(number)

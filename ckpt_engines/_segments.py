@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from ._channel import Channel
-from .contract import Address
+from ._channel import Address, Channel
 from .errors import ProtocolError
 
 
@@ -28,8 +27,13 @@ class OwnedSegment(ABC):
     def describe(self) -> tuple[Mapping[str, Any], Sequence[int]]:
         """What a receiver needs to map it: JSON data, and file descriptors that stay the sender's."""
 
-    def publish(self) -> None:  # noqa: B027 - host memory needs no such mark
-        """Mark that whatever was written until now belongs to the bucket about to be announced."""
+    def copy_in(self, data: torch.Tensor, after: Any) -> Any:
+        """Copy contiguous uint8 `data` to its beginning once the event `after` has passed; the event when that is done."""
+        del after
+        self.data[: data.numel()].copy_(data)
+
+    def publish(self, after: Any) -> None:  # noqa: B027 - host memory needs no such mark
+        """A bucket is about to be announced, which is there when the event `after` has passed."""
 
     def offset_of(self, data: torch.Tensor) -> int | None:
         """Where contiguous `data` lies in this segment, None when it does not."""
@@ -46,11 +50,15 @@ class MappedSegment(ABC):
 
     nbytes: int
 
-    @abstractmethod
-    def copy_out(self, offset: int, into: torch.Tensor, wait: Callable[[Callable[[], bool]], None]) -> None:
-        """Copy as many bytes as `into` has from `offset` on, and return when they are there.
+    def written(self) -> bool:
+        """Whether what was announced last is there."""
+        return True
 
-        ``wait(done)`` asks `done` until it is true, and raises when the deadline passes or the sender is gone.
+    @abstractmethod
+    def start_copy(self, offset: int, into: torch.Tensor, after: Any) -> Callable[[], bool] | None:
+        """Start to copy as many bytes as `into` has from `offset` on, once the event `after` has passed.
+
+        Returns what tells whether they are there, or None when they are.
         """
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
@@ -65,12 +73,15 @@ class MappedSegment(ABC):
 class SegmentKind(ABC):
     """Makes and maps the segments of one engine or half."""
 
-    def facts(self) -> Mapping[str, Any]:
-        """[sender] JSON data for this half's address."""
+    copies_at_once: ClassVar[bool] = False
+    """Whether copies go on in the background, several at a time."""
+
+    def facts(self, device: torch.device) -> Mapping[str, Any]:  # noqa: ARG002
+        """[sender] JSON data for the address of a half whose buckets live on `device`."""
         return {}
 
-    def check(self, facts: Address, part: str, peer: str) -> None:  # noqa: B027 - one host is enough for most
-        """[receiver] Raise `TransportError` when segments of the sender with this address cannot be mapped here."""
+    def check(self, facts: Address, device: torch.device, part: str, peer: str) -> None:  # noqa: B027 - one host is enough for most
+        """[receiver] Raise `TransportError` when segments of the sender with this address cannot be copied to `device`."""
 
     @abstractmethod
     def create(self, nbytes: int, device: torch.device) -> OwnedSegment:
@@ -85,7 +96,5 @@ class SegmentKind(ABC):
         `ProtocolError` when the description makes no sense, `TransportError` when it cannot be mapped.
         """
 
-    def hang_up(self, channels: Iterable[Channel], segments: Iterable[OwnedSegment]) -> None:  # noqa: ARG002
-        """[sender] Close `channels`; the receivers behind them may map `segments` for a while yet."""
-        for channel in channels:
-            channel.close()
+    def hang_up(self, channels: Iterable[Channel], segments: Iterable[OwnedSegment]) -> None:  # noqa: B027 - see above
+        """[sender] The connections to `channels` are about to be closed; who is behind them may still map `segments`."""

@@ -13,8 +13,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from .contract import Bucket, Topology, bucket_file_name
+from .contract import Bucket, Topology
 from .errors import ProtocolError
+from .storing import bucket_file_name
 
 SESSION = re.compile(r"[a-z0-9][a-z0-9-]{0,99}")
 SENDER = re.compile(r"sender-(0|[1-9]\d{0,5})")

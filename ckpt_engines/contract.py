@@ -1,26 +1,27 @@
 """The engine contract: what a checkpoint engine is, and what the framework promises it.
 
 A checkpoint engine moves opaque byte buckets from one sender to some receivers. It knows nothing of tensors, versions of a
-model, codecs or RL; it starts no threads, keeps no queue and retries nothing, because the framework does all of that once
-for every engine. It consists of a class (`CheckpointEngine`) and two halves (`WeightSender`, `WeightReceiver`), each of them
-complete.
+model, checksums, codecs or RL; it starts no threads and retries nothing, because the framework does all of that once for every
+engine. It consists of a class (`CheckpointEngine`) and two halves (`WeightSender`, `WeightReceiver`), each of them complete, and
+each made for one device that the framework names: no half asks which device is current.
 
 The life of a connection, tagged by the side that runs each step:
 
     1. [sender, receiver]  ``address()``                       plain data, exchanged by the framework
-    2. [sender, receiver]  ``connect(topology, ...)``           all sides at the same time, under one deadline
-    3. [sender]            ``send(bucket, receivers, ...)``     } once per bucket, in the same order on both sides;
-       [receiver]          ``receive(bucket, sender, ...)``     } the receiver knows each bucket's size beforehand
+    2. [sender, receiver]  ``connect(topology, channels, ...)`` all sides at the same time, under one deadline
+    3. [sender]            ``post(bucket, receivers)``         } once per bucket, in the same order on both sides, several
+       [receiver]          ``post(bucket, sender)``            } before they are done; both sides agree on the size beforehand
+       [sender, receiver]  ``flush(deadline, pending)``        waits until all but the last `pending` of them are done
     4. [sender, receiver]  ``close()``                          any time, from any thread, more than once
 
-Two things are optional. ``CheckpointEngine.allocate`` gives memory from which `send` is cheapest; it belongs to the engine, so
-that it outlives connections. And an engine that declares `Capabilities.views` lets receivers look at buckets where they lie
-instead of copying them, if the sender says that the bucket is ``lasting``:
+Before a receiver's `post` the framework has told it, over a connection of its own, which bucket the sender posts next, and has
+compared version, index and size: an engine need not. It watches that connection, too: when a peer dies, it closes the half, and
+says whose death it was. Who needs connections between the halves gets them (`channels`): each leads to one peer, whose end has
+proven that it belongs to the session.
 
-    3. [sender]            ``send(lasting bucket, ...)``       } once per bucket, as above; the receiver may also
-       [receiver]          ``view(bucket, sender, ...)``       } ``receive`` it
-       [receiver]          ``release(version)``                it looks at none of the version's buckets any more
-       [sender]            ``reclaim(version, deadline)``      waits until that is true of every receiver
+Two things are optional, each with a protocol of its own: storing versions (`weightlane.ckpt_engines.storing`), and memory of the
+sender's that receivers look at instead of copying it (`weightlane.ckpt_engines.showing`). Who writes a plain transport meets
+neither.
 
 After any error the framework closes both halves and starts again at step 1 with new ones and a new session name: an engine
 never has to resume a broken connection.
@@ -33,21 +34,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, field_validator
 
+from ._channel import Address, Channel
+from ._meeting import Meeting, TcpMeeting
 from .deadline import Deadline
 from .errors import ProtocolError
 
-API_VERSION = 1
+MOST_POSTED = 16
+"""The framework never has more buckets posted that are not done."""
+API_VERSION = 2
 """Version of this contract. An engine declares the one it was written for; the registry refuses any other."""
 
 _IN_NO_NAME = re.compile("[\0\ud800-\udfff]")
-
-Address = Mapping[str, Any]
-"""Where a half can be reached: JSON-representable, engine-specific, never pickled."""
 
 
 class Delivery(StrEnum):
@@ -70,7 +72,7 @@ class Capabilities:
     delivery: frozenset[Delivery]
     """Every way of delivery the engine supports; at least one."""
     persistent: bool = False
-    """Buckets outlive the sender process."""
+    """Buckets outlive the sender process: its sender is a `StoringSender`."""
     elastic: bool = False
     """Receivers may join or leave without a new connection of the others."""
     same_host_only: bool = False
@@ -78,7 +80,12 @@ class Capabilities:
     zero_copy: bool = False
     """Memory from `CheckpointEngine.allocate` is sent without another copy on the sender's side."""
     views: bool = False
-    """Receivers can look at a lasting bucket in the sender's memory: `WeightReceiver.view`."""
+    """Receivers can look at a lasting bucket in the sender's memory: its halves are a `ShowingSender` and a `ViewingReceiver`."""
+    collective: bool = False
+    """All halves of a connection take part in one group whose operations must come in one order: the framework makes as few
+    connections as it can, with several senders each, and has every half post what it takes part in in that order."""
+    channels: bool = True
+    """`connect` gets a connection to each peer. An engine that needs none saves its users the sockets."""
 
 
 class EngineConfig(BaseModel):
@@ -106,7 +113,8 @@ class Topology:
     receivers: Mapping[str, Address]
     """Address by name; the order is the same on every side and may serve as rank order."""
     key: bytes = b""
-    """Secret of this session that its members alone know, for engines that let peers prove themselves. Never send it."""
+    """Secret of this session that its members alone know. The framework's channels use it; an engine that opens connections of
+    its own has its peers prove that they know it, and never sends it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +141,16 @@ class Bucket:
     index: int
     """Position in the version, from 0."""
     data: torch.Tensor
+    after: Any = None
+    """On an accelerator, the event that the transfer has to wait for, and nothing else: what writes the bytes to be sent, or what
+    still uses the memory to be filled. None on a CPU, where all of that is over."""
+    to_all: bool = True
+    """Said on both sides: it goes to every receiver of the connection, so that one broadcast may carry it."""
     lasting: bool = False
-    """Said by the sender: the bytes stay as they are until `WeightSender.reclaim` of the version has returned, so receivers may
-    look at them in place. Only if the engine declares `Capabilities.views`."""
+    """Said by the sender, to engines that declare `Capabilities.views`: receivers may look at the bytes where they lie, which
+    stay as they are until `ShowingSender.reclaim` of the version has returned."""
     part: FilePart | None = None
-    """Said on both sides, to persistent engines only; None for a bucket with a file of its own."""
+    """Said on both sides, to engines that declare `Capabilities.persistent`; None for a bucket with a file of its own."""
 
     def __post_init__(self) -> None:
         if self.data.dtype != torch.uint8 or self.data.dim() != 1 or not self.data.is_contiguous():
@@ -153,76 +166,33 @@ class Bucket:
         return self.data.numel()
 
 
-def bucket_file_name(index: int) -> str:
-    """Name of the file that begins with bucket `index`, in a persistent engine; `VersionFiles` documents refer to it."""
-    return f"bucket-{index:05d}.safetensors"
-
-
-@dataclass(frozen=True, slots=True)
-class VersionFiles:
-    """How a persistent engine stores a version so that other tools can read it. The engine need not understand it.
-
-    The file of a bucket is its prefix followed by its bytes, and is then a complete safetensors file called `bucket_file_name`.
-    Where several buckets make a file (`Bucket.part`), it is the first one's prefix followed by the bytes of all. They are sent
-    one after the other, and readers must not find the file before it is complete.
-    """
-
-    version: int
-    prefixes: Sequence[bytes]
-    """Bytes ahead of each bucket, by bucket index; none ahead of one that continues a file."""
-    documents: Mapping[str, str]
-    """Text files of the version by file name (``[a-z0-9._-]+``), e.g. its manifest and the safetensors index."""
-
-
-class Mailbox(Protocol):
-    """A small key-value store shared by all halves of a session, for handshakes. Supplied by the framework."""
-
-    def put(self, key: str, value: Any) -> None:
-        """Publish JSON-representable `value` under `key`."""
-
-    def get(self, key: str, deadline: Deadline) -> Any:
-        """Wait for `key` and return its value; `DeadlineExceededError` when it does not appear in time."""
-
-
 class WeightSender(ABC):
-    """The sending half of an engine.
-
-    `connect`, `send`, `reclaim` and the calls about versions come from one thread, `close` from any.
-    """
+    """The sending half of an engine. Every call comes from one thread, but `close`, which comes from any."""
 
     @abstractmethod
     def address(self) -> Address:
-        """Where receivers find this sender. Must be ready to be contacted when this returns."""
+        """Where receivers find this sender, if they need to know. Must be ready to be contacted when this returns."""
 
     @abstractmethod
-    def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:
-        """Connect to every receiver of `topology`. Raises `PeerLostError` or `DeadlineExceededError`."""
+    def connect(self, topology: Topology, channels: Mapping[str, Channel], deadline: Deadline) -> None:
+        """Connect to every receiver of `topology`; `channels` lead to them, by name.
+
+        Raises `PeerLostError` or `DeadlineExceededError`.
+        """
 
     @abstractmethod
-    def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
-        """Send `bucket` to `receivers` and return once its memory may be overwritten, or if it is lasting, once all have it.
+    def post(self, bucket: Bucket, receivers: Sequence[str]) -> None:
+        """Begin to send `bucket` to `receivers`; waits for nobody. Its memory stays as it is until `flush` says that it is done.
 
         `receivers` is every receiver of the topology unless the engine declares `Delivery.POINT_TO_POINT`.
-        Raises `PeerLostError`, `DeadlineExceededError`, `StorageError` or `ClosedError`.
+        Raises `TransportError`, `StorageError` or `ClosedError`.
         """
 
-    def reclaim(self, version: int, deadline: Deadline) -> None:  # noqa: ARG002
-        """Wait until no receiver looks at a lasting bucket of `version` any more: its memory may be overwritten then.
+    @abstractmethod
+    def flush(self, deadline: Deadline, pending: int = 0) -> None:
+        """Wait until all posted buckets but the last `pending` are done: their memory may be overwritten.
 
-        Raises `PeerLostError` when a receiver has gone without saying so, which may still look, `DeadlineExceededError`,
-        or `ClosedError`. Called only if the engine declares `Capabilities.views`.
-        """
-        raise ProtocolError(
-            f"version {version} was reclaimed from an engine that shows nothing.", part=type(self).__name__
-        )
-
-    def open_version(self, files: VersionFiles, deadline: Deadline) -> None:  # noqa: B027 - most engines store nothing
-        """Prepare to store a version. Called before its first bucket, and only if the engine declares `persistent`."""
-
-    def commit_version(self, version: int, documents: Mapping[str, str], deadline: Deadline) -> None:  # noqa: B027
-        """`version` serves: store `documents` (text by file name) with it, then make it the newest one that readers find.
-
-        Called as `open_version` is.
+        A lasting one is done when all have it. Raises `PeerLostError`, `DeadlineExceededError`, `StorageError` or `ClosedError`.
         """
 
     @abstractmethod
@@ -235,37 +205,28 @@ class WeightReceiver(ABC):
 
     @abstractmethod
     def address(self) -> Address:
-        """Where the sender finds this receiver. Must be ready to be contacted when this returns."""
+        """Where the sender finds this receiver, if it needs to know. Must be ready to be contacted when this returns."""
 
     @abstractmethod
-    def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:
-        """Connect to the senders of `topology`. Raises `PeerLostError` or `DeadlineExceededError`."""
+    def connect(self, topology: Topology, channels: Mapping[str, Channel], deadline: Deadline) -> None:
+        """Connect to the senders of `topology`; `channels` lead to them, by name.
+
+        Raises `PeerLostError` or `DeadlineExceededError`.
+        """
 
     @abstractmethod
-    def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
-        """Fill ``bucket.data`` with the next bucket from `sender`.
+    def post(self, bucket: Bucket, sender: str) -> None:
+        """Begin to fill ``bucket.data`` with the next bucket from `sender`, which has posted it or is about to; waits for nobody.
 
-        Raises `ProtocolError` when what arrives is not the bucket asked for, `PeerLostError`, `DeadlineExceededError`,
-        `StorageError` or `ClosedError`. After an error the contents of ``bucket.data`` are undefined.
+        Raises `TransportError` or `ClosedError`.
         """
 
-    def view(self, version: int, index: int, nbytes: int, sender: str, deadline: Deadline) -> torch.Tensor:  # noqa: ARG002
-        """The next bucket from `sender`, which is lasting, where it lies: contiguous uint8 of `nbytes`, only to be read.
+    @abstractmethod
+    def flush(self, deadline: Deadline, pending: int = 0) -> None:
+        """Wait until all posted buckets but the last `pending` have arrived.
 
-        Buckets that adjoin in the sender's memory adjoin in the tensors' common storage. A tensor stays readable for as long
-        as somebody holds it, also after `close`; what it shows may change once `release` was called.
-
-        Raises as `receive`. Called only if the engine declares `Capabilities.views`.
-        """
-        raise ProtocolError(
-            f"bucket {index} of version {version} was to be shown by an engine that shows nothing.",
-            part=type(self).__name__,
-        )
-
-    def release(self, version: int, deadline: Deadline) -> None:  # noqa: B027 - most engines show nothing
-        """Nobody here looks at `version` any more: tell its sender. Does nothing for a version of which nothing was viewed.
-
-        Called from the thread that calls `receive`. Raises `PeerLostError`, `DeadlineExceededError` or `ClosedError`.
+        Raises `ProtocolError` when what arrives is not what was posted, `PeerLostError`, `DeadlineExceededError`,
+        `StorageError` or `ClosedError`. After an error the contents of what had not arrived are undefined.
         """
 
     @abstractmethod
@@ -283,6 +244,8 @@ class CheckpointEngine(ABC):
     api_version: ClassVar[int]
     capabilities: ClassVar[Capabilities]
     config_type: ClassVar[type[EngineConfig]] = EngineConfig
+    link_types: ClassVar[Any] = None
+    """What the framework puts around the halves in place of its own links: for engines that break things on purpose."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -308,10 +271,17 @@ class CheckpointEngine(ABC):
     def free(self, memory: torch.Tensor) -> None:  # noqa: B027 - torch's own memory needs no such call
         """Give back what `allocate` returned; receivers may still look at it. Never raises."""
 
-    @abstractmethod
-    def make_sender(self, name: str) -> WeightSender:
-        """A new sending half for the participant called `name`."""
+    def meeting(self, name: str) -> Meeting:  # noqa: ARG002
+        """Where the participant called `name` and its peers meet: whoever sends listens there, whoever receives knocks.
+
+        On loopback, unless an engine with an option for it says otherwise.
+        """
+        return TcpMeeting("127.0.0.1")
 
     @abstractmethod
-    def make_receiver(self, name: str) -> WeightReceiver:
-        """A new receiving half for the participant called `name`."""
+    def make_sender(self, name: str, device: torch.device) -> WeightSender:
+        """A new sending half for the participant called `name`, whose buckets live on `device`, an accelerator with its index."""
+
+    @abstractmethod
+    def make_receiver(self, name: str, device: torch.device) -> WeightReceiver:
+        """A new receiving half for the participant called `name`, whose buckets live on `device`, as for `make_sender`."""

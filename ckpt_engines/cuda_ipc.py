@@ -14,6 +14,7 @@ from pydantic import Field
 from ._cuda_memory import CudaSegments
 from ._segment_engine import SegmentConfig, SegmentEngine
 from .contract import API_VERSION, Capabilities, Delivery
+from .devices import is_available
 
 
 class CudaIpcConfig(SegmentConfig):
@@ -28,7 +29,7 @@ class CudaIpcConfig(SegmentConfig):
 
 
 class CudaIpcEngine(SegmentEngine):
-    """CUDA memory shared between processes of one host. A sender uses the device current where it says its address."""
+    """CUDA memory shared between processes of one host. For processes that share a GPU, or whose GPUs reach each other."""
 
     api_version = API_VERSION
     config_type = CudaIpcConfig
@@ -48,4 +49,4 @@ class CudaIpcEngine(SegmentEngine):
             return "CUDA passes memory between processes on Linux only"
         if torch.version.hip:
             return "ROCm is not supported"
-        return None if torch.cuda.is_available() else "no CUDA device"
+        return None if is_available("cuda") else "no CUDA device"

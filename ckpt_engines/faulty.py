@@ -1,4 +1,4 @@
-"""``faulty:NAME``: any installed engine, with faults injected into its halves on purpose.
+"""``faulty:NAME``: any installed engine, with faults injected into its links on purpose.
 
 For tests and soaks of whatever stands on top of an engine. The wrapper has the wrapped engine's capabilities and stays
 inside the contract: what it raises are the typed errors, what it delays ends by the deadline, and ``close`` from another
@@ -16,6 +16,7 @@ import json
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
@@ -25,19 +26,11 @@ from typing import Any, ClassVar, cast
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
-from .contract import (
-    Address,
-    Bucket,
-    CheckpointEngine,
-    EngineConfig,
-    Mailbox,
-    Topology,
-    VersionFiles,
-    WeightReceiver,
-    WeightSender,
-)
+from ._meeting import Meeting
+from .contract import Bucket, CheckpointEngine, EngineConfig, Topology, WeightReceiver, WeightSender
 from .deadline import Deadline
 from .errors import ClosedError, PeerLostError, ProtocolError, StorageError
+from .link import ReceiverLink, SenderLink
 
 PREFIX = "faulty:"
 """What stands ahead of the wrapped engine's name."""
@@ -240,42 +233,42 @@ class _Faults:
             ) from error
 
 
-class FaultySender(WeightSender):
-    """A sender that sometimes does something else than it was asked to."""
+class FaultySenderLink(SenderLink):
+    """A sender's link that sometimes does something else than it was asked to."""
 
-    def __init__(self, inner: WeightSender, name: str, config: FaultyConfig) -> None:
-        self._inner = inner
-        self._faults = _Faults(f"faulty sender {name}", name, config, _OF_SENDER)
-        self._held: tuple[Bucket, Sequence[str]] | None = None
+    def __init__(self, engine: CheckpointEngine, name: str, device: torch.device) -> None:
+        super().__init__(engine, name, device)
+        self._faults = _Faults(f"faulty sender {name}", name, cast("FaultyConfig", engine.config), _OF_SENDER)
+        self._held: tuple[Bucket, Sequence[str], str] | None = None
+        self._lacks = False
+        """Whether fewer buckets are posted than the caller believes."""
 
-    def address(self) -> Address:
-        """The wrapped sender's."""
-        return self._inner.address()
-
-    def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:
+    def connect(self, topology: Topology, deadline: Deadline) -> None:
         """Connect, or refuse to."""
         self._faults.start_session(topology.session)
         if self._faults.refuses():
-            self._inner.close()
+            self.close()
             raise self._faults.lost("the connection was refused", ", ".join(topology.receivers))
-        self._inner.connect(topology, mailbox, deadline)
+        super().connect(topology, deadline)
 
-    def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
-        """Send what the fault makes of `bucket`, and behind it what an earlier fault kept back."""
+    def post(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline, checksum: str = "") -> None:
+        """Post what the fault makes of `bucket`, and behind it what an earlier fault kept back."""
         held, self._held = self._held, None
-        self._send(bucket, receivers, deadline)
+        self._post(bucket, receivers, deadline, checksum)
         if held is not None:
-            self._inner.send(*held, deadline)
+            super().post(held[0], held[1], deadline, held[2])
 
-    def _send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
+    def _post(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline, checksum: str) -> None:
         kind = self._faults.of(bucket)
         if kind is FaultKind.DROP:
+            self._lacks = True
             return
-        if kind is FaultKind.REORDER:  # the caller may overwrite the memory as soon as this returns
-            self._held = replace(bucket, data=bucket.data.clone()), tuple(receivers)
+        if kind is FaultKind.REORDER:  # the caller may overwrite the memory soon
+            self._lacks = True
+            self._held = replace(bucket, data=bucket.data.clone()), tuple(receivers), checksum
             return
         if kind is FaultKind.LOSE:
-            self._inner.close()
+            self.close()
             raise self._faults.lost("the connection was lost", ", ".join(receivers))
         if kind is FaultKind.FLIP:
             bucket = replace(bucket, data=bucket.data.clone())
@@ -284,72 +277,74 @@ class FaultySender(WeightSender):
             bucket = self._faults.truncated(bucket)
         elif kind in {FaultKind.DELAY, FaultKind.HANG}:
             self._faults.stall(kind, deadline, ", ".join(receivers))
-        self._inner.send(bucket, receivers, deadline)
+        super().post(bucket, receivers, deadline, checksum)
         if kind is FaultKind.DUPLICATE:
-            self._inner.send(bucket, receivers, deadline)
+            super().post(bucket, receivers, deadline, checksum)
 
-    def open_version(self, files: VersionFiles, deadline: Deadline) -> None:
-        """See `WeightSender.open_version`."""
-        self._inner.open_version(files, deadline)
-
-    def commit_version(self, version: int, documents: Mapping[str, str], deadline: Deadline) -> None:
-        """See `WeightSender.commit_version`."""
-        self._inner.commit_version(version, documents, deadline)
+    def flush(self, deadline: Deadline, pending: int = 0) -> None:
+        """See `SenderLink.flush`; waits for all once a bucket was kept back."""
+        super().flush(deadline, 0 if self._lacks else pending)
 
     def reclaim(self, version: int, deadline: Deadline) -> None:
         """Wait for the receivers, unless a fault comes first."""
         kind = self._faults.of_version(version)
         if kind is FaultKind.LOSE:
-            self._inner.close()
+            self.close()
             raise self._faults.lost(f"a receiver of version {version} was lost", "")
         if kind is not None:
             self._faults.stall(kind, deadline, "")
-        self._inner.reclaim(version, deadline)
+        super().reclaim(version, deadline)
 
     def close(self) -> None:
-        """See `WeightSender.close`."""
+        """See `SenderLink.close`."""
         self._faults.close()
-        self._inner.close()
+        super().close()
 
 
-class FaultyReceiver(WeightReceiver):
-    """A receiver that sometimes fails, or spoils what it received."""
+class FaultyReceiverLink(ReceiverLink):
+    """A receiver's link that sometimes fails, or spoils what it received."""
 
-    def __init__(self, inner: WeightReceiver, name: str, config: FaultyConfig) -> None:
-        self._inner = inner
-        self._faults = _Faults(f"faulty receiver {name}", name, config, _OF_RECEIVER)
+    def __init__(self, engine: CheckpointEngine, name: str, device: torch.device) -> None:
+        super().__init__(engine, name, device)
+        self._faults = _Faults(f"faulty receiver {name}", name, cast("FaultyConfig", engine.config), _OF_RECEIVER)
+        self._posted: deque[tuple[Bucket, bool]] = deque()
+        """What has not arrived, and whether it is to be spoilt then."""
 
-    def address(self) -> Address:
-        """The wrapped receiver's."""
-        return self._inner.address()
-
-    def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:
+    def connect(self, topology: Topology, deadline: Deadline) -> None:
         """Connect."""
         self._faults.start_session(topology.session)
-        self._inner.connect(topology, mailbox, deadline)
+        super().connect(topology, deadline)
 
-    def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
-        """Receive, unless a fault comes first, and perhaps spoil the result."""
+    def post(self, bucket: Bucket, sender: str, deadline: Deadline) -> str:
+        """Post, unless a fault comes first."""
         flips = self._strike(bucket, sender, deadline)
-        self._inner.receive(bucket, sender, deadline)
-        if flips:
-            self._faults.flip(bucket)
+        checksum = super().post(bucket, sender, deadline)
+        self._posted.append((bucket, flips))
+        return checksum
 
-    def view(self, version: int, index: int, nbytes: int, sender: str, deadline: Deadline) -> torch.Tensor:
+    def flush(self, deadline: Deadline, pending: int = 0) -> None:
+        """Wait for what was posted, and perhaps spoil it."""
+        super().flush(deadline, pending)
+        while len(self._posted) > pending:
+            bucket, flips = self._posted.popleft()
+            if flips:
+                self._faults.flip(bucket)
+
+    def view(self, version: int, index: int, nbytes: int, sender: str, deadline: Deadline) -> tuple[torch.Tensor, str]:
         """View, unless a fault comes first. A bit flips in a private copy, since others look at the memory too."""
         bucket = Bucket(version, index, torch.empty(nbytes, dtype=torch.uint8, device="meta"), lasting=True)
         flips = self._strike(bucket, sender, deadline)
-        data = self._inner.view(version, index, nbytes, sender, deadline)
+        data, checksum = super().view(version, index, nbytes, sender, deadline)
         if flips:
             data = data.clone()
             self._faults.flip(replace(bucket, data=data))
-        return data
+        return data, checksum
 
     def _strike(self, bucket: Bucket, sender: str, deadline: Deadline) -> bool:
         """Let the fault of `bucket` happen, if it meets one; whether it is one of its bits that is to flip."""
         kind = self._faults.of(bucket)
         if kind is FaultKind.LOSE:
-            self._inner.close()
+            self.close()
             raise self._faults.lost("the connection was lost", sender)
         if kind is FaultKind.STORAGE:
             raise StorageError("a read failed (injected fault).", part=self._faults.part, peer=sender, hint=_HINT)
@@ -361,22 +356,23 @@ class FaultyReceiver(WeightReceiver):
         """Release, unless a fault comes first."""
         kind = self._faults.of_version(version)
         if kind is FaultKind.LOSE:
-            self._inner.close()
+            self.close()
             raise self._faults.lost(f"the sender of version {version} was lost", "")
         if kind is not None:
             self._faults.stall(kind, deadline, "")
-        self._inner.release(version, deadline)
+        super().release(version, deadline)
 
     def close(self) -> None:
-        """See `WeightReceiver.close`."""
+        """See `ReceiverLink.close`."""
         self._faults.close()
-        self._inner.close()
+        super().close()
 
 
 class FaultyEngine(CheckpointEngine):
     """Base of the wrappers that `faulty` makes; a subclass names the wrapped engine's class."""
 
     inner_class: ClassVar[type[CheckpointEngine]]
+    link_types = FaultySenderLink, FaultyReceiverLink
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
@@ -394,6 +390,10 @@ class FaultyEngine(CheckpointEngine):
         """See `CheckpointEngine.check`."""
         self._inner.check(deadline)
 
+    def meeting(self, name: str) -> Meeting:
+        """The wrapped engine's."""
+        return self._inner.meeting(name)
+
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Memory of the wrapped engine, unless a fault comes first."""
         if self._faults.of_allocation(next(self._allocations)):
@@ -404,13 +404,13 @@ class FaultyEngine(CheckpointEngine):
         """See `CheckpointEngine.free`."""
         self._inner.free(memory)
 
-    def make_sender(self, name: str) -> WeightSender:
-        """See `CheckpointEngine.make_sender`."""
-        return FaultySender(self._inner.make_sender(name), name, self._config)
+    def make_sender(self, name: str, device: torch.device) -> WeightSender:
+        """The wrapped engine's."""
+        return self._inner.make_sender(name, device)
 
-    def make_receiver(self, name: str) -> WeightReceiver:
-        """See `CheckpointEngine.make_receiver`."""
-        return FaultyReceiver(self._inner.make_receiver(name), name, self._config)
+    def make_receiver(self, name: str, device: torch.device) -> WeightReceiver:
+        """The wrapped engine's."""
+        return self._inner.make_receiver(name, device)
 
 
 @functools.cache

@@ -28,8 +28,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import torch
 from pydantic import Field
 
+from ._channel import Address, Channel
 from ._lifecycle import Lifecycle
 from ._process_identity import is_dead, process_identity
 from ._store_fs import Guard, StoreDirectory, byte_view, standalone_guard
@@ -58,21 +60,20 @@ from ._store_versions import (
 )
 from .contract import (
     API_VERSION,
-    Address,
     Bucket,
     Capabilities,
     CheckpointEngine,
     Delivery,
     EngineConfig,
     FilePart,
-    Mailbox,
     Topology,
-    VersionFiles,
     WeightReceiver,
     WeightSender,
 )
 from .deadline import Deadline
 from .errors import DeadlineExceededError, PeerLostError, ProtocolError, StorageError, WeightlaneError
+from .paired import PostedCalls
+from .storing import StoringSender, VersionFiles
 
 _log = logging.getLogger(__name__)
 _FIRST_POLL_S = {True: 0.005, False: 0.1}
@@ -125,7 +126,7 @@ class _Growing:
         return (bucket.version, part) == (self.version, expected) and self.size + bucket.nbytes <= part.total
 
 
-class FilesystemSender(WeightSender):
+class FilesystemSender(StoringSender):
     """Writes buckets; knows nothing of who reads them."""
 
     def __init__(self, name: str, config: FilesystemConfig) -> None:
@@ -146,12 +147,13 @@ class FilesystemSender(WeightSender):
         """Directories of other sessions that are no longer kept and could not be removed yet."""
         self._growing: _Growing | None = None
         """The file of several buckets that lacks some."""
+        self._posted = PostedCalls()
 
     def address(self) -> Address:
         """Which process this is, so that receivers on the same host notice its death."""
         return process_identity()
 
-    def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:  # noqa: ARG002
+    def connect(self, topology: Topology, channels: Mapping[str, Channel], deadline: Deadline) -> None:  # noqa: ARG002
         """Make the sender's directory, after removing what dead senders of this host left."""
         with self._life.call():
             guard = Guard(self._life, deadline)
@@ -179,25 +181,32 @@ class FilesystemSender(WeightSender):
         for name, text in documents.items():
             self._store.write_text(f"{version_directory(self._directory, version)}/{name}", text, guard)
 
-    def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:  # noqa: ARG002
-        """Write the bucket's file. What is there of older versions stays."""
+    def post(self, bucket: Bucket, receivers: Sequence[str]) -> None:  # noqa: ARG002
+        """Write the bucket's file when it is waited for."""
         with self._life.call():
-            guard = self._guard(deadline)
-            prefix = b""
-            if files := self._files.get(bucket.version):
-                if bucket.index >= len(files.prefixes):
-                    message = f"bucket {bucket.index} of version {bucket.version} was not announced."
-                    raise ProtocolError(message, part=self._life.part)
-                prefix = files.prefixes[bucket.index]
-            written = self._written.setdefault(bucket.version, set())
-            directory = version_directory(self._directory, bucket.version)
-            content: list[bytes | memoryview] = [prefix, byte_view(bucket.data)]
-            if bucket.part is None:
-                self._discard_growing(guard.deadline)
-                self._store.write(f"{directory}/{payload_name(bucket)}", content, guard)
-                written.add(bucket.index)
-            elif self._grow(directory, bucket, bucket.part, content, guard):
-                written.update(range(bucket.part.first, bucket.index + 1))
+            self._posted.post(lambda deadline: self._write(bucket, self._guard(deadline)))
+
+    def flush(self, deadline: Deadline, pending: int = 0) -> None:
+        """Write what was posted. What is there of older versions stays."""
+        with self._life.call():
+            self._posted.flush(deadline, pending)
+
+    def _write(self, bucket: Bucket, guard: Guard) -> None:
+        prefix = b""
+        if files := self._files.get(bucket.version):
+            if bucket.index >= len(files.prefixes):
+                message = f"bucket {bucket.index} of version {bucket.version} was not announced."
+                raise ProtocolError(message, part=self._life.part)
+            prefix = files.prefixes[bucket.index]
+        written = self._written.setdefault(bucket.version, set())
+        directory = version_directory(self._directory, bucket.version)
+        content: list[bytes | memoryview] = [prefix, byte_view(bucket.data)]
+        if bucket.part is None:
+            self._discard_growing(guard.deadline)
+            self._store.write(f"{directory}/{payload_name(bucket)}", content, guard)
+            written.add(bucket.index)
+        elif self._grow(directory, bucket, bucket.part, content, guard):
+            written.update(range(bucket.part.first, bucket.index + 1))
 
     def _grow(
         self, directory: str, bucket: Bucket, part: FilePart, content: Sequence[bytes | memoryview], guard: Guard
@@ -338,12 +347,13 @@ class FilesystemReceiver(WeightReceiver):
         self._health_check_s = _HEALTH_CHECK_S[self._store.is_local]
         self._directories: dict[str, str] = {}
         self._senders: dict[str, Address] = {}
+        self._posted = PostedCalls()
 
     def address(self) -> Address:
         """Empty: the sender does not contact receivers."""
         return {}
 
-    def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:  # noqa: ARG002
+    def connect(self, topology: Topology, channels: Mapping[str, Channel], deadline: Deadline) -> None:  # noqa: ARG002
         """Wait until every sender has made its directory. Possible at any time while the session lasts."""
         with self._life.call():
             checked_session(topology, self._life.part)
@@ -358,23 +368,30 @@ class FilesystemReceiver(WeightReceiver):
                     guard.check(self._store.full(directory))
                 self._directories[sender] = directory
 
-    def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
-        """Wait for the bucket's file and read it straight into the bucket."""
+    def post(self, bucket: Bucket, sender: str) -> None:
+        """Read the bucket's file when it is waited for."""
         with self._life.call():
             if sender not in self._directories:
                 raise ProtocolError(f"not connected to {sender}.", part=self._life.part)
-            guard = Guard(self._life, deadline, sender)
-            directory = version_directory(self._directories[sender], bucket.version)
-            poll_s = self._first_poll_s
-            next_check = Deadline.after(self._health_check_s)
-            while not read_bucket(self._store, directory, bucket, guard):
-                if next_check.expired:
-                    self._store.look_again(directory)
-                    self._check_health(sender, bucket, guard)
-                    next_check = Deadline.after(self._health_check_s)
-                guard.sleep(poll_s)
-                guard.check(self._store.full(f"{directory}/{payload_name(bucket)}"))
-                poll_s = min(2 * poll_s, self._slowest_poll_s)
+            self._posted.post(lambda deadline: self._read(bucket, sender, Guard(self._life, deadline, sender)))
+
+    def flush(self, deadline: Deadline, pending: int = 0) -> None:
+        """Wait for the files of what was posted and read them straight into the buckets."""
+        with self._life.call():
+            self._posted.flush(deadline, pending)
+
+    def _read(self, bucket: Bucket, sender: str, guard: Guard) -> None:
+        directory = version_directory(self._directories[sender], bucket.version)
+        poll_s = self._first_poll_s
+        next_check = Deadline.after(self._health_check_s)
+        while not read_bucket(self._store, directory, bucket, guard):
+            if next_check.expired:
+                self._store.look_again(directory)
+                self._check_health(sender, bucket, guard)
+                next_check = Deadline.after(self._health_check_s)
+            guard.sleep(poll_s)
+            guard.check(self._store.full(f"{directory}/{payload_name(bucket)}"))
+            poll_s = min(2 * poll_s, self._slowest_poll_s)
 
     def _check_alive(self, sender: str) -> None:
         if is_dead(self._senders[sender]):
@@ -404,7 +421,7 @@ class FilesystemEngine(CheckpointEngine):
     api_version = API_VERSION
     config_type = FilesystemConfig
     capabilities = Capabilities(
-        devices=frozenset({"cpu"}), delivery=frozenset({Delivery.STORE}), persistent=True, elastic=True
+        devices=frozenset({"cpu"}), delivery=frozenset({Delivery.STORE}), persistent=True, elastic=True, channels=False
     )
 
     def check(self, deadline: Deadline) -> None:
@@ -419,10 +436,10 @@ class FilesystemEngine(CheckpointEngine):
             if not there:
                 store.remove_if_empty("", guard)
 
-    def make_sender(self, name: str) -> WeightSender:
+    def make_sender(self, name: str, device: torch.device) -> WeightSender:  # noqa: ARG002
         """See `CheckpointEngine.make_sender`."""
         return FilesystemSender(name, cast("FilesystemConfig", self.config))
 
-    def make_receiver(self, name: str) -> WeightReceiver:
+    def make_receiver(self, name: str, device: torch.device) -> WeightReceiver:  # noqa: ARG002
         """See `CheckpointEngine.make_receiver`."""
         return FilesystemReceiver(name, cast("FilesystemConfig", self.config))

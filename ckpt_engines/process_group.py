@@ -11,7 +11,7 @@ import importlib
 import os
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal, Protocol, cast
 
@@ -43,6 +43,12 @@ class Group(Protocol):
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int, /) -> dist.Work:
         """Start to receive from one rank."""
+
+    def _start_coalescing(self, device: torch.device, /) -> None:
+        """Begin a batch of sends and receives."""
+
+    def _end_coalescing(self, device: torch.device, /) -> dist.Work:
+        """Start the batch."""
 
     def abort(self) -> None:
         """Break off pending operations; without effect in gloo, see `abandon_gloo`."""
@@ -128,6 +134,7 @@ def open_process_group(
     *,
     host: str = "127.0.0.1",
     device: torch.device | None = None,
+    threads: int = 1,
     nccl: Mapping[str, int | str] | None = None,
 ) -> Group:
     """Open a group of `world` processes that meet in `store`; every one of them calls this at the same time.
@@ -140,6 +147,7 @@ def open_process_group(
         deadline: Bounds the meeting. Operations bring their own.
         host: Address of this machine on which gloo listens.
         device: Device the group works on; needed by nccl and hccl, which connect eagerly.
+        threads: How many operations gloo runs at a time; each that waits for a peer occupies a thread.
         nccl: Fields of the communicator's ``ncclConfig_t`` by the names that torch gives them, e.g. ``net_name``.
 
     Raises:
@@ -155,7 +163,7 @@ def open_process_group(
                 options = cast("Any", dist.ProcessGroupGloo)._Options()  # the only way to choose the address
                 options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
                 options._timeout = timeout
-                options._threads = 1
+                options._threads = threads
                 return cast("Group", dist.ProcessGroupGloo(place, rank, world, options))
 
             return connect_gloo(store, rank, world, deadline, connect)
@@ -221,13 +229,33 @@ def abort_accelerator_group(group: Group) -> None:
         group.abort()
 
 
-def start_broadcast(group: Group, data: torch.Tensor, root: int, deadline: Deadline) -> dist.Work:
+def start_broadcast(group: Group, data: torch.Tensor, root: int, deadline: Deadline | None) -> dist.Work:
     """Start to broadcast contiguous uint8 `data` from rank `root`; gloo gives up by itself at the deadline."""
     options = dist.BroadcastOptions()
     options.rootRank = root
     options.rootTensor = 0
-    options.timeout = deadline.timedelta()
+    if deadline is not None:
+        options.timeout = deadline.timedelta()
     return group.broadcast([data], options)
+
+
+def start_pairs(group: Group, pairs: Sequence[tuple[str, torch.Tensor, int]], device: torch.device) -> dist.Work:
+    """Start sends and receives of an NCCL or HCCL group side by side, in its one communicator: none waits for another.
+
+    Args:
+        group: The group.
+        pairs: ``"isend"`` or ``"irecv"``, contiguous uint8, and the rank it goes to or comes from.
+        device: Where the tensors are.
+    """
+    at_once = getattr(group, "batch_isend_irecv", None)  # torch_npu's own, which implements no coalescing
+    if at_once is not None:
+        kinds, tensors, ranks = zip(*pairs, strict=True)
+        return cast("dist.Work", at_once(list(kinds), list(tensors), list(ranks)))
+    # One by one they would go through communicators of two that torch opens by itself, unbounded by any deadline.
+    group._start_coalescing(device)
+    for kind, data, rank in pairs:
+        (group.send if kind == "isend" else group.recv)([data], rank, 0)
+    return group._end_coalescing(device)
 
 
 def abandon_gloo(group: Group) -> None:

@@ -12,13 +12,25 @@ from weightlane.ckpt_engines import ProtocolError
 from .manifest import Manifest
 from .packing import RunTable, copy_runs
 
+BUFFERS = 2
+"""How many buckets that have to be packed are on their way at a time."""
+_IN_PLACE = 8
+"""How many of those that lie in a snapshot: they take no memory, and fill a link that is long."""
+
 
 class BucketSource(ABC):
-    """The buckets of one version, taken in order."""
+    """The buckets of one version, taken in order.
+
+    Attributes:
+        most_at_a_time: So many of those taken last stay as they are: as many as there are buffers, or more where they lie in
+        place.
+    """
+
+    most_at_a_time: int
 
     @abstractmethod
     def bucket(self, index: int) -> torch.Tensor:
-        """The bytes of bucket `index` (1-D uint8), once they are there; they stay until two more have been taken."""
+        """The bytes of bucket `index` (1-D uint8), once they are there; the device may still be writing them."""
 
 
 class FromSnapshot(BucketSource):
@@ -46,6 +58,7 @@ class FromSnapshot(BucketSource):
         self._ready = ready
         self._buffers = buffers
         self._packed = 0
+        self.most_at_a_time = _IN_PLACE
 
     def bucket(self, index: int) -> torch.Tensor:
         """See `BucketSource.bucket`."""
@@ -58,6 +71,7 @@ class FromSnapshot(BucketSource):
             return self._snapshot[start + window.shift : stop + window.shift]
         if self._layout.lasting:
             raise ProtocolError(f"bucket {index} is to be looked at and does not lie in the snapshot.", part="send")
+        self.most_at_a_time = BUFFERS
         buffers = self._buffers()
         data = buffers[self._packed % len(buffers)][: stop - start]
         self._packed += 1
@@ -80,6 +94,7 @@ class Packed(BucketSource):
         self._buffers = buffers
         self._layout = layout
         self._fill = fill
+        self.most_at_a_time = BUFFERS
 
     def bucket(self, index: int) -> torch.Tensor:
         """See `BucketSource.bucket`."""

@@ -6,15 +6,27 @@ import os
 
 import torch
 
-from weightlane.ckpt_engines import CheckpointEngine
+from weightlane.ckpt_engines import CheckpointEngine, ConfigError
+from weightlane.ckpt_engines.devices import HOST, checked_device
 
 
-def buffer_device(engine: CheckpointEngine, preferred: torch.device | None) -> torch.device:
-    """`preferred` (where the weights live) if `engine` carries that memory, else the CPU, else the engine's own kind."""
+def buffer_device(engine: CheckpointEngine, preferred: torch.device | None, part: str) -> torch.device:
+    """`preferred` (where the weights live) if `engine` carries that memory, else the CPU.
+
+    Raises `ConfigError` if it carries neither: which of its devices is meant is not guessed, nor that of an accelerator without
+    index.
+    """
     devices = engine.capabilities.devices
     if preferred is not None and preferred.type in devices:
-        return preferred
-    return torch.device("cpu" if "cpu" in devices else min(devices))
+        return checked_device(preferred, part)
+    if HOST.type in devices:
+        return HOST
+    where = "not said to be anywhere" if preferred is None else f"on {preferred}"
+    raise ConfigError(
+        f"the weights are {where}, and the engine carries {' and '.join(sorted(devices))} memory only.",
+        part=part,
+        hint="Choose an engine that carries the memory in which the weights are: checkpoint_engine.backend.",
+    )
 
 
 def usable_cpus() -> int:

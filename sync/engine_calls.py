@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from weightlane.ckpt_engines import Deadline, WeightReceiver, WeightSender
+from weightlane.ckpt_engines import Deadline, ReceiverLink, SenderLink
 
 from .daemon_threads import DaemonThreads
 
-Half = WeightSender | WeightReceiver
+Half = SenderLink | ReceiverLink
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
@@ -19,10 +19,10 @@ GRACE_S = 2.0
 """How much longer than an engine's call, which knows better what has happened, whoever waits for it does."""
 _QUICK_S = 10.0
 """Most seconds of a call that has no deadline because it waits for nobody."""
-_HINT = "The engine does not keep its deadlines: `weightlane conformance` says which of them."
+HINT = "The engine does not keep its deadlines: `weightlane conformance` says which of them."
 
 
-def result_of(call: Future[T], deadline: Deadline, waiting_for: str, part: str, hint: str = _HINT) -> T:
+def result_of(call: Future[T], deadline: Deadline, waiting_for: str, part: str, hint: str = HINT) -> T:
     """Wait for `call`, which was given `deadline`, and return its result. Raises `DeadlineExceededError` if it has none."""
     try:
         return call.result(deadline.remaining_s + GRACE_S)

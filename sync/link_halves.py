@@ -1,19 +1,22 @@
-"""The engine's halves of a participant, one for each link of the session's transfer plan."""
+"""The engine's links of a participant, one for each connection of the session's transfer plan that it has an end of."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 
+import torch
+
 from weightlane.ckpt_engines import (
     CheckpointEngine,
     ClosedError,
     Deadline,
     DeadlineExceededError,
+    ReceiverLink,
+    SenderLink,
     Topology,
-    WeightReceiver,
-    WeightSender,
 )
+from weightlane.ckpt_engines.link import receiver_link, sender_link
 
 from .daemon_threads import DaemonThreads
 from .engine_calls import GRACE_S, address_of, close_all
@@ -27,15 +30,17 @@ class LinkHalves:
     Args:
         name: The participant.
         engine: Makes the halves.
+        device: Where their buckets live.
     """
 
-    def __init__(self, name: str, engine: CheckpointEngine) -> None:
+    def __init__(self, name: str, engine: CheckpointEngine, device: torch.device) -> None:
         self._name = name
         self._engine = engine
+        self._device = device
         self._closed = False
-        self.senders: dict[int, WeightSender] = {}
+        self.senders: dict[int, SenderLink] = {}
         """By the link's number."""
-        self.receivers: dict[int, WeightReceiver] = {}
+        self.receivers: dict[int, ReceiverLink] = {}
         """By the link's number."""
 
     def connect(self, rendezvous: Rendezvous, session: str, planned: SessionPlan, deadline: Deadline) -> None:
@@ -64,10 +69,10 @@ class LinkHalves:
             self.close()  # the others need not go on, and nobody waits for them
             raise failure
 
-    def _make(self, link: Link) -> WeightSender | WeightReceiver:
-        if link.sender == self._name:
-            return self.senders.setdefault(link.number, self._engine.make_sender(self._name))
-        return self.receivers.setdefault(link.number, self._engine.make_receiver(self._name))
+    def _make(self, link: Link) -> SenderLink | ReceiverLink:
+        if self._name in link.senders:
+            return self.senders.setdefault(link.number, sender_link(self._engine, self._name, self._device))
+        return self.receivers.setdefault(link.number, receiver_link(self._engine, self._name, self._device))
 
     def _connect(self, rendezvous: Rendezvous, session: str, link: Link, deadline: Deadline) -> None:
         box, own = rendezvous.mailbox(f"links/{session}"), link.session(session)
@@ -81,9 +86,9 @@ class LinkHalves:
                     raise deadline.error("the address of its end of a link", part=self._name, peer=name) from error
             return found
 
-        topology = Topology(own, addresses([link.sender]), addresses(link.receivers), rendezvous.session_key(own))
+        topology = Topology(own, addresses(link.senders), addresses(link.receivers), rendezvous.session_key(own))
         half = self.senders.get(link.number) or self.receivers[link.number]
-        half.connect(topology, rendezvous.mailbox(f"engine/{own}"), deadline)
+        half.connect(topology, deadline)
 
     def close(self) -> None:
         """Close every half. Idempotent, never raises."""

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from weightlane.ckpt_engines import Deadline, WeightReceiver
+from weightlane.ckpt_engines import Deadline, ReceiverLink
 
 from .daemon_threads import DaemonThreads
 from .engine_calls import GRACE_S
 from .link_halves import LinkHalves
 from .manifest import Manifest
 from .relaying import Onward, onward_links
-from .seal import SealMail
+from .seal import StoredSeals
 from .session_plan import Link, SessionPlan
 
 _PATIENCE = 0.2
@@ -24,11 +24,10 @@ _PATIENCE = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One sender of this rank's, and which sections of its own stream come from there."""
+    """One sender of this rank's."""
 
-    receiver: WeightReceiver
+    link: ReceiverLink
     sender: str
-    sections: tuple[int, ...]
     hops: int = 1
     """How many the longest way from the trainer has, of those that end here."""
 
@@ -41,10 +40,26 @@ class Source:
 class Arrival:
     """A bucket that is to come."""
 
+    source: Source
     index: int
     """In the rank's own stream."""
     sent_as: int
     """In the sender's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inlet:
+    """A link that ends here: its buckets come one after the other, while those of others come beside them.
+
+    Attributes:
+        sources: Its senders from whom something comes, by name.
+        link: The plan's; None for one stream from one sender.
+        lanes: Those that come here from each of them.
+    """
+
+    sources: Mapping[str, Source]
+    link: Link | None = None
+    lanes: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -53,33 +68,42 @@ class Receiving:
 
     Attributes:
         session: Its name.
-        seals: Where the buckets' seals are found.
-        sources: From whom something comes.
+        inlets: Through which something comes.
+        stored_seals: Where the seals of buckets are found that lie in a store; None where they come ahead of each.
         planned: The session's plan; None for one stream from one sender.
         lanes: The plan's lanes that come here, in order: the sections of this rank's own stream.
         onward: The links through which they are handed on.
     """
 
     session: str
-    seals: SealMail
-    sources: tuple[Source, ...]
+    inlets: tuple[Inlet, ...]
+    stored_seals: StoredSeals | None = None
     planned: SessionPlan | None = None
     lanes: tuple[int, ...] = ()
     onward: tuple[Onward, ...] = ()
 
     @classmethod
-    def by_plan(cls, session: str, seals: SealMail, name: str, planned: SessionPlan, halves: LinkHalves) -> Receiving:
+    def by_plan(cls, session: str, name: str, planned: SessionPlan, halves: LinkHalves) -> Receiving:
         """Of the rank `name`, whose `halves` are connected."""
-        links = planned.received_by(name)
-        lanes = tuple(sorted(lane for link in links for lane in planned.lanes_to(name, link)))
-
-        def source(link: Link) -> Source:
-            theirs = planned.lanes_to(name, link)
-            hops = max(planned.routes[lane].hops_to(name) for lane in theirs)
-            return Source(halves.receivers[link.number], link.sender, tuple(map(lanes.index, theirs)), hops)
-
+        inlets = []
+        for link in planned.received_by(name):
+            lanes = {sender: frozenset(planned.lanes_to(name, link, sender)) for sender in link.senders}
+            sources = {
+                sender: Source(
+                    halves.receivers[link.number], sender, max(planned.routes[lane].hops_to(name) for lane in theirs)
+                )
+                for sender, theirs in lanes.items()
+                if theirs
+            }
+            inlets.append(Inlet(sources, link, lanes))
+        everything = sorted({lane for inlet in inlets for theirs in inlet.lanes.values() for lane in theirs})
         onward = onward_links(name, planned, halves.senders)
-        return cls(session, seals, tuple(map(source, links)), planned, lanes, onward)
+        return cls(session, tuple(inlets), None, planned, tuple(everything), onward)
+
+    @property
+    def sources(self) -> list[Source]:
+        """Everybody from whom something comes."""
+        return [source for inlet in self.inlets for source in inlet.sources.values()]
 
     @cached_property
     def _own(self) -> Manifest | None:
@@ -94,14 +118,21 @@ class Receiving:
         own = sent.only(self.lanes)
         return sent, replace(own, specs=self._own.specs, slicing=self._own.slicing)
 
-    def arrivals(self, sent: Manifest, own: Manifest, source: Source) -> Iterator[Arrival]:
-        """The buckets of a version that come from `source`, in the order in which they are sent."""
-        if self.planned is None:
-            yield from (Arrival(index, index) for index in range(own.bucket_count))
+    def arrivals(self, sent: Manifest, own: Manifest, inlet: Inlet) -> Iterator[Arrival]:
+        """The buckets of a version that come through `inlet`, in the order in which they are sent."""
+        if inlet.link is None:
+            (source,) = inlet.sources.values()
+            yield from (Arrival(source, index, index) for index in range(own.bucket_count))
             return
-        for section in sorted(source.sections):
-            theirs = sent.buckets_of(self.lanes[section])
-            yield from map(Arrival, own.buckets_of(section), theirs)
+        # The lanes that come here are the sections of the own stream, bucket for bucket.
+        mine = {
+            theirs: ours
+            for section, lane in enumerate(self.lanes)
+            for theirs, ours in zip(sent.buckets_of(lane), own.buckets_of(section), strict=True)
+        }
+        for turn in inlet.link.turns(sent):
+            if turn.lane in inlet.lanes[turn.sender]:
+                yield Arrival(inlet.sources[turn.sender], mine[turn.sent_as], turn.sent_as)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from weightlane.ckpt_engines import Bucket, Deadline, WeightlaneError, WeightSender, as_weightlane_error
+from weightlane.ckpt_engines import Bucket, Deadline, SenderLink, WeightlaneError, as_weightlane_error
 
 from .manifest import Manifest
-from .send_pipeline import Destination, OnSent
+from .send_pipeline import Destination, OnSent, Outflow
 from .session_plan import SessionPlan
+
+_AT_A_TIME = 8
+"""How many buckets are on their way through a link at a time: they lie where they came to, and take no memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +31,15 @@ class Onward:
     lanes: Mapping[int, Destination]
 
 
-def onward_links(name: str, planned: SessionPlan, senders: Mapping[int, WeightSender]) -> tuple[Onward, ...]:
+def onward_links(name: str, planned: SessionPlan, senders: Mapping[int, SenderLink]) -> tuple[Onward, ...]:
     """The links through which the rank `name` hands on, whose connected `senders` are given by link."""
     return tuple(
         Onward(
             link.receivers,
-            {lane: Destination(senders[link.number], planned.routes[lane].next_after(name)) for lane in link.lanes},
+            {
+                lane: Destination(senders[link.number], planned.routes[lane].next_after(name))
+                for lane in link.lanes[name]
+            },
         )
         for link in planned.sent_by(name)
     )
@@ -71,15 +77,15 @@ class Relaying:
         self._on_sent = on_sent
         self._wanted = {index for link in links for lane in link.lanes for index in manifest.buckets_of(lane)}
         self._changed = threading.Condition()
-        self._there: dict[int, torch.Tensor] = {}
-        """What has come and was not handed on yet, by the index it was sent as."""
+        self._there: dict[int, tuple[torch.Tensor, str]] = {}
+        """What has come and was not handed on yet, and its seal, by the index it was sent as."""
         self._error: WeightlaneError | None = None
 
-    def came(self, index: int, data: torch.Tensor) -> None:
+    def came(self, index: int, data: torch.Tensor, sealed: str) -> None:
         """Bucket `index`, as it was sent, is there and verified; it stays as it is until it was handed on."""
         if index in self._wanted:
             with self._changed:
-                self._there[index] = data
+                self._there[index] = data, sealed
                 self._changed.notify_all()
 
     def give_up(self, error: BaseException) -> None:
@@ -90,12 +96,20 @@ class Relaying:
 
     def hand_on(self, link: Onward) -> None:
         """Hand everything on that goes through `link`. Raises what the engine raises, or what it was given up with."""
+        outflow = Outflow(self._deadline, self._stall_s, self._on_sent)
         for lane, destination in link.lanes.items():
             for index in self._manifest.buckets_of(lane):
-                bucket = Bucket(self._manifest.version, index, self._take(index))
-                destination.send(bucket, self._deadline.within(self._stall_s), self._on_sent)
+                while outflow and (len(outflow) >= _AT_A_TIME or not self._is_there(index)):
+                    outflow.end_oldest()
+                data, sealed = self._take(index)
+                outflow.post(Bucket(self._manifest.version, index, data), destination, sealed)
+        outflow.end_all()
 
-    def _take(self, index: int) -> torch.Tensor:
+    def _is_there(self, index: int) -> bool:
+        with self._changed:
+            return index in self._there
+
+    def _take(self, index: int) -> tuple[torch.Tensor, str]:
         with self._changed:
             self._changed.wait_for(lambda: index in self._there or self._error is not None, self._deadline.remaining_s)
             if self._error is not None:

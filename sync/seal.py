@@ -1,7 +1,7 @@
 """A bucket's seal: a short text from which a receiver can tell that it has the bytes that were sent.
 
-It travels beside the bytes, in the session's signed mailbox or in a document of a stored version, so that buckets may lie
-anywhere in memory and a transport carries payload alone. Which bucket it is of follows from where it was found.
+It travels beside the bytes, with what a sender says ahead of each bucket or in one message for a stored version, so that
+buckets may lie anywhere in memory and a transport carries payload alone.
 """
 
 from __future__ import annotations
@@ -33,15 +33,21 @@ def seal(data: torch.Tensor) -> str:
 
 def verify(data: torch.Tensor, sealed: object, version: int, index: int, *, peer: str) -> None:
     """Compare received `data` with the seal that came for it; `CorruptBucketError` when they do not belong together."""
-    what = f"bucket {index} of version {version}"
-    kind, _, digits = sealed.partition(":") if isinstance(sealed, str) else ("", "", "")
+    kind = sealed.partition(":")[0] if isinstance(sealed, str) else ""
+    found = ""
     if kind == "xxh3":
-        found = xxh3(data.cpu())
+        found = f"{kind}:{xxh3(data.cpu())}"
     elif kind == "sums":
-        found = sums(data)
-    else:
+        found = f"{kind}:{sums(data)}"
+    compare(found, sealed, version, index, peer=peer)
+
+
+def compare(found: str, sealed: object, version: int, index: int, *, peer: str) -> None:
+    """As `verify`, of a bucket whose own seal is `found`; empty if `sealed` is of no kind that is known."""
+    what = f"bucket {index} of version {version}"
+    if not found or not isinstance(sealed, str):
         raise CorruptBucketError(f"{what} has no valid seal.", part=_PART, peer=peer, hint=_HINT)
-    if found != digits:
+    if found != sealed:
         raise CorruptBucketError(f"{what} arrived with changed bytes.", part=_PART, peer=peer, hint=_HINT)
 
 
@@ -65,17 +71,17 @@ class SealBox(Protocol):
     """Where seals are put: a mailbox that can forget."""
 
     def put(self, key: str, value: Any) -> None:
-        """As `Mailbox.put`."""
+        """Publish JSON-representable `value` under `key`."""
 
     def get(self, key: str, deadline: Deadline) -> Any:
-        """As `Mailbox.get`."""
+        """Wait for `key` and return its value; `DeadlineExceededError` when it does not appear in time."""
 
     def delete(self, key: str) -> None:
         """Forget `key`."""
 
 
-class SealMail:
-    """Seals of one session, put by a sender and looked up by its receivers.
+class StoredSeals:
+    """The seals of versions that lie in a store, where no sender says them to a receiver: one message for each version.
 
     Args:
         mailbox: Private to the session.
@@ -83,21 +89,23 @@ class SealMail:
 
     def __init__(self, mailbox: SealBox) -> None:
         self._mailbox = mailbox
-        self._put: dict[int, list[int]] = {}
-        """The buckets that there are seals of, by version."""
+        self._put: list[int] = []
 
-    def put(self, version: int, index: int, sealed: str) -> None:
-        """[sender] Before the bucket is sent. Those of older versions go."""
-        for older in [other for other in self._put if other < version]:
-            for number in self._put.pop(older):
-                self._mailbox.delete(_key(older, number))
-        self._mailbox.put(_key(version, index), sealed)
-        self._put.setdefault(version, []).append(index)
+    def put(self, version: int, seals: Sequence[str]) -> None:
+        """[sender] All of a version's, when all its buckets are stored. Those of older versions go."""
+        while self._put:
+            self._mailbox.delete(str(self._put.pop()))
+        self._mailbox.put(str(version), list(seals))
+        self._put.append(version)
 
-    def get(self, version: int, index: int, deadline: Deadline) -> object:
-        """[receiver] What came for that bucket; `DeadlineExceededError` when nothing does."""
-        return self._mailbox.get(_key(version, index), deadline)
+    def get(self, version: int, deadline: Deadline) -> Sequence[object]:
+        """[receiver] The version's, by bucket. Raises `DeadlineExceededError` when they do not come, or `ProtocolError`."""
+        seals = self._mailbox.get(str(version), deadline)
+        if not isinstance(seals, list):
+            raise ProtocolError(f"what came for version {version} are no seals.", part=_PART)
+        return seals
 
 
-def _key(version: int, index: int) -> str:
-    return f"{version}/{index}"
+def of_bucket(seals: Sequence[object], index: int) -> object:
+    """The seal of bucket `index`, None when there is none."""
+    return seals[index] if index < len(seals) else None

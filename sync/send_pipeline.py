@@ -1,25 +1,27 @@
-"""Double buffering on the sending rank: while the engine sends one bucket, the next one is made ready and sealed."""
+"""Several buckets on their way at a time: while the engine sends some, the next ones are made ready and sealed."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import CancelledError, Future
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 
-from weightlane.ckpt_engines import Bucket, ClosedError, Deadline, Mailbox, Topology, WeightSender
+from weightlane.ckpt_engines import Bucket, ClosedError, Deadline, SenderLink, Topology
+from weightlane.ckpt_engines.devices import DeviceRuntime
 
 from .bucket_source import BucketSource
 from .daemon_threads import DaemonThreads
-from .engine_calls import result_of
+from .engine_calls import GRACE_S, HINT, result_of
 from .manifest import Manifest
-from .seal import SEALS_FILE, SealMail, seal, seals_document
+from .seal import SEALS_FILE, StoredSeals, seal, seals_document
 from .version_files import version_files
 
-IN_FLIGHT = 2
-"""How many buckets are in the engine's hands or next to be."""
 _PART = "send pipeline"
+_KEPT_SEALS = 2
+"""Of how many of its newest versions a rank remembers seals: the one before may still have to be committed."""
 
 OnSent = Callable[[int, int, int, float], None]
 """Told of every sent bucket: version, index, bytes, seconds."""
@@ -29,42 +31,92 @@ OnSent = Callable[[int, int, int, float], None]
 class Destination:
     """Where a bucket goes."""
 
-    sender: WeightSender
+    link: SenderLink
     receivers: Sequence[str]
 
-    def send(self, bucket: Bucket, deadline: Deadline, on_sent: OnSent | None = None) -> None:
-        """Send a bucket there, and tell `on_sent`. Raises what the engine raises."""
-        started = time.perf_counter()
-        self.sender.send(bucket, self.receivers, deadline)
-        if on_sent is not None:
-            on_sent(bucket.version, bucket.index, bucket.nbytes, time.perf_counter() - started)
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A bucket that can be sent."""
+
+    bucket: Bucket
+    to: Destination
+    seal: str
+
+
+class Outflow:
+    """Buckets on their way through a rank's links. Used by one thread.
+
+    Args:
+        deadline: For all of them.
+        stall_s: Longest time for one, in seconds.
+        on_sent: Told of each when its memory may be overwritten.
+    """
+
+    def __init__(self, deadline: Deadline, stall_s: float, on_sent: OnSent | None = None) -> None:
+        self._deadline = deadline
+        self._stall_s = stall_s
+        self._on_sent = on_sent
+        self._under_way: deque[tuple[Bucket, SenderLink, float]] = deque()
+        self._on: Counter[SenderLink] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    def post(self, bucket: Bucket, to: Destination, sealed: str) -> None:
+        """Begin to send a bucket. Raises what the link raises."""
+        to.link.post(bucket, to.receivers, self._deadline.within(self._stall_s), sealed)
+        self._under_way.append((bucket, to.link, time.perf_counter()))
+        self._on[to.link] += 1
+
+    def end_oldest(self) -> None:
+        """Wait until the oldest is done. Raises what the link raises."""
+        bucket, link, started = self._under_way[0]
+        link.flush(self._deadline.within(self._stall_s), self._on[link] - 1)
+        self._on[link] -= 1
+        self._under_way.popleft()
+        if self._on_sent is not None:
+            self._on_sent(bucket.version, bucket.index, bucket.nbytes, time.perf_counter() - started)
+
+    def end_all(self) -> None:
+        """Wait until all are done. Raises what the links raise."""
+        while self._under_way:
+            self.end_oldest()
 
 
 class SendPipeline:
-    """Sends versions through a rank's engine senders, which are called from one thread of this pipeline only.
+    """Sends versions through a rank's links, which are called from one thread of this pipeline only.
 
     Args:
         session: Name of the connection.
-        senders: The engine's halves; closed by their owner. Of an engine that stores there is one.
-        seals: Where receivers look for seals.
+        links: Closed by their owner. Of an engine that stores there is one.
+        runtime: Of the device on which buckets live; packing and seals have a stream of their own there.
+        stored_seals: Where readers of a store look for seals; None where receivers get them ahead of each bucket.
         on_sent: Called on the pipeline's thread.
     """
 
     def __init__(
-        self, session: str, senders: Sequence[WeightSender], seals: SealMail, on_sent: OnSent | None = None
+        self,
+        session: str,
+        links: Sequence[SenderLink],
+        runtime: DeviceRuntime,
+        stored_seals: StoredSeals | None = None,
+        on_sent: OnSent | None = None,
     ) -> None:
         self.session = session
-        self._senders = list(senders)
-        self._mail = seals
+        self._links = list(links)
+        self._runtime = runtime
+        self._stream = runtime.new_stream()
+        self._stored_seals = stored_seals
         self._on_sent = on_sent
         self._seals: dict[int, list[str]] = {}
         """Of versions that may be committed, with a persistent engine."""
         self._thread = DaemonThreads(1, "weightlane-send")
 
-    def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:
-        """Connect the sender, if there is but one."""
-        (sender,) = self._senders
-        connecting = self._thread.submit(sender.connect, topology, mailbox, deadline)
+    def connect(self, topology: Topology, deadline: Deadline) -> None:
+        """Connect the link, if there is but one."""
+        (link,) = self._links
+        connecting = self._thread.submit(link.connect, topology, deadline)
         result_of(connecting, deadline, "the engine to connect", _PART)
 
     def send_version(
@@ -73,7 +125,7 @@ class SendPipeline:
         source: BucketSource,
         deadline: Deadline,
         *,
-        destinations: Callable[[int], Destination],
+        destinations: Mapping[int, Destination],
         buckets: Iterable[int] | None = None,
         stall_s: float = float("inf"),
     ) -> int:
@@ -83,52 +135,66 @@ class SendPipeline:
         every version that is sent in full. No bucket may take longer than `stall_s` seconds. Raises what the engine or the
         source raises.
         """
-        version = manifest.version
-        opened = self._thread.submit(self._open_version, manifest, deadline)
-        sending: deque[Future[None]] = deque()
+        version, stored = manifest.version, _is_stored(manifest)
+        going = _Going()
+        sending = self._thread.submit(self._send, going, manifest, deadline, stall_s)
         seals: list[str] = []
         total = 0
-        for index in range(manifest.bucket_count) if buckets is None else buckets:
-            destination = destinations(index)
-            if not destination.receivers and not _is_stored(manifest):
-                continue
-            while len(sending) >= IN_FLIGHT:
-                self._end(sending.popleft(), deadline.within(stall_s), version)
-            data = source.bucket(index)
-            if manifest.sealed:
-                seals.append(seal(data))
-                self._mail.put(version, index, seals[-1])
-            self._end(opened, deadline, version)
-            bucket = Bucket(version, index, data, manifest.lasting, manifest.part(index))
-            sending.append(self._thread.submit(self._send, bucket, destination, deadline, stall_s))
-            total += data.numel()
-        for future in sending:
-            self._end(future, deadline.within(stall_s), version)
-        self._end(opened, deadline, version)
-        if _is_stored(manifest) and manifest.sealed:
-            self._seals = {other: kept for other, kept in self._seals.items() if other > version - IN_FLIGHT}
-            self._seals[version] = seals
+        try:
+            with self._runtime.on(self._stream):
+                for index in range(manifest.bucket_count) if buckets is None else buckets:
+                    to = destinations[index]
+                    if not to.receivers and not stored:
+                        continue
+                    if not going.has_room(source.most_at_a_time, deadline):
+                        break  # why it has failed is said below
+                    data = source.bucket(index)
+                    sealed = seal(data) if manifest.sealed else ""
+                    seals.append(sealed)
+                    after = self._runtime.recorded(self._stream)
+                    bucket = Bucket(version, index, data, after, lasting=manifest.lasting, part=manifest.part(index))
+                    going.put(_Ready(bucket, to, sealed))
+                    total += data.numel()
+        except BaseException:
+            going.end(complete=False)
+            raise
+        going.end(complete=True)
+        result_of(sending, deadline, f"the engine to send version {version}", _PART)
+        if manifest.sealed and self._stored_seals is not None:
+            self._stored_seals.put(version, seals)
+            if stored:
+                self._seals = {other: kept for other, kept in self._seals.items() if other > version - _KEPT_SEALS}
+                self._seals[version] = seals
         return total
 
-    def _end(self, call: Future[None], deadline: Deadline, version: int) -> None:
-        result_of(call, deadline, f"the engine to send version {version}", _PART)
-
-    def _open_version(self, manifest: Manifest, deadline: Deadline) -> None:
-        if _is_stored(manifest):
-            (sender,) = self._senders
-            sender.open_version(version_files(manifest), deadline)
-
-    def _send(self, bucket: Bucket, to: Destination, deadline: Deadline, stall_s: float) -> None:
-        to.send(bucket, deadline.within(stall_s), self._on_sent)
+    def _send(self, going: _Going, manifest: Manifest, deadline: Deadline, stall_s: float) -> None:
+        """[pipeline's thread] Send what is ready until there is no more; while nothing new is, wait for what is under way."""
+        outflow = Outflow(deadline, stall_s, self._on_sent)
+        try:
+            if _is_stored(manifest):
+                (link,) = self._links
+                link.open_version(version_files(manifest), deadline)
+            while True:
+                ready = going.take(wait_by=None if outflow else deadline, room=len(outflow) < going.most)
+                if ready is not None:
+                    outflow.post(ready.bucket, ready.to, ready.seal)
+                elif outflow:
+                    outflow.end_oldest()
+                    going.ended_one()
+                else:
+                    return
+        except BaseException:
+            going.fail()
+            raise
 
     def commit_version(self, version: int, deadline: Deadline) -> None:
         """`version` serves: readers of a store find it from now on. Raises what the engine raises."""
         seals = self._seals.get(version)
         documents = {} if seals is None else {SEALS_FILE: seals_document(seals)}
-        (sender,) = self._senders
+        (link,) = self._links
         self._wait_for(
             f"version {version} to be committed",
-            lambda: sender.commit_version(version, documents, deadline),
+            lambda: link.commit_version(version, documents, deadline),
             deadline,
         )
 
@@ -136,8 +202,8 @@ class SendPipeline:
         """Return once no receiver looks at lasting buckets of `version`. Raises what the engine raises."""
 
         def reclaim() -> None:
-            for sender in self._senders:
-                sender.reclaim(version, deadline)
+            for link in self._links:
+                link.reclaim(version, deadline)
 
         self._wait_for(f"version {version} to be given back", reclaim, deadline)
 
@@ -153,8 +219,65 @@ class SendPipeline:
             raise closed from error
 
     def close(self) -> None:
-        """Let the sending thread end; the senders themselves are closed by their owner. Idempotent."""
+        """Let the sending thread end; the links themselves are closed by their owner. Idempotent."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+class _Going:
+    """What one thread makes ready and another one sends."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._ready: deque[_Ready] = deque()
+        self._left = 0
+        """How many were made ready and are not done."""
+        self._over = False
+        self._failed = False
+        self.most = 1
+        """How many may be under way."""
+
+    def has_room(self, most: int, deadline: Deadline) -> bool:
+        """[maker] Wait until fewer than `most` are made ready and not done; False if sending has failed."""
+        with self._changed:
+            self.most = most
+            self._changed.wait_for(lambda: self._left < most or self._failed, deadline.remaining_s + GRACE_S)
+            if self._left >= most and not self._failed:
+                raise deadline.error("the engine to send a bucket", part=_PART, hint=HINT)
+            return not self._failed
+
+    def put(self, ready: _Ready) -> None:
+        """[maker] A bucket can be sent."""
+        with self._changed:
+            self._ready.append(ready)
+            self._left += 1
+            self._changed.notify_all()
+
+    def end(self, *, complete: bool) -> None:
+        """[maker] There are no more; if not `complete`, nor is anything worth sending that is ready."""
+        with self._changed:
+            self._over = True
+            if not complete:
+                self._ready.clear()
+            self._changed.notify_all()
+
+    def take(self, *, wait_by: Deadline | None, room: bool) -> _Ready | None:
+        """[sender] The next one if there is one, or when there is one by `wait_by`; None also without `room`, or at the end."""
+        with self._changed:
+            if wait_by is not None:
+                self._changed.wait_for(lambda: self._ready or self._over, wait_by.remaining_s + GRACE_S)
+            return self._ready.popleft() if self._ready and room else None
+
+    def ended_one(self) -> None:
+        """[sender] The oldest that was taken is done."""
+        with self._changed:
+            self._left -= 1
+            self._changed.notify_all()
+
+    def fail(self) -> None:
+        """[sender] Nothing is sent any more."""
+        with self._changed:
+            self._failed = True
+            self._changed.notify_all()
 
 
 def _is_stored(manifest: Manifest) -> bool:

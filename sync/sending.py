@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from weightlane.ckpt_engines import Deadline, Topology, WeightSender
+from weightlane.ckpt_engines import Deadline, SenderLink, Topology
+from weightlane.ckpt_engines.devices import runtime_of
 
 from .bucket_source import BucketSource, FromSnapshot, Packed
 from .delta_agreement import DeltaAgreement
@@ -22,7 +23,7 @@ from .packing import RunTable
 from .publication import Publication
 from .rendezvous import Rendezvous
 from .replica_check import ReplicaCheck, ReplicaTalk
-from .seal import SealMail
+from .seal import StoredSeals
 from .send_pipeline import Destination, OnSent, SendPipeline
 from .session_plan import SessionPlan
 from .stream_parts import Part
@@ -46,6 +47,7 @@ class Opening:
     uses_deltas: bool
     quantises: bool
     replicas: ReplicaCheck
+    device: torch.device
     buffers: Buffers
     on_sent: OnSent
 
@@ -80,10 +82,10 @@ class Opening:
         board = self.rendezvous.mailbox(f"replicas/{self.session}")
         return ReplicaTalk(board, self.message.publishers, self.rank, self.replicas)
 
-    def pipeline(self, senders: Sequence[WeightSender]) -> SendPipeline:
-        """What sends through `senders`."""
-        seals = SealMail(self.rendezvous.mailbox(f"seals/{self.session}"))
-        return SendPipeline(self.session, senders, seals, self.on_sent)
+    def pipeline(self, links: Sequence[SenderLink], *, stores: bool = False) -> SendPipeline:
+        """What sends through `links`, to a store or straight to receivers."""
+        seals = StoredSeals(self.rendezvous.mailbox(f"seals/{self.session}")) if stores else None
+        return SendPipeline(self.session, links, runtime_of(self.device), seals, self.on_sent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,7 @@ class GatheredSending(Sending):
         layout: The stream, of whole tensors.
         tables: Where each rank's snapshot belongs in it, by rank.
         parts: What this rank has of it.
-        sender: The engine's half on rank 0; whoever made it closes it.
+        sender: The engine's link on rank 0; whoever made it closes it.
         topology: Whom it connects.
         device: Where the snapshots are.
 
@@ -185,14 +187,14 @@ class GatheredSending(Sending):
         tables: Sequence[RunTable],
         parts: Sequence[Part],
         *,
-        sender: WeightSender | None,
+        sender: SenderLink | None,
         topology: Topology,
         device: torch.device,
     ) -> None:
         super().__init__(opening, layout, parts)
         self._alone = opening.alone
         self._sender = sender
-        self._pipeline = None if sender is None else opening.pipeline([sender])
+        self._pipeline = None if sender is None else opening.pipeline([sender], stores=True)
         self._gather: ShardGather | None = None
         session, deadline = opening.session, opening.deadline
         try:
@@ -207,7 +209,7 @@ class GatheredSending(Sending):
                 deadline,
             )
             if self._pipeline is not None:
-                self._pipeline.connect(topology, opening.rendezvous.mailbox(f"engine/{session}"), deadline)
+                self._pipeline.connect(topology, deadline)
         except BaseException:
             self.close()
             raise
@@ -236,9 +238,8 @@ class GatheredSending(Sending):
                 lambda index, data: gather.fill(manifest, tables, memory, index, data, ready, deadline),
             )
         to = Destination(self._sender, version.receivers)
-        return self._pipeline.send_version(
-            manifest, source, deadline, destinations=lambda _: to, stall_s=version.stall_s
-        )
+        everything = dict.fromkeys(range(manifest.bucket_count), to)
+        return self._pipeline.send_version(manifest, source, deadline, destinations=everything, stall_s=version.stall_s)
 
     def close(self) -> None:
         """See `Sending.close`."""
@@ -275,7 +276,7 @@ class DirectSending(Sending):
         self._lanes = {
             lane: Destination(halves.senders[link.number], planned.routes[lane].next_after(opening.name))
             for link in planned.sent_by(opening.name)
-            for lane in link.lanes
+            for lane in link.lanes[opening.name]
         }
 
     @property
@@ -295,7 +296,7 @@ class DirectSending(Sending):
         largest = manifest.largest_bucket_bytes
         source = FromSnapshot(version.memory, table, manifest, version.ready, lambda: self._buffers(largest))
         return self._pipeline.send_version(
-            manifest, source, version.deadline, destinations=to.__getitem__, buckets=to, stall_s=version.stall_s
+            manifest, source, version.deadline, destinations=to, buckets=to, stall_s=version.stall_s
         )
 
     def close(self) -> None:

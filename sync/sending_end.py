@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
-from weightlane.ckpt_engines import CheckpointEngine, ClosedError, Deadline, Delivery, Topology, WeightSender
+from weightlane.ckpt_engines import CheckpointEngine, ClosedError, Deadline, Delivery, SenderLink, Topology
+from weightlane.ckpt_engines.link import sender_link
 
+from .bucket_source import BUFFERS
 from .contribution import Contribution
 from .devices import buffer_device
 from .engine_calls import address_of, close_all
@@ -19,7 +21,7 @@ from .manifest import Manifest
 from .messages import Connect, EngineTraits
 from .rendezvous import Rendezvous
 from .send_memory import SendMemory
-from .send_pipeline import IN_FLIGHT, OnSent
+from .send_pipeline import OnSent
 from .sending import DirectSending, GatheredSending, Opening, Sending
 from .session_plan import PlanBoard, SessionPlan, Supply
 from .stream_parts import parts_of
@@ -65,7 +67,7 @@ class SendingEnd:
         """First byte of each slice in a snapshot."""
         self.snapshot = ours.snapshot(self.places)
         """How one is taken."""
-        self.device = buffer_device(engine, ours.device)
+        self.device = buffer_device(engine, ours.device, name)
         """Where it is."""
         self._nbytes = self.snapshot.nbytes
         if self._stored is not None and alone:
@@ -76,7 +78,7 @@ class SendingEnd:
         """Two to pack buckets into, from the first time on that one does not lie in the snapshot as in the stream."""
         self._changed = threading.Lock()
         self._session = ""
-        self._sender: WeightSender | None = None
+        self._sender: SenderLink | None = None
         """Of rank 0, where it gathers."""
         self._halves: LinkHalves | None = None
         """Where it does not."""
@@ -106,9 +108,9 @@ class SendingEnd:
         with self._changed:
             self._session = session
             if self._stored is None:
-                self._halves = LinkHalves(self._name, self._engine)
+                self._halves = LinkHalves(self._name, self._engine, self.device)
             elif self._rank == 0:
-                self._sender = self._engine.make_sender(self._name)
+                self._sender = sender_link(self._engine, self._name, self.device)
                 address = address_of(self._sender, self._name)
         if self._rank != 0:
             return {}, None
@@ -133,6 +135,7 @@ class SendingEnd:
             uses_deltas=self._uses_deltas,
             quantises=bool(self._ours.scheme),
             replicas=self._ours.replicas,
+            device=self.device,
             buffers=self._packing_memory,
             on_sent=on_sent,
         )
@@ -172,7 +175,7 @@ class SendingEnd:
 
     def _packing_memory(self, nbytes: int) -> Sequence[torch.Tensor]:
         """Two buffers of at least so many bytes."""
-        while len(self._buffers) < IN_FLIGHT:
+        while len(self._buffers) < BUFFERS:
             self._buffers.append(SendMemory(self._engine, 0, self.device))
         for memory in self._buffers:
             memory.grow(nbytes, exactly=True)

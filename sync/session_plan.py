@@ -7,11 +7,12 @@ the same transfer plan, and the same routes for its lanes; the digests are compa
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from weightlane.ckpt_engines import Capabilities, ConfigError, Deadline, Delivery, ProtocolError
 
@@ -148,19 +149,43 @@ class PlanBoard:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One connection of the engine: a sender, its receivers, and the lanes that go through it.
+    """One connection of the engine: its senders, their receivers, and the lanes that go through it.
 
-    The sender is the trainer rank whose lanes these are, or a rollout rank that hands them on.
+    A sender is the trainer rank whose lanes these are, or a rollout rank that hands them on. There is one, unless the engine is a
+    collective one. Nobody is a sender and a receiver of the same link.
     """
 
     number: int
-    sender: str
+    senders: tuple[str, ...]
     receivers: tuple[str, ...]
-    lanes: tuple[int, ...]
+    lanes: Mapping[str, tuple[int, ...]]
+    """By sender, in the order in which it sends them."""
 
     def session(self, session: str) -> str:
         """Name of the engine's own session."""
         return f"{session}-{self.number}"
+
+    def turns(self, sent: Manifest) -> Iterator[Turn]:
+        """Every bucket of the version `sent` that goes through it, in the order that all its members keep.
+
+        The senders take turns, one bucket each, so that none waits for another to have sent everything.
+        """
+        queues = [
+            [(lane, index) for lane in self.lanes[sender] for index in sent.buckets_of(lane)] for sender in self.senders
+        ]
+        for turn in itertools.zip_longest(*queues):
+            for sender, place in zip(self.senders, turn, strict=True):
+                if place is not None:
+                    yield Turn(sender, *place)
+
+
+class Turn(NamedTuple):
+    """A bucket on a link."""
+
+    sender: str
+    lane: int
+    sent_as: int
+    """Its index in the version as it is sent."""
 
 
 def can_relay(facts: Capabilities) -> bool:
@@ -210,7 +235,10 @@ class SessionPlan:
         """How each lane travels."""
         if may_relay and supply.network is not None and can_relay(facts):
             self.routes = plan_routes(self.plan, supply.network, may_relay=True)
-        self.links = _links(self.plan, self.routes, apart=Delivery.POINT_TO_POINT not in facts.delivery)
+        if facts.collective:
+            self.links = _collective_links(self.plan, self.routes)
+        else:
+            self.links = _links(self.plan, self.routes, apart=Delivery.POINT_TO_POINT not in facts.delivery)
 
     @cached_property
     def digest(self) -> str:
@@ -225,15 +253,15 @@ class SessionPlan:
 
     def sent_by(self, name: str) -> list[Link]:
         """The links through which a rank sends."""
-        return [link for link in self.links if link.sender == name]
+        return [link for link in self.links if name in link.senders]
 
     def received_by(self, name: str) -> list[Link]:
         """The links through which a rollout rank receives."""
         return [link for link in self.links if name in link.receivers]
 
-    def lanes_to(self, name: str, link: Link) -> list[int]:
-        """The lanes of a link that go to a rollout rank."""
-        return [lane for lane in link.lanes if (link.sender, name) in self.routes[lane].hops]
+    def lanes_to(self, name: str, link: Link, sender: str) -> list[int]:
+        """The lanes that go from `sender` to a rollout rank through a link."""
+        return [lane for lane in link.lanes[sender] if (sender, name) in self.routes[lane].hops]
 
 
 def _links(plan: TransferPlan, routes: Sequence[Route], *, apart: bool) -> list[Link]:
@@ -248,6 +276,47 @@ def _links(plan: TransferPlan, routes: Sequence[Route], *, apart: bool) -> list[
             receivers, lanes = found.setdefault(key, ({}, {}))
             receivers[receiver] = lanes[number] = None
     return [
-        Link(number, sender, tuple(receivers), tuple(lanes))
+        Link(number, (sender,), tuple(receivers), {sender: tuple(lanes)})
         for number, ((sender, *_), (receivers, lanes)) in enumerate(found.items())
     ]
+
+
+def _collective_links(plan: TransferPlan, routes: Sequence[Route]) -> list[Link]:
+    """As few as there are groups of ranks that are independent of each other, at each number of hops from the trainer.
+
+    What a rank hands on goes through another link than what it gets: it can be handed on only when it has come, and one link
+    has one order. So no link waits for one that is further from the trainer.
+    """
+    # What each rank sends after so many hops: its receivers, and the lanes.
+    found: dict[tuple[int, str], tuple[dict[str, None], dict[int, None]]] = {}
+    for number, (_, route) in enumerate(zip(plan.lanes, routes, strict=True)):
+        for sender, receiver in route.hops:
+            receivers, lanes = found.setdefault((route.hops_to(sender), sender), ({}, {}))
+            receivers[receiver] = lanes[number] = None
+    groups: list[dict[tuple[int, str], tuple[dict[str, None], dict[int, None]]]] = []
+    for key, (receivers, lanes) in found.items():
+        hops, sender = key
+        touched: list[int] = []
+        for place, group in enumerate(groups):
+            senders = {other for _, other in group}
+            reached = {name for names, _ in group.values() for name in names}
+            same = next(iter(group))[0] == hops
+            if same and not receivers.keys() & senders and sender not in reached and receivers.keys() & reached:
+                touched.append(place)
+        merged = {key: (receivers, lanes)}
+        for place in reversed(touched):
+            senders = {other for _, other in merged}
+            reached = {name for names, _ in merged.values() for name in names}
+            group = groups[place]
+            if not ({name for names, _ in group.values() for name in names} & senders) and not (
+                {other for _, other in group} & reached
+            ):
+                merged = {**groups.pop(place), **merged}
+        groups.append(merged)
+    links = []
+    for number, group in enumerate(sorted(groups, key=lambda group: min(min(lanes) for _, lanes in group.values()))):
+        ordered = sorted(group.items(), key=lambda item: min(item[1][1]))
+        receivers = dict.fromkeys(name for _, (names, _) in ordered for name in names)
+        lanes_of = {sender: tuple(sorted(lanes)) for (_, sender), (_, lanes) in ordered}
+        links.append(Link(number, tuple(lanes_of), tuple(receivers), lanes_of))
+    return links

@@ -18,11 +18,12 @@ from weightlane.ckpt_engines import (
     CommitError,
     Deadline,
     ManifestError,
+    ReceiverLink,
     StagingMemoryError,
     Topology,
     WeightlaneError,
-    WeightReceiver,
 )
+from weightlane.ckpt_engines.link import receiver_link
 from weightlane.plugins import RunHooks
 
 from .at_exit import start_thread
@@ -37,11 +38,11 @@ from .manifest import Manifest
 from .messages import Accepted, Connect, EngineTraits, Message, Open, Ready, Staged
 from .participant import Participant
 from .placement import Placement
-from .receiving import Arrival, Receiving, Source
+from .receiving import Arrival, Inlet, Receiving, Source
 from .relaying import Relaying
 from .rendezvous import RendezvousAddress
 from .restored import Restoring
-from .seal import SealMail
+from .seal import StoredSeals
 from .session_plan import PlanBoard, SessionPlan
 from .staged_delta import IncomingDelta, StagedDelta
 from .staging import Staging, Stream, lacks_base
@@ -51,6 +52,10 @@ _RELEASE_S = 5.0
 
 CommitMode = Literal["staged", "in_place"]
 """Whether a version in full is put aside until it is complete, or written into the live weights as it comes."""
+
+
+_DELTA_BUCKETS = 2
+"""How many buckets of a delta come through a link at a time: each takes memory beside what was decoded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,20 +109,20 @@ class Subscriber(Participant):
         self._expectation = expectation
         self._needed = needed
         self._limit = staging_limit_bytes
-        self._device = buffer_device(engine, device)
+        self._device = buffer_device(engine, device, name)
         self._staging = Staging(name, staging_limit_bytes, self._device, self._hand_out)
         self._in_place = commit == "in_place"
         self._bucket = torch.empty(0, dtype=torch.uint8, device=self._device)
         """What buckets are received into that are not staged; the staging thread's."""
         self._stream: LiveStream | None = None
         """The newest version that is taken in place."""
-        self._receiver: WeightReceiver | None = None
+        self._receiver: ReceiverLink | None = None
         """Where one sender has everything."""
         self._halves: LinkHalves | None = None
         """Where every trainer rank sends, and other rollout ranks hand on."""
         self._receiving: Receiving | None = None
         """There while the session is up."""
-        self._intake = Intake(name, self.hooks)
+        self._intake = Intake(name, self._device, self.hooks)
         self._manifest: Manifest | None = None
         """The newest that was offered."""
         self._restorings: tuple[Manifest, Restoring] | None = None
@@ -213,9 +218,9 @@ class Subscriber(Participant):
 
     def _open_half(self) -> tuple[dict[str, Any], EngineTraits | None]:
         if not self._engine.capabilities.persistent:
-            self._halves = LinkHalves(self.name, self._engine)
+            self._halves = LinkHalves(self.name, self._engine, self._device)
             return {}, None
-        self._receiver = self._engine.make_receiver(self.name)
+        self._receiver = receiver_link(self._engine, self.name, self._device)
         return address_of(self._receiver, self.name), None
 
     def _said_need(self) -> str:
@@ -228,22 +233,22 @@ class Subscriber(Participant):
 
     def _connect_half(self, message: Connect, topology: Topology, deadline: Deadline) -> SessionPlan | None:
         session = message.session
-        seals = SealMail(self.rendezvous.mailbox(f"seals/{session}"))
         with self._turn:  # this thread may be late, and another session begun
             current = self.session == session
             receiver, halves = (self._receiver, self._halves) if current else (None, None)
         planned: SessionPlan | None = None
         if receiver is not None:
             (sender,) = topology.senders
-            receiving = Receiving(session, seals, (Source(receiver, sender, ()),))
-            receiver.connect(topology, self.rendezvous.mailbox(f"engine/{session}"), deadline)
+            seals = StoredSeals(self.rendezvous.mailbox(f"seals/{session}"))
+            receiving = Receiving(session, (Inlet({sender: Source(receiver, sender)}),), seals)
+            receiver.connect(topology, deadline)
         elif halves is not None:
             board = PlanBoard(self.rendezvous.mailbox(f"plan/{session}"))
             supply = board.supplied(deadline)
             needed = board.needed(message.needs, supply, deadline)
             planned = SessionPlan(supply, needed, self._engine.capabilities, may_relay=message.relays)
             halves.connect(self.rendezvous, session, planned, deadline)
-            receiving = Receiving.by_plan(session, seals, self.name, planned, halves)
+            receiving = Receiving.by_plan(session, self.name, planned, halves)
         else:
             raise ClosedError("the connection was closed while connecting.", part=self.name)
         with self._turn:
@@ -410,20 +415,21 @@ class Subscriber(Participant):
         ready = Ready(name=self.name, session=receiving.session, version=manifest.version)
         turn, told = threading.Lock(), False
 
-        def receive(source: Source, arrival: Arrival) -> None:
+        def write(arrival: Arrival, data: torch.Tensor) -> None:
             nonlocal told
-            if looks:
-                data = self._intake.view_bucket(job, source, arrival)
-            else:
-                data = rooms[source.sender][: job.length(arrival)]
-                self._intake.receive_bucket(job, source, arrival, data)
             with turn:
                 if not told:
                     told = True
                     self._tell(ready)
                 stream.offer(arrival.index, data)
 
-        self._intake.receive_all(job, receive)
+        def place(arrival: Arrival) -> torch.Tensor:
+            return rooms[arrival.source.sender][: job.length(arrival)]
+
+        if looks:
+            self._intake.view_all(job, write)
+        else:  # a sender's bucket has to be written before its next one comes to the same place
+            self._intake.receive_all(job, place, write, at_a_time=1, seals_first=True)
         if not told:
             self._tell(ready)
         with self._turn:
@@ -444,24 +450,25 @@ class Subscriber(Participant):
         """Receive every bucket into memory of our own."""
         memory = self._staging.memory(job.manifest)
 
-        def receive(source: Source, arrival: Arrival) -> None:
+        def place(arrival: Arrival) -> torch.Tensor:
             start, stop = job.manifest.window(arrival.index)
-            self._intake.receive_bucket(job, source, arrival, memory[start:stop])
+            return memory[start:stop]
 
-        self._intake.receive_all(job, receive)
+        self._intake.receive_all(job, place)
 
     def _receive_delta(self, job: Job, prepare: Callable[[IncomingDelta], Any]) -> Any:
         """What `prepare` makes of a delta: each segment is decoded while the buckets behind it are on their way."""
         manifest = job.manifest
         decoding = DeltaDecoding(manifest, prepare, job.deadline, self.name)
 
-        def receive(source: Source, arrival: Arrival) -> None:
-            bucket = self._staging.bucket(job.length(arrival))
-            self._intake.receive_bucket(job, source, arrival, bucket)
-            decoding.arrived(arrival.index, bucket)
+        def place(arrival: Arrival) -> torch.Tensor:
+            return self._staging.bucket(job.length(arrival))
+
+        def decode(arrival: Arrival, data: torch.Tensor) -> None:
+            decoding.arrived(arrival.index, data)
 
         try:
-            self._intake.receive_all(job, receive)
+            self._intake.receive_all(job, place, decode, at_a_time=_DELTA_BUCKETS, seals_first=True)
         except Exception as error:
             decoding.give_up(error)
             raise
@@ -473,10 +480,10 @@ class Subscriber(Participant):
         self._show_from(manifest.version, job.receiving)
         shown: dict[int, torch.Tensor] = {}
 
-        def look(source: Source, arrival: Arrival) -> None:
-            shown[arrival.index] = self._intake.view_bucket(job, source, arrival)
+        def look(arrival: Arrival, data: torch.Tensor) -> None:
+            shown[arrival.index] = data
 
-        self._intake.receive_all(job, look)
+        self._intake.view_all(job, look)
         sections = [manifest.buckets_of(number) for number in range(manifest.section_count)]
         parts = [adjoined([shown[index] for index in section]) for section in sections]
         if all(part is not None for part in parts):
@@ -499,7 +506,7 @@ class Subscriber(Participant):
             if not self._staging.settle(version, scatters=scatters) or version not in self._shown:
                 return
             for source in self._shown.pop(version).sources:
-                source.receiver.release(version, Deadline.after(_RELEASE_S))
+                source.link.release(version, Deadline.after(_RELEASE_S))
         except WeightlaneError as error:
             _log.debug(
                 "%s: version %d was not given back, its sender takes other memory: %s", self.name, version, error

@@ -36,7 +36,7 @@ except ImportError as error:
 for _module in ("base", "connection", "deadlines", "deaths", "declaration", "delivery", "reuse", "views"):
     pytest.register_assert_rewrite(f"{__name__}.{_module}")
 
-from .base import ConformanceBase, ConnectionMaker, device_is_here  # noqa: E402 - after the rewriting
+from .base import ConformanceBase, ConnectionMaker  # noqa: E402 - after the rewriting
 from .connection import Connection  # noqa: E402
 from .payload import Parcel  # noqa: E402
 from .runner import CheckResult, ConformanceReport, Outcome, run_conformance  # noqa: E402
@@ -51,6 +51,5 @@ __all__ = [
     "EngineConformance",
     "Outcome",
     "Parcel",
-    "device_is_here",
     "run_conformance",
 ]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-import torch
 
 from ..contract import Capabilities
+from ..devices import is_available
 from ..errors import WeightlaneError
 from .connection import DEADLINE_S, Connection, waits_for_receivers
 from .pool import GRACE_S, Pool, RemoteHalf, first_answers
@@ -77,7 +76,7 @@ class ConformanceBase:
     def device(self, capabilities: Capabilities) -> str:
         """Torch device type on which the checks' buckets live."""
         present = [name for name in ("cpu", *sorted(capabilities.devices)) if name in capabilities.devices]
-        usable = [name for name in present if device_is_here(name)]
+        usable = [name for name in present if is_available(name)]
         if not usable:
             pytest.skip(f"no device here of those declared: {', '.join(present)}")
         return usable[0]
@@ -100,22 +99,17 @@ class ConformanceBase:
         stash[POOL].take_back()
 
     @pytest.fixture
-    def halves(
-        self, pool: Pool, engine_name: str, engine_options: dict[str, Any], device: str, tmp_path: Path
-    ) -> ConnectionMaker:
+    def halves(self, pool: Pool, engine_name: str, engine_options: dict[str, Any], device: str) -> ConnectionMaker:
         """Makes an unconnected sender and so many receivers: ``halves(2)``, ``halves(2, senders=2)``."""
 
         def make(receivers: int, *, senders: int = 1, device: str = device) -> Connection:
             if self.most_halves is not None and receivers + senders > self.most_halves:
                 pytest.skip(f"needs {receivers + senders} halves, this machine has room for {self.most_halves}")
-            mailbox = tmp_path / "mailbox"
-            mailbox.mkdir(exist_ok=True)
             return Connection(
                 pool,
                 engine_name,
                 dict(engine_options),
                 device=device,
-                mailbox=mailbox,
                 receivers=receivers,
                 senders=senders,
                 deadline_s=self.deadline_s,
@@ -192,13 +186,3 @@ class ConformanceBase:
 def grown(before: Mapping[str, int], after: Mapping[str, int]) -> str:
     """In words what `after` has more of than `before`; empty when it has nothing."""
     return ", ".join(f"{after[kind]} {kind} instead of {before[kind]}" for kind in before if after[kind] > before[kind])
-
-
-def device_is_here(device: str) -> bool:
-    """Whether this machine has a device of that torch device type."""
-    if device == "cpu":
-        return True
-    try:
-        return bool(torch.get_device_module(device).is_available())
-    except (RuntimeError, AttributeError):
-        return False

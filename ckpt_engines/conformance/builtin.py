@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from .base import device_is_here
+from ..devices import is_available
 from .suite import EngineConformance
 
 
@@ -22,7 +22,7 @@ class FilesystemConformance(EngineConformance):
 
 
 def _devices(kind: str) -> int:
-    return int(torch.get_device_module(kind).device_count()) if device_is_here(kind) else 0
+    return int(torch.get_device_module(kind).device_count()) if is_available(kind) else 0
 
 
 class NcclConformance(EngineConformance):

@@ -7,7 +7,6 @@ import math
 import os
 import secrets
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from ..contract import Capabilities, Delivery
@@ -28,7 +27,6 @@ class Connection:
         engine: Name of the engine, as `resolve.engine_class` takes it.
         options: The engine's options.
         device: torch device type on which buckets live.
-        mailbox: An empty directory for the session's mailbox.
         receivers: How many.
         senders: How many.
         deadline_s: What a call gets that is expected to succeed, in seconds.
@@ -42,7 +40,6 @@ class Connection:
         options: dict[str, Any],
         *,
         device: str,
-        mailbox: Path,
         receivers: int,
         senders: int = 1,
         deadline_s: float = DEADLINE_S,
@@ -52,7 +49,6 @@ class Connection:
         self._engine = engine
         self._options = options
         self._device = device
-        self._mailbox = mailbox
         self._deadline_s = deadline_s
         self._grace_s = grace_s
         lent = pool.lend(senders + receivers, engine, grace_s)
@@ -105,9 +101,7 @@ class Connection:
 
     def start_connect(self, half: RemoteHalf, deadline_s: float | None = None) -> None:
         """Start connecting one half."""
-        mailbox = self._mailbox / self.topology["session"]
-        mailbox.mkdir(exist_ok=True)
-        half.start("connect", topology=self.topology, mailbox=str(mailbox), deadline_s=deadline_s or self._deadline_s)
+        half.start("connect", topology=self.topology, deadline_s=deadline_s or self._deadline_s)
 
     def connect(self) -> Connection:
         """Exchange addresses and connect all halves."""
@@ -147,12 +141,18 @@ class Connection:
         half.start("receive", parcels=parcels, sender=name, deadline_s=deadline_s or self._deadline_s, **more)
 
     def deliver(
-        self, parcels: Sequence[Parcel], *, sender: RemoteHalf | None = None, pause_s: float = 0.0, **more: Any
+        self,
+        parcels: Sequence[Parcel],
+        *,
+        sender: RemoteHalf | None = None,
+        pause_s: float = 0.0,
+        at_once: int = 1,
+        **more: Any,
     ) -> None:
         """Send `parcels` to every receiver and check every byte."""
         for half in self.receivers:
-            self.start_receive(half, parcels, sender=sender, pause_s=pause_s)
-        self.start_send(parcels, sender=sender, **more)
+            self.start_receive(half, parcels, sender=sender, pause_s=pause_s, at_once=at_once)
+        self.start_send(parcels, sender=sender, at_once=at_once, **more)
         self.check_received(self.receivers, sender or self.sender)
 
     def show(self, parcels: Sequence[Parcel], **more: Any) -> None:

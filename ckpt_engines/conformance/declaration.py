@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from ..contract import Capabilities, Delivery
+from ..devices import is_available
 from ..errors import ConfigError, CorruptBucketError, WeightlaneError
-from .base import LARGE, MIB, ConformanceBase, ConnectionMaker, device_is_here
+from .base import LARGE, MIB, ConformanceBase, ConnectionMaker
 from .connection import waits_for_receivers
 from .payload import Parcel
 from .resolve import create_engine, engine_class
@@ -51,7 +52,7 @@ class DeclarationChecks(ConformanceBase):
 
     def test_buckets_on_every_declared_device_arrive(self, halves: ConnectionMaker, capabilities: Capabilities) -> None:
         """From allocated memory of that device, and from the caller's own."""
-        present = [device for device in sorted(capabilities.devices) if device_is_here(device)]
+        present = [device for device in sorted(capabilities.devices) if is_available(device)]
         if not present:
             pytest.skip(f"no device here of those declared: {', '.join(sorted(capabilities.devices))}")
         for device in present:

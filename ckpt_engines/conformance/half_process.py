@@ -15,45 +15,25 @@ import struct
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..contract import Bucket, CheckpointEngine, Topology, VersionFiles, WeightReceiver, WeightSender
+from ..contract import Bucket, CheckpointEngine, Topology
 from ..deadline import Deadline
+from ..devices import runtime_of
 from ..json_line import Line
+from ..link import ReceiverLink, SenderLink, receiver_link, sender_link
+from ..storing import VersionFiles
 from . import leftovers
 from .payload import OVERWRITTEN, UNTOUCHED, Parcel, complaint, payload
 from .resolve import create_engine
 from .wire import error_to_line
 
-_FILE_WAIT_S = 0.003
 _COMMIT_DOCUMENT = "checksums.json"
-
-
-class DirectoryMailbox:
-    """A `Mailbox` of JSON files in a directory."""
-
-    def __init__(self, directory: str) -> None:
-        self._directory = Path(directory)
-
-    def put(self, key: str, value: Any) -> None:
-        """See `Mailbox.put`."""
-        unfinished = self._path(key).with_suffix(f".{os.getpid()}")
-        unfinished.write_text(json.dumps(value))
-        unfinished.rename(self._path(key))
-
-    def get(self, key: str, deadline: Deadline) -> Any:
-        """See `Mailbox.get`."""
-        while not self._path(key).exists():
-            deadline.check(f"{key!r}, which the other side has to put there", part="mailbox")
-            time.sleep(_FILE_WAIT_S)
-        return json.loads(self._path(key).read_text())
-
-    def _path(self, key: str) -> Path:
-        return self._directory / f"{key.encode().hex()}.json"
 
 
 class HalfProcess:
@@ -62,15 +42,16 @@ class HalfProcess:
     def __init__(self) -> None:
         self._engines: dict[str, CheckpointEngine] = {}
         self._engine: CheckpointEngine | None = None
-        self._half: WeightSender | WeightReceiver | None = None
+        self._link: SenderLink | ReceiverLink | None = None
         self._persistent = False
         self._opened: set[int] = set()
-        self._buffers: dict[bool, torch.Tensor] = {}
+        self._buffers: dict[tuple[bool, int], torch.Tensor] = {}
+        """Memory to send from, by whether the engine allocated it and its number."""
         self._shown: dict[int, torch.Tensor] = {}
         """Memory of the engine's that receivers may look at, by a number that the check gives it."""
         self._views: dict[tuple[int, int], torch.Tensor] = {}
         """What this half looks at, by version and index."""
-        self._device = "cpu"
+        self._device = torch.device("cpu")
         self._unpickled = 0
         _watch_pickle(self._count_unpickled)
 
@@ -84,38 +65,37 @@ class HalfProcess:
         return self._engine
 
     @property
-    def sender(self) -> WeightSender:
-        """The half, which must be a sender."""
-        assert isinstance(self._half, WeightSender), "no WeightSender"
-        return self._half
+    def sender(self) -> SenderLink:
+        """The half's link, which must be a sender's."""
+        assert isinstance(self._link, SenderLink), "no sender"
+        return self._link
 
     @property
-    def receiver(self) -> WeightReceiver:
-        """The half, which must be a receiver."""
-        assert isinstance(self._half, WeightReceiver), "no WeightReceiver"
-        return self._half
+    def receiver(self) -> ReceiverLink:
+        """The half's link, which must be a receiver's."""
+        assert isinstance(self._link, ReceiverLink), "no receiver"
+        return self._link
 
     def make(
         self, side: str, engine: str, options: dict[str, Any], name: str, device: str = "cpu", place: int = 0
     ) -> None:
-        """A new half; `place` chooses among the devices of this machine."""
+        """A new half; `place` chooses among the devices of this machine, none of which is made the current one."""
         key = json.dumps([engine, options])
         if key not in self._engines:
             self._engines[key] = create_engine(engine, options)
         self._free_buffers()
         made = self._engine = self._engines[key]
-        self._device = device
+        self._device = torch.device(device)
         if device != "cpu":
-            module = torch.get_device_module(device)
-            module.set_device(place % module.device_count())
+            self._device = torch.device(device, place % torch.get_device_module(device).device_count())
         self._persistent = made.capabilities.persistent
         self._opened.clear()
-        self._half = made.make_sender(name) if side == "sender" else made.make_receiver(name)
+        self._link = (sender_link if side == "sender" else receiver_link)(made, name, self._device)
 
     def address(self) -> dict[str, Any]:
         """The half's address, which must survive JSON unchanged."""
-        assert self._half is not None
-        address = dict(self._half.address())
+        assert self._link is not None
+        address = dict(self._link.address())
         try:
             unchanged = json.loads(json.dumps(address, allow_nan=False)) == address
         except (TypeError, ValueError):
@@ -123,17 +103,17 @@ class HalfProcess:
         assert unchanged, f"the address {address!r} is not plain JSON data"
         return address
 
-    def connect(self, topology: dict[str, Any], mailbox: str, deadline_s: float) -> None:
+    def connect(self, topology: dict[str, Any], deadline_s: float) -> None:
         """Connect; `topology` has its key in hexadecimal."""
-        assert self._half is not None
+        assert self._link is not None
         plain = Topology(
             topology["session"], topology["senders"], topology["receivers"], key=bytes.fromhex(topology["key"])
         )
-        self._half.connect(plain, DirectoryMailbox(mailbox), Deadline.after(deadline_s))
+        self._link.connect(plain, Deadline.after(deadline_s))
 
     def allocate(self, sizes: list[int]) -> list[dict[str, Any]]:
         """What buffers of these sizes look like, and whether they are memory of their own."""
-        buffers = [self.engine.allocate(nbytes, torch.device(self._device)) for nbytes in sizes]
+        buffers = [self.engine.allocate(nbytes, self._device) for nbytes in sizes]
         for number, buffer in enumerate(buffers):
             buffer.fill_(number + 1)
         seen = [
@@ -158,27 +138,45 @@ class HalfProcess:
         allocated: bool = True,
         plan: list[list[int]] | None = None,
         commit: bool = True,
+        at_once: int = 1,
     ) -> None:
-        """Send `parcels` one after the other, overwriting the memory after each, all by one deadline.
+        """Send `parcels`, at most so many of them `at_once`, overwriting the memory of each as soon as it is done.
 
         An engine that is persistent is told of each version before, with `plan` as what the version consists of, and
-        after. The deadline's time starts when the first payload is made, so that all of it is the engine's.
+        after. The deadline, which is that of all, has its time start when the first payload is made, so that all of it is the
+        engine's.
         """
         everything = [Parcel(*parcel) for parcel in plan or parcels]
         mine = [Parcel(*parcel) for parcel in parcels]
-        buffer = self._buffer(max(parcel.nbytes for parcel in mine), allocated=allocated)
-        buffer[: mine[0].nbytes].copy_(payload(mine[0].nbytes, mine[0].seed))
+        largest = max(parcel.nbytes for parcel in mine)
+        buffers = [self._buffer(number, largest, allocated=allocated) for number in range(at_once)]
+        buffers[0][: mine[0].nbytes].copy_(payload(mine[0].nbytes, mine[0].seed))
         deadline = Deadline.after(deadline_s)
+        under_way: deque[torch.Tensor] = deque()
+
+        def leave(pending: int) -> None:
+            self.sender.flush(deadline, pending)
+            while len(under_way) > pending:
+                under_way.popleft().fill_(OVERWRITTEN)
+
         for place, parcel in enumerate(mine):
             self._open(parcel.version, everything, deadline)
-            data = buffer[: parcel.nbytes]
+            leave(at_once - 1)
+            data = buffers[place % at_once][: parcel.nbytes]
             if place:
                 data.copy_(payload(parcel.nbytes, parcel.seed))
-            self.sender.send(_bucket(parcel, data), receivers, deadline)
-            data.fill_(OVERWRITTEN)
+            self.sender.post(self._bucket(parcel, data), receivers, deadline, str(parcel.seed))
+            under_way.append(data)
             last = place + 1 == len(mine) or mine[place + 1].version != parcel.version
+            if last or at_once == 1:
+                leave(0)
             if self._persistent and last and commit:
                 self.sender.commit_version(parcel.version, {_COMMIT_DOCUMENT: str(parcel.version)}, deadline)
+
+    def _bucket(self, parcel: Parcel, data: torch.Tensor, *, lasting: bool = False) -> Bucket:
+        """`parcel` in `data`, whose memory was used last by what this thread has started."""
+        after = runtime_of(self._device).recorded()
+        return Bucket(parcel.version, parcel.number, data, after, lasting=lasting, part=parcel.part)
 
     def _open(self, version: int, plan: Sequence[Parcel], deadline: Deadline) -> None:
         if self._persistent and version not in self._opened:
@@ -204,7 +202,7 @@ class HalfProcess:
         total = sum(parcel.nbytes for parcel in plan)
         if slot not in self._shown or self._shown[slot].numel() < total:
             self.free_shown(slot)
-            self._shown[slot] = self.engine.allocate(total, torch.device(self._device))
+            self._shown[slot] = self.engine.allocate(total, self._device)
         place = 0
         for parcel in plan:
             data = self._shown[slot][place : place + parcel.nbytes]
@@ -214,7 +212,9 @@ class HalfProcess:
             elif fill:
                 data.copy_(payload(parcel.nbytes, parcel.seed))
             self._open(parcel.version, plan, deadline)
-            self.sender.send(Bucket(parcel.version, parcel.number, data, lasting=True), receivers, deadline)
+            bucket = self._bucket(parcel._replace(file=-1), data, lasting=True)
+            self.sender.post(bucket, receivers, deadline, str(parcel.seed))
+            self.sender.flush(deadline)
 
     def reclaim(self, version: int, deadline_s: float) -> None:
         """Wait until nobody looks at `version` any more."""
@@ -233,7 +233,7 @@ class HalfProcess:
         Makes the file `done` then. Returns ``"blocked"`` when the send was still going on then, else ``"over"``.
         """
         what = Parcel(*parcel)
-        data = self._buffer(what.nbytes, allocated=True)[: what.nbytes]
+        data = self._buffer(0, what.nbytes, allocated=True)[: what.nbytes]
         data.copy_(payload(what.nbytes, what.seed))
         other = payload(what.nbytes, seed).to(data.device)
         over = threading.Event()
@@ -246,40 +246,62 @@ class HalfProcess:
 
         thread = threading.Thread(target=overwrite)
         thread.start()
+        deadline = Deadline.after(deadline_s)
         try:
-            self.sender.send(_bucket(what, data), receivers, Deadline.after(deadline_s))
+            self.sender.post(self._bucket(what, data), receivers, deadline, str(what.seed))
+            self.sender.flush(deadline)
         finally:
             over.set()
             thread.join()
         return seen[0]
 
     def receive(
-        self, parcels: list[list[int]], sender: str, deadline_s: float, pause_s: float = 0.0, seeds: Sequence[int] = ()
+        self,
+        parcels: list[list[int]],
+        sender: str,
+        deadline_s: float,
+        pause_s: float = 0.0,
+        seeds: Sequence[int] = (),
+        at_once: int = 1,
     ) -> list[str]:
-        """Receive `parcels` one after the other by one deadline; for each a `complaint`, empty when it is right.
+        """Receive `parcels`, at most so many `at_once`, by one deadline; for each a `complaint`, empty when it is right.
 
         Pauses for `pause_s` seconds ahead of each. With `seeds`, the answer is instead which of these seeds the last byte
         comes from.
         """
         deadline = Deadline.after(deadline_s)
         plan = [Parcel(*parcel) for parcel in parcels]
-        answers = []
+        answers: list[str] = []
+        under_way: deque[tuple[Parcel, torch.Tensor]] = deque()
+
+        def leave(pending: int) -> None:
+            self.receiver.flush(deadline, pending)
+            while len(under_way) > pending:
+                parcel, data = under_way.popleft()
+                if seeds:
+                    last = int(data[-1])
+                    right = [str(seed) for seed in seeds if int(payload(parcel.nbytes, seed)[-1]) == last]
+                    answers.append(",".join(right))
+                else:
+                    answers.append(complaint(data, parcel, plan))
+
         for parcel in plan:
             time.sleep(pause_s)
+            leave(at_once - 1)
             data = torch.full((parcel.nbytes,), UNTOUCHED, dtype=torch.uint8, device=self._device)
-            self.receiver.receive(_bucket(parcel, data), sender, deadline)
-            if seeds:
-                last = int(data[-1])
-                answers.append(",".join(str(seed) for seed in seeds if int(payload(parcel.nbytes, seed)[-1]) == last))
-            else:
-                answers.append(complaint(data, parcel, plan))
+            said = self.receiver.post(self._bucket(parcel, data), sender, deadline)
+            assert self._persistent or said == str(parcel.seed), f"the checksum {said!r} came with it"
+            under_way.append((parcel, data))
+            if at_once == 1:
+                leave(0)
+        leave(0)
         return answers
 
     def view(self, parcels: list[list[int]], sender: str, deadline_s: float) -> list[str]:
         """View `parcels` one after the other by one deadline; for each a `complaint`, empty when it is right."""
         deadline = Deadline.after(deadline_s)
         for parcel in (Parcel(*parcel) for parcel in parcels):
-            view = self.receiver.view(parcel.version, parcel.number, parcel.nbytes, sender, deadline)
+            view, _ = self.receiver.view(parcel.version, parcel.number, parcel.nbytes, sender, deadline)
             self._views[parcel.version, parcel.number] = view
         return self.look(parcels)
 
@@ -310,8 +332,8 @@ class HalfProcess:
 
     def close_after(self, seconds: float) -> None:
         """Close from another thread, some time later."""
-        assert self._half is not None
-        threading.Timer(seconds, self._half.close).start()
+        assert self._link is not None
+        threading.Timer(seconds, self._link.close).start()
 
     def close(self, keep: bool = False) -> None:
         """Close twice: the second time must not matter. Memory goes back to the engine, which stays.
@@ -323,9 +345,9 @@ class HalfProcess:
             self.free_shown(slot)
         if not keep:
             self._views.clear()
-        if self._half is not None:
-            self._half.close()
-            self._half.close()
+        if self._link is not None:
+            self._link.close()
+            self._link.close()
 
     def resources(self) -> dict[str, int]:
         """What could leak from this process."""
@@ -344,31 +366,27 @@ class HalfProcess:
         create_engine(engine, options)  # whatever the first one loads
         before = leftovers.of_this_process()
         made = create_engine(engine, options)
-        halves = made.make_sender("trainer/0"), made.make_receiver("rollout/0")
+        links = sender_link(made, "trainer/0", self._device), receiver_link(made, "rollout/0", self._device)
         during = leftovers.of_this_process()
-        for half in halves:
-            half.close()
+        for link in links:
+            link.close()
         return {"before": before, "during": during, "after": leftovers.of_this_process()}
 
-    def _buffer(self, nbytes: int, *, allocated: bool) -> torch.Tensor:
-        have = self._buffers.get(allocated)
+    def _buffer(self, number: int, nbytes: int, *, allocated: bool) -> torch.Tensor:
+        have = self._buffers.get((allocated, number))
         if have is None or have.numel() < nbytes:
-            device = torch.device(self._device)
             if have is not None and allocated:
                 self.engine.free(have)
-            own = torch.empty(0 if allocated else nbytes, dtype=torch.uint8, device=device)
-            have = self.engine.allocate(nbytes, device) if allocated else own
-            self._buffers[allocated] = have
+            own = torch.empty(0 if allocated else nbytes, dtype=torch.uint8, device=self._device)
+            have = self.engine.allocate(nbytes, self._device) if allocated else own
+            self._buffers[allocated, number] = have
         return have
 
     def _free_buffers(self) -> None:
-        if (buffer := self._buffers.get(True)) is not None:
-            self.engine.free(buffer)
+        for (allocated, _), buffer in self._buffers.items():
+            if allocated:
+                self.engine.free(buffer)
         self._buffers.clear()
-
-
-def _bucket(parcel: Parcel, data: torch.Tensor) -> Bucket:
-    return Bucket(parcel.version, parcel.number, data, part=parcel.part)
 
 
 def _files(version: int, plan: Iterable[Parcel]) -> VersionFiles:

@@ -12,7 +12,7 @@ from ..contract import FilePart
 UNTOUCHED = 0x55
 """What a receiving buffer holds before."""
 OVERWRITTEN = 0xAA
-"""What a sending buffer holds as soon as ``send`` has returned."""
+"""What a sending buffer holds as soon as its bucket is done."""
 _BLOCK_BYTES = 1_000_003  # prime, so that a shifted or swapped page never looks right
 
 
@@ -36,7 +36,7 @@ class Parcel(NamedTuple):
         return FilePart(self.file, self.offset, self.total) if self.file >= 0 else None
 
 
-def payload(nbytes: int, seed: int, device: str = "cpu") -> torch.Tensor:
+def payload(nbytes: int, seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """The `nbytes` bytes that `seed` stands for: uint8 of shape [nbytes] on `device`."""
     generator = torch.Generator().manual_seed(seed)
     block = torch.randint(0, 256, (min(nbytes, _BLOCK_BYTES),), dtype=torch.uint8, generator=generator).to(device)
@@ -48,7 +48,7 @@ def complaint(received: torch.Tensor, parcel: Parcel, plan: Iterable[Parcel] = (
 
     `plan` holds what else is sent, to recognise a bucket that came in place of another one.
     """
-    expected = payload(parcel.nbytes, parcel.seed, received.device.type)
+    expected = payload(parcel.nbytes, parcel.seed, received.device)
     if torch.equal(received, expected):
         return ""
     name = f"bucket {parcel.number} of version {parcel.version} ({parcel.nbytes} bytes)"
@@ -64,7 +64,7 @@ def complaint(received: torch.Tensor, parcel: Parcel, plan: Iterable[Parcel] = (
         return f"{name} was not written from byte {first} on"
     got, wanted = int(received[first]), int(expected[first])
     if got == OVERWRITTEN:
-        return f"{name} holds what the sender wrote over its buffer after send had returned, from byte {first} on"
+        return f"{name} holds what the sender wrote over its buffer after it was said to be done, from byte {first} on"
     return f"{name} is wrong, first in byte {first}: 0x{got:02x} instead of 0x{wanted:02x}"
 
 

@@ -10,11 +10,13 @@ import torch
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, Deadline, Topology
+from weightlane.ckpt_engines.devices import HOST, runtime_of
+from weightlane.ckpt_engines.link import sender_link
 from weightlane.sync import LocalShard, Manifest, Rendezvous, TensorSpec
 from weightlane.sync.bucket_source import FromSnapshot
 from weightlane.sync.packing import RunTable, stream_places
 from weightlane.sync.progress import Progress
-from weightlane.sync.seal import SealMail
+from weightlane.sync.seal import StoredSeals
 from weightlane.sync.send_pipeline import Destination, SendPipeline
 from weightlane.sync.snapshot import Snapshot
 from weightlane.sync.stream_parts import parts_of
@@ -39,12 +41,12 @@ class Writer:
     def __init__(self, options: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], session: str = "s-1") -> None:
         specs = tuple(TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
         self.layout = Manifest(0, specs, 4096, whole_tensors=True)
-        self.sender = CheckpointEngineRegistry().create("filesystem", options).make_sender("trainer-0")
+        self.sender = sender_link(CheckpointEngineRegistry().create("filesystem", options), "trainer-0", HOST)
         self.topology = Topology(session, {"trainer-0": self.sender.address()}, {})
         self._rendezvous = Rendezvous.host()
-        mailbox = self._rendezvous.mailbox(session)
-        self.pipeline = SendPipeline(session, [self.sender], SealMail(mailbox))
-        self.pipeline.connect(self.topology, mailbox, Deadline.after(HANG_S))
+        seals = StoredSeals(self._rendezvous.mailbox(session))
+        self.pipeline = SendPipeline(session, [self.sender], runtime_of(HOST), seals)
+        self.pipeline.connect(self.topology, Deadline.after(HANG_S))
 
     def send(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         shards = [LocalShard.whole(spec, tensors[spec.name]) for spec in self.layout.specs]
@@ -57,9 +59,8 @@ class Writer:
         table = RunTable.of(parts_of(shards, places, self.layout.regions), self.layout)
         source = FromSnapshot(memory, table, self.layout, lambda until: progress.wait(until, deadline), list)
         nobody = Destination(self.sender, [])
-        self.pipeline.send_version(
-            replace(self.layout, version=version), source, deadline, destinations=lambda _: nobody
-        )
+        everything = dict.fromkeys(range(self.layout.bucket_count), nobody)
+        self.pipeline.send_version(replace(self.layout, version=version), source, deadline, destinations=everything)
 
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
         self.send(version, tensors_of(version) if tensors is None else tensors)

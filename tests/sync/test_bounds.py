@@ -16,13 +16,13 @@ from patience import PATIENT
 from shelf import SPEC, Shelf
 from waiting import HANG_S, NEVER_S, wait_until
 
-from weightlane.ckpt_engines import ClosedError, Deadline, DeadlineExceededError, Topology, WeightSender
+from weightlane.ckpt_engines import ClosedError, Deadline, DeadlineExceededError, SenderLink, Topology
+from weightlane.ckpt_engines.devices import HOST, runtime_of
 from weightlane.sync import CollectivePublisher, LocalShard, Manifest, Rendezvous, SyncConfig, engine_calls
 from weightlane.sync.engine_calls import address_of, close_all
 from weightlane.sync.gather import ShardGather
 from weightlane.sync.packing import RunTable
 from weightlane.sync.receiving import Way, Ways
-from weightlane.sync.seal import SealMail
 from weightlane.sync.send_pipeline import Destination, SendPipeline
 from weightlane.sync.stream_parts import parts_of
 from weightlane.sync.tensor_spec import TensorSpec
@@ -30,26 +30,35 @@ from weightlane.sync.tensor_spec import TensorSpec
 
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("engine_calls", "receiving"):
+    for module in ("engine_calls", "receiving", "send_pipeline"):
         monkeypatch.setattr(f"weightlane.sync.{module}.GRACE_S", 0.05)
     monkeypatch.setattr(engine_calls, "_QUICK_S", 0.05)
 
 
+class Link(SimpleNamespace):
+    """Stands for a link."""
+
+    def __init__(self, calls: Mapping[str, Callable[..., None]]) -> None:
+        super().__init__(**calls)
+
+    __hash__ = object.__hash__
+
+
 @pytest.fixture
 def stuck() -> Any:
-    """An engine's half none of whose calls returns before the test is over."""
+    """An engine's link none of whose calls returns before the test is over."""
     over = threading.Event()
 
     def call(*_: object) -> None:
         assert over.wait(HANG_S)
 
-    names = ("address", "connect", "open_version", "send", "commit_version", "reclaim", "close")
-    yield SimpleNamespace(**dict.fromkeys(names, call))
+    names = ("address", "connect", "open_version", "flush", "commit_version", "reclaim", "close")
+    yield Link({**dict.fromkeys(names, call), "post": lambda *_: None})
     over.set()
 
 
 def pipeline(sender: Any) -> SendPipeline:
-    return SendPipeline("s", [cast("WeightSender", sender)], cast("SealMail", None))
+    return SendPipeline("s", [cast("SenderLink", sender)], runtime_of(HOST))
 
 
 SOON = 0.1
@@ -59,11 +68,11 @@ SOON = 0.1
     ("call", "waits_for"),
     [
         (
-            lambda sending, _: sending.connect(Topology("s", {}, {}), None, Deadline.after(SOON)),
+            lambda sending, _: sending.connect(Topology("s", {}, {}), Deadline.after(SOON)),
             "the engine to connect",
         ),
         (lambda sending, sender: send(sending, sender, 1), "the engine to send version 7"),
-        (lambda sending, sender: send(sending, sender, 5), "the engine to send version 7"),
+        (lambda sending, sender: send(sending, sender, 5), "the engine to send a bucket"),
         (lambda sending, _: sending.commit_version(7, Deadline.after(SOON)), "version 7 to be committed"),
         (lambda sending, _: sending.reclaim(7, Deadline.after(SOON)), "version 7 to be given back"),
     ],
@@ -80,17 +89,19 @@ def test_a_call_of_a_sender_that_never_returns_ends_with_the_deadline_and_says_w
 def send(sending: SendPipeline, sender: Any, buckets: int, *, stall_s: float = NEVER_S) -> None:
     manifest = Manifest(7, (TensorSpec("t", (64 * buckets,), torch.uint8),), 64, sealed=False)
     assert manifest.bucket_count == buckets
-    source = SimpleNamespace(bucket=lambda index: torch.zeros(64, dtype=torch.uint8))
+    source = SimpleNamespace(bucket=lambda index: torch.zeros(64, dtype=torch.uint8), most_at_a_time=2)
     to = Destination(sender, ["rollout-0/0"])
     deadline = Deadline.after(SOON)
-    sending.send_version(manifest, cast("Any", source), deadline, destinations=lambda _: to, stall_s=stall_s)
+    sending.send_version(
+        manifest, cast("Any", source), deadline, destinations=dict.fromkeys(range(buckets), to), stall_s=stall_s
+    )
 
 
 def test_what_an_engine_raises_is_raised_also_if_it_is_a_timeout_of_its_own(stuck: Any) -> None:
     def raises(*_: object) -> None:
         raise TimeoutError("of a library")
 
-    stuck.send = raises
+    stuck.flush = raises
     sending = pipeline(stuck)
     with closing(sending), pytest.raises(TimeoutError, match="of a library"):
         send(sending, stuck, 1)
@@ -111,7 +122,7 @@ def test_a_receiver_whose_calls_never_return_is_named_and_waited_for_before_its_
 ) -> None:
     receiving = Ways("rollout-0/0")
     with pytest.raises(DeadlineExceededError, match="trainer-0"):
-        receiving.run([Way([f"trainer-{number}"], stuck.send) for number in range(ways)], Deadline.after(SOON))
+        receiving.run([Way([f"trainer-{number}"], stuck.flush) for number in range(ways)], Deadline.after(SOON))
     with pytest.raises(DeadlineExceededError, match="to be given up"):
         receiving.settle(Deadline.after(SOON))
 

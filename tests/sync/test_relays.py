@@ -29,14 +29,15 @@ from weightlane.ckpt_engines import (
     WeightlaneError,
     WorkerDiedError,
 )
+from weightlane.ckpt_engines.devices import HOST
 from weightlane.plugins import RunHooks, hookimpl
 from weightlane.sync import Manifest, Outcome, Placement, Rendezvous, ReplicaState, SyncConfig, TensorSpec
 from weightlane.sync.correspondence import Correspondence
 from weightlane.sync.intake import Intake, Job
 from weightlane.sync.messages import Failed, Joined
-from weightlane.sync.receiving import Arrival, Receiving, Source
+from weightlane.sync.receiving import Inlet, Receiving, Source
 from weightlane.sync.roster import Roster
-from weightlane.sync.seal import SealMail, seal
+from weightlane.sync.seal import seal
 from weightlane.sync.session_plan import SessionPlan, Supply
 from weightlane.sync.transfer_plan import Network, shares
 
@@ -171,35 +172,43 @@ def test_a_replica_that_refuses_and_some_that_join_late_do_not_break_the_chain(m
     assert [run.rank(number).call("live_digest") for number in (0, 2, 3)] == [expected(2)] * 3
 
 
-def test_a_bucket_is_handed_on_once_it_was_verified(rendezvous: Rendezvous) -> None:
+def test_a_bucket_is_handed_on_once_it_was_verified() -> None:
     sent = torch.arange(64, dtype=torch.uint8)
-    mail = SealMail(rendezvous.mailbox("seals"))
-    mail.put(3, 0, seal(sent))
     handed_on: list[bytes] = []
 
     class Carrier:
-        """Receiver and relay."""
+        """Link and relay."""
 
         damage = 0
 
-        def receive(self, bucket: Bucket, _sender: str, _deadline: Deadline) -> None:
-            bucket.data.copy_(sent ^ self.damage)
+        def announced(self, _sender: str) -> bool:
+            return True
 
-        def came(self, _index: int, data: torch.Tensor) -> None:
+        def post(self, bucket: Bucket, _sender: str, _deadline: Deadline) -> str:
+            bucket.data.copy_(sent ^ self.damage)
+            return seal(sent)
+
+        def flush(self, _deadline: Deadline, _pending: int) -> None:
+            pass
+
+        def came(self, _index: int, data: torch.Tensor, sealed: str) -> None:
+            assert sealed == seal(sent)
             handed_on.append(bytes(data.tolist()))
 
+        def give_up(self, error: Exception) -> None:
+            assert isinstance(error, CorruptBucketError)
+
     carrier: Any = Carrier()
-    source = Source(carrier, "trainer-0", (0,))
     manifest = Manifest(3, (TensorSpec("t", (64,), torch.uint8),), 64, sealed=True)
-    receiving = Receiving("s", mail, (source,))
+    receiving = Receiving("s", (Inlet({"trainer-0": Source(carrier, "trainer-0")}),))
     job = Job(manifest, manifest, receiving, Deadline.after(NEVER_S), NEVER_S, relaying=carrier)
-    intake, data = Intake("r1/0", RunHooks()), torch.empty(64, dtype=torch.uint8)
+    intake, data = Intake("r1/0", HOST, RunHooks()), torch.empty(64, dtype=torch.uint8)
     carrier.damage = 1
     with pytest.raises(CorruptBucketError):
-        intake.receive_bucket(job, source, Arrival(0, 0), data)
+        intake.receive_all(job, lambda _: data)
     assert handed_on == []
     carrier.damage = 0
-    intake.receive_bucket(job, source, Arrival(0, 0), data)
+    intake.receive_all(job, lambda _: data)
     assert handed_on == [bytes(range(64))]
 
 
@@ -234,16 +243,17 @@ def test_whatever_the_routes_every_lane_gets_to_its_receivers_once_and_nobody_wa
     needed = {f"rollout-{number}/0": need for number, need in enumerate([*needs, *needs])}
     gloo = CheckpointEngineRegistry().create("gloo").capabilities
     plan = SessionPlan(supply, needed, gloo, may_relay=True)
-    queues = {link: list(link.lanes) for link in plan.links}
+    queues = {link.number: list(link.lanes[link.senders[0]]) for link in plan.links}
     has = {(lane.sender, number) for number, lane in enumerate(plan.plan.lanes)}
     moved = True
     while moved:
         moved = False
-        for link, queue in queues.items():
-            if queue and (link.sender, queue[0]) in has:
+        for link, queue in zip(plan.links, queues.values(), strict=True):
+            (sender,) = link.senders
+            if queue and (sender, queue[0]) in has:
                 lane, moved = queue.pop(0), True
-                for name in plan.routes[lane].next_after(link.sender):
-                    assert lane in plan.lanes_to(name, link)
+                for name in plan.routes[lane].next_after(sender):
+                    assert lane in plan.lanes_to(name, link, sender)
                     assert (name, lane) not in has, "it has come already"
                     has.add((name, lane))
     assert not any(queues.values()), "links wait for one another"

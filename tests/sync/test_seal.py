@@ -11,7 +11,7 @@ from waiting import HANG_S
 from weightlane.ckpt_engines import CorruptBucketError, Deadline, DeadlineExceededError, ProtocolError
 from weightlane.sync.checksum import sums, xxh3
 from weightlane.sync.rendezvous import Rendezvous
-from weightlane.sync.seal import SealMail, seal, seals_document, seals_of_document, verify
+from weightlane.sync.seal import StoredSeals, of_bucket, seal, seals_document, seals_of_document, verify
 
 
 @pytest.mark.parametrize("checksum", [sums, xxh3])
@@ -69,12 +69,15 @@ def test_a_document_of_seals_says_what_it_lists() -> None:
             seals_of_document(broken, 1)
 
 
-def test_seals_of_older_versions_leave_the_store() -> None:
+def test_seals_of_stored_versions_are_one_message_and_those_of_older_versions_go() -> None:
     host = Rendezvous.host()
-    sender, receiver = (SealMail(host.mailbox("seals/s-1")) for _ in range(2))
+    sender, receiver = (StoredSeals(host.mailbox("seals/s-1")) for _ in range(2))
     for version in (1, 2):
-        for index in range(3):
-            sender.put(version, index, f"xxh3:{version}{index}")
-    assert [receiver.get(2, index, Deadline.after(HANG_S)) for index in range(3)] == ["xxh3:20", "xxh3:21", "xxh3:22"]
+        sender.put(version, [f"xxh3:{version}{index}" for index in range(3)])
+    assert receiver.get(2, Deadline.after(HANG_S)) == ["xxh3:20", "xxh3:21", "xxh3:22"]
+    assert [of_bucket(["xxh3:20"], index) for index in range(2)] == ["xxh3:20", None]
     with pytest.raises(DeadlineExceededError):
-        receiver.get(1, 0, Deadline.after(0.05))
+        receiver.get(1, Deadline.after(0.05))
+    host.mailbox("seals/s-1").put("3", "xxh3:30")
+    with pytest.raises(ProtocolError, match="no seals"):
+        receiver.get(3, Deadline.after(HANG_S))

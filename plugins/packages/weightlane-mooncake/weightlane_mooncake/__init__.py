@@ -1,14 +1,14 @@
 """A checkpoint engine over the Mooncake transfer engine: receivers read one-sidedly from the sender's registered memory.
 
-Handshakes, and the news that a peer died, travel over control connections of weightlane's own: Mooncake notices neither a
-frozen peer nor that a bucket is not the one the receiver waits for.
+What both sides say to each other goes over the framework's connections, which notice a death: Mooncake notices neither a frozen
+peer nor that a bucket is not the one the receiver waits for.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, cast
 
 import torch
@@ -23,10 +23,8 @@ from weightlane.ckpt_engines import (
     Deadline,
     Delivery,
     EngineConfig,
-    Mailbox,
     ProtocolError,
     Topology,
-    TransportError,
     WeightReceiver,
     WeightSender,
     toolkit,
@@ -57,6 +55,7 @@ class _Half:
         self._name = name
         self._config = config
         self._channels: dict[str, toolkit.Channel] = {}
+        self._posted = toolkit.PostedCalls()
         self._scratch: Memory | None = None
 
     def _engine(self) -> ProcessEngine:
@@ -74,9 +73,26 @@ class _Half:
         if scratch is not None:
             scratch.release()
 
-    def _release(self) -> None:
+    def address(self) -> Address:
+        """Nothing: the framework connects both sides."""
+        with self._life.call():
+            return {}
+
+    def _take(self, channels: Mapping[str, toolkit.Channel]) -> None:
+        self._channels = dict(channels)
         for channel in self._channels.values():
-            channel.close()
+            channel.belong_to(self._life)
+
+    def flush(self, deadline: Deadline, pending: int = 0) -> None:
+        """Move what was posted, one bucket after the other."""
+        with self._life.call():
+            self._posted.flush(deadline, pending)
+
+    def close(self) -> None:
+        """See `WeightSender.close`."""
+        self._life.close()
+
+    def _release(self) -> None:
         self._drop_scratch()
 
 
@@ -86,38 +102,28 @@ class MooncakeSender(_Half, WeightSender):
     def __init__(self, name: str, config: MooncakeConfig, memory: toolkit.EngineMemory[Memory]) -> None:
         super().__init__("sender", name, config)
         self._memory = memory
-        self._door = toolkit.Door(config.host, self._life)
 
-    def address(self) -> Address:
-        """Host and port of the control connection."""
-        with self._life.call():
-            return self._door.address()
-
-    def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:  # noqa: ARG002
+    def connect(self, topology: Topology, channels: Mapping[str, toolkit.Channel], deadline: Deadline) -> None:  # noqa: ARG002
         """Let every receiver in. Mooncake connects with the first bucket."""
         with self._life.call():
             self._engine()
-            self._channels = self._door.let_in(topology, deadline)
+            self._take(channels)
 
-    def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
-        """Announce the bucket and its place, and wait until all have read it."""
+    def post(self, bucket: Bucket, receivers: Sequence[str]) -> None:
+        """Send it when it is waited for."""
         with self._life.call():
             channels = toolkit.choose(self._channels, receivers, self._life)
-            start = bucket.data.data_ptr()
-            if bucket.nbytes and self._memory.find(bucket.data) is None:
-                scratch = self._scratch_for(bucket.nbytes)
-                scratch.data[: bucket.nbytes].copy_(bucket.data)
-                start = scratch.start
-            toolkit.announce(channels, bucket, deadline, segment=self._engine().segment, start=start)
-            toolkit.await_acknowledgements(channels, bucket, deadline)
+            self._posted.post(lambda deadline: self._send(bucket, channels, deadline))
 
-    def close(self) -> None:
-        """See `WeightSender.close`."""
-        self._life.close()
-
-    def _release(self) -> None:
-        self._door.close()
-        super()._release()
+    def _send(self, bucket: Bucket, channels: Mapping[str, toolkit.Channel], deadline: Deadline) -> None:
+        """Announce the bucket and its place, and wait until all have read it."""
+        start = bucket.data.data_ptr()
+        if bucket.nbytes and self._memory.find(bucket.data) is None:
+            scratch = self._scratch_for(bucket.nbytes)
+            scratch.data[: bucket.nbytes].copy_(bucket.data)
+            start = scratch.start
+        toolkit.announce(channels, bucket, deadline, segment=self._engine().segment, start=start)
+        toolkit.await_acknowledgements(channels, bucket, deadline)
 
 
 class MooncakeReceiver(_Half, WeightReceiver):
@@ -130,43 +136,35 @@ class MooncakeReceiver(_Half, WeightReceiver):
     def __init__(self, name: str, config: MooncakeConfig) -> None:
         super().__init__("receiver", name, config)
 
-    def address(self) -> Address:
-        """Nothing: receivers dial."""
-        return {}
-
-    def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:  # noqa: ARG002
+    def connect(self, topology: Topology, channels: Mapping[str, toolkit.Channel], deadline: Deadline) -> None:  # noqa: ARG002
         """Dial every sender."""
         with self._life.call():
             self._engine()
-            self._channels = toolkit.dial_senders(topology, self._name, self._life, deadline)
+            self._take(channels)
 
-    def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
-        """Wait for the bucket to be announced, and read it."""
+    def post(self, bucket: Bucket, sender: str) -> None:
+        """Read it when it is waited for."""
         with self._life.call():
-            watch = toolkit.choose(self._channels, [sender], self._life)
-            channel = watch[sender]
-            announced = toolkit.expect(channel, bucket, deadline)
-            if bucket.nbytes:
-                segment, start = announced.get("segment"), announced.get("start")
-                if not (isinstance(segment, str) and isinstance(start, int) and start > 0):
-                    raise ProtocolError(f"bad announcement: {announced}.", part=self._life.part, peer=sender)
-                engine, landing, nbytes = self._engine(), self._scratch_for(bucket.nbytes), bucket.nbytes
-                try:
-                    toolkit.run_bounded(
-                        lambda: engine.read(segment, start, nbytes, landing),
-                        self._life,
-                        deadline,
-                        f"bucket {bucket.index} of version {bucket.version}",
-                        watch=watch,
-                    )
-                except TransportError as error:
-                    raise toolkit.blame(error, watch) from error
-                bucket.data.copy_(landing.data[:nbytes])
-            toolkit.acknowledge(channel, bucket, deadline)
+            channel = toolkit.choose(self._channels, [sender], self._life)[sender]
+            self._posted.post(lambda deadline: self._receive(bucket, channel, deadline))
 
-    def close(self) -> None:
-        """See `WeightReceiver.close`."""
-        self._life.close()
+    def _receive(self, bucket: Bucket, channel: toolkit.Channel, deadline: Deadline) -> None:
+        """Wait for the bucket to be announced, and read it."""
+        announced = toolkit.expect(channel, bucket, deadline)
+        if bucket.nbytes:
+            segment, start = announced.get("segment"), announced.get("start")
+            if not (isinstance(segment, str) and isinstance(start, int) and start > 0):
+                raise ProtocolError(f"bad announcement: {announced}.", part=self._life.part, peer=channel.peer)
+            engine, landing, nbytes = self._engine(), self._scratch_for(bucket.nbytes), bucket.nbytes
+            toolkit.run_bounded(
+                lambda: engine.read(segment, start, nbytes, landing),
+                self._life,
+                deadline,
+                f"bucket {bucket.index} of version {bucket.version}",
+                peer=channel.peer,
+            )
+            bucket.data.copy_(landing.data[:nbytes])
+        toolkit.acknowledge(channel, bucket, deadline)
 
 
 class MooncakeEngine(CheckpointEngine):
@@ -179,6 +177,10 @@ class MooncakeEngine(CheckpointEngine):
         delivery=frozenset({Delivery.BROADCAST, Delivery.POINT_TO_POINT}),
         zero_copy=True,
     )
+
+    def meeting(self, name: str) -> toolkit.Meeting:  # noqa: ARG002
+        """See `CheckpointEngine.meeting`."""
+        return toolkit.TcpMeeting(cast("MooncakeConfig", self.config).host)
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
@@ -197,7 +199,7 @@ class MooncakeEngine(CheckpointEngine):
         weakref.finalize(self, _release_all, self._memory).atexit = False
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Registered memory: a bucket that lies in it is not copied by `send`."""
+        """Registered memory: a bucket that lies in it is not copied on its way out."""
         if device.type != "cpu":
             raise ProtocolError(f"it has cpu memory only, not {device.type}.", part="mooncake")
         memory = _process_engine(cast("MooncakeConfig", self.config)).allocate(nbytes)
@@ -208,11 +210,11 @@ class MooncakeEngine(CheckpointEngine):
         if registered := self._memory.discard(memory):
             registered.release()
 
-    def make_sender(self, name: str) -> WeightSender:
+    def make_sender(self, name: str, device: torch.device) -> WeightSender:  # noqa: ARG002
         """See `CheckpointEngine.make_sender`."""
         return MooncakeSender(name, cast("MooncakeConfig", self.config), self._memory)
 
-    def make_receiver(self, name: str) -> WeightReceiver:
+    def make_receiver(self, name: str, device: torch.device) -> WeightReceiver:  # noqa: ARG002
         """See `CheckpointEngine.make_receiver`."""
         return MooncakeReceiver(name, cast("MooncakeConfig", self.config))
 

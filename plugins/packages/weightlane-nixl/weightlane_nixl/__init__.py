@@ -8,7 +8,7 @@ killed meanwhile, and a dead rollout worker must not take the trainer with it.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
@@ -23,7 +23,6 @@ from weightlane.ckpt_engines import (
     Deadline,
     Delivery,
     EngineConfig,
-    Mailbox,
     ProtocolError,
     Topology,
     WeightReceiver,
@@ -55,6 +54,7 @@ class _Half:
         self._name = name
         self._config = config
         self._channels: dict[str, toolkit.Channel] = {}
+        self._posted = toolkit.PostedCalls()
         self._agent: Agent | None = None
         self._exposed = False
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -73,9 +73,26 @@ class _Half:
             self._scratch = self._connected().allocate(max(nbytes, 2 * self._scratch.numel()))
         return self._scratch[:nbytes]
 
-    def _release(self) -> None:
+    def address(self) -> Address:
+        """Nothing: the framework connects both sides."""
+        with self._life.call():
+            return {}
+
+    def _take(self, channels: Mapping[str, toolkit.Channel]) -> None:
+        self._channels = dict(channels)
         for channel in self._channels.values():
-            channel.close()
+            channel.belong_to(self._life)
+
+    def flush(self, deadline: Deadline, pending: int = 0) -> None:
+        """Move what was posted, one bucket after the other."""
+        with self._life.call():
+            self._posted.flush(deadline, pending)
+
+    def close(self) -> None:
+        """See `WeightSender.close`."""
+        self._life.close()
+
+    def _release(self) -> None:
         self._scratch = torch.empty(0, dtype=torch.uint8)
         if self._agent is not None:
             self._agent.close(exposed=self._exposed)
@@ -87,51 +104,41 @@ class NixlSender(_Half, WeightSender):
     def __init__(self, name: str, config: NixlConfig, memory: toolkit.EngineMemory[torch.Tensor]) -> None:
         super().__init__("sender", name, config)
         self._memory = memory
-        self._door = toolkit.Door(config.host, self._life)
 
-    def address(self) -> Address:
-        """Host and port of the control connection."""
-        with self._life.call():
-            return self._door.address()
-
-    def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:  # noqa: ARG002
+    def connect(self, topology: Topology, channels: Mapping[str, toolkit.Channel], deadline: Deadline) -> None:  # noqa: ARG002
         """Let every receiver in. UCX connects with the first bucket."""
         with self._life.call():
             self._open_agent()
-            self._channels = self._door.let_in(topology, deadline)
+            self._take(channels)
 
-    def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
-        """Ask every receiver where it wants the bucket, write it there, and say so."""
+    def post(self, bucket: Bucket, receivers: Sequence[str]) -> None:
+        """Send it when it is waited for."""
         with self._life.call():
-            agent = self._connected()
             channels = toolkit.choose(self._channels, receivers, self._life)
-            source = bucket.data
-            if bucket.nbytes:
-                memory = self._memory.find(source)
-                if memory is None:
-                    source = self._scratch_of(bucket.nbytes).copy_(source)
-                else:  # registered once for this connection, with its first bucket
-                    agent.borrow(memory)
-            toolkit.announce(channels, bucket, deadline)
-            places = toolkit.await_acknowledgements(channels, bucket, deadline)
-            if not bucket.nbytes or not channels:
-                return
-            writes = Writes([agent.write(source, name, place) for name, place in places.items()])
-            what = f"bucket {bucket.index} of version {bucket.version} to be written"
-            try:
-                toolkit.poll_until(writes.done, self._life, deadline, what, watch=channels)
-            finally:
-                writes.release()
-            toolkit.announce(channels, bucket, deadline)
-            toolkit.await_acknowledgements(channels, bucket, deadline)
+            self._posted.post(lambda deadline: self._send(bucket, channels, deadline))
 
-    def close(self) -> None:
-        """See `WeightSender.close`."""
-        self._life.close()
-
-    def _release(self) -> None:
-        self._door.close()
-        super()._release()
+    def _send(self, bucket: Bucket, channels: Mapping[str, toolkit.Channel], deadline: Deadline) -> None:
+        """Ask every receiver where it wants the bucket, write it there, and say so."""
+        agent = self._connected()
+        source = bucket.data
+        if bucket.nbytes:
+            memory = self._memory.find(source)
+            if memory is None:
+                source = self._scratch_of(bucket.nbytes).copy_(source)
+            else:  # registered once for this connection, with its first bucket
+                agent.borrow(memory)
+        toolkit.announce(channels, bucket, deadline)
+        places = toolkit.await_acknowledgements(channels, bucket, deadline)
+        if not bucket.nbytes or not channels:
+            return
+        writes = Writes([agent.write(source, name, place) for name, place in places.items()])
+        what = f"bucket {bucket.index} of version {bucket.version} to be written"
+        try:
+            toolkit.poll_until(writes.done, self._life, deadline, what, peer=", ".join(channels))
+        finally:
+            writes.release()
+        toolkit.announce(channels, bucket, deadline)
+        toolkit.await_acknowledgements(channels, bucket, deadline)
 
 
 class NixlReceiver(_Half, WeightReceiver):
@@ -144,37 +151,33 @@ class NixlReceiver(_Half, WeightReceiver):
     def __init__(self, name: str, config: NixlConfig) -> None:
         super().__init__("receiver", name, config)
 
-    def address(self) -> Address:
-        """Nothing: receivers dial."""
-        return {}
-
-    def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:  # noqa: ARG002
+    def connect(self, topology: Topology, channels: Mapping[str, toolkit.Channel], deadline: Deadline) -> None:  # noqa: ARG002
         """Dial every sender."""
         with self._life.call():
             self._open_agent()
-            self._channels = toolkit.dial_senders(topology, self._name, self._life, deadline)
+            self._take(channels)
 
-    def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
-        """Offer a place, wait until the sender has written there, and copy the bucket out."""
+    def post(self, bucket: Bucket, sender: str) -> None:
+        """Receive it when it is waited for."""
         with self._life.call():
             channel = toolkit.choose(self._channels, [sender], self._life)[sender]
-            toolkit.expect(channel, bucket, deadline)
-            if not bucket.nbytes:
-                toolkit.acknowledge(channel, bucket, deadline)
-                return
-            agent = self._connected()
-            landing = self._scratch_of(bucket.nbytes)
-            place = agent.place(landing)
-            self._exposed = True
-            toolkit.acknowledge(channel, bucket, deadline, **place)
-            toolkit.expect(channel, bucket, deadline, progress=agent.progress)
-            self._exposed = False
-            bucket.data.copy_(landing)
-            toolkit.acknowledge(channel, bucket, deadline)
+            self._posted.post(lambda deadline: self._receive(bucket, channel, deadline))
 
-    def close(self) -> None:
-        """See `WeightReceiver.close`."""
-        self._life.close()
+    def _receive(self, bucket: Bucket, channel: toolkit.Channel, deadline: Deadline) -> None:
+        """Offer a place, wait until the sender has written there, and copy the bucket out."""
+        toolkit.expect(channel, bucket, deadline)
+        if not bucket.nbytes:
+            toolkit.acknowledge(channel, bucket, deadline)
+            return
+        agent = self._connected()
+        landing = self._scratch_of(bucket.nbytes)
+        place = agent.place(landing)
+        self._exposed = True
+        toolkit.acknowledge(channel, bucket, deadline, **place)
+        toolkit.expect(channel, bucket, deadline, progress=agent.progress)
+        self._exposed = False
+        bucket.data.copy_(landing)
+        toolkit.acknowledge(channel, bucket, deadline)
 
 
 class NixlEngine(CheckpointEngine):
@@ -187,6 +190,10 @@ class NixlEngine(CheckpointEngine):
         delivery=frozenset({Delivery.BROADCAST, Delivery.POINT_TO_POINT}),
         zero_copy=True,
     )
+
+    def meeting(self, name: str) -> toolkit.Meeting:  # noqa: ARG002
+        """See `CheckpointEngine.meeting`."""
+        return toolkit.TcpMeeting(cast("NixlConfig", self.config).host)
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
@@ -204,7 +211,7 @@ class NixlEngine(CheckpointEngine):
         self._memory: toolkit.EngineMemory[torch.Tensor] = toolkit.EngineMemory()
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Memory that every sender registers once: a bucket that lies in it is not copied by `send`."""
+        """Memory that every sender registers once: a bucket that lies in it is not copied on its way out."""
         memory = super().allocate(nbytes, device)
         return self._memory.add(memory, memory)
 
@@ -212,10 +219,10 @@ class NixlEngine(CheckpointEngine):
         """See `CheckpointEngine.free`. Senders that have registered it keep it until they close."""
         self._memory.discard(memory)
 
-    def make_sender(self, name: str) -> WeightSender:
+    def make_sender(self, name: str, device: torch.device) -> WeightSender:  # noqa: ARG002
         """See `CheckpointEngine.make_sender`."""
         return NixlSender(name, cast("NixlConfig", self.config), self._memory)
 
-    def make_receiver(self, name: str) -> WeightReceiver:
+    def make_receiver(self, name: str, device: torch.device) -> WeightReceiver:  # noqa: ARG002
         """See `CheckpointEngine.make_receiver`."""
         return NixlReceiver(name, cast("NixlConfig", self.config))

@@ -1,0 +1,135 @@
+"""What ``gloo``, ``nccl`` and ``hccl`` have in common: their options, and the store in which the members of a group meet."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import re
+import socket
+import struct
+from typing import ClassVar, cast
+
+import torch.distributed as dist
+from pydantic import Field, field_validator
+
+from ._channel import Address
+from ._meeting import Meeting, TcpMeeting, host_and_port
+from .contract import API_VERSION, CheckpointEngine, EngineConfig
+from .deadline import Deadline
+from .errors import ConfigError
+from .process_group import BackendName, host_store, join_store, reserve_port
+
+_SIOCGIFADDR = 0x8915
+_LAST_NUMBER = re.compile(r"\d+$")
+
+
+class TorchDistributedConfig(EngineConfig):
+    """Options of ``gloo``, ``nccl`` and ``hccl``."""
+
+    host: str = Field(
+        "127.0.0.1",
+        description="Address of this machine on which a process listens; loopback unless there are several machines.",
+    )
+    interface: str = Field(
+        "",
+        description=(
+            "Network interface whose IPv4 address each process uses in place of `host`, for everything it sends. Several,"
+            " such as 'eth0,eth1', are dealt out by the number at the end of a participant's name, its rank: so each sender"
+            " of a machine has its own."
+        ),
+    )
+
+    @field_validator("host")
+    @classmethod
+    def _is_concrete(cls, host: str) -> str:
+        try:
+            unspecified = ipaddress.ip_address(host).is_unspecified
+        except ValueError:
+            unspecified = False
+        if unspecified:
+            raise ValueError("is a wildcard, on which no peer can connect; name one address, or an interface")
+        return host
+
+    def listen_host(self, name: str) -> str:
+        """The address on which the participant called `name` listens.
+
+        `ConfigError` when its interface does not exist or has no IPv4 address.
+        """
+        interfaces = [interface.strip() for interface in self.interface.split(",") if interface.strip()]
+        if not interfaces:
+            return self.host
+        number = _LAST_NUMBER.search(name)
+        interface = interfaces[int(number.group()) % len(interfaces) if number else 0]
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            request = struct.pack("256s", interface.encode()[:15])
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError as error:
+                raise ConfigError(f"interface {interface!r} has no IPv4 address: {error}.", part="interface") from error
+        return socket.inet_ntoa(answer[20:24])
+
+    def communicator_settings(self) -> dict[str, int | str]:
+        """Fields of ``ncclConfig_t`` that the user chose; only NCCL has any."""
+        return {}
+
+
+class GroupStore:
+    """The store in which the members of a group meet; its sender serves it.
+
+    Args:
+        host: Address of this machine on which it is served.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._served: tuple[dist.TCPStore, int] | None = None
+
+    def address(self) -> Address:
+        """Where others find it; serves it from now on."""
+        if self._served is None:
+            self._served = host_store(self._host)
+        return {"host": self._host, "port": self._served[1]}
+
+    def served(self) -> dist.TCPStore:
+        """This process's own."""
+        self.address()
+        assert self._served is not None
+        return self._served[0]
+
+    def close(self) -> None:
+        """Serve it no longer."""
+        self._served = None
+
+
+def found_store(address: Address, part: str, sender: str, deadline: Deadline) -> dist.TCPStore:
+    """The store that `sender` serves. Raises `PeerLostError`, `ProtocolError` or `DeadlineExceededError`."""
+    host, port = host_and_port(address, part, sender)
+    return join_store(host, port, deadline, sender)
+
+
+class GroupEngine(CheckpointEngine):
+    """Base of the three engines; a subclass names the backend."""
+
+    api_version = API_VERSION
+    config_type = TorchDistributedConfig
+    backend: ClassVar[BackendName]
+
+    @property
+    def options(self) -> TorchDistributedConfig:
+        """Its options."""
+        return cast("TorchDistributedConfig", self.config)
+
+    def meeting(self, name: str) -> Meeting:
+        """See `CheckpointEngine.meeting`."""
+        return TcpMeeting(self.options.listen_host(name))
+
+    def check(self, deadline: Deadline) -> None:  # noqa: ARG002 - it takes no time
+        """See `CheckpointEngine.check`: the address is one of this machine."""
+        host = self.options.listen_host("")
+        try:
+            reserve_port(host).close()
+        except ConfigError as error:
+            key = "interface" if self.options.interface else "host"
+            raise ConfigError(
+                f"{key} is {host}: {error.message}", part=f"{self.backend} engine", hint=error.hint
+            ) from error
