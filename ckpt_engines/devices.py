@@ -63,6 +63,9 @@ class DeviceRuntime:
         """An event behind what has been started so far on `stream`, or on the stream that is current in this thread."""
         return None
 
+    def finish(self, stream: Any) -> None:
+        """Have this thread wait until what has been started on `stream` is done."""
+
     def wait_for(self, stream: Any, event: Any) -> None:
         """What is started on `stream` from now on begins when `event` has passed; a thread does not wait. None has passed."""
 
@@ -114,6 +117,10 @@ class AcceleratorRuntime(DeviceRuntime):
             event = self._module.Event()
             event.record(self._module.current_stream(self.device) if stream is None else stream)
         return event
+
+    def finish(self, stream: Any) -> None:
+        """See `DeviceRuntime.finish`."""
+        stream.synchronize()
 
     def wait_for(self, stream: Any, event: Any) -> None:
         """See `DeviceRuntime.wait_for`."""

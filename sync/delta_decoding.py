@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from weightlane.ckpt_engines import ClosedError, Deadline, WeightlaneError, as_weightlane_error
+from weightlane.ckpt_engines.devices import DeviceRuntime
 
 from .manifest import Manifest
 from .staged_delta import IncomingDelta
@@ -70,10 +71,16 @@ class DeltaDecoding:
         prepare: What is to be made of it.
         deadline: Nobody waits longer.
         part: Whose it is, for errors.
+        runtime: Of the device on which its buckets are.
     """
 
     def __init__(
-        self, manifest: Manifest, prepare: Callable[[IncomingDelta], Any], deadline: Deadline, part: str
+        self,
+        manifest: Manifest,
+        prepare: Callable[[IncomingDelta], Any],
+        deadline: Deadline,
+        part: str,
+        runtime: DeviceRuntime,
     ) -> None:
         self._what = f"the delta of version {manifest.version}"
         self._part = part
@@ -84,10 +91,13 @@ class DeltaDecoding:
         incoming = IncomingDelta(manifest, arrived.take)
 
         def run() -> None:
+            stream = runtime.new_stream()
             try:
-                prepared = prepare(incoming)
-                for _ in incoming.patches:  # whatever was left out must be valid, too
-                    pass
+                with runtime.on(stream):
+                    prepared = prepare(incoming)
+                    for _ in incoming.patches:  # whatever was left out must be valid, too
+                        pass
+                runtime.finish(stream)  # others use it on theirs
             except BaseException as error:  # noqa: BLE001 - raised by whoever waits for it
                 made.set_exception(error)
             else:

@@ -67,7 +67,7 @@ class Publication:
     version: int
     identity: str
     """See `Manifest.identity`."""
-    mark: torch.cuda.Event | None
+    mark: Any
     progress: Progress
     """Of its snapshot."""
     number: int = 0

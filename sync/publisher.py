@@ -298,6 +298,11 @@ class Publisher(Participant):
     # -- snapshot thread ------------------------------------------------------------------------------------------------
 
     def _take_all(self) -> None:
+        runtime = self._snapshot.runtime
+        with runtime.on(runtime.new_stream()):
+            self._take_each()
+
+    def _take_each(self) -> None:
         while True:
             with self._changed:
                 while not self._closed.is_set() and not self._may_take():
@@ -368,6 +373,11 @@ class Publisher(Participant):
     # -- publishing thread ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        runtime = self._end.runtime
+        with runtime.on(runtime.new_stream()):  # what is encoded, packed and sealed waits for no other work
+            self._publish_each()
+
+    def _publish_each(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed.is_set() or self._may_stream() or self._may_offer())

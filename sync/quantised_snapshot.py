@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, product
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from .boxes import Box, row_major_strides
 from .codecs.quantised import QUANTISERS, QuantisationReport, Quantiser, Scheme
 from .progress import Progress
 from .quantisation import QuantisedPair, is_quantised, pair_of, scale_box, touched_blocks
-from .snapshot import Copy, Milestone, Remains, Snapshot, copies, side_stream
+from .snapshot import Copy, Milestone, Remains, Snapshot, copies, runtime_of_shards
 from .tensor_spec import Held, HeldSlice, LocalShard
 
 _Key = tuple[str, Box]
@@ -182,7 +183,8 @@ class _QuantisedSnapshot(Snapshot):
 
     def __init__(self, shards: Sequence[LocalShard], places: Mapping[_Key, int], scheme: Scheme) -> None:
         super().__init__([], [])
-        self._stream = side_stream(shards)
+        self.runtime = runtime_of_shards(shards)
+        self._stream = self.runtime.new_stream()
         self._workers = 1  # steps add to `Remains`
         plain: list[tuple[int, LocalShard]] = []
         steps: list[tuple[int, Copy | _Step]] = []
@@ -219,7 +221,7 @@ class _QuantisedSnapshot(Snapshot):
     def take(
         self,
         memory: torch.Tensor,
-        after: torch.cuda.Event | None,
+        after: Any,
         progress: Progress,
         remains: Remains | None = None,
     ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from weightlane.ckpt_engines import CheckpointEngine, StorageError
+from weightlane.ckpt_engines.devices import HOST, DeviceRuntime
 
 
 class SendMemory:
@@ -14,16 +15,23 @@ class SendMemory:
         engine: Whose memory; torch's own without one.
         nbytes: How much, in bytes.
         device: Where.
-        pinned: Whether a GPU copies into it.
+        copied_from: The runtime of a device that copies into it, if it is host memory.
     """
 
     def __init__(
-        self, engine: CheckpointEngine | None, nbytes: int, device: torch.device, *, pinned: bool = False
+        self,
+        engine: CheckpointEngine | None,
+        nbytes: int,
+        device: torch.device,
+        *,
+        copied_from: DeviceRuntime | None = None,
     ) -> None:
         self._engine = engine
         self._nbytes = nbytes
         self._device = device
-        self._pinned = pinned and device.type == "cpu"
+        self._copied_from = copied_from if device == HOST else None
+        self._registered: set[int] = set()
+        """Addresses of what was registered."""
         self.data = self._new()
         """1-D uint8, `nbytes` long. Zero where nothing was written, so that what lies between tensors is the same every time."""
 
@@ -33,9 +41,12 @@ class SendMemory:
             data = torch.zeros(self._nbytes, dtype=torch.uint8, device=self._device)
         else:
             data = self._engine.allocate(self._nbytes, self._device).zero_()
-        if self._pinned and self._nbytes and not data.is_pinned():
-            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            torch.cuda.check_error(int(runtime.cudaHostRegister(data.data_ptr(), self._nbytes, 0)))
+        if (
+            self._copied_from is not None
+            and self._nbytes
+            and self._copied_from.register_host(data.data_ptr(), self._nbytes)
+        ):
+            self._registered.add(data.data_ptr())
         return data
 
     def renew(self) -> None:
@@ -67,7 +78,8 @@ class SendMemory:
             self._give_back(old)
 
     def _give_back(self, old: torch.Tensor) -> None:
-        if self._pinned and old.is_pinned():
-            torch.cuda.cudart().cudaHostUnregister(old.data_ptr())  # type: ignore[no-untyped-call]
+        if self._copied_from is not None and old.data_ptr() in self._registered:
+            self._registered.discard(old.data_ptr())
+            self._copied_from.unregister_host(old.data_ptr())
         if self._engine is not None:
             self._engine.free(old)

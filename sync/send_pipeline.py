@@ -90,7 +90,7 @@ class SendPipeline:
     Args:
         session: Name of the connection.
         links: Closed by their owner. Of an engine that stores there is one.
-        runtime: Of the device on which buckets live; packing and seals have a stream of their own there.
+        runtime: Of the device on which buckets live. Packing and seals are on the stream that is current for the calling thread.
         stored_seals: Where readers of a store look for seals; None where receivers get them ahead of each bucket.
         on_sent: Called on the pipeline's thread.
     """
@@ -106,7 +106,6 @@ class SendPipeline:
         self.session = session
         self._links = list(links)
         self._runtime = runtime
-        self._stream = runtime.new_stream()
         self._stored_seals = stored_seals
         self._on_sent = on_sent
         self._seals: dict[int, list[str]] = {}
@@ -141,20 +140,19 @@ class SendPipeline:
         seals: list[str] = []
         total = 0
         try:
-            with self._runtime.on(self._stream):
-                for index in range(manifest.bucket_count) if buckets is None else buckets:
-                    to = destinations[index]
-                    if not to.receivers and not stored:
-                        continue
-                    if not going.has_room(source.most_at_a_time, deadline):
-                        break  # why it has failed is said below
-                    data = source.bucket(index)
-                    sealed = seal(data) if manifest.sealed else ""
-                    seals.append(sealed)
-                    after = self._runtime.recorded(self._stream)
-                    bucket = Bucket(version, index, data, after, lasting=manifest.lasting, part=manifest.part(index))
-                    going.put(_Ready(bucket, to, sealed))
-                    total += data.numel()
+            for index in range(manifest.bucket_count) if buckets is None else buckets:
+                to = destinations[index]
+                if not to.receivers and not stored:
+                    continue
+                if not going.has_room(source.most_at_a_time, deadline):
+                    break  # why it has failed is said below
+                data = source.bucket(index)
+                sealed = seal(data) if manifest.sealed else ""
+                seals.append(sealed)
+                after = self._runtime.recorded()
+                bucket = Bucket(version, index, data, after, lasting=manifest.lasting, part=manifest.part(index))
+                going.put(_Ready(bucket, to, sealed))
+                total += data.numel()
         except BaseException:
             going.end(complete=False)
             raise

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from weightlane.ckpt_engines import CheckpointEngine, ClosedError, Deadline, Delivery, SenderLink, Topology
+from weightlane.ckpt_engines.devices import runtime_of
 from weightlane.ckpt_engines.link import sender_link
 
 from .bucket_source import BUFFERS
@@ -69,6 +70,8 @@ class SendingEnd:
         """How one is taken."""
         self.device = buffer_device(engine, ours.device, name)
         """Where it is."""
+        self.runtime = runtime_of(self.device)
+        """Of that."""
         self._nbytes = self.snapshot.nbytes
         if self._stored is not None and alone:
             self._nbytes = max(self._nbytes, self._stored.total_bytes)
@@ -96,7 +99,7 @@ class SendingEnd:
 
     def snapshot_memory(self) -> SendMemory:
         """Memory for a snapshot. Raises `StorageError`."""
-        return SendMemory(self._owner, self._nbytes, self.device, pinned=self.snapshot.from_cuda)
+        return SendMemory(self._owner, self._nbytes, self.device, copied_from=self.snapshot.runtime)
 
     def delta_memory(self) -> SendMemory:
         """Memory for a delta, of no size yet."""

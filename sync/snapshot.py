@@ -7,9 +7,11 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+
+from weightlane.ckpt_engines.devices import HOST, DeviceRuntime, runtime_of
 
 from .codecs.quantised import QuantisationReport
 from .daemon_threads import DaemonThreads
@@ -95,7 +97,9 @@ class Snapshot:
     """
 
     def __init__(self, shards: Sequence[LocalShard], places: Sequence[int]) -> None:
-        self._stream = side_stream(shards)
+        self.runtime = runtime_of_shards(shards)
+        """Of the device on which the shards are."""
+        self._stream = self.runtime.new_stream()
         ordered = sorted(zip(places, shards, strict=True), key=lambda placed: placed[0])
         self._milestones = [Milestone(copy, copy.end, copy.end) for copy in copies(ordered)]
         self.ends = _ends(ordered)
@@ -104,59 +108,43 @@ class Snapshot:
         """How far, before all may."""
         self.nbytes = self.read_end
         """One past the last byte of all."""
-        self._workers = 1 if self._stream is not None else min(_MOST_THREADS, usable_cpus())
+        self._workers = 1 if self.runtime.has_streams else min(_MOST_THREADS, usable_cpus())
         self._threads: DaemonThreads | None = None
         """There from the first time on that they are needed."""
         self.is_cut = False
         """Whether other ranks must speak before it is complete; see `weightlane.sync.magnitudes`."""
 
-    @property
-    def from_cuda(self) -> bool:
-        """Whether the shards are on a GPU."""
-        return self._stream is not None
-
-    def mark(self) -> torch.cuda.Event | None:
-        """Remember the work queued so far on the trainer's stream; the copy will wait for it. None without CUDA."""
-        if self._stream is None:
-            return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._stream.device))
-        return event
+    def mark(self) -> Any:
+        """An event behind the work queued so far on the trainer's stream, for which the copy will wait; None on a CPU."""
+        return self.runtime.recorded()
 
     @contextmanager
-    def reading(self, after: torch.cuda.Event | None) -> Iterator[None]:
+    def reading(self, after: Any) -> Iterator[None]:
         """Inside, what is read of the shards on this thread is what they are after `mark`."""
-        if self._stream is None or after is None:
-            yield
-            return
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(after)
+        with self.runtime.on(self._stream):
+            self.runtime.wait_for(self._stream, after)
             yield
 
     @torch.no_grad()
     def take(
         self,
         memory: torch.Tensor,
-        after: torch.cuda.Event | None,
+        after: Any,
         progress: Progress,
         remains: Remains | None = None,
     ) -> None:
         """Copy every shard into `memory` (uint8), cast in the same pass. Blocks, and tells `progress` of what is there."""
         remains = remains or Remains()
-        if self._stream is None:
+        if not self.runtime.has_streams:
             with closing(self._reached(memory, remains)) as milestones:
                 for milestone in milestones:
                     self._tell(milestone.done_bytes, milestone.read, progress)
         else:
-            with torch.cuda.stream(self._stream):
-                if after is not None:
-                    self._stream.wait_event(after)
-                queued: list[tuple[torch.cuda.Event, Milestone]] = []
+            queued: list[tuple[Any, Milestone]] = []
+            with self.reading(after):
                 for milestone in self._milestones:
                     milestone.step.run(memory, remains)
-                    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                    event.record(self._stream)
-                    queued.append((event, milestone))
+                    queued.append((self.runtime.recorded(self._stream), milestone))
             for event, milestone in queued:
                 event.synchronize()
                 self._tell(milestone.done_bytes, milestone.read, progress)
@@ -198,10 +186,9 @@ class Snapshot:
         progress.advance(done_bytes)
 
 
-def side_stream(shards: Sequence[LocalShard]) -> torch.cuda.Stream | None:
-    """A stream for work beside the training, if the shards are on a GPU."""
-    source = next((shard.data.device for shard in shards if shard.numel), torch.device("cpu"))
-    return torch.cuda.Stream(source) if source.type == "cuda" else None  # type: ignore[no-untyped-call]
+def runtime_of_shards(shards: Sequence[LocalShard]) -> DeviceRuntime:
+    """Of the device on which the shards are."""
+    return runtime_of(next((shard.data.device for shard in shards if shard.numel), HOST))
 
 
 def copies(ordered: Sequence[tuple[int, LocalShard]]) -> Iterator[Copy]:

@@ -23,6 +23,7 @@ from weightlane.ckpt_engines import (
     Topology,
     WeightlaneError,
 )
+from weightlane.ckpt_engines.devices import runtime_of
 from weightlane.ckpt_engines.link import receiver_link
 from weightlane.plugins import RunHooks
 
@@ -459,7 +460,7 @@ class Subscriber(Participant):
     def _receive_delta(self, job: Job, prepare: Callable[[IncomingDelta], Any]) -> Any:
         """What `prepare` makes of a delta: each segment is decoded while the buckets behind it are on their way."""
         manifest = job.manifest
-        decoding = DeltaDecoding(manifest, prepare, job.deadline, self.name)
+        decoding = DeltaDecoding(manifest, prepare, job.deadline, self.name, runtime_of(self._device))
 
         def place(arrival: Arrival) -> torch.Tensor:
             return self._staging.bucket(job.length(arrival))

@@ -24,6 +24,7 @@ from weightlane.ckpt_engines import (
 )
 from weightlane.ckpt_engines.shm import ShmEngine
 from weightlane.sync import LocalShard, Manifest, Publisher, Rendezvous, TensorSpec
+from weightlane.sync.devices import buffer_device
 from weightlane.sync.progress import Progress
 from weightlane.sync.snapshot import Snapshot
 from weightlane.sync.staging import Staging, Stream
@@ -236,12 +237,14 @@ class Elsewhere(ShmEngine):
 
     capabilities = replace(ShmEngine.capabilities, devices=frozenset({"meta"}))
 
-    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        assert device.type == "meta", "memory that it does not have"
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
-
-def test_an_engine_is_asked_for_memory_of_its_devices_only(rendezvous: Rendezvous) -> None:
+def test_no_device_is_guessed_for_weights_that_an_engine_cannot_carry(rendezvous: Rendezvous) -> None:
     engine = Elsewhere(Elsewhere.config_type())
     shards = [LocalShard.whole(SPEC, torch.zeros(16))]
-    Publisher("t-0", rendezvous.address, shards=shards, engine=engine, bucket_bytes=64).close()
+    with pytest.raises(ConfigError, match="t-0: the weights are on cpu, and the engine carries meta memory only"):
+        Publisher("t-0", rendezvous.address, shards=shards, engine=engine, bucket_bytes=64)
+    for said in (None, torch.device("cpu"), torch.device("meta")):
+        with pytest.raises(ConfigError):
+            buffer_device(engine, said, "r/0")
+    assert buffer_device(engine, torch.device("meta", 1), "r/0") == torch.device("meta", 1)
+    assert buffer_device(CheckpointEngineRegistry().create("shm"), torch.device("meta"), "r/0") == torch.device("cpu")

@@ -114,7 +114,11 @@ def test_one_that_waits_for_a_sender_that_never_comes_hears_that_it_is_to_begin_
         assert isinstance(hello, Hello)
         assert hello.session == session
         message = Connect(
-            session=session, publishers=["t-0"], senders={"t-0": {}}, receivers={"r/0": {}}, deadline_s=NEVER_S
+            session=session,
+            publishers=["t-0"],
+            senders={"t-0": {"engine": {}}},
+            receivers={"r/0": {"engine": {}}},
+            deadline_s=NEVER_S,
         )
         rendezvous.post(theirs, message)
         wait_until(lambda: is_new(subscriber._connecting), "thread that connects")
@@ -155,7 +159,7 @@ def test_a_transport_that_is_opened_while_its_participant_closes_is_closed_too(
     subscriber.close()
     (receiver,) = opened
     with pytest.raises(ClosedError):
-        receiver.connect(Topology("first", {}, {}), rendezvous.mailbox("engine/first"), Deadline.after(HANG_S))
+        receiver.connect(Topology("first", {}, {}), Deadline.after(HANG_S))
 
 
 def test_nobody_waits_for_a_sync_under_way_to_let_a_replica_come_or_go(make_run: MakeRun) -> None:

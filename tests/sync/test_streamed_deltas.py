@@ -21,13 +21,14 @@ from weightlane.ckpt_engines import (
     ProtocolError,
     WeightlaneError,
 )
+from weightlane.ckpt_engines.devices import HOST, runtime_of
 from weightlane.sync import Expectation, ExpectedTensor, IncomingDelta, Manifest, Rendezvous, Subscriber, TensorSpec
 from weightlane.sync.boxes import Box
 from weightlane.sync.codecs.delta import Encoded, encode
 from weightlane.sync.delta_decoding import DeltaDecoding
 from weightlane.sync.manifest import Segment
 from weightlane.sync.messages import Failed, Message, Open, Staged
-from weightlane.sync.receiving import Receiving, Source
+from weightlane.sync.receiving import Inlet, Receiving, Source
 from weightlane.sync.rendezvous import COORDINATOR
 from weightlane.sync.seal import seal
 from weightlane.sync.staged_delta import StagedDelta
@@ -80,11 +81,12 @@ def serving() -> Staging:
 
 
 class Line:
-    """A transport, and the seals beside it: a bucket arrives when it is let through, and nothing does once it is cut."""
+    """A link: a bucket arrives when it is let through, and nothing does once it is cut."""
 
     def __init__(self, wire: torch.Tensor, manifest: Manifest) -> None:
         self.wire, self.manifest = wire, manifest
         self.passed: queue.SimpleQueue[WeightlaneError | None] = queue.SimpleQueue()
+        self.posted: queue.SimpleQueue[Bucket] = queue.SimpleQueue()
         self.seals = [seal(wire[slice(*manifest.window(index))]) for index in range(manifest.bucket_count)]
 
     def let_through(self, buckets: int) -> None:
@@ -94,13 +96,19 @@ class Line:
     def cut(self) -> None:
         self.passed.put(ClosedError("closed.", part="a test"))
 
-    def receive(self, bucket: Bucket, _sender: str, deadline: Deadline) -> None:
-        if (error := self.passed.get(timeout=deadline.remaining_s)) is not None:
-            raise error
-        bucket.data.copy_(self.wire[slice(*self.manifest.window(bucket.index))])
+    def announced(self, _sender: str) -> bool:
+        return False
 
-    def get(self, _version: int, index: int, _deadline: Deadline) -> str:
-        return self.seals[index]
+    def post(self, bucket: Bucket, _sender: str, _deadline: Deadline) -> str:
+        self.posted.put(bucket)
+        return self.seals[bucket.index]
+
+    def flush(self, deadline: Deadline, pending: int) -> None:
+        while self.posted.qsize() > pending:
+            if (error := self.passed.get(timeout=deadline.remaining_s)) is not None:
+                raise error
+            bucket = self.posted.get()
+            bucket.data.copy_(self.wire[slice(*self.manifest.window(bucket.index))])
 
 
 class Rollout:
@@ -125,7 +133,7 @@ class Rollout:
 
     def offer(self, line: Line) -> None:
         manifest = line.manifest
-        self.subscriber._receiving = Receiving("", line, (Source(line, "t-0", ()),))  # type: ignore[arg-type]
+        self.subscriber._receiving = Receiving("", (Inlet({"t-0": Source(line, "t-0")}),))  # type: ignore[arg-type]
         times = {"deadline_s": HANG_S, "stall_s": HANG_S}
         self.subscriber._dispatch(Open(session="", version=manifest.version, manifest=manifest.to_plain(), **times))
 
@@ -239,7 +247,7 @@ def test_a_delta_to_another_base_is_refused_before_its_first_byte(rollout: Rollo
 def test_what_is_left_out_by_whoever_prepares_must_be_valid_too() -> None:
     parts = parts_to(2.0)
     parts[1][0] ^= 1
-    decoding = DeltaDecoding(delta_of(parts), lambda _: "made", Deadline.after(HANG_S), "r/0")
+    decoding = DeltaDecoding(delta_of(parts), lambda _: "made", Deadline.after(HANG_S), "r/0", runtime_of(HOST))
     with pytest.raises(ProtocolError, match="the delta of b"):  # noqa: PT012 - whichever comes first
         decoding.arrived(0, torch.cat(parts))
         decoding.result()
@@ -252,7 +260,7 @@ def test_a_delta_whose_decoding_does_not_end_is_given_up_and_no_more_is_received
         end.wait(HANG_S)
         return StagedDelta.of(delta)
 
-    decoding = DeltaDecoding(delta_of(parts_to(2.0)), prepare, Deadline.after(0.05), "r/0")
+    decoding = DeltaDecoding(delta_of(parts_to(2.0)), prepare, Deadline.after(0.05), "r/0", runtime_of(HOST))
     decoding.arrived(0, wire[:64])
     with pytest.raises(DeadlineExceededError, match="the delta of version 2 to be decoded"):
         decoding.arrived(1, wire[64:])

@@ -12,6 +12,8 @@ from types import ModuleType
 
 import torch
 
+from weightlane.ckpt_engines.devices import runtime_of
+
 
 @dataclass(frozen=True, slots=True)
 class CountedChanges:
@@ -34,9 +36,10 @@ class CountedChanges:
         positions = torch.empty(self.total, dtype=torch.int64, device=self.new.device)
         values = torch.empty(self.total, dtype=self.new.dtype, device=self.new.device)
         if self.total:
-            kernels.compact_kernel[(self.ends.numel(),)](
-                self.old, self.new, self.ends, positions, values, self.new.numel(), BLOCK=kernels.BLOCK
-            )
+            with runtime_of(self.new.device).current():  # on which Triton launches, wherever its arguments are
+                kernels.compact_kernel[(self.ends.numel(),)](
+                    self.old, self.new, self.ends, positions, values, self.new.numel(), BLOCK=kernels.BLOCK
+                )
         return positions, values
 
 
@@ -48,7 +51,8 @@ def count_changes(old: torch.Tensor, new: torch.Tensor) -> CountedChanges:
     programs = -(-new.numel() // kernels.BLOCK)
     counts = torch.empty(programs, dtype=torch.int32, device=new.device)
     if programs:
-        kernels.count_kernel[(programs,)](old, new, counts, new.numel(), BLOCK=kernels.BLOCK)
+        with runtime_of(new.device).current():
+            kernels.count_kernel[(programs,)](old, new, counts, new.numel(), BLOCK=kernels.BLOCK)
     ends = counts.cumsum(0, dtype=torch.int64)
     return CountedChanges(old, new, ends, int(ends[-1]) if programs else 0)
 
@@ -63,9 +67,10 @@ def scatter(target: torch.Tensor, positions: torch.Tensor, values: torch.Tensor,
         if old is not None:
             values.copy_(old)
     elif positions.numel():
-        kernels.scatter_kernel[(-(-positions.numel() // kernels.BLOCK),)](
-            target, positions, values, positions.numel(), KEEP_OLD=keep_old, BLOCK=kernels.BLOCK
-        )
+        with runtime_of(target.device).current():
+            kernels.scatter_kernel[(-(-positions.numel() // kernels.BLOCK),)](
+                target, positions, values, positions.numel(), KEEP_OLD=keep_old, BLOCK=kernels.BLOCK
+            )
 
 
 @cache
