@@ -1,0 +1,56 @@
+"""What stands for the CUDA driver: memory that both halves see, in one process."""
+
+from __future__ import annotations
+
+from .world import FREED, WRONG_DEVICE, World
+
+
+class Driver:
+    """The calls of `weightlane.ckpt_engines._cuda_driver.CudaDriver`."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._streams = {}
+
+    def allocate(self, device: int, nbytes: int) -> int:
+        """Fresh memory."""
+        return self._world.allocate(device, nbytes, by_driver=True).address
+
+    def free(self, device: int, pointer: int) -> None:
+        """Give it back."""
+        block, _ = self._world.find(pointer)
+        if block.device != device:
+            self._world.violate(WRONG_DEVICE, f"memory of device {block.device} was freed on {device}")
+        self._world.free(block)
+
+    def export(self, device: int, pointer: int) -> bytes:
+        """Its handle."""
+        assert self._world.find(pointer)[0].device == device
+        return self._world.handle_of(pointer)
+
+    def open(self, _device: int, handle: bytes) -> int:
+        """Map it."""
+        return int(self._world.by_handle(handle))
+
+    def close(self, _device: int, pointer: int) -> None:
+        """Unmap it, when no copy uses it."""
+        block, _ = self._world.find(pointer)
+        for access in block.accesses:
+            if access.what == "copy of a bucket" and self._world.host.get(access.stream, 0) < access.count:
+                self._world.violate(FREED, "a mapping was closed under a copy")
+
+    def copy(self, device: int, destination: int, source: int, nbytes: int, stream: int) -> None:
+        """Copy on a stream."""
+        world = self._world
+        into, to = world.find(destination)
+        out_of, at = world.find(source)
+        (on,) = (each for each in world._streams if each.number == stream)
+        if on.device != device or into.device != device:
+            world.violate(WRONG_DEVICE, f"device {device} copies to {into.device} on a stream of {on.device}")
+
+        def run() -> None:
+            into.bytes(to, to + nbytes)[:] = out_of.bytes(at, at + nbytes)
+
+        operation = on.put("copy of a bucket", run)
+        world.access(operation, on, out_of, at, at + nbytes, writes=False)
+        world.access(operation, on, into, to, to + nbytes, writes=True)

@@ -1,0 +1,237 @@
+"""What stands for process groups of NCCL and HCCL: operations of one communicator run one behind the other, and meet."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .tensors import CheckedTensor, _range
+from .world import ORDER, WRONG_DEVICE, Block, Event, Operation, Stream, World
+
+Place = tuple[Block, int, int]
+_fleets: dict[str, Fleet] = {}
+_numbers = itertools.count()
+
+
+@dataclass(eq=False)
+class Part:
+    """What one rank does in one operation: sends and receives side by side, or a broadcast.
+
+    Attributes:
+        rank: Whose.
+        needs: What has to meet: (source, target, number among those of the two), or (root, -1, number among broadcasts).
+        places: The memory for each of these: block, first byte, and one past the last. Nobody is kept from giving it back.
+    """
+
+    rank: int
+    needs: list[tuple[int, int, int]]
+    places: list[Place]
+    met: set[tuple[int, int, int]] = field(default_factory=set)
+    begun: bool = False
+    operation: Operation | None = None
+
+
+class Fleet:
+    """All members of one communicator.
+
+    Args:
+        world: Where they are.
+        size: How many.
+    """
+
+    def __init__(self, world: World, size: int) -> None:
+        self.world, self.size = world, size
+        self.streams: dict[int, Stream] = {}
+        self.parts: dict[int, list[Part]] = {}
+        """Of each rank, those that are not done."""
+        self.let_go = False
+        world.idle.append(self._look)
+
+    def join(self, rank: int, device: int) -> None:
+        """A member is there."""
+        with self.world.changed:
+            if any(stream.device == device for stream in self.streams.values()):
+                self.world.violate(WRONG_DEVICE, f"two members of a communicator are on device {device}")
+            self.streams[rank] = self.world.stream(device, f"communicator of rank {rank}")
+            self.parts[rank] = []
+
+    def start(self, part: Part) -> Operation:
+        """A member starts its part, on the communicator's stream."""
+        world, stream = self.world, self.streams[part.rank]
+        with world.changed:
+            stream.wait_stream(world.current_stream(stream.device))
+            self.parts[part.rank].append(part)
+            operation = stream.put("transfer", lambda: self._end(part), ready=lambda: self._met(part))
+            part.operation = operation
+            for need, place in zip(part.needs, part.places, strict=True):
+                if place[0].device != stream.device:
+                    world.violate(WRONG_DEVICE, f"device {stream.device} transfers memory of {place[0].device}")
+                world.access(operation, stream, *place, writes=need[0] != part.rank)
+            return operation
+
+    def _end(self, part: Part) -> None:
+        self.parts[part.rank].remove(part)
+
+    def _met(self, part: Part) -> bool:
+        """Its turn has come: move what others are ready for, too. Whether that is all."""
+        part.begun = True
+        for need in part.needs:
+            if need not in part.met:
+                self._meet(need)
+        return self.let_go or part.met.issuperset(part.needs)
+
+    def _meet(self, need: tuple[int, int, int]) -> None:
+        source, target, _ = need
+        found = {rank: self._at_head(rank, need) for rank in (range(self.size) if target < 0 else (source, target))}
+        if not all(found.values()):
+            return
+        block, start, stop = self._place(found[source], need)
+        for rank, other in found.items():
+            assert other is not None
+            into, to, end = self._place(other, need)
+            if end - to != stop - start:
+                self.world.violate(ORDER, f"rank {rank} takes {end - to} bytes of {stop - start}")
+            elif rank != source:
+                into.bytes(to, end)[:] = block.bytes(start, stop)
+            other.met.add(need)
+
+    @staticmethod
+    def _place(part: Part | None, need: tuple[int, int, int]) -> Place:
+        assert part is not None
+        return part.places[part.needs.index(need)]
+
+    def _at_head(self, rank: int, need: tuple[int, int, int]) -> Part | None:
+        waiting = self.parts.get(rank, [])
+        return waiting[0] if waiting and waiting[0].begun and need in waiting[0].needs else None
+
+    def _look(self) -> None:
+        """Nothing gets on: see whether members wait for each other in a circle."""
+        heads = {rank: parts[0] for rank, parts in self.parts.items() if parts and parts[0].begun}
+        waits = {
+            rank: {
+                other
+                for need in part.needs
+                for other in (range(self.size) if need[1] < 0 else need[:2])
+                if need not in part.met and other in heads and need not in heads[other].needs
+            }
+            for rank, part in heads.items()
+        }
+        for first in waits if not self.let_go else ():
+            reached, left = set[int](), [first]
+            while left:
+                new = waits.get(left.pop(), set()) - reached
+                reached |= new
+                left += new
+            if first in reached:
+                self.world.violate(ORDER, f"ranks {sorted(reached)} wait for each other")
+                self.let_go = True
+                return
+
+
+class Work:
+    """As torch's."""
+
+    def __init__(self, fleet: Fleet, rank: int) -> None:
+        self._world, self._stream = fleet.world, fleet.streams[rank]
+        self._event = Event(fleet.world)
+        self._event.record(self._stream)
+
+    def wait(self) -> None:
+        """Have the current stream wait."""
+        self._world.current_stream(self._stream.device).wait_event(self._event)
+
+    def is_completed(self) -> bool:
+        """Whether it is over."""
+        return bool(self._event.passed)
+
+    def is_success(self) -> bool:
+        """Whether it is over, and has not failed."""
+        return bool(self._event.passed)
+
+
+class Group:
+    """One member, with the calls of ProcessGroupNCCL."""
+
+    def __init__(self, fleet: Fleet, rank: int, device: int) -> None:
+        self._fleet, self._rank = fleet, rank
+        self._broadcasts = 0
+        self._pairs: Counter[tuple[int, int]] = Counter()
+        self._batch: list[tuple[tuple[int, int, int], CheckedTensor]] | None = None
+        fleet.join(rank, device)
+
+    def rank(self) -> int:
+        """Its own."""
+        return self._rank
+
+    def size(self) -> int:
+        """Of the group."""
+        return self._fleet.size
+
+    def broadcast(self, tensors: list[CheckedTensor], options: Any) -> Work:
+        """As torch's."""
+        self._broadcasts += 1
+        return self._go([((options.rootRank, -1, self._broadcasts), tensors[0])])
+
+    def send(self, tensors: list[CheckedTensor], target: int, _tag: int) -> None:
+        """As torch's, inside a batch."""
+        self._add((self._rank, target), tensors[0])
+
+    def recv(self, tensors: list[CheckedTensor], source: int, _tag: int) -> None:
+        """As torch's, inside a batch."""
+        self._add((source, self._rank), tensors[0])
+
+    def _add(self, pair: tuple[int, int], tensor: CheckedTensor) -> None:
+        assert self._batch is not None, "outside of a batch it would open a communicator of two"
+        self._pairs[pair] += 1
+        self._batch.append(((*pair, self._pairs[pair]), tensor))
+
+    def _start_coalescing(self, _device: torch.device) -> None:
+        self._batch = []
+
+    def _end_coalescing(self, _device: torch.device) -> Work:
+        batch, self._batch = self._batch, None
+        assert batch
+        return self._go(batch)
+
+    def _go(self, needs: Sequence[tuple[tuple[int, int, int], CheckedTensor]]) -> Work:
+        self._fleet.start(
+            Part(self._rank, [need for need, _ in needs], [(tensor.block, *_range(tensor)) for _, tensor in needs])
+        )
+        return Work(self._fleet, self._rank)
+
+    def abort(self) -> None:
+        """As torch's: what is under way ends."""
+        with self._fleet.world.changed:
+            self._fleet.let_go = True
+
+
+class HcclGroup(Group):
+    """With the calls of torch_npu's ProcessGroupHCCL, which has no coalescing."""
+
+    def batch_isend_irecv(self, kinds: list[str], tensors: list[CheckedTensor], ranks: list[int]) -> Work:
+        """As torch_npu's."""
+        self._batch = []
+        for kind, tensor, rank in zip(kinds, tensors, ranks, strict=True):
+            self._add((self._rank, rank) if kind == "isend" else (rank, self._rank), tensor)
+        batch, self._batch = self._batch, None
+        return self._go(batch)
+
+    def abort_hccl_comm(self, _why: str) -> None:
+        """As torch_npu's."""
+        self.abort()
+
+
+def open_group(world: World, store: Any, rank: int, size: int, device: int, *, backend: str) -> Group:
+    """A member of the group whose members meet in `store`."""
+    if rank == 0:
+        key = f"fleet-{next(_numbers)}"
+        _fleets[key] = Fleet(world, size)
+        store.set("fleet", key)
+    store.wait(["fleet"])
+    fleet = _fleets[store.get("fleet").decode()]
+    return (HcclGroup if backend == "hccl" else Group)(fleet, rank, device)

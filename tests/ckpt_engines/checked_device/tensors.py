@@ -1,0 +1,307 @@
+"""Tensors on pretended devices, and what stands for torch's module of such a device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from .world import WRONG_DEVICE, Block, Event, Stream, World
+
+_VIEWS = {
+    "view", "__getitem__", "detach", "as_strided", "reshape", "narrow", "alias", "squeeze", "unsqueeze", "flatten",
+}  # fmt: skip
+_WAITED_FOR = {
+    "tolist", "item", "cpu", "numpy", "__int__", "__bool__", "__float__", "equal", "nonzero", "__getitem__",
+}  # fmt: skip
+_FACTS = {
+    "dim", "numel", "size", "stride", "data_ptr", "storage_offset", "is_contiguous", "element_size", "untyped_storage",
+    "__get__", "__len__", "__repr__", "__format__", "__hash__", "requires_grad_", "is_pinned",
+}  # fmt: skip
+
+
+class CheckedTensor(torch.Tensor):
+    """A tensor in the memory of a pretended device. What is done with it goes through this thread's current stream."""
+
+    world: World
+    block: Block
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The pretended one."""
+        return torch.device(self.world_type, self.block.device)
+
+    @property
+    def world_type(self) -> str:
+        """Type of the devices."""
+        return Devices.kind
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        """Of the pretended device."""
+        return Devices.kind == "cuda"
+
+    @property
+    def is_cpu(self) -> bool:  # type: ignore[override]
+        """It is on none."""
+        return False
+
+    def data_ptr(self) -> int:
+        """An address on the pretended device."""
+        return self.block.address + self.storage_offset() * self.element_size()
+
+    def record_stream(self, stream: Stream) -> None:
+        """As torch's."""
+        self.block.recorded.add(stream.number)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Start `func` on a stream, look at it as a view, or wait for what it reads."""
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name in _FACTS:
+            return super().__torch_function__(func, types, args, kwargs)
+        if name in _VIEWS and next(_tensors(args[1:]), None) is None:
+            whole = args[0]
+            with torch._C.DisableTorchFunctionSubclass():
+                plain = func(*[_plain(each) for each in args], **kwargs)
+            return _wrap(plain, whole.world, whole.block)
+        into_host = name == "copy_" and not isinstance(args[0], CheckedTensor)
+        return (_wait_for if name in _WAITED_FOR or into_host else _start)(name, func, args, kwargs)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, CheckedTensor):
+        return value.as_subclass(torch.Tensor)
+    if isinstance(value, list | tuple):
+        return type(value)(_plain(each) for each in value)
+    return value
+
+
+def _apart(value: Any) -> Any:
+    """As `_plain`, but nobody is kept from giving the memory back: only the bytes stay."""
+    if isinstance(value, CheckedTensor):
+        whole = torch.frombuffer(value.block.raw, dtype=torch.uint8)
+        usable = whole[: whole.numel() // value.element_size() * value.element_size()]
+        return usable.view(value.dtype).as_strided(value.shape, value.stride(), value.storage_offset())
+    if isinstance(value, list | tuple):
+        return type(value)(_apart(each) for each in value)
+    return value
+
+
+def _wrap(plain: torch.Tensor, world: World, block: Block) -> CheckedTensor:
+    made = plain.as_subclass(CheckedTensor)
+    made.world, made.block = world, block
+    return made
+
+
+def _tensors(value: Any) -> Iterator[CheckedTensor]:
+    if isinstance(value, CheckedTensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _range(tensor: CheckedTensor) -> tuple[int, int]:
+    with torch._C.DisableTorchFunctionSubclass():
+        size = tensor.element_size()
+        start = tensor.storage_offset() * size
+        extent = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return start, start + (extent + 1) * size if tensor.numel() else start
+
+
+def _wait_for(name: str, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """An operation that the host waits for."""
+    operands = [*_tensors(args), *_tensors(list(kwargs.values()))]
+    world, device = operands[0].world, operands[0].block.device
+    stream = world.current_stream(device)
+    operation = stream.put(name, lambda: None)
+    for operand in operands:
+        world.access(operation, stream, operand.block, *_range(operand), writes=False)
+    stream.synchronize()
+    with torch._C.DisableTorchFunctionSubclass():
+        result = func(*[_plain(each) for each in args], **kwargs)
+    return on_device(world, device, result) if name in {"nonzero", "__getitem__"} else result
+
+
+def _start(name: str, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """An operation that runs later: in place, or with a result of its own."""
+    operands = [*_tensors(args), *_tensors(list(kwargs.values()))]
+    world, device = operands[0].world, operands[0].block.device
+    stream = world.current_stream(device)
+    for operand in operands:
+        if operand.block.device != device:
+            world.violate(WRONG_DEVICE, f"{name} takes tensors of devices {device} and {operand.block.device}")
+    in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
+    plain = [each.clone() if type(each) is torch.Tensor else _apart(each) for each in args]
+    if in_place or "out" in kwargs:
+        target = kwargs["out"] if "out" in kwargs else args[0]
+        results: list[CheckedTensor] = [target]
+    else:
+        with torch._C.DisableTorchFunctionSubclass():
+            shape = func(*plain, **{key: _plain(value) for key, value in kwargs.items()})
+        made = on_device(world, device, torch.empty_like(shape), garbage=True)
+        results = [made]
+
+    options = {key: _apart(value) for key, value in kwargs.items() if key != "non_blocking"}
+    outcome = _apart(results[0])
+
+    def run() -> None:
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            result = func(*plain, **options)
+            if not in_place and "out" not in kwargs:
+                outcome.copy_(result)
+
+    operation = stream.put(name, run)
+    targets = {id(target) for target in results}
+    for operand in operands:
+        if id(operand) not in targets:
+            world.access(operation, stream, operand.block, *_range(operand), writes=False)
+    for target in results:
+        world.access(operation, stream, target.block, *_range(target), writes=True)
+    return results[0]
+
+
+def on_device(world: World, device: int, value: torch.Tensor, *, garbage: bool = False) -> CheckedTensor:
+    """`value` in fresh memory of a device, put there by an operation unless it is to be `garbage`."""
+    nbytes = value.numel() * value.element_size()
+    block = world.allocate(device, nbytes)
+    made = over(world, block).as_subclass(torch.Tensor)[:nbytes].view(value.dtype).view(value.shape)
+    tensor = _wrap(made, world, block)
+    if not garbage:
+        tensor.copy_(value)
+    return tensor
+
+
+class _Owner(np.ndarray[Any, np.dtype[np.uint8]]):
+    """Lives for as long as any tensor looks at a block, and keeps what has to live as long."""
+
+    keeps: object = None
+
+
+def over(world: World, block: Block, keeps: object = None) -> CheckedTensor:
+    """All of a block as uint8. torch's memory is given back when no tensor looks at it any more."""
+    owner = np.frombuffer(block.raw, dtype=np.uint8).view(_Owner)
+    owner.keeps = keeps
+    plain = torch.from_numpy(owner)
+    if block.stream is not None:
+        world.watch(block, owner)
+    return _wrap(plain, world, block)
+
+
+class Devices:
+    """Stands for ``torch.cuda`` or ``torch.npu``."""
+
+    kind = "cuda"
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def is_available(self) -> bool:
+        """There are devices."""
+        return True
+
+    def device_count(self) -> int:
+        """How many."""
+        return self._world.devices
+
+    def current_device(self) -> int:
+        """This thread's."""
+        return self._world.current_device
+
+    def device(self, device: torch.device | int) -> Any:
+        """Make it this thread's."""
+        return self._world.on_device(_index(device))
+
+    def stream(self, stream: Stream) -> Any:
+        """Make it this thread's."""
+        return self._world.on_stream(stream)
+
+    def current_stream(self, device: torch.device | int | None = None) -> Stream:
+        """This thread's."""
+        return self._world.current_stream(self._world.current_device if device is None else _index(device))
+
+    def Stream(self, device: torch.device | int) -> Stream:  # noqa: N802 - torch's name
+        """A new one."""
+        return self._world.stream(_index(device))
+
+    @property
+    def Event(self) -> Any:  # noqa: N802 - torch's name
+        """Makes events."""
+        world = self._world
+
+        class Made(Event):
+            def __init__(self, *, interprocess: bool = False) -> None:
+                super().__init__(world)
+                del interprocess
+
+            @staticmethod
+            def from_ipc_handle(_device: torch.device, handle: bytes) -> Event:
+                return world.by_handle(handle)
+
+        return Made
+
+    def empty_cache(self) -> None:
+        """There is none."""
+
+    def get_device_properties(self, device: torch.device | int) -> Any:
+        """With a name that means the same everywhere."""
+
+        class Properties:
+            uuid = f"device-{_index(device)}"
+
+        return Properties()
+
+    def can_device_access_peer(self, _mine: int, _theirs: int) -> bool:
+        """All can."""
+        return True
+
+
+def _index(device: torch.device | int) -> int:
+    index = device if isinstance(device, int) else device.index
+    assert index is not None, "a device without index"
+    return index
+
+
+@contextlib.contextmanager
+def installed(world: World, kind: str) -> Iterator[Devices]:
+    """Have torch, and weightlane, know the world's devices as those of a type."""
+    from weightlane.ckpt_engines import devices as ours
+
+    module = Devices(world)
+    patch = pytest.MonkeyPatch()
+    patch.setattr(Devices, "kind", kind)
+    real_module = torch.get_device_module
+
+    def device_module(device: Any = None) -> Any:
+        return module if torch.device(device).type == kind else real_module(device)
+
+    patch.setattr(torch, "get_device_module", device_module)
+    for name in ("empty", "zeros", "full", "arange", "ones"):
+        patch.setattr(torch, name, _factory(world, kind, getattr(torch, name)))
+
+    def tensor_over(_: Any, memory: Any) -> torch.Tensor:
+        return over(world, world.find(memory.pointer)[0], keeps=memory)
+
+    patch.setattr(ours.CudaRuntime, "tensor_over", tensor_over)
+    ours.runtime_of.cache_clear()
+    try:
+        yield module
+    finally:
+        patch.undo()
+        ours.runtime_of.cache_clear()
+
+
+def _factory(world: World, kind: str, real: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def make(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        if device is None or torch.device(device).type != kind:
+            return real(*args, **({} if device is None else {"device": device}), **kwargs)
+        return on_device(world, _index(torch.device(device)), real(*args, **kwargs), garbage=real.__name__ == "empty")
+
+    return make
