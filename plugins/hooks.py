@@ -221,9 +221,10 @@ class RunHooks:
     def replica_committed(self, replica: str, version: int, facts: Facts) -> None:
         """`replica` took `version` between two decode steps. Called by the replica.
 
-        Facts: ``seconds`` (of the whole call), ``blocked_s`` (its first part, in which nothing was decoded), ``load_s`` (of that,
-        replacing weights), ``in_flight`` (requests that were generating), ``max_token_gap_s`` (longest wait for a next token that
-        spans the commit).
+        Facts: ``seconds`` (from the call until requests in flight had their next token), ``waited_s`` (its first part, until the
+        engine took the call), ``blocked_s`` (the next part, in which no decode step began), ``load_s`` (of that, replacing
+        weights), ``in_flight`` (requests that were generating), ``max_token_gap_s`` (longest wait for a next token that spans the
+        commit).
         """
         self._call("replica_committed", replica=replica, version=version, facts=facts)
 
