@@ -76,8 +76,10 @@ class RunHooks:
         snapshot), ``waited_for_rollouts_s`` (before it), ``reward`` (mean of the batch), ``staleness_mean`` and ``staleness_max``
         (versions), ``grad_norm``, ``tokens`` (of the batch); since the start ``tokens_per_s`` (generated), ``dropped_groups``,
         ``failed_items``, ``length_ratio`` (mean length of what was trained to that of what was drawn), ``overlap_share``; the
-        metrics of the loss; in the first step after a publication
-        ``published_version`` and ``trainer_blocked_s`` (publish plus fence of that version).
+        metrics of the loss; ``rollout_blocked_s`` (longest time any replica generated nothing, of the versions that have come
+        to serve since the step before); in the first step after a publication ``published_version`` and ``trainer_blocked_s``
+        (publish plus fence of that version); once it is known ``blocking_way_s`` (what either side would have lost if it had
+        waited for the version: see ``loop.blocking_syncs``).
         """
         self._call("training_step", step=step, facts=facts)
 
