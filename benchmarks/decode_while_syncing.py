@@ -26,7 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -75,6 +75,16 @@ class Turn:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """What one version cost, in seconds."""
+
+    trainer_blocked_s: float
+    rollout_blocked_s: float
+    latency_s: float
+    """From `publish` until it served."""
+
+
 @dataclass(slots=True)
 class Way:
     """One engine and one setting of ``rollout.kv_on_commit``, and its turns, each behind one without versions."""
@@ -102,8 +112,16 @@ class Way:
 class Measured:
     """A replica that decodes, and a trainer's process that publishes to it over one engine at a time."""
 
-    def __init__(self, worker: RolloutWorker, sender: Worker, directory: Path, timeout_s: float) -> None:
+    def __init__(
+        self,
+        worker: RolloutWorker,
+        sender: Worker,
+        directory: Path,
+        timeout_s: float,
+        tokens: tuple[int, int] = (PROMPT_TOKENS, NEW_TOKENS),
+    ) -> None:
         self._worker = worker
+        self._prompt_tokens, self._new_tokens = tokens
         self._sender = sender
         self._directory = directory
         self._timeout_s = timeout_s
@@ -128,14 +146,14 @@ class Measured:
 
     async def _requests(self, number: int) -> None:
         for turn in itertools.count():
-            prompt = [1 + (number * 31 + turn * 7 + position) % 1000 for position in range(PROMPT_TOKENS)]
+            prompt = [1 + (number * 31 + turn * 7 + position) % 1000 for position in range(self._prompt_tokens)]
             # Not all at the same place: requests end, and others begin, in any step.
-            new = NEW_TOKENS - (number * NEW_TOKENS // 16 if turn == 0 else 0)
-            await self._worker.generate(f"{number}-{turn}", prompt, max(8, new))
+            new = self._new_tokens - (number * self._new_tokens // 16 if turn == 0 else 0)
+            await self._worker.generate(f"{number}-{turn}", prompt, max(min(8, self._new_tokens), new))
 
     async def warm_up(self) -> None:
         """One request from beginning to end: vLLM's first steps compile what they need."""
-        await self._worker.generate("first", [1] * PROMPT_TOKENS, 8)
+        await self._worker.generate("first", [1] * self._prompt_tokens, 8)
 
     async def alone(self, seconds: float) -> Turn:
         """A turn without versions, longer where no token comes for so long; `DeadlineExceededError` when none comes at all."""
@@ -155,13 +173,28 @@ class Measured:
     async def beside(self, way: Way, seconds: float) -> Turn:
         """A turn with one version after the other."""
         self._worker.config = self._worker.config.model_copy(update={"kv_on_commit": way.kv})
+        carry = await self.connected(way.engine)
+        await carry()
+
+        async def one_after_the_other() -> None:
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                await carry()
+
+        return await self._turn(one_after_the_other)
+
+    async def connected(self, engine: str) -> Callable[[], Awaitable[Carried]]:
+        """Connect the trainer's process to the replica by `engine`, in the place of what was before.
+
+        Returns what carries a version.
+        """
         config = sync_config(codec="dense", integrity="full", bucket_mib=None, deadline_s=self._timeout_s)
         # A directory of its own each time: a new publisher begins with an empty store.
-        options = {"path": tempfile.mkdtemp(dir=self._directory)} if way.engine == "filesystem" else {}
-        meeting, row = Meeting(config, [self._worker]), f"{way.engine} {next(self._rows)}"
-        await self._call("open_row", row, meeting.address, way.engine, options, config.model_dump(mode="json"))
+        options = {"path": tempfile.mkdtemp(dir=self._directory)} if engine == "filesystem" else {}
+        meeting, row = Meeting(config, [self._worker]), f"{engine} {next(self._rows)}"
+        await self._call("open_row", row, meeting.address, engine, options, config.model_dump(mode="json"))
         await self._call("peak_bytes", row)
-        await self._worker.connect(meeting.address, way.engine, options)
+        await self._worker.connect(meeting.address, engine, options)
         await self.leave()
 
         async def leave() -> None:
@@ -169,8 +202,7 @@ class Measured:
             meeting.close()
 
         self._left = leave
-        await self._carry(row, meeting)
-        return await self._turn(lambda: self._carry_for(row, meeting, seconds))
+        return lambda: self._carry(row, meeting)
 
     async def leave(self) -> None:
         """End what carried versions last."""
@@ -190,20 +222,16 @@ class Measured:
             seconds,
         )
 
-    async def _carry_for(self, row: str, meeting: Meeting, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            await self._carry(row, meeting)
-
-    async def _carry(self, row: str, meeting: Meeting) -> None:
+    async def _carry(self, row: str, meeting: Meeting) -> Carried:
         """The weights change, and the next version of them goes into service."""
         version = next(self._versions)
         await self._call("change", DENSITY)
         publishing = asyncio.create_task(self._call("publish", row, version, 0.0))
         report = await meeting.sync(version)
-        await publishing
+        took = await publishing
         if any(replica.outcome is not Outcome.COMMITTED for replica in report.replicas.values()):
             raise RuntimeError(f"version {version} was not committed: {report}")
+        return Carried(took["publish_s"] + took["fence_s"], report.rollout_blocked_s, report.latency_s)
 
     async def differing(self) -> list[str]:
         """Parameters in vLLM that are not the trainer's."""

@@ -24,7 +24,7 @@ from weightlane.sync.bench import BenchReport, Row
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from benchmarks import decode_while_syncing, relays  # noqa: E402 - the checkout's, as this file is
+from benchmarks import decode_while_syncing, relays, version_cost  # noqa: E402 - the checkout's, as this file is
 from benchmarks.peers.table import markdown  # noqa: E402
 
 RESULTS = HERE / "RESULTS.md"
@@ -42,6 +42,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "peers": markdown,
     "decode": lambda report: f"```\n{decode_while_syncing.text(report)}\n```\n",
     "relays": lambda report: f"```\n{relays.text(report)}\n```\n",
+    "version-cost": lambda report: f"```\n{version_cost.text(report)}\n```\n",
 }
 """Of other benchmarks, whose figures are kept beside these as ``<machine>/<name>-<date>.json``."""
 _OTHERS = (

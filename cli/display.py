@@ -175,11 +175,13 @@ def print_summary(console: Console, summary: RunSummary, directory: str) -> None
         table.add_row(
             name, f"p50 {1e3 * figures.p50:.1f} ms, p95 {1e3 * figures.p95:.1f} ms, max {1e3 * figures.max:.1f} ms"
         )
+    lost = summary.trainer_lost_per_step_s, summary.rollout_lost_per_step_s
+    table.add_row("lost to syncs per step", f"trainer {1e3 * lost[0]:.1f} ms, rollout {1e3 * lost[1]:.1f} ms")
     if summary.blocking_way_s:
-        share = summary.trainer_blocked_s.p50 / summary.blocking_way_s
+        trainer, rollout = (side / summary.blocking_way_s for side in lost)
         table.add_row(
-            "the blocking way, same model",
-            f"{1e3 * summary.blocking_way_s:.1f} ms; trainer blocked p50 is {share:.1%} of it",
+            "the same, the blocking way",
+            f"{1e3 * summary.blocking_way_s:.1f} ms each: above is {trainer:.1%}, {rollout:.1%} of it",
         )
     if summary.drawn_tokens:
         bias = summary.trained_tokens / summary.drawn_tokens - 1

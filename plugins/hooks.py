@@ -76,8 +76,10 @@ class RunHooks:
         snapshot), ``waited_for_rollouts_s`` (before it), ``reward`` (mean of the batch), ``staleness_mean`` and ``staleness_max``
         (versions), ``grad_norm``, ``tokens`` (of the batch); since the start ``tokens_per_s`` (generated), ``dropped_groups``,
         ``failed_items``, ``length_ratio`` (mean length of what was trained to that of what was drawn), ``overlap_share``; the
-        metrics of the loss; in the first step after a publication
-        ``published_version`` and ``trainer_blocked_s`` (publish plus fence of that version).
+        metrics of the loss; ``rollout_blocked_s`` (longest time any replica generated nothing, of the versions that have come
+        to serve since the step before); in the first step after a publication ``published_version`` and ``trainer_blocked_s``
+        (publish plus fence of that version); once it is known ``blocking_way_s`` (what either side would have lost if it had
+        waited for the version: see ``loop.blocking_syncs``).
         """
         self._call("training_step", step=step, facts=facts)
 
@@ -221,9 +223,10 @@ class RunHooks:
     def replica_committed(self, replica: str, version: int, facts: Facts) -> None:
         """`replica` took `version` between two decode steps. Called by the replica.
 
-        Facts: ``seconds`` (of the whole call), ``blocked_s`` (its first part, in which nothing was decoded), ``load_s`` (of that,
-        replacing weights), ``in_flight`` (requests that were generating), ``max_token_gap_s`` (longest wait for a next token that
-        spans the commit).
+        Facts: ``seconds`` (from the call until requests in flight had their next token), ``waited_s`` (its first part, until the
+        engine took the call), ``blocked_s`` (the next part, in which no decode step began), ``load_s`` (of that, replacing
+        weights), ``in_flight`` (requests that were generating), ``max_token_gap_s`` (longest wait for a next token that spans the
+        commit).
         """
         self._call("replica_committed", replica=replica, version=version, facts=facts)
 

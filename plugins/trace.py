@@ -125,8 +125,8 @@ class TraceObserver:
 
     @hookimpl
     def replica_committed(self, replica: str, version: int, facts: Facts) -> None:
-        """The time without decoding, with which the call began."""
-        start = now_us() - as_us(facts, "seconds")
+        """The time without decoding."""
+        start = now_us() - as_us(facts, "seconds") + as_us(facts, "waited_s")
         end = start + as_us(facts, "blocked_s")
         track = self._part.track("rollout", replica, "commit")
         track.span(f"commit v{version}", start, end, facts, version=version)

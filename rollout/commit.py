@@ -1,11 +1,10 @@
-"""How one replica's weights are exchanged: pause, load, resume, and what to do when one of these fails."""
+"""How one replica's weights are exchanged, by one call to its engine, and what a failure of it means."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any, Protocol
 
 from weightlane.ckpt_engines import (
@@ -19,10 +18,11 @@ from weightlane.ckpt_engines import (
 from .config import RolloutConfig
 from .records import CommitReport
 from .token_clock import TokenClock
+from .transfer_calls import WholeCommit
 from .wire import failure_from_text
 
-_GAP_WAIT_S = 0.5
-_CLEAN_UP_S = 10.0
+ENGINE_SHARE = 0.9
+"""Share of a commit's time after which the engine itself gives up, so that it never resumes for a client that has."""
 
 
 class Replica(Protocol):
@@ -32,7 +32,7 @@ class Replica(Protocol):
     config: RolloutConfig
     clock: TokenClock
     exchanges: int
-    """How often its weights were about to change; counted before the pause, so that requests can tell what they began under."""
+    """How often its weights were about to change; counted before the call, so that requests can tell what they began under."""
 
     def typed(self, cause: BaseException) -> WeightlaneError:
         """What vLLM raised, as one of our errors."""
@@ -51,15 +51,17 @@ async def commit_version(replica: Replica, engine: Any, version: int, *, sound: 
     """Put the staged `version` into service.
 
     `sound` says whether the weights can be trusted now, so that a commit that fails before loading may resume with them.
-    After a failure that leaves them untrusted, or a cancellation, the engine stays paused.
+    After a failure that leaves them untrusted the engine stays paused. A cancelled commit goes on in the engine.
 
     Raises:
         CommitFailure: Always this one, whatever failed.
     """
     in_flight = replica.clock.commit_begins(version)
-    blocked_s, load_s = await _exchange(replica, engine, {"version": version}, version, sound=sound)
-    gap_s = await replica.clock.commit_ends(version, _GAP_WAIT_S)
-    return CommitReport(version, blocked_s, load_s, in_flight, gap_s)
+    began = time.monotonic()
+    figures = await _exchange(replica, engine, {"version": version}, version, sound=sound)
+    replica.clock.commit_ends(version)
+    waited_s = time.monotonic() - began - figures["blocked_s"]
+    return CommitReport(version, figures["blocked_s"], figures["load_s"], waited_s, in_flight)
 
 
 async def roll_back(replica: Replica, engine: Any, version: int, before: int) -> float:
@@ -68,51 +70,38 @@ async def roll_back(replica: Replica, engine: Any, version: int, before: int) ->
     Raises:
         CommitFailure: As `commit_version`.
     """
-    blocked_s, _ = await _exchange(replica, engine, {"rollback_of": version}, before, sound=True)
-    return blocked_s
+    return (await _exchange(replica, engine, {"rollback_of": version}, before, sound=True))["blocked_s"]
 
 
 async def _exchange(
     replica: Replica, engine: Any, update: Mapping[str, int], label: int, *, sound: bool
-) -> tuple[float, float]:
+) -> dict[str, float]:
     """Let every rank make `update` while nothing is generated. Tokens are stamped with the version `label` from then on.
 
-    Returns the seconds from the pause to the resume, and those of the update itself.
+    Returns the engine's figures: see `weightlane.rollout.engine_core.exchange_weights`.
     """
-    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest  # noqa: PLC0415 - slow to import
-
-    request = WeightTransferUpdateRequest(update_info=dict(update))
-    began = loading = loaded = time.monotonic()
-    session = touched = False
+    limit_s = replica.config.commit_timeout_s
+    whole = WholeCommit(
+        weight_version=str(label),
+        caches=replica.config.kv_on_commit,
+        within_s=ENGINE_SHARE * limit_s,
+        sound=sound,
+    )
     try:
-        async with asyncio.timeout(replica.config.commit_timeout_s):
+        async with asyncio.timeout(limit_s):
             replica.exchanges += 1
-            # "keep" freezes requests where they are; clearing preempts them, so that they prefill anew after the resume.
-            await engine.pause_generation(mode="keep", clear_cache=replica.config.kv_on_commit == "recompute")
-            session = True
-            await engine.start_weight_update()
-            loading = time.monotonic()
-            touched = True
-            await engine.update_weights(request)
-            loaded = time.monotonic()
-            await engine.finish_weight_update(weight_version=str(label))
-            await engine.resume_generation()
-    except asyncio.CancelledError:
-        await _clean_up(engine, session=session, resume=False)
-        raise
+            info = {**update, "whole": whole.model_dump()}
+            figures: dict[str, float]
+            (figures,) = await engine.collective_rpc("update_weights", kwargs={"update_info": info})
     except Exception as cause:
-        error, intact = _diagnose(replica, cause, touched=touched)
-        serving = False
-        if not isinstance(error, WorkerDiedError):
-            # The rank that raised has closed its session; it is still open in the others, and after a timeout in all.
-            closed = replica.config.tensor_parallel == 1 and not isinstance(cause, TimeoutError)
-            serving = await _clean_up(engine, session=session and not closed, resume=intact and sound)
+        error, intact = _diagnose(replica, cause)
+        serving = intact and sound
         told = untouched(error, replica.name) if serving else _distrusted(replica, error)
         raise CommitFailure(told, serving=serving) from cause
-    return time.monotonic() - began, loaded - loading
+    return figures
 
 
-def _diagnose(replica: Replica, cause: Exception, *, touched: bool) -> tuple[WeightlaneError, bool]:
+def _diagnose(replica: Replica, cause: Exception) -> tuple[WeightlaneError, bool]:
     """The typed error, and whether the old weights are in place in every rank."""
     if isinstance(cause, TimeoutError):
         waited = DeadlineExceededError(
@@ -120,28 +109,11 @@ def _diagnose(replica: Replica, cause: Exception, *, touched: bool) -> tuple[Wei
             part=replica.name,
             hint="Raise rollout.commit_timeout_s.",
         )
-        return waited, not touched
+        return waited, False
     if isinstance(error := replica.typed(cause), WorkerDiedError):
         return error, False
     failure = failure_from_text(str(cause), part=replica.name)
-    return failure.error, failure.intact or not touched
-
-
-async def _clean_up(engine: Any, *, session: bool, resume: bool) -> bool:
-    """End a failed session that is still open, and with `resume` go on generating. Returns whether the engine serves.
-
-    vLLM runs calls in order, so this waits for a load that has outlived its deadline.
-    """
-    try:
-        async with asyncio.timeout(_CLEAN_UP_S):
-            if session:
-                with suppress(Exception):  # The rank that raised has none.
-                    await engine.finish_weight_update()
-            if resume:
-                await engine.resume_generation()
-    except Exception:  # noqa: BLE001 - the caller raises the error that led here
-        return False
-    return resume
+    return failure.error, failure.intact
 
 
 def untouched(error: WeightlaneError, name: str) -> UntouchedError:

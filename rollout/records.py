@@ -26,13 +26,13 @@ class CommitReport:
 
     version: int
     blocked_s: float
-    """Seconds in which the replica decoded nothing: from the request to pause until it was resumed."""
+    """Seconds in which the engine began no decode step, the end of the step that was under way included."""
     load_s: float
-    """Seconds of it in which the weights were replaced."""
+    """Seconds of it in which the weights were replaced, on all ranks."""
+    waited_s: float
+    """Seconds before it: on the way to the engine, and until the engine had time for the call."""
     in_flight: int
-    """Requests that were generating when the commit began."""
-    max_token_gap_s: float
-    """Longest wait for the next token among them that spans the commit, recomputing caches included, in seconds."""
+    """Requests that were generating when the commit began. `RolloutStats.commit_gaps_s` says what they waited for tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,9 @@ from weightlane.ckpt_engines import (
 )
 from weightlane.sync import CommitMode, CommitReport
 
-from .commit import untouched
+from .commit import ENGINE_SHARE, untouched
 from .server_calls import CallFailedError, ServerCalls
+from .transfer_calls import WholeCommit
 
 _log = logging.getLogger(__name__)
 _CLEAN_UP_S = 10.0
@@ -96,7 +97,7 @@ class ServerReplica:
         """Subscribe every rank to the publisher at `rendezvous`, leaving the one it was subscribed to before.
 
         The address holds the run's secret and is sent as it is: use the loopback interface, a private network or https.
-        A server that a trainer left paused by dying in the middle of a commit stays so until the next version commits.
+        A server that is paused because a commit failed stays so until the next version commits.
 
         Raises:
             WorkerDiedError: Nothing answers at the address.
@@ -120,13 +121,11 @@ class ServerReplica:
                         peer=self.url,
                         hint="Give tensor_parallel the server's --tensor-parallel-size; other parallelism is not supported.",
                     )
-                if (await server.get("is_paused", deadline)).get("is_paused"):
-                    await _ignoring_failure(server, "finish_weight_update", deadline)
                 await server.post("init_weight_transfer_engine", deadline, {"init_info": info | self._staging})
             except CallFailedError as cause:
                 if isinstance(cause.failure.error, QuarantinedError):
                     self._sound = False
-                    await _ignoring_failure(server, "pause", Deadline.after(_CLEAN_UP_S))
+                    await _stop(server)
                 raise _with_hint(cause.failure.error) from cause
 
     async def commit(self, version: int) -> CommitReport:
@@ -177,31 +176,26 @@ class ServerReplica:
         return ServerCalls(self.url, self._token, self.name)
 
     async def _update(self, update: Mapping[str, int], serves: int) -> CommitReport:
-        """Pause, exchange the weights, resume. The server calls them version `serves` from then on."""
+        """Exchange the weights, in one call. The server calls them version `serves` from then on."""
         deadline = Deadline.after(self._commit_timeout_s)
+        whole = WholeCommit(
+            weight_version=str(serves), within_s=ENGINE_SHARE * self._commit_timeout_s, sound=self._sound
+        )
         async with self._control, self._calls() as server:
             began = time.monotonic()
-            session = touched = False
             try:
-                # "keep" freezes requests where they are; clearing preempts them, so that they prefill anew afterwards.
-                await server.post("pause", deadline, mode="keep", clear_cache="true")
-                session = True
-                await server.post("start_weight_update", deadline)
-                touched = True
-                await server.post("update_weights", deadline, {"update_info": dict(update)})
-                await server.post("finish_weight_update", deadline, {"weight_version": str(serves)})
-                await server.post("resume", deadline)
+                info = {**update, "whole": whole.model_dump()}
+                await server.post("update_weights", deadline, {"update_info": info})
             except asyncio.CancelledError:
                 self._sound = False
-                await _clean_up(server, session=session, resume=False)
+                await _stop(server)
                 raise
             except CallFailedError as cause:
                 failure = cause.failure
-                resume = self._sound and (failure.intact or not touched)
-                answers = await _clean_up(server, session=session, resume=resume)
-                if resume and answers:
+                if self._sound and failure.intact:
                     raise untouched(failure.error, self.name) from cause
                 self._sound = False
+                answers = await _stop(server)
                 if isinstance(failure.error, WorkerDiedError) and not answers:
                     raise failure.error from cause
                 raise _distrusted(failure.error, self.name) from cause
@@ -209,23 +203,15 @@ class ServerReplica:
             return CommitReport(serves, time.monotonic() - began)
 
 
-async def _clean_up(server: ServerCalls, *, session: bool, resume: bool) -> bool:
-    """Close a failed session and go on generating, or else end what is in flight. Returns whether the server did so.
+async def _stop(server: ServerCalls) -> bool:
+    """Pause a server whose weights are in doubt, and end what is in flight. Returns whether it did so.
 
     vLLM runs calls in order, so this waits for a load that has outlived its deadline.
     """
-    deadline = Deadline.after(_CLEAN_UP_S)
-    if session:  # The rank that raised has closed its own; it is still open in the others, and in all after a timeout.
-        await _ignoring_failure(server, "finish_weight_update", deadline)
-    return await _ignoring_failure(server, "resume" if resume else "abort_requests", deadline)
-
-
-async def _ignoring_failure(server: ServerCalls, path: str, deadline: Deadline) -> bool:
-    """Whether the call went well: the caller has a better error to raise than this one's."""
     try:
-        await server.post(path, deadline)
+        await server.post("pause", Deadline.after(_CLEAN_UP_S), mode="abort", clear_cache="true")
     except CallFailedError:
-        return False
+        return False  # The caller has a better error to raise than this one's.
     return True
 
 

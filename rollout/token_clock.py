@@ -66,13 +66,16 @@ class TokenClock:
         self._watched[version] = {request_id for request_id, last in self._last.items() if last is not None}
         return len(self._watched[version])
 
-    async def commit_ends(self, version: int, timeout_s: float) -> float:
+    def commit_ends(self, version: int) -> None:
+        """Generation was resumed: `gaps_s` gets the gap of each request watched when its first token after that arrives."""
+        self._resumed.add(version)
+
+    async def gap_s(self, version: int, timeout_s: float) -> float:
         """The longest gap from before the commit of `version` to the first token after it, over the requests watched.
 
-        Call it when generation was resumed. Requests that do not go on within `timeout_s` seconds count with their gap so
-        far, and are watched further: `gaps_s` gets the final figure.
+        Call it after `commit_ends`. Requests that have no token within `timeout_s` seconds count with their gap so far, and
+        are watched further: `gaps_s` gets the final figure.
         """
-        self._resumed.add(version)
         end = self._now() + timeout_s
         while watched := self._watched[version]:
             self._settled.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -45,6 +45,27 @@ class UpdateRequest(BaseModel):
         if (self.version is None) == (self.rollback_of is None):
             raise ValueError("give either version or rollback_of")
         return self
+
+
+class WholeCommit(BaseModel):
+    """What `UpdateRequest` comes with under the name ``whole``, where one call is to do all of a commit.
+
+    It is for vLLM's engine core, which does not pass it on to the ranks: see `weightlane.rollout.engine_core`.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    weight_version: str = Field(min_length=1, description="What tokens are stamped with from then on.")
+    caches: Literal["recompute", "keep"] = Field(
+        "recompute", description="What becomes of key/value caches: see RolloutConfig.kv_on_commit."
+    )
+    within_s: float = Field(
+        60.0, gt=0.0, description="After so many seconds the client has given up, and the engine must not resume."
+    )
+    sound: bool = Field(
+        True,
+        description="Whether the weights that serve now may go on serving if they are still in place after a failure.",
+    )
 
 
 def validated(model: type[_Request], fields: Mapping[str, Any]) -> _Request:

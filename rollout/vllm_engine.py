@@ -1,22 +1,27 @@
 """The weight-transfer engine ``weightlane``: how a version reaches the model inside a vLLM worker process.
 
 Versions are staged by a `weightlane.sync.Subscriber` on its own thread while the worker generates. What goes through vLLM's
-weight-transfer calls is therefore only the control, and the whole commit happens inside one of them::
+weight-transfer calls is therefore only the control, and the whole commit is one of them::
 
     init_weight_transfer_engine({"rendezvous": {...}, "replica": "rollout-0", "backend": "shm", "options": {}, ...})
+    update_weights({"version": 7, "whole": {"weight_version": "7"}})
+
+vLLM's engine core reads ``whole`` (see `weightlane.rollout.engine_core`), pauses, makes the ranks do what this module does with
+the rest, and resumes. A client can also do each of these by itself::
+
     pause_generation(mode="keep", clear_cache=True)
     start_weight_update(); update_weights({"version": 7}); finish_weight_update(weight_version="7")
     resume_generation()
 
-``update_weights({"rollback_of": 7})`` in the same place takes version 7 back; the caller then names the version before it.
+``update_weights({"rollback_of": 7, ...})`` in the same place takes version 7 back; the caller then names the version before it.
 
 With ``"commit": "in_place"`` nothing is staged: ``update_weights`` itself receives the version, bucket after bucket, and writes
 each into the parameters. What fails before the first is written leaves the old weights in place, later it leaves a mixture.
 
 Any client can drive that, an HTTP client of a stock server included. A version that cannot be loaded is undone by the same
 call, on every rank, where the one before is still kept. A failed ``update_weights`` raises; its text says whether the old
-weights are in place, bit for bit, on every rank. After a failure the client calls ``finish_weight_update`` once, without a
-version, and ignores its result: vLLM keeps the session open in the ranks that did not raise.
+weights are in place, bit for bit, on every rank. After a failure without ``whole`` the client calls ``finish_weight_update``
+once, without a version, and ignores its result: vLLM keeps the session open in the ranks that did not raise.
 """
 
 from __future__ import annotations

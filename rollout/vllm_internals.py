@@ -28,6 +28,9 @@ _MODULES = {
     "vllm.model_executor.model_loader.base_loader": ("BaseModelLoader",),
     "vllm.model_executor.model_loader.utils": ("initialize_model", "process_weights_after_loading"),
     "vllm.utils.torch_utils": ("set_default_torch_dtype",),
+    # Where decode steps are scheduled, and what wakes it.
+    "vllm.v1.engine": ("EngineCoreRequestType",),
+    "vllm.v1.engine.core": ("EngineCore",),
     # Layers that need to be known.
     "vllm.model_executor.layers.attention": ("is_deferred_attention_layer",),
     "vllm.model_executor.layers.fused_moe": ("RoutedExperts",),

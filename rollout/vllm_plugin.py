@@ -28,12 +28,15 @@ def _register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # noqa: PLC0415 - vLLM is here
     from vllm.platforms import current_platform  # noqa: PLC0415
 
+    from . import engine_core  # noqa: PLC0415 - imports vLLM's engine
+
     try:
         WeightTransferEngineFactory.register_engine(
             BACKEND, "weightlane.rollout.vllm_engine", "WeightlaneTransferEngine"
         )
     except ValueError:  # Registered by an earlier call in this process.
         return
+    engine_core.install()
     if current_platform.is_cpu():
         from .cpu_experts import keep_expert_parameters_live  # noqa: PLC0415 - registers an operator
 

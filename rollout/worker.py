@@ -36,6 +36,8 @@ from .wire import failure_from_text
 
 _CLOSE_TIMEOUT_S = 10.0
 _WATCH_S = 0.5
+_GAP_WAIT_S = 0.5
+"""How long observers of a commit wait for the next token of each request in flight."""
 
 
 class RolloutWorker:
@@ -74,6 +76,8 @@ class RolloutWorker:
         self._requests = 0
         self._commits = 0
         self._blocked_s = 0.0
+        self._tellings: set[asyncio.Task[None]] = set()
+        """Commits of which observers are still to be told."""
         self._janitor: Janitor | None = None
         self._hooks = process_hooks()
 
@@ -271,18 +275,26 @@ class RolloutWorker:
             self._before, self.version = before, version
             self._commits += 1
             self._blocked_s += report.blocked_s
-            self._hooks.replica_committed(
-                replica=self.name,
-                version=version,
-                facts={
-                    "blocked_s": report.blocked_s,
-                    "load_s": report.load_s,
-                    "in_flight": report.in_flight,
-                    "max_token_gap_s": report.max_token_gap_s,
-                    "seconds": time.perf_counter() - began,
-                },
-            )
+            telling = asyncio.create_task(self._tell(report, began))
+            self._tellings.add(telling)
+            telling.add_done_callback(self._tellings.discard)
             return report
+
+    async def _tell(self, report: CommitReport, began: float) -> None:
+        """Tell observers of a commit once requests in flight have gone on, which nobody else waits for."""
+        gap_s = await self.clock.gap_s(report.version, _GAP_WAIT_S)
+        self._hooks.replica_committed(
+            replica=self.name,
+            version=report.version,
+            facts={
+                "waited_s": report.waited_s,
+                "blocked_s": report.blocked_s,
+                "load_s": report.load_s,
+                "in_flight": report.in_flight,
+                "max_token_gap_s": gap_s,
+                "seconds": time.perf_counter() - began,
+            },
+        )
 
     async def rollback(self, version: int) -> None:
         """Serve what was served before `version` again, on every rank from the same step on. Nothing to do if it does.
@@ -338,6 +350,7 @@ class RolloutWorker:
         engine, self._engine = self._engine, None
         if engine is None:
             return
+        await asyncio.gather(*self._tellings)
         # A dead or hung engine cannot leave its publisher; the shutdown below ends its processes all the same.
         with suppress(Exception):
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):

@@ -138,6 +138,8 @@ class AsyncLoop:
         """Done only if an evaluation beside the training has failed, with its error."""
         self._timed = 0
         """Versions for which the trainer was to wait."""
+        self._blocked_told = 0
+        """Versions of which observers know what they cost the replicas."""
         self._figures = RunFigures(self._keeper.times)
 
     async def run(self) -> RunSummary:
@@ -244,10 +246,17 @@ class AsyncLoop:
             self._feeder.trained(groups)
             if self._is_due(self._config.evaluate_every):
                 self._begin_evaluation()
-            if self._timed < self._config.blocking_syncs:
+            if self._is_timed():
                 self._timed += 1
                 seconds = await self._keeper.time_blocking(self._step)
                 self._figures.blocking_way_s += [] if seconds is None else [seconds]
+            else:
+                self._figures.steps += 1
+
+    def _is_timed(self) -> bool:
+        """Whether the trainer is to wait for this version. Such versions are spread over the run: its first ones are slow."""
+        wanted, steps = self._config.blocking_syncs, self._config.steps - self._first
+        return self._timed < wanted and self._step - self._first >= (self._timed + 1) * steps // (wanted + 1)
 
     def _is_due(self, every: int) -> bool:
         """Whether what is done every so many steps is to be done now; at the end everything is."""
@@ -310,6 +319,8 @@ class AsyncLoop:
 
     def _report_step(self, groups: Sequence[Group], report: StepReport, waited_s: float) -> None:
         published = self._keeper.note_fence(report.fence_s)
+        blocked_s = self._keeper.times.rollout_blocked_s
+        blocked_before, self._blocked_told = self._blocked_told, len(blocked_s)
         rewards = [reward for group in groups for reward in group.rewards]
         mean_staleness, max_staleness = staleness(groups, self._step)
         wall = self._clock.wall_s()
@@ -327,7 +338,9 @@ class AsyncLoop:
             "failed_items": self._failures.counts.total(),
             "length_ratio": self._trained.mean / self._feeder.drawn.mean,
             "overlap_share": self._clock.share_together(),
+            "rollout_blocked_s": sum(blocked_s[blocked_before:]),
             **published,
+            **({"blocking_way_s": median_s} if (median_s := self._figures.blocking_way_median_s) else {}),
             **report.metrics,
         }
         self._parts.hooks.training_step(step=report.step, facts=facts)

@@ -57,5 +57,7 @@ class LoopConfig(BaseModel):
     blocking_syncs: int = Field(
         0,
         ge=0,
-        description="First versions for which the trainer waits: the blocking way, timed for comparison with the other versions.",
+        description=(
+            "Versions, spread over the run, for which the trainer waits: the blocking way, timed for comparison with the others."
+        ),
     )

@@ -51,8 +51,13 @@ class RunSummary:
     rollout_blocked_s: Quantiles
     latency_s: Quantiles
     """From the start of a sync until the last replica served the version."""
+    trainer_lost_per_step_s: float
+    """What versions kept the trainer from training: publish plus fence of all of them, over all optimizer steps."""
+    rollout_lost_per_step_s: float
+    """What they kept the replicas from decoding, of each version the replica that lost most, over all optimizer steps."""
     blocking_way_s: float
-    """Median time of the first versions, for which the trainer waited: snapshot, gather, send, load everywhere; 0 if none."""
+    """What each step would cost both sides if they waited until its version served: the median of the versions for which the
+    trainer did wait; 0 if there was none."""
     replicas_lost: int = 0
     """Rollout replicas that died."""
     replicas_replaced: int = 0
@@ -87,7 +92,11 @@ class RunSummary:
                 "trainer_blocked_s": self.trainer_blocked_s.to_plain(),
                 "rollout_blocked_s": self.rollout_blocked_s.to_plain(),
                 "latency_s": self.latency_s.to_plain(),
-                "blocking_way_s": self.blocking_way_s,
+                "lost_per_step_s": {
+                    "trainer": self.trainer_lost_per_step_s,
+                    "rollout": self.rollout_lost_per_step_s,
+                    "blocking_way": self.blocking_way_s,
+                },
             },
         }
 
@@ -97,6 +106,8 @@ class RunFigures:
     """What a run collects on its way to a `RunSummary`."""
 
     times: SyncTimes
+    steps: int = 0
+    """Optimizer steps, apart from those for whose version the trainer waited."""
     accuracy_before: float | None = None
     accuracy_after: float | None = None
     overlap_share: float = 0.0
@@ -110,8 +121,14 @@ class RunFigures:
     dropped_groups: int = 0
     failures: Mapping[str, int] = field(default_factory=dict)
 
+    @property
+    def blocking_way_median_s(self) -> float:
+        """Of the versions for which the trainer has waited so far; 0 if there was none."""
+        return Quantiles.of(self.blocking_way_s).p50
+
     def summary(self) -> RunSummary:
         """The closing figures."""
+        steps = max(1, self.steps)
         return RunSummary(
             accuracy_before=self.accuracy_before,
             accuracy_after=self.accuracy_after,
@@ -123,7 +140,9 @@ class RunFigures:
             trainer_blocked_s=Quantiles.of(self.times.trainer_blocked_s()),
             rollout_blocked_s=Quantiles.of(self.times.rollout_blocked_s),
             latency_s=Quantiles.of(self.times.latency_s),
-            blocking_way_s=Quantiles.of(self.blocking_way_s).p50,
+            trainer_lost_per_step_s=sum(self.times.trainer_blocked_s()) / steps,
+            rollout_lost_per_step_s=sum(self.times.rollout_blocked_s) / steps,
+            blocking_way_s=self.blocking_way_median_s,
             replicas_lost=self.replicas_lost,
             replicas_replaced=self.replicas_replaced,
             drawn_tokens=self.drawn_tokens,

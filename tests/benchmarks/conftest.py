@@ -39,6 +39,7 @@ plan_scale = benchmark("plan_scale")
 relays = benchmark("relays")
 slow_link = benchmark("slow_link")
 small_tensors = benchmark("small_tensors")
+version_cost = benchmark("version_cost")
 
 
 @pytest.fixture

@@ -54,6 +54,10 @@ class Characters:
         return "".join(map(chr, token_ids))
 
 
+PUBLISH_S, BLOCKED_S = 0.25, 0.5
+"""What a version costs the trainer and each replica."""
+
+
 @dataclass
 class World:
     """Trainers, rollouts and a syncer that share what they know; any of them can be made to fail."""
@@ -64,6 +68,8 @@ class World:
     trained: list[str] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
     saved: list[LoopState] = field(default_factory=list)
+    steps: list[Mapping[str, Any]] = field(default_factory=list)
+    """Facts of every step."""
     staleness: list[int] = field(default_factory=list)
     fails_at_step: int = -1
     failure_is_a_death: bool = True
@@ -107,7 +113,7 @@ class World:
         assert version == self.step, "the parameters are those of the version that is published"
         self.published = version
         self.log.append(f"published {version}")
-        return 0.0
+        return PUBLISH_S
 
     async def save_loop(self, state: LoopState) -> None:
         self.saved.append(state)
@@ -133,7 +139,7 @@ class World:
             if state is not ReplicaState.LOST:
                 self.replicas[name].version = version
                 self.states_[name] = ReplicaState.SERVING
-                reports[name] = ReplicaReport(Outcome.COMMITTED)
+                reports[name] = ReplicaReport(Outcome.COMMITTED, blocked_s=BLOCKED_S)
         return SyncReport(version, 0.002, 0, reports)
 
     def states(self) -> Mapping[str, ReplicaState]:
@@ -160,6 +166,7 @@ class World:
     @hookimpl
     def training_step(self, step: int, facts: Mapping[str, Any]) -> None:
         self.staleness.append(facts["staleness_max"])
+        self.steps.append(facts)
 
     @hookimpl
     def evaluated(self, step: int, facts: Mapping[str, Any]) -> None:
@@ -354,12 +361,28 @@ def test_what_the_model_can_do_is_measured_beside_the_training_and_some_of_what_
 
 
 def test_versions_that_the_trainer_waits_for_are_timed_and_may_be_aborted_as_others_may() -> None:
-    world = World(aborts=[2])
+    world = World(aborts=[3])  # of 1, 3 and 4
     summary = run(world, first_is_better, blocking_syncs=3, max_staleness=2)
     assert summary.blocking_way_s > 0
     assert summary.versions_aborted == 1
     assert (world.step, world.version) == (6, 6)
     assert run(World(), first_is_better).blocking_way_s == 0, "nobody asked for it"
+
+
+def test_what_either_side_loses_to_syncs_is_told_for_every_step_and_per_step_at_the_end() -> None:
+    world = World()
+    summary = run(world, first_is_better, blocking_syncs=2, max_staleness=2)
+    published = [int(line.split()[1]) for line in world.log if line.startswith("published")]
+    beside = [version for version in published if version not in (0, 2, 4)]  # the trainer waits for 2 and 4
+    assert {2, 4} < set(published)
+    assert 1 in beside
+    assert summary.trainer_lost_per_step_s == pytest.approx(PUBLISH_S * len(beside) / 4)
+    assert summary.rollout_lost_per_step_s == pytest.approx(BLOCKED_S * len(beside) / 4)
+    told = [facts["rollout_blocked_s"] / BLOCKED_S for facts in world.steps]
+    before_the_last_step = [version for version in beside if version < world.step - 1]
+    assert len(before_the_last_step) <= sum(told) <= len(beside)
+    assert ["blocking_way_s" in facts for facts in world.steps] == [False, False, True, True, True, True]
+    assert world.steps[-1]["blocking_way_s"] > 0.0
 
 
 # -- what costs a sample or a step only ----------------------------------------------------------------------------------

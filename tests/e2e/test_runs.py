@@ -49,11 +49,12 @@ def check_files(run_dir: Path, steps: int) -> None:
         "sync",
     }
     sync = summary["sync"]
-    assert sync.keys() == {"trainer_blocked_s", "rollout_blocked_s", "latency_s", "blocking_way_s"}
+    assert sync.keys() == {"trainer_blocked_s", "rollout_blocked_s", "latency_s", "lost_per_step_s"}
     for name in ("trainer_blocked_s", "rollout_blocked_s", "latency_s"):
         assert sync[name].keys() == QUANTILES
         assert 0.0 < sync[name]["p50"] <= sync[name]["p95"] <= sync[name]["max"]
-    assert sync["blocking_way_s"] > 0.0
+    assert sync["lost_per_step_s"].keys() == {"trainer", "rollout", "blocking_way"}
+    assert all(seconds > 0.0 for seconds in sync["lost_per_step_s"].values())
     assert 0.0 <= summary["accuracy_before"] <= 1.0
     assert 0.0 <= summary["accuracy_after"] <= 1.0
     assert 0.0 <= summary["overlap_share"] <= 1.0

@@ -55,7 +55,7 @@ def test_every_hook_leaves_its_mark_in_the_row_of_its_participant(path: Path, cl
         hooks.bucket_sent(version=1, index=index, facts=facts(0.002))
         hooks.bucket_received(version=1, index=index, facts=facts(0.0015, "rollout-0/0"))
     hooks.version_staged(version=1, facts=facts(0.006, "rollout-0/0"))
-    commit = {"seconds": 0.004, "blocked_s": 0.003, "load_s": 0.001, "in_flight": 2, "max_token_gap_s": 0.004}
+    commit = {"seconds": 0.005, "waited_s": 0.001, "blocked_s": 0.003, "load_s": 0.001, "in_flight": 2}
     hooks.replica_committed(replica="rollout-0", version=1, facts=commit)
     committed = {"seconds": 0.016, "latency_s": 0.1, "sent_bytes": 24, "replicas": {}}
     hooks.version_committed(version=1, facts=committed)

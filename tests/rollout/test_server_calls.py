@@ -12,7 +12,16 @@ from typing import Any
 import pytest
 from waiting import HANG_S
 
-from weightlane.ckpt_engines import ConfigError, DeadlineExceededError, ProtocolError, WeightlaneError, WorkerDiedError
+from weightlane.ckpt_engines import (
+    CommitError,
+    ConfigError,
+    DeadlineExceededError,
+    ProtocolError,
+    QuarantinedError,
+    UntouchedError,
+    WeightlaneError,
+    WorkerDiedError,
+)
 from weightlane.rollout import ServerReplica
 
 ADDRESS = {"host": "127.0.0.1", "port": 1, "secret": "s"}
@@ -110,14 +119,30 @@ def test_a_rank_s_own_error_comes_through_with_its_type_and_hint(answering: Answ
 
 
 def test_the_token_goes_with_every_call_and_only_there(answering: Answering) -> None:
-    answering.body = b'{"world_size": 1, "is_paused": true}'
+    answering.body = b'{"world_size": 1}'
     replica = ServerReplica(answering.url, token="sesame")
     asyncio.run(replica.connect(ADDRESS, "shm"))
-    assert [path for path, _ in answering.seen] == [
-        *("/get_world_size", "/is_paused", "/finish_weight_update", "/init_weight_transfer_engine")
-    ]
+    assert [path for path, _ in answering.seen] == ["/get_world_size", "/init_weight_transfer_engine"]
     assert {sent for _, sent in answering.seen} == {"Bearer sesame"}
     assert "sesame" not in repr(vars(refusal(f"{answering.url}/x", token="sesame", tensor_parallel=3)))
+
+
+def test_a_commit_is_one_call_and_a_second_one_stops_a_server_whose_weights_are_in_doubt(answering: Answering) -> None:
+    replica = ServerReplica(answering.url)
+    asyncio.run(replica.commit(7))
+    assert [path for path, _ in answering.seen] == ["/update_weights"]
+    inner = CommitError("not staged.").to_wire()
+    for intact in (True, False):
+        answering.seen.clear()
+        answering.status = 500
+        answering.body = f"failed [weightlane-error:{json.dumps({'error': inner, 'intact': intact})}]".encode()
+        with pytest.raises(UntouchedError if intact else QuarantinedError, match="not staged"):
+            asyncio.run(replica.commit(8))
+        assert replica.serving is intact
+        assert [path for path, _ in answering.seen] == [
+            "/update_weights",
+            *([] if intact else ["/pause?mode=abort&clear_cache=true"]),
+        ]
 
 
 def test_a_server_that_does_not_answer_ends_the_wait_at_its_deadline(answering: Answering) -> None:

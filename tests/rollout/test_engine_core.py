@@ -1,0 +1,158 @@
+"""A whole commit inside vLLM's engine core: in what order it is done, and when the engine goes on decoding."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from weightlane.ckpt_engines import CommitError, ConfigError, Deadline, DeadlineExceededError
+from weightlane.rollout.wire import RemoteFailure, RemoteFailureError
+
+pytestmark = pytest.mark.vllm
+
+UPDATE = {"version": 7, "whole": {"weight_version": "7"}}
+
+
+class Core:
+    """The engine core, as far as a commit sees it. Notes what is done to it."""
+
+    def __init__(self, exchange: Callable[[], None] = lambda: None) -> None:
+        self.done: list[str] = []
+        self.under_way: Future[None] | None = None
+        """A pause that waits for the step under way; None while there is none."""
+        self.input_queue: queue.Queue[Any] = queue.Queue()
+        self.model_executor = self
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(is_multimodal_model=True))
+        self._exchange = exchange
+
+    def pause_scheduler(self, mode: str, clear_cache: bool) -> Future[None] | None:
+        assert (mode, clear_cache) == ("keep", False)
+        self.done.append("pause")
+        return self.under_way
+
+    def reset_prefix_cache(self, reset_running_requests: bool, reset_connector: bool) -> bool:
+        assert reset_running_requests
+        assert reset_connector
+        self.done.append("drop prefixes")
+        return True
+
+    def reset_encoder_cache(self) -> None:
+        self.done.append("drop encodings")
+
+    def collective_rpc(self, method: Any, args: tuple[Any, ...]) -> None:
+        assert method.__name__ == "exchange_on_rank"
+        assert args == ({"version": 7},), "what is the core's own business goes to no rank"
+        self.done.append("exchange")
+        self._exchange()
+
+    def set_weight_version(self, version: str) -> None:
+        self.done.append(f"stamp {version}")
+
+    def resume_scheduler(self) -> None:
+        self.done.append("resume")
+
+
+@pytest.fixture
+def exchange_weights() -> Callable[..., Any]:
+    from weightlane.rollout.engine_core import exchange_weights
+
+    return exchange_weights
+
+
+def failing(error: Exception) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+def test_caches_are_dropped_before_and_tokens_stamped_after_the_exchange(exchange_weights: Callable[..., Any]) -> None:
+    core = Core()
+    [figures] = exchange_weights(core, UPDATE)
+    assert core.done == ["pause", "drop prefixes", "drop encodings", "exchange", "stamp 7", "resume"]
+    assert 0.0 <= figures["load_s"] <= figures["blocked_s"]
+    kept = Core()
+    exchange_weights(kept, {"version": 7, "whole": {"weight_version": "7", "caches": "keep"}})
+    assert kept.done == ["pause", "exchange", "stamp 7", "resume"]
+
+
+def test_a_step_under_way_ends_first_and_the_core_is_woken_after(exchange_weights: Callable[..., Any]) -> None:
+    core = Core()
+    core.under_way = Future()
+    answer = exchange_weights(core, UPDATE)
+    assert core.done == ["pause"]
+    core.under_way.set_result(None)
+    assert answer.result(0)[0].keys() == {"blocked_s", "load_s"}
+    assert core.done[-1] == "resume"
+    assert core.input_queue.get_nowait()[0].name == "WAKEUP"
+
+
+@pytest.mark.parametrize("under_way", [False, True])
+@pytest.mark.parametrize(
+    ("intact", "sound", "resumes"), [(True, True, True), (True, False, False), (False, True, False)]
+)
+def test_after_a_failure_only_sound_weights_that_are_in_place_go_on_serving(
+    intact: bool, sound: bool, resumes: bool, under_way: bool, exchange_weights: Callable[..., Any]
+) -> None:
+    core = Core(failing(RuntimeError(str(RemoteFailureError(RemoteFailure(CommitError("on purpose"), intact))))))
+    update = {"version": 7, "whole": {"weight_version": "7", "sound": sound}}
+    if under_way:
+        core.under_way = Future()
+        answer = exchange_weights(core, update)
+        core.under_way.set_result(None)
+        assert core.input_queue.get_nowait()[0].name == "WAKEUP", "whoever aborts what is in flight must be heard"
+        with pytest.raises(RuntimeError, match="on purpose"):
+            answer.result(0)
+    else:
+        with pytest.raises(RuntimeError, match="on purpose"):
+            exchange_weights(core, update)
+    assert core.done[-1] == ("resume" if resumes else "exchange")
+
+
+def test_what_fails_before_the_exchange_leaves_the_old_weights_serving_and_says_so(
+    exchange_weights: Callable[..., Any],
+) -> None:
+    core = Core()
+    core.reset_prefix_cache = lambda **_: False  # type: ignore[method-assign]
+    with pytest.raises(RemoteFailureError, match="KV connector") as raised:
+        exchange_weights(core, UPDATE)
+    assert raised.value.failure.intact
+    assert core.done == ["pause", "resume"]
+    untouched = Core()
+    with pytest.raises(RemoteFailureError, match="weight_version") as refused:
+        exchange_weights(untouched, {"version": 7, "whole": {}})
+    assert isinstance(refused.value.failure.error, ConfigError)
+    assert untouched.done == []
+
+
+def test_a_client_that_has_given_up_finds_the_engine_paused_after_the_exchange_and_serving_before_it(
+    exchange_weights: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+
+    def pass_time() -> None:
+        nonlocal now
+        now += 61.0
+
+    after = Deadline.after
+    monkeypatch.setattr(Deadline, "after", lambda seconds: after(seconds, lambda: now))
+    late = Core(pass_time)
+    with pytest.raises(RemoteFailureError, match="commit_timeout_s") as raised:
+        exchange_weights(late, UPDATE)
+    assert isinstance(raised.value.failure.error, DeadlineExceededError)
+    assert not raised.value.failure.intact
+    assert late.done[-1] == "stamp 7"
+    core = Core()
+    core.under_way = Future()
+    answer = exchange_weights(core, UPDATE)
+    pass_time()
+    core.under_way.set_result(None)
+    with pytest.raises(RemoteFailureError) as before:
+        answer.result(0)
+    assert before.value.failure.intact
+    assert core.done == ["pause", "resume"]
