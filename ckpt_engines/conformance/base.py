@@ -13,9 +13,10 @@ import torch
 
 from ..contract import Capabilities
 from ..errors import WeightlaneError
+from ..registry import why_unavailable
 from .connection import DEADLINE_S, Connection, waits_for_receivers
 from .pool import GRACE_S, Pool, RemoteHalf, first_answers
-from .resolve import engine_class, why_unavailable
+from .resolve import engine_class
 
 MIB = 1 << 20
 LARGE = 48 * MIB

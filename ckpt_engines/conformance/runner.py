@@ -24,9 +24,10 @@ from ..errors import (
     EngineUnavailableError,
     WeightlaneError,
 )
+from ..registry import why_unavailable
 from .base import POOL, ConformanceBase
 from .pool import Pool
-from .resolve import create_engine, engine_class, why_unavailable
+from .resolve import create_engine, engine_class
 from .suite import EngineConformance
 
 GROUP = "weightlane.conformance"
