@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError, EngineListing, WeightlaneError
+from weightlane.ckpt_engines.new_engine import make_engine_package
 from weightlane.ckpt_engines.reference import engine_reference
 
 from .config import explain, load_config
@@ -81,6 +83,23 @@ def engines(
             typer.echo(json.dumps([_plain(row) for row in rows], indent=2), file=out)
             return
         console(out, soft_wrap=False).print(_engine_table(rows))
+
+
+@app.command()
+def new_engine(
+    name: Annotated[
+        str, typer.Argument(help="What users will write as checkpoint_engine.backend.", show_default=False)
+    ],
+    *,
+    directory: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where to; weightlane-NAME here by default.", show_default=False)
+    ] = None,
+) -> None:
+    """Make a package for a checkpoint engine of your own: a small one that works, to put your transport into."""
+    where = make_engine_package(name, directory)
+    typer.echo(f"{where} is an engine called {name} that passes the conformance suite. Next:")
+    typer.echo(f"    python -m pip install -e {shlex.quote(f'{where.absolute()}[test]')}")
+    typer.echo(f"    weightlane conformance {name}")
 
 
 @app.command()
