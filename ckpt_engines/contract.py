@@ -40,6 +40,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from pydantic import BaseModel, ConfigDict, field_validator
 
+from ._field_docs import document_fields
 from .deadline import Deadline
 from .errors import EngineContractError, ProtocolError
 
@@ -76,7 +77,7 @@ class Capabilities:
     elastic: bool = False
     """Receivers may join or leave without a new connection of the others."""
     same_host_only: bool = False
-    """Both halves must run on one host."""
+    """Both halves must run on one host. The sender's address says which, and a receiver on another refuses it in words."""
     zero_copy: bool = False
     """Memory from `CheckpointEngine.allocate` is sent without another copy on the sender's side."""
     views: bool = False
@@ -157,6 +158,7 @@ class Bucket:
     index: int
     """Position in the version, from 0."""
     data: torch.Tensor
+    """The bytes, or where they go: contiguous uint8 of one dimension, on one of the engine's devices."""
     lasting: bool = False
     """Said by the sender: the bytes stay as they are until `WeightSender.reclaim` of the version has returned, so receivers may
     look at them in place. Only if the engine declares `Capabilities.views`."""
@@ -192,6 +194,7 @@ class VersionFiles:
     """
 
     version: int
+    """Weight version that is stored."""
     prefixes: Sequence[bytes]
     """Bytes ahead of each bucket, by bucket index; none ahead of one that continues a file."""
     documents: Mapping[str, str]
@@ -365,3 +368,6 @@ def _wrong_declaration(members: Mapping[str, Any]) -> tuple[str, str] | None:
         except TypeError:
             return "__init__ does not take the config", "def __init__(self, config): super().__init__(config)"
     return None
+
+
+document_fields(__name__)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from ._field_docs import document_fields
 from .contract import API_VERSION, Capabilities, CheckpointEngine, EngineConfig
 from .errors import (
     ConfigError,
@@ -40,10 +41,11 @@ class EngineListing:
     """One row of ``weightlane engines``."""
 
     name: str
+    """What users write as ``checkpoint_engine.backend``."""
     distribution: str
     """Name and version of the distribution that registers the engine."""
     capabilities: Capabilities | None
-    """None when the engine's class could not be loaded."""
+    """What the engine declares; None when the engine's class could not be loaded."""
     unavailable: str | None
     """Why the engine cannot be used here; None when it can."""
 
@@ -246,3 +248,6 @@ def contract_breach(loaded: object) -> str | None:
             f"declares no Capabilities: {loaded.__qualname__} must set capabilities = Capabilities(devices, delivery)"
         )
     return None
+
+
+document_fields(__name__)

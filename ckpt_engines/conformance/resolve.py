@@ -35,8 +35,8 @@ def engine_class(name: str) -> type[CheckpointEngine]:
         return CheckpointEngineRegistry().engine_class(name)
     try:
         loaded = getattr(_module(place), attribute)
-    except EngineContractError:  # the class could not even be defined, and says why
-        raise
+    except EngineContractError as error:  # the class could not even be defined
+        raise EngineContractError(f"{name} declares what is none: {error}", part=_PART) from error
     except KeyboardInterrupt:
         raise
     except BaseException as cause:  # a module may call sys.exit

@@ -59,6 +59,17 @@ def test_an_engine_that_does_not_conform_ends_with_1_and_says_why_as_json_too(mo
     assert "expected an address of plain JSON data, it is" in check["reason"]
 
 
+def test_a_class_that_declares_itself_wrongly_is_refused_with_what_to_write(tmp_path: Path) -> None:
+    engine = tmp_path / "wrong.py"
+    engine.write_text(
+        "from weightlane.ckpt_engines import *\n"
+        "class Wrong(CheckpointEngine):\n"
+        "    capabilities = Capabilities('cpu', Delivery.BROADCAST)\n"
+    )
+    said = f"{engine}:Wrong declares what is none: Capabilities: devices is 'cpu'. Write devices=frozenset("
+    assert_refused(said, "conformance", f"{engine}:Wrong")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
