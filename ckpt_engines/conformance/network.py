@@ -116,7 +116,7 @@ class Strangers:
             sock.close()
 
     def wait(self, at_most_s: float) -> None:
-        """Wait until there was a first visit, for so long at most."""
+        """Wait until a first listener was visited, for so long at most."""
         end = time.monotonic() + at_most_s
         while not self.visited and time.monotonic() < end:
             time.sleep(_POLL_S)
@@ -132,11 +132,12 @@ class Strangers:
 
     def _visit(self, listener: Listener) -> None:
         for number in range(_FLOOD if self._manner == "flood" else 2):
-            if self._over.is_set():
-                return
-            with contextlib.suppress(OSError):  # refused, which is a good answer
+            try:
                 sock = listener.dial()
-                self._connections.append(sock)
+            except OSError:  # refused, which is a good answer, or its queue is full
+                return
+            self._connections.append(sock)
+            with contextlib.suppress(OSError):  # hung up on
                 if self._manner == "garbage":
                     sock.sendall(b"GET / HTTP/1.1\r\n\r\n" if number else random.Random(0).randbytes(4096))  # noqa: S311
                 elif self._manner == "hanging up":

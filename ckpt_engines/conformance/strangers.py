@@ -44,7 +44,10 @@ class StrangerChecks(ConformanceBase):
         connection = halves(1)
         connection.exchange_addresses()
         with contextlib.ExitStack() as stack:
-            recorders = _put_recorders_between(connection, stack)
+            try:
+                recorders = _put_recorders_between(connection, stack)
+            except WeightlaneError as error:  # it may well prove an address, too
+                pytest.skip(f"its halves do not meet through a proxy: {error}")
             connection.deliver([Parcel(1, 0, 1000, 1)])
             connection.close()
             said = [bytes(stream) for recorder in recorders for stream in recorder.streams]
@@ -94,7 +97,8 @@ class StrangerChecks(ConformanceBase):
         with Strangers(manner, [half.pid for half in connection.halves]) as strangers:
             connection.start_connect(connection.sender)
             if waits_for_receivers(capabilities):
-                strangers.wait(self.settle_s)
+                listening = any(listeners(half.pid) for half in connection.halves)
+                strangers.wait(self.deadline_s / 2 if listening else self.settle_s)
             for receiver in connection.receivers:
                 connection.start_connect(receiver)
             for half in connection.halves:
