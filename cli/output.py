@@ -30,22 +30,14 @@ def own_stdout() -> Iterator[TextIO]:
     before.flush()
     diverted = before is not sys.__stdout__
     if diverted:  # by a caller, whose descriptor 1 is none of ours
-        with _python_to_stderr() as ours:
-            yield ours
+        with contextlib.redirect_stdout(sys.stderr):
+            yield before
         return
     with os.fdopen(os.dup(1), "w", encoding=before.encoding, errors=before.errors) as ours:
         os.dup2(2, 1)
         try:
-            with _python_to_stderr():
-                yield ours
+            yield ours
         finally:
-            before.flush()
+            before.flush()  # what was printed into its buffer, while it still ends in standard error
             ours.flush()
             os.dup2(ours.fileno(), 1)
-
-
-@contextlib.contextmanager
-def _python_to_stderr() -> Iterator[TextIO]:
-    ours = sys.stdout
-    with contextlib.redirect_stdout(sys.stderr):
-        yield ours

@@ -27,7 +27,7 @@ from weightlane.ckpt_engines import (
 )
 from weightlane.cli import main as command
 from weightlane.cli.display import RunDisplay
-from weightlane.cli.output import console
+from weightlane.cli.output import console, own_stdout
 
 ENGINES = ["cuda_ipc", "filesystem", "gloo", "hccl", "nccl", "shm"]
 """Those of this distribution; others may be installed beside it."""
@@ -138,3 +138,13 @@ def test_reasons_and_names_with_brackets_and_colons_are_shown_as_they_are() -> N
         "a sample ([red]odd[/red]) failed: [/] :X: (further ones are counted; all are in failures.jsonl)\n"
         "in [/tmp/y] :X:\n"
     )
+
+
+def test_standard_output_is_the_commands_own_where_a_caller_has_diverted_it_too(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with own_stdout() as out:
+        print("theirs")
+        print("ours", file=out)
+    print("after")
+    assert capsys.readouterr() == ("ours\nafter\n", "theirs\n")
