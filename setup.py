@@ -16,4 +16,10 @@ packages = sorted(
     for sub in ("", *PackageFinder.find(folder, exclude=["packages", "packages.*"]))
 )
 
-setup(packages=packages, package_dir=package_dir, package_data={package: ["py.typed"] for package in packages})
+package_data = {package: ["py.typed"] for package in packages}
+# `weightlane new-engine` finds the template beside its package in a checkout, so the wheel has it there too.
+package_data["weightlane.plugins"] += [
+    f"packages/weightlane-engine-template/{files}" for files in ("README.md", "pyproject.toml", "*.py", "tests/*.py")
+]
+
+setup(packages=packages, package_dir=package_dir, package_data=package_data)

@@ -29,10 +29,12 @@ never has to resume a broken connection.
 
 from __future__ import annotations
 
+import inspect
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, ClassVar
 
@@ -40,9 +42,10 @@ import torch
 from pydantic import BaseModel, ConfigDict, field_validator
 
 from ._channel import Address, Channel
+from ._field_docs import document_fields
 from ._meeting import Meeting, TcpMeeting
 from .deadline import Deadline
-from .errors import ProtocolError
+from .errors import EngineContractError, ProtocolError
 
 MOST_POSTED = 16
 """The framework never has more buckets posted that are not done."""
@@ -76,7 +79,7 @@ class Capabilities:
     elastic: bool = False
     """Receivers may join or leave without a new connection of the others."""
     same_host_only: bool = False
-    """Both halves must run on one host."""
+    """Both halves must run on one host. The sender's address says which, and a receiver on another refuses it in words."""
     zero_copy: bool = False
     """Memory from `CheckpointEngine.allocate` is sent without another copy on the sender's side."""
     views: bool = False
@@ -86,6 +89,28 @@ class Capabilities:
     connections as it can, with several senders each, and has every half post what it takes part in in that order."""
     channels: bool = True
     """`connect` gets a connection to each peer. An engine that needs none saves its users the sockets."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no declaration: a text in place of a set would become a set of its letters."""
+        for name, example in (("devices", '{"cpu"}'), ("delivery", "{Delivery.BROADCAST}")):
+            values = getattr(self, name)
+            if isinstance(values, str) or not isinstance(values, AbstractSet) or not values:
+                raise _wrong_capability(name, values, f"{name}=frozenset({example}): a set, with at least one member")
+            object.__setattr__(self, name, frozenset(values))
+        if wrong := [device for device in self.devices if not (isinstance(device, str) and device)]:
+            raise _wrong_capability("devices", wrong[0], 'torch device types, such as frozenset({"cpu"})')
+        try:
+            object.__setattr__(self, "delivery", frozenset(map(Delivery, self.delivery)))
+        except ValueError as error:
+            known = ", ".join(f"Delivery.{item.name}" for item in Delivery)
+            raise _wrong_capability("delivery", set(self.delivery), f"a set of {known}") from error
+        for field in fields(self)[2:]:
+            if not isinstance(getattr(self, field.name), bool):
+                raise _wrong_capability(field.name, getattr(self, field.name), f"{field.name}=True, or leave it out")
+
+
+def _wrong_capability(name: str, value: object, instead: str) -> EngineContractError:
+    return EngineContractError(f"{name} is {value!r}.", part="Capabilities", hint=f"Write {instead}.")
 
 
 class EngineConfig(BaseModel):
@@ -141,6 +166,7 @@ class Bucket:
     index: int
     """Position in the version, from 0."""
     data: torch.Tensor
+    """The bytes, or where they go: contiguous uint8 of one dimension, on one of the engine's devices."""
     after: Any = None
     """On an accelerator, the event that the transfer has to wait for, and nothing else: what writes the bytes to be sent, or what
     still uses the memory to be filled. None on a CPU, where all of that is over."""
@@ -247,6 +273,13 @@ class CheckpointEngine(ABC):
     link_types: ClassVar[Any] = None
     """What the framework puts around the halves in place of its own links: for engines that break things on purpose."""
 
+    def __init_subclass__(cls, **more: Any) -> None:
+        """Refuse a wrong declaration where it is made. A missing one may come from a subclass: the registry looks for that."""
+        super().__init_subclass__(**more)
+        if problem := _wrong_declaration(vars(cls)):
+            what, instead = problem
+            raise EngineContractError(f"{what}.", part=f"{cls.__module__}.{cls.__qualname__}", hint=f"Write {instead}.")
+
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
 
@@ -285,3 +318,25 @@ class CheckpointEngine(ABC):
     @abstractmethod
     def make_receiver(self, name: str, device: torch.device) -> WeightReceiver:
         """A new receiving half for the participant called `name`, whose buckets live on `device`, as for `make_sender`."""
+
+
+def _wrong_declaration(members: Mapping[str, Any]) -> tuple[str, str] | None:
+    """What is wrong with what an engine's class says of itself, and what to write instead; None when nothing is."""
+    if type(version := members.get("api_version", API_VERSION)) is not int:
+        return f"api_version is {version!r}", "api_version = API_VERSION"
+    if "capabilities" in members and not isinstance(members["capabilities"], Capabilities):
+        return f"capabilities is {members['capabilities']!r}", "Capabilities(devices=..., delivery=...)"
+    config_type = members.get("config_type", EngineConfig)
+    if not (isinstance(config_type, type) and issubclass(config_type, EngineConfig)):
+        return f"config_type is {config_type!r}", "a class derived from EngineConfig"
+    if not isinstance(members.get("unavailable_reason", staticmethod(str)), classmethod | staticmethod):
+        return "unavailable_reason is asked of the class, not of an engine", "@classmethod above it"
+    if "__init__" in members:
+        try:
+            inspect.signature(members["__init__"]).bind(object(), EngineConfig())
+        except TypeError:
+            return "__init__ does not take the config", "def __init__(self, config): super().__init__(config)"
+    return None
+
+
+document_fields(__name__)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import re
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from .contract import API_VERSION, Capabilities, CheckpointEngine, Delivery, EngineConfig
+from ._field_docs import document_fields
+from .contract import API_VERSION, Capabilities, CheckpointEngine, EngineConfig
 from .errors import (
     ConfigError,
     DuplicateEngineError,
@@ -24,7 +27,13 @@ from .faulty import PREFIX as FAULTY
 from .faulty import faulty
 
 GROUP = "weightlane.ckpt_engines"
+LISTING_LIMIT_S = 30.0
+"""How long one engine's module may take while engines are listed: more than any library needs, and less than a person waits."""
 _PART = "engine registry"
+NAME_RULE = "A name is a small letter, then small letters, digits, - and _."
+_AUTHOR = "Ask its author, or install a release made for this weightlane."
+_NAME = re.compile(r"[a-z][a-z0-9_-]*")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +41,11 @@ class EngineListing:
     """One row of ``weightlane engines``."""
 
     name: str
+    """What users write as ``checkpoint_engine.backend``."""
     distribution: str
     """Name and version of the distribution that registers the engine."""
     capabilities: Capabilities | None
-    """None when the engine's class could not be loaded."""
+    """What the engine declares; None when the engine's class could not be loaded."""
     unavailable: str | None
     """Why the engine cannot be used here; None when it can."""
 
@@ -74,16 +84,27 @@ class CheckpointEngineRegistry:
                 f"{name!r} is registered by {owners}.", part=_PART, hint="Uninstall one of these distributions."
             )
         (entry_point,) = candidates
+        owner = f"{name!r} of distribution {_distribution(entry_point)}"
+        if not is_engine_name(name):
+            raise EngineContractError(
+                f"{owner} has a name that cannot be written everywhere. {NAME_RULE}", part=_PART, hint=_AUTHOR
+            )
         try:
             loaded = entry_point.load()
-        except Exception as cause:
+        except EngineContractError as error:  # the class could not even be defined
+            raise EngineContractError(f"{owner} declares what is none: {error}", part=_PART, hint=_AUTHOR) from error
+        except KeyboardInterrupt:
+            raise
+        except BaseException as cause:  # a module may call sys.exit
             raise EngineImportError(
-                f"{name!r} of distribution {_distribution(entry_point)} could not be imported from"
-                f" {entry_point.value}: {type(cause).__name__}: {cause}.",
+                f"{owner} could not be imported from {entry_point.value}: {type(cause).__name__}: {cause}.",
                 part=_PART,
                 hint=_install_hint(entry_point),
             ) from cause
-        return _checked(name, loaded, entry_point)
+        if problem := contract_breach(loaded):
+            raise EngineContractError(f"{owner} {problem}.", part=_PART, hint=_AUTHOR)
+        checked: type[CheckpointEngine] = loaded
+        return checked
 
     def create(self, name: str, options: Mapping[str, Any] | None = None) -> CheckpointEngine:
         """An engine made from the user's `options`, which the engine's own config type validates.
@@ -91,7 +112,7 @@ class CheckpointEngineRegistry:
         Raises what `engine_class` raises, `EngineUnavailableError` if the engine cannot run here, or `ConfigError`.
         """
         cls = self.engine_class(name)
-        if reason := _reason(cls):
+        if reason := why_unavailable(cls):
             usable = [row.name for row in self.list() if row.unavailable is None]
             raise EngineUnavailableError(
                 f"{name} cannot run here: {reason}.", part=_PART, hint=f"Engines that can: {', '.join(usable)}."
@@ -115,16 +136,30 @@ class CheckpointEngineRegistry:
             ) from None
 
     def list(self) -> list[EngineListing]:
-        """Every registered engine with its capabilities and, where it cannot be used, the reason."""
+        """Every registered engine with its capabilities and, where it cannot be used, the reason.
+
+        Imports the engines' modules. One that raises, exits or hangs costs its own row, and `LISTING_LIMIT_S` at most.
+        """
         rows = []
         for name in self.names():
             owner = " and ".join(sorted(_distribution(entry_point) for entry_point in self._found[name]))
-            try:
+            capabilities: list[Capabilities] = []
+
+            def look(name: str = name, found: list[Capabilities] = capabilities) -> str | None:
                 cls = self.engine_class(name)
+                found.append(cls.capabilities)
+                return why_unavailable(cls)
+
+            try:
+                reason = _bounded(look, LISTING_LIMIT_S)
+            except TimeoutError:
+                what = "its availability check" if capabilities else "the import of its module"
+                reason = f"{what} had not ended after {LISTING_LIMIT_S:g} s"
             except WeightlaneError as error:
-                rows.append(EngineListing(name, owner, None, error.message))
-            else:
-                rows.append(EngineListing(name, owner, cls.capabilities, _reason(cls)))
+                reason = error.message
+            except BaseException as error:  # noqa: BLE001 - a KeyboardInterrupt here is the module's, not a person's
+                reason = f"its module raised {type(error).__name__}: {error}"
+            rows.append(EngineListing(name, owner, next(iter(capabilities), None), reason))
         return rows
 
     def _suggest(self, name: str) -> str:
@@ -133,12 +168,55 @@ class CheckpointEngineRegistry:
         return f"{guess}Installed: {', '.join(self.names()) or 'none'}."
 
 
-def _reason(cls: type[CheckpointEngine]) -> str | None:
-    """Why the engine cannot run here; that its own check fails is a reason too, and must not hide the other engines."""
+def is_engine_name(name: str) -> bool:
+    """Whether an engine can be called so: what is typed as ``checkpoint_engine.backend``, and in ``faulty:NAME``."""
+    return bool(_NAME.fullmatch(name))
+
+
+def why_unavailable(cls: type[CheckpointEngine]) -> str | None:
+    """Why an engine cannot run here, or None. That its own check fails is a reason too, and must not hide the other engines.
+
+    Raises `EngineContractError` when it gives something else than a text or None.
+    """
     try:
-        return cls.unavailable_reason()
-    except Exception as error:  # noqa: BLE001 - third-party code
+        reason = cls.unavailable_reason()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 - third-party code, which may call sys.exit
         return f"its availability check failed: {type(error).__name__}: {error}"
+    if reason is not None and not (isinstance(reason, str) and reason.strip()):
+        raise EngineContractError(
+            f"unavailable_reason() of {cls.__qualname__} returned {reason!r}; it must return None where the engine can run,"
+            " and else why it cannot, in a few words.",
+            part=_PART,
+            hint=_AUTHOR,
+        )
+    return reason
+
+
+def _bounded(function: Callable[[], _T], limit_s: float) -> _T:
+    """What `function` returns or raises in a thread of its own, or `TimeoutError`. The thread is left behind then."""
+    outcome: list[Callable[[], _T]] = []
+
+    def run() -> None:
+        try:
+            value = function()
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            raised = error
+
+            def fail() -> _T:
+                raise raised
+
+            outcome.append(fail)
+        else:
+            outcome.append(lambda: value)
+
+    thread = threading.Thread(target=run, daemon=True, name="weightlane engine listing")
+    thread.start()
+    thread.join(limit_s)
+    if not outcome:
+        raise TimeoutError
+    return outcome[0]()
 
 
 def _distribution(entry_point: EntryPoint) -> str:
@@ -154,28 +232,22 @@ def _install_hint(entry_point: EntryPoint) -> str:
     return f"Install what it needs, or reinstall {name}."
 
 
-def _checked(name: str, loaded: object, entry_point: EntryPoint) -> type[CheckpointEngine]:
-    def broken(why: str) -> EngineContractError:
-        return EngineContractError(
-            f"{name!r} of distribution {_distribution(entry_point)} {why}.",
-            part=_PART,
-            hint="Ask its author, or install a release made for this weightlane.",
-        )
-
+def contract_breach(loaded: object) -> str | None:
+    """How what an entry point names breaks the contract, as the end of a sentence; None when it does not."""
     if not (isinstance(loaded, type) and issubclass(loaded, CheckpointEngine)):
-        raise broken(f"is not a CheckpointEngine class but {loaded!r}")
+        return f"is not a CheckpointEngine class but {loaded!r}"
     version = getattr(loaded, "api_version", None)
+    if version is None:
+        return f"has no api_version: {loaded.__qualname__} must set api_version = API_VERSION"
     if version != API_VERSION:
-        raise broken(f"was written for engine API {version}, this weightlane has {API_VERSION}")
+        return f"was written for engine API {version}, this weightlane has {API_VERSION}"
     if missing := sorted(getattr(loaded, "__abstractmethods__", ())):
-        raise broken(f"does not implement {', '.join(missing)}")
-    capabilities = getattr(loaded, "capabilities", None)
-    if not isinstance(capabilities, Capabilities):
-        raise broken("declares no Capabilities")
-    if not capabilities.devices or not all(isinstance(device, str) for device in capabilities.devices):
-        raise broken("declares capabilities without a device")
-    if not capabilities.delivery or not all(isinstance(item, Delivery) for item in capabilities.delivery):
-        raise broken("declares capabilities without a way of delivery")
-    if not (isinstance(loaded.config_type, type) and issubclass(loaded.config_type, EngineConfig)):
-        raise broken("has a config_type that is not an EngineConfig")
-    return loaded
+        return f"does not implement {', '.join(missing)}"
+    if not isinstance(getattr(loaded, "capabilities", None), Capabilities):
+        return (
+            f"declares no Capabilities: {loaded.__qualname__} must set capabilities = Capabilities(devices, delivery)"
+        )
+    return None
+
+
+document_fields(__name__)

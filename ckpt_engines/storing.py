@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ._field_docs import document_fields
 from .contract import WeightSender
 from .deadline import Deadline
 
@@ -25,6 +26,7 @@ class VersionFiles:
     """
 
     version: int
+    """Weight version that is stored."""
     prefixes: Sequence[bytes]
     """Bytes ahead of each bucket, by bucket index; none ahead of one that continues a file."""
     documents: Mapping[str, str]
@@ -47,3 +49,6 @@ class StoringSender(WeightSender):
     @abstractmethod
     def commit_version(self, version: int, documents: Mapping[str, str], deadline: Deadline) -> None:
         """`version` serves: store `documents` (text by file name) with it, then make it the newest one that readers find."""
+
+
+document_fields(__name__)

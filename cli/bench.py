@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from weightlane.ckpt_engines import ConfigError, StorageError
 from weightlane.sync.bench import BenchReport, BenchSettings, report_tables, run_bench, unavailable_table
 from weightlane.sync.bench.plot import check_plot, plot_report
+
+from .output import console
 
 _PART = "benchmark"
 
@@ -30,7 +30,7 @@ def measure(settings: Sequence[str], *, json_file: Path | None, plot_file: Path 
         plot_file: Where to write a picture of it; the ending says which format.
         values: Of `BenchSettings`, as the user gave them.
     """
-    console = Console(highlight=False)
+    shown = console(soft_wrap=False)
     chosen = BenchSettings.checked(options=_options(settings), **values)
     for path in (json_file, plot_file):
         if path is not None and not path.resolve().parent.is_dir():
@@ -38,12 +38,12 @@ def measure(settings: Sequence[str], *, json_file: Path | None, plot_file: Path 
     if plot_file is not None:
         check_plot(plot_file)
     with _terminable():
-        found = run_bench(chosen, lambda text: console.print(text, style="dim", markup=False))
+        found = run_bench(chosen, lambda text: shown.print(text, style="dim", markup=False))
     if not isinstance(found, BenchReport):
-        console.print(unavailable_table(found))
+        shown.print(unavailable_table(found))
         return False
     for part in report_tables(found):
-        console.print(part)
+        shown.print(part)
     if json_file is not None:
         try:
             json_file.write_text(json.dumps(found.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from weightlane.ckpt_engines import ConfigError
 from weightlane.ckpt_engines.conformance import CheckResult, ConformanceReport, Outcome, run_conformance
+
+from .output import console, own_stdout
 
 _STYLES = {
     Outcome.PASSED: "green",
@@ -37,35 +38,37 @@ def check_engine(
         as_json: Print one JSON document in place of a line per check.
         junit: A file for a JUnit report.
     """
-    console = Console(file=sys.stdout, soft_wrap=True, highlight=False)  # the suite diverts what pytest prints
     options = _parsed(settings) if settings else None
-    if as_json:
-        report = run_conformance(name, options, checks=checks, junit=junit)
-        print(json.dumps(_plain(report), indent=2))  # noqa: T201
-        return report.passed
-    report = run_conformance(
-        name, options, checks=checks, junit=junit, on_check=lambda check: _print_check(console, check)
-    )
-    for check in report.checks:
-        if check.outcome is Outcome.FAILED:
-            console.print(f"\n[bold red]{escape(check.name)}[/bold red]\n{escape(check.detail)}")
-    counts = ", ".join(f"{report.count(outcome)} {outcome}" for outcome in Outcome if report.count(outcome))
-    if not report.passed:
-        verdict = "[bold red]does not conform[/bold red]"
-    elif checks:
-        verdict = "passes what was asked for; whether it conforms, all checks together say"
-    else:
-        verdict = "[green]conforms[/green]"
-    console.print(f"\n{escape(name)} {verdict}: {counts} in {report.seconds:.1f} s")
+    with own_stdout() as out:
+        shown = console(out)
+        on_check = None if as_json else lambda check: _print_check(shown, check)
+        report = run_conformance(name, options, checks=checks, junit=junit, on_check=on_check)
+        if as_json:
+            print(json.dumps(_plain(report), indent=2), file=out)
+        else:
+            _print_verdict(shown, report, partial=bool(checks))
     return report.passed
 
 
-def _print_check(console: Console, check: CheckResult) -> None:
-    style = _STYLES[check.outcome]
+def _print_verdict(shown: Console, report: ConformanceReport, *, partial: bool) -> None:
+    for check in report.checks:
+        if check.outcome is Outcome.FAILED:
+            shown.print(Text.assemble("\n", (check.name, "bold red"), f"\n{check.detail}"))
+    counts = ", ".join(f"{report.count(outcome)} {outcome}" for outcome in Outcome if report.count(outcome))
+    if not report.passed:
+        verdict = ("does not conform", "bold red")
+    elif partial:
+        verdict = ("passes what was asked for; whether it conforms, all checks together say", "")
+    else:
+        verdict = ("conforms", "green")
+    shown.print(Text.assemble(f"\n{report.engine} ", verdict, f": {counts} in {report.seconds:.1f} s"))
+
+
+def _print_check(shown: Console, check: CheckResult) -> None:
     title = check.name.removeprefix("test_").replace("_", " ")
-    reason = f"  [dim]{escape(check.reason)}[/dim]" if check.reason else ""
     outcome = f"{check.outcome:<{_OUTCOME_WIDTH}}"
-    console.print(f"[{style}]{outcome}[/{style}] {check.seconds:6.2f} s  {escape(title)}{reason}")
+    reason = f"  {check.reason}" if check.reason else ""
+    shown.print(Text.assemble((outcome, _STYLES[check.outcome]), f" {check.seconds:6.2f} s  {title}", (reason, "dim")))
 
 
 def _parsed(settings: Sequence[str]) -> dict[str, Any]:

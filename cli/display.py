@@ -100,7 +100,7 @@ class RunDisplay:
     def replica_lost(self, replica: str, facts: Mapping[str, Any]) -> None:
         """As `version_aborted`."""
         what = f"{facts['left']} left, {facts['needed']} needed"
-        what += f"; {facts['successor']} starts in its place" if facts["successor"] else ""
+        what += f"; {escape(facts['successor'])} starts in its place" if facts["successor"] else ""
         error = escape(str(facts["error"]))
         self._console.print(
             f"[yellow]{escape(replica)} is lost:[/yellow] {error} ({what})", highlight=False, soft_wrap=True
@@ -120,7 +120,7 @@ class RunDisplay:
         self._failed[kind] += facts["count"]
         if self._failed[kind] == facts["count"]:
             error = escape(str(facts["error"]))
-            what = "an optimizer step" if kind == "step" else f"a sample ({kind})"
+            what = "an optimizer step" if kind == "step" else f"a sample ({escape(kind)})"
             self._console.print(
                 f"[yellow]{what} failed:[/yellow] {error} (further ones are counted; all are in failures.jsonl)",
                 highlight=False,
@@ -133,8 +133,7 @@ class RunDisplay:
         self.stop()
 
     def _failures(self) -> str:
-        failed = ", ".join(f"{count} {kind}" for kind, count in self._failed.items())
-        return f"  failed: {failed}" if failed else ""
+        return f"  failed: {_counted(self._failed)}" if self._failed else ""
 
     def _render(self) -> RenderableType:
         last, sync = self._last, self._sync
@@ -143,7 +142,7 @@ class RunDisplay:
             f"reward {last.get('reward', 0.0):.3f}",
             f"version {self._step} trained, {self._version} serving",
             f"staleness {last.get('staleness_mean', 0.0):.2f} (max {last.get('staleness_max', 0)})",
-            f"{last.get('tokens_per_s', 0.0):.0f} tokens/s{self._failures()}",
+            f"{last.get('tokens_per_s', 0.0):.0f} tokens/s{escape(self._failures())}",
         )
         table.add_row(
             f"overlap {last.get('overlap_share', 0.0):.0%}",
@@ -152,6 +151,10 @@ class RunDisplay:
             f"sync latency {1e3 * sync.get('latency_s', 0.0):.0f} ms",
         )
         return Group(self._progress, table)
+
+
+def _counted(failures: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in failures.items())
 
 
 def print_summary(console: Console, summary: RunSummary, directory: str) -> None:
@@ -192,7 +195,7 @@ def print_summary(console: Console, summary: RunSummary, directory: str) -> None
     if summary.dropped_groups:
         table.add_row("groups dropped as too stale", f"{summary.dropped_groups}")
     if summary.failures:
-        table.add_row("failed", ", ".join(f"{count} {kind}" for kind, count in summary.failures.items()))
+        table.add_row("failed", escape(_counted(summary.failures)))
     if summary.replicas_lost:
         table.add_row("rollout replicas lost", f"{summary.replicas_lost}, {summary.replicas_replaced} replaced")
     table.add_row("wall time", f"{summary.wall_s:.1f} s")

@@ -5,23 +5,26 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import shlex
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 from typer.core import TyperGroup
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError, EngineListing, WeightlaneError
+from weightlane.ckpt_engines.new_engine import make_engine_package
 from weightlane.ckpt_engines.reference import engine_reference
 
 from .config import explain, load_config
 from .exit_codes import FAILED, INTERRUPTED, TERMINATED, exit_code_of
+from .output import console, own_stdout
 
 
 class _TerminatedError(BaseException):
@@ -37,17 +40,17 @@ class _Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that `ctx`, a click context, names."""
-        console = Console(stderr=True, soft_wrap=True, highlight=False)
+        errors = console(stderr=True)
         try:
             return super().invoke(ctx)
         except WeightlaneError as error:
-            console.print("[bold red]error:[/bold red]", escape(str(error)))
+            errors.print(Text.assemble(("error:", "bold red"), f" {error}"))
             raise typer.Exit(exit_code_of(error)) from error
         except KeyboardInterrupt:
-            console.print("interrupted; everything this run started has ended")
+            errors.print("interrupted; everything this run started has ended")
             raise typer.Exit(INTERRUPTED) from None
         except (_TerminatedError, asyncio.CancelledError):  # `run_training` is cancelled by SIGTERM only
-            console.print("terminated; everything this run started has ended")
+            errors.print("terminated; everything this run started has ended")
             raise typer.Exit(TERMINATED) from None
 
 
@@ -71,26 +74,32 @@ def engines(
     of: Annotated[str, typer.Option(metavar="DIST", help="With --markdown: engines of this distribution only.")] = "",
 ) -> None:
     """List every installed checkpoint engine, and why it cannot be used here where it cannot."""
-    if markdown:
-        typer.echo(engine_reference(of), nl=False)
-        return
-    rows = CheckpointEngineRegistry().list()
-    if as_json:
-        typer.echo(json.dumps([_plain(row) for row in rows], indent=2))
-        return
-    table = Table("engine", "distribution", "devices", "delivery", "also", "available")
-    for row in rows:
-        facts = _plain(row)["capabilities"] or {"devices": [], "delivery": []}
-        also = [name.replace("_", " ") for name, value in facts.items() if value is True]
-        table.add_row(
-            row.name,
-            row.distribution,
-            ", ".join(facts["devices"]),
-            ", ".join(facts["delivery"]),
-            ", ".join(also),
-            "[green]yes[/green]" if row.unavailable is None else f"[red]no:[/red] {escape(row.unavailable)}",
-        )
-    Console().print(table)
+    with own_stdout() as out:
+        if markdown:
+            typer.echo(engine_reference(of), file=out, nl=False)
+            return
+        rows = CheckpointEngineRegistry().list()
+        if as_json:
+            typer.echo(json.dumps([_plain(row) for row in rows], indent=2), file=out)
+            return
+        console(out, soft_wrap=False).print(_engine_table(rows))
+
+
+@app.command()
+def new_engine(
+    name: Annotated[
+        str, typer.Argument(help="What users will write as checkpoint_engine.backend.", show_default=False)
+    ],
+    *,
+    directory: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where to; weightlane-NAME here by default.", show_default=False)
+    ] = None,
+) -> None:
+    """Make a package for a checkpoint engine of your own: a small one that works, to put your transport into."""
+    where = make_engine_package(name, directory)
+    typer.echo(f"{where} is an engine called {name} that passes the conformance suite. Next:")
+    typer.echo(f"    python -m pip install -e {shlex.quote(f'{where.absolute()}[test]')}")
+    typer.echo(f"    weightlane conformance {name}")
 
 
 @app.command()
@@ -201,7 +210,7 @@ def layout(
     if as_json:
         typer.echo(json.dumps(report, indent=2))
         return
-    print_layout(Console(soft_wrap=True, highlight=False), report)
+    print_layout(console(), report)
 
 
 @app.command()
@@ -267,7 +276,7 @@ def plan(
     if as_json:
         typer.echo(json.dumps(report, indent=2))
         return
-    print_plan(Console(soft_wrap=True, highlight=False), report)
+    print_plan(console(), report)
 
 
 @app.command()
@@ -295,7 +304,7 @@ def check(path: ConfigArgument, override: SetOption = None) -> None:
     """Say before anything is started what a run would take, and what is wrong or does not fit; exit code 2 then."""
     from .check import check_run  # noqa: PLC0415 - loads torch and transformers
 
-    check_run(path.resolve(), override or [], Console(soft_wrap=True, highlight=False))
+    check_run(path.resolve(), override or [], console())
 
 
 @app.command()
@@ -314,6 +323,17 @@ def train(
     logging.getLogger("weightlane").addHandler(logging.NullHandler())
     overrides = [*(override or []), *([f'ray.address="{address}"'] if address else [])]
     asyncio.run(run_training(path.resolve(), overrides, resume=resume, live=not plain and sys.stdout.isatty()))
+
+
+def _engine_table(rows: Sequence[EngineListing]) -> Table:
+    table = Table("engine", "distribution", "devices", "delivery", "also", "available")
+    for row in rows:
+        facts = _plain(row)["capabilities"] or {"devices": [], "delivery": []}
+        also = [name.replace("_", " ") for name, value in facts.items() if value is True]
+        texts = (row.name, row.distribution, ", ".join(facts["devices"]), ", ".join(facts["delivery"]), ", ".join(also))
+        usable = Text("yes", "green") if row.unavailable is None else Text.assemble(("no: ", "red"), row.unavailable)
+        table.add_row(*map(Text, texts), usable)
+    return table
 
 
 def _plain(row: EngineListing) -> dict[str, Any]:

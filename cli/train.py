@@ -11,8 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 
-from rich.console import Console
-
 from weightlane.ckpt_engines import ConfigError, WeightlaneError
 from weightlane.plugins import RunHooks
 from weightlane.rollout.ray_actor import RolloutReplica, start_replicas
@@ -33,6 +31,7 @@ from .cluster import RayCluster
 from .config import VERSIONS_DIR, RunConfig, explain, wire_dtype
 from .display import RunDisplay, print_summary
 from .observers import RunObservers
+from .output import console
 from .preparation import prepare
 from .resources import Sizes, fitted
 
@@ -50,8 +49,8 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
     state = _saved_state(run_dir, config, ready.train_tasks) if resume else None
     run_dir.write_text("config.toml", explain(config))
 
-    console = Console()
-    display = RunDisplay(console, config.loop.steps, live=live)
+    shown = console(soft_wrap=False)
+    display = RunDisplay(shown, config.loop.steps, live=live)
     metrics = run_dir.path / "metrics.jsonl"
     async with AsyncExitStack() as stack:
         stack.enter_context(_point_to_logs(run_dir.path / "logs", display))
@@ -114,7 +113,7 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
     run_dir.write_json("summary.json", {"run": about_run(config, model, path), **summary.to_plain()})
     if metrics.is_file():  # its observer is disabled when it cannot write
         draw_curves(metrics, run_dir.path / "curves.png")
-    print_summary(console, summary, str(run_dir.path))
+    print_summary(shown, summary, str(run_dir.path))
     if summary.replicas_lost:
         display.say(f"logs of the run's processes: {run_dir.path / 'logs'}")
     return summary

@@ -33,7 +33,18 @@ try:
 except ImportError as error:
     raise ImportError("the conformance suite needs pytest: pip install 'weightlane[conformance]'") from error
 
-for _module in ("base", "connection", "deadlines", "deaths", "declaration", "delivery", "reuse", "views"):
+for _module in (
+    "base",
+    "connection",
+    "deadlines",
+    "deaths",
+    "declaration",
+    "delivery",
+    "honesty",
+    "reuse",
+    "strangers",
+    "views",
+):
     pytest.register_assert_rewrite(f"{__name__}.{_module}")
 
 from .base import ConformanceBase, ConnectionMaker  # noqa: E402 - after the rewriting

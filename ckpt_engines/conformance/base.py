@@ -12,9 +12,11 @@ import pytest
 from ..contract import Capabilities
 from ..devices import is_available
 from ..errors import WeightlaneError
+from ..registry import why_unavailable
 from .connection import DEADLINE_S, Connection, waits_for_receivers
 from .pool import GRACE_S, Pool, RemoteHalf, first_answers
-from .resolve import engine_class, why_unavailable
+from .resolve import engine_class
+from .wire import UntypedError
 
 MIB = 1 << 20
 LARGE = 48 * MIB
@@ -135,25 +137,27 @@ class ConformanceBase:
         between_s: tuple[float, float] = (0.0, math.inf),
     ) -> WeightlaneError:
         """The error of `half`'s oldest running operation, which must be one of `types`, name a peer, and come in time."""
-        wanted = " or ".join(cls.__name__ for cls in types)
+        expected = f"expected {' or '.join(cls.__name__ for cls in types)} from {half.name}"
         try:
             answer = half.result()
         except WeightlaneError as raised:
             error = raised
+        except UntypedError as untyped:
+            raise AssertionError(f"{expected}, {untyped.said}") from untyped
         else:
-            raise AssertionError(f"{half.name} did not raise {wanted} but returned {answer!r}")
-        kind = type(error).__name__
-        assert isinstance(error, types), f"{half.name} raised {kind} ({error}) instead of {wanted}"
-        assert names in f"{error.peer} {error}", f"{kind} of {half.name} does not name {names}: {error}"
+            raise AssertionError(f"{expected}, it returned {answer!r}")
+        said = f"it raised {type(error).__name__}"
+        assert isinstance(error, types), f"{expected}, {said}: {error}"
+        assert names in f"{error.peer} {error}", f"{expected} that names {names}, {said}: {error}"
         earliest_s, latest_s = between_s
-        took = f"{half.name} raised {kind} after {half.seconds:.2f} s"
-        assert half.seconds >= earliest_s, f"{took}, before its deadline: {error}"
-        assert half.seconds <= latest_s, f"{took}, {latest_s:g} s were allowed"
+        after = f"{said} after {half.seconds:.2f} s: {error}"
+        assert half.seconds >= earliest_s, f"{expected}, not before its deadline, {after}"
+        assert half.seconds <= latest_s, f"{expected} within {latest_s:g} s, {after}"
         return error
 
     def not_yet(self, half: RemoteHalf, seconds: float, event: str) -> None:
         """Let `half`'s oldest running operation go on for so many seconds, in which it must not end: `event` is still to come."""
-        assert not first_answers([half], seconds), f"{half.name} returned before {event}"
+        assert not first_answers([half], seconds), f"expected {half.name} to wait, it returned before {event}"
 
     def late(self, deadline_s: float) -> tuple[float, float]:
         """When a call may end whose deadline passes: `failure`'s ``between_s``."""
@@ -174,7 +178,7 @@ class ConformanceBase:
                 break
             time.sleep(_PAUSE_S)
         more = [f"{half.name} has {text}" for half, text in zip(connection.halves, found, strict=True) if text]
-        assert not more, f"{when} {'; '.join(more)}"
+        assert not more, f"expected nothing to be left {when}, {'; '.join(more)}"
 
     @staticmethod
     def needs_waiting_sender(capabilities: Capabilities) -> None:

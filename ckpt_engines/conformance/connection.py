@@ -206,7 +206,7 @@ class Connection:
                     complaints += [f"{half.name}: {text}" for text in answer or () if text]
             if not ready:
                 break
-        assert not complaints, "; ".join(complaints)
+        assert not complaints, f"expected the bytes that were sent, {'; '.join(complaints)}"
         if failures:
             raise failures[0]
 

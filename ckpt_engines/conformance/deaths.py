@@ -158,7 +158,9 @@ class DeathChecks(ConformanceBase):
         for half in connection.halves:
             if half is not doomed:
                 half.call("close")
-                assert half.seconds < self.prompt_s, f"close of {half.name} took {half.seconds:.1f} s"
+                assert half.seconds < self.prompt_s, (
+                    f"expected close of {half.name} within {self.prompt_s:g} s, it took {half.seconds:.1f} s"
+                )
         halves(2).connect().deliver([Parcel(1, 0, 100_000, 2)])
 
     def _kill_in_mid_bucket(
@@ -181,4 +183,6 @@ class DeathChecks(ConformanceBase):
             with contextlib.suppress(*_LOSSES, ClosedError):
                 connection.check_received([half])
             latest_s = (within_s or self.interrupted_s) + self.slack_s
-            assert half.seconds <= latest_s, f"{half.name} was busy for {half.seconds:.1f} s"
+            assert half.seconds <= latest_s, (
+                f"expected {half.name} to be done within {latest_s:g} s, it took {half.seconds:.1f} s"
+            )

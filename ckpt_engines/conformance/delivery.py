@@ -116,7 +116,7 @@ class DeliveryChecks(ConformanceBase):
             except WeightlaneError as error:
                 failures.append(error)
         connection.check_received(connection.receivers)
-        assert not failures, str(failures[0])
+        assert not failures, f"expected every send to succeed, it raised {type(failures[0]).__name__}: {failures[0]}"
 
     def test_a_bucket_for_some_receivers_is_refused_without_point_to_point(
         self, connected: ConnectionMaker, capabilities: Capabilities

@@ -100,7 +100,7 @@ class HalfProcess:
             unchanged = json.loads(json.dumps(address, allow_nan=False)) == address
         except (TypeError, ValueError):
             unchanged = False
-        assert unchanged, f"the address {address!r} is not plain JSON data"
+        assert unchanged, f"expected an address of plain JSON data, it is {address!r}"
         return address
 
     def connect(self, topology: dict[str, Any], deadline_s: float) -> None:

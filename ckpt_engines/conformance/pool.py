@@ -81,11 +81,13 @@ class RemoteHalf:
         except TimeoutError:
             self.kill()
             raise HungError(
-                f"{op} of {self.name} hung: it had not come back {grace_s:g} s after its deadline"
+                f"expected {op} of {self.name} to end by its deadline, it hung: {grace_s:g} s later it had not come back"
             ) from None
         if answer is None:
             self.kill()
-            raise AssertionError(f"the process of {self.name} died during {op}; it wrote:\n{self._written()}")
+            raise AssertionError(
+                f"expected {op} of {self.name} to return or raise, its process died; it wrote:\n{self._written()}"
+            )
         self.seconds = float(answer["s"])
         if "error" in answer:
             raise error_from_line(answer["error"], f"{op} of {self.name}")

@@ -13,9 +13,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ..contract import API_VERSION, CheckpointEngine
+from ..contract import CheckpointEngine
 from ..errors import ConfigError, EngineContractError, EngineImportError, EngineUnavailableError
-from ..registry import CheckpointEngineRegistry
+from ..registry import CheckpointEngineRegistry, contract_breach, why_unavailable
 
 _PART = "conformance"
 _REGISTRY_PREFIXES = ("faulty",)
@@ -35,27 +35,20 @@ def engine_class(name: str) -> type[CheckpointEngine]:
         return CheckpointEngineRegistry().engine_class(name)
     try:
         loaded = getattr(_module(place), attribute)
-    except Exception as cause:
+    except EngineContractError as error:  # the class could not even be defined
+        raise EngineContractError(f"{name} declares what is none: {error}", part=_PART) from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as cause:  # a module may call sys.exit
         raise EngineImportError(
             f"{attribute!r} could not be loaded from {place}: {type(cause).__name__}: {cause}.",
             part=_PART,
             hint="Name an installed engine (see `weightlane engines`), module:Class, or file.py:Class.",
         ) from cause
-    if not (isinstance(loaded, type) and issubclass(loaded, CheckpointEngine)):
-        raise EngineContractError(f"{name} is not a CheckpointEngine class.", part=_PART)
-    if getattr(loaded, "api_version", None) != API_VERSION or getattr(loaded, "__abstractmethods__", ()):
-        raise EngineContractError(
-            f"{name} does not implement version {API_VERSION} of the contract completely.", part=_PART
-        )
-    return loaded
-
-
-def why_unavailable(cls: type[CheckpointEngine]) -> str | None:
-    """Why an engine cannot run here; that its own check fails is a reason too."""
-    try:
-        return cls.unavailable_reason()
-    except Exception as error:  # noqa: BLE001 - third-party code
-        return f"its availability check failed: {type(error).__name__}: {error}"
+    if problem := contract_breach(loaded):
+        raise EngineContractError(f"{name} {problem}.", part=_PART)
+    checked: type[CheckpointEngine] = loaded
+    return checked
 
 
 def create_engine(name: str, options: Mapping[str, Any]) -> CheckpointEngine:

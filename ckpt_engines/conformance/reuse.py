@@ -38,13 +38,15 @@ class ReuseChecks(ConformanceBase):
                 before = [half.call("resources") for half in connection.halves]
                 files_before = _names(pool.temporary)
         self.no_more_than(before, connection, f"after {rounds} connections")
-        assert not (files := _names(pool.temporary) - files_before), f"temporary files were left: {sorted(files)[:5]}"
+        assert not (files := _names(pool.temporary) - files_before), (
+            f"expected no temporary files, left were {sorted(files)[:5]}"
+        )
         # Others use shared memory meanwhile, and have it mapped; what they leave there they hardly leave in every second round.
         foreign = _mapped_by_others({half.pid for half in connection.halves})
         left = [names & _names(_SHARED_MEMORY) - foreign for names in appeared]
         leaking = sum(map(bool, left))
         assert leaking < rounds // 2, (
-            f"{leaking} connections left names in {_SHARED_MEMORY}: {sorted(set().union(*left))[:5]}"
+            f"expected no names in {_SHARED_MEMORY}, {leaking} connections left some: {sorted(set().union(*left))[:5]}"
         )
 
     def test_closing_a_half_that_never_connected_leaves_nothing_behind(self, halves: ConnectionMaker) -> None:
@@ -64,8 +66,10 @@ class ReuseChecks(ConformanceBase):
         """Only ``address`` and ``connect`` open something."""
         process = halves(1).sender
         counts = process.call("make_and_close", engine=engine_name, options=dict(engine_options))
-        assert counts["during"]["listening ports"] <= counts["before"]["listening ports"], "a port was opened"
-        assert not (more := grown(counts["before"], counts["after"])), f"the process has {more}"
+        opened = counts["during"]["listening ports"] - counts["before"]["listening ports"]
+        assert opened <= 0, f"expected no open port before address(), making a half opened {opened}"
+        more = grown(counts["before"], counts["after"])
+        assert not more, f"expected nothing to be left after close, the process has {more}"
 
 
 def _mapped_by_others(ours: Collection[int]) -> set[str]:

@@ -24,9 +24,10 @@ from ..errors import (
     EngineUnavailableError,
     WeightlaneError,
 )
+from ..registry import why_unavailable
 from .base import POOL, ConformanceBase
 from .pool import Pool
-from .resolve import create_engine, engine_class, why_unavailable
+from .resolve import create_engine, engine_class
 from .suite import EngineConformance
 
 GROUP = "weightlane.conformance"
@@ -60,6 +61,9 @@ _OPTIONS = """
     def engine_options(self):
         return {options!r}
 """
+
+
+_FAILED_CHECKS = ("AssertionError", "Failed", "HungError", "UntypedError")
 
 
 class Outcome(StrEnum):
@@ -219,8 +223,9 @@ def _result(reports: Sequence[pytest.TestReport]) -> CheckResult:
         expected = getattr(report, "wasxfail", None)
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
-            text = str(crash.message if crash else report.longrepr)
-            return CheckResult(name, Outcome.FAILED, seconds, _one_line(text), report.longreprtext)
+            said = _one_line(str(crash.message if crash else report.longrepr))
+            reason = said if said.startswith(("expected ", "[XPASS")) else f"expected no error, got {said}"
+            return CheckResult(name, Outcome.FAILED, seconds, reason, report.longreprtext)
         if report.skipped and expected is not None:
             return CheckResult(name, Outcome.EXPECTED_FAILURE, seconds, _one_line(expected), "")
         if report.skipped:
@@ -231,10 +236,11 @@ def _result(reports: Sequence[pytest.TestReport]) -> CheckResult:
 
 
 def _one_line(text: str) -> str:
-    """The first line of a message, without the exception's module path."""
+    """The first line of a message, without the exception's module path, and without its name where a check has failed."""
     first = text.strip().splitlines()[0] if text.strip() else ""
     kind, colon, rest = first.partition(": ")
-    return f"{kind.rpartition('.')[2]}{colon}{rest}" if " " not in kind else first
+    kind = kind.rpartition(".")[2] if " " not in kind else kind
+    return rest if kind in _FAILED_CHECKS else f"{kind}{colon}{rest}"
 
 
 @contextlib.contextmanager

@@ -46,7 +46,7 @@ class ViewChecks(ConformanceBase):
         connection.show(version)
         for half in connection.receivers:
             problem = half.call("join", parcels=version)
-            assert not problem, f"{half.name}: {problem}"
+            assert not problem, f"expected one storage of the views of {half.name}, {problem}"
 
     def test_lasting_buckets_in_the_callers_own_memory_are_viewed_too(self, viewers: ConnectionMaker) -> None:
         """A bucket need not come from ``allocate``, and the one behind it does not take its place."""
@@ -92,7 +92,8 @@ class ViewChecks(ConformanceBase):
         last.call("release", version=1, deadline_s=self.deadline_s)
         connection.sender.result()
         seconds = connection.sender.seconds
-        assert seconds <= 2 * self.settle_s + self.prompt_s, f"reclaim returned after {seconds:.2f} s"
+        within_s = 2 * self.settle_s + self.prompt_s
+        assert seconds <= within_s, f"expected reclaim to return within {within_s:g} s, it took {seconds:.2f} s"
 
     def test_releases_and_acknowledgements_of_two_versions_may_cross(self, viewers: ConnectionMaker) -> None:
         """One is released while the other is sent: each is reclaimed by itself, in any order."""
@@ -135,7 +136,8 @@ class ViewChecks(ConformanceBase):
             half.call("close", keep=True)
         connection.make()
         connection.connect().show(version, fill=False)
-        assert not (problem := connection.receivers[0].call("join", parcels=version)), problem
+        problem = connection.receivers[0].call("join", parcels=version)
+        assert not problem, f"expected one storage of what was written for the sender before, {problem}"
         connection.release(1)
 
     def test_what_is_viewed_stays_when_its_memory_is_freed(self, viewers: ConnectionMaker) -> None:

@@ -55,7 +55,7 @@ def _rows(report: BenchReport) -> Table:
     table = _table("", columns)
     for row in report.rows:
         table.add_row(
-            row.name,
+            escape(row.name),
             _ms(row.trainer_blocked_s),
             _ms(row.trainer_blocked_without_step_s),
             _ms(row.rollout_blocked_s),
@@ -74,14 +74,14 @@ def _costs(report: BenchReport) -> Table:
         slowdown = ("", "") if row.slowdown is None else (f"{row.slowdown.trainer:.2f}", f"{row.slowdown.decode:.2f}")
         extra = row.extra_bytes
         wire = f"{100 * row.wire_bytes / row.payload_bytes:.2f} %"
-        table.add_row(row.name, wire, f"{extra.trainer / 1e6:.1f}", f"{extra.rollout / 1e6:.1f}", *slowdown)
+        table.add_row(escape(row.name), wire, f"{extra.trainer / 1e6:.1f}", f"{extra.rollout / 1e6:.1f}", *slowdown)
     return table
 
 
 def _phases(report: BenchReport) -> Table:
     table = _table("of the latency", PHASES)
     for row in report.rows:
-        table.add_row(row.name, *(_ms(getattr(row.phases, name)) for name in PHASES))
+        table.add_row(escape(row.name), *(_ms(getattr(row.phases, name)) for name in PHASES))
     return table
 
 

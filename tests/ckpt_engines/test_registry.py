@@ -34,17 +34,14 @@ class Good(CheckpointEngine):
 class OtherApi(Good):
     api_version = 999
 
-class NoCapabilities(Good):
-    capabilities = {"devices": ["cpu"]}
+class NoCapabilities(CheckpointEngine):
+    api_version = API_VERSION
+    def make_sender(self, name): raise NotImplementedError
+    def make_receiver(self, name): raise NotImplementedError
 
-class NoDevice(Good):
-    capabilities = Capabilities(devices=frozenset(), delivery=frozenset({Delivery.STORE}))
-
-class NoDelivery(Good):
-    capabilities = Capabilities(devices=frozenset({"cpu"}), delivery=frozenset())
-
-class NoConfigType(Good):
-    config_type = dict
+class NoVersion(CheckpointEngine):
+    capabilities = Good.capabilities
+    make_sender = make_receiver = None
 
 class Half(CheckpointEngine):
     api_version = API_VERSION
@@ -56,6 +53,16 @@ class Elsewhere(Good):
     def unavailable_reason(cls):
         return "no warp drive"
 
+class SaysFalse(Good):
+    @classmethod
+    def unavailable_reason(cls):
+        return False
+
+class Exits(Good):
+    @classmethod
+    def unavailable_reason(cls):
+        raise SystemExit("no licence")
+
 def not_a_class():
     pass
 """
@@ -65,9 +72,10 @@ ENTRY_POINTS = """
 good = acme_engines:Good
 other-api = acme_engines:OtherApi
 no-capabilities = acme_engines:NoCapabilities
-no-device = acme_engines:NoDevice
-no-delivery = acme_engines:NoDelivery
-no-config-type = acme_engines:NoConfigType
+no-version = acme_engines:NoVersion
+says-false = acme_engines:SaysFalse
+exits = acme_engines:Exits
+Big name = acme_engines:Good
 half = acme_engines:Half
 elsewhere = acme_engines:Elsewhere
 not-a-class = acme_engines:not_a_class
@@ -76,6 +84,40 @@ needs-rdma = acme_rdma:Engine [rdma]
 crashes = acme_crashes:Engine
 twin = acme_engines:Good
 """
+
+WRONG = {
+    "text-of-devices": (
+        'capabilities = Capabilities("cpu", frozenset({Delivery.STORE}))',
+        ["devices is 'cpu'", 'Write devices=frozenset({"cpu"})'],
+    ),
+    "no-device": ("capabilities = Capabilities(frozenset(), frozenset({Delivery.STORE}))", ["devices is frozenset()"]),
+    "number-of-devices": ("capabilities = Capabilities({8}, {Delivery.STORE})", ["devices is 8", '{"cpu"}']),
+    "no-delivery": ('capabilities = Capabilities(frozenset({"cpu"}), frozenset())', ["delivery is frozenset()"]),
+    "bare-delivery": (
+        'capabilities = Capabilities(frozenset({"cpu"}), Delivery.STORE)',
+        ["delivery is <Delivery.STORE", "Write delivery=frozenset({Delivery.BROADCAST})"],
+    ),
+    "misspelt-delivery": (
+        'capabilities = Capabilities(frozenset({"cpu"}), frozenset({"broadcst"}))',
+        ["delivery is {'broadcst'}", "Delivery.BROADCAST, Delivery.POINT_TO_POINT, Delivery.STORE"],
+    ),
+    "flag-of-text": (
+        'capabilities = Capabilities({"cpu"}, {Delivery.STORE}, persistent="no")',
+        ["persistent is 'no'", "persistent=True, or leave it out"],
+    ),
+    "dict-of-capabilities": (
+        'capabilities = {"devices": ["cpu"]}',
+        ["acme_wrong_dict_of_capabilities.Wrong", "capabilities is {", "Write Capabilities(devices="],
+    ),
+    "text-of-version": ('api_version = "1"', ["api_version is '1'", "Write api_version = API_VERSION"]),
+    "no-config-type": ("config_type = dict", ["config_type is <class 'dict'>", "derived from EngineConfig"]),
+    "no-config": (
+        "def __init__(self): pass",
+        ["acme_wrong_no_config.Wrong", "__init__ does not take the config", "def __init__(self, config)"],
+    ),
+    "no-classmethod": ("def unavailable_reason(self): return None", ["asked of the class", "@classmethod"]),
+}
+"""By engine, each in a module of its own: what is wrong in a class that is right otherwise, and what is said of it."""
 
 PROBE = """
 import json, sys
@@ -111,6 +153,13 @@ def found(tmp_path_factory: pytest.TempPathFactory, session_children: Any) -> di
     install(site, "acme-engines", "1.5", ENTRY_POINTS)
     install(site, "other-engines", "0.3", "[weightlane.ckpt_engines]\ntwin = acme_engines:Good\n")
     (site / "acme_engines.py").write_text(GOOD_MODULE)
+    wrong = {name: f"acme_wrong_{name.replace('-', '_')}" for name in WRONG}
+    entries = "".join(f"{name} = {module}:Wrong\n" for name, module in wrong.items())
+    install(site, "wrong-engines", "2.0", f"[weightlane.ckpt_engines]\n{entries}")
+    for name, module in wrong.items():
+        (site / f"{module}.py").write_text(
+            f"from acme_engines import *\n\nclass Wrong(CheckpointEngine):\n    {WRONG[name][0]}\n"
+        )
     (site / "acme_rdma.py").write_text("import nosuch_rdma_library\n")
     (site / "acme_crashes.py").write_text("raise RuntimeError('driver too old')\n")
     status, output, errors = session_children.run(["-c", textwrap.dedent(PROBE)], HANG_S, env={"PYTHONPATH": str(site)})
@@ -142,13 +191,14 @@ def test_an_engine_of_another_distribution_is_made_from_its_own_options_with_fau
         ("no-attribute", "EngineImportError", ["acme-engines 1.5", "Nothing"]),
         ("twin", "DuplicateEngineError", ["acme-engines 1.5", "other-engines 0.3"]),
         ("other-api", "EngineContractError", ["acme-engines 1.5", "999", "1"]),
-        ("no-capabilities", "EngineContractError", ["acme-engines 1.5", "Capabilities"]),
-        ("no-device", "EngineContractError", ["device"]),
-        ("no-delivery", "EngineContractError", ["delivery"]),
-        ("no-config-type", "EngineContractError", ["config_type"]),
+        ("no-capabilities", "EngineContractError", ["acme-engines 1.5", "NoCapabilities must set capabilities ="]),
+        ("no-version", "EngineContractError", ["NoVersion must set api_version = API_VERSION"]),
+        ("Big name", "EngineContractError", ["acme-engines 1.5", "a small letter, then small letters, digits"]),
+        *((name, "EngineContractError", ["wrong-engines 2.0", *said]) for name, (_, said) in WRONG.items()),
         ("half", "EngineContractError", ["make_receiver"]),
         ("not-a-class", "EngineContractError", ["acme-engines 1.5", "not_a_class"]),
         ("elsewhere", "EngineUnavailableError", ["no warp drive", "gloo"]),
+        ("exits", "EngineUnavailableError", ["SystemExit: no licence"]),
     ],
 )
 def test_an_engine_that_cannot_be_had_fails_with_its_own_error_and_says_what_to_do(
@@ -170,6 +220,11 @@ def test_the_list_has_a_row_with_the_reason_for_every_engine_that_cannot_be_used
     assert rows["twin"][0] == "acme-engines 1.5 and other-engines 0.3"
     assert rows["elsewhere"][1:] == (True, "no warp drive")
     assert rows["shm"][2] is None
+    assert "unavailable_reason() of SaysFalse returned False" in rows["says-false"][2]
+    assert "must return None where the engine can run" in rows["says-false"][2]
+    assert found["says-false"]["type"] == "EngineContractError"
+    for name, (_, said) in WRONG.items():
+        assert [part for part in said if part not in rows[name][2]] == []
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 from command_line import report, run
-from rich.console import Console
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import (
@@ -28,6 +27,7 @@ from weightlane.ckpt_engines import (
 )
 from weightlane.cli import main as command
 from weightlane.cli.display import RunDisplay
+from weightlane.cli.output import console, own_stdout
 
 ENGINES = ["cuda_ipc", "filesystem", "gloo", "hccl", "nccl", "shm"]
 """Those of this distribution; others may be installed beside it."""
@@ -127,11 +127,24 @@ def test_the_installed_command_ends_with_exit_code_2_and_the_message(tmp_path: P
     assert ended.stderr == f"error: configuration: there is no configuration file {tmp_path / 'nowhere.toml'}.\n"
 
 
-def test_an_abort_with_brackets_in_its_reason_is_shown_as_it_is() -> None:
-    console = Console(file=io.StringIO(), width=200)
-    display = RunDisplay(console, 10, live=False)
-    display.version_aborted(version=3, facts={"error": "cannot write [/tmp/x]: [Errno 28] no space"})
-    display.say("in [/tmp/y]")
-    assert isinstance(console.file, io.StringIO)
-    printed = console.file.getvalue()
-    assert printed == "version 3 aborted: cannot write [/tmp/x]: [Errno 28] no space\nin [/tmp/y]\n"
+def test_reasons_and_names_with_brackets_and_colons_are_shown_as_they_are() -> None:
+    file = io.StringIO()
+    display = RunDisplay(console(file), 10, live=False)
+    display.version_aborted(version=3, facts={"error": "cannot write [/tmp/x]: [Errno 28] no :X: space"})
+    display.item_failed("[red]odd[/red]", {"count": 2, "error": "[/] :X:"})
+    display.say("in [/tmp/y] :X:")
+    assert file.getvalue() == (
+        "version 3 aborted: cannot write [/tmp/x]: [Errno 28] no :X: space\n"
+        "a sample ([red]odd[/red]) failed: [/] :X: (further ones are counted; all are in failures.jsonl)\n"
+        "in [/tmp/y] :X:\n"
+    )
+
+
+def test_standard_output_is_the_commands_own_where_a_caller_has_diverted_it_too(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with own_stdout() as out:
+        print("theirs")
+        print("ours", file=out)
+    print("after")
+    assert capsys.readouterr() == ("ours\nafter\n", "theirs\n")

@@ -46,7 +46,7 @@ def test_an_engine_that_does_not_conform_ends_with_1_and_says_why_as_json_too(mo
     engine = f"{BROKEN}:AddressIsNoPlainData"
     result = run("conformance", engine, *ONE_CHECK)
     assert result.exit_code == 1
-    assert "is not plain JSON data" in result.stdout
+    assert "expected an address of plain JSON data, it is" in result.stdout
     assert f"{engine} does not conform: 1 failed in " in result.stdout
     result = run("conformance", engine, *ONE_CHECK, "--json")
     assert result.exit_code == 1
@@ -56,7 +56,18 @@ def test_an_engine_that_does_not_conform_ends_with_1_and_says_why_as_json_too(mo
     assert report["capabilities"]["delivery"] == ["broadcast", "point-to-point"]
     (check,) = report["checks"]
     assert (check["name"], check["outcome"]) == (ADDRESS, "failed")
-    assert "is not plain JSON data" in check["reason"]
+    assert "expected an address of plain JSON data, it is" in check["reason"]
+
+
+def test_a_class_that_declares_itself_wrongly_is_refused_with_what_to_write(tmp_path: Path) -> None:
+    engine = tmp_path / "wrong.py"
+    engine.write_text(
+        "from weightlane.ckpt_engines import *\n"
+        "class Wrong(CheckpointEngine):\n"
+        "    capabilities = Capabilities('cpu', Delivery.BROADCAST)\n"
+    )
+    said = f"{engine}:Wrong declares what is none: Capabilities: devices is 'cpu'. Write devices=frozenset("
+    assert_refused(said, "conformance", f"{engine}:Wrong")
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,6 @@ def machine_of_an_author(tmp_path: Path) -> dict[str, str]:
     return {
         **os.environ,
         "PATH": f"{commands}:{os.environ['PATH']}",
-        "WEIGHTLANE": str(ROOT),
         "PIP_NO_DEPS": "1",
         "PIP_NO_BUILD_ISOLATION": "0",  # which is how pip spells that it is off
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",

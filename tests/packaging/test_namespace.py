@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import zipfile
@@ -34,6 +35,25 @@ def test_the_wheel_holds_every_module_and_nothing_beside_weightlane(tmp_path: Pa
         assert f"weightlane/{folder}/py.typed" in names
     top = {name.split("/")[0] for name in names}
     assert {name for name in top if not name.endswith(".dist-info")} == {"weightlane"}
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    program = (
+        "import weightlane.plugins\n"
+        "from weightlane.ckpt_engines.new_engine import make_engine_package\n"
+        "make_engine_package('pigeon')\n"
+        "print(weightlane.plugins.__file__)"
+    )
+    made = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+    )
+    assert made.stdout.startswith(str(site)), "not the wheel's but the checkout's"
+    assert (tmp_path / "weightlane-pigeon/weightlane_pigeon.py").is_file()
     assert "weightlane/__init__.py" not in names, "weightlane is a namespace that other distributions may join"
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from weightlane_mooncake.conformance import MooncakeConformance
 
-from weightlane.ckpt_engines.conformance import EngineConformance
 
-
-class TestOverTcp(EngineConformance):
+class TestOverTcp(MooncakeConformance):
     # However busy the machine is: what waits for its deadline, or for ever, fails all the same.
     deadline_s = prompt_s = grace_s = 240.0
     slack_s = 25.0

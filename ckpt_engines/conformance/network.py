@@ -1,0 +1,220 @@
+"""What a check does to a half from outside: finds its listening sockets, knocks there, and records what goes through them."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import re
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+_TCP_LISTEN = "0A"
+_UNIX_LISTEN = "00010000"
+_UNIX_STREAM = "0001"
+_POLL_S = 0.005
+_PATIENCE_S = 0.2
+"""How long a stranger waits for a connection: a listener whose queue is full answers nobody."""
+_FLOOD = 300
+_CHUNK_BYTES = 1 << 16
+_RESET = struct.pack("ii", 1, 0)
+"""`SO_LINGER`: closing sends a reset instead of a farewell."""
+_PORT = re.compile(r"(?:(?<=:)|^)\d+$")
+
+
+class Listener(NamedTuple):
+    """A listening stream socket: TCP, or a Unix socket whose path is the host and whose port is 0."""
+
+    host: str
+    port: int
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether every interface of the machine leads to it."""
+        return self.host in ("0.0.0.0", "::")  # noqa: S104 - looked for
+
+    def dial(self) -> socket.socket:
+        """A connection to it. Raises OSError."""
+        if self.port:
+            host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # noqa: S104 - looked for
+            return socket.create_connection((host, self.port), timeout=_PATIENCE_S)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(_PATIENCE_S)
+            sock.connect(self.host.replace("@", "\0", 1) if self.host.startswith("@") else self.host)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+
+def listeners(pid: int) -> set[Listener]:
+    """Every stream socket on which the process `pid`, one of this user's, listens."""
+    inodes = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            inodes.add(str(descriptor.readlink()).removeprefix("socket:[").removesuffix("]"))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for fields in _rows(pid, table):
+            if fields[3] == _TCP_LISTEN and fields[9] in inodes:
+                host, port = fields[1].split(":")
+                found.add(Listener(_host(host), int(port, 16)))
+    for fields in _rows(pid, "unix"):
+        if fields[3:5] == [_UNIX_LISTEN, _UNIX_STREAM] and fields[6] in inodes and len(fields) > 7:  # noqa: PLR2004
+            found.add(Listener(fields[7], 0))
+    return found
+
+
+def _rows(pid: int, table: str) -> Iterable[list[str]]:
+    try:
+        text = Path(f"/proc/{pid}/net/{table}").read_text(encoding="utf-8", errors="replace")
+    except OSError:  # no IPv6 here
+        return []
+    return (line.split() for line in text.splitlines()[1:])
+
+
+def _host(digits: str) -> str:
+    """An address as the kernel prints it: 32-bit words in this machine's byte order."""
+    words = [int(digits[place : place + 8], 16) for place in range(0, len(digits), 8)]
+    packed = struct.pack(f"={len(words)}I", *words)
+    return socket.inet_ntop(socket.AF_INET if len(words) == 1 else socket.AF_INET6, packed)
+
+
+class Strangers:
+    """Visit every listening socket of some processes, as it appears, until the end of the block.
+
+    Args:
+        manner: ``silent`` ones connect and say nothing, ``garbage`` is what others send, those ``hanging up`` leave in the middle
+            of a message, and a ``flood`` is a few hundred silent ones at once.
+        pids: The processes.
+    """
+
+    def __init__(self, manner: str, pids: Iterable[int]) -> None:
+        self._manner = manner
+        self._pids = tuple(pids)
+        self._connections: list[socket.socket] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._knock, daemon=True)
+        self.visited: set[tuple[int, Listener]] = set()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+        for sock in self._connections:
+            sock.close()
+
+    def wait(self, at_most_s: float) -> None:
+        """Wait until a first listener was visited, for so long at most."""
+        end = time.monotonic() + at_most_s
+        while not self.visited and time.monotonic() < end:
+            time.sleep(_POLL_S)
+
+    def _knock(self) -> None:
+        while not self._over.wait(_POLL_S):
+            for pid in self._pids:
+                with contextlib.suppress(OSError):  # the process has ended
+                    for listener in listeners(pid):
+                        if (pid, listener) not in self.visited:
+                            self._visit(listener)
+                            self.visited.add((pid, listener))
+
+    def _visit(self, listener: Listener) -> None:
+        for number in range(_FLOOD if self._manner == "flood" else 2):
+            try:
+                sock = listener.dial()
+            except OSError:  # refused, which is a good answer, or its queue is full
+                return
+            self._connections.append(sock)
+            with contextlib.suppress(OSError):  # hung up on
+                if self._manner == "garbage":
+                    sock.sendall(b"GET / HTTP/1.1\r\n\r\n" if number else random.Random(0).randbytes(4096))  # noqa: S311
+                elif self._manner == "hanging up":
+                    sock.sendall(b"\x10\0\0\0{"[: 5 * number])
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+                    sock.close()
+
+
+class Recorder:
+    """A TCP proxy in front of a listener that keeps what goes either way.
+
+    Args:
+        target: The listener, of this machine.
+    """
+
+    def __init__(self, target: Listener) -> None:
+        self._target = target
+        self._sockets: list[socket.socket] = []
+        with target.dial() as probe:
+            self._own = socket.create_server((probe.getpeername()[0], 0), family=probe.family)
+        self.port: int = self._own.getsockname()[1]
+        self.streams: list[bytearray] = []
+        """One for each direction of each connection."""
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        """Cut every connection."""
+        for sock in (self._own, *self._sockets):
+            with contextlib.suppress(OSError):  # it is closed already
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                ours, _ = self._own.accept()
+                theirs = self._target.dial()
+                theirs.settimeout(None)
+                self._sockets += [ours, theirs]
+                for source, sink in ((ours, theirs), (theirs, ours)):
+                    stream = bytearray()
+                    self.streams.append(stream)
+                    threading.Thread(target=self._pump, args=(source, sink, stream), daemon=True).start()
+
+    @staticmethod
+    def _pump(source: socket.socket, sink: socket.socket, stream: bytearray) -> None:
+        with contextlib.suppress(OSError):
+            while chunk := source.recv(_CHUNK_BYTES):
+                stream += chunk
+                sink.sendall(chunk)
+            sink.shutdown(socket.SHUT_WR)
+
+
+def rerouted(address: Any, ports: Mapping[int, int]) -> Any:
+    """Plain data with every port number that is a key of `ports` replaced, also as a text and behind a colon."""
+    if isinstance(address, dict):
+        return {key: rerouted(value, ports) for key, value in address.items()}
+    if isinstance(address, list):
+        return [rerouted(value, ports) for value in address]
+    if isinstance(address, str):
+        return _PORT.sub(lambda match: str(ports.get(int(match[0]), match[0])), address)
+    return ports.get(address, address) if type(address) is int else address
+
+
+def own_memory(pid: int) -> tuple[int, int]:
+    """Resident memory of the process `pid`, and its peak since `forget_peak`, in bytes."""
+    lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines())
+    now, peak = (int(lines[key].split()[0]) << 10 for key in ("VmRSS", "VmHWM"))
+    return now, peak
+
+
+def forget_peak(pid: int) -> None:
+    """Count the peak of the process's memory from now on. Raises OSError where the kernel does not let us."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="ascii")
+
+
+def sleeps(pid: int) -> bool:
+    """Whether the main thread of the process waits for something."""
+    stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    return stat.rpartition(")")[2].split()[0] == "S"

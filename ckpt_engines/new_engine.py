@@ -1,0 +1,69 @@
+"""Makes a package for a new engine out of the template: what ``weightlane new-engine`` does."""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+
+from .errors import ConfigError, StorageError
+from .registry import CheckpointEngineRegistry
+
+_PART = "new engine"
+_NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
+_TEMPLATE = ("packages", "weightlane-engine-template")
+"""Where the template lies beside `weightlane.plugins`, in a checkout and in the wheel."""
+_FILES = ("README.md", "pyproject.toml", "weightlane_engine_template.py", "tests/test_conformance.py")
+_TO_RENAME = re.compile(r"weightlane-engine-template|weightlane_engine_template|\btemplate\b|Template")
+
+
+def make_engine_package(name: str, directory: Path | None = None) -> Path:
+    """A package, ready to be installed and to pass the conformance suite, for an engine called `name`.
+
+    Args:
+        name: What users will write as ``checkpoint_engine.backend``: small letters and digits, with ``-`` or ``_`` between words.
+        directory: Where to; ``weightlane-NAME`` here by default. Must not exist.
+
+    Returns:
+        That directory.
+
+    Raises:
+        ConfigError: `name` is none, or belongs to an installed engine; or there is something at `directory`.
+        StorageError: The files could not be written.
+    """
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{name!r} is not a name for an engine.",
+            part=_PART,
+            hint="Use words of small letters and digits with - or _ between, such as carrier-pigeon.",
+        )
+    if name in CheckpointEngineRegistry().names():
+        raise ConfigError(f"an engine called {name!r} is installed already.", part=_PART, hint="Choose another name.")
+    words = re.split("[-_]", name)
+    distribution = f"weightlane-{'-'.join(words)}"
+    renamed = {
+        "weightlane-engine-template": distribution,
+        "weightlane_engine_template": distribution.replace("-", "_"),
+        "template": name,
+        "Template": "".join(word.capitalize() for word in words),
+    }
+
+    def renamed_text(text: str) -> str:
+        return _TO_RENAME.sub(lambda match: renamed[match[0]], text)
+
+    target = Path(distribution) if directory is None else directory
+    source: Traversable = files("weightlane.plugins").joinpath(*_TEMPLATE)
+    texts = {renamed_text(file): renamed_text(source.joinpath(file).read_text(encoding="utf-8")) for file in _FILES}
+    try:
+        target.mkdir(parents=True)
+        for file, text in texts.items():
+            (target / file).parent.mkdir(exist_ok=True)
+            (target / file).write_text(text, encoding="utf-8")
+    except FileExistsError as error:
+        raise ConfigError(
+            f"{target} exists already.", part=_PART, hint="Choose another place with --directory, or remove it."
+        ) from error
+    except OSError as error:
+        raise StorageError(f"{target} cannot be written: {error}.", part=_PART) from error
+    return target

@@ -1,0 +1,60 @@
+"""``weightlane new-engine``: the package that it makes. That it passes the suite is held by the guide's test in ``packaging``."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import assert_refused, run
+from waiting import HANG_S
+
+TEMPLATE = Path(__file__).parents[2] / "plugins/packages/weightlane-engine-template"
+
+
+def test_the_package_is_the_template_under_another_name_and_the_next_commands_are_printed(
+    tmp_path: Path, session_children: Any
+) -> None:
+    package = tmp_path / "a new" / "engine"
+    result = run("new-engine", "carrier_pigeon2", "--directory", str(package))
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[1:] == [
+        f"    python -m pip install -e '{package}[test]'",
+        "    weightlane conformance carrier_pigeon2",
+    ]
+    texts = {path.relative_to(package).as_posix(): path.read_text() for path in package.rglob("*") if path.is_file()}
+    module = "weightlane_carrier_pigeon2"
+    assert set(texts) == {"README.md", "pyproject.toml", f"{module}.py", "tests/test_conformance.py"}
+    assert [name for name, text in texts.items() if "emplate" in text] == []
+    assert (
+        texts[f"{module}.py"].replace("CarrierPigeon2", "Template").replace("carrier_pigeon2", "template")
+        == (TEMPLATE / "weightlane_engine_template.py").read_text()
+    )
+    project = tomllib.loads(texts["pyproject.toml"])["project"]
+    assert project["name"] == "weightlane-carrier-pigeon2"
+    engine = f"{module}:CarrierPigeon2Engine"
+    assert project["entry-points"]["weightlane.ckpt_engines"] == {"carrier_pigeon2": engine}
+    status, _, errors = session_children.run(["-c", f"from {module} import CarrierPigeon2Engine"], HANG_S, cwd=package)
+    assert status == 0, errors
+
+
+@pytest.mark.parametrize(
+    "name", ["Pigeon", "carrier pigeon", "2pigeons", "pigeon-", "-pigeon", "carrier--pigeon", "", "../pigeon", "pigéon"]
+)
+def test_a_name_that_is_none_is_refused(tmp_path: Path, name: str) -> None:
+    assert_refused("is not a name for an engine", "new-engine", "--directory", str(tmp_path / "x"), "--", name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_overwritten_and_no_installed_engine_hidden(tmp_path: Path) -> None:
+    assert_refused(f"{tmp_path} exists already", "new-engine", "pigeon", "--directory", str(tmp_path))
+    assert_refused("'shm' is installed already", "new-engine", "shm", "--directory", str(tmp_path / "shm"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = run("new-engine", "pigeon", "--directory", str(tmp_path / "file" / "pigeon"))
+    assert result.exit_code == 1
+    assert "cannot be written" in result.stderr
