@@ -1,0 +1,187 @@
+"""Whatever the plan, the ranks of a collective engine's connections keep one order, and none waits for another in a circle."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from checked_device.group import Fleet, Group
+from checked_device.tensors import installed
+from checked_device.world import ORDER, World, names
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weightlane.ckpt_engines import Bucket, Capabilities, Delivery
+from weightlane.ckpt_engines._collective_halves import CollectiveReceiver, CollectiveSender
+from weightlane.ckpt_engines._device_group import DeviceGroup
+from weightlane.ckpt_engines._group_engine import TorchDistributedConfig
+from weightlane.ckpt_engines.devices import runtime_of
+from weightlane.sync.boxes import Box
+from weightlane.sync.placement import Placement
+from weightlane.sync.session_plan import Link, SessionPlan, Supply
+from weightlane.sync.tensor_spec import TensorSpec
+from weightlane.sync.transfer_plan import Network
+
+FACTS = Capabilities(
+    devices=frozenset({"cuda"}),
+    delivery=frozenset({Delivery.BROADCAST, Delivery.POINT_TO_POINT}),
+    collective=True,
+)
+SPECS = [TensorSpec(f"t{number}", (8 + number, 16), torch.float32) for number in range(4)]
+
+
+def shares(world: int) -> Iterator[Placement]:
+    """The rows of every tensor, dealt out to so many ranks."""
+    for rank in range(world):
+        slices = []
+        for spec in SPECS:
+            first, last = (spec.shape[0] * each // world for each in (rank, rank + 1))
+            slices.append((spec, Box((first, 0), (last - first, spec.shape[1]))))
+        yield Placement.of(slices)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> SessionPlan:
+    """Of some trainer ranks and some rollout ranks, with relays or without."""
+    trainers = draw(st.integers(1, 4))
+    cuts = draw(st.lists(st.sampled_from([1, 2, 3]), min_size=1, max_size=3))
+    network = draw(st.sampled_from([None, Network(1e6, 1e9, bucket_bytes=64), Network(1e9, 1e9, bucket_bytes=64)]))
+    held = {f"trainer-{rank}": share for rank, share in enumerate(shares(trainers))}
+    needed = {
+        f"rollout-{number}/{rank}": share for number, cut in enumerate(cuts) for rank, share in enumerate(shares(cut))
+    }
+    supply = Supply(held, draw(st.sampled_from([64, 256, 4096])), False, "", network)
+    return SessionPlan(supply, needed, FACTS, may_relay=True)
+
+
+def members(link: Link) -> list[str]:
+    return [*link.senders, *link.receivers]
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans())
+def test_links_of_a_collective_engine_are_few_and_nobody_sends_and_receives_on_one(plan: SessionPlan) -> None:
+    carried = [(sender, lane, name) for link in plan.links for sender in link.senders for lane in link.lanes[sender]
+               for name in link.receivers if (sender, name) in plan.routes[lane].hops]  # fmt: skip
+    wanted = [(sender, lane, name) for lane, route in enumerate(plan.routes) for sender, name in route.hops]
+    assert sorted(carried) == sorted(wanted), "every hop of every lane goes through one link, once"
+    for link in plan.links:
+        assert not set(link.senders) & set(link.receivers)
+    if not plan.relays:
+        for one in plan.links:
+            for other in plan.links:
+                assert one is other or not set(one.receivers) & set(other.receivers), "one communicator is enough there"
+
+
+@settings(max_examples=25, deadline=None)
+@given(plan=plans(), seed=st.integers(0, 99))
+def test_the_operations_of_any_plan_meet_on_the_checked_device(plan: SessionPlan, seed: int) -> None:
+    """The halves of every link post what the framework has them post, all at once; every operation must end."""
+    ranks = sorted({name for link in plan.links for name in members(link)})
+    world = World(seed, devices=1 + len(ranks))
+    device_of = {name: number for number, name in enumerate(ranks, 1)}
+    try:
+        run_all(world, plan, device_of)
+        assert not world.violations, names(world.violations)
+    finally:
+        world.close()
+
+
+def run_all(
+    world: World,
+    plan: SessionPlan,
+    device_of: Mapping[str, int],
+    reordered: Callable[[str, deque[Any]], None] | None = None,
+) -> None:
+    """Have every member of every link post everything, and wait for the end of it, or for what is wrong."""
+    with installed(world, "cuda"):
+        halves: list[CollectiveSender | CollectiveReceiver] = []
+        for link in plan.links:
+            fleet = Fleet(world, len(members(link)))
+            connected = {name: connected_half(link, name, device_of[name], fleet) for name in members(link)}
+            halves += connected.values()
+            post_all(plan, link, connected, device_of, reordered)
+        for half in halves:
+            half._start()
+        world.wait_until(
+            lambda: bool(world.violations) or all(not stream.queue for stream in world._streams),
+            "the end of all transfers",
+        )
+        for half in halves:
+            half.close()
+
+
+def connected_half(link: Link, name: str, device: int, fleet: Fleet) -> Any:
+    """A half that is connected to the others of its link."""
+    kind = CollectiveSender if name in link.senders else CollectiveReceiver
+    where = torch.device("cuda", device)
+    made = kind(name, TorchDistributedConfig(), "nccl", where)
+    made._ranks = {other: rank for rank, other in enumerate(members(link))}
+    made._senders = len(link.senders)
+    made._group = DeviceGroup(Group(fleet, made._ranks[name], device), runtime_of(where))  # type: ignore[arg-type]
+    return made
+
+
+def post_all(
+    plan: SessionPlan,
+    link: Link,
+    connected: Mapping[str, Any],
+    device_of: Mapping[str, int],
+    reordered: Callable[[str, deque[Any]], None] | None,
+) -> None:
+    """What every member of a link posts for one version, in the order of its turns."""
+    queues = {name: deque[tuple[str, int, int]]() for name in connected}
+    for sender, lane, index in link.turns(plan.layout):
+        for name in (
+            sender,
+            *(receiver for receiver in link.receivers if (sender, receiver) in plan.routes[lane].hops),
+        ):
+            queues[name].append((sender, lane, index))
+    for name, queue in queues.items():
+        if reordered is not None:
+            reordered(name, queue)
+        for sender, lane, index in queue:
+            start, stop = plan.layout.window(index)
+            to = [receiver for receiver in link.receivers if (sender, receiver) in plan.routes[lane].hops]
+            device = torch.device("cuda", device_of[name])
+            data = torch.zeros(stop - start, dtype=torch.uint8, device=device)
+            bucket = Bucket(1, index, data, runtime_of(device).recorded(), to_all=len(to) == len(link.receivers))
+            if name == sender:
+                connected[name].post(bucket, to)
+            else:
+                connected[name].post(bucket, sender)
+
+
+def test_two_senders_share_one_communicator_and_take_turns() -> None:
+    whole = {f"rollout-{number}/0": Placement.whole(SPECS) for number in range(2)}
+    supply = Supply({f"trainer-{rank}": share for rank, share in enumerate(shares(2))}, 256, False, "", None)
+    (link,) = SessionPlan(supply, whole, FACTS).links
+    assert link.senders == ("trainer-0", "trainer-1")
+    plan = SessionPlan(supply, whole, FACTS)
+    first = [turn.sender for turn in link.turns(plan.layout)][:6]
+    assert first == ["trainer-0", "trainer-1"] * 3
+    with pytest.raises(KeyError):
+        plan.lanes_to("rollout-0/0", link, "nobody")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_rank_that_keeps_another_order_is_found(seed: int) -> None:
+    whole = {f"rollout-{number}/0": Placement.whole(SPECS) for number in range(2)}
+    supply = Supply({f"trainer-{rank}": share for rank, share in enumerate(shares(2))}, 256, False, "", None)
+    plan = SessionPlan(supply, whole, FACTS)
+    world = World(seed, devices=5)
+
+    def reordered(name: str, queue: deque[Any]) -> None:
+        if name == "rollout-1/0":  # everything from one sender first
+            ordered = sorted(queue, key=lambda turn: turn[0])
+            queue.clear()
+            queue.extend(ordered)
+
+    try:
+        run_all(world, plan, {name: place for place, name in enumerate(members(plan.links[0]), 1)}, reordered)
+        assert ORDER in world.broken, names(world.violations)
+    finally:
+        world.close()
