@@ -7,9 +7,13 @@ process in them, however a benchmark ends.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import queue
+import select
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -32,7 +36,12 @@ _BURST_BYTES = 256 << 10
 _QUEUE_MS = 50
 _COMMAND_S = 20.0
 _PIECE_BYTES = 1 << 20
-_TRAFFIC_CONTROL_S = 0.5
+_TUNNEL_MTU = 65_000
+_SET_INTERFACE, _TUN_WITHOUT_HEADER = 0x400454CA, 0x1001
+"""``TUNSETIFF``, and ``IFF_TUN | IFF_NO_PI``."""
+_LONGEST_WINDOW_BYTES = 64 << 20
+_LOOK_S = 0.2
+RAW_S = 0.5
 """A raw transfer must take about so long, against a burst that passes unhindered."""
 
 
@@ -108,6 +117,79 @@ def limited_link(rate_mbit: float) -> Iterator[Link]:
 
 
 @contextlib.contextmanager
+def delayed_link(rate_mbit: float, delay_ms: float) -> Iterator[Link]:
+    """As `limited_link`, and what is sent arrives so much later, in each direction.
+
+    Not every kernel can delay packets by itself: the link is two TUN devices, between which threads of this process carry them.
+    """
+    with _namespaces(2) as paths, contextlib.ExitStack() as opened:
+        hosts = [Host(path, f"{_SUBNET}.{number}") for number, path in enumerate(paths, 1)]
+        tunnels = [inside(host.namespace, _open_tunnel).result(_COMMAND_S) for host in hosts]
+        for tunnel in tunnels:
+            opened.callback(os.close, tunnel)
+        for host in hosts:
+            _each(host.namespace, [f"ip link set {INTERFACE} mtu {_TUNNEL_MTU}", *_up(host, 30)])
+            inside(host.namespace, _allow_long_windows).result(_COMMAND_S)
+        over = threading.Event()
+        opened.callback(over.set)
+        for source, sink in (tunnels, tunnels[::-1]):
+            _Carrier(source, sink, rate_mbit, delay_ms / 1e3, over)
+        yield Link(*hosts, rate_mbit)
+
+
+def _open_tunnel() -> int:
+    tunnel = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    fcntl.ioctl(tunnel, _SET_INTERFACE, struct.pack("16sH", INTERFACE.encode(), _TUN_WITHOUT_HEADER))
+    return tunnel
+
+
+def _allow_long_windows() -> None:
+    """A window must hold what is on its way during a round trip."""
+    for name in ("tcp_rmem", "tcp_wmem"):
+        Path(f"/proc/sys/net/ipv4/{name}").write_text(f"4096 131072 {_LONGEST_WINDOW_BYTES}")
+
+
+class _Carrier:
+    """Carries packets from one TUN device to another, at a rate and with a delay; what would wait for too long is dropped.
+
+    Args:
+        source: Where packets are read.
+        sink: Where they are written.
+        rate_mbit: How fast they leave.
+        delay_s: How much later they arrive.
+        over: Set when the devices are about to be closed.
+    """
+
+    def __init__(self, source: int, sink: int, rate_mbit: float, delay_s: float, over: threading.Event) -> None:
+        self._source, self._sink, self._over = source, sink, over
+        self._bytes_per_s, self._delay_s = rate_mbit * 1e6 / 8, delay_s
+        self._on_their_way: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
+        for work in (self._read, self._write):
+            threading.Thread(target=work, name="weightlane-delayed-link", daemon=True).start()
+
+    def _read(self) -> None:
+        left_at = 0.0
+        while not self._over.is_set():
+            if not select.select([self._source], [], [], _LOOK_S)[0]:
+                continue
+            packet, now = os.read(self._source, _TUNNEL_MTU), time.monotonic()
+            leaves = max(now, left_at) + len(packet) / self._bytes_per_s
+            if leaves - now <= _QUEUE_MS / 1e3:
+                left_at = leaves
+                self._on_their_way.put((leaves + self._delay_s, packet))
+
+    def _write(self) -> None:
+        while not self._over.is_set():
+            try:
+                arrives, packet = self._on_their_way.get(timeout=_LOOK_S)
+            except queue.Empty:
+                continue
+            time.sleep(max(0.0, arrives - time.monotonic()))
+            with contextlib.suppress(OSError):  # nobody is there any more
+                os.write(self._sink, packet)
+
+
+@contextlib.contextmanager
 def limited_hosts(count: int, rate_mbit: float) -> Iterator[tuple[Host, ...]]:
     """`count` fresh namespaces joined by a bridge in one more, each with a link of that rate in each direction.
 
@@ -133,9 +215,9 @@ def sent_bytes(host: Host) -> int:
     return int(line.split(":")[1].split()[8])  # eight columns of what it has received come first
 
 
-def raw_mbit(sender: Host, receivers: Sequence[Host], rate_mbit: float) -> float:
+def raw_mbit(sender: Host, receivers: Sequence[Host], rate_mbit: float, seconds: float = RAW_S) -> float:
     """What TCP carries from a host of that rate to others, one connection to each at once: Mbit of payload per second."""
-    nbytes = max(_PIECE_BYTES, round(rate_mbit * 1e6 / 8 * _TRAFFIC_CONTROL_S))
+    nbytes = max(_PIECE_BYTES, round(rate_mbit * 1e6 / 8 * seconds))
     listening: list[Future[int]] = [Future() for _ in receivers]
 
     def receive(host: Host, at: Future[int]) -> float:

@@ -3,9 +3,10 @@
     python -m benchmarks.slow_link --model qwen3-0.6b --json slow_link.json
 
 The sender and the coordinator live in one network namespace, the receivers in another; a veth pair joins them, both ends
-limited by tc (token bucket) to --rate-mbit. Weights, manifests and all control messages cross it; only the benchmark's own calls
-to its processes go through Unix sockets. Each version changes 1 % (--density) of the elements, at random positions. Before the
-first round, and after the last, a plain TCP transfer shows what the link carries.
+limited by tc (token bucket) to --rate-mbit. With --delay-ms two TUN devices join them, between which packets are held up.
+Weights, manifests and all control messages cross the link; only the benchmark's own calls to its processes go through Unix
+sockets. Each version changes 1 % (--density) of the elements, at random positions. Before the first round, and after the last, a
+plain TCP transfer shows what the link carries.
 
 Linux only; it takes root and the programs ip and tc (Debian's iproute2). The namespaces have no names: they go with the last
 process in them, however the benchmark ends.
@@ -29,7 +30,10 @@ from weightlane.sync.bench.rows import RowContender, RowFacts
 from weightlane.sync.bench.workload import Workload, named_workload
 
 from .command import finish, options_of, say
-from .networks import INTERFACE, limited_link, on, raw_mbit
+from .networks import INTERFACE, RAW_S, delayed_link, limited_link, on, raw_mbit
+
+_RAW_OVER_DELAY_S = 4.0
+"""How long a raw transfer goes on where its window has to open first."""
 
 
 def run(
@@ -37,6 +41,7 @@ def run(
     *,
     receivers: int,
     rate_mbit: float,
+    delay_ms: float,
     rounds: int,
     density: float,
     codecs: tuple[str, ...],
@@ -45,8 +50,10 @@ def run(
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Measure all `codecs` in turns over a limited link; seconds, bytes, and whether every bit was right."""
-    with limited_link(rate_mbit) as link:
-        rates = [raw_mbit(link.sender, [link.receiver], rate_mbit)]
+    joined = delayed_link(rate_mbit, delay_ms) if delay_ms else limited_link(rate_mbit)
+    raw_s = _RAW_OVER_DELAY_S if delay_ms else RAW_S
+    with joined as link:
+        rates = [raw_mbit(link.sender, [link.receiver], rate_mbit, raw_s)]
         say(f"the link carries {rates[0]:.0f} Mbit/s")
         with (
             on(link.sender),
@@ -85,13 +92,17 @@ def run(
             except WeightlaneError as error:
                 processes.raise_if_dead(error)
                 raise
-        rates.append(raw_mbit(link.sender, [link.receiver], rate_mbit))
+        rates.append(raw_mbit(link.sender, [link.receiver], rate_mbit, raw_s))
     table = {
         row.facts.codec: {
             "latency_s": _spread([figures["latency_s"] for figures in found[row.facts.codec]]),
             "rollout_blocked_s": _spread([figures["rollout_blocked_s"] for figures in found[row.facts.codec]]),
             "phases": {phase: _spread([figures[phase] for figures in found[row.facts.codec]]) for phase in PHASES},
             "wire_bytes": round(statistics.median(figures["wire_bytes"] for figures in found[row.facts.codec])),
+            "share_of_link": statistics.median(
+                8e-6 * figures["wire_bytes"] * receivers / figures["latency_s"] / statistics.mean(rates)
+                for figures in found[row.facts.codec]
+            ),
             "sent_as": sent_as[row.facts.codec],
             "verified": row.verified,
         }
@@ -107,6 +118,7 @@ def run(
         "integrity": integrity,
         "rounds": rounds,
         "rate_mbit": rate_mbit,
+        "delay_ms": delay_ms,
         "raw_mbit": rates,
         "rows": table,
         "verified": all(row.verified for row in rows),
@@ -126,14 +138,16 @@ def text(report: dict[str, Any]) -> str:
     lines = [
         f"{report['model']}: {report['payload_bytes'] / 1e6:.1f} MB, receivers: {report['receivers']}, gloo",
         f"{report['density']:.2%} of the elements change, integrity {report['integrity']}",
-        f"link limited to {report['rate_mbit']:.0f} Mbit/s, carried {rates} Mbit/s before and after (TCP payload)",
+        f"link limited to {report['rate_mbit']:.0f} Mbit/s, delay {report['delay_ms']:.0f} ms each way,"
+        f" carried {rates} Mbit/s before and after (TCP payload)",
         f"{'codec':6} {'latency s':>10} {'least':>8} {'most':>8} {'wire bytes':>14} {'of dense':>9}",
     ]
     for codec, row in report["rows"].items():
         latency = row["latency_s"]
         lines.append(
             f"{codec:6} {latency['median']:10.3f} {latency['min']:8.3f} {latency['max']:8.3f} {row['wire_bytes']:14,}"
-            f" {row['wire_bytes'] / report['payload_bytes']:9.2%}{'' if row['verified'] else '  NOT VERIFIED'}"
+            f" {row['wire_bytes'] / report['payload_bytes']:9.2%}, {row['share_of_link']:.0%} of the link"
+            f"{'' if row['verified'] else '  NOT VERIFIED'}"
         )
     lines.append("what the latency consists of, in ms: " + ", ".join(PHASES))
     for codec, row in report["rows"].items():
@@ -148,6 +162,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = options_of(__doc__, model="qwen3-0.6b", rounds=3, deadline_s=120.0)
     parser.add_argument("--receivers", type=int, default=1)
     parser.add_argument("--rate-mbit", type=float, default=1000.0)
+    parser.add_argument("--delay-ms", type=float, default=0.0, help="how much later what is sent arrives, each way")
     parser.add_argument("--density", type=float, default=0.01)
     parser.add_argument("--codec", default="dense,delta", help="of dense, delta, auto")
     parser.add_argument("--integrity", default="off", choices=["off", "full"])
@@ -160,6 +175,7 @@ def main(arguments: list[str] | None = None) -> int:
             named_workload(options.model),
             receivers=options.receivers,
             rate_mbit=options.rate_mbit,
+            delay_ms=options.delay_ms,
             rounds=options.rounds,
             density=options.density,
             codecs=tuple(options.codec.split(",")),
