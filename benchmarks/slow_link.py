@@ -41,13 +41,13 @@ def run(
     *,
     receivers: int,
     rate_mbit: float,
-    delay_ms: float,
     rounds: int,
     density: float,
     codecs: tuple[str, ...],
     integrity: str,
     timeout_s: float,
     say: Callable[[str], None],
+    delay_ms: float = 0.0,
 ) -> dict[str, Any]:
     """Measure all `codecs` in turns over a limited link; seconds, bytes, and whether every bit was right."""
     joined = delayed_link(rate_mbit, delay_ms) if delay_ms else limited_link(rate_mbit)
@@ -138,8 +138,10 @@ def text(report: dict[str, Any]) -> str:
     lines = [
         f"{report['model']}: {report['payload_bytes'] / 1e6:.1f} MB, receivers: {report['receivers']}, gloo",
         f"{report['density']:.2%} of the elements change, integrity {report['integrity']}",
-        f"link limited to {report['rate_mbit']:.0f} Mbit/s, delay {report['delay_ms']:.0f} ms each way,"
-        f" carried {rates} Mbit/s before and after (TCP payload)",
+        (
+            f"link limited to {report['rate_mbit']:.0f} Mbit/s, delay {report['delay_ms']:.0f} ms each way,"
+            f" carried {rates} Mbit/s before and after (TCP payload)"
+        ),
         f"{'codec':6} {'latency s':>10} {'least':>8} {'most':>8} {'wire bytes':>14} {'of dense':>9}",
     ]
     for codec, row in report["rows"].items():
