@@ -109,9 +109,10 @@ class SyncConfig(BaseModel):
     )
     host: str = Field(
         "127.0.0.1",
-        description="Address on which the run's rendezvous store listens; loopback unless the run spans machines.",
+        description="Address on which the run's hub for control messages listens, and the store in which process groups meet;"
+        " loopback unless the run spans machines.",
     )
-    port: int = Field(0, ge=0, le=65535, description="Port of the rendezvous store; 0 takes a free one.")
+    port: int = Field(0, ge=0, le=65535, description="Port of the hub; 0 takes a free one.")
 
     @field_validator("host")
     @classmethod

@@ -96,6 +96,7 @@ class CoordinatorThread:
             self._coordinator.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_JOIN_S)
+        self._rendezvous.close()
 
     async def _connect(self) -> None:
         await asyncio.gather(*(self._tell(replica) for replica in self._replicas))

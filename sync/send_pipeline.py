@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -41,7 +42,7 @@ class Destination:
 
 
 class SendPipeline:
-    """Sends versions through a rank's engine senders, which are called from one thread of this pipeline only.
+    """Sends versions through a rank's engine senders, which are called one call at a time.
 
     Args:
         session: Name of the connection.
@@ -60,6 +61,8 @@ class SendPipeline:
         self._seals: dict[int, list[str]] = {}
         """Of versions that may be committed, with a persistent engine."""
         self._thread = DaemonThreads(1, "weightlane-send")
+        self._turn = threading.Lock()
+        """Held while an engine's half that stores is called: one call at a time."""
 
     def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:
         """Connect the sender, if there is but one."""
@@ -116,21 +119,35 @@ class SendPipeline:
     def _open_version(self, manifest: Manifest, deadline: Deadline) -> None:
         if _is_stored(manifest):
             (sender,) = self._senders
-            sender.open_version(version_files(manifest), deadline)
+            with self._turn:
+                sender.open_version(version_files(manifest), deadline)
 
     def _send(self, bucket: Bucket, to: Destination, deadline: Deadline, stall_s: float) -> None:
-        to.send(bucket, deadline.within(stall_s), self._on_sent)
+        with self._turn:
+            to.send(bucket, deadline.within(stall_s), self._on_sent)
 
     def commit_version(self, version: int, deadline: Deadline) -> None:
-        """`version` serves: readers of a store find it from now on. Raises what the engine raises."""
+        """`version` serves: readers of a store find it from now on. Raises what the engine raises.
+
+        Unlike sending it goes on when the pipeline is closed meanwhile.
+        """
         seals = self._seals.get(version)
         documents = {} if seals is None else {SEALS_FILE: seals_document(seals)}
         (sender,) = self._senders
-        self._wait_for(
-            f"version {version} to be committed",
-            lambda: sender.commit_version(version, documents, deadline),
-            deadline,
-        )
+        what = f"version {version} to be committed"
+
+        def commit() -> None:
+            if not self._turn.acquire(timeout=deadline.remaining_s):
+                raise deadline.error(f"{what} after what is being sent", part=_PART)
+            try:
+                sender.commit_version(version, documents, deadline)
+            finally:
+                self._turn.release()
+
+        thread = DaemonThreads(1, "weightlane-commit")
+        committing = thread.submit(commit)
+        thread.shutdown()
+        result_of(committing, deadline, what, _PART)
 
     def reclaim(self, version: int, deadline: Deadline) -> None:
         """Return once no receiver looks at lasting buckets of `version`. Raises what the engine raises."""
