@@ -66,8 +66,8 @@ class Kind(IntEnum):
     HAS = 7
     """[member] `VALUE` with whether the key is there."""
     CANCEL = 8
-    """[member] `VALUE` with the keys that are in the scope, as a JSON list, in place of what was asked for by this number and
-    otherwise in the same words."""
+    """[member] Do not answer an earlier question of the same name, whose number and payload are told as a JSON list. `VALUE`, by
+    the number of this frame, with the keys that are in the scope."""
     STORE = 9
     """[member] `VALUE` with the port of the torch store."""
     READ = 10
@@ -327,19 +327,20 @@ class ControlHub:
         with self._lock:
             over = self._is_over(name)
             scope = self._scopes.setdefault(name, _Scope())
-            wanted = int(frame.payload) if frame.payload else key
+            number, asked = json.loads(frame.payload) if frame.kind == Kind.CANCEL else (frame.number, frame.payload)
+            wanted = int(asked) if asked else key
             answer: bytes | None
             if frame.kind == Kind.HAS:
                 answer = b"true" if key in scope.values else b"false"
             elif frame.kind == Kind.CANCEL:
-                scope.waits[wanted].discard((member, frame.number))
+                scope.waits[wanted].discard((member, number))
                 if not scope.waits[wanted]:
                     del scope.waits[wanted]
                 answer = json.dumps(list(scope.values)).encode()
             else:
                 answer = _found(scope, wanted)
                 if answer is None and not over:
-                    scope.waits[wanted].add((member, frame.number))
+                    scope.waits[wanted].add((member, number))
             self._drop_if_empty(name, scope)
         if answer is not None:
             self._answer(member, frame.number, answer)

@@ -46,9 +46,9 @@ class Asked:
 
     def present(self) -> list[str]:
         """Call off what was asked of a scope; the keys that it has, as far as the hub says so at once."""
-        found = self._ends.ask(self._question._replace(kind=Kind.CANCEL), self._number).result(
-            Deadline.after(_CANCEL_S)
-        )
+        # By another number: the answer to the question itself may be on its way.
+        payload = json.dumps([self._number, self._question.payload.decode()]).encode()
+        found = self._ends.ask(Frame(Kind.CANCEL, 0, self._question.name, payload)).result(Deadline.after(_CANCEL_S))
         return [str(key) for key in json.loads(found)] if found else []
 
 
@@ -110,16 +110,15 @@ class ControlMember:
             raise self._over
         self.send(frame)
 
-    def ask(self, question: Frame, number: int = 0) -> Asked:
-        """Ask the hub something; with the `number` of an earlier question where the hub is to know which is meant."""
+    def ask(self, question: Frame) -> Asked:
+        """Ask the hub something."""
         with self._lock:
             if self._over is not None:
                 raise self._over
-            if not number:
-                self._last += 1
-                number = self._last
-            asked = self._asked[number] = Asked(self, number, question)
-        self.send(question._replace(number=number))
+            self._last += 1
+            asked = self._asked[self._last] = Asked(self, self._last, question)
+            numbered = question._replace(number=self._last)
+        self.send(numbered)
         return asked
 
     def forget(self, number: int) -> None:

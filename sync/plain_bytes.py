@@ -12,7 +12,7 @@ from typing import Any
 
 from weightlane.ckpt_engines import ProtocolError
 
-_LONG_BYTES = 16 << 10
+_LONG_BYTES = 4 << 10
 """What is shorter goes as it is: compressing it takes longer than sending it."""
 _LEVEL = 1
 _MARK = b"\x78"

@@ -286,6 +286,22 @@ def test_a_value_wakes_whoever_waits_for_it_and_waiting_ends_by_its_deadline(
     wait_until(lambda: not rendezvous.kept, "deletion")
 
 
+def test_an_answer_that_comes_too_late_is_not_taken_for_another_one(
+    rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mailbox, look = rendezvous.mailbox("s"), rendezvous._hub._look
+
+    def put_before_it_is_called_off(member: Any, frame: Frame) -> None:
+        if frame.kind == Kind.CANCEL:
+            mailbox.put("key", "x" * 100_000)
+        look(member, frame)
+
+    monkeypatch.setattr(rendezvous._hub, "_look", put_before_it_is_called_off)
+    with pytest.raises(DeadlineExceededError):
+        mailbox.get("key", Deadline.after(0.02))
+    assert mailbox.get("key", soon()) == "x" * 100_000
+
+
 def test_of_a_session_that_is_over_nothing_is_left_and_nobody_waits(rendezvous: Rendezvous, member: Rendezvous) -> None:
     store = rendezvous.store("gather-group/s-1")
     store.set("rank", "0")
