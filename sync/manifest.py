@@ -463,7 +463,7 @@ class Manifest:
             specs = like.specs
         else:
             specs = tuple(TensorSpec(name, tuple(shape), dtype_of(dtype)) for name, shape, dtype in wire.tensors)
-        return cls(
+        made = cls(
             wire.version,
             specs,
             wire.bucket_bytes,
@@ -479,6 +479,9 @@ class Manifest:
             like.slicing if planned and like is not None else None,
             like.sections if planned and like is not None else (),
         )
+        if not planned:
+            made.__dict__["_plain_specs"] = plain["tensors"]  # the next version's are most often the same objects
+        return made
 
 
 def _aligned(nbytes: int) -> int:
