@@ -209,6 +209,8 @@ class Manifest:
     def as_version(self, version: int, identity: str) -> Manifest:
         """Another version that is sent in full in the same way; what was worked out about this one holds for it, too."""
         assert not self.is_delta
+        if not self.plan:
+            _ = self._plain_specs  # worked out here, it is shared by every version
         other = copy(self)
         other.__dict__.update(version=version, identity=identity)
         return other
