@@ -15,6 +15,7 @@ spend side by side on hosts of their own.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -257,6 +258,9 @@ def take_part() -> int:
     told = json.loads(sys.stdin.readline())
     case, address = Case(*told["case"]), told["address"]
     ranks = {name: rank for rank, name in enumerate(case.trainers)}
+    for rank in range(RANKS_OF_A_REPLICA):
+        _needed(case, rank)
+    gc.freeze()  # hundreds of participants make garbage here, and a model is looked through for it each time
     for name in told["names"]:
         _joined(name, ranks, address, case)
     print("joined", flush=True)

@@ -56,6 +56,7 @@ _OTHERS = (
         "plan-scale-",
         "layout-scale-",
         "direct-",
+        "control-plane-",
     ),
 )
 """How files are called that are no baselines of ``weightlane bench``."""
