@@ -201,11 +201,12 @@ class ControlHub:
             for inbox in member.inboxes:
                 if self._readers.get(inbox) is member:
                     del self._readers[inbox]
-            for scope in self._scopes.values():
+            for name, scope in list(self._scopes.items()):
                 for wanted, waiting in list(scope.waits.items()):
                     waiting -= {wait for wait in waiting if wait[0] is member}
                     if not waiting:
                         del scope.waits[wanted]
+                self._drop_if_empty(name, scope)
             unread = [number for number, (inbox, _) in self._marks.items() if inbox in member.inboxes]
             marks = [self._marks.pop(number) for number in unread]
         for inbox, read in marks:

@@ -220,7 +220,10 @@ class Publisher(Participant):
         return seconds
 
     def wait(self, version: int, timeout_s: float) -> None:
-        """Block until `version` serves. Raises `SyncAbortedError` with the reason everybody got."""
+        """Block until `version` serves; an engine that stores may still be storing it then.
+
+        Raises `SyncAbortedError` with the reason everybody got.
+        """
         self._outcomes.wait(version, Deadline.after(timeout_s), self.name)
 
     def _free(self) -> None:

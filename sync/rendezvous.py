@@ -22,6 +22,7 @@ from weightlane.ckpt_engines import ClosedError, Deadline, ProtocolError, Weight
 from weightlane.ckpt_engines.mac import derive_key, new_secret
 from weightlane.ckpt_engines.process_group import host_store, join_store
 
+from .config import SILENCE_S
 from .control_hub import COORDINATOR, ControlHub, Kind, Member
 from .control_member import Asked, ControlMember, Mark, next_of
 from .control_wire import Connection, Frame, dial
@@ -33,9 +34,6 @@ __all__ = ["COORDINATOR", "Inbox", "Mailbox", "Rendezvous", "RendezvousAddress"]
 _JOIN_TIMEOUT_S = 30.0
 _ANSWER_S = 30.0
 """Most seconds for an answer that the hub has at once."""
-SILENCE_S = 20.0
-"""After so many seconds a host that says nothing any more counts as gone: longer than a switch needs to find another way, and
-less than a sync has (`sync.deadline_s`)."""
 _PORTS = 1 << 16
 
 

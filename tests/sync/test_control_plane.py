@@ -6,10 +6,12 @@ import gc
 import os
 import select
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -29,7 +31,7 @@ from weightlane.ckpt_engines import (
     WeightlaneError,
 )
 from weightlane.ckpt_engines.mac import new_secret
-from weightlane.sync import Manifest, Rendezvous, RendezvousAddress, TensorSpec
+from weightlane.sync import Manifest, Rendezvous, RendezvousAddress, SyncConfig, TensorSpec
 from weightlane.sync.control_hub import Kind
 from weightlane.sync.control_wire import Connection, Frame, dial
 from weightlane.sync.messages import Abort, Committed, Stop
@@ -423,6 +425,38 @@ def test_another_version_of_a_manifest_is_what_it_would_be_if_it_were_made_anew(
     for changed in ({"bucket_bytes": 2048}, {"sealed": False}, {"lasting": True}, {"quantised": "fp8"}):
         other = replace(first, version=7, **changed)
         assert Manifest.from_plain(other.to_plain(), first) == other
+
+
+# -- a coordinator that is silent ----------------------------------------------------------------------------------------
+
+SILENT = """
+import sys
+from weightlane.sync import Rendezvous
+host = Rendezvous.host(silence_s=1.0)
+print(host.address.port, host.address.secret, flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_coordinator_that_is_only_busy_is_not_taken_for_a_dead_one() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", SILENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        port, secret = process.stdout.readline().split()
+        member = Rendezvous.join(RendezvousAddress("127.0.0.1", int(port), secret))
+        process.send_signal(signal.SIGSTOP)
+        member.mailbox("s").put("key", 1)
+        time.sleep(3.0)  # longer than a vanished host is waited for
+        process.send_signal(signal.SIGCONT)
+        assert member.mailbox("s").get("key", soon()) == 1
+        process.stdin.close()
+
+
+@pytest.mark.parametrize(("deadline_s", "silence_s"), [(60.0, 20.0), (5.0, 5.0), (0.5, 2.0)])
+def test_a_vanished_host_is_noticed_within_a_sync(deadline_s: float, silence_s: float) -> None:
+    assert SyncConfig(deadline_s=deadline_s).silence_s == silence_s
 
 
 # -- a coordinator that vanishes -----------------------------------------------------------------------------------------
