@@ -57,6 +57,7 @@ _OTHERS = (
         "plan-scale-",
         "layout-scale-",
         "direct-",
+        "control-plane-",
     ),
 )
 """How files are called that are no baselines of ``weightlane bench``."""

@@ -86,8 +86,8 @@ def standalone_guard(part: str, deadline: Deadline) -> Iterator[Guard]:
 
 
 _pending_writes: dict[tuple[str, str], threading.Event] = {}
-"""By protocol and file: the write under way that lets it appear, whether or not its caller still waits. Its event is set when it
-has ended. One table for the whole process, since a new connection writes the same files as the one before it."""
+"""By protocol and file: the write under way that lets it appear, whether or not somebody still waits for that. Its event is set
+when it has ended. One table for the whole process, since a new connection writes the same files as the one before it."""
 _pending_writes_lock = threading.Lock()
 
 
@@ -201,11 +201,7 @@ class StoreDirectory:
     def finish(self, file: GrowingFile, guard: Guard) -> None:
         """Let `file` appear, in the place of any other of that name."""
         with self._typed("write", file.final):
-            if self.is_local:
-                guard.check(f"{file.final} to be written")
-                file.finish()
-            else:
-                self._in_turn(file.final, file.finish, guard)
+            self._in_turn(file.final, file.finish, guard)
 
     def in_doubt(self, path: str) -> bool:
         """Whether a write of this file that was given up goes on behind its caller: it may still appear, or be replaced."""
@@ -213,7 +209,10 @@ class StoreDirectory:
             return (self._protocol, self.full(path)) in _pending_writes
 
     def _in_turn(self, final: str, operation: Callable[[], None], guard: Guard) -> None:
-        """Let a remote file appear, after any earlier one of that name: one that was given up must not replace a later one."""
+        """Let a file appear, after any earlier one of that name: one that was given up must not replace a later one.
+
+        A remote one is given up by the caller, a local one by whoever waits for the thread that is stuck in the kernel.
+        """
         waiting_for, file, ended = f"{final} to be written", (self._protocol, final), threading.Event()
         while True:
             with _pending_writes_lock:
@@ -233,7 +232,10 @@ class StoreDirectory:
             finally:
                 _has_ended(file, ended)
 
-        guard.run(appear, waiting_for)
+        if self.is_local:
+            appear()
+        else:
+            guard.run(appear, waiting_for)
 
     def discard(self, file: GrowingFile, part: str, deadline: Deadline) -> None:
         """Let nothing of `file` remain, for the half `part`. Never raises; where it takes longer it goes on behind the caller."""

@@ -44,7 +44,7 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
     _cancel_on_sigterm()
     ready = prepare(path, overrides)
     config, model = ready.config, ready.model
-    rendezvous = Rendezvous.host(config.sync.host, config.sync.port)
+    rendezvous = Rendezvous.host(config.sync.host, config.sync.port, config.sync.silence_s)
     run_dir = RunDir(config.run.dir, resume=resume)
     state = _saved_state(run_dir, config, ready.train_tasks) if resume else None
     run_dir.write_text("config.toml", explain(config))

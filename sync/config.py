@@ -20,6 +20,12 @@ Quantise = Literal["none", "fp8", "int8"]
 """What linear weights are turned into for the way."""
 
 
+SILENCE_S = 20.0
+"""After so many seconds a host that says nothing any more counts as gone: longer than a network takes to find another way."""
+_LEAST_SILENCE_S = 2.0
+"""The kernel counts probes in whole seconds."""
+
+
 Relays = Literal["auto", "never"]
 """Whether rollout ranks hand on what they get."""
 
@@ -109,9 +115,10 @@ class SyncConfig(BaseModel):
     )
     host: str = Field(
         "127.0.0.1",
-        description="Address on which the run's rendezvous store listens; loopback unless the run spans machines.",
+        description="Address on which the run's hub for control messages listens, and the store in which process groups meet;"
+        " loopback unless the run spans machines.",
     )
-    port: int = Field(0, ge=0, le=65535, description="Port of the rendezvous store; 0 takes a free one.")
+    port: int = Field(0, ge=0, le=65535, description="Port of the hub; 0 takes a free one.")
 
     @field_validator("host")
     @classmethod
@@ -139,6 +146,11 @@ class SyncConfig(BaseModel):
             self.latency_us / 1e6,
             self.bucket_bytes,
         )
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds after which a host that says nothing any more counts as gone: within a sync, and never hastily."""
+        return max(_LEAST_SILENCE_S, min(SILENCE_S, self.deadline_s))
 
     @property
     def bucket_bytes(self) -> int:

@@ -122,7 +122,7 @@ class Connection:
         publishers = list(self._roster.publishers)
         self._letters.wait_for_joined(publishers, deadline)
         session = f"s-{secrets.token_hex(6)}"
-        self._letters.begin(session)
+        self._letters.begin(session)  # which ends the one before
         self._stored.clear()
         self._as_delta.clear()
         self._letters.post_all([*publishers, *subscribers], Reset(session=session))

@@ -256,14 +256,7 @@ class Coordinator:
 
         For programs that end and take the store with them: what nobody has read then is lost.
         """
-        deadline = Deadline.after(timeout_s)
-        try:
-            while (deaf := self._letters.unread(self._roster.publishers)) and not deadline.expired:
-                time.sleep(_LOOK_AGAIN_S)
-        except WeightlaneError:
-            _log.debug("the store was gone before close")
-            return
-        if deaf:
+        if deaf := self._letters.wait_until_read(self._roster.publishers, Deadline.after(timeout_s)):
             _log.info("%s did not read how the last version ended within %.0f s", ", ".join(deaf), timeout_s)
 
     def close(self) -> None:
@@ -309,9 +302,9 @@ class Coordinator:
         if not ended.done():
             running.cancel()
             raise DeadlineExceededError(
-                "the store through which the parts of the run talk to each other has not answered in time.",
+                "what goes on in the coordinator's own thread has not ended in time.",
                 part=COORDINATOR,
-                hint="It may hang; end the run and start it again.",
+                hint="The process that runs the coordinator may be stuck; end the run and start it again.",
             )
         return ended.result()
 
@@ -559,17 +552,18 @@ class Coordinator:
         version, session = report.version, self._connection.session
         self._committed = max(self._committed, version)
         try:
-            self._letters.post_all(self._roster.publishers, Committed(session=session, version=version))
+            serving = [*self._roster.publishers]
             for name, part in report.replicas.items():
                 member = self._roster.members.get(name)
                 if member is None:
                     continue
                 if part.outcome is Outcome.COMMITTED:
-                    self._letters.post_all(member.names, Committed(session=session, version=version))
+                    serving += member.names
                 else:
                     reason = part.error or not_there(name)
                     verdict = Abort(session=session, version=version, error=reason.to_wire(), disconnect=False)
                     self._letters.post_all(member.names, verdict)
+            self._letters.post_all(serving, Committed(session=session, version=version))
         except WeightlaneError:
             self._warn("the store is gone; participants learn of version %d by their own deadlines", version)
         self._hooks.version_committed(version=version, facts=report.facts())

@@ -43,7 +43,7 @@ class CoordinatorThread:
         self._replicas = list(replicas)
         self._world = world
         self._config = config
-        self._rendezvous = Rendezvous.host(config.host, config.port)
+        self._rendezvous = Rendezvous.host(config.host, config.port, config.silence_s)
         self.address = self._rendezvous.address.to_plain()
         self._transport: tuple[str, Mapping[str, Any]] = ("", {})
         self._coordinator: Coordinator | None = None
@@ -96,6 +96,7 @@ class CoordinatorThread:
             self._coordinator.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_JOIN_S)
+        self._rendezvous.close()
 
     async def _connect(self) -> None:
         await asyncio.gather(*(self._tell(replica) for replica in self._replicas))

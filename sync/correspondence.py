@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TypeVar
 
 from weightlane.ckpt_engines import (
@@ -82,7 +82,8 @@ class Correspondence:
         """Why whoever waits for mail is not to wait any longer. Set on another thread, which posts something as well."""
 
     def begin(self, session: str) -> None:
-        """From now on `session` counts."""
+        """From now on `session` counts; what the one before has left in mailboxes goes."""
+        self._rendezvous.forget_session(self.session)
         self.session, self.stale = session, False
         self.offers.clear()
         self.hellos.clear()
@@ -91,18 +92,17 @@ class Correspondence:
 
     def post(self, name: str, message: Message) -> None:
         """Write to a participant, if it has joined."""
-        if (inbox := self._roster.inboxes.get(name)) is not None:
-            self._rendezvous.post(inbox, message)
+        self.post_all([name], message)
 
     def post_all(self, names: Iterable[str], message: Message) -> None:
-        """Write to several."""
-        for name in names:
-            self.post(name, message)
-
-    def unread(self, names: Iterable[str]) -> list[str]:
-        """Those among `names` that have not read all that was written to them."""
+        """Write to those of several that have joined."""
         inboxes = self._roster.inboxes
-        return [name for name in names if name in inboxes and self._rendezvous.unread(inboxes[name])]
+        self._rendezvous.post_all([inboxes[name] for name in names if name in inboxes], message)
+
+    def wait_until_read(self, names: Iterable[str], deadline: Deadline) -> list[str]:
+        """Those among `names` that have not read all that was written to them by `deadline`."""
+        inboxes = {inbox: name for name in names if (inbox := self._roster.inboxes.get(name)) is not None}
+        return [inboxes[inbox] for inbox in self._rendezvous.wait_until_read(inboxes, deadline)]
 
     def catch_up(self) -> None:
         """Take note of everything that has come in meanwhile."""
@@ -113,7 +113,7 @@ class Correspondence:
 
     def wait_for_joined(self, names: Iterable[str], deadline: Deadline) -> None:
         """Return when all have joined; `DeadlineExceededError` naming who has not."""
-        while missing := sorted(set(names) - self._roster.inboxes.keys()):
+        while missing := set(names) - self._roster.inboxes.keys():
             self._note(self._next(deadline, missing, "to join"))
 
     def collect(self, kind: type[M], names: Iterable[str], version: int, deadline: Deadline, what: str) -> list[M]:
@@ -133,21 +133,20 @@ class Correspondence:
 
         Each is `heard` when it comes. Raises `TroubleError` when somebody reports a failure, dies, or does not answer in time.
         """
-        missing = set(awaited)
+        missing = _Awaited(awaited)
         replies: list[Reply] = []
         members = {member.name for _, name in awaited if (member := self._roster.owner(name))}
         for kind, name in awaited:
             if (told := self._progress.pop((kind, name, version), None)) is not None:
-                missing.discard((kind, name))
+                missing.discard(kind, name)
                 replies.append(told)
                 heard(told)
         while missing:
-            names = sorted({name for _, name in missing})
             try:
-                message = self._next(deadline, names, what)
+                message = self._next(deadline, missing.names, what)
             except DeadlineExceededError as error:
-                late = {member.name for name in names if (member := self._roster.owner(name))}
-                raise TroubleError(error, late if late and not self._publishers(names) else ()) from error
+                late = {member.name for name in missing.names if (member := self._roster.owner(name))}
+                raise TroubleError(error, late if late and not self._publishers(missing.names) else ()) from error
             if self.concerns(message, version):
                 raise self._trouble(message, version)
             if isinstance(message, Lost) and (not message.replica or message.replica in members):
@@ -158,15 +157,14 @@ class Correspondence:
                 raise TroubleError(_gone(message), [owner.name] if owner else [])
             if isinstance(message, Offer) and (Offer, message.name) in missing:
                 self.check_held(version, message.name)
-            key = (type(message), getattr(message, "name", ""))
             if (
-                key in missing
-                and isinstance(message, Reply)
+                isinstance(message, Reply)
+                and (type(message), message.name) in missing
                 and message.session == self.session
                 and getattr(message, "version", -1) == version
             ):
-                missing.discard(key)
-                self._progress.pop((*key, version), None)
+                missing.discard(type(message), message.name)
+                self._progress.pop((type(message), message.name, version), None)
                 replies.append(message)
                 heard(message)
         return replies
@@ -198,7 +196,7 @@ class Correspondence:
         errors: dict[str, WeightlaneError] = {}
         while waiting:
             try:
-                message = self._next(deadline, sorted(waiting), what)
+                message = self._next(deadline, waiting, what)
             except DeadlineExceededError as error:
                 errors |= dict.fromkeys(waiting, error)
                 break
@@ -231,14 +229,13 @@ class Correspondence:
         """Whether a message is a failure of what is under way."""
         return isinstance(message, Failed) and message.session == self.session and message.version in (-1, version)
 
-    def _next(self, deadline: Deadline, names: list[str], what: str) -> Message:
-        named = ", ".join(names)
+    def _next(self, deadline: Deadline, names: Collection[str], what: str) -> Message:
         self._check_interruption()
         try:
-            message = self._inbox.get(deadline, waiting_for=f"{named} {what}")
-        except DeadlineExceededError as error:
-            error.part, error.peer = "coordinator", named
-            raise
+            message = self._inbox.get(deadline)
+        except DeadlineExceededError:
+            named = ", ".join(sorted(names))
+            raise deadline.error(f"{named} {what}", part="coordinator", peer=named) from None
         if isinstance(message, Stop):
             raise ClosedError("the coordinator was closed.", part="coordinator")
         self._note(message)
@@ -283,12 +280,11 @@ class Correspondence:
         """Hear what others have to say of the same failure, and find out who was at fault."""
         failures = [first] if isinstance(first, Failed) else []
         deadline = Deadline.after(_SETTLE_S)
-        while not deadline.expired:
-            if (message := self._inbox.get_nowait()) is None:
-                time.sleep(
-                    _SETTLE_S / 10
-                )  # a blocking read that ends by its deadline would leave torch's warnings behind
-                continue
+        while True:
+            try:
+                message = self._inbox.get(deadline)
+            except DeadlineExceededError:
+                return self._verdict(failures)
             self._note(message)
             if isinstance(message, Stop):
                 raise ClosedError("the coordinator was closed.", part="coordinator")
@@ -297,7 +293,6 @@ class Correspondence:
                 return TroubleError(error_from_wire(message.error), filter(None, [message.replica]), hopeless=hopeless)
             if isinstance(message, Failed) and self.concerns(message, version):
                 failures.append(message)
-        return self._verdict(failures)
 
     def _verdict(self, failures: list[Failed]) -> TroubleError:
         # The sender knows which receiver did not take a bucket.
@@ -332,6 +327,26 @@ class Correspondence:
     def _replicas_named(self, error: WeightlaneError) -> set[str]:
         """The replicas that an error is about."""
         return {member.name for name in error.peer.split(", ") if (member := self._roster.owner(name))}
+
+
+class _Awaited:
+    """Replies that have not come, and from whom: names are not collected anew for each of a thousand replies."""
+
+    def __init__(self, awaited: Iterable[tuple[type[Reply], str]]) -> None:
+        self._replies = set(awaited)
+        self.names = Counter(name for _, name in self._replies)
+
+    def __len__(self) -> int:
+        return len(self._replies)
+
+    def __contains__(self, reply: object) -> bool:
+        return reply in self._replies
+
+    def discard(self, kind: type[Reply], name: str) -> None:
+        self._replies.discard((kind, name))
+        self.names[name] -= 1
+        if not self.names[name]:
+            del self.names[name]
 
 
 def _lost_peers(failures: Iterable[Failed]) -> dict[str, WeightlaneError]:

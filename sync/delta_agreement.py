@@ -31,6 +31,10 @@ class DeltaAgreement:
         """The session is over: whoever waits need not any more. Idempotent."""
         self._talk.close()
 
+    def look_again(self) -> None:
+        """As `RankTalk.look_again`."""
+        self._talk.look_again()
+
     def say(self, held: Publication) -> None:
         """What this rank has of `held`: its segments and the version they apply to, or nothing if it has no delta."""
         mine = None

@@ -41,6 +41,10 @@ class MagnitudeAgreement:
         """The session is over: whoever waits need not any more. Idempotent."""
         self._talk.close()
 
+    def look_again(self) -> None:
+        """As `RankTalk.look_again`."""
+        self._talk.look_again()
+
     def say(self, version: int, mine: Iterable[Magnitudes]) -> None:
         """How large this rank's parts are."""
         self._talk.say(version, [_to_plain(each) for each in mine])

@@ -25,6 +25,7 @@ import json
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
@@ -76,6 +77,14 @@ class _ManifestOnWire(BaseModel):
             Strict(strict=False),
         ]
     ]
+
+    @property
+    def is_in_full(self) -> bool:
+        return self.codec == CODEC_DENSE and not self.segments and self.base_version is None and not self.base_identity
+
+    def is_cut_as(self, other: Manifest) -> bool:
+        mine = (self.bucket_bytes, self.whole_tensors, self.sealed, self.lasting, self.quantised)
+        return mine == (other.bucket_bytes, other.whole_tensors, other.sealed, other.lasting, other.quantised)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +205,15 @@ class Manifest:
                 raise ProtocolError(f"the segments of {spec.name} are not each of its elements once.", part=_PART)
         if self.wire_bytes >= _LIMIT:
             raise ProtocolError("its segments have more bytes than can be counted.", part=_PART)
+
+    def as_version(self, version: int, identity: str) -> Manifest:
+        """Another version that is sent in full in the same way; what was worked out about this one holds for it, too."""
+        assert not self.is_delta
+        if not self.plan:
+            _ = self._plain_specs  # worked out here, it is shared by every version
+        other = copy(self)
+        other.__dict__.update(version=version, identity=identity)
+        return other
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
@@ -440,12 +458,14 @@ class Manifest:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
             raise ProtocolError(f"not a valid manifest: {where}: {first['msg']}.", part=_PART) from None
+        if known and like is not None and not like.is_delta and wire.is_in_full and wire.is_cut_as(like):
+            return like.as_version(wire.version, wire.identity)
         specs: tuple[TensorSpec, ...]
         if known and like is not None:
             specs = like.specs
         else:
             specs = tuple(TensorSpec(name, tuple(shape), dtype_of(dtype)) for name, shape, dtype in wire.tensors)
-        return cls(
+        made = cls(
             wire.version,
             specs,
             wire.bucket_bytes,
@@ -461,6 +481,9 @@ class Manifest:
             like.slicing if planned and like is not None else None,
             like.sections if planned and like is not None else (),
         )
+        if not planned:
+            made.__dict__["_plain_specs"] = plain["tensors"]  # the next version's are most often the same objects
+        return made
 
 
 def _aligned(nbytes: int) -> int:

@@ -15,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from weightlane.ckpt_engines import ProtocolError
 
+from .plain_bytes import full_text, shortened
+
 
 class _Message(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -254,14 +256,14 @@ _ADAPTER: TypeAdapter[Message] = TypeAdapter(Message)
 
 
 def encode(message: Message) -> bytes:
-    """JSON."""
-    return message.model_dump_json().encode()
+    """As bytes; see `weightlane.sync.plain_bytes`."""
+    return shortened(message.model_dump_json().encode())
 
 
 def decode(data: bytes) -> Message:
     """Parse a message; `ProtocolError` for anything that is not one."""
     try:
-        return _ADAPTER.validate_json(data)
+        return _ADAPTER.validate_json(full_text(data, "a control message"))
     except ValidationError as error:
         raise ProtocolError(
             f"not a valid control message: {error.errors()[0]['msg']}.", part="control messages"

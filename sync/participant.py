@@ -101,14 +101,15 @@ class Participant(ABC):
         if not self._over:
             try:
                 self._tell(Left(name=self.name, inbox=self._inbox.name))
-                self.rendezvous.post(self._inbox.name, Stop())
             except WeightlaneError:
-                _log.debug("%s: the store was gone before close", self.name)
+                _log.debug("%s: the coordinator was gone before close", self.name)
+        self._inbox.stop()
         for thread in (self._control, self._connecting):
             if thread is not None and thread.is_alive() and thread is not threading.current_thread():
                 thread.join(_JOIN_THREAD_S)
         self._close_half()  # one that the control thread opened meanwhile
         self._free()
+        self.rendezvous.close()
 
     def _disconnect(self) -> None:
         with self._turn:  # first, so that whoever is connecting keeps nothing
@@ -187,7 +188,7 @@ class Participant(ABC):
         try:
             self._tell(Failed(name=self.name, session=session, version=version, error=ours.to_wire()))
         except WeightlaneError:
-            _log.warning("%s: could not report a failure, the store is gone: %s", self.name, ours)
+            _log.warning("%s: could not report a failure, the coordinator is gone: %s", self.name, ours)
 
     def _follow(self) -> None:
         while True:

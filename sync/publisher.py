@@ -44,8 +44,10 @@ from .rendezvous import RendezvousAddress
 from .sending import Outgoing, Sending
 from .sending_end import SendingEnd
 from .session_plan import SessionPlan
+from .tensor_lists import TensorLists, scope_of
 from .tensor_spec import LocalShard
 from .transfer_plan import Network
+from .version_storing import VersionStoring
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.5
@@ -127,6 +129,8 @@ class Publisher(Participant):
         self._chooser = CodecChooser(codec, ours.numel, self._encoder.dense_bytes, full_every)
         self._incarnation = secrets.token_hex(8)
         self._published = 0
+        self._tensor_lists = TensorLists()
+        self._storing = VersionStoring(name, deadline_s)
         super().__init__(name, rendezvous, hooks)
         self._changed = threading.Condition()
         self._next: Publication | None = None
@@ -184,6 +188,7 @@ class Publisher(Participant):
             if self._held is not None and self._held.progress.error is not None:
                 self._held = None  # nobody need hear of its failure any more, not even under the same number
             self._changed.notify_all()
+        self._look_again()
         if given_up is not None and given_up.version != version:
             self._report_superseded(given_up.version)
 
@@ -215,7 +220,10 @@ class Publisher(Participant):
         return seconds
 
     def wait(self, version: int, timeout_s: float) -> None:
-        """Block until `version` serves. Raises `SyncAbortedError` with the reason everybody got."""
+        """Block until `version` serves; an engine that stores may still be storing it then.
+
+        Raises `SyncAbortedError` with the reason everybody got.
+        """
         self._outcomes.wait(version, Deadline.after(timeout_s), self.name)
 
     def _free(self) -> None:
@@ -223,6 +231,7 @@ class Publisher(Participant):
             self._changed.notify_all()
         for worker in self._workers:
             worker.join(5.0)
+        self._storing.close()
         if self._fence is not None:  # its snapshot may never have begun
             self._fence.progress.fail(ClosedError("the publisher was closed.", part=self.name))
         self._encoder.close()
@@ -239,7 +248,7 @@ class Publisher(Participant):
         return self._end.connect(self.rendezvous, message, topology, deadline, self._sent)
 
     def _close_half(self) -> None:
-        self._end.disconnect()
+        self._storing.afterwards(self._end.disconnect())
         with self._changed:
             self._go = None
 
@@ -278,10 +287,7 @@ class Publisher(Participant):
         sending = self._end.sending
         if sending is None or sending.pipeline is None or not self._end.stores or (held is not None and held.is_delta):
             return
-        try:
-            sending.pipeline.commit_version(version, Deadline.after(self._deadline_s))
-        except WeightlaneError as error:
-            _log.warning("%s: version %d serves but could not be marked as committed: %s", self.name, version, error)
+        self._storing.commit(version, sending.pipeline.commit_version)
 
     def _decided(self, version: int) -> None:
         self._settled(version)
@@ -312,6 +318,7 @@ class Publisher(Participant):
                 publication, self._next = self._next, None
                 assert publication is not None, "it was waited for"
                 self._held, self._offered_to = None, ""
+            self._look_again()
             with self._slots.writing:
                 pass  # whoever is writing looked whether it is still wanted
             try:
@@ -324,6 +331,7 @@ class Publisher(Participant):
                     if self._next is None:  # later sessions shall hear of it, too
                         self._held = publication
                         self._changed.notify_all()
+                self._look_again()
 
     def _may_take(self) -> bool:
         if self._next is None or self._streaming:
@@ -431,12 +439,13 @@ class Publisher(Participant):
                 manifest, _ = self._manifest_of(held, sending, Deadline.after(self._deadline_s))
                 if self._held is not held:
                     return  # encoding took so long that a newer version has come
+                board = self.rendezvous.mailbox(scope_of(session))
                 self._tell(
                     Offer(
                         name=self.name,
                         session=session,
                         version=held.version,
-                        manifest=manifest.to_plain(),
+                        manifest=self._tensor_lists.referred_to(manifest.to_plain(), board, session),
                         reason=held.choice.reason,
                     )
                 )
@@ -453,6 +462,13 @@ class Publisher(Participant):
             complete(
                 held, self._snapshot, sending.magnitudes, deadline, lambda: self._wanted(held), self._slots.writing
             )
+
+    def _look_again(self) -> None:
+        """Let go whoever waits for other ranks to speak of a version that is not to be sent any more."""
+        if (sending := self._end.sending) is not None:
+            for talk in (sending.agreement, sending.magnitudes, sending.replicas):
+                if talk is not None:
+                    talk.look_again()
 
     def _wanted(self, held: Publication) -> bool:
         """Whether it is still what is to be sent, and can be."""

@@ -1,42 +1,45 @@
-"""Where the participants of a run meet: one torch TCPStore, used as inboxes and as a key-value mailbox.
+"""Where the participants of a run meet: a hub in the coordinator's process, and a torch TCPStore for process groups.
 
-The coordinator's process hosts the store; every other process joins it by host and port. An inbox is a queue of the store
-with one reader, so a participant waits in one place for whatever comes next. Values are JSON, signed with the run's secret,
-which is part of the rendezvous address; nothing is pickled, and what is not signed is dropped.
+Each participant has one connection to the hub (`weightlane.sync.control_hub`), over which messages for its inbox come as soon
+as they are posted, and over which it reads and writes mailboxes. Both ends prove that they hold the run's secret, which is
+part of the rendezvous address, and everything that they say is signed; nothing is pickled. Groups of torch.distributed meet in
+a TCPStore that the same process opens when the first of them asks for it.
 """
 
 from __future__ import annotations
 
-import json
-import logging
+import os
 import socket
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from weightlane.ckpt_engines import ClosedError, Deadline, PeerLostError, ProtocolError
-from weightlane.ckpt_engines.mac import derive_key, new_secret, sign, verify
+from weightlane.ckpt_engines import ClosedError, Deadline, ProtocolError, WeightlaneError
+from weightlane.ckpt_engines.mac import derive_key, new_secret
 from weightlane.ckpt_engines.process_group import host_store, join_store
 
-from .messages import Message, decode, encode
+from .config import SILENCE_S
+from .control_hub import COORDINATOR, ControlHub, Kind, Member
+from .control_member import Asked, ControlMember, Mark, next_of
+from .control_wire import Connection, Frame, dial
+from .messages import Message, Stop, decode, encode
+from .plain_bytes import from_bytes, to_bytes
 
-COORDINATOR = "coordinator"
-"""Name of the coordinator's inbox."""
+__all__ = ["COORDINATOR", "Inbox", "Mailbox", "Rendezvous", "RendezvousAddress"]
 
-_log = logging.getLogger(__name__)
-_FOREVER = timedelta(days=3650)
 _JOIN_TIMEOUT_S = 30.0
+_ANSWER_S = 30.0
+"""Most seconds for an answer that the hub has at once."""
 _PORTS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class RendezvousAddress:
-    """Host and port of a run's store, and the secret that its members share. Who has it is a member: hand it on with care."""
+    """Host and port of a run's hub, and the secret that its members share. Who has it is a member: hand it on with care."""
 
     host: str
     port: int
@@ -65,51 +68,94 @@ class RendezvousAddress:
 
 
 class Rendezvous:
-    """A process's connection to the run's store. Thread-safe for posting; make one `Inbox` per reading thread."""
+    """A process's place in a run's control plane. Thread-safe. Closed when nobody refers to it any more.
 
-    def __init__(self, store: dist.Store, address: RendezvousAddress) -> None:
-        self._store = store
-        self._lock = threading.Lock()
-        self._connections = _Connections(address)
+    Its methods raise `ClosedError`, which names the coordinator, when the hub is gone.
+    """
+
+    def __init__(
+        self,
+        member: ControlMember,
+        address: RendezvousAddress,
+        close: Callable[[], None],
+        hosted: tuple[ControlHub, _Store] | None = None,
+    ) -> None:
+        self._member = member
+        self._hosted = hosted
+        self._close = _close_with(self, close)
         self.address = address
 
     @classmethod
-    def host(cls, host: str = "127.0.0.1", port: int = 0) -> Rendezvous:
-        """Open the store on `host`; `AddressInUseError` if the port is taken."""
-        store, bound = host_store(host, port)
-        return cls(store, RendezvousAddress(host, bound, new_secret()))
+    def host(cls, host: str = "127.0.0.1", port: int = 0, silence_s: float = SILENCE_S) -> Rendezvous:
+        """Open a hub on `host`; `AddressInUseError` if the port is taken.
+
+        Both it and its members take a host that has said nothing for `silence_s` seconds for gone.
+        """
+        secret, store = new_secret(), _Store(host)
+        hub = ControlHub(host, port, secret, silence_s, store.port)
+        member = ControlMember()
+        local = Member(member.received)
+        member.send = lambda frame, _digest=None: hub.handle(local, frame)
+        return cls(member, RendezvousAddress(host, hub.port, secret), hub.close, (hub, store))
 
     @classmethod
     def join(cls, address: RendezvousAddress | Mapping[str, Any], timeout_s: float = _JOIN_TIMEOUT_S) -> Rendezvous:
-        """Connect to a store that another process hosts."""
+        """Connect to a hub that another process hosts. Raises as `control_wire.dial`."""
         if not isinstance(address, RendezvousAddress):
             address = RendezvousAddress.from_plain(address)
-        return cls(join_store(address.host, address.port, Deadline.after(timeout_s)), address)
+        sock, keys = dial(address.host, address.port, address.secret, Deadline.after(timeout_s))
+        member = ControlMember()
+        connection = Connection(sock, keys, member.received, lambda why: member.ended(_gone(address, why)))
+        member.send = connection.send
+        connection.start()
+        return cls(member, address, connection.close)
+
+    def close(self) -> None:
+        """Leave, or where the hub is, let nobody meet here any more. Idempotent, never waits."""
+        self._close()
 
     def post(self, name: str, message: Message) -> None:
-        """Append `message` to the inbox called `name`; `ClosedError` when the store is gone."""
-        try:
-            with self._lock:
-                self._store.queue_push(_queue(name), sign(self.address.secret, _queue(name), encode(message)))
-        except dist.DistError as error:
-            raise self._gone() from error
+        """Append `message` to the inbox called `name`."""
+        self.post_all([name], message)
 
-    def unread(self, name: str) -> int:
-        """How many messages lie in the inbox called `name`; `ClosedError` when the store is gone."""
-        try:
-            with self._lock:
-                return int(self._store.queue_len(_queue(name)))
-        except dist.DistError as error:
-            raise self._gone() from error
+    def post_all(self, names: Iterable[str], message: Message) -> None:
+        """Append `message` to several inboxes; it is encoded once."""
+        payload = encode(message)
+        if self._hosted is not None:
+            self._hub.post(names, payload)
+            return
+        for name in names:
+            self._member.tell(Frame(Kind.POST, 0, name, payload))
+
+    def wait_until_read(self, names: Iterable[str], deadline: Deadline) -> list[str]:
+        """[host] Wait until everything in these inboxes was read. Returns those whose readers have not come so far in time."""
+        hub = self._hub
+        unread, changed = set(names), threading.Condition()
+
+        def read(name: str) -> None:
+            with changed:
+                unread.discard(name)
+                changed.notify_all()
+
+        for name in list(unread):
+            hub.mark(name, read)
+        with changed:
+            changed.wait_for(lambda: not unread, deadline.remaining_s)
+            return sorted(unread)
 
     def inbox(self, name: str) -> Inbox:
-        """The inbox called `name`, on a connection of its own: reading blocks a connection."""
-        deadline = Deadline.after(_JOIN_TIMEOUT_S)
-        return Inbox(name, join_store(self.address.host, self.address.port, deadline), self.address)
+        """The inbox called `name`, which is read here from now on."""
+        return Inbox(name, self)
 
-    def mailbox(self, scope: str) -> StoreMailbox:
+    def mailbox(self, scope: str) -> Mailbox:
         """A key-value mailbox whose keys are private to `scope`."""
-        return StoreMailbox(self._connections, scope, self.address.secret)
+        return Mailbox(self, scope)
+
+    def forget_session(self, session: str) -> None:
+        """[host] A session is over: what it has left in mailboxes and in the store goes, and who waits for more hears of it."""
+        self._hub.forget_session(session)
+        if self._hosted is not None:
+            self._hosted[1].forget(session)
 
     def session_key(self, session: str) -> bytes:
         """The secret of one connection, for `Topology.key`."""
@@ -117,149 +163,162 @@ class Rendezvous:
 
     def store(self, scope: str) -> dist.Store:
         """A torch store whose keys are private to `scope`, for handshakes of process groups."""
-        deadline = Deadline.after(_JOIN_TIMEOUT_S)
-        return dist.PrefixStore(scope, join_store(self.address.host, self.address.port, deadline))
+        port = self._member.ask(Frame(Kind.STORE, 0, "", b"")).result(deadline := Deadline.after(_JOIN_TIMEOUT_S))
+        if port is None:
+            raise deadline.error("the port of the torch store", part="rendezvous", peer=COORDINATOR)
+        return dist.PrefixStore(scope, join_store(self.address.host, int(port), deadline))
+
+    @property
+    def _hub(self) -> ControlHub:
+        assert self._hosted is not None, "called where the hub is"
+        return self._hosted[0]
 
     @property
     def local_host(self) -> str:
-        """This machine's address on the network that leads to the store; loopback when the store is here."""
+        """This machine's address on the network that leads to the hub; loopback when the hub is here."""
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a UDP socket sends nothing
             probe.connect((self.address.host, self.address.port))
             return str(probe.getsockname()[0])
 
-    def _gone(self) -> ClosedError:
-        return _store_gone(self.address)
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """[host] About how many messages and bytes have gone through the hub, in either direction."""
+        messages, nbytes = self._hub.traffic
+        return messages, nbytes
+
+    @property
+    def kept(self) -> dict[str, int]:
+        """[host] How many values the mailbox of each scope has."""
+        return self._hub.kept
 
 
 class Inbox:
     """A queue of control messages with one reader."""
 
-    def __init__(self, name: str, store: dist.Store, address: RendezvousAddress) -> None:
+    def __init__(self, name: str, rendezvous: Rendezvous) -> None:
         self.name = name
-        self._store = store
-        self._address = address
+        self._rendezvous = rendezvous  # which stays open for as long as this is read
+        self._member = rendezvous._member
+        self._queue = self._member.open_inbox(name)
 
     def get(self, deadline: Deadline | None = None, *, waiting_for: str = "a control message") -> Message:
         """The next message.
 
-        Without a deadline the wait ends when a message comes or the store goes away. What nobody of this run has signed is
-        dropped. Raises `DeadlineExceededError`, `ClosedError` when the store is gone, or `ProtocolError` for a malformed
-        message.
+        Without a deadline the wait ends when a message comes or the hub is gone. Raises `DeadlineExceededError`, `ClosedError`
+        when the hub is gone, or `ProtocolError` for a malformed message.
         """
-        while True:
-            data = self._pop(deadline, waiting_for)
-            try:
-                body = verify(self._address.secret, _queue(self.name), data)
-            except ProtocolError as error:
-                _log.warning("%s: a message was dropped: %s", self.name, error)
-                continue
-            return decode(body)
+        while (message := self._next(deadline.remaining_s if deadline else None)) is None:
+            if deadline is not None and deadline.expired:
+                raise deadline.error(waiting_for, part=self.name)
+        return message
 
     def get_nowait(self) -> Message | None:
         """The next message if one is there already."""
-        try:
-            if not self._store.queue_len(_queue(self.name)):
-                return None
-        except dist.DistError as error:
-            raise _store_gone(self._address) from error
-        return self.get(Deadline.after(1.0))
+        return self._next(0.0)
 
-    def _pop(self, deadline: Deadline | None, waiting_for: str) -> bytes:
-        self._store.set_timeout(deadline.timedelta() if deadline else _FOREVER)
-        try:
-            if deadline and deadline.expired and not self._store.queue_len(_queue(self.name)):
-                raise deadline.error(waiting_for, part=self.name)
-            return bytes(self._store.queue_pop(_queue(self.name)))
-        except dist.DistNetworkError as error:
-            raise _store_gone(self._address) from error
-        except dist.DistError as error:
-            if deadline and deadline.remaining_s < 0.05:  # noqa: PLR2004 - the store rounds its timeout to milliseconds
-                raise deadline.error(waiting_for, part=self.name) from None
-            raise _store_gone(self._address) from error
+    def stop(self) -> None:
+        """Have the reader find a `Stop` behind what is there."""
+        self._queue.put(encode(Stop()))
 
+    def _acknowledge(self, mark: Mark) -> None:
+        self._member.send(Frame(Kind.READ, mark.number, self.name, b""))
 
-class _Connections:
-    """A process's connections to a store that can be used for one operation at a time each, kept for the next one.
-
-    To make one takes longer than what goes through it, and torch looks up the name of whom it connects to: where a name server
-    does not answer, that alone takes five seconds.
-    """
-
-    def __init__(self, address: RendezvousAddress) -> None:
-        self._address = address
-        self._idle: list[dist.Store] = []
-
-    @contextmanager
-    def one(self, deadline: Deadline | None = None) -> Iterator[dist.Store]:
-        """One that nobody else uses meanwhile; `ClosedError` when the store is gone."""
-        try:
-            store = self._idle.pop()
-        except IndexError:
-            limit = Deadline.after(_JOIN_TIMEOUT_S) if deadline is None else deadline
-            try:
-                store = join_store(self._address.host, self._address.port, limit)
-            except PeerLostError as error:
-                raise _store_gone(self._address) from error
-        try:
-            yield store
-        except dist.DistNetworkError as error:
-            raise _store_gone(self._address) from error
-        self._idle.append(store)  # not after a failure: nobody knows what it still waits for
+    def _next(self, timeout_s: float | None) -> Message | None:
+        item = next_of(self._queue, timeout_s)
+        while isinstance(item, Mark):
+            self._acknowledge(item)
+            item = next_of(self._queue, timeout_s)
+        if isinstance(item, WeightlaneError):
+            self._queue.put(item)  # for the next one who reads
+            raise item
+        return None if item is None else decode(item)
 
 
-class StoreMailbox:
-    """The `weightlane.ckpt_engines.Mailbox` given to engines. Every method raises `ClosedError` when the store is gone."""
+class Mailbox:
+    """The `weightlane.ckpt_engines.Mailbox` given to engines. Every method raises `ClosedError` when the hub is gone."""
 
-    def __init__(self, connections: _Connections, scope: str, secret: str) -> None:
-        self._connections = connections
-        self._scope = scope
-        self._secret = secret
+    def __init__(self, rendezvous: Rendezvous, scope: str) -> None:
+        self._rendezvous = rendezvous
+        self._member = rendezvous._member
+        self.scope = scope
+
+    def within(self, part: str) -> Mailbox:
+        """The mailbox of a part of this scope."""
+        return Mailbox(self._rendezvous, f"{self.scope}/{part}")
 
     def put(self, key: str, value: Any) -> None:
         """Publish JSON-representable `value` under `key`."""
-        context = self._context(key)
-        with self._connections.one() as store:
-            store.set(context, sign(self._secret, context, json.dumps(value).encode()).decode())
+        self._member.tell(Frame(Kind.PUT, 0, self._name(key), to_bytes(value)))
 
     def get(self, key: str, deadline: Deadline) -> Any:
-        """Wait for `key`; `DeadlineExceededError` when it does not appear in time."""
-        context = self._context(key)
-        with self._connections.one(deadline) as store:
-            try:
-                store.wait([context], deadline.timedelta())
-            except dist.DistNetworkError:
-                raise
-            except dist.DistError as error:
-                raise deadline.error(f"{key!r} in mailbox {self._scope}", part="mailbox") from error
-            data = store.get(context)
-        try:
-            return json.loads(verify(self._secret, context, data))
-        except (ValueError, RecursionError) as error:
-            if isinstance(error, ProtocolError):
-                raise
-            raise ProtocolError(f"{key!r} in mailbox {self._scope} is not JSON: {error}.", part="mailbox") from None
+        """Wait for `key`; `DeadlineExceededError` when it does not appear in time, `ClosedError` when its session is over."""
+        what = f"{key!r} in mailbox {self.scope}"
+        asked = self._member.ask(Frame(Kind.GET, 0, self._name(key), b""))
+        if (value := asked.result(deadline)) is None:
+            asked.present()
+            raise deadline.error(what, part="mailbox")
+        return from_bytes(value, what)
+
+    def gather(self, count: int) -> Asked:
+        """Ask for everything in this scope once there are `count` keys; see `control_hub.gathered`."""
+        return self._member.ask(Frame(Kind.GATHER, 0, self.scope, str(count).encode()))
 
     def has(self, key: str) -> bool:
         """Whether `key` is there."""
-        with self._connections.one() as store:
-            return bool(store.check([self._context(key)]))
+        deadline = Deadline.after(_ANSWER_S)
+        found = self._member.ask(Frame(Kind.HAS, 0, self._name(key), b"")).result(deadline)
+        if found is None:
+            raise deadline.error(f"whether {key!r} is in mailbox {self.scope}", part="mailbox", peer=COORDINATOR)
+        return found == b"true"
 
     def delete(self, key: str) -> None:
         """Forget `key`, which need not be there. Nobody may be waiting for it."""
-        with self._connections.one() as store:
-            store.delete_key(self._context(key))
+        self._member.tell(Frame(Kind.DELETE, 0, self._name(key), b""))
 
-    def _context(self, key: str) -> str:
-        return f"mailbox/{self._scope}/{key}"
-
-
-def _queue(name: str) -> str:
-    return f"inbox/{name}"
+    def _name(self, key: str) -> str:
+        return f"{self.scope}\n{key}"
 
 
-def _store_gone(address: RendezvousAddress) -> ClosedError:
+class _Store:
+    """The torch store of a run, opened when it is first asked for."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._lock = threading.Lock()
+        self._opened: tuple[dist.TCPStore, int] | None = None
+
+    def port(self) -> int:
+        """Where it listens."""
+        with self._lock:
+            if self._opened is None:
+                self._opened = host_store(self._host)
+            return self._opened[1]
+
+    def forget(self, session: str) -> None:
+        """Delete the keys of the groups that met for `session`."""
+        with self._lock:
+            if self._opened is not None:
+                store, _ = self._opened
+                for key in store.list_keys():
+                    if session in key.split("/"):
+                        store.delete_key(key)
+
+
+def _close_with(owner: object, close: Callable[[], None]) -> Callable[[], object]:
+    """Call `close` once nobody refers to `owner` any more, or what this returns was called.
+
+    A forked process leaves that to its parent, and a process that ends to the kernel.
+    """
+    process = os.getpid()
+    closing = weakref.finalize(owner, lambda: close() if os.getpid() == process else None)
+    closing.atexit = False
+    return closing
+
+
+def _gone(address: RendezvousAddress, why: str) -> ClosedError:
     return ClosedError(
-        f"the rendezvous store at {address.host}:{address.port} is gone.",
+        f"the coordinator at {address.host}:{address.port} is gone: {why}.",
         part="rendezvous",
-        hint="The process that started the run has ended.",
+        peer=COORDINATOR,
+        hint="The process that started the run has ended, or its host or the network in between has failed.",
     )

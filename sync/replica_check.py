@@ -136,6 +136,10 @@ class ReplicaTalk:
         """The session is over: whoever waits need not any more. Idempotent."""
         self._talk.close()
 
+    def look_again(self) -> None:
+        """As `RankTalk.look_again`."""
+        self._talk.look_again()
+
     def say(self, version: int, digests: Mapping[int, str]) -> None:
         """This rank's digests."""
         self._talk.say(version, sorted(digests.items()))

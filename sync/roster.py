@@ -85,6 +85,8 @@ class Roster:
         self.inboxes: dict[str, str] = {}
         """Where each participant that has joined reads its messages."""
         self._quorum = quorum
+        self._owners: dict[str, Member] = {}
+        """Each replica by the names of its subscribers."""
         self._names: dict[str, tuple[str, ...]] = {}
         """Replicas with their subscribers, as they will be when all changes are made."""
         self._changes: deque[Callable[[], None]] = deque()
@@ -99,7 +101,12 @@ class Roster:
         if replica.name in self._names or taken.intersection(names):
             raise ConfigError(f"{replica.name} takes part already.", part="coordinator", peer=replica.name)
         self._names[replica.name] = names
-        self._changes.append(lambda: self.members.update({replica.name: Member(replica, names)}))
+
+        def enter() -> None:
+            member = self.members[replica.name] = Member(replica, names)
+            self._owners |= dict.fromkeys(names, member)
+
+        self._changes.append(enter)
 
     def remove(self, name: str) -> None:
         """A replica leaves for good, and no longer counts from the next `settle` on; `ConfigError` if there is none."""
@@ -109,6 +116,7 @@ class Roster:
         def leave() -> None:
             for subscriber in self.members.pop(name).names:
                 self.inboxes.pop(subscriber, None)
+                del self._owners[subscriber]
 
         self._changes.append(leave)
 
@@ -137,7 +145,7 @@ class Roster:
 
     def owner(self, subscriber: str) -> Member | None:
         """The replica that a subscriber belongs to."""
-        return next((member for member in self.members.values() if subscriber in member.names), None)
+        return self._owners.get(subscriber)
 
     def joined(self, name: str, inbox: str) -> bool:
         """A participant is there. Returns whether that is news: it is new, or took the place of an older one."""

@@ -85,7 +85,7 @@ class Outflow:
 
 
 class SendPipeline:
-    """Sends versions through a rank's links, which are called from one thread of this pipeline only.
+    """Sends versions through a rank's links, which are called one call at a time.
 
     Args:
         session: Name of the connection.
@@ -111,6 +111,8 @@ class SendPipeline:
         self._seals: dict[int, list[str]] = {}
         """Of versions that may be committed, with a persistent engine."""
         self._thread = DaemonThreads(1, "weightlane-send")
+        self._turn = threading.Lock()
+        """Held while an engine's half that stores is called: one call at a time."""
 
     def connect(self, topology: Topology, deadline: Deadline) -> None:
         """Connect the link, if there is but one."""
@@ -171,13 +173,16 @@ class SendPipeline:
         try:
             if _is_stored(manifest):
                 (link,) = self._links
-                link.open_version(version_files(manifest), deadline)
+                with self._turn:
+                    link.open_version(version_files(manifest), deadline)
             while True:
                 ready = going.take(wait_by=None if outflow else deadline, room=len(outflow) < going.most)
                 if ready is not None:
-                    outflow.post(ready.bucket, ready.to, ready.seal)
+                    with self._turn:
+                        outflow.post(ready.bucket, ready.to, ready.seal)
                 elif outflow:
-                    outflow.end_oldest()
+                    with self._turn:
+                        outflow.end_oldest()
                     going.ended_one()
                 else:
                     return
@@ -186,15 +191,27 @@ class SendPipeline:
             raise
 
     def commit_version(self, version: int, deadline: Deadline) -> None:
-        """`version` serves: readers of a store find it from now on. Raises what the engine raises."""
+        """`version` serves: readers of a store find it from now on. Raises what the engine raises.
+
+        Unlike sending it goes on when the pipeline is closed meanwhile.
+        """
         seals = self._seals.get(version)
         documents = {} if seals is None else {SEALS_FILE: seals_document(seals)}
         (link,) = self._links
-        self._wait_for(
-            f"version {version} to be committed",
-            lambda: link.commit_version(version, documents, deadline),
-            deadline,
-        )
+        what = f"version {version} to be committed"
+
+        def commit() -> None:
+            if not self._turn.acquire(timeout=deadline.remaining_s):
+                raise deadline.error(f"{what} after what is being sent", part=_PART)
+            try:
+                link.commit_version(version, documents, deadline)
+            finally:
+                self._turn.release()
+
+        thread = DaemonThreads(1, "weightlane-commit")
+        committing = thread.submit(commit)
+        thread.shutdown()
+        result_of(committing, deadline, what, _PART)
 
     def reclaim(self, version: int, deadline: Deadline) -> None:
         """Return once no receiver looks at lasting buckets of `version`. Raises what the engine raises."""

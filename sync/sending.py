@@ -144,7 +144,7 @@ class Sending(ABC):
 
     def dense(self, held: Publication) -> Manifest:
         """The manifest of `held` in full."""
-        return replace(self.layout, version=held.version, identity=held.identity)
+        return self.layout.as_version(held.version, held.identity)
 
     @abstractmethod
     def send(self, version: Outgoing) -> int:

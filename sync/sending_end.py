@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -184,16 +184,15 @@ class SendingEnd:
             memory.grow(nbytes, exactly=True)
         return [memory.data for memory in self._buffers]
 
-    def disconnect(self) -> None:
-        """End the session. Idempotent."""
+    def disconnect(self) -> Callable[[], None]:
+        """End the session. Idempotent. Returns what closes the engine's half that stores, which may have a version to commit."""
         with self._changed:
             sending, halves, sender = self._sending, self._halves, self._sender
             self._session, self._sending, self._halves, self._sender = "", None, None, None
         for part in (sending, halves):
             if part is not None:
                 part.close()
-        if sender is not None:
-            close_all([sender], self._name)
+        return lambda: close_all([sender] if sender is not None else [], self._name)
 
     def close(self) -> None:
         """Give the memory back; nothing is sent any more."""

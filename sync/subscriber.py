@@ -47,6 +47,7 @@ from .seal import StoredSeals
 from .session_plan import PlanBoard, SessionPlan
 from .staged_delta import IncomingDelta, StagedDelta
 from .staging import Staging, Stream, lacks_base
+from .tensor_lists import TensorLists, scope_of
 
 _log = logging.getLogger(__name__)
 _RELEASE_S = 5.0
@@ -124,6 +125,7 @@ class Subscriber(Participant):
         self._receiving: Receiving | None = None
         """There while the session is up."""
         self._intake = Intake(name, self._device, self.hooks)
+        self._tensor_lists = TensorLists()
         self._manifest: Manifest | None = None
         """The newest that was offered."""
         self._restorings: tuple[Manifest, Restoring] | None = None
@@ -295,13 +297,15 @@ class Subscriber(Participant):
         receiving = self._receiving
         if receiving is None:
             raise ClosedError("a version was offered on a closed connection.", part=self.name)
-        sent, manifest = receiving.manifest(message.manifest, self._manifest)
+        deadline, stream = Deadline.after(message.deadline_s), None
+        board = self.rendezvous.mailbox(scope_of(self.session))
+        plain = self._tensor_lists.looked_up(message.manifest, board, deadline.within(message.stall_s))
+        sent, manifest = receiving.manifest(plain, self._manifest)
         self._manifest = sent
         check_coverage(manifest, self._expectation, part=self.name, specs=self._restoring(manifest).specs)
         if manifest.is_delta:
             self._check_base(manifest)
         self._delta = None  # as `reserve`: what was staged before is dropped
-        deadline, stream = Deadline.after(message.deadline_s), None
         if self._in_place and self._restoring(manifest).restores:
             raise ManifestError(
                 f"version {manifest.version} came quantised, and its weights cannot be restored in place.",

@@ -29,6 +29,7 @@ def benchmark(name: str) -> Any:
     return module
 
 
+control_plane = benchmark("control_plane")
 decoding = benchmark("decode_while_syncing")
 densities = benchmark("densities")
 density = benchmark("density")

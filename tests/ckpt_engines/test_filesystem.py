@@ -305,6 +305,38 @@ def test_a_write_that_was_given_up_never_replaces_a_later_one(held_up: tuple[Pla
     assert place.latest()[0][0] == 4
 
 
+def test_a_local_write_that_is_stuck_in_the_kernel_never_replaces_a_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, stuck, go_on = place_of(tmp_path), threading.Event(), threading.Event()
+    sender, _ = connect_sender(place.options)
+    publish(sender, 1, 100)
+    replace = os.replace
+
+    def held_up(source: str, target: str) -> None:
+        if str(target).endswith("latest.json") and not stuck.is_set():
+            stuck.set()
+            assert go_on.wait(HANG_S)
+        replace(source, target)
+
+    monkeypatch.setattr("weightlane.ckpt_engines._store_growing.os.replace", held_up)
+    publish(sender, 2, 100, commit=False)
+    late = threading.Thread(target=sender.commit_version, args=(2, {}, soon()))
+    late.start()
+    assert stuck.wait(HANG_S)
+    successor, _ = connect_sender(place.options)
+    publish(successor, 3, 100, commit=False)
+    with pytest.raises(DeadlineExceededError, match=r"an earlier write of .*latest\.json"):
+        successor.commit_version(3, {}, Deadline.after(0.5))
+    assert place.latest()[0][0] == 1
+    newer = threading.Thread(target=successor.commit_version, args=(3, {}, soon()))
+    newer.start()
+    go_on.set()
+    for thread in (late, newer):
+        thread.join(HANG_S)
+    assert place.latest()[0][0] == 3
+
+
 def test_a_version_whose_listing_is_in_doubt_stays_when_its_sender_closes(
     held_up: tuple[Place, WeightSender, HeldUp],
 ) -> None:

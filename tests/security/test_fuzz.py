@@ -5,6 +5,7 @@ Examples are derandomized; ``WEIGHTLANE_FUZZ=5000 pytest tests/security/test_fuz
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -13,6 +14,7 @@ import struct
 import tempfile
 import threading
 import tracemalloc
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,12 +43,15 @@ from weightlane.ckpt_engines._local_socket import host_identity, socket_name
 from weightlane.ckpt_engines._meeting import host_and_port
 from weightlane.ckpt_engines._store_layout import parse_latest, parse_sender
 from weightlane.ckpt_engines.faulty import read_fault_log
-from weightlane.ckpt_engines.mac import proves, sign
+from weightlane.ckpt_engines.mac import proves
 from weightlane.rollout.expectation import expectation_of
 from weightlane.rollout.wire import failure_from_text
 from weightlane.sync import Manifest, Rendezvous, RendezvousAddress
-from weightlane.sync.messages import Stop, decode, encode
+from weightlane.sync.control_hub import Kind
+from weightlane.sync.control_wire import Connection, Frame, Keys
+from weightlane.sync.messages import Stop, decode
 from weightlane.sync.placement import Placement
+from weightlane.sync.plain_bytes import full_text, to_bytes
 from weightlane.sync.seal import seal
 from weightlane.sync.seal import verify as verify_bucket
 from weightlane.sync.session_plan import Supply
@@ -402,61 +407,79 @@ def rendezvous() -> Rendezvous:
 
 
 def test_a_mailbox_gives_back_what_a_member_put_there_and_refuses_everything_else(rendezvous: Rendezvous) -> None:
-    mailbox, store = rendezvous.mailbox("s"), rendezvous.store("mailbox/s")
-    mailbox.put("key", {"a": 1})
-    signed = bytes(store.get("key"))
-    context = "mailbox/s/key"
-
-    @fuzzed(80)
-    @given(mutated_bytes(signed))
-    def forged(changed: bytes) -> None:
-        store.set("key", changed)
-        if changed != signed:
-            with pytest.raises(ProtocolError):
-                mailbox.get("key", soon())
+    mailbox = rendezvous.mailbox("s")
 
     @fuzzed(80)
     @given(mutated_bytes(b'{"a": 1}'))
     def malformed(body: bytes) -> None:
-        store.set("key", sign(rendezvous.address.secret, context, body))
+        rendezvous._member.tell(Frame(Kind.PUT, 0, "s\nkey", body))
         survives(lambda: mailbox.get("key", soon()))
 
-    forged()
+    @fuzzed(80)
+    @given(mutated_bytes(to_bytes(["a long value"] * 5000)))
+    def malformed_and_long(body: bytes) -> None:
+        rendezvous._member.tell(Frame(Kind.PUT, 0, "s\nkey", body))
+        survives(lambda: mailbox.get("key", soon()))
+
     malformed()
-    store.set("key", sign(rendezvous.address.secret, context, b"[" * 100_000))
-    with pytest.raises(ProtocolError):
-        mailbox.get("key", soon())
+    malformed_and_long()
+    for nested in (b"[" * 100_000, zlib.compress(b"[" * 100_000)):
+        rendezvous._member.tell(Frame(Kind.PUT, 0, "s\nkey", nested))
+        with pytest.raises(ProtocolError):
+            mailbox.get("key", soon())
     mailbox.put("key", {"a": 1})
     assert mailbox.get("key", soon()) == {"a": 1}
-    store.set("other", signed)  # a value moved to another key
-    with pytest.raises(ProtocolError):
-        mailbox.get("other", soon())
 
 
-def test_an_inbox_drops_what_no_member_signed_and_refuses_what_is_no_message(rendezvous: Rendezvous) -> None:
-    inbox, store = rendezvous.inbox("a"), rendezvous._store
-    signed = sign(rendezvous.address.secret, "inbox/a", encode(Stop()))
+def test_a_few_bytes_that_stand_for_many_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightlane.sync.plain_bytes.MOST_BYTES", 1 << 16)
+    with pytest.raises(ProtocolError, match="too long"):
+        full_text(zlib.compress(b"[" + b"0," * (1 << 24) + b"0]"), "a bomb")
 
-    @fuzzed(80)
-    @given(mutated_bytes(signed))
-    def forged(changed: bytes) -> None:
-        if changed != signed:
-            store.queue_push("inbox/a", changed)
-        store.queue_push("inbox/a", signed)
-        assert inbox.get(soon()) == Stop()
+
+def test_an_inbox_refuses_what_is_no_message(rendezvous: Rendezvous) -> None:
+    inbox = rendezvous.inbox("a")
 
     @fuzzed(80)
     @given(mutated_bytes(b'{"type": "stop"}'))
     def malformed(body: bytes) -> None:
-        store.queue_push("inbox/a", sign(rendezvous.address.secret, "inbox/a", body))
+        rendezvous._member.tell(Frame(Kind.POST, 0, "a", body))
         survives(lambda: inbox.get(soon()))
 
-    forged()
     malformed()
-    store.queue_push("inbox/a", sign(rendezvous.address.secret, "inbox/b", encode(Stop())))  # meant for another inbox
-    store.queue_push("inbox/a", signed)
+    rendezvous.post("a", Stop())
     assert inbox.get(soon()) == Stop()
     assert inbox.get_nowait() is None
+
+
+def test_of_a_control_connection_nothing_is_believed_but_what_was_signed_for_its_place_in_it() -> None:
+    keys, other = Keys(b"k" * 32, b"o" * 32), Keys(b"o" * 32, b"k" * 32)
+    frames = [Frame(Kind.POST, number, "inbox", b"body" * number) for number in range(3)]
+    ours, theirs = socket.socketpair()
+    sending = Connection(theirs, keys, lambda _: None, lambda _: None)
+    for each in frames:
+        sending.send(each)
+    stream = ours.recv(1 << 16)
+
+    @fuzzed(80)
+    @given(mutated_bytes(stream))
+    def changed(data: bytes) -> None:
+        one, far = socket.socketpair()
+        far.setblocking(False)
+        got: list[Frame] = []
+        ended = threading.Event()
+        Connection(far, other, got.append, lambda _: ended.set()).start()
+        with one, contextlib.suppress(OSError):  # it hangs up on what is no frame
+            one.sendall(data)
+        assert ended.wait(HANG_S)
+        assert got == frames[: len(got)]
+
+    changed()
+    first = len(stream) - len(stream[stream.index(b"body") :])  # a frame that is repeated, or left out
+    for data in (stream[:first] * 2, stream[first:]):
+        changed.hypothesis.inner_test(data)
+    ours.close()
+    theirs.close()
 
 
 def test_a_fault_log_is_read_or_refused(tmp_path: Path) -> None:

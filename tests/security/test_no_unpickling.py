@@ -32,11 +32,12 @@ from weightlane.ckpt_engines import (
 )
 from weightlane.ckpt_engines._store_layout import parse_latest, parse_sender
 from weightlane.ckpt_engines.faulty import read_fault_log
-from weightlane.ckpt_engines.mac import sign
 from weightlane.rollout.expectation import expectation_of
 from weightlane.rollout.wire import failure_from_text
 from weightlane.sync import Manifest, Rendezvous, RendezvousAddress
-from weightlane.sync.messages import Stop, decode, encode
+from weightlane.sync.control_hub import Kind
+from weightlane.sync.control_wire import Frame, dial
+from weightlane.sync.messages import Stop, decode
 from weightlane.sync.placement import Placement
 from weightlane.sync.seal import seals_of_document, verify
 from weightlane.sync.session_plan import Supply
@@ -194,19 +195,22 @@ def test_the_bombs_would_go_off(tmp_path: Path) -> None:
 
 def test_inboxes_and_mailboxes(crater: Path) -> None:
     rendezvous = Rendezvous.host()
-    secret, store = rendezvous.address.secret, rendezvous._store
-    inbox, mailbox = rendezvous.inbox("a"), rendezvous.mailbox("s")
+    address = rendezvous.address
+    inbox, mailbox, member = rendezvous.inbox("a"), rendezvous.mailbox("s"), Rendezvous.join(address)
     for bomb in bombs(crater):
-        store.queue_push("inbox/a", bomb)  # nobody signed it: dropped
-        store.queue_push("inbox/a", sign(secret, "inbox/a", encode(Stop())))
-        assert inbox.get(soon()) == Stop()
-        store.queue_push("inbox/a", sign(secret, "inbox/a", bomb))
+        with socket.create_connection((address.host, address.port)) as stranger:  # proves nothing: nobody listens
+            stranger.sendall(bomb)
+        sock, _ = dial(address.host, address.port, address.secret, soon())
+        with sock:  # a member, but what it says is not signed
+            sock.sendall(bomb)
+        member._member.tell(Frame(Kind.POST, 0, "a", bomb))
         with pytest.raises(ProtocolError):
             inbox.get(soon())
-        rendezvous.store("mailbox/s").set("key", bomb)
-        with pytest.raises(ProtocolError):
-            mailbox.get("key", soon())
-        rendezvous.store("mailbox/s").set("key", sign(secret, "mailbox/s/key", bomb))
+        member.post("a", Stop())
+        assert inbox.get(soon()) == Stop()
+        member._member.tell(Frame(Kind.PUT, 0, "s\nkey", bomb))
+        member.post("a", Stop())
+        assert inbox.get(soon()) == Stop()
         if bomb.startswith(b"{"):
             assert set(mailbox.get("key", soon())) == {"py/reduce"}
         else:

@@ -6,7 +6,7 @@ import asyncio
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -214,8 +214,8 @@ class Run:
         clock, letters = MovableClock(), self.coordinator._letters
         wait = letters._next
 
-        def wait_or_pass(deadline: Deadline, names: list[str], what: str) -> Message:
-            if when(names):
+        def wait_or_pass(deadline: Deadline, names: Collection[str], what: str) -> Message:
+            if when(sorted(names)):
                 clock.advance(deadline.remaining_s)
             return wait(deadline, names, what)
 
@@ -228,7 +228,7 @@ class Run:
     def _note_waits(self) -> None:
         wait = self.coordinator._letters._next
 
-        def noting(deadline: Deadline, names: list[str], what: str) -> Message:
+        def noting(deadline: Deadline, names: Collection[str], what: str) -> Message:
             self._waits.append(what)
             return wait(deadline, names, what)
 

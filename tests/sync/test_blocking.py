@@ -25,7 +25,7 @@ from weightlane.ckpt_engines import (
     UntouchedError,
     WorkerDiedError,
 )
-from weightlane.sync import CollectivePublisher, LocalShard, Outcome, Rendezvous, SyncConfig
+from weightlane.sync import CollectivePublisher, LocalShard, Outcome, SyncConfig
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def test_rank_0_does_not_wait_for_long_for_a_rank_that_reads_nothing_any_more(
     with publisher(weight, shelf) as weights:
         weights.publish(1)
         weights.wait()
-        monkeypatch.setattr(Rendezvous, "unread", lambda *_: 1)
+        monkeypatch.setattr("weightlane.sync.rendezvous.Inbox._acknowledge", lambda *_: None)
     assert "trainer-0 did not read how the last version ended" in caplog.text
     shelf.close()
     wait_for_end_of_threads(before)

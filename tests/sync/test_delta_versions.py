@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import threading
 from typing import Any
 
 import pytest
@@ -11,10 +9,8 @@ from hop import digest, nudged
 from hop_run import MakeRun, Run, expected, outcomes_of
 from waiting import NEVER_S, wait_until
 
-from weightlane.ckpt_engines import ClosedError, Deadline, QuarantinedError, SyncAbortedError
-from weightlane.sync import Rendezvous
+from weightlane.ckpt_engines import Deadline, QuarantinedError, SyncAbortedError
 from weightlane.sync.correspondence import TroubleError
-from weightlane.sync.rank_talk import RankTalk
 
 
 def after(first: int, versions: list[int]) -> dict[str, str]:
@@ -152,18 +148,3 @@ def test_deltas_larger_than_every_bucket_of_whole_tensors_are_sent(make_run: Mak
     report = run.nudge(2, 3)
     assert report.codec == "delta"
     assert report.replicas["rollout-0"].nbytes > 3936, "of no interest: it fits into the largest bucket"
-
-
-def test_ranks_hear_one_another_no_longer_than_wanted_and_old_versions_leave_the_store(rendezvous: Rendezvous) -> None:
-    looks, keys = itertools.count(), []
-    talk, other = (RankTalk(rendezvous.mailbox("deltas/s"), ["t-0", "t-1"], rank, "a delta") for rank in (0, 1))
-    talk.say(2, None)
-    with pytest.raises(ClosedError):
-        list(talk.hear(2, Deadline.after(NEVER_S), lambda: next(looks) < 3))
-    threading.Timer(0.1, talk.close).start()
-    with pytest.raises(ClosedError):
-        list(talk.hear(2, Deadline.after(NEVER_S)))
-    for version in range(2, 12):
-        other.say(version, [version - 1, []])
-        keys.append(rendezvous.store("").num_keys())
-    assert keys[-1] == keys[3], "it grows with every version"

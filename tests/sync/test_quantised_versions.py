@@ -327,7 +327,7 @@ def test_only_blocks_that_a_border_divides_wait_for_other_ranks() -> None:
 )
 def test_magnitudes_that_are_none_are_refused(rendezvous: Rendezvous, said: object) -> None:
     board = rendezvous.mailbox("magnitudes")
-    board.put("1/other", said)
+    board.within("1").put("other", said)
     agreement = MagnitudeAgreement(board, ["me", "other"], 0)
     agreement.say(1, [Magnitudes("a.weight", Box((0, 0), (1, 1)), torch.ones(1, 1))])
     with pytest.raises(ProtocolError):
