@@ -42,7 +42,8 @@ from .rendezvous import COORDINATOR, Inbox, Rendezvous, RendezvousAddress
 from .session_plan import SessionPlan
 
 _log = logging.getLogger(__name__)
-_JOIN_THREAD_S = 5.0
+JOIN_THREAD_S = 5.0
+"""How long closing waits for a thread that ends by itself."""
 
 
 class Participant(ABC):
@@ -106,7 +107,7 @@ class Participant(ABC):
         self._inbox.stop()
         for thread in (self._control, self._connecting):
             if thread is not None and thread.is_alive() and thread is not threading.current_thread():
-                thread.join(_JOIN_THREAD_S)
+                thread.join(JOIN_THREAD_S)
         self._close_half()  # one that the control thread opened meanwhile
         self._free()
         self.rendezvous.close()
@@ -220,7 +221,7 @@ class Participant(ABC):
         if isinstance(message, Reset):
             self._disconnect()
             if self._connecting is not None:
-                self._connecting.join(_JOIN_THREAD_S)
+                self._connecting.join(JOIN_THREAD_S)
             with self._turn:
                 self.session = message.session
             address, traits = self._open_half()

@@ -12,6 +12,8 @@ import secrets
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import wait
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +38,7 @@ from .delta_encoding import DeltaEncoder
 from .magnitudes import complete
 from .manifest import CODEC_DELTA, CODEC_DENSE, Manifest, Segment
 from .messages import Connect, EngineTraits, Full, Go, Message, Offer, Sent
-from .participant import Participant
+from .participant import JOIN_THREAD_S, Participant
 from .placement import Placement
 from .progress import Progress
 from .publication import Base, Publication, Slot, SnapshotSlots, checked_version
@@ -230,11 +232,25 @@ class Publisher(Participant):
         with self._changed:
             self._changed.notify_all()
         for worker in self._workers:
-            worker.join(5.0)
+            worker.join(JOIN_THREAD_S)
         self._storing.close()
         if self._fence is not None:  # its snapshot may never have begun
             self._fence.progress.fail(ClosedError("the publisher was closed.", part=self.name))
         self._encoder.close()
+        if all(each.done() for each in self._end.reading) and not any(worker.is_alive() for worker in self._workers):
+            self._give_back()
+            return
+        _log.warning("%s: the engine still reads what it was to send; that memory is given back afterwards.", self.name)
+        with suppress(
+            RuntimeError
+        ):  # From Python 3.12 on, a program that ends starts no threads, and its memory ends with it.
+            start_thread(f"weightlane-free-{self.name}", self._give_back)
+
+    def _give_back(self) -> None:
+        """Give all memory back once nobody reads it any more."""
+        for worker in self._workers:
+            worker.join()
+        wait(self._end.reading)
         self._slots.close()
         self._delta_memory.close()
         self._end.close()

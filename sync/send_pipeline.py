@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 
 from weightlane.ckpt_engines import Bucket, ClosedError, Deadline, SenderLink, Topology
@@ -111,6 +111,8 @@ class SendPipeline:
         self._seals: dict[int, list[str]] = {}
         """Of versions that may be committed, with a persistent engine."""
         self._thread = DaemonThreads(1, "weightlane-send")
+        self.sending: Future[None] | None = None
+        """The version that is being sent, or was sent last. Until it is done somebody may read the memory it is sent from."""
         self._turn = threading.Lock()
         """Held while an engine's half that stores is called: one call at a time."""
 
@@ -138,7 +140,7 @@ class SendPipeline:
         """
         version, stored = manifest.version, _is_stored(manifest)
         going = _Going()
-        sending = self._thread.submit(self._send, going, manifest, deadline, stall_s)
+        sending = self.sending = self._thread.submit(self._send, going, manifest, deadline, stall_s)
         seals: list[str] = []
         total = 0
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -86,6 +87,8 @@ class SendingEnd:
         self._halves: LinkHalves | None = None
         """Where it does not."""
         self._sending: Sending | None = None
+        self.reading: list[Future[None]] = []
+        """Of sessions that are over, what is still being sent: an engine's call may take a while to end."""
 
     @property
     def stores(self) -> bool:
@@ -189,6 +192,8 @@ class SendingEnd:
         with self._changed:
             sending, halves, sender = self._sending, self._halves, self._sender
             self._session, self._sending, self._halves, self._sender = "", None, None, None
+            if sending is not None and sending.pipeline is not None and sending.pipeline.sending is not None:
+                self.reading = [each for each in (*self.reading, sending.pipeline.sending) if not each.done()]
         for part in (sending, halves):
             if part is not None:
                 part.close()

@@ -12,11 +12,21 @@ from typing import Any, cast
 
 import pytest
 import torch
+from direct_hop import MakeHop, rows
 from patience import PATIENT
 from shelf import SPEC, Shelf
 from waiting import HANG_S, NEVER_S, wait_until
 
-from weightlane.ckpt_engines import ClosedError, Deadline, DeadlineExceededError, SenderLink, Topology
+from weightlane.ckpt_engines import (
+    ClosedError,
+    Deadline,
+    DeadlineExceededError,
+    SenderLink,
+    SyncAbortedError,
+    Topology,
+)
+from weightlane.ckpt_engines._segment_engine import SegmentEngine
+from weightlane.ckpt_engines._segment_sender import SegmentSender
 from weightlane.ckpt_engines.devices import HOST, runtime_of
 from weightlane.sync import CollectivePublisher, LocalShard, Manifest, Rendezvous, SyncConfig, engine_calls
 from weightlane.sync.engine_calls import address_of, close_all
@@ -198,3 +208,37 @@ def test_halves_are_closed_where_no_thread_can_be_started_any_more_and_none_keep
     assert "on purpose" in caplog.text
     close_all([stuck, *halves], "test")
     wait_until(lambda: sorted(closed) == ["first", "first", "second", "second"], "end of the others")
+
+
+def test_memory_that_an_engine_still_reads_is_given_back_when_it_has_ended(
+    hop: MakeHop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightlane.sync.publisher.JOIN_THREAD_S", 0.05)
+    reads, over = threading.Event(), threading.Event()
+    freed: list[int] = []
+    free = SegmentEngine.free
+
+    def flush(self: SegmentSender, deadline: Deadline, pending: int = 0) -> None:
+        del self, deadline, pending
+        reads.set()
+        assert over.wait(HANG_S)
+        raise ClosedError("it was closed.", part="a test")
+
+    def freeing(self: SegmentEngine, memory: torch.Tensor) -> None:
+        freed.append(memory.numel())
+        free(self, memory)
+
+    run = hop("shm", rows, 1, [None])
+    monkeypatch.setattr(SegmentSender, "flush", flush)
+    monkeypatch.setattr(SegmentEngine, "free", freeing)
+    (publisher,) = run.publishers
+    with ThreadPoolExecutor(1) as threads:
+        serving = threads.submit(run.serve, 1)
+        assert reads.wait(HANG_S)
+        publisher.close()
+        assert not freed, "the engine's call has not ended"
+        over.set()
+        wait_until(lambda: bool(freed), "memory that is given back")
+        run.coordinator.close()  # which waits for the publisher to come back
+        with pytest.raises(SyncAbortedError):
+            serving.result(HANG_S)

@@ -17,7 +17,7 @@ from traced_trainer import BUCKET_BYTES, CUTS, SPECS, WORLD, TracedTrainer
 
 from weightlane.sync import Coordinator, Rendezvous, SyncConfig
 
-PYTHON_BYTES = 3 << 20
+PYTHON_BYTES = 4 << 20
 """What objects, modules that are imported late and libraries take beside tensors."""
 
 
