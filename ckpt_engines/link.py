@@ -55,9 +55,8 @@ H = TypeVar("H", WeightSender, WeightReceiver)
 class _Link(Generic[H]):
     """What both sides share: the connections, who watches them, and what a call raises."""
 
-    half: H
-
-    def __init__(self, engine: CheckpointEngine, side: str, name: str) -> None:
+    def __init__(self, engine: CheckpointEngine, side: str, name: str, half: H) -> None:
+        self.half = half
         self._engine = engine
         self._name = name
         self.part = f"{type(engine).__name__.removesuffix('Engine').lower()} {side} {name}"
@@ -181,8 +180,7 @@ class SenderLink(_Link[WeightSender]):
     _events = select.POLLIN
 
     def __init__(self, engine: CheckpointEngine, name: str, device: torch.device) -> None:
-        super().__init__(engine, "sender", name)
-        self.half = engine.make_sender(name, device)
+        super().__init__(engine, "sender", name, engine.make_sender(name, device))
         self._listener: Listener | None = None
 
     def address(self) -> Address:
@@ -277,8 +275,7 @@ class ReceiverLink(_Link[WeightReceiver]):
     _hopeless = False  # what a sender has said before it left can still be read
 
     def __init__(self, engine: CheckpointEngine, name: str, device: torch.device) -> None:
-        super().__init__(engine, "receiver", name)
-        self.half = engine.make_receiver(name, device)
+        super().__init__(engine, "receiver", name, engine.make_receiver(name, device))
 
     def address(self) -> Address:
         """What the sender's link gets to know of this one. Plain data."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from .contract import API_VERSION, Capabilities, CheckpointEngine, Delivery, EngineConfig
+from .contract import API_VERSION, WHAT_CHANGED, Capabilities, CheckpointEngine, Delivery, EngineConfig
 from .errors import (
     ConfigError,
     DuplicateEngineError,
@@ -155,18 +155,18 @@ def _install_hint(entry_point: EntryPoint) -> str:
 
 
 def _checked(name: str, loaded: object, entry_point: EntryPoint) -> type[CheckpointEngine]:
-    def broken(why: str) -> EngineContractError:
+    def broken(why: str, change: str = "") -> EngineContractError:
         return EngineContractError(
             f"{name!r} of distribution {_distribution(entry_point)} {why}.",
             part=_PART,
-            hint="Ask its author, or install a release made for this weightlane.",
+            hint=f"{change and change + ' '}Ask its author, or install a release made for this weightlane.",
         )
 
     if not (isinstance(loaded, type) and issubclass(loaded, CheckpointEngine)):
         raise broken(f"is not a CheckpointEngine class but {loaded!r}")
     version = getattr(loaded, "api_version", None)
     if version != API_VERSION:
-        raise broken(f"was written for engine API {version}, this weightlane has {API_VERSION}")
+        raise broken(f"was written for engine API {version}, this weightlane has {API_VERSION}", WHAT_CHANGED)
     if missing := sorted(getattr(loaded, "__abstractmethods__", ())):
         raise broken(f"does not implement {', '.join(missing)}")
     capabilities = getattr(loaded, "capabilities", None)

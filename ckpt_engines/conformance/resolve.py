@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ..contract import API_VERSION, CheckpointEngine
+from ..contract import API_VERSION, WHAT_CHANGED, CheckpointEngine
 from ..errors import ConfigError, EngineContractError, EngineImportError, EngineUnavailableError
 from ..registry import CheckpointEngineRegistry
 
@@ -43,10 +43,14 @@ def engine_class(name: str) -> type[CheckpointEngine]:
         ) from cause
     if not (isinstance(loaded, type) and issubclass(loaded, CheckpointEngine)):
         raise EngineContractError(f"{name} is not a CheckpointEngine class.", part=_PART)
-    if getattr(loaded, "api_version", None) != API_VERSION or getattr(loaded, "__abstractmethods__", ()):
+    if (version := getattr(loaded, "api_version", None)) != API_VERSION:
         raise EngineContractError(
-            f"{name} does not implement version {API_VERSION} of the contract completely.", part=_PART
+            f"{name} was written for engine API {version}, this weightlane has {API_VERSION}.",
+            part=_PART,
+            hint=WHAT_CHANGED,
         )
+    if missing := sorted(getattr(loaded, "__abstractmethods__", ())):
+        raise EngineContractError(f"{name} does not implement {', '.join(missing)}.", part=_PART)
     return loaded
 
 

@@ -28,11 +28,15 @@ class Good(CheckpointEngine):
     api_version = API_VERSION
     capabilities = Capabilities(devices=frozenset({"cpu"}), delivery=frozenset({Delivery.STORE}), persistent=True)
     config_type = AcmeConfig
-    def make_sender(self, name): raise NotImplementedError
-    def make_receiver(self, name): raise NotImplementedError
+    def make_sender(self, name, device): raise NotImplementedError
+    def make_receiver(self, name, device): raise NotImplementedError
 
 class OtherApi(Good):
     api_version = 999
+
+class FirstApi(Good):
+    api_version = 1
+    def make_sender(self, name): raise NotImplementedError
 
 class NoCapabilities(Good):
     capabilities = {"devices": ["cpu"]}
@@ -49,7 +53,7 @@ class NoConfigType(Good):
 class Half(CheckpointEngine):
     api_version = API_VERSION
     capabilities = Good.capabilities
-    def make_sender(self, name): raise NotImplementedError
+    def make_sender(self, name, device): raise NotImplementedError
 
 class Elsewhere(Good):
     @classmethod
@@ -64,6 +68,8 @@ ENTRY_POINTS = """
 [weightlane.ckpt_engines]
 good = acme_engines:Good
 other-api = acme_engines:OtherApi
+first-api = acme_engines:FirstApi
+first-mailbox = acme_first:Engine
 no-capabilities = acme_engines:NoCapabilities
 no-device = acme_engines:NoDevice
 no-delivery = acme_engines:NoDelivery
@@ -76,6 +82,9 @@ needs-rdma = acme_rdma:Engine [rdma]
 crashes = acme_crashes:Engine
 twin = acme_engines:Good
 """
+
+CHANGES = ["device", "channels", "`post` and `flush`", "docs/writing-an-engine.md"]
+"""What the author of an engine for API 1 is told."""
 
 PROBE = """
 import json, sys
@@ -112,6 +121,7 @@ def found(tmp_path_factory: pytest.TempPathFactory, session_children: Any) -> di
     install(site, "other-engines", "0.3", "[weightlane.ckpt_engines]\ntwin = acme_engines:Good\n")
     (site / "acme_engines.py").write_text(GOOD_MODULE)
     (site / "acme_rdma.py").write_text("import nosuch_rdma_library\n")
+    (site / "acme_first.py").write_text("from weightlane.ckpt_engines import Mailbox\n")
     (site / "acme_crashes.py").write_text("raise RuntimeError('driver too old')\n")
     status, output, errors = session_children.run(["-c", textwrap.dedent(PROBE)], HANG_S, env={"PYTHONPATH": str(site)})
     assert status == 0, errors
@@ -141,7 +151,9 @@ def test_an_engine_of_another_distribution_is_made_from_its_own_options_with_fau
         ("crashes", "EngineImportError", ["acme-engines 1.5", "RuntimeError", "driver too old"]),
         ("no-attribute", "EngineImportError", ["acme-engines 1.5", "Nothing"]),
         ("twin", "DuplicateEngineError", ["acme-engines 1.5", "other-engines 0.3"]),
-        ("other-api", "EngineContractError", ["acme-engines 1.5", "999", "1"]),
+        ("other-api", "EngineContractError", ["acme-engines 1.5", "999", "2"]),
+        ("first-api", "EngineContractError", ["written for engine API 1", *CHANGES]),
+        ("first-mailbox", "EngineImportError", ["no Mailbox any more", *CHANGES]),
         ("no-capabilities", "EngineContractError", ["acme-engines 1.5", "Capabilities"]),
         ("no-device", "EngineContractError", ["device"]),
         ("no-delivery", "EngineContractError", ["delivery"]),
