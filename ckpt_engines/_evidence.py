@@ -52,11 +52,11 @@ EVIDENCE: dict[str, tuple[Evidence, ...]] = {
         ),
     ),
     "cuda_ipc": (
+        Evidence("The protocol, which is that of `shm`, over CPU memory.", "run", "2026-11-25", _CPU),
         Evidence(
-            "The protocol, which is that of `shm`. How arguments reach the driver's functions: once, by hand, against a"
-            " stand-in library that prints them.",
+            "How arguments reach the driver's functions: once, by hand, against a stand-in library that prints them.",
             "run",
-            "2026-11-25",
+            "2026-11-21",
             _CPU,
         ),
         Evidence(

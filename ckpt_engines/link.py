@@ -56,7 +56,7 @@ class _Link(Generic[H]):
     """What both sides share: the connections, who watches them, and what a call raises."""
 
     def __init__(self, engine: CheckpointEngine, side: str, name: str, half: H) -> None:
-        self.half = half
+        self.half: H = half
         self._engine = engine
         self._name = name
         self.part = f"{type(engine).__name__.removesuffix('Engine').lower()} {side} {name}"

@@ -272,9 +272,7 @@ def test_a_receiver_is_let_in_when_it_has_said_hello_on_every_lane_and_lanes_are
     life = Lifecycle("test", lambda: None)
     lanes = ("control", "engine")
     with listen_tcp("127.0.0.1") as listener, ThreadPoolExecutor(1) as threads:
-        accepting = threads.submit(
-            accept_receivers, listener, life, SESSION, ["a", "b"], soon(), lanes=lanes, key=KEY
-        )
+        accepting = threads.submit(accept_receivers, listener, life, SESSION, ["a", "b"], soon(), lanes=lanes, key=KEY)
         dialled = {
             (lane, name): dial(
                 listener.getsockname(), life, soon(), session=SESSION, name=name, peer="s", lane=lane, key=KEY

@@ -1,7 +1,7 @@
 """The torch.distributed engines: what they share over gloo, and what of NCCL and HCCL needs no device.
 
-What is marked ``gpu`` or ``npu`` runs on a machine that has at least two such devices. How their halves order streams and events is
-tested in ``checked_device``, on devices that are made up.
+What is marked ``gpu`` or ``npu`` runs on a machine that has at least two such devices. How their halves order streams and events
+is tested in ``checked_device``, on devices that are made up.
 """
 
 from __future__ import annotations
