@@ -155,7 +155,7 @@ def test_a_transport_that_is_opened_while_its_participant_closes_is_closed_too(
     subscriber.close()
     (receiver,) = opened
     with pytest.raises(ClosedError):
-        receiver.connect(Topology("first", {}, {}), rendezvous.mailbox("engine/first"), Deadline.after(HANG_S))
+        receiver.connect(Topology("first", {}, {}), Deadline.after(HANG_S))
 
 
 def test_nobody_waits_for_a_sync_under_way_to_let_a_replica_come_or_go(make_run: MakeRun) -> None:
