@@ -104,11 +104,13 @@ def test_a_receiver_that_waits_for_another_bucket_ends_the_call_of_both_sides_an
 ) -> None:
     session = sessions()
     flushing = session.send(bucket(), deadline=never())
+    receiver = session.receivers["a"]
+    waits_for = {
+        "post": lambda: receiver.post(wanted, "s", never()),
+        "view": lambda: receiver.view(wanted.version, wanted.index, wanted.nbytes, "s", never()),
+    }
     with pytest.raises(ProtocolError, match=f"of {wanted.nbytes} bytes, but the sender offers version 1") as refused:
-        if by == "post":
-            session.receivers["a"].post(wanted, "s", never())
-        else:
-            session.receivers["a"].view(wanted.version, wanted.index, wanted.nbytes, "s", never())
+        waits_for[by]()
     assert refused.value.peer == "s"
     assert receiver_of(session).posted == []
     with pytest.raises(ProtocolError, match=f"refused a bucket: it waits for bucket {wanted.index}") as told:

@@ -1,7 +1,7 @@
 """A device is said, never guessed: nothing that moves bytes relies on the device that is current in its thread.
 
-That is number 0 in a new thread, whatever the thread that started it had. So streams, events and whatever else acts on the current device
-are made by `weightlane.ckpt_engines.devices` alone, and an accelerator is named with its index.
+That is number 0 in a new thread, whatever the thread that started it had. So streams, events and whatever else acts on the
+current device are made by `weightlane.ckpt_engines.devices` alone, and an accelerator is named with its index.
 """
 
 from __future__ import annotations

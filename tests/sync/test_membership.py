@@ -115,7 +115,11 @@ def test_one_that_waits_for_a_sender_that_never_comes_hears_that_it_is_to_begin_
         assert hello.session == session
         nowhere = {"meeting": {}, "engine": {}}
         message = Connect(
-            session=session, publishers=["t-0"], senders={"t-0": nowhere}, receivers={"r/0": nowhere}, deadline_s=NEVER_S
+            session=session,
+            publishers=["t-0"],
+            senders={"t-0": nowhere},
+            receivers={"r/0": nowhere},
+            deadline_s=NEVER_S,
         )
         rendezvous.post(theirs, message)
         wait_until(lambda: is_new(subscriber._connecting), "thread that connects")
