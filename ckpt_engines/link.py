@@ -221,7 +221,8 @@ class SenderLink(_Link[WeightSender]):
         with self._call():
             if unknown := sorted(set(receivers) - set(self._control)) if self._meets else []:
                 raise ProtocolError(f"not connected to {', '.join(unknown)}.", part=self.part)
-            bucket = replace(bucket, to_all=len(set(receivers)) == len(self._control))
+            if self._meets:
+                bucket = replace(bucket, to_all=len(set(receivers)) == len(self._control))
             said = [bucket.version, bucket.index, bucket.nbytes, bucket.to_all, checksum]
             header = {"bucket": said, "proof": proof(self._key, _BUCKET, self._session, json.dumps(said))}
             for name in receivers if self._meets else ():

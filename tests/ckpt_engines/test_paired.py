@@ -33,12 +33,23 @@ class MoreLanes(Lanes):
     """Inherits them."""
 
 
+class ManyLanesConfig(LaneConfig):
+    most: int = 9
+
+
+class ManyLanes(Lanes):
+    """Has others, said without brackets."""
+
+    config_type = ManyLanesConfig
+
+
 class Plain(toolkit.PairedEngine[EngineConfig]):
     """Has none."""
 
 
 def test_the_type_of_the_options_is_what_stands_in_the_brackets() -> None:
     assert [engine.config_type for engine in (Lanes, MoreLanes, Plain)] == [LaneConfig, LaneConfig, EngineConfig]
+    assert ManyLanes.config_type is ManyLanesConfig
     assert Lanes(LaneConfig(lanes=3)).config.lanes == 3
     assert toolkit.PairedEngine.config_type is EngineConfig
 
