@@ -18,10 +18,10 @@ class Board(Protocol):
     """Where the ranks say what they have: a mailbox that can be looked into, and can forget."""
 
     def put(self, key: str, value: Any) -> None:
-        """As `Mailbox.put`."""
+        """As `StoreMailbox.put`."""
 
     def get(self, key: str, deadline: Deadline) -> Any:
-        """As `Mailbox.get`."""
+        """As `StoreMailbox.get`."""
 
     def has(self, key: str) -> bool:
         """Whether `get` would find `key` now."""

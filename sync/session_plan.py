@@ -32,10 +32,10 @@ class Board(Protocol):
     """A mailbox of the session."""
 
     def put(self, key: str, value: Any) -> None:
-        """As `Mailbox.put`."""
+        """As `StoreMailbox.put`."""
 
     def get(self, key: str, deadline: Deadline) -> Any:
-        """As `Mailbox.get`."""
+        """As `StoreMailbox.get`."""
 
 
 @dataclass(frozen=True)
