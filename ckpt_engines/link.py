@@ -92,9 +92,14 @@ class _Link(Generic[H]):
             channel.close()
 
     def close(self) -> None:
-        """Close the half and its connections. Idempotent, from any thread, never raises."""
-        self._closed = True
+        """Close the half and its connections. Idempotent, from any thread, never raises.
+
+        Peers see it at once, though a call that does not end keeps the sockets open for longer.
+        """
+        first, self._closed = not self._closed, True
         self.half.close()  # which may have to tell its peers
+        for channel in self._control.values() if first else ():
+            channel.hang_up()
         self._life.close()
 
     # -- what a call raises -------------------------------------------------------------------------------------------------
@@ -102,7 +107,7 @@ class _Link(Generic[H]):
     @contextlib.contextmanager
     def _call(self, *, final: bool = True) -> Iterator[None]:
         """Wrap every call of the half: what ends it is told as what caused it, and ends the half, too, if it is `final`."""
-        if self._lost is not None and self._hopeless:
+        if self._lost is not None and self._hopeless and not self._closed:
             raise self._lost
         try:
             with self._life.call():

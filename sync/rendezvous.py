@@ -208,7 +208,7 @@ class _Connections:
 
 
 class StoreMailbox:
-    """A key-value store of JSON values, signed, that the participants of a run share. Every method raises `ClosedError` when it is gone."""
+    """Signed JSON values by key, which all participants share. Every method raises `ClosedError` when the store is gone."""
 
     def __init__(self, connections: _Connections, scope: str, secret: str) -> None:
         self._connections = connections

@@ -265,6 +265,23 @@ def test_what_had_come_before_its_sender_hung_up_can_still_be_received(sessions:
     assert lost.value.peer == "s"
 
 
+def test_peers_see_a_close_though_a_call_of_the_closed_half_does_not_end(
+    sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = sessions("a")
+    stuck = threading.Event()
+    monkeypatch.setattr(sender_of(session), "flush", lambda *_: stuck.wait(HANG_S))
+    flushing = session.threads.submit(session.sender.flush, never())
+    session.sender.close()
+    with pytest.raises(PeerLostError):
+        session.receiver.post(bucket(), "s", never())
+    assert not flushing.done()
+    stuck.set()
+    flushing.result(HANG_S)
+    with pytest.raises(ClosedError):
+        session.sender.flush(soon())
+
+
 # --- deadlines and closing -------------------------------------------------------------------------------------------
 
 

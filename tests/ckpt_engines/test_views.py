@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 from sessions import Session, descriptors, send, soon
+from waiting import wait_until
 
 from weightlane.ckpt_engines import (
     Bucket,
@@ -214,6 +216,7 @@ def test_what_a_receiver_should_not_say_fails_the_reclaim_and_what_it_says_witho
 def test_releasing_to_a_sender_that_is_gone_says_so(engine: SegmentEngine, session: Session) -> None:
     (view, _) = session.show(1, filled(engine, 100, 5))
     session.sender.close()
+    wait_until(lambda: not [each for each in threading.enumerate() if each.name == "weightlane-watch-s"], "hanging up")
     with pytest.raises(PeerLostError):
         session.receivers["a"].release(1, soon())
     assert view.eq(5).all()
