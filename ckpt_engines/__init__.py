@@ -9,9 +9,12 @@ True
 True
 """
 
+from typing import TYPE_CHECKING
+
 from ._channel import Address, Channel
 from .contract import (
     API_VERSION,
+    WHAT_CHANGED,
     Bucket,
     Capabilities,
     CheckpointEngine,
@@ -116,3 +119,11 @@ __all__ = [
     "bucket_file_name",
     "error_from_wire",
 ]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name):
+        """Tell the author of an engine for API 1, which imports ``Mailbox`` from here, what has become of it."""
+        if name == "Mailbox":
+            raise ImportError(f"there is no Mailbox any more: {WHAT_CHANGED}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -181,6 +181,11 @@ class Channel:
             hint="Look at the peer's own log for the reason.",
         )
 
+    def hang_up(self) -> None:
+        """Let the peer know that nothing more comes. Whoever polls the socket here may go on."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_WR)
+
     def close(self) -> None:
         """Close the socket."""
         self._sock.close()

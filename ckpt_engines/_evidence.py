@@ -21,41 +21,40 @@ class Evidence:
 
 EVIDENCE: dict[str, tuple[Evidence, ...]] = {
     "gloo": (
-        Evidence("Conformance suite, several senders, beside a default process group.", "run", "2026-11-21", _CPU),
-        Evidence("Several machines, several network cards.", "not run", "2026-11-21", "no second machine"),
+        Evidence("Conformance suite, several senders, beside a default process group.", "run", "2026-11-25", _CPU),
+        Evidence("Several machines, several network cards.", "not run", "2026-11-25", "no second machine"),
     ),
     "nccl": (
         Evidence(
-            "Control connections, topologies, deadlines, waiting by streams and events, bounded aborts: the same code, over"
-            " gloo and in CPU memory.",
+            "Control connections, options, aborts that hang: without NCCL, in CPU memory.",
             "run",
-            "2026-11-21",
+            "2026-11-25",
             _CPU,
         ),
         Evidence(
             "NCCL itself: communicators, their options, aborts; the conformance suite (`pytest -m gpu`, two GPUs or more).",
             "not run",
-            "2026-11-21",
+            "2026-11-25",
             "no GPU",
         ),
     ),
     "hccl": (
-        Evidence("As for `nccl`, over gloo.", "run", "2026-11-21", _CPU),
-        Evidence("HCCL itself, and torch_npu (`pytest -m npu`, two NPUs or more).", "not run", "2026-11-21", "no NPU"),
+        Evidence("As for `nccl`.", "run", "2026-11-25", _CPU),
+        Evidence("HCCL itself, and torch_npu (`pytest -m npu`, two NPUs or more).", "not run", "2026-11-25", "no NPU"),
     ),
     "shm": (
         Evidence(
             "Conformance suite; kill -9 of either side in every phase; sender and receiver in user, mount, pid, network and"
             " IPC namespaces of their own.",
             "run",
-            "2026-11-21",
+            "2026-11-25",
             _CPU,
         ),
     ),
     "cuda_ipc": (
+        Evidence("The protocol, which is that of `shm`, over CPU memory.", "run", "2026-11-25", _CPU),
         Evidence(
-            "The protocol, which is that of `shm`. How arguments reach the driver's functions: once, by hand, against a"
-            " stand-in library that prints them.",
+            "How arguments reach the driver's functions: once, by hand, against a stand-in library that prints them.",
             "run",
             "2026-11-21",
             _CPU,
@@ -64,14 +63,14 @@ EVIDENCE: dict[str, tuple[Evidence, ...]] = {
             "Handles, events and copies on a device; the conformance suite (`pytest -m gpu`, one GPU is enough); two GPUs"
             " over NVLink or PCIe.",
             "not run",
-            "2026-11-21",
+            "2026-11-25",
             "no GPU",
         ),
     ),
     "filesystem": (
-        Evidence("Conformance suite on a local directory.", "run", "2026-11-21", _CPU),
-        Evidence("`s3://` against an S3 API served by moto on loopback.", "run", "2026-11-21", _CPU),
-        Evidence("NFS; S3 of a cloud provider.", "not run", "2026-11-21", "none at hand"),
+        Evidence("Conformance suite on a local directory.", "run", "2026-11-25", _CPU),
+        Evidence("`s3://` against an S3 API served by moto on loopback.", "run", "2026-11-25", _CPU),
+        Evidence("NFS; S3 of a cloud provider.", "not run", "2026-11-25", "none at hand"),
     ),
 }
 """By engine name."""

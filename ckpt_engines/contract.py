@@ -51,6 +51,12 @@ MOST_POSTED = 16
 """The framework never has more buckets posted that are not done."""
 API_VERSION = 2
 """Version of this contract. An engine declares the one it was written for; the registry refuses any other."""
+WHAT_CHANGED = (
+    "Since engine API 2 `make_sender` and `make_receiver` are told the device, `connect` gets connected channels in place of a"
+    " mailbox, and `post` and `flush` take the place of `send` and `receive`; what was `toolkit.Door` and `dial_senders` is"
+    " `CheckpointEngine.meeting`. See docs/writing-an-engine.md."
+)
+"""What the author of an engine for an older version has to change."""
 
 _IN_NO_NAME = re.compile("[\0\ud800-\udfff]")
 

@@ -55,9 +55,8 @@ H = TypeVar("H", WeightSender, WeightReceiver)
 class _Link(Generic[H]):
     """What both sides share: the connections, who watches them, and what a call raises."""
 
-    half: H
-
-    def __init__(self, engine: CheckpointEngine, side: str, name: str) -> None:
+    def __init__(self, engine: CheckpointEngine, side: str, name: str, half: H) -> None:
+        self.half: H = half
         self._engine = engine
         self._name = name
         self.part = f"{type(engine).__name__.removesuffix('Engine').lower()} {side} {name}"
@@ -93,9 +92,14 @@ class _Link(Generic[H]):
             channel.close()
 
     def close(self) -> None:
-        """Close the half and its connections. Idempotent, from any thread, never raises."""
-        self._closed = True
+        """Close the half and its connections. Idempotent, from any thread, never raises.
+
+        Peers see it at once, though a call that does not end keeps the sockets open for longer.
+        """
+        first, self._closed = not self._closed, True
         self.half.close()  # which may have to tell its peers
+        for channel in self._control.values() if first else ():
+            channel.hang_up()
         self._life.close()
 
     # -- what a call raises -------------------------------------------------------------------------------------------------
@@ -103,7 +107,7 @@ class _Link(Generic[H]):
     @contextlib.contextmanager
     def _call(self, *, final: bool = True) -> Iterator[None]:
         """Wrap every call of the half: what ends it is told as what caused it, and ends the half, too, if it is `final`."""
-        if self._lost is not None and self._hopeless:
+        if self._lost is not None and self._hopeless and not self._closed:
             raise self._lost
         try:
             with self._life.call():
@@ -181,8 +185,7 @@ class SenderLink(_Link[WeightSender]):
     _events = select.POLLIN
 
     def __init__(self, engine: CheckpointEngine, name: str, device: torch.device) -> None:
-        super().__init__(engine, "sender", name)
-        self.half = engine.make_sender(name, device)
+        super().__init__(engine, "sender", name, engine.make_sender(name, device))
         self._listener: Listener | None = None
 
     def address(self) -> Address:
@@ -223,7 +226,8 @@ class SenderLink(_Link[WeightSender]):
         with self._call():
             if unknown := sorted(set(receivers) - set(self._control)) if self._meets else []:
                 raise ProtocolError(f"not connected to {', '.join(unknown)}.", part=self.part)
-            bucket = replace(bucket, to_all=len(set(receivers)) == len(self._control))
+            if self._meets:
+                bucket = replace(bucket, to_all=len(set(receivers)) == len(self._control))
             said = [bucket.version, bucket.index, bucket.nbytes, bucket.to_all, checksum]
             header = {"bucket": said, "proof": proof(self._key, _BUCKET, self._session, json.dumps(said))}
             for name in receivers if self._meets else ():
@@ -277,8 +281,7 @@ class ReceiverLink(_Link[WeightReceiver]):
     _hopeless = False  # what a sender has said before it left can still be read
 
     def __init__(self, engine: CheckpointEngine, name: str, device: torch.device) -> None:
-        super().__init__(engine, "receiver", name)
-        self.half = engine.make_receiver(name, device)
+        super().__init__(engine, "receiver", name, engine.make_receiver(name, device))
 
     def address(self) -> Address:
         """What the sender's link gets to know of this one. Plain data."""

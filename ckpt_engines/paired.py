@@ -62,7 +62,9 @@ class PairedEngine(CheckpointEngine, Generic[C]):
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
-        for base in getattr(cls, "__orig_bases__", ()):
+        if "config_type" in vars(cls):
+            return
+        for base in vars(cls).get("__orig_bases__", ()):
             for argument in get_args(base):
                 if isinstance(argument, type) and issubclass(argument, EngineConfig):
                     cls.config_type = argument

@@ -30,6 +30,7 @@ _SAID = {
     "elastic": "receivers may join and leave without a new connection of the others",
     "same_host_only": "both sides on one host",
     "zero_copy": "the sender makes no further copy of the engine's own memory",
+    "collective": "all members of a connection form one communicator",
     "views": "receivers can look at weights in the sender's memory instead of copying them first",
 }
 
@@ -90,7 +91,7 @@ def _names(values: Iterable[str]) -> str:
 
 def _flags(capabilities: Capabilities) -> str:
     flags = (item.name for item in fields(capabilities) if getattr(capabilities, item.name) is True)
-    return ", ".join(name.replace("_", " ") for name in flags)
+    return ", ".join(name.replace("_", " ") for name in flags if name != "channels")  # which concerns no user
 
 
 def _type(annotation: Any) -> str:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from ._field_docs import document_fields
-from .contract import API_VERSION, Capabilities, CheckpointEngine, EngineConfig
+from .contract import API_VERSION, WHAT_CHANGED, Capabilities, CheckpointEngine, EngineConfig
 from .errors import (
     ConfigError,
     DuplicateEngineError,
@@ -240,7 +240,8 @@ def contract_breach(loaded: object) -> str | None:
     if version is None:
         return f"has no api_version: {loaded.__qualname__} must set api_version = API_VERSION"
     if version != API_VERSION:
-        return f"was written for engine API {version}, this weightlane has {API_VERSION}"
+        change = f". {WHAT_CHANGED.rstrip('.')}" if isinstance(version, int) and version < API_VERSION else ""
+        return f"was written for engine API {version}, this weightlane has {API_VERSION}{change}"
     if missing := sorted(getattr(loaded, "__abstractmethods__", ())):
         return f"does not implement {', '.join(missing)}"
     if not isinstance(getattr(loaded, "capabilities", None), Capabilities):

@@ -14,6 +14,7 @@ and the death of a peer are the framework's (`weightlane.ckpt_engines.link`): an
 - `send_payload` and `receive_payload` carry the bytes themselves over the channels, for transports without a wire of their own.
 - `EngineMemory` remembers what an engine has allocated, so that its senders know a bucket that needs no copy.
 - `run_bounded` makes a blocking library call end by the deadline, and `poll_until` waits for one that must be asked.
+- `runtime_of` gives streams and events of one device, for halves on an accelerator.
 """
 
 from __future__ import annotations
@@ -33,10 +34,12 @@ from ._handshake import (
 from ._lifecycle import Lifecycle
 from ._meeting import LocalMeeting, Meeting, TcpMeeting, host_and_port
 from ._waiting import poll_until, run_bounded
+from .devices import DeviceRuntime, runtime_of
 from .paired import PairedEngine, PostedCalls
 
 __all__ = [
     "Channel",
+    "DeviceRuntime",
     "EngineMemory",
     "Lifecycle",
     "LocalMeeting",
@@ -55,5 +58,6 @@ __all__ = [
     "receive_payload",
     "refuse",
     "run_bounded",
+    "runtime_of",
     "send_payload",
 ]

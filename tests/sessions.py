@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from waiting import HANG_S
 
-from weightlane.ckpt_engines import Bucket, CheckpointEngine, Deadline, Topology, WeightReceiver
+from weightlane.ckpt_engines import Bucket, CheckpointEngine, Deadline, Topology
+from weightlane.ckpt_engines.devices import HOST
+from weightlane.ckpt_engines.link import ReceiverLink, SenderLink, receiver_link, sender_link
 
 
 def soon() -> Deadline:
@@ -40,48 +42,70 @@ def answer_once(listener: socket.socket, answer: Callable[[bytes], bytes], descr
             pass
 
 
-class Session:
-    """One sender ``s`` and its receivers, connected unless told otherwise.
+def send(link: SenderLink, bucket: Bucket, to: Sequence[str], deadline: Deadline | None = None) -> None:
+    """Send one bucket, and wait until it has gone."""
+    deadline = deadline or soon()
+    link.post(bucket, to, deadline)
+    link.flush(deadline)
 
-    Built-in engines need no mailbox: they get None.
-    """
+
+def receive(link: ReceiverLink, bucket: Bucket, sender: str = "s", deadline: Deadline | None = None) -> None:
+    """Receive one bucket, and wait until it has come."""
+    deadline = deadline or soon()
+    link.post(bucket, sender, deadline)
+    link.flush(deadline)
+
+
+class Session:
+    """The links of one sender ``s`` and its receivers, connected unless told otherwise."""
 
     def __init__(
-        self, engine: CheckpointEngine, *names: str, of_receivers: CheckpointEngine | None = None, connect: bool = True
+        self,
+        engine: CheckpointEngine,
+        *names: str,
+        of_receivers: CheckpointEngine | None = None,
+        connect: bool = True,
+        key: bytes = b"key",
     ) -> None:
         self.engine = engine
-        self.sender: Any = engine.make_sender("s")
-        self.receivers: dict[str, Any] = {name: (of_receivers or engine).make_receiver(name) for name in names}
+        self.sender = sender_link(engine, "s", HOST)
+        self.receivers = {name: receiver_link(of_receivers or engine, name, HOST) for name in names}
         self.threads = ThreadPoolExecutor(2 + len(names))
         addresses = {name: receiver.address() for name, receiver in self.receivers.items()}
-        self.topology = Topology("session", {"s": self.sender.address()}, addresses, b"key")
+        self.topology = Topology("session", {"s": self.sender.address()}, addresses, key)
         if connect:
             for future in self.start_connect():
                 future.result()
 
     @property
-    def receiver(self) -> WeightReceiver:
+    def receiver(self) -> ReceiverLink:
         """The first one."""
         return next(iter(self.receivers.values()))
 
+    @property
+    def halves(self) -> list[Any]:
+        """What the engine made: the sender, then the receivers."""
+        return [link.half for link in (self.sender, *self.receivers.values())]
+
     def start_connect(self, deadline: Deadline | None = None) -> list[Future[None]]:
-        halves = (self.sender, *self.receivers.values())
-        return [self.threads.submit(half.connect, self.topology, None, deadline or soon()) for half in halves]
+        links = (self.sender, *self.receivers.values())
+        return [self.threads.submit(link.connect, self.topology, deadline or soon()) for link in links]
 
     def send(self, bucket: Bucket, to: Sequence[str] | None = None, deadline: Deadline | None = None) -> Future[None]:
         names = list(self.receivers) if to is None else to
-        return self.threads.submit(self.sender.send, bucket, names, deadline or soon())
+        return self.threads.submit(send, self.sender, bucket, names, deadline or soon())
 
     def deliver(self, version: int, data: torch.Tensor) -> torch.Tensor:
         """Send one bucket to the only receiver, and return what it received."""
         sending = self.send(Bucket(version, 0, data))
         received = torch.full_like(data, 0x55)
-        self.receiver.receive(Bucket(version, 0, received), "s", soon())
+        receive(self.receiver, Bucket(version, 0, received))
         sending.result()
         return received
 
     def view(self, name: str, version: int, nbytes: int, index: int = 0) -> Future[torch.Tensor]:
-        return self.threads.submit(self.receivers[name].view, version, index, nbytes, "s", soon())
+        receiver = self.receivers[name]
+        return self.threads.submit(lambda: receiver.view(version, index, nbytes, "s", soon())[0])
 
     def show(self, version: int, data: torch.Tensor) -> list[torch.Tensor]:
         """Send one lasting bucket, which all view."""
@@ -96,8 +120,8 @@ class Session:
         self.sender.reclaim(version, soon())
 
     def close(self) -> None:
-        for half in (self.sender, *self.receivers.values()):
-            half.close()
+        for link in (self.sender, *self.receivers.values()):
+            link.close()
         self.threads.shutdown()
 
 

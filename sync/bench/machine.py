@@ -22,14 +22,14 @@ def this_machine(device: str = "cpu") -> Machine:
         python=platform.python_version(),
         torch=torch.__version__,
         weightlane=_own_version(),
-        gpu=torch.cuda.get_device_name() if device == "cuda" else "",
+        gpu=torch.cuda.get_device_name(0) if device == "cuda" else "",
     )
 
 
 def available_bytes(device: str = "cpu") -> int | None:
     """Memory that can still be had where parameters lie; None where the system does not tell."""
     if device == "cuda":
-        return torch.cuda.mem_get_info()[0]
+        return torch.cuda.mem_get_info(0)[0]
     return _meminfo("MemAvailable:")
 
 

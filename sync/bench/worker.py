@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from weightlane.ckpt_engines import as_weightlane_error
+from weightlane.ckpt_engines.devices import HOST
 from weightlane.ckpt_engines.json_line import Line
 
 from ..config import Quantise
@@ -39,7 +40,7 @@ class WorkerMethods:
         self._scratch: torch.Tensor | None = None
         self._gloo: RawGloo | None = None
         self._bucket: torch.Tensor | None = None
-        self._device = torch.device("cpu")
+        self._device = HOST
         self._on_host: torch.Tensor | None = None
         """Of a GPU's parameters, for gloo."""
         self._memory: dict[str, PeakMemory] = {}
@@ -52,7 +53,7 @@ class WorkerMethods:
     ) -> None:
         """Make the parameters: random ones in the sender, numbers if they shall be `finite`; zeros in receivers."""
         torch.set_num_threads(threads)
-        self._device = torch.device(device)
+        self._device = HOST if device == HOST.type else torch.device(device, 0)
         self._seed = seed
         self._workload = Workload.from_plain(workload)
         self._payload = Payload(self._workload.specs, self._device)

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weightlane.ckpt_engines import Bucket, CheckpointEngineRegistry, Deadline, Topology, WeightSender
+from weightlane.ckpt_engines import Bucket, CheckpointEngineRegistry, Deadline, SenderLink, Topology
+from weightlane.ckpt_engines.devices import runtime_of
+from weightlane.ckpt_engines.link import receiver_link, sender_link
 
 NBYTES = 1_000_003
 
@@ -50,20 +52,21 @@ def main() -> None:
     seen: dict[str, Any] = {"before": all_reduced(rank, device)}
     environment = dict(os.environ)
     made = CheckpointEngineRegistry().create(engine)
-    half = made.make_sender("s") if rank == 0 else made.make_receiver("r")
+    link = sender_link(made, "s", device) if rank == 0 else receiver_link(made, "r", device)
     mine, other = ("s", "r") if rank == 0 else ("r", "s")
-    theirs = exchange(Path(directory), mine, other, half.address(), deadline)
-    sender, receiver = (half.address(), theirs) if rank == 0 else (theirs, half.address())
-    half.connect(Topology("beside", {"s": sender}, {"r": receiver}), None, deadline)  # type: ignore[arg-type]
+    theirs = exchange(Path(directory), mine, other, link.address(), deadline)
+    sender, receiver = (link.address(), theirs) if rank == 0 else (theirs, link.address())
+    link.connect(Topology("beside", {"s": sender}, {"r": receiver}), deadline)
     payload = torch.arange(NBYTES, dtype=torch.int64).to(torch.uint8).to(device)
-    if isinstance(half, WeightSender):
-        half.send(Bucket(1, 0, payload), ["r"], deadline)
-        seen["arrived"] = True
+    received = torch.zeros_like(payload)
+    written = runtime_of(device).recorded()
+    if isinstance(link, SenderLink):
+        link.post(Bucket(1, 0, payload, written), ["r"], deadline)
     else:
-        received = torch.zeros_like(payload)
-        half.receive(Bucket(1, 0, received), "s", deadline)
-        seen["arrived"] = torch.equal(received, payload)
-    half.close()
+        link.post(Bucket(1, 0, received, written), "s", deadline)
+    link.flush(deadline)
+    seen["arrived"] = rank == 0 or torch.equal(received, payload)
+    link.close()
     seen["after"] = all_reduced(rank, device)
     seen["environment"] = "unchanged" if dict(os.environ) == environment else "changed"
     dist.destroy_process_group()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import select
 import socket
 import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,18 +22,20 @@ from broken_wrappers import (
     Half,
     Healthy,
     HealthyGloo,
+    HealthyStore,
     Receiver,
     Sender,
     broken,
+    broken_link,
     engine_with,
 )
 
 from weightlane.ckpt_engines import (
     Address,
     Bucket,
+    Channel,
     Deadline,
     DeadlineExceededError,
-    Mailbox,
     PeerLostError,
     ProtocolError,
     Topology,
@@ -44,37 +47,43 @@ Call = Callable[..., Any]
 
 
 def ignores_the_deadline(half: Half, call: Call, *arguments: Any) -> Any:
-    return call(*arguments[:-1], Deadline.after(FOREVER_S))
+    forever = Deadline.after(FOREVER_S)
+    return call(*(forever if isinstance(argument, Deadline) else argument for argument in arguments))
 
 
-ConnectOfSenderIgnoresDeadline = broken("sender.connect")(ignores_the_deadline)
-ConnectOfReceiverIgnoresDeadline = broken("receiver.connect")(ignores_the_deadline)
-SendIgnoresDeadline = broken("sender.send")(ignores_the_deadline)
-ReceiveOverGlooIgnoresDeadline = broken("receiver.receive", HealthyGloo)(ignores_the_deadline)
+ConnectOfReceiverIgnoresDeadline = broken("receiver.connect", HealthyStore)(ignores_the_deadline)
+FlushOfSenderIgnoresDeadline = broken("sender.flush")(ignores_the_deadline)
+FlushOverGlooIgnoresDeadline = broken("receiver.flush", HealthyGloo)(ignores_the_deadline)
 ReclaimIgnoresDeadline = broken("sender.reclaim")(ignores_the_deadline)
 
 
-@broken("receiver.receive")
-def AddsATimeoutOfItsOwn(half: Half, receive: Call, bucket: Bucket, sender: str, deadline: Deadline) -> None:
+@broken("sender.connect", HealthyStore)
+def WaitsForItsReaders(half: Half, connect: Call, *arguments: Any) -> None:
+    """Of a store, which is there without them."""
+    time.sleep(FOREVER_S)
+
+
+@broken("receiver.flush", HealthyStore)
+def AddsATimeoutOfItsOwn(half: Half, flush: Call, deadline: Deadline, pending: int = 0) -> None:
     """Gives up long before the deadline."""
-    receive(bucket, sender, Deadline.after(0.1))
+    flush(Deadline.after(0.1), pending)
 
 
-@broken("sender.send")
-def BlamesNobody(half: Half, send: Call, *arguments: Any) -> None:
+@broken("sender.flush")
+def BlamesNobody(half: Half, flush: Call, *arguments: Any) -> None:
     """The error does not say who was waited for."""
     try:
-        send(*arguments)
+        flush(*arguments)
     except DeadlineExceededError:
         raise DeadlineExceededError("too late.", part="sender") from None
 
 
 class OfAnySession(Half):
-    def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:
-        super().connect(replace(topology, session="any", key=b"any"), mailbox, deadline)  # type: ignore[misc]
+    def connect(self, topology: Topology, *rest: Any) -> None:
+        super().connect(replace(topology, session="any"), *rest)  # type: ignore[misc]
 
 
-class LetsAnybodyIn(Healthy):
+class LetsAnybodyIn(HealthyStore):
     """Does not look at the session."""
 
     sender = type("AnySender", (OfAnySession, Sender), {})
@@ -91,82 +100,78 @@ class OneCallAtATime(Half):
             return super().around(call, *arguments)
 
 
+LockedSender = type("LockedSender", (OneCallAtATime, Sender), {})
+LockedReceiver = type("LockedReceiver", (OneCallAtATime, Receiver), {})
+
+
 class CloseWaitsForCalls(Healthy):
     """A lock around every call, which `close` takes too."""
 
-    sender = type("LockedSender", (OneCallAtATime, Sender), {})
-    receiver = type("LockedReceiver", (OneCallAtATime, Receiver), {})
+    sender, receiver = LockedSender, LockedReceiver
 
 
-@engine_with
-class ReopensWhenClosed(Sender):
-    """A closed half connects again."""
+class CloseOfAStoreWaitsForCalls(HealthyStore):
+    """As `CloseWaitsForCalls`, where the half waits by itself for what the framework's control connection tells others."""
 
-    closed = False
-
-    def connect(self, *arguments: Any) -> None:
-        if not self.closed:
-            super().connect(*arguments)
-
-    def close(self) -> None:
-        self.closed = True
-        super().close()
+    sender, receiver = LockedSender, LockedReceiver
 
 
 # --- deaths ----------------------------------------------------------------------------------------------------------
 
 
-def hangs_when_a_peer_is_lost(half: Half, call: Call, *arguments: Any) -> Any:
+def hangs_when_a_peer_is_lost(half: Any, call: Call, *arguments: Any) -> Any:
     try:
         return call(*arguments)
-    except PeerLostError:
+    except (PeerLostError, DeadlineExceededError):
         time.sleep(FOREVER_S)
 
 
-HangsInReceiveWhenTheSenderDies = broken("receiver.receive")(hangs_when_a_peer_is_lost)
-HangsInConnectWhenAReceiverDies = broken("sender.connect")(hangs_when_a_peer_is_lost)
-HangsInConnectWhenTheSenderDies = broken("receiver.connect")(hangs_when_a_peer_is_lost)
+HangsInFlushWhenTheSenderDies = broken("receiver.flush", HealthyStore)(hangs_when_a_peer_is_lost)
+HangsInConnectWhenTheSenderIsDead = broken("receiver.connect", HealthyStore)(hangs_when_a_peer_is_lost)
+LinkHangsInConnectWhenAReceiverDies = broken_link("sender.connect")(hangs_when_a_peer_is_lost)
+LinkHangsInConnectWhenTheSenderDies = broken_link("receiver.connect")(hangs_when_a_peer_is_lost)
 
 
-@broken("sender.send")
-def IgnoresDeadReceivers(half: Half, send: Call, *arguments: Any) -> None:
-    """The others are served, and nobody learns of the loss."""
-    with contextlib.suppress(PeerLostError):
-        send(*arguments)
-
-
-@broken("receiver.receive")
-def TakesHalfABucketForAWhole(half: Half, receive: Call, bucket: Bucket, *rest: Any) -> None:
+@engine_with
+class TakesHalfABucketForAWhole(Receiver):
     """A sender that dies is taken for the end of the data."""
-    with contextlib.suppress(PeerLostError):
-        receive(bucket, *rest)
+
+    def flush(self, deadline: Deadline, pending: int = 0) -> None:
+        with contextlib.suppress(PeerLostError):
+            super().flush(deadline, pending)
+
+    def arrived(self, bucket: Bucket) -> None:
         bucket.data[bucket.nbytes // 2 :] = 0
 
 
-@broken("sender.send")
-def NoticesDeathsAtTheDeadline(half: Half, send: Call, *arguments: Any) -> None:
+@broken("sender.flush")
+def NoticesDeathsAtTheDeadline(half: Half, flush: Call, deadline: Deadline, pending: int = 0) -> None:
     try:
-        send(*arguments)
+        flush(deadline, pending)
     except PeerLostError:
-        time.sleep(0.9 * arguments[-1].remaining_s)
+        time.sleep(0.9 * deadline.remaining_s)
         raise
 
 
-@broken("receiver.receive")
-def RaisesWhatItLikes(half: Half, receive: Call, *arguments: Any) -> None:
-    try:
-        receive(*arguments)
-    except PeerLostError as error:
-        raise RuntimeError("NCCL error 6") from error
-
-
-@broken("sender.send")
-def ExitsTheProcess(half: Half, send: Call, *arguments: Any) -> None:
+@broken("sender.flush")
+def ExitsTheProcess(half: Half, flush: Call, *arguments: Any) -> None:
     """As a library does whose network error handler calls ``exit``."""
     try:
-        send(*arguments)
+        flush(*arguments)
     except PeerLostError:
         os._exit(1)
+
+
+@engine_with
+class ExitsWhileIdle(Sender):
+    """As a library does that notices in a thread of its own that a peer is gone."""
+
+    def connect(self, topology: Topology, channels: Mapping[str, Channel], deadline: Deadline) -> None:
+        super().connect(topology, channels, deadline)
+        poller = select.poll()
+        for channel in channels.values():
+            poller.register(os.dup(channel.fileno()), select.POLLRDHUP)
+        threading.Thread(target=lambda: poller.poll() and os._exit(1), daemon=True).start()
 
 
 @engine_with
@@ -175,8 +180,8 @@ class CloseWaitsForThePeer(Sender):
 
     sent = False
 
-    def send(self, *arguments: Any) -> None:
-        super().send(*arguments)
+    def post(self, *arguments: Any) -> None:
+        super().post(*arguments)
         self.sent = True
 
     def close(self) -> None:

@@ -3,30 +3,43 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import pickle
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from broken_wrappers import Half, Healthy, HealthyStore, Receiver, Sender, broken, declaring, engine_with
+from broken_wrappers import (
+    FOREVER_S,
+    Half,
+    Healthy,
+    HealthyStore,
+    Receiver,
+    Sender,
+    broken,
+    broken_link,
+    declaring,
+    engine_with,
+)
 from pydantic import ConfigDict, Field
 
 from weightlane.ckpt_engines import (
     Address,
     Bucket,
+    Channel,
     Deadline,
     Delivery,
     EngineConfig,
-    Mailbox,
     PeerLostError,
     Topology,
     TransportError,
     WeightlaneError,
     WeightSender,
 )
+from weightlane.ckpt_engines.link import SenderLink
 from weightlane.ckpt_engines.shm import ShmConfig
 
 Call = Callable[..., Any]
@@ -34,108 +47,136 @@ Call = Callable[..., Any]
 # --- bytes -----------------------------------------------------------------------------------------------------------
 
 
-@broken("receiver.receive")
-def Reorders(half: Half, receive: Call, bucket: Bucket, *rest: Any) -> None:
+@broken("receiver.arrived")
+def Reorders(half: Half, arrived: Call, bucket: Bucket) -> None:
     """The bytes of every second bucket come in place of the one before, and the other way round."""
-    receive(bucket, *rest)
     last, half.kept["last"] = half.kept.get("last"), bucket.data.clone()
     if last is not None and last.numel() == bucket.nbytes:
         bucket.data.copy_(last)
 
 
-@broken("receiver.receive")
-def Truncates(half: Half, receive: Call, bucket: Bucket, *rest: Any) -> None:
+@engine_with
+class Truncates(Receiver):
     """Works in words: what is left over at the end is not transferred."""
-    before = bucket.data.clone()
-    receive(bucket, *rest)
-    whole = bucket.nbytes // 8 * 8
-    bucket.data[whole:] = before[whole:]
+
+    def post(self, bucket: Bucket, sender: str) -> None:
+        self.kept[bucket.version, bucket.index] = bucket.data.clone()
+        super().post(bucket, sender)
+
+    def arrived(self, bucket: Bucket) -> None:
+        whole = bucket.nbytes // 8 * 8
+        bucket.data[whole:] = self.kept.pop((bucket.version, bucket.index))[whole:]
 
 
-@broken("receiver.receive")
-def FlipsABit(half: Half, receive: Call, bucket: Bucket, *rest: Any) -> None:
+@broken("receiver.arrived")
+def FlipsABit(half: Half, arrived: Call, bucket: Bucket) -> None:
     """One bit in the middle of buckets of more than a megabyte."""
-    receive(bucket, *rest)
     if bucket.nbytes > 1 << 20:
         bucket.data[bucket.nbytes // 2] ^= 4
 
 
-@broken("receiver.receive")
-def KeepsOldVersions(half: Half, receive: Call, bucket: Bucket, *rest: Any) -> None:
+@broken("receiver.arrived")
+def KeepsOldVersions(half: Half, arrived: Call, bucket: Bucket) -> None:
     """A cache by index and size that forgets to look at the version."""
-    receive(bucket, *rest)
     bucket.data.copy_(half.kept.setdefault((bucket.index, bucket.nbytes), bucket.data.clone()))
 
 
-@broken("sender.send")
-def ReturnsTooEarly(half: Half, send: Call, bucket: Bucket, *rest: Any) -> None:
-    """`send` hands the buffer to a thread and returns, as if nobody overwrote it: the thread sends when somebody has."""
-    before, content = half.kept.get("last"), bucket.data.clone()
+@engine_with
+class FlushesTooEarly(Sender):
+    """`flush` returns, as if nobody overwrote the buffer, while a thread has not sent it: it does when somebody has."""
 
-    def work() -> None:
-        if before is not None:
-            before.join()
-        while torch.equal(bucket.data, content):
-            time.sleep(0.001)
-        with contextlib.suppress(WeightlaneError):
-            send(bucket, *rest)
+    def post(self, bucket: Bucket, receivers: Sequence[str]) -> None:
+        before, content = self.kept.get("last"), bucket.data.clone()
 
-    half.kept["last"] = threading.Thread(target=work, daemon=True)
-    half.kept["last"].start()
+        def work() -> None:
+            if before is not None:
+                before.join()
+            while torch.equal(bucket.data, content):
+                time.sleep(0.001)
+            with contextlib.suppress(WeightlaneError):
+                self.real.post(bucket, receivers)
+                self.real.flush(Deadline.after(FOREVER_S))
+
+        self.kept["last"] = threading.Thread(target=work, daemon=True)
+        self.kept["last"].start()
+
+    def flush(self, deadline: Deadline, pending: int = 0) -> None:
+        pass
 
 
-@broken("receiver.receive")
-def OverrunsSlowReceivers(half: Half, receive: Call, bucket: Bucket, *rest: Any) -> None:
+@engine_with
+class LastPostedFirstDone(Receiver):
+    """Of several buckets that are under way, the one that was posted last counts as done first."""
+
+    def post(self, bucket: Bucket, sender: str) -> None:
+        landing = replace(bucket, data=torch.empty_like(bucket.data))
+        self.real.post(landing, sender)
+        self.kept[len(self.kept)] = bucket, landing
+
+    def flush(self, deadline: Deadline, pending: int = 0) -> None:
+        self.real.flush(deadline, pending)
+        while len(self.kept) > pending:
+            _, (bucket, landing) = self.kept.popitem()
+            bucket.data.copy_(landing.data)
+
+
+@engine_with
+class OverrunsSlowReceivers(Receiver):
     """A ring that is overwritten when nobody empties it for 50 ms."""
-    overrun = "looked" in half.kept and time.monotonic() - half.kept["looked"] > 0.05
-    receive(bucket, *rest)
-    half.kept["looked"] = time.monotonic()
-    if overrun:
-        bucket.data.zero_()
+
+    overrun, looked = False, math.inf
+
+    def post(self, bucket: Bucket, sender: str) -> None:
+        self.overrun = time.monotonic() - self.looked > 0.05
+        super().post(bucket, sender)
+
+    def arrived(self, bucket: Bucket) -> None:
+        self.looked = time.monotonic()
+        if self.overrun:
+            bucket.data.zero_()
 
 
-@broken("receiver.receive")
-def FillsOneSocketBuffer(half: Half, receive: Call, bucket: Bucket, *rest: Any) -> None:
+@broken("receiver.arrived")
+def FillsOneSocketBuffer(half: Half, arrived: Call, bucket: Bucket) -> None:
     """One write, whose return value nobody looks at."""
-    receive(bucket, *rest)
     bucket.data[4 << 20 :] = 0x55
 
 
-@broken("sender.send")
-def WaitsForEmptyBuckets(half: Half, send: Call, bucket: Bucket, *rest: Any) -> None:
+@broken("sender.post")
+def WaitsForEmptyBuckets(half: Half, post: Call, bucket: Bucket, receivers: Sequence[str]) -> None:
     """Nothing is sent for an empty bucket, but it is waited for."""
     if bucket.nbytes:
-        send(bucket, *rest)
+        post(bucket, receivers)
 
 
-@broken("sender.send")
-def ServesFourReceivers(half: Half, send: Call, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
+@broken("sender.post")
+def ServesFourReceivers(half: Half, post: Call, bucket: Bucket, receivers: Sequence[str]) -> None:
     """The fifth one is forgotten."""
-    send(bucket, receivers[:4], deadline)
+    post(bucket, receivers[:4])
 
 
 @engine_with
 class ConfusesSenders(Receiver):
     """A receiver listens to its first sender only."""
 
-    def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:
+    def connect(self, topology: Topology, channels: Mapping[str, Channel], deadline: Deadline) -> None:
         self.first = next(iter(topology.senders))
-        super().connect(topology, mailbox, deadline)
+        super().connect(topology, channels, deadline)
 
-    def receive(self, bucket: Bucket, sender: str, deadline: Deadline) -> None:
-        super().receive(bucket, self.first, deadline)
-
-
-@broken("receiver.receive")
-def IgnoresTheVersion(half: Half, receive: Call, bucket: Bucket, *rest: Any) -> None:
-    """Takes whatever comes: asks for the bucket that is under way instead of the one wanted."""
-    receive(replace(bucket, version=1), *rest)
+    def post(self, bucket: Bucket, sender: str) -> None:
+        super().post(bucket, self.first)
 
 
-@broken("sender.send")
-def SendsToNobody(half: Half, send: Call, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
+@broken("receiver.post", HealthyStore)
+def IgnoresTheVersion(half: Half, post: Call, bucket: Bucket, sender: str) -> None:
+    """Takes whatever is there: asks for the bucket that was stored instead of the one wanted."""
+    post(replace(bucket, version=1), sender)
+
+
+@broken_link("sender.post")
+def SendsToNobody(link: SenderLink, post: Call, bucket: Bucket, receivers: Sequence[str], *rest: Any) -> None:
     """An unknown name is dropped without a word."""
-    send(bucket, [name for name in receivers if name != "nobody"], deadline)
+    post(bucket, [name for name in receivers if name != "nobody"], *rest)
 
 
 class OnlyOwnMemory(Healthy):
@@ -149,18 +190,18 @@ class OnlyOwnMemory(Healthy):
         return buffer
 
     class sender(Sender):  # noqa: N801
-        def send(self, bucket: Bucket, *rest: Any) -> None:
+        def post(self, bucket: Bucket, receivers: Sequence[str]) -> None:
             if not any(start <= bucket.data.data_ptr() < end for start, end in OnlyOwnMemory.own):
                 bucket = replace(bucket, data=torch.zeros_like(bucket.data))
-            super().send(bucket, *rest)
+            super().post(bucket, receivers)
 
 
-@broken("sender.send")
-def LosesTheLastBucket(half: Half, send: Call, bucket: Bucket, *rest: Any) -> None:
+@broken("sender.post")
+def LosesTheLastBucket(half: Half, post: Call, bucket: Bucket, receivers: Sequence[str]) -> None:
     """Closing drops what is still in its queue."""
-    waiting, half.kept["queue"] = half.kept.get("queue"), (replace(bucket, data=bucket.data.clone()), *rest)
+    waiting, half.kept["queue"] = half.kept.get("queue"), (replace(bucket, data=bucket.data.clone()), receivers)
     if waiting:
-        send(*waiting)
+        post(*waiting)
 
 
 # --- views -----------------------------------------------------------------------------------------------------------
@@ -183,25 +224,32 @@ class ShowsOneCopyForAll(Healthy):
 
     memory: ClassVar[list[torch.Tensor]] = []
 
-    def make_sender(self, name: str) -> WeightSender:
-        self.memory[:] = [self.allocate(1 << 20, torch.device("cpu"))]
-        return super().make_sender(name)
+    def make_sender(self, name: str, device: torch.device) -> WeightSender:
+        self.memory[:] = [self.allocate(1 << 20, device)]
+        return super().make_sender(name, device)
 
     class sender(Sender):  # noqa: N801
-        def send(self, bucket: Bucket, *rest: Any) -> None:
+        def post(self, bucket: Bucket, receivers: Sequence[str]) -> None:
             copy = ShowsOneCopyForAll.memory[0][: bucket.nbytes].copy_(bucket.data)
-            super().send(replace(bucket, data=copy), *rest)
+            super().post(replace(bucket, data=copy), receivers)
 
 
-@broken("receiver.receive")
-def CopiesByViewing(half: Half, receive: Call, bucket: Bucket, *rest: Any) -> None:
+@engine_with
+class CopiesByViewing(Receiver):
     """Who copies counts as one who looks, and never says that it is done."""
-    bucket.data.copy_(half.real.view(bucket.version, bucket.index, bucket.nbytes, *rest))
+
+    def post(self, bucket: Bucket, sender: str) -> None:
+        self.kept["posted"] = bucket, sender
+
+    def flush(self, deadline: Deadline, pending: int = 0) -> None:
+        if posted := self.kept.pop("posted", None):
+            bucket, sender = posted
+            bucket.data.copy_(self.real.view(bucket.version, bucket.index, bucket.nbytes, sender, deadline))
 
 
-@broken("sender.send")
-def ShowsWhatDoesNotLast(half: Half, send: Call, bucket: Bucket, *rest: Any) -> None:
-    send(replace(bucket, lasting=True), *rest)
+@broken("sender.post")
+def ShowsWhatDoesNotLast(half: Half, post: Call, bucket: Bucket, receivers: Sequence[str]) -> None:
+    post(replace(bucket, lasting=True), receivers)
 
 
 @broken("sender.reclaim")
@@ -279,6 +327,7 @@ ClaimsPersistence = declaring(persistent=True)
 ClaimsElasticity = declaring(elastic=True)
 ClaimsToCrossHosts = declaring(same_host_only=False)
 ClaimsNoDeviceOfTorch = declaring(devices=frozenset({"cpu", "gpu"}))
+HidesElasticity = declaring(HealthyStore, elastic=False)
 HidesPointToPoint = declaring(delivery=frozenset({Delivery.BROADCAST}))
 
 
@@ -286,16 +335,16 @@ HidesPointToPoint = declaring(delivery=frozenset({Delivery.BROADCAST}))
 class ClaimsPointToPoint(Sender):
     """Sends to everybody, whoever is named."""
 
-    def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:
+    def connect(self, topology: Topology, channels: Mapping[str, Channel], deadline: Deadline) -> None:
         self.everybody = tuple(topology.receivers)
-        super().connect(topology, mailbox, deadline)
+        super().connect(topology, channels, deadline)
 
-    def send(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline) -> None:
-        super().send(bucket, self.everybody, deadline)
+    def post(self, bucket: Bucket, receivers: Sequence[str]) -> None:
+        super().post(bucket, self.everybody)
 
 
 class ClaimsZeroCopy(Healthy):
-    """`allocate` hands out ordinary memory, which `send` copies."""
+    """`allocate` hands out ordinary memory, which `post` copies."""
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -306,21 +355,14 @@ def HidesPersistence(half: Half, close: Call) -> None:
     """Leaves everything where it is without declaring it."""
 
 
-@broken("receiver.receive", HealthyStore)
-def ForgetsOffsets(half: Half, receive: Call, bucket: Bucket, *rest: Any) -> None:
+@broken("receiver.post", HealthyStore)
+def ForgetsOffsets(half: Half, post: Call, bucket: Bucket, sender: str) -> None:
     """Every bucket of a file is read from where the file begins."""
-    receive(replace(bucket, part=bucket.part and replace(bucket.part, offset=0)), *rest)
+    post(replace(bucket, part=bucket.part and replace(bucket.part, offset=0)), sender)
 
 
-@broken("receiver.connect")
-def HidesElasticity(half: Half, connect: Call, topology: Topology, *rest: Any) -> None:
-    """Lets late receivers in without declaring it."""
-    if len(topology.receivers) != 2:
-        connect(topology, *rest)
-
-
-@broken("sender.send")
-def ClaimsADevice(half: Half, send: Call, *arguments: Any) -> None:
+@broken("sender.post")
+def ClaimsADevice(half: Half, post: Call, *arguments: Any) -> None:
     """Declares CPU memory, and cannot read it."""
     raise TransportError("the bucket is not on a CUDA device.", part="sender")
 
@@ -357,10 +399,9 @@ def AddressIsNoPlainData(half: Half, address: Call) -> Address:
     return {**address(), "ports": (1, 2)}
 
 
-@broken("receiver.receive")
-def Unpickles(half: Half, receive: Call, *arguments: Any) -> None:
+@broken("receiver.arrived")
+def Unpickles(half: Half, arrived: Call, bucket: Bucket) -> None:
     pickle.loads(pickle.dumps([1]))
-    receive(*arguments)
 
 
 class GivesAnEmptyReason(Healthy):

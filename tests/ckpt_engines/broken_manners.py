@@ -9,55 +9,55 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from broken_wrappers import Half, Healthy, HealthyGloo, Receiver, Sender, broken, declaring
+from broken_wrappers import Half, Healthy, HealthyGloo, Receiver, Sender, broken, broken_link, declaring
 
 from weightlane.ckpt_engines import (
     Address,
     Bucket,
     Deadline,
     DeadlineExceededError,
-    Mailbox,
     PeerLostError,
     ProtocolError,
     Topology,
 )
-from weightlane.ckpt_engines.torch_distributed import GlooEngine
+from weightlane.ckpt_engines.gloo import GlooEngine
+from weightlane.ckpt_engines.link import ReceiverLink, SenderLink
 
 Call = Callable[..., Any]
 
 # --- strangers -------------------------------------------------------------------------------------------------------
 
 
-class OfAnyKey(Half):
-    def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:
-        super().connect(replace(topology, key=b"any"), mailbox, deadline)  # type: ignore[misc]
+def connecting_with(changed: Callable[[Topology], Topology]) -> tuple[type[SenderLink], type[ReceiverLink]]:
+    """Links whose session is another than the one they were told of."""
+
+    def connect(self: Any, topology: Topology, deadline: Deadline) -> None:
+        super(type(self), self).connect(changed(topology), deadline)
+
+    calls = {"connect": connect}
+    return type("OtherSender", (SenderLink,), calls), type("OtherReceiver", (ReceiverLink,), calls)
 
 
 class IgnoresTheKey(Healthy):
     """Looks at session and name only."""
 
-    sender = type("KeylessSender", (OfAnyKey, Sender), {})
-    receiver = type("KeylessReceiver", (OfAnyKey, Receiver), {})
-
-
-class WithTheKeyInClear(Half):
-    def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:
-        session = f"{topology.session}-{topology.key.hex()}"
-        super().connect(replace(topology, session=session, key=b""), mailbox, deadline)  # type: ignore[misc]
+    link_types = connecting_with(lambda topology: replace(topology, key=b"any"))
 
 
 class SendsTheKey(HealthyGloo):
     """A password: who hears it once knows it."""
 
-    sender = type("PasswordSender", (WithTheKeyInClear, Sender), {})
-    receiver = type("PasswordReceiver", (WithTheKeyInClear, Receiver), {})
+    link_types = connecting_with(
+        lambda topology: replace(topology, session=f"{topology.session}-{topology.key.hex()}", key=b"")
+    )
 
 
-@broken("sender.connect")
-def HandsTheKeyRound(half: Half, connect: Call, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:
-    """The mailbox is not the members' alone."""
-    mailbox.put("credentials", {"key": base64.b64encode(topology.key).decode()})
-    connect(topology, mailbox, deadline)
+class HandsTheKeyRound(HealthyGloo):
+    """Not as it is, and yet."""
+
+    link_types = connecting_with(
+        lambda topology: replace(topology, session=f"{topology.session}-{base64.b64encode(topology.key).decode()}")
+    )
 
 
 _open_to_all: list[socket.socket] = []
@@ -69,8 +69,8 @@ def ListensEverywhere(half: Half, address: Call) -> Address:
     return address()
 
 
-@broken("sender.connect", HealthyGloo)
-def ListensEverywhereInBetween(half: Half, connect: Call, *arguments: Any) -> None:
+@broken_link("sender.connect")
+def ListensEverywhereInBetween(link: SenderLink, connect: Call, *arguments: Any) -> None:
     """Over IPv6 where there is one, and only while it connects."""
     family = socket.AF_INET6 if Path("/proc/net/if_inet6").exists() else socket.AF_INET
     with socket.create_server(("", 0), family=family):
@@ -86,7 +86,7 @@ class ServesWhoComesFirst(HealthyGloo):
                 self.kept["greeter"] = socket.create_server(("127.0.0.1", 0))
             return {**super().address(), "greeter": self.kept["greeter"].getsockname()[1]}
 
-        def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:
+        def connect(self, topology: Topology, channels: Any, deadline: Deadline) -> None:
             self.kept["greeter"].settimeout(deadline.remaining_s)
             try:
                 guest, _ = self.kept["greeter"].accept()
@@ -99,7 +99,7 @@ class ServesWhoComesFirst(HealthyGloo):
                 raise PeerLostError("its guest has left.", part="sender") from error
             if greeting != b"hello":
                 raise ProtocolError(f"{greeting!r} is no greeting.", part="sender")
-            super().connect(topology, mailbox, deadline)
+            super().connect(topology, channels, deadline)
 
         def close(self) -> None:
             super().close()
@@ -107,11 +107,11 @@ class ServesWhoComesFirst(HealthyGloo):
                 self.kept["greeter"].close()
 
     class receiver(Receiver):  # noqa: N801
-        def connect(self, topology: Topology, mailbox: Mailbox, deadline: Deadline) -> None:
+        def connect(self, topology: Topology, channels: Any, deadline: Deadline) -> None:
             (address,) = topology.senders.values()
             with socket.create_connection(("127.0.0.1", address["greeter"])) as greeting:
                 greeting.sendall(b"hello")
-            super().connect(topology, mailbox, deadline)
+            super().connect(topology, channels, deadline)
 
 
 # --- declarations ----------------------------------------------------------------------------------------------------
@@ -126,15 +126,29 @@ class ClaimsViews(declaring(HealthyGloo, views=True)):  # type: ignore[misc]
     make_receiver = GlooEngine.make_receiver
 
 
+class InTwoSteps(Half):
+    """Sends or receives an empty bucket ahead of each: who has that is there to take the next one."""
+
+    def post(self, bucket: Bucket, peers: Any) -> None:
+        self.kept.setdefault("posted", []).append((bucket, peers))
+
+    def flush(self, deadline: Deadline, _pending: int = 0) -> None:
+        for bucket, peers in self.kept.pop("posted", []):
+            for step in (replace(bucket, data=bucket.data[:0]), self.taken(bucket)):
+                super().post(step, peers)  # type: ignore[misc]
+                super().flush(deadline, 0)  # type: ignore[misc]
+
+    def taken(self, bucket: Bucket) -> Bucket:
+        return bucket
+
+
+class CopyingInTwoSteps(InTwoSteps):
+    def taken(self, bucket: Bucket) -> Bucket:
+        return replace(bucket, data=bucket.data.clone())
+
+
 class CopiesLate(Healthy):
     """Makes a copy of the bucket as soon as its receiver is there to take it."""
 
-    class sender(Sender):  # noqa: N801
-        def send(self, bucket: Bucket, *rest: Any) -> None:
-            super().send(replace(bucket, data=bucket.data[:0]), *rest)
-            super().send(replace(bucket, data=bucket.data.clone()), *rest)
-
-    class receiver(Receiver):  # noqa: N801
-        def receive(self, bucket: Bucket, *rest: Any) -> None:
-            super().receive(replace(bucket, data=bucket.data[:0]), *rest)
-            super().receive(bucket, *rest)
+    sender = type("LateSender", (CopyingInTwoSteps, Sender), {})
+    receiver = type("PatientReceiver", (InTwoSteps, Receiver), {})

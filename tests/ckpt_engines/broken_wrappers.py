@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from weightlane.ckpt_engines import WeightReceiver, WeightSender
+import torch
+
+from weightlane.ckpt_engines import Bucket, Deadline, ShowingSender, StoringSender, ViewingReceiver
 from weightlane.ckpt_engines.filesystem import FilesystemEngine
+from weightlane.ckpt_engines.gloo import GlooEngine
+from weightlane.ckpt_engines.link import ReceiverLink, SenderLink
 from weightlane.ckpt_engines.shm import ShmEngine
-from weightlane.ckpt_engines.torch_distributed import GlooEngine
 
 FOREVER_S = 3600.0
 SHARED_MEMORY_PREFIX = "broken-engine-"
@@ -25,20 +29,42 @@ class Half:
         """For what a defect remembers."""
 
     def around(self, call: str, *arguments: Any) -> Any:
-        """All calls come by here; a deadline is the last argument."""
-        return getattr(self.real, call)(*arguments)
+        """All calls come by here. Optional ones that the right engine has not do nothing."""
+        does = getattr(self.real, call, None)
+        return does(*arguments) if does is not None else None
 
 
-def _half(contract: type) -> type[Half]:
+def _half(*contracts: type) -> type[Half]:
     def handing_on(call: str) -> Callable[..., Any]:
         return lambda self, *arguments: self.around(call, *arguments)
 
-    calls = [name for name, _ in inspect.getmembers(contract, inspect.isfunction) if not name.startswith("_")]
-    return type(contract.__name__, (Half, contract), {call: handing_on(call) for call in calls})
+    functions = [name for contract in contracts for name, _ in inspect.getmembers(contract, inspect.isfunction)]
+    calls = {name: handing_on(name) for name in functions if not name.startswith("_")}
+    return type(contracts[0].__name__, (Half, *contracts), calls)
 
 
-Sender: Any = _half(WeightSender)
-Receiver: Any = _half(WeightReceiver)
+Sender: Any = _half(ShowingSender, StoringSender)
+_Receiver: Any = _half(ViewingReceiver)
+
+
+class Receiver(_Receiver):  # type: ignore[misc]
+    """Knows which buckets are under way, and so has one call more: `arrived`."""
+
+    def __init__(self, real: Any) -> None:
+        super().__init__(real)
+        self.under_way: deque[Bucket] = deque()
+
+    def post(self, bucket: Bucket, sender: str) -> None:
+        super().post(bucket, sender)
+        self.under_way.append(bucket)
+
+    def flush(self, deadline: Deadline, pending: int = 0) -> None:
+        super().flush(deadline, pending)
+        while len(self.under_way) > pending:
+            self.arrived(self.under_way.popleft())
+
+    def arrived(self, bucket: Bucket) -> None:
+        """`bucket` has arrived, and its receiver is about to be told so."""
 
 
 class Wrapped:
@@ -47,11 +73,11 @@ class Wrapped:
     sender: ClassVar[type[Half]] = Sender
     receiver: ClassVar[type[Half]] = Receiver
 
-    def make_sender(self, name: str) -> Any:
-        return self.sender(super().make_sender(name))  # type: ignore[misc]
+    def make_sender(self, name: str, device: torch.device) -> Any:
+        return self.sender(super().make_sender(name, device))  # type: ignore[misc]
 
-    def make_receiver(self, name: str) -> Any:
-        return self.receiver(super().make_receiver(name))  # type: ignore[misc]
+    def make_receiver(self, name: str, device: torch.device) -> Any:
+        return self.receiver(super().make_receiver(name, device))  # type: ignore[misc]
 
 
 class Healthy(Wrapped, ShmEngine):
@@ -72,7 +98,7 @@ def engine_with(half: type[Half], of: type = Healthy) -> type:
 
 
 def broken(call: str, of: type = Healthy) -> Callable[[Callable[..., Any]], type]:
-    """Decorates what a half does at `call`, such as ``sender.send``: of the half, the right call, and its arguments."""
+    """Decorates what a half does at `call`, such as ``sender.flush``: of the half, the right call, and its arguments."""
     side, _, name = call.partition(".")
 
     def engine(does: Callable[..., Any]) -> type:
@@ -81,6 +107,21 @@ def broken(call: str, of: type = Healthy) -> Callable[[Callable[..., Any]], type
 
         half = type(does.__name__, (getattr(of, side),), {name: method})
         return engine_with(half, of)
+
+    return engine
+
+
+def broken_link(call: str) -> Callable[[Callable[..., Any]], type]:
+    """As `broken`, for what the framework does around a half and a healthy one cannot show: the link is broken."""
+    side, _, name = call.partition(".")
+
+    def engine(does: Callable[..., Any]) -> type:
+        def method(self: Any, *arguments: Any) -> Any:
+            return does(self, getattr(super(link, self), name), *arguments)
+
+        link = type(does.__name__, (SenderLink if side == "sender" else ReceiverLink,), {name: method})
+        types = (link, ReceiverLink) if side == "sender" else (SenderLink, link)
+        return type(does.__name__, (Healthy,), {"link_types": types})
 
     return engine
 

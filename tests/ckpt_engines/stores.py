@@ -14,11 +14,12 @@ from weightlane.ckpt_engines import (
     Bucket,
     CheckpointEngineRegistry,
     Deadline,
+    StoringSender,
     Topology,
     VersionFiles,
     WeightReceiver,
-    WeightSender,
 )
+from weightlane.ckpt_engines.devices import HOST
 
 
 class Place:
@@ -44,30 +45,41 @@ class Place:
         return [(entry["version"], entry["directory"]) for entry in found["committed"]]
 
 
-opened: list[WeightSender | WeightReceiver] = []
-"""Halves of the running test, which are closed behind it."""
+opened: list[StoringSender | WeightReceiver] = []
+"""Halves of the running test, which are closed behind it. No link is around them, which would close one after its first error."""
 
 
 def connect_sender(
     options: dict[str, Any], session: str = "session-1", deadline: Deadline | None = None
-) -> tuple[WeightSender, Topology]:
-    sender = CheckpointEngineRegistry().create("filesystem", options).make_sender("trainer")
+) -> tuple[StoringSender, Topology]:
+    sender = CheckpointEngineRegistry().create("filesystem", options).make_sender("trainer", HOST)
+    assert isinstance(sender, StoringSender)
     opened.append(sender)
     topology = Topology(session, {"trainer": sender.address()}, {})
-    sender.connect(topology, None, deadline or soon())
+    sender.connect(topology, {}, deadline or soon())
     return sender, topology
 
 
 def connect_receiver(options: dict[str, Any], topology: Topology) -> WeightReceiver:
-    receiver = CheckpointEngineRegistry().create("filesystem", options).make_receiver("rollout")
+    receiver = CheckpointEngineRegistry().create("filesystem", options).make_receiver("rollout", HOST)
     opened.append(receiver)
-    receiver.connect(topology, None, soon())
+    receiver.connect(topology, {}, soon())
     return receiver
 
 
-def connect(options: dict[str, Any], session: str = "session-1") -> tuple[WeightSender, WeightReceiver]:
+def connect(options: dict[str, Any], session: str = "session-1") -> tuple[StoringSender, WeightReceiver]:
     sender, topology = connect_sender(options, session)
     return sender, connect_receiver(options, topology)
+
+
+def send_bucket(sender: StoringSender, bucket: Bucket) -> None:
+    sender.post(bucket, ["rollout"])
+    sender.flush(soon())
+
+
+def receive(receiver: WeightReceiver, bucket: Bucket, deadline: Deadline | None = None) -> None:
+    receiver.post(bucket, "trainer")
+    receiver.flush(deadline or soon())
 
 
 def content(version: int, index: int, nbytes: int) -> torch.Tensor:
@@ -75,15 +87,15 @@ def content(version: int, index: int, nbytes: int) -> torch.Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
 
 
-def send(sender: WeightSender, version: int, index: int, nbytes: int) -> torch.Tensor:
+def send(sender: StoringSender, version: int, index: int, nbytes: int) -> torch.Tensor:
     data = content(version, index, nbytes)
-    sender.send(Bucket(version, index, data.clone()), ["rollout"], soon())
+    send_bucket(sender, Bucket(version, index, data.clone()))
     return data
 
 
 def received(receiver: WeightReceiver, version: int, index: int, nbytes: int) -> torch.Tensor:
     data = torch.full((nbytes,), 0x55, dtype=torch.uint8)
-    receiver.receive(Bucket(version, index, data), "trainer", soon())
+    receive(receiver, Bucket(version, index, data))
     return data
 
 
@@ -92,7 +104,7 @@ def prefix(nbytes: int) -> bytes:
     return len(header).to_bytes(8, "little") + header
 
 
-def publish(sender: WeightSender, version: int, *sizes: int, commit: bool = True) -> None:
+def publish(sender: StoringSender, version: int, *sizes: int, commit: bool = True) -> None:
     """A whole version as the framework sends it."""
     prefixes = [prefix(nbytes) for nbytes in sizes]
     sender.open_version(VersionFiles(version, prefixes, {"about.json": f"[{version}]"}), soon())

@@ -16,16 +16,19 @@ from waiting import HANG_S
 
 from weightlane.ckpt_engines import (
     CheckpointEngineRegistry,
+    PeerLostError,
     ProtocolError,
     Topology,
     TransportError,
 )
-from weightlane.ckpt_engines._channel import Channel, accept_receivers, dial, listen_tcp
+from weightlane.ckpt_engines._channel import Channel, accept_receivers, dial, listen_tcp, welcome, welcomed
 from weightlane.ckpt_engines._lifecycle import Lifecycle
-from weightlane.ckpt_engines.toolkit import Door, dial_senders
+from weightlane.ckpt_engines.devices import HOST
+from weightlane.ckpt_engines.link import receiver_link
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 SESSION = "session-1"
+HELLO = {"session": SESSION, "name": "a", "lane": ""}
 
 
 class Lobby:
@@ -41,19 +44,19 @@ class Lobby:
         self.joined: Future[dict[str, Channel]] = self.threads.submit(self._accept, key)
 
     def _accept(self, key: bytes) -> dict[str, Channel]:
-        channels = accept_receivers(self.listener, self.life, SESSION, ["a", "b"], soon(), key=key)
+        (channels,) = accept_receivers(self.listener, self.life, SESSION, ["a", "b"], soon(), key=key)
         self.channels += channels.values()
-        for channel in channels.values():
-            channel.send_json({"welcome": channel.peer}, soon())
+        welcome(channels.values(), soon())
         return channels
 
-    def dial(self, name: str, key: bytes, session: str = SESSION) -> Future[dict[str, Any]]:
-        return self.threads.submit(self._dial, name, key, session)
+    def dial(self, name: str, key: bytes, lane: str = "") -> Future[str]:
+        return self.threads.submit(self._dial, name, key, lane)
 
-    def _dial(self, name: str, key: bytes, session: str) -> dict[str, Any]:
-        channel, welcome = dial(self.address, self.life, soon(), session=session, name=name, peer="s", key=key)
+    def _dial(self, name: str, key: bytes, lane: str) -> str:
+        channel = dial(self.address, self.life, soon(), session=SESSION, name=name, peer="s", lane=lane, key=key)
         self.channels.append(channel)
-        return welcome
+        welcomed(channel, soon())
+        return "welcome"
 
     def stranger(self, *sent: bytes) -> socket.socket:
         sock = socket.create_connection(self.address, timeout=HANG_S)
@@ -94,7 +97,7 @@ def refusal(sock: socket.socket) -> str:
 def test_receivers_that_know_the_key_are_let_in_and_welcomed(lobby: Callable[[bytes], Lobby], key: bytes) -> None:
     sender = lobby(key)
     welcomes = [sender.dial(name, key) for name in ("b", "a")]
-    assert [welcome.result(HANG_S) for welcome in welcomes] == [{"welcome": "b"}, {"welcome": "a"}]
+    assert [welcome.result(HANG_S) for welcome in welcomes] == ["welcome"] * 2
     assert list(sender.joined.result(HANG_S)) == ["a", "b"]
 
 
@@ -107,7 +110,7 @@ def test_a_receiver_without_the_key_is_refused_and_disturbs_nobody(
     with pytest.raises(ProtocolError, match="did not prove"):
         sender.dial("b", wrong).result(HANG_S)
     second = sender.dial("b", KEY)
-    assert [first.result(HANG_S), second.result(HANG_S)] == [{"welcome": "a"}, {"welcome": "b"}]
+    assert [first.result(HANG_S), second.result(HANG_S)] == ["welcome"] * 2
 
 
 def test_a_sender_without_the_key_is_not_believed(lobby: Callable[[bytes], Lobby]) -> None:
@@ -157,11 +160,14 @@ def test_a_recorded_hello_opens_no_other_session_and_not_the_same_one_twice(lobb
     recorded: dict[str, Any] = {}
     with pytest.raises(ProtocolError):
         dial_impostor(sender.life, lambda hello: recorded.update(hello) or {})
-    hello, renamed = (frame(json.dumps(recorded | changes).encode()) for changes in ({}, {"name": "b"}))
+    hello, renamed, other_lane = (
+        frame(json.dumps(recorded | changes).encode()) for changes in ({}, {"name": "b"}, {"lane": "engine"})
+    )
     assert KEY not in hello
     assert KEY.hex().encode() not in hello
     assert "did not prove" in refusal(next_session.stranger(hello))
     assert "did not prove" in refusal(sender.stranger(renamed))
+    assert "not the name" in refusal(sender.stranger(other_lane))
     first = sender.stranger(hello)
     assert b"proof" in first.recv(65536)
     assert "connected already" in refusal(sender.stranger(hello))
@@ -177,10 +183,13 @@ def test_a_recorded_hello_opens_no_other_session_and_not_the_same_one_twice(lobb
         (frame(b""), "another session"),
         (frame(b"\xff\xfe"), "another session"),
         (struct.pack("<I", 2**32 - 1), "another session"),
-        (frame(json.dumps({"session": SESSION, "name": "nobody"}).encode()), "not the name of a receiver"),
-        (frame(json.dumps({"session": SESSION, "name": ["a"]}).encode()), "not the name of a receiver"),
-        (frame(json.dumps({"session": SESSION, "name": "a", "nonce": 5, "proof": {}}).encode()), "did not prove"),
-        (frame(json.dumps({"session": SESSION, "name": "a", "nonce": "\ud800", "proof": "\ud800"}).encode()), "did not"),
+        (frame(json.dumps({"session": SESSION, "name": "nobody", "lane": ""}).encode()), "not the name of a receiver"),
+        (frame(json.dumps({"session": SESSION, "name": ["a"], "lane": ""}).encode()), "not the name of a receiver"),
+        (frame(json.dumps({"session": SESSION, "name": "a"}).encode()), "not the name of a receiver"),
+        (frame(json.dumps({"session": SESSION, "name": "a", "lane": "other"}).encode()), "not the name of a receiver"),
+        (frame(json.dumps({"session": SESSION, "name": "a", "lane": [""]}).encode()), "not the name of a receiver"),
+        (frame(json.dumps({**HELLO, "nonce": 5, "proof": {}}).encode()), "did not prove"),
+        (frame(json.dumps({**HELLO, "nonce": "\ud800", "proof": "\ud800"}).encode()), "did not"),
     ],
 )  # fmt: skip
 def test_whatever_a_stranger_says_it_is_refused_in_words_and_the_others_get_in(
@@ -189,7 +198,7 @@ def test_whatever_a_stranger_says_it_is_refused_in_words_and_the_others_get_in(
     sender = lobby(KEY)
     assert said in refusal(sender.stranger(sent))
     welcomes = [sender.dial(name, KEY) for name in ("a", "b")]
-    assert [welcome.result(HANG_S) for welcome in welcomes] == [{"welcome": "a"}, {"welcome": "b"}]
+    assert [welcome.result(HANG_S) for welcome in welcomes] == ["welcome"] * 2
 
 
 def test_strangers_that_say_nothing_do_not_use_up_the_senders_descriptors(lobby: Callable[[bytes], Lobby]) -> None:
@@ -200,7 +209,7 @@ def test_strangers_that_say_nothing_do_not_use_up_the_senders_descriptors(lobby:
     with pytest.raises(BlockingIOError):
         silent[-1].recv(1)
     welcomes = [sender.dial(name, KEY) for name in ("a", "b")]
-    assert [welcome.result(HANG_S) for welcome in welcomes] == [{"welcome": "a"}, {"welcome": "b"}]
+    assert [welcome.result(HANG_S) for welcome in welcomes] == ["welcome"] * 2
 
 
 @pytest.fixture
@@ -247,28 +256,47 @@ def test_a_host_that_is_none_is_a_typed_error(host: str) -> None:
 @pytest.mark.parametrize("engine_name", ["gloo", "shm"])
 def test_an_engines_receiver_with_another_key_gets_nothing_and_the_right_one_everything(engine_name: str) -> None:
     engine = CheckpointEngineRegistry().create(engine_name)
-    session, stranger = Session(engine, "r", connect=False), engine.make_receiver("r")
+    session, stranger = Session(engine, "r", connect=False), receiver_link(engine, "r", HOST)
     addresses = {"s": session.sender.address()}, {"r": session.receiver.address()}
     right, wrong = (Topology(SESSION, *addresses, key=key) for key in (KEY, OTHER_KEY))
-    connecting = session.threads.submit(session.sender.connect, right, None, soon())
+    connecting = session.threads.submit(session.sender.connect, right, soon())
     with pytest.raises(ProtocolError, match="did not prove"):
-        stranger.connect(wrong, None, soon())
-    session.receiver.connect(right, None, soon())
+        stranger.connect(wrong, soon())
+    session.receiver.connect(right, soon())
     connecting.result()
     stranger.close()
     session.close()
 
 
-def test_the_public_door_checks_the_key_of_the_topology() -> None:
-    sender, receiver = Lifecycle("sender s", lambda: None), Lifecycle("receiver r", lambda: None)
-    door = Door("127.0.0.1", sender)
-    right, wrong = (Topology(SESSION, {"s": door.address()}, {"r": {}}, key=key) for key in (KEY, OTHER_KEY))
-    with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(door.let_in, right, soon())
-        with pytest.raises(ProtocolError, match="did not prove"):
-            dial_senders(wrong, "r", receiver, soon())
-        assert list(dial_senders(right, "r", receiver, soon())) == ["s"]
-        assert list(waiting.result()) == ["r"]
-    door.close()
-    sender.close()
-    receiver.close()
+def test_a_receiver_is_let_in_when_it_has_said_hello_on_every_lane_and_lanes_are_not_mixed_up() -> None:
+    life = Lifecycle("test", lambda: None)
+    lanes = ("control", "engine")
+    with listen_tcp("127.0.0.1") as listener, ThreadPoolExecutor(1) as threads:
+        accepting = threads.submit(accept_receivers, listener, life, SESSION, ["a", "b"], soon(), lanes=lanes, key=KEY)
+        dialled = {
+            (lane, name): dial(
+                listener.getsockname(), life, soon(), session=SESSION, name=name, peer="s", lane=lane, key=KEY
+            )
+            for lane, name in (("engine", "b"), ("control", "a"), ("control", "b"), ("engine", "a"))
+        }
+        joined = accepting.result()
+    for lane, channels in zip(lanes, joined, strict=True):
+        assert list(channels) == ["a", "b"]
+        for name, channel in channels.items():
+            channel.send_json({"to": [lane, name]}, soon())
+            assert dialled[lane, name].receive_json(soon(), "a message") == {"to": [lane, name]}
+            channel.close()
+            dialled[lane, name].close()
+    life.close()
+
+
+def test_who_connects_gives_up_on_one_lane_when_a_receiver_leaves_and_closes_all(
+    lobby: Callable[[bytes], Lobby],
+) -> None:
+    sender = lobby(KEY)
+    dialling = sender.threads.submit(
+        dial, sender.address, sender.life, soon(), session=SESSION, name="a", peer="s", key=KEY
+    )
+    dialling.result().close()
+    with pytest.raises(PeerLostError, match="waiting for b to connect"):
+        sender.joined.result(HANG_S)

@@ -17,7 +17,9 @@ from stores import (
     place_of,
     prefix,
     publish,
+    receive,
     send,
+    send_bucket,
     version_files,
 )
 from waiting import HANG_S
@@ -28,8 +30,8 @@ from weightlane.ckpt_engines import (
     DeadlineExceededError,
     FilePart,
     ProtocolError,
+    StoringSender,
     VersionFiles,
-    WeightSender,
 )
 from weightlane.ckpt_engines._store_fs import StoreDirectory
 from weightlane.ckpt_engines._store_growing import GrowingFile
@@ -44,7 +46,7 @@ def part(index: int) -> Bucket:
     return Bucket(1, index, data, part=replace(WHOLE, offset=sum(SIZES[: index - 1])))
 
 
-def begin_parts(sender: WeightSender) -> None:
+def begin_parts(sender: StoringSender) -> None:
     prefixes = [prefix(10), prefix(WHOLE.total), b"", b""]
     sender.open_version(VersionFiles(1, prefixes, {"about.json": "[1]"}), soon())
     send(sender, 1, 0, 10)
@@ -57,12 +59,12 @@ def test_buckets_of_one_file_are_there_when_it_is_complete(place: Place) -> None
     for bucket in sent:
         empty = replace(sent[0], data=torch.zeros_like(sent[0].data))
         with pytest.raises(DeadlineExceededError, match="bucket-00001"):
-            receiver.receive(empty, "trainer", Deadline.after(0.05))
-        sender.send(bucket, ["rollout"], soon())
+            receive(receiver, empty, Deadline.after(0.05))
+        send_bucket(sender, bucket)
     sender.commit_version(1, {}, soon())
     for bucket in reversed(sent):
         taken = replace(bucket, data=torch.full_like(bucket.data, 0x55))
-        receiver.receive(taken, "trainer", soon())
+        receive(receiver, taken)
         assert torch.equal(taken.data, bucket.data)
     stored = place.read("session-1/sender-0/v1/bucket-00001.safetensors")
     assert stored == prefix(WHOLE.total) + b"".join(bucket.data.numpy().tobytes() for bucket in sent)
@@ -70,18 +72,18 @@ def test_buckets_of_one_file_are_there_when_it_is_complete(place: Place) -> None
     assert beside == [f"session-1/sender-0/v1/bucket-0000{index}.safetensors" for index in (0, 1)]
     wrong = replace(sent[1], data=torch.zeros_like(sent[1].data), part=replace(WHOLE, offset=60_000, total=120_008))
     with pytest.raises(ProtocolError, match="neither 120008 nor"):
-        receiver.receive(wrong, "trainer", soon())
+        receive(receiver, wrong)
 
 
 def test_nothing_remains_of_a_file_of_which_not_every_bucket_was_sent(place: Place) -> None:
     sender, _ = connect(place.options)
     begin_parts(sender)
-    sender.send(part(1), ["rollout"], soon())
+    send_bucket(sender, part(1))
     with pytest.raises(ProtocolError, match="bucket 1 of it is missing"):
         sender.commit_version(1, {}, soon())
     publish(sender, 2, 100)
     begin_parts(sender)
-    sender.send(part(1), ["rollout"], soon())
+    send_bucket(sender, part(1))
     sender.close()
     assert place.files() == sorted(["latest.json", *version_files("session-1/sender-0/v2", 1)])
 
@@ -100,11 +102,11 @@ def test_a_large_file_goes_to_an_object_store_in_parts_which_are_dropped_with_it
         for index in range(count)
     ]
     for each in sent[:-1]:
-        sender.send(each, ["rollout"], soon())
+        send_bucket(sender, each)
     assert uploads(place), "the second version's file was to be on its way"
     for each in sent[:count]:
         taken = replace(each, data=torch.zeros_like(each.data))
-        receiver.receive(taken, "trainer", soon())
+        receive(receiver, taken)
         assert torch.equal(taken.data, each.data)
     sender.close()
     assert place.files() == []
@@ -123,9 +125,9 @@ def test_a_bucket_that_does_not_continue_its_file_is_refused(tmp_path: Path, wro
     sender, _ = connect({"path": str(tmp_path)})
     begin_parts(sender)
     for index in wrong[:-1]:
-        sender.send(part(index), ["rollout"], soon())
+        send_bucket(sender, part(index))
     with pytest.raises(ProtocolError, match=f"bucket {wrong[-1]} of version 1 continues a file"):
-        sender.send(part(wrong[-1]), ["rollout"], soon())
+        send_bucket(sender, part(wrong[-1]))
     sender.close()
     assert place_of(tmp_path).files() == []
 

@@ -25,6 +25,7 @@ from stores import (
     place_of,
     prefix,
     publish,
+    receive,
     received,
     send,
     version_files,
@@ -39,8 +40,8 @@ from weightlane.ckpt_engines import (
     PeerLostError,
     ProtocolError,
     StorageError,
+    StoringSender,
     VersionFiles,
-    WeightSender,
 )
 from weightlane.ckpt_engines._store_fs import Guard, StoreDirectory
 from weightlane.ckpt_engines.conformance import ConformanceBase, ConnectionMaker, Parcel
@@ -279,7 +280,7 @@ class HeldUp:
 @pytest.fixture
 def held_up(
     s3_url: str, s3_options: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> tuple[Place, WeightSender, HeldUp]:
+) -> tuple[Place, StoringSender, HeldUp]:
     """An object store with version 1, and its sender, whose next ``latest.json`` is held up."""
     place = Place(s3_url, s3_options)
     sender, _ = connect_sender(place.options)
@@ -287,7 +288,7 @@ def held_up(
     return place, sender, HeldUp(sender, monkeypatch)
 
 
-def test_a_write_that_was_given_up_never_replaces_a_later_one(held_up: tuple[Place, WeightSender, HeldUp]) -> None:
+def test_a_write_that_was_given_up_never_replaces_a_later_one(held_up: tuple[Place, StoringSender, HeldUp]) -> None:
     place, sender, held = held_up
     for version, waits_for in ((2, "latest.json to be written"), (3, "an earlier write of .*latest.json")):
         publish(sender, version, 100, commit=False)
@@ -338,7 +339,7 @@ def test_a_local_write_that_is_stuck_in_the_kernel_never_replaces_a_later_one(
 
 
 def test_a_version_whose_listing_is_in_doubt_stays_when_its_sender_closes(
-    held_up: tuple[Place, WeightSender, HeldUp],
+    held_up: tuple[Place, StoringSender, HeldUp],
 ) -> None:
     place, sender, held = held_up
     publish(sender, 2, 100, commit=False)
@@ -405,7 +406,7 @@ def test_a_store_is_not_asked_more_than_a_few_times_a_second(
     monkeypatch.setattr(Guard, "sleep", pause)
     bucket = Bucket(1, 0, torch.empty(10, dtype=torch.uint8))
     with pytest.raises(DeadlineExceededError, match="peer trainer"):
-        receiver.receive(bucket, "trainer", Deadline.after(sum(looks_after_s) + 0.001, clock))
+        receive(receiver, bucket, Deadline.after(sum(looks_after_s) + 0.001, clock))
     assert looks == looks_after_s
 
 

@@ -28,16 +28,20 @@ class Good(CheckpointEngine):
     api_version = API_VERSION
     capabilities = Capabilities(devices=frozenset({"cpu"}), delivery=frozenset({Delivery.STORE}), persistent=True)
     config_type = AcmeConfig
-    def make_sender(self, name): raise NotImplementedError
-    def make_receiver(self, name): raise NotImplementedError
+    def make_sender(self, name, device): raise NotImplementedError
+    def make_receiver(self, name, device): raise NotImplementedError
 
 class OtherApi(Good):
     api_version = 999
 
+class FirstApi(Good):
+    api_version = 1
+    def make_sender(self, name): raise NotImplementedError
+
 class NoCapabilities(CheckpointEngine):
     api_version = API_VERSION
-    def make_sender(self, name): raise NotImplementedError
-    def make_receiver(self, name): raise NotImplementedError
+    def make_sender(self, name, device): raise NotImplementedError
+    def make_receiver(self, name, device): raise NotImplementedError
 
 class NoVersion(CheckpointEngine):
     capabilities = Good.capabilities
@@ -46,7 +50,7 @@ class NoVersion(CheckpointEngine):
 class Half(CheckpointEngine):
     api_version = API_VERSION
     capabilities = Good.capabilities
-    def make_sender(self, name): raise NotImplementedError
+    def make_sender(self, name, device): raise NotImplementedError
 
 class Elsewhere(Good):
     @classmethod
@@ -71,6 +75,8 @@ ENTRY_POINTS = """
 [weightlane.ckpt_engines]
 good = acme_engines:Good
 other-api = acme_engines:OtherApi
+first-api = acme_engines:FirstApi
+first-mailbox = acme_first:Engine
 no-capabilities = acme_engines:NoCapabilities
 no-version = acme_engines:NoVersion
 says-false = acme_engines:SaysFalse
@@ -119,6 +125,9 @@ WRONG = {
 }
 """By engine, each in a module of its own: what is wrong in a class that is right otherwise, and what is said of it."""
 
+CHANGES = ["device", "channels", "`post` and `flush`", "docs/writing-an-engine.md"]
+"""What the author of an engine for API 1 is told."""
+
 PROBE = """
 import json, sys
 from weightlane.ckpt_engines import CheckpointEngineRegistry, WeightlaneError
@@ -161,6 +170,7 @@ def found(tmp_path_factory: pytest.TempPathFactory, session_children: Any) -> di
             f"from acme_engines import *\n\nclass Wrong(CheckpointEngine):\n    {WRONG[name][0]}\n"
         )
     (site / "acme_rdma.py").write_text("import nosuch_rdma_library\n")
+    (site / "acme_first.py").write_text("from weightlane.ckpt_engines import Mailbox\n")
     (site / "acme_crashes.py").write_text("raise RuntimeError('driver too old')\n")
     status, output, errors = session_children.run(["-c", textwrap.dedent(PROBE)], HANG_S, env={"PYTHONPATH": str(site)})
     assert status == 0, errors
@@ -190,11 +200,13 @@ def test_an_engine_of_another_distribution_is_made_from_its_own_options_with_fau
         ("crashes", "EngineImportError", ["acme-engines 1.5", "RuntimeError", "driver too old"]),
         ("no-attribute", "EngineImportError", ["acme-engines 1.5", "Nothing"]),
         ("twin", "DuplicateEngineError", ["acme-engines 1.5", "other-engines 0.3"]),
-        ("other-api", "EngineContractError", ["acme-engines 1.5", "999", "1"]),
+        ("other-api", "EngineContractError", ["acme-engines 1.5", "999", "2"]),
         ("no-capabilities", "EngineContractError", ["acme-engines 1.5", "NoCapabilities must set capabilities ="]),
         ("no-version", "EngineContractError", ["NoVersion must set api_version = API_VERSION"]),
         ("Big name", "EngineContractError", ["acme-engines 1.5", "a small letter, then small letters, digits"]),
         *((name, "EngineContractError", ["wrong-engines 2.0", *said]) for name, (_, said) in WRONG.items()),
+        ("first-api", "EngineContractError", ["written for engine API 1", *CHANGES]),
+        ("first-mailbox", "EngineImportError", ["no Mailbox any more", *CHANGES]),
         ("half", "EngineContractError", ["make_receiver"]),
         ("not-a-class", "EngineContractError", ["acme-engines 1.5", "not_a_class"]),
         ("elsewhere", "EngineUnavailableError", ["no warp drive", "gloo"]),

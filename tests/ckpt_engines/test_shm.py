@@ -29,11 +29,14 @@ from weightlane.ckpt_engines import (
     Topology,
     TransportError,
 )
+from weightlane.ckpt_engines._local_socket import host_identity
 from weightlane.ckpt_engines._memfd import MappedFile, Segment
 from weightlane.ckpt_engines._memory import available_memory_bytes
 from weightlane.ckpt_engines.conformance.base import ConformanceBase, ConnectionMaker
 from weightlane.ckpt_engines.conformance.payload import Parcel
 from weightlane.ckpt_engines.conformance.pool import RemoteHalf
+from weightlane.ckpt_engines.devices import HOST
+from weightlane.ckpt_engines.link import receiver_link, sender_link
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -124,17 +127,17 @@ def test_freeing_gives_the_memory_back_once_the_last_tensor_is_gone(
 def test_a_peer_on_another_host_and_a_socket_that_could_be_another_path_are_refused(
     engine: CheckpointEngine, address: dict[str, Any], error: type[Exception], said: str
 ) -> None:
-    receiver = engine.make_receiver("r")
-    topology = Topology("session", {"s": {**receiver.address(), **address}}, {"r": receiver.address()})
+    receiver = receiver_link(engine, "r", HOST)
+    topology = Topology("session", {"s": {"meeting": {"host": host_identity(), **address}, "engine": {}}}, {})
     with pytest.raises(error, match=said):
-        receiver.connect(topology, None, soon())
+        receiver.connect(topology, soon())
     receiver.close()
 
 
 def test_a_socket_path_that_is_too_long_or_missing_is_a_config_error(socket_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r"socket_dir.*at most"):
         engine_in(Path("/tmp") / ("x" * 90))
-    sender = engine_in(socket_dir / "missing").make_sender("s")
+    sender = sender_link(engine_in(socket_dir / "missing"), "s", HOST)
     with pytest.raises(ConfigError, match="missing"):
         sender.address()
     sender.close()
@@ -144,8 +147,8 @@ def test_only_sockets_of_dead_senders_are_cleared_away(engine: CheckpointEngine,
     dead = socket.socket(socket.AF_UNIX)
     dead.bind(str(socket_dir / "weightlane-dead.sock"))
     dead.close()
-    alive, second = engine.make_sender("alive"), engine.make_sender("second")
-    names = {alive.address()["socket"], second.address()["socket"]}
+    alive, second = sender_link(engine, "alive", HOST), sender_link(engine, "second", HOST)
+    names = {link.address()["meeting"]["socket"] for link in (alive, second)}
     assert {path.name for path in socket_dir.iterdir()} == names
     alive.close()
     second.close()
@@ -177,12 +180,12 @@ def test_an_engine_holds_no_more_shared_memory_than_it_may(sizes: Sizes, socket_
     buffer = engine.allocate(MIB, CPU)
     with pytest.raises(StorageError, match=r"2\.5 MiB .* max_shared_mib \(3 MiB\).* 1\.0 MiB are in use"):
         engine.allocate(2 * MIB + MIB // 2, CPU)
-    with pytest.raises(StorageError, match="max_shared_mib"):  # a bucket from elsewhere needs a copy
-        session.send(Bucket(1, 0, random_bytes(2 * MIB + 1))).result()
     data = random_bytes(MIB + MIB // 3)  # for which 2 MiB would be taken if there were more
     for version, bucket in enumerate((data, buffer, data[:5], random_bytes(2 * MIB))):
         assert torch.equal(session.deliver(version, bucket), bucket)
         assert sum(sizes()) <= 2 * 3 * MIB  # both sides are in this process
+    with pytest.raises(StorageError, match="max_shared_mib"):  # a bucket from elsewhere needs a copy
+        session.send(Bucket(9, 0, random_bytes(2 * MIB + 1))).result()
     session.close()
 
 
@@ -261,8 +264,8 @@ class TestKilledInEachPhase(ConformanceBase):
             half.call("close")
         left = [path for path in Path("/proc").glob("[0-9]*") if inodes_of_segments(path) & held]
         assert left == []
-        following = CheckpointEngineRegistry().create("shm", engine_options).make_sender("next")
-        name = following.address()["socket"]
+        following = sender_link(CheckpointEngineRegistry().create("shm", engine_options), "next", HOST)
+        name = following.address()["meeting"]["socket"]
         assert [path.name for path in sockets.iterdir()] == [name]
         following.close()
         assert list(sockets.iterdir()) == []
@@ -285,7 +288,7 @@ def test_a_socket_whose_owner_was_killed_before_it_listened_is_cleared_away_but_
         if killed:
             child.kill()
             child.wait(HANG_S)
-        sender = engine.make_sender("s")
+        sender = sender_link(engine, "s", HOST)
         sender.address()  # which waits for nobody who holds the lock
         assert len(list(socket_dir.iterdir())) == (1 if killed else 2)
         sender.close()
@@ -340,7 +343,7 @@ def test_sender_and_receivers_in_containers_of_their_own_need_to_share_nothing_b
         "receivers": {"r": receiver.call("address")},
     }
     for half in halves:
-        half.start("connect", topology=topology, mailbox=str(socket_dir), deadline_s=HANG_S)
+        half.start("connect", topology=topology, deadline_s=HANG_S)
     for half in halves:
         half.result()
     parcels = [Parcel(1, 0, 3 * MIB, 1), Parcel(1, 1, 0, 2), Parcel(1, 2, 70_001, 3)]

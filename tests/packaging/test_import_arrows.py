@@ -56,7 +56,7 @@ def test_the_loop_knows_the_registry_and_protocols_only() -> None:
         pending |= {name for name in relative if name} - seen
     forbidden = ("weightlane.rollout", "weightlane.cli", "ray", "vllm", "transformers")
     assert not [name for name in outside if name.split(".")[0] in forbidden or name.startswith(forbidden[:2])]
-    engines = tuple(f"weightlane.ckpt_engines.{name}" for name in ("torch_distributed", "shm", "filesystem"))
+    engines = tuple(f"weightlane.ckpt_engines.{name}" for name in ("gloo", "shm", "filesystem"))
     assert not [name for name in outside if name.startswith(engines)]
     assert not seen & {"fsdp2", "rank", "ray_group", "engine"}
 

@@ -19,12 +19,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import links
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
-from sessions import answer_once, frame, soon
+from sessions import descriptors, frame, soon
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import (
@@ -39,11 +40,12 @@ from weightlane.ckpt_engines import (
 from weightlane.ckpt_engines._channel import Channel
 from weightlane.ckpt_engines._handshake import expect
 from weightlane.ckpt_engines._lifecycle import Lifecycle
-from weightlane.ckpt_engines._local_socket import host_identity, socket_name
+from weightlane.ckpt_engines._local_socket import socket_name
 from weightlane.ckpt_engines._meeting import host_and_port
 from weightlane.ckpt_engines._store_layout import parse_latest, parse_sender
+from weightlane.ckpt_engines.devices import HOST
 from weightlane.ckpt_engines.faulty import read_fault_log
-from weightlane.ckpt_engines.mac import proves
+from weightlane.ckpt_engines.mac import proof, proves
 from weightlane.rollout.expectation import expectation_of
 from weightlane.rollout.wire import failure_from_text
 from weightlane.sync import Manifest, Rendezvous, RendezvousAddress
@@ -358,30 +360,29 @@ def test_frames_and_announcements_are_read_or_refused(ends: Callable[[bytes], Ch
 
 def test_a_hostile_sender_of_shared_memory_gets_nothing_but_typed_errors(socket_dir: Path) -> None:
     """It has been let in, and announces segments that are none."""
-    listener = socket.create_server(str(socket_dir / "weightlane-0123456789abcdef.sock"), family=socket.AF_UNIX)
-    listener.settimeout(HANG_S)
     engine = REGISTRY.create("shm", {"socket_dir": str(socket_dir)})
-    topology = Topology(
-        "s", {"s": {"socket": "weightlane-0123456789abcdef.sock", "host": host_identity()}}, {"r": {"host": ""}}
-    )
     announced = {**ANNOUNCED, "lasting": True, "retired": [], "described": {"nbytes": 4096, "descriptors": 1}}
 
     def offer(plain: Any, *, view: bool = False) -> None:
-        receiver = engine.make_receiver("r")
+        receiver: Any = engine.make_receiver("r", HOST)
+        ours, theirs = socket.socketpair()
         unsealed = os.memfd_create("weightlane-test")
         os.truncate(unsealed, 4096)
-        answer = frame(b"{}") + frame(json.dumps(plain).encode())
-        serving = threading.Thread(target=answer_once, args=(listener, lambda _: answer, unsealed))
-        serving.start()
+        channel = Channel(theirs, Lifecycle("link", lambda: None), "s")
         try:
-            receiver.connect(topology, None, soon())  # type: ignore[arg-type]
-            if view:
-                receiver.view(1, 0, 4, "s", soon())
-            else:
-                receiver.receive(Bucket(1, 0, torch.zeros(4, dtype=torch.uint8)), "s", soon())
+            with ours:
+                ours.sendall(frame(json.dumps(plain).encode()))
+                socket.send_fds(ours, [b"\0"], [unsealed])
+                receiver.connect(Topology("s", {"s": {}}, {"r": {}}), {"s": channel}, soon())
+                ours.shutdown(socket.SHUT_WR)
+                if view:
+                    receiver.view(1, 0, 4, "s", soon())
+                else:
+                    receiver.post(Bucket(1, 0, torch.zeros(4, dtype=torch.uint8)), "s")
+                    receiver.flush(soon())
         finally:
             receiver.close()
-            serving.join()
+            channel.close()
             os.close(unsealed)
 
     for view in (False, True):
@@ -395,10 +396,50 @@ def test_a_hostile_sender_of_shared_memory_gets_nothing_but_typed_errors(socket_
     def fuzz(plain: Any, view: bool) -> None:
         survives(lambda: offer(plain, view=view))
 
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = descriptors()
     fuzz()
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
-    listener.close()
+    assert descriptors() == before
+
+
+HEADER = [1, 0, 4, True, "xxh3:0"]
+
+
+def test_headers_of_buckets_are_read_or_refused_whoever_made_them() -> None:
+    """By somebody who knows the session's key, and by others who changed what it says."""
+    bucket = Bucket(1, 0, torch.zeros(4, dtype=torch.uint8))
+
+    def signed(said: Any) -> bytes:
+        claim = proof(links.KEY, "weightlane bucket", links.SESSION, json.dumps(said))
+        return frame(json.dumps({"bucket": said, "proof": claim}).encode())
+
+    def hear(sent: bytes) -> str:
+        def say(channel: Channel) -> None:
+            channel.send(sent, soon())
+            channel.close()
+
+        with links.told_by(say) as link:
+            return link.post(bucket, "s", soon())
+
+    assert hear(signed(HEADER)) == "xxh3:0"
+
+    @fuzzed(40)
+    @given(mutated_bytes(signed(HEADER)))
+    def forged(sent: bytes) -> None:
+        try:
+            heard = hear(sent)
+        except WeightlaneError:
+            return
+        assert heard == "xxh3:0", "which its sender has said"
+
+    @fuzzed(40)
+    @given(mutated(HEADER))
+    def malformed(said: Any) -> None:
+        survives(lambda: hear(signed(said)))
+
+    before = descriptors()
+    forged()
+    malformed()
+    assert descriptors() == before
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from sessions import soon
+from sessions import receive, send, soon
 
 from weightlane.ckpt_engines import (
     Bucket,
@@ -19,12 +19,15 @@ from weightlane.ckpt_engines import (
     ConfigError,
     ProtocolError,
     StorageError,
+    StoringSender,
     Topology,
     VersionFiles,
     WeightlaneError,
 )
 from weightlane.ckpt_engines._store_layout import parse_latest
+from weightlane.ckpt_engines.devices import HOST
 from weightlane.ckpt_engines.faulty import read_fault_log
+from weightlane.ckpt_engines.link import receiver_link, sender_link
 from weightlane.rollout.expectation import expectation_of
 from weightlane.trainer.hf_model import _check_weights
 
@@ -67,10 +70,11 @@ def store(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize("side", ["sender", "receiver"])
 def test_a_session(store: Path, name: str, side: str) -> None:
     engine = CheckpointEngineRegistry().create("filesystem", {"path": str(store)})
-    half = engine.make_sender("s") if side == "sender" else engine.make_receiver("r")
+    link = sender_link(engine, "s", HOST) if side == "sender" else receiver_link(engine, "r", HOST)
+    addresses = {"meeting": {}, "engine": {}}
     with pytest.raises(ProtocolError, match="not a session name"):
-        half.connect(Topology(name, {"s": {}}, {"r": {}}), None, soon())  # type: ignore[arg-type]
-    half.close()
+        link.connect(Topology(name, {"s": addresses}, {"r": addresses}), soon())
+    link.close()
     assert not store.exists() or not list(store.iterdir())
 
 
@@ -78,13 +82,13 @@ def test_a_session(store: Path, name: str, side: str) -> None:
 def test_a_sender(store: Path, name: str) -> None:
     """It may have any name, for it is never part of a path."""
     engine = CheckpointEngineRegistry().create("filesystem", {"path": str(store)})
-    sender, receiver = engine.make_sender(name), engine.make_receiver("r")
-    topology = Topology("session", {name: sender.address()}, {"r": {}})
-    sender.connect(topology, None, soon())  # type: ignore[arg-type]
-    receiver.connect(topology, None, soon())  # type: ignore[arg-type]
-    sender.send(Bucket(1, 0, torch.ones(3, dtype=torch.uint8)), ["r"], soon())
+    sender, receiver = sender_link(engine, name, HOST), receiver_link(engine, "r", HOST)
+    topology = Topology("session", {name: sender.address()}, {"r": receiver.address()})
+    sender.connect(topology, soon())
+    receiver.connect(topology, soon())
+    send(sender, Bucket(1, 0, torch.ones(3, dtype=torch.uint8)), ["r"])
     received = Bucket(1, 0, torch.zeros(3, dtype=torch.uint8))
-    receiver.receive(received, name, soon())
+    receive(receiver, received, name)
     assert received.data.all()
     assert {path.name for path in (store / "session").iterdir()} == {"sender-0"}
     sender.close()
@@ -94,8 +98,9 @@ def test_a_sender(store: Path, name: str) -> None:
 @names([name for name in HOSTILE if name not in {"A", "-"}] + [".hidden", "a/../b", "x" * 300])
 def test_a_document_of_a_version(store: Path, name: str) -> None:
     engine = CheckpointEngineRegistry().create("filesystem", {"path": str(store)})
-    sender = engine.make_sender("s")
-    sender.connect(Topology("session", {"s": sender.address()}, {}), None, soon())  # type: ignore[arg-type]
+    sender = engine.make_sender("s", HOST)
+    assert isinstance(sender, StoringSender)
+    sender.connect(Topology("session", {"s": sender.address()}, {}), {}, soon())
     with pytest.raises(ProtocolError):
         sender.open_version(VersionFiles(1, [b""], {name: "text"}), soon())
     with pytest.raises(ProtocolError, match="name of a document"):
@@ -126,10 +131,10 @@ def test_a_path_of_the_configuration(option: str, name: str, socket_dir: Path) -
 
 
 def use(engine: str, options: dict[str, Any]) -> None:
-    sender = CheckpointEngineRegistry().create(engine, options).make_sender("s")
+    sender = sender_link(CheckpointEngineRegistry().create(engine, options), "s", HOST)
     try:
-        sender.connect(Topology("session", {"s": sender.address()}, {}), None, soon())  # type: ignore[arg-type]
-        sender.send(Bucket(1, 0, torch.ones(3, dtype=torch.uint8)), [], soon())
+        sender.connect(Topology("session", {"s": sender.address()}, {}), soon())
+        send(sender, Bucket(1, 0, torch.ones(3, dtype=torch.uint8)), [])
     finally:
         sender.close()
 
@@ -144,7 +149,7 @@ def test_a_fault_log(name: str, tmp_path: Path) -> None:
 @names(["nul\0", "x" * 300, "a..b", "\ud800", "nosuch interface"])
 def test_a_host_or_an_interface(option: str, name: str) -> None:
     with pytest.raises(WeightlaneError):
-        CheckpointEngineRegistry().create("gloo", {option: name}).make_sender("s").address()
+        sender_link(CheckpointEngineRegistry().create("gloo", {option: name}), "s", HOST).address()
 
 
 @names([name for name in HOSTILE if name != "A"])

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from sessions import Session, answer_once, frame, soon
+from sessions import Session, answer_once, frame, receive, soon
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import (
@@ -30,8 +30,11 @@ from weightlane.ckpt_engines import (
     WeightlaneError,
     error_from_wire,
 )
+from weightlane.ckpt_engines._local_socket import host_identity
 from weightlane.ckpt_engines._store_layout import parse_latest, parse_sender
+from weightlane.ckpt_engines.devices import HOST
 from weightlane.ckpt_engines.faulty import read_fault_log
+from weightlane.ckpt_engines.link import receiver_link
 from weightlane.rollout.expectation import expectation_of
 from weightlane.rollout.wire import failure_from_text
 from weightlane.sync import Manifest, Rendezvous, RendezvousAddress
@@ -224,12 +227,12 @@ def test_control_sockets_of_senders(engine_name: str, crater: Path, socket_dir: 
         engine_name, {} if engine_name == "gloo" else {"socket_dir": str(socket_dir)}
     )
     session = Session(engine, "r", connect=False)
-    connecting = session.threads.submit(session.sender.connect, session.topology, None, soon())
+    connecting = session.threads.submit(session.sender.connect, session.topology, soon())
     for bomb in bombs(crater):
         for sent in (bomb + b"\0" * 70_000, frame(bomb)):
-            answer = knock(session.topology.senders["s"], sent, socket_dir)
+            answer = knock(session.topology.senders["s"]["meeting"], sent, socket_dir)
             assert b"refused" in answer or answer == b""
-    session.receivers["r"].connect(session.topology, None, soon())
+    session.receivers["r"].connect(session.topology, soon())
     connecting.result(HANG_S)
     assert session.deliver(1, torch.ones(5, dtype=torch.uint8)).tolist() == [1] * 5
     session.close()
@@ -254,7 +257,7 @@ def test_receivers_that_dial_something_hostile(engine_name: str, crater: Path, s
         engine_name, {} if engine_name == "gloo" else {"socket_dir": str(socket_dir)}
     )
     for bomb in bombs(crater):
-        receiver = engine.make_receiver("r")
+        receiver = receiver_link(engine, "r", HOST)
         if engine_name == "gloo":
             listener = socket.create_server(("127.0.0.1", 0))
             address = {"host": "127.0.0.1", "port": listener.getsockname()[1]}
@@ -262,12 +265,12 @@ def test_receivers_that_dial_something_hostile(engine_name: str, crater: Path, s
             path = socket_dir / "weightlane-0123456789abcdef.sock"
             path.unlink(missing_ok=True)
             listener = socket.create_server(str(path), family=socket.AF_UNIX)
-            address = {"socket": path.name, **receiver.address()}
+            address = {"socket": path.name, "host": host_identity()}
         with ThreadPoolExecutor(1) as threads, listener:
             threads.submit(answer_once, listener, lambda _, bomb=bomb: frame(bomb))
-            topology = Topology("session", {"s": address}, {"r": {}}, key=b"key")
+            topology = Topology("session", {"s": {"meeting": address, "engine": {}}}, {"r": {}}, key=b"key")
             with pytest.raises(ProtocolError):
-                receiver.connect(topology, None, soon())  # type: ignore[arg-type]
+                receiver.connect(topology, soon())
         receiver.close()
 
 
@@ -329,5 +332,5 @@ def test_the_directory_of_the_filesystem_engine(crater: Path, tmp_path: Path) ->
         (stored,) = (path for path in (store / "session").rglob("bucket-00000.*") if path.stat().st_size)
         stored.write_bytes(bomb)
         with pytest.raises(ProtocolError):
-            session.receiver.receive(bucket, "s", soon())
+            receive(session.receiver, bucket)
         session.close()

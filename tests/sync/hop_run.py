@@ -32,7 +32,7 @@ from weightlane.sync.messages import Message
 # A server that has everything imported forks the participants: each would need two seconds of CPU time for that.
 _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(
-    ["weightlane.sync", *(f"weightlane.ckpt_engines.{name}" for name in ("shm", "torch_distributed", "filesystem"))]
+    ["weightlane.sync", *(f"weightlane.ckpt_engines.{name}" for name in ("shm", "gloo", "filesystem"))]
 )
 
 

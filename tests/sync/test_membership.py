@@ -113,11 +113,12 @@ def test_one_that_waits_for_a_sender_that_never_comes_hears_that_it_is_to_begin_
         hello = inbox.get(Deadline.after(HANG_S))
         assert isinstance(hello, Hello)
         assert hello.session == session
+        nowhere = {"meeting": {}, "engine": {}}
         message = Connect(
             session=session,
             publishers=["t-0"],
-            senders={"t-0": {"engine": {}}},
-            receivers={"r/0": {"engine": {}}},
+            senders={"t-0": nowhere},
+            receivers={"r/0": nowhere},
             deadline_s=NEVER_S,
         )
         rendezvous.post(theirs, message)

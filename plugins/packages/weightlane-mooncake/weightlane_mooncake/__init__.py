@@ -15,7 +15,6 @@ import torch
 from pydantic import Field
 
 from weightlane.ckpt_engines import (
-    API_VERSION,
     Address,
     Bucket,
     Capabilities,
@@ -170,7 +169,7 @@ class MooncakeReceiver(_Half, WeightReceiver):
 class MooncakeEngine(CheckpointEngine):
     """CPU memory over TCP, or over RDMA where the machines have it."""
 
-    api_version = API_VERSION
+    api_version = 2
     config_type = MooncakeConfig
     capabilities = Capabilities(
         devices=frozenset({"cpu"}),

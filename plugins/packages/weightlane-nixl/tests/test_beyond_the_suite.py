@@ -11,14 +11,24 @@ import psutil
 import pytest
 import torch
 
-from weightlane.ckpt_engines import Bucket, CheckpointEngineRegistry, Deadline, DeadlineExceededError, Topology
+from weightlane.ckpt_engines import (
+    Bucket,
+    CheckpointEngineRegistry,
+    Deadline,
+    DeadlineExceededError,
+    ReceiverLink,
+    SenderLink,
+    Topology,
+)
 
 REASON = next(row.unavailable for row in CheckpointEngineRegistry().list() if row.name == "nixl")
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"nixl cannot run here: {REASON}")
 
 
+CPU = torch.device("cpu")
 HANG_S = 240.0
 """Nothing that works takes so long, however busy the machine is."""
+Pair = tuple[SenderLink, ReceiverLink]
 
 
 @pytest.fixture
@@ -27,24 +37,25 @@ def engine() -> Any:
 
 
 @pytest.fixture
-def pair(engine: Any) -> Iterator[tuple[Any, Any]]:
-    """A connected sender and receiver of this process."""
-    sender, receiver = engine.make_sender("trainer"), engine.make_receiver("rollout")
-    topology = Topology("session-1", {"trainer": sender.address()}, {"rollout": {}}, b"secret")
-    thread = threading.Thread(target=sender.connect, args=(topology, None, Deadline.after(HANG_S)))
+def pair(engine: Any) -> Iterator[Pair]:
+    """The connected links of a sender and a receiver of this process."""
+    sender, receiver = SenderLink(engine, "trainer", CPU), ReceiverLink(engine, "rollout", CPU)
+    topology = Topology("session-1", {"trainer": sender.address()}, {"rollout": receiver.address()}, b"secret")
+    thread = threading.Thread(target=sender.connect, args=(topology, Deadline.after(HANG_S)))
     thread.start()
-    receiver.connect(topology, None, Deadline.after(HANG_S))
+    receiver.connect(topology, Deadline.after(HANG_S))
     thread.join()
     yield sender, receiver
     sender.close()
     receiver.close()
 
 
-def test_waiting_for_a_bucket_keeps_no_core_busy(pair: tuple[Any, Any]) -> None:
+def test_waiting_for_a_bucket_keeps_no_core_busy(pair: Pair) -> None:
     _, receiver = pair
+    receiver.half.post(Bucket(1, 0, torch.empty(10, dtype=torch.uint8)), "trainer")
     before = time.process_time()
     with pytest.raises(DeadlineExceededError):
-        receiver.receive(Bucket(1, 0, torch.empty(10, dtype=torch.uint8)), "trainer", Deadline.after(0.5))
+        receiver.half.flush(Deadline.after(0.5))
     assert time.process_time() - before < 0.25
 
 
@@ -60,13 +71,13 @@ def others() -> set[tuple[str, int]]:
     return listening()
 
 
-def test_nothing_listens_beyond_loopback_unless_told(others: set[tuple[str, int]], pair: tuple[Any, Any]) -> None:
+def test_nothing_listens_beyond_loopback_unless_told(others: set[tuple[str, int]], pair: Pair) -> None:
     hosts = {host for host, _ in listening() - others}
     assert hosts
     assert hosts <= {"127.0.0.1", "::1"}
 
 
-def test_addresses_of_memory_that_a_peer_may_still_write_to_are_not_used_again(pair: tuple[Any, Any]) -> None:
+def test_addresses_of_memory_that_a_peer_may_still_write_to_are_not_used_again(pair: Pair) -> None:
     from weightlane_nixl._agent import Memory
 
     nbytes = 1 << 20
@@ -78,21 +89,22 @@ def test_addresses_of_memory_that_a_peer_may_still_write_to_are_not_used_again(p
     assert all(memory.start + nbytes <= start or start + nbytes <= memory.start for memory in later)
 
 
-def deliver(pair: tuple[Any, Any], version: int, data: torch.Tensor) -> None:
+def deliver(pair: Pair, version: int, data: torch.Tensor) -> None:
     sender, receiver = pair
-    received = torch.zeros_like(data)
-    arguments = (Bucket(version, 0, data), ["rollout"], Deadline.after(HANG_S))
-    thread = threading.Thread(target=sender.send, args=arguments)
+    received, deadline = torch.zeros_like(data), Deadline.after(HANG_S)
+    sender.post(Bucket(version, 0, data), ["rollout"], deadline)
+    thread = threading.Thread(target=sender.flush, args=(deadline,))
     thread.start()
-    receiver.receive(Bucket(version, 0, received), "trainer", Deadline.after(HANG_S))
+    receiver.post(Bucket(version, 0, received), "trainer", deadline)
+    receiver.flush(deadline)
     thread.join()
     assert torch.equal(received, data)
 
 
 def test_memory_of_the_engine_is_registered_once_for_a_connection_and_other_memory_is_copied(
-    engine: Any, pair: tuple[Any, Any]
+    engine: Any, pair: Pair
 ) -> None:
-    sender, _ = pair
+    sender: Any = pair[0].half
     memory = engine.allocate(1 << 20, torch.device("cpu")).fill_(7)
     for version, (start, stop) in enumerate([(0, 1 << 20), (5, 70_000), (70_000, 70_001)]):
         deliver(pair, version, memory[start:stop])

@@ -15,7 +15,6 @@ import torch
 from pydantic import Field
 
 from weightlane.ckpt_engines import (
-    API_VERSION,
     Address,
     Bucket,
     Capabilities,
@@ -183,7 +182,7 @@ class NixlReceiver(_Half, WeightReceiver):
 class NixlEngine(CheckpointEngine):
     """CPU memory over whatever UCX finds: shared memory on one host, RDMA or TCP between hosts."""
 
-    api_version = API_VERSION
+    api_version = 2
     config_type = NixlConfig
     capabilities = Capabilities(
         devices=frozenset({"cpu"}),

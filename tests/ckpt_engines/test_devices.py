@@ -1,0 +1,75 @@
+"""A device is said with its index, and what differs between a CPU and an accelerator stands in one place."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from weightlane.ckpt_engines import ConfigError
+from weightlane.ckpt_engines.devices import HOST, DeviceRuntime, checked_device, is_available, runtime_of
+
+
+@pytest.mark.parametrize("device", ["cuda", "npu:", torch.device("cuda")])
+def test_an_accelerator_without_an_index_is_refused_with_what_to_write(device: str | torch.device) -> None:
+    if device == "npu:":
+        torch_has_it = hasattr(torch, "npu")
+        device = "npu" if torch_has_it else "xpu"
+    with pytest.raises(ConfigError, match=r"(cuda|npu|xpu) is not one device.*:0") as refused:
+        checked_device(device, "trainer.device")
+    assert refused.value.part == "trainer.device"
+    with pytest.raises(ConfigError):
+        runtime_of(torch.device(device))
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cuda:3", torch.device("cuda", 1)])
+def test_an_accelerator_with_its_index_is_that_device(device: str | torch.device) -> None:
+    assert checked_device(device) == torch.device(device)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu")])
+def test_there_is_one_cpu(device: str | torch.device) -> None:
+    assert checked_device(device) == HOST
+    assert checked_device(device).index is None
+    assert runtime_of(torch.device(device)).device == HOST
+
+
+def test_on_a_cpu_everything_is_over_when_a_call_returns() -> None:
+    runtime = runtime_of(HOST)
+    assert type(runtime) is DeviceRuntime
+    assert not runtime.has_streams
+    memory = torch.zeros(10, dtype=torch.uint8)
+    stream = runtime.new_stream()
+    with runtime.current(), runtime.on(stream):
+        event = runtime.recorded(stream)
+    runtime.wait_for(stream, event)
+    runtime.keep_until_done(memory, stream)
+    runtime.forget_unused()
+    assert (stream, event, runtime.recorded()) == (None, None, None)
+    assert not runtime.register_host(memory.data_ptr(), 10)
+    runtime.unregister_host(memory.data_ptr())
+
+
+def test_a_device_type_is_here_or_is_not_and_asking_raises_nothing() -> None:
+    assert is_available("cpu")
+    assert not is_available("no such device")
+    assert is_available("cuda") == torch.cuda.is_available()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_thread_works_on_the_device_that_was_said_and_its_current_one_stays_as_it_was() -> None:
+    last = torch.cuda.device_count() - 1
+    runtime = runtime_of(torch.device("cuda", last))
+    seen: list[int] = []
+
+    def work() -> None:
+        with runtime.on(runtime.new_stream()):
+            seen.append(torch.cuda.current_device())
+        seen.append(torch.cuda.current_device())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [last, 0]

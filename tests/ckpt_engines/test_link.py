@@ -1,0 +1,396 @@
+"""What the framework does around every half: headers, who hung up, what a call raises, and what is left afterwards."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, cast
+
+import psutil
+import pytest
+import torch
+from links import KEY, SESSION, StillReceiver, StillSender, still_engine, told_by
+from sessions import Session, descriptors, receive, send, soon
+from waiting import HANG_S, NEVER_S, wait_until
+
+from weightlane.ckpt_engines import (
+    Bucket,
+    Channel,
+    CheckpointEngineRegistry,
+    ClosedError,
+    Deadline,
+    DeadlineExceededError,
+    EngineConfig,
+    PeerLostError,
+    ProtocolError,
+    Topology,
+    TransportError,
+    WeightlaneError,
+    toolkit,
+)
+from weightlane.ckpt_engines.devices import HOST
+from weightlane.ckpt_engines.link import receiver_link, sender_link
+from weightlane.ckpt_engines.mac import proof
+
+NBYTES = 4096
+Sessions = Callable[..., Session]
+
+
+def bucket(version: int = 1, index: int = 0, nbytes: int = NBYTES, **more: Any) -> Bucket:
+    return Bucket(version, index, torch.zeros(nbytes, dtype=torch.uint8), **more)
+
+
+def never() -> Deadline:
+    """For a call that something else is to end."""
+    return Deadline.after(NEVER_S)
+
+
+@pytest.fixture
+def sessions() -> Iterator[Sessions]:
+    """Makes sessions, over halves that do nothing unless told otherwise."""
+    made: list[Session] = []
+
+    def make(*names: str, engine: Any = None, **more: Any) -> Session:
+        made.append(Session(engine or still_engine(), *(names or ("a", "b")), **more))
+        return made[-1]
+
+    yield make
+    for session in made:
+        session.close()
+
+
+def sender_of(session: Session) -> StillSender:
+    return cast("StillSender", session.sender.half)
+
+
+def receiver_of(session: Session, name: str = "a") -> StillReceiver:
+    return cast("StillReceiver", session.receivers[name].half)
+
+
+# --- headers ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_header_says_checksum_and_whether_everybody_gets_the_bucket_ahead_of_the_engine(sessions: Sessions) -> None:
+    session = sessions()
+    session.sender.post(bucket(), ["b", "a"], soon(), "xxh3:1")
+    session.sender.post(bucket(index=1), ["a"], soon())
+    a, b = session.receivers["a"], session.receivers["b"]
+    assert [a.post(bucket(), "s", soon()), a.post(bucket(index=1), "s", soon())] == ["xxh3:1", ""]
+    receiver_of(session, "b").over.set()
+    assert b.view(1, 0, NBYTES, "s", soon())[1] == "xxh3:1"
+    for half in (sender_of(session), receiver_of(session)):
+        assert [each.to_all for each in half.posted] == [True, False]
+
+
+def test_a_bucket_is_announced_when_its_header_is_there(sessions: Sessions) -> None:
+    session = sessions("a")
+    link = session.receivers["a"]
+    assert not link.announced("s")
+    session.sender.post(bucket(), ["a"], soon())
+    wait_until(lambda: link.announced("s"), "header")
+    link.post(bucket(), "s", soon())
+    assert not link.announced("s")
+
+
+@pytest.mark.parametrize(
+    "wanted", [bucket(version=2), bucket(index=1), bucket(nbytes=NBYTES + 1)], ids=["version", "index", "size"]
+)
+@pytest.mark.parametrize("by", ["post", "view"])
+def test_a_receiver_that_waits_for_another_bucket_ends_the_call_of_both_sides_and_closes_the_senders_half(
+    sessions: Sessions, wanted: Bucket, by: str
+) -> None:
+    session = sessions()
+    flushing = session.send(bucket(), deadline=never())
+    receiver = session.receivers["a"]
+    waits_for = {
+        "post": lambda: receiver.post(wanted, "s", never()),
+        "view": lambda: receiver.view(wanted.version, wanted.index, wanted.nbytes, "s", never()),
+    }
+    with pytest.raises(ProtocolError, match=f"of {wanted.nbytes} bytes, but the sender offers version 1") as refused:
+        waits_for[by]()
+    assert refused.value.peer == "s"
+    assert receiver_of(session).posted == []
+    with pytest.raises(ProtocolError, match=f"refused a bucket: it waits for bucket {wanted.index}") as told:
+        flushing.result(HANG_S)
+    assert told.value.peer == "a"
+    assert sender_of(session).life.closed
+    with pytest.raises(ProtocolError, match="refused a bucket"):  # as does every later call
+        session.sender.post(bucket(index=1), ["a"], soon())
+
+
+def test_a_bucket_for_somebody_unknown_is_refused_before_anybody_hears_of_it(sessions: Sessions) -> None:
+    session = sessions()
+    with pytest.raises(ProtocolError, match="not connected to nobody"):
+        session.sender.post(bucket(), ["a", "nobody"], soon())
+    assert sender_of(session).posted == []
+    assert not session.receivers["b"].announced("s")
+    with pytest.raises(ProtocolError, match="not connected to nobody"):
+        session.receivers["b"].post(bucket(), "nobody", soon())
+
+
+def header(said: Any, claim: object = None) -> dict[str, Any]:
+    right = proof(KEY, "weightlane bucket", SESSION, json.dumps(said))
+    return {"bucket": said, "proof": right if claim is None else claim}
+
+
+RIGHT = [1, 0, NBYTES, True, "xxh3:1"]
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        (header(RIGHT, "0" * 64), "not the sender's"),
+        (header(RIGHT, 7), "not the sender's"),
+        ({"bucket": RIGHT}, "not the sender's"),
+        (header(RIGHT, proof(b"other", "weightlane bucket", SESSION, json.dumps(RIGHT))), "not the sender's"),
+        (header(RIGHT, proof(KEY, "weightlane bucket", "other", json.dumps(RIGHT))), "not the sender's"),
+        ({**header([1, 1, NBYTES, True, "xxh3:1"]), "bucket": RIGHT}, "not the sender's"),
+        ({**header(RIGHT), "bucket": [*RIGHT[:4], "xxh3:2"]}, "not the sender's"),
+        (header([*RIGHT, 1]), "the sender offers"),
+        (header([1, 0, NBYTES, 1, "xxh3:1"]), "the sender offers"),
+        (header([1, 0, NBYTES, True, None]), "the sender offers"),
+        (header({"version": 1}), "the sender offers"),
+        ({"refused": "no"}, "not the sender's"),
+    ],
+)
+def test_a_header_that_the_sender_has_not_made_or_that_is_none_is_refused(message: dict[str, Any], said: str) -> None:
+    with told_by(lambda channel: channel.send_json(header(RIGHT), soon())) as link:
+        assert link.post(bucket(), "s", soon()) == "xxh3:1"
+    with told_by(lambda channel: channel.send_json(message, soon())) as link:
+        with pytest.raises(ProtocolError, match=said):
+            link.post(bucket(), "s", soon())
+        assert cast("StillReceiver", link.half).posted == []
+
+
+def test_an_address_that_is_not_a_links_is_refused(sessions: Sessions) -> None:
+    session = sessions("a", connect=False)
+    for address in ({}, {"meeting": 5, "engine": {}}, {"meeting": {"host": "127.0.0.1"}, "engine": {}}):
+        link = receiver_link(still_engine(), "a", HOST)
+        with pytest.raises(ProtocolError, match=r"not (the|an) address"):
+            link.connect(Topology(SESSION, {"s": address}, session.topology.receivers, KEY), soon())
+        link.close()
+
+
+# --- who is gone -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("side", "call"),
+    [("s", "flush"), ("s", "reclaim"), ("s", "connect"), ("a", "flush"), ("a", "view"), ("a", "connect")],
+)
+def test_a_peer_that_is_gone_ends_a_call_whose_half_notices_nothing_and_the_error_names_it(
+    sessions: Sessions, side: str, call: str
+) -> None:
+    session = sessions(connect=False)
+    link: Any = session.sender if side == "s" else session.receivers["a"]
+    half: Any = link.half
+    if call == "connect":
+        half.waits.add("connect")
+    connecting = session.start_connect(never())
+    if call != "connect":
+        for each in connecting:
+            each.result()
+        if side == "a":
+            session.sender.post(bucket(lasting=True), ["a", "b"], soon())
+            half.entered.clear()
+        if call == "flush" and side == "a":
+            link.post(bucket(), "s", soon())
+        half.entered.clear()
+    running: Future[Any] = {
+        "flush": lambda: session.threads.submit(link.flush, never()),
+        "reclaim": lambda: session.threads.submit(link.reclaim, 1, never()),
+        "view": lambda: session.threads.submit(link.view, 1, 0, NBYTES, "s", never()),
+        "connect": lambda: connecting[0 if side == "s" else 1],
+    }[call]()
+    assert half.entered.wait(HANG_S)
+    gone = session.receivers["b"] if side == "s" else session.sender
+    gone.close()
+    with pytest.raises(PeerLostError) as lost:
+        running.result(HANG_S)
+    assert lost.value.peer == ("b" if side == "s" else "s")
+
+
+def test_a_sender_that_has_lost_a_receiver_says_so_at_its_next_call_and_asks_its_half_nothing(
+    sessions: Sessions,
+) -> None:
+    session = sessions()
+    session.receivers["b"].close()
+    wait_until(lambda: session.sender._lost is not None, "loss")
+    with pytest.raises(PeerLostError) as lost:
+        session.sender.post(bucket(), ["a"], soon())
+    assert lost.value.peer == "b"
+    assert sender_of(session).posted == []
+
+
+def test_what_a_transport_says_of_a_death_is_told_as_the_death_of_the_peer_that_hung_up(sessions: Sessions) -> None:
+    session = sessions()
+    sender_of(session).fails = TransportError("NCCL error 6.", part="still half")
+    threading.Timer(0.05, session.receivers["b"].close).start()
+    with pytest.raises(PeerLostError) as lost:
+        session.sender.flush(soon())
+    assert lost.value.peer == "b"
+    assert "NCCL error 6" in str(lost.value.__cause__)
+
+
+def test_an_error_of_a_half_that_no_death_explains_is_told_as_it_is_and_closes_the_half(sessions: Sessions) -> None:
+    for error, kind in ((TransportError("broken.", part="p"), TransportError), (ValueError("broken"), WeightlaneError)):
+        session = sessions()
+        sender_of(session).fails = error
+        with pytest.raises(kind, match="broken") as told:
+            session.sender.flush(soon())
+        assert type(told.value) is kind
+        assert sender_of(session).life.closed
+
+
+class PlainEngine(toolkit.PairedEngine[EngineConfig]):
+    """Over the framework's channels."""
+
+
+def test_what_had_come_before_its_sender_hung_up_can_still_be_received(sessions: Sessions) -> None:
+    session = sessions("a", engine=PlainEngine(EngineConfig()))
+    sent = [torch.full((5000,), number, dtype=torch.uint8) for number in range(3)]
+    for index, data in enumerate(sent):
+        send(session.sender, Bucket(1, index, data), ["a"])
+    session.sender.close()
+    wait_until(lambda: session.receiver._lost is not None, "loss")
+    for index, data in enumerate(sent):
+        received = bucket(1, index, 5000)
+        receive(session.receiver, received)
+        assert torch.equal(received.data, data)
+    with pytest.raises(PeerLostError) as lost:
+        receive(session.receiver, bucket(1, 3), deadline=never())
+    assert lost.value.peer == "s"
+
+
+def test_peers_see_a_close_though_a_call_of_the_closed_half_does_not_end(
+    sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = sessions("a")
+    stuck = threading.Event()
+    monkeypatch.setattr(sender_of(session), "flush", lambda *_: stuck.wait(HANG_S))
+    flushing = session.threads.submit(session.sender.flush, never())
+    session.sender.close()
+    with pytest.raises(PeerLostError):
+        session.receivers["a"].post(bucket(), "s", never())
+    assert not flushing.done()
+    stuck.set()
+    flushing.result(HANG_S)
+    with pytest.raises(ClosedError):
+        session.sender.flush(soon())
+
+
+# --- deadlines and closing -------------------------------------------------------------------------------------------
+
+
+def test_a_receiver_waits_for_a_header_until_its_deadline_and_names_the_sender(sessions: Sessions) -> None:
+    session = sessions("a")
+    with pytest.raises(DeadlineExceededError, match=r"peer s.*bucket 0 of version 1"):
+        session.receivers["a"].post(bucket(), "s", Deadline.after(0.05))
+
+
+@pytest.mark.parametrize(
+    ("side", "call"), [("s", "connect"), ("s", "flush"), ("a", "connect"), ("a", "post"), ("a", "flush")]
+)
+def test_close_from_another_thread_ends_a_call_and_every_later_one(sessions: Sessions, side: str, call: str) -> None:
+    session = sessions(connect=call != "connect")
+    link: Any = session.sender if side == "s" else session.receivers["a"]
+
+    def blocked() -> None:
+        if call == "post":
+            link.post(bucket(), "s", never())
+        elif call == "flush":
+            link.flush(never())
+        else:
+            link.connect(session.topology, never())
+
+    running = session.threads.submit(blocked)
+    threading.Timer(0.05, link.close).start()
+    with pytest.raises(ClosedError):
+        running.result(HANG_S)
+    with pytest.raises(ClosedError):
+        blocked()
+    with pytest.raises(ClosedError):
+        link.address()
+    link.close()
+    assert link.half.life.closed
+
+
+def test_a_reclaim_that_came_too_early_leaves_the_connection_as_it_is_and_a_flush_does_not(
+    sessions: Sessions, socket_dir: Path
+) -> None:
+    engine = CheckpointEngineRegistry().create("shm", {"socket_dir": str(socket_dir)})
+    session = sessions(engine=engine)
+    data = engine.allocate(NBYTES, HOST)
+    session.show(1, data)
+    with pytest.raises(DeadlineExceededError):
+        session.sender.reclaim(1, Deadline.after(0.05))
+    session.show(2, data)
+    session.release(1)
+    session.sender.post(bucket(3), ["a", "b"], soon())
+    with pytest.raises(DeadlineExceededError):
+        session.sender.flush(Deadline.after(0.05))
+    with pytest.raises(ClosedError):
+        session.sender.reclaim(2, soon())
+
+
+# --- what is opened, and what is left --------------------------------------------------------------------------------
+
+
+def of_this_process() -> tuple[int, set[tuple[str, int]], set[str]]:
+    """Its descriptors, where it listens, and the threads that watch."""
+    links = psutil.Process().net_connections("inet")
+    listening = {(link.laddr.ip, link.laddr.port) for link in links if link.status == psutil.CONN_LISTEN}
+    return descriptors(), listening, {each.name for each in threading.enumerate() if "weightlane-watch" in each.name}
+
+
+def test_halves_that_meet_in_a_store_have_no_connection_and_nobody_who_watches(tmp_path: Path) -> None:
+    before = of_this_process()
+    session = Session(CheckpointEngineRegistry().create("filesystem", {"path": str(tmp_path / "store")}), "r")
+    assert session.topology.senders["s"]["meeting"] == {}
+    assert of_this_process()[1:] == before[1:]
+    assert session.receiver.announced("s")
+    session.send(bucket(), []).result()
+    receive(session.receiver, bucket())
+    session.close()
+    assert of_this_process() == before
+
+
+@pytest.mark.parametrize("ends", ["close", "a peer's close", "an error", "a deadline while connecting"])
+def test_no_descriptor_port_or_thread_is_left_however_it_ends(sessions: Sessions, ends: str) -> None:
+    before = of_this_process()
+    session = Session(still_engine(), "a", "b", connect=ends != "a deadline while connecting")
+    if ends == "a peer's close":
+        session.sender.close()
+        wait_until(lambda: session.receiver._lost is not None, "loss")
+    elif ends == "an error":
+        sender_of(session).fails = ValueError("broken")
+        with pytest.raises(WeightlaneError):
+            session.sender.flush(soon())
+    elif ends == "a deadline while connecting":
+        connecting = [
+            session.threads.submit(link.connect, session.topology, Deadline.after(0.1))
+            for link in (session.sender, session.receiver)
+        ]
+        for each in connecting:
+            assert isinstance(each.exception(HANG_S), DeadlineExceededError | PeerLostError)
+    session.close()
+    wait_until(lambda: of_this_process() == before, "end of everything that was opened")
+
+
+def test_a_half_that_cannot_be_made_leaves_nothing_open() -> None:
+    before = descriptors()
+    engine = CheckpointEngineRegistry().create("gloo", {"interface": "nosuch0"})
+    for make in (sender_link, receiver_link):
+        with pytest.raises(WeightlaneError, match="nosuch0"):
+            make(engine, "s", HOST)
+    assert descriptors() == before
+
+
+def test_an_engine_gets_a_channel_to_each_peer_if_it_wants_any(sessions: Sessions, socket_dir: Path) -> None:
+    plain = sessions(engine=PlainEngine(EngineConfig()))
+    assert list(cast("Any", plain.sender.half)._channels) == ["a", "b"]
+    assert all(isinstance(each, Channel) for each in cast("Any", plain.sender.half)._channels.values())
+    assert sender_of(sessions()).channels == {}

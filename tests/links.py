@@ -1,0 +1,136 @@
+"""Links around halves without a transport, which do what a test says, and a sender's end that says what a test says."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from sessions import soon
+
+from weightlane.ckpt_engines import (
+    API_VERSION,
+    Address,
+    Bucket,
+    Capabilities,
+    Channel,
+    CheckpointEngine,
+    Deadline,
+    Delivery,
+    EngineConfig,
+    ReceiverLink,
+    ShowingSender,
+    Topology,
+    ViewingReceiver,
+)
+from weightlane.ckpt_engines._channel import accept_receivers, welcome
+from weightlane.ckpt_engines._lifecycle import Lifecycle
+from weightlane.ckpt_engines._meeting import TcpMeeting
+from weightlane.ckpt_engines.devices import HOST
+from weightlane.ckpt_engines.link import receiver_link
+
+KEY, SESSION = b"k" * 32, "session"
+
+
+class _Half:
+    """Notices nothing of its peers. Every call that may wait does until `over` is set or the half is closed."""
+
+    def __init__(self, name: str) -> None:
+        self.life = Lifecycle(f"still half of {name}", lambda: None)
+        self.posted: list[Bucket] = []
+        self.waits: set[str] = {"flush", "reclaim", "view"}
+        """Which calls wait."""
+        self.over = threading.Event()
+        self.entered = threading.Event()
+        self.fails: Exception | None = None
+        """What the next call that waits raises instead."""
+
+    def wait(self, call: str, deadline: Deadline) -> None:
+        with self.life.call():
+            self.entered.set()
+            if self.fails is not None:
+                raise self.fails
+            while call in self.waits and not self.over.is_set():
+                self.life.wait({}, min(0.01, deadline.remaining_s))
+                deadline.check(call, part=self.life.part)
+
+    def address(self) -> Address:
+        with self.life.call():
+            return {}
+
+    def connect(self, topology: Topology, channels: Mapping[str, Channel], deadline: Deadline) -> None:
+        self.channels = dict(channels)
+        self.wait("connect", deadline)
+
+    def post(self, bucket: Bucket, peers: Any) -> None:
+        with self.life.call():
+            self.posted.append(bucket)
+
+    def flush(self, deadline: Deadline, pending: int = 0) -> None:
+        self.wait("flush", deadline)
+
+    def close(self) -> None:
+        self.life.close()
+
+
+class StillSender(_Half, ShowingSender):
+    def reclaim(self, version: int, deadline: Deadline) -> None:
+        self.wait("reclaim", deadline)
+
+
+class StillReceiver(_Half, ViewingReceiver):
+    def view(self, version: int, index: int, nbytes: int, sender: str, deadline: Deadline) -> torch.Tensor:
+        self.wait("view", deadline)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def release(self, version: int, deadline: Deadline) -> None:
+        pass
+
+
+class StillEngine(CheckpointEngine):
+    """Moves nothing."""
+
+    api_version = API_VERSION
+    capabilities = Capabilities(
+        frozenset({"cpu"}), frozenset({Delivery.BROADCAST, Delivery.POINT_TO_POINT}), views=True, channels=False
+    )
+
+    def make_sender(self, name: str, device: torch.device) -> StillSender:
+        return StillSender(name)
+
+    def make_receiver(self, name: str, device: torch.device) -> StillReceiver:
+        return StillReceiver(name)
+
+
+def still_engine() -> StillEngine:
+    return StillEngine(EngineConfig())
+
+
+@contextlib.contextmanager
+def told_by(say: Callable[[Channel], None], lanes: Sequence[str] = ("control",)) -> Iterator[ReceiverLink]:
+    """The link of receiver ``r``, connected to somebody who knows the session's key and then does `say` with its connection."""
+    life = Lifecycle("sender s", lambda: None)
+    listener = TcpMeeting("127.0.0.1").listen("sender s")
+    link = receiver_link(still_engine(), "r", HOST)
+    topology = Topology(SESSION, {"s": {"meeting": dict(listener.address), "engine": {}}}, {"r": link.address()}, KEY)
+
+    def serve() -> Channel:
+        (control,) = accept_receivers(listener.socket, life, SESSION, ["r"], soon(), lanes=lanes, key=KEY)
+        welcome(control.values(), soon())
+        return control["r"]
+
+    with ThreadPoolExecutor(1) as threads:
+        serving = threads.submit(serve)
+        link.connect(topology, soon())
+        channel = serving.result()
+    try:
+        say(channel)
+        yield link
+    finally:
+        link.close()
+        channel.close()
+        listener.close()
+        life.close()
