@@ -21,8 +21,6 @@ ABOUT_A_TYPE = {"Capabilities", "is_available", "_devices"}
 CURRENT = {"current_device", "set_device"}
 ALLOWED = {
     "ckpt_engines/process_group.py": "asks for NCCL's version, which is that of no device",
-    "sync/send_memory.py": "locks host memory, by the device that is current: is being moved to `DeviceRuntime.register_host`",
-    "sync/snapshot.py": "streams and events of its shards' device: is being moved to `DeviceRuntime`",
     "sync/bench/loops.py": "waits for a device with its index to be idle, between measurements",
     "sync/bench/machine.py": "names the first GPU, which is the one measured, and its free memory, for a report",
     "sync/bench/measure.py": "asks whether there is a GPU at all",
