@@ -235,7 +235,7 @@ class Inbox:
 
 
 class Mailbox:
-    """The `weightlane.ckpt_engines.Mailbox` given to engines. Every method raises `ClosedError` when the hub is gone."""
+    """JSON values by key, which the participants share. Every method raises `ClosedError` when the hub is gone."""
 
     def __init__(self, rendezvous: Rendezvous, scope: str) -> None:
         self._rendezvous = rendezvous

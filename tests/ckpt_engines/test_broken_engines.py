@@ -161,7 +161,6 @@ FURTHER: dict[str, dict[str, str]] = {
     },
     "LeaksTemporaryFiles": {"many_connections_leave_nothing_behind": "temporary files"},
     "LeaksSharedMemory": {"many_connections_leave_nothing_behind": "no names in /dev/shm"},
-    "RaisesOnTheSecondClose": {"a_closed_half_refuses_every_call": "closed already"},
 }
 
 
