@@ -329,7 +329,7 @@ class CheckpointEngine(ABC):
 def _wrong_declaration(members: Mapping[str, Any]) -> tuple[str, str] | None:
     """What is wrong with what an engine's class says of itself, and what to write instead; None when nothing is."""
     if type(version := members.get("api_version", API_VERSION)) is not int:
-        return f"api_version is {version!r}", "api_version = API_VERSION"
+        return f"api_version is {version!r}", f"api_version = {API_VERSION}"
     if "capabilities" in members and not isinstance(members["capabilities"], Capabilities):
         return f"capabilities is {members['capabilities']!r}", "Capabilities(devices=..., delivery=...)"
     config_type = members.get("config_type", EngineConfig)

@@ -238,7 +238,7 @@ def contract_breach(loaded: object) -> str | None:
         return f"is not a CheckpointEngine class but {loaded!r}"
     version = getattr(loaded, "api_version", None)
     if version is None:
-        return f"has no api_version: {loaded.__qualname__} must set api_version = API_VERSION"
+        return f"has no api_version: {loaded.__qualname__} must set api_version = {API_VERSION}"
     if version != API_VERSION:
         change = f". {WHAT_CHANGED.rstrip('.')}" if isinstance(version, int) and version < API_VERSION else ""
         return f"was written for engine API {version}, this weightlane has {API_VERSION}{change}"

@@ -115,7 +115,7 @@ WRONG = {
         'capabilities = {"devices": ["cpu"]}',
         ["acme_wrong_dict_of_capabilities.Wrong", "capabilities is {", "Write Capabilities(devices="],
     ),
-    "text-of-version": ('api_version = "1"', ["api_version is '1'", "Write api_version = API_VERSION"]),
+    "text-of-version": ('api_version = "1"', ["api_version is '1'", "Write api_version = 2"]),
     "no-config-type": ("config_type = dict", ["config_type is <class 'dict'>", "derived from EngineConfig"]),
     "no-config": (
         "def __init__(self): pass",
@@ -202,7 +202,7 @@ def test_an_engine_of_another_distribution_is_made_from_its_own_options_with_fau
         ("twin", "DuplicateEngineError", ["acme-engines 1.5", "other-engines 0.3"]),
         ("other-api", "EngineContractError", ["acme-engines 1.5", "999", "2"]),
         ("no-capabilities", "EngineContractError", ["acme-engines 1.5", "NoCapabilities must set capabilities ="]),
-        ("no-version", "EngineContractError", ["NoVersion must set api_version = API_VERSION"]),
+        ("no-version", "EngineContractError", ["NoVersion must set api_version = 2"]),
         ("Big name", "EngineContractError", ["acme-engines 1.5", "a small letter, then small letters, digits"]),
         *((name, "EngineContractError", ["wrong-engines 2.0", *said]) for name, (_, said) in WRONG.items()),
         ("first-api", "EngineContractError", ["written for engine API 1", *CHANGES]),

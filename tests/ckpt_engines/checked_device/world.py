@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from waiting import HANG_S
 
 Clock = dict[int, int]
 """How many operations of each stream have been waited for, by the stream's number."""
@@ -31,6 +32,7 @@ REUSED = "memory reused too early"
 TRAINER = "waits for the training"
 FREED = "memory freed too early"
 ORDER = "different orders"
+OTHER_BYTES = "other bytes than were sent"
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,14 +361,10 @@ class World:
 
     # -- running -------------------------------------------------------------------------------------------------------------
 
-    def wait_until(self, reached: Callable[[], bool], what: str, within_s: float = 60.0) -> None:
+    def wait_until(self, reached: Callable[[], bool], what: str) -> None:
         """Wait for what streams do."""
-        end = time.monotonic() + within_s
         with self.changed:
-            while not reached():
-                assert self.changed.wait(min(0.05, max(0.0, end - time.monotonic()))) or time.monotonic() < end, (
-                    f"{what} never came; {self.violations}"
-                )
+            assert self.changed.wait_for(reached, HANG_S), f"{what} never came; {self.violations}"
 
     def _run(self) -> None:
         while not self._over:
