@@ -30,10 +30,8 @@ parser.add_argument("--steps", type=int, default=5)
 parser.add_argument("--out", help="where to save the trained model")
 args = parser.parse_args()
 
-device = torch.device("cpu")
-if torch.cuda.is_available():
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)  # FSDP, and the ranks' own process group, use the current one
+device = f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu"
+torch.get_device_module(device).set_device(device)  # FSDP, and the ranks' own process group, use the current one
 dist.init_process_group()
 model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device)
 for layer in model.model.layers:

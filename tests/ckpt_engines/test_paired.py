@@ -69,8 +69,8 @@ def test_the_template_is_one_of_them() -> None:
 class Greeting(Plain):
     """Both sides say hello, and note what is asked of them."""
 
-    def __init__(self) -> None:
-        super().__init__(EngineConfig())
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
         self.did: list[str] = []
 
     def connected(self, channel: Channel, deadline: Deadline) -> None:
@@ -87,7 +87,7 @@ class Greeting(Plain):
 
 
 def test_both_sides_are_connected_and_buckets_are_moved_in_order_when_they_are_waited_for() -> None:
-    sending, receiving = Greeting(), Greeting()
+    sending, receiving = Greeting(EngineConfig()), Greeting(EngineConfig())
     session = Session(sending, "a", "b", of_receivers=receiving)
     assert sending.did == ["s connected"] * 2
     assert sorted(receiving.did) == ["a connected", "b connected"]
