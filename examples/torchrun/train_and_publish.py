@@ -19,9 +19,7 @@ from weightlane.trainer import shards_of
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--model", required=True, help="Hugging Face directory that the servers serve, too")
-parser.add_argument(
-    "--server", action="append", required=True, help="address of a vLLM server; may be given repeatedly"
-)
+parser.add_argument("--server", action="append", required=True, help="address of a vLLM server; one or several")
 parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks of each server")
 parser.add_argument("--engine", default="shm", help="checkpoint engine that carries the weights")
 parser.add_argument("--options", type=json.loads, default={}, help="options of that engine, as JSON")
