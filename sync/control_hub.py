@@ -279,6 +279,8 @@ class ControlHub:
 
     def forget_session(self, session: str) -> None:
         """Drop everything in scopes of `session` and of its links; who waits there hears that it is over."""
+        if not session:
+            return
         with self._lock:
             self._ended[session] = None
             if len(self._ended) > _ENDED_SESSIONS:
