@@ -11,6 +11,7 @@ from weightlane.ckpt_engines import (
     Deadline,
     DeadlineExceededError,
     DeltaBaseError,
+    PeerLostError,
     ProtocolError,
     QuorumError,
     WeightlaneError,
@@ -201,6 +202,7 @@ class Connection:
                 raise self._without_delta(version, TroubleError(_sent_as_delta(version)))
             offer = self._offer_in_full(version, deadline)
             base = None
+        self._check_incarnations(targets)
         accepting, in_place, refused = self._open(
             offer, [name for name in _names(targets) if name in self._receivers], deadline
         )
@@ -235,6 +237,14 @@ class Connection:
         sent = [message for message in replies if isinstance(message, Sent)]
         staged = [message for message in replies if isinstance(message, Staged)]
         return Streamed(offer, members, sent, staged, refused)
+
+    def _check_incarnations(self, targets: Sequence[Member]) -> None:
+        """`TroubleError` if one that is connected was started anew meanwhile: it knows nothing of this session."""
+        for member in targets:
+            for name in member.names:
+                if name in self._receivers and not self._connected(name):
+                    error = PeerLostError(f"{name} was started anew.", part="coordinator", peer=name)
+                    raise TroubleError(error, again=True)
 
     def _offer(self, version: int, deadline: Deadline) -> Offer:
         leader = self._roster.publishers[0]

@@ -147,6 +147,10 @@ class ControlHub:
             self._spare.close()
             for stranger in self._strangers.values():
                 stranger.leave()
+            with self._lock:
+                connections = list(self._connections)
+            for connection in connections:
+                connection.close()
             self._loop.forget(self._listener)
             return
         try:
@@ -213,16 +217,13 @@ class ControlHub:
             read(inbox)  # nobody is left who could
 
     def close(self) -> None:
-        """Serve nobody any more. Idempotent, never waits."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            connections = list(self._connections)
-        for connection in connections:
-            connection.close()
+        """Serve nobody any more. Idempotent, never waits.
+
+        Takes no lock, since the collector of garbage may call it anywhere: the loop sees the listener's end, and does the rest.
+        """
+        self._closed = True
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # which the loop sees, and closes it
+            self._listener.shutdown(socket.SHUT_RDWR)
 
     # -- what members ask -----------------------------------------------------------------------------------------------
 
@@ -278,6 +279,8 @@ class ControlHub:
 
     def forget_session(self, session: str) -> None:
         """Drop everything in scopes of `session` and of its links; who waits there hears that it is over."""
+        if not session:
+            return
         with self._lock:
             self._ended[session] = None
             if len(self._ended) > _ENDED_SESSIONS:

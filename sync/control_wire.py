@@ -320,6 +320,10 @@ class Connection:
             if self._outgoing and self._loop is not None:
                 self._loop.also_writable(self._sock, True)
 
+    def abandon(self) -> None:
+        """End the connection now. Takes no lock: the collector of garbage may call it anywhere."""
+        self._shut()
+
     def close(self) -> None:
         """End the connection once everything is sent. Idempotent, never waits."""
         with self._turn:

@@ -78,11 +78,13 @@ class Rendezvous:
         member: ControlMember,
         address: RendezvousAddress,
         close: Callable[[], None],
+        abandon: Callable[[], None],
         hosted: tuple[ControlHub, _Store] | None = None,
     ) -> None:
         self._member = member
         self._hosted = hosted
-        self._close = _close_with(self, close)
+        self._close, self._process = close, os.getpid()
+        _when_forgotten(self, abandon)
         self.address = address
 
     @classmethod
@@ -96,7 +98,7 @@ class Rendezvous:
         member = ControlMember()
         local = Member(member.received)
         member.send = lambda frame, _digest=None: hub.handle(local, frame)
-        return cls(member, RendezvousAddress(host, hub.port, secret), hub.close, (hub, store))
+        return cls(member, RendezvousAddress(host, hub.port, secret), hub.close, hub.close, (hub, store))
 
     @classmethod
     def join(cls, address: RendezvousAddress | Mapping[str, Any], timeout_s: float = _JOIN_TIMEOUT_S) -> Rendezvous:
@@ -108,11 +110,12 @@ class Rendezvous:
         connection = Connection(sock, keys, member.received, lambda why: member.ended(_gone(address, why)))
         member.send = connection.send
         connection.start()
-        return cls(member, address, connection.close)
+        return cls(member, address, connection.close, connection.abandon)
 
     def close(self) -> None:
         """Leave, or where the hub is, let nobody meet here any more. Idempotent, never waits."""
-        self._close()
+        if os.getpid() == self._process:  # else it is the parent's
+            self._close()
 
     def post(self, name: str, message: Message) -> None:
         """Append `message` to the inbox called `name`."""
@@ -304,15 +307,13 @@ class _Store:
                         store.delete_key(key)
 
 
-def _close_with(owner: object, close: Callable[[], None]) -> Callable[[], object]:
-    """Call `close` once nobody refers to `owner` any more, or what this returns was called.
+def _when_forgotten(owner: object, close: Callable[[], None]) -> None:
+    """Call `close`, which takes no lock, once nobody refers to `owner` any more.
 
     A forked process leaves that to its parent, and a process that ends to the kernel.
     """
     process = os.getpid()
-    closing = weakref.finalize(owner, lambda: close() if os.getpid() == process else None)
-    closing.atexit = False
-    return closing
+    weakref.finalize(owner, lambda: close() if os.getpid() == process else None).atexit = False
 
 
 def _gone(address: RendezvousAddress, why: str) -> ClosedError:

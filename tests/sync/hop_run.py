@@ -7,7 +7,8 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,9 +73,16 @@ class Participant:
         self._process.join(HANG_S)
         self._pipe.close()
 
+    def _stopped(self) -> bool:
+        with suppress(FileNotFoundError):  # one has just ended
+            threads = Path(f"/proc/{self.pid}/task").iterdir()
+            return all((thread / "stat").read_text().rpartition(")")[2].split()[0] == "T" for thread in threads)
+        return False
+
     @contextmanager
     def frozen(self) -> Iterator[None]:
         os.kill(self.pid, signal.SIGSTOP)
+        wait_until(self._stopped, "stop of every thread")  # on a busy machine some run on for a while
         try:
             yield
         finally:

@@ -268,6 +268,16 @@ def test_when_the_hub_is_closed_everybody_who_waits_hears_of_it_and_the_thread_e
         joined.mailbox("s").put("key", 1)
 
 
+def test_what_nobody_refers_to_any_more_ends_wherever_garbage_is_collected() -> None:
+    host = Rendezvous.host()
+    hub, joined = host._hub, Rendezvous.join(host.address)
+    connection = joined._member.send.__self__  # type: ignore[attr-defined]
+    with hub._lock, connection._turn:  # the collector may run while this very thread is in the hub, or sends
+        del joined, host
+        gc.collect()
+    wait_until(lambda: connection._ended and hub._listener.fileno() < 0, "end of both")
+
+
 # -- mailboxes and sessions ----------------------------------------------------------------------------------------------
 
 

@@ -91,6 +91,31 @@ def test_one_that_joins_late_gets_the_current_version_unless_it_refuses_and_the_
     run.serve(2)
 
 
+def test_a_replica_that_is_started_anew_while_a_version_is_offered_gets_it_on_another_connection(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(replicas=2)
+    run.serve(1)
+    connection, letters = run.coordinator._connection, run.coordinator._letters
+    offer, joined_anew = connection._offer, threading.Event()
+
+    def is_noted() -> bool:
+        letters.catch_up()
+        return not connection._connected("rollout-1/0")
+
+    def meanwhile(version: int, deadline: Deadline) -> Any:
+        offered = offer(version, deadline)
+        if not joined_anew.is_set():
+            run.restart_replica(1)
+            wait_until(is_noted, "news of the new one")
+            joined_anew.set()
+        return offered
+
+    monkeypatch.setattr(connection, "_offer", meanwhile)
+    run.serve(2)
+    assert joined_anew.is_set()
+
+
 def joined(path: Path) -> tuple[Rendezvous, Inbox, str, Subscriber]:
     """A subscriber that has joined where the test is in the coordinator's place: both inboxes, too."""
     rendezvous = Rendezvous.host()
