@@ -16,6 +16,7 @@ import torch
 
 from ._memory import available_memory_bytes
 from ._segments import MappedSegment, OwnedSegment, SegmentKind
+from .devices import HOST, runtime_of
 from .errors import ProtocolError, StorageError
 
 _PART = "shared memory"
@@ -72,18 +73,19 @@ class MappedFile(MappedSegment):
     Args:
         descriptor: Of the file. It is closed in any case; the mapping needs it no more.
         nbytes: How large the file must be.
+        device: Where it is copied to: an accelerator gets to know the mapping, for as long as there is one.
 
     Raises:
         ProtocolError: It is not a segment of that size.
     """
 
-    def __init__(self, descriptor: int, nbytes: int) -> None:
+    def __init__(self, descriptor: int, nbytes: int, device: torch.device = HOST) -> None:
         self.nbytes = nbytes
         problem = "it is not a sealed segment of that size"
         try:
             sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
             if sealed and os.fstat(descriptor).st_size == nbytes:
-                self.data = _read_only(mmap.mmap(descriptor, nbytes, flags=_NOW, prot=mmap.PROT_READ))
+                self.data = _read_only(mmap.mmap(descriptor, nbytes, flags=_NOW, prot=mmap.PROT_READ), device)
                 return
         except (OSError, ValueError) as error:
             problem = str(error)
@@ -104,11 +106,15 @@ class MappedFile(MappedSegment):
         self.data = torch.empty(0, dtype=torch.uint8)
 
 
-def _read_only(pages: mmap.mmap) -> torch.Tensor:
-    """The pages as uint8. torch has no read-only tensors, and warns of a buffer that is: this one does not tell."""
+def _read_only(pages: mmap.mmap, device: torch.device) -> torch.Tensor:
+    """The pages as uint8. torch has no read-only tensors, and warns of a buffer that is: this one does not tell.
+
+    `device` knows them until the last tensor that looks at them is gone.
+    """
     address = np.frombuffer(pages, dtype=np.uint8).ctypes.data
     array = (ctypes.c_ubyte * len(pages)).from_address(address)
     array.pages = pages  # type: ignore[attr-defined] # which the tensor keeps through the array
+    runtime_of(device).register_while_used(array, address, len(pages), read_only=True)
     return torch.frombuffer(array, dtype=torch.uint8)
 
 
@@ -124,11 +130,11 @@ class MemfdSegments(SegmentKind):
         nbytes: int,
         description: Mapping[str, Any],  # noqa: ARG002 - the descriptor says it all
         descriptors: Sequence[int],
-        device: torch.device,  # noqa: ARG002
+        device: torch.device,
     ) -> MappedFile:
         """See `SegmentKind.adopt`."""
         if len(descriptors) == 1:
-            return MappedFile(descriptors[0], nbytes)
+            return MappedFile(descriptors[0], nbytes, device)
         for descriptor in descriptors:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
