@@ -9,8 +9,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from weightlane.ckpt_engines import (
     CheckpointEngineRegistry,
     ConfigError,
@@ -19,6 +17,7 @@ from weightlane.ckpt_engines import (
     StagingMemoryError,
     WeightlaneError,
 )
+from weightlane.ckpt_engines.devices import is_available
 
 from .contenders import RAW, Contender, Copies, Figures, Files, Gloo, plain_options
 from .machine import available_bytes, this_machine
@@ -65,7 +64,7 @@ def run_bench(settings: BenchSettings, say: Say = lambda _: None) -> BenchReport
             hint="Measure them in two runs.",
         )
     check_offered("integrity", settings.integrity)
-    if settings.device == "cuda" and not torch.cuda.is_available():
+    if not is_available(settings.device):
         raise ConfigError("there is no CUDA device.", part=_PART, hint="Measure with --device cpu.")
     workload = named_workload(settings.model)
     if settings.directory is not None and not settings.directory.is_dir():
