@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from weightlane.ckpt_engines import Bucket, CheckpointEngineRegistry, Deadline, Topology, WeightSender
+from weightlane.ckpt_engines.devices import runtime_of
 
 NBYTES = 1_000_003
 
@@ -50,18 +51,20 @@ def main() -> None:
     seen: dict[str, Any] = {"before": all_reduced(rank, device)}
     environment = dict(os.environ)
     made = CheckpointEngineRegistry().create(engine)
-    half = made.make_sender("s") if rank == 0 else made.make_receiver("r")
+    half = made.make_sender("s", device) if rank == 0 else made.make_receiver("r", device)
     mine, other = ("s", "r") if rank == 0 else ("r", "s")
     theirs = exchange(Path(directory), mine, other, half.address(), deadline)
     sender, receiver = (half.address(), theirs) if rank == 0 else (theirs, half.address())
-    half.connect(Topology("beside", {"s": sender}, {"r": receiver}), None, deadline)  # type: ignore[arg-type]
+    half.connect(Topology("beside", {"s": sender}, {"r": receiver}), {}, deadline)
     payload = torch.arange(NBYTES, dtype=torch.int64).to(torch.uint8).to(device)
     if isinstance(half, WeightSender):
-        half.send(Bucket(1, 0, payload), ["r"], deadline)
+        half.post(Bucket(1, 0, payload, runtime_of(device).recorded()), ["r"])
+        half.flush(deadline)
         seen["arrived"] = True
     else:
         received = torch.zeros_like(payload)
-        half.receive(Bucket(1, 0, received), "s", deadline)
+        half.post(Bucket(1, 0, received, runtime_of(device).recorded()), "s")
+        half.flush(deadline)
         seen["arrived"] = torch.equal(received, payload)
     half.close()
     seen["after"] = all_reduced(rank, device)

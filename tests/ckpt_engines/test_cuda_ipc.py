@@ -33,6 +33,7 @@ from weightlane.ckpt_engines._segments import OwnedSegment
 from weightlane.ckpt_engines.conformance import run_conformance
 from weightlane.ckpt_engines.conformance.base import ConformanceBase, ConnectionMaker
 from weightlane.ckpt_engines.conformance.payload import Parcel
+from weightlane.ckpt_engines.link import receiver_link
 
 NO_GPU = CheckpointEngineRegistry().engine_class("cuda_ipc").unavailable_reason()
 needs_gpu = pytest.mark.skipif(NO_GPU is not None, reason=f"cuda_ipc cannot run here: {NO_GPU}")
@@ -152,9 +153,9 @@ def test_without_a_driver_the_engine_is_listed_with_the_reason_and_the_driver_sa
 
 def test_a_peer_on_another_host_is_refused_before_any_device_is_touched(tmp_path: Path) -> None:
     engine_class = CheckpointEngineRegistry().engine_class("cuda_ipc")
-    receiver = engine_class(engine_class.config_type(socket_dir=str(tmp_path))).make_receiver("r")
-    sender = {"socket": "weightlane-0123456789abcdef.sock", "host": "other", "device": "GPU-0"}
-    topology = Topology("session", {"s": sender}, {"r": receiver.address()})
+    link = receiver_link(engine_class(engine_class.config_type(socket_dir=str(tmp_path))), "r", torch.device("cuda", 0))
+    meeting = {"socket": "weightlane-0123456789abcdef.sock", "host": "other"}
+    topology = Topology("session", {"s": {"meeting": meeting, "engine": {"device": "GPU-0"}}}, {"r": link.address()})
     with pytest.raises(TransportError, match="another host"):
-        receiver.connect(topology, None, Deadline.after(1))  # type: ignore[arg-type]
-    receiver.close()
+        link.connect(topology, Deadline.after(1))
+    link.close()
