@@ -247,9 +247,16 @@ def runtime_of(device: torch.device) -> DeviceRuntime:
     return kind(device, torch.get_device_module(device))
 
 
-def first_device(device_type: str) -> torch.device:
-    """The first device of a type, for programs that need just one."""
-    return HOST if device_type == HOST.type else torch.device(device_type, 0)
+def numbered_device(device_type: str, number: int = 0) -> torch.device:
+    """A device of a type by its number, by default the first; the CPU has just one."""
+    return HOST if device_type == HOST.type else torch.device(device_type, number)
+
+
+def device_count(device_type: str) -> int:
+    """How many devices of that type this machine has; one CPU."""
+    if device_type == HOST.type:
+        return 1
+    return int(torch.get_device_module(device_type).device_count()) if is_available(device_type) else 0
 
 
 def is_available(device_type: str) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from weightlane.ckpt_engines.devices import first_device, runtime_of
+from weightlane.ckpt_engines.devices import numbered_device, runtime_of
 
 from ..devices import usable_cpus
 from .report import Machine
@@ -24,13 +24,13 @@ def this_machine(device: str = "cpu") -> Machine:
         python=platform.python_version(),
         torch=torch.__version__,
         weightlane=_own_version(),
-        gpu=runtime_of(first_device(device)).name,
+        gpu=runtime_of(numbered_device(device)).name,
     )
 
 
 def available_bytes(device: str = "cpu") -> int | None:
     """Memory that can still be had where parameters lie; None where the system does not tell."""
-    free = runtime_of(first_device(device)).free_bytes()
+    free = runtime_of(numbered_device(device)).free_bytes()
     return _meminfo("MemAvailable:") if free is None else free
 
 

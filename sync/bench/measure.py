@@ -17,7 +17,7 @@ from weightlane.ckpt_engines import (
     StagingMemoryError,
     WeightlaneError,
 )
-from weightlane.ckpt_engines.devices import is_available
+from weightlane.ckpt_engines.devices import device_count, is_available
 
 from .contenders import RAW, Contender, Copies, Figures, Files, Gloo, plain_options
 from .machine import available_bytes, this_machine
@@ -66,6 +66,10 @@ def run_bench(settings: BenchSettings, say: Say = lambda _: None) -> BenchReport
     check_offered("integrity", settings.integrity)
     if not is_available(settings.device):
         raise ConfigError("there is no CUDA device.", part=_PART, hint="Measure with --device cpu.")
+    if settings.devices > (there := device_count(settings.device)):
+        raise ConfigError(
+            f"there is no device number {settings.devices}, but {there}.", part=_PART, hint="Lower --devices."
+        )
     workload = named_workload(settings.model)
     if settings.directory is not None and not settings.directory.is_dir():
         raise ConfigError(f"there is no directory {settings.directory}.", part=_PART)
@@ -177,7 +181,7 @@ class _Bench:
         settings = self._settings
         plain = self._workload.to_plain()
         finite = not set(LOSSY).isdisjoint(settings.codecs)
-        prepared = plain, settings.seed, settings.threads, finite, settings.device
+        prepared = plain, settings.seed, settings.threads, finite, settings.device, settings.devices
         self._processes.every("prepare", *prepared, timeout_s=settings.deadline_s)
         for number in range(settings.rounds + 1):
             self._say(f"round {number} of {settings.rounds}" if number else "warming up")

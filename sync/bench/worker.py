@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from weightlane.ckpt_engines import StorageError, as_weightlane_error
-from weightlane.ckpt_engines.devices import HOST, DeviceRuntime, first_device, runtime_of
+from weightlane.ckpt_engines.devices import HOST, DeviceRuntime, numbered_device, runtime_of
 from weightlane.ckpt_engines.json_line import Line
 
 from ..config import Quantise
@@ -49,11 +49,20 @@ class WorkerMethods:
         """Held for a step of the decode loop, and for a commit."""
 
     def prepare(
-        self, workload: Mapping[str, Any], seed: int, threads: int, finite: bool = False, device: str = "cpu"
+        self,
+        workload: Mapping[str, Any],
+        seed: int,
+        threads: int,
+        finite: bool = False,
+        device: str = "cpu",
+        devices: int = 1,
     ) -> None:
-        """Make the parameters: random ones in the sender, numbers if they shall be `finite`; zeros in receivers."""
+        """Make the parameters: random ones in the sender, numbers if they shall be `finite`; zeros in receivers.
+
+        Of several `devices` the processes take one each in turn.
+        """
         torch.set_num_threads(threads)
-        self._runtime = runtime_of(first_device(device))
+        self._runtime = runtime_of(numbered_device(device, self._index % devices))
         self._seed = seed
         self._workload = Workload.from_plain(workload)
         self._payload = Payload(self._workload.specs, self._runtime.device)
