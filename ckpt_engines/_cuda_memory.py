@@ -69,10 +69,10 @@ class CudaSegment(OwnedSegment):
         self.data = runtime.tensor_over(block)
         self._runtime = runtime
         self._stream = runtime.new_stream()
-        self._written = runtime.interprocess_event()
+        self._written, handle = runtime.interprocess_event()
         self._description = {
             "memory": _encode(driver.export(index, block.pointer)),
-            "event": _encode(self._written.ipc_handle()),
+            "event": _encode(handle),
         }
 
     def describe(self) -> tuple[Mapping[str, Any], Sequence[int]]:

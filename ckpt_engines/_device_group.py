@@ -31,6 +31,8 @@ _FAST_POLL_S = 0.0002
 _FAST_POLLS_FOR_S = 0.02
 _SLOW_POLL_S = 0.002
 _ABORT_WAIT_S = 1.0
+_BEHIND_S = 1.0
+"""How long after its work is completed a transfer's event may pass: the device only has to go from one stream to the other."""
 _log = logging.getLogger(__name__)
 
 
@@ -54,18 +56,23 @@ class DeviceTransfer:
 
     ``Work.wait`` of these backends only orders streams, and blocks on no failure of a peer; the event behind it on the group's
     own stream is what tells that the memory is free. The work is completed when it failed, too, and then the event never comes.
+    Whether it failed cannot be asked: ``Work.is_success`` of NCCL raises, because it was given up.
     """
 
     def __init__(self, work: dist.Work, event: Any) -> None:
         self._work = work
         self._event = event
         self._started = time.monotonic()
+        self._completed: float | None = None
+        """When the work was first seen to be completed."""
 
     def done(self) -> bool:
         """Whether the operations are over. Raises `TransportError` if they failed."""
         if self._event.query():
             return True
-        if self._work.is_completed() and not self._work.is_success() and not self._event.query():
+        if self._completed is None:
+            self._completed = time.monotonic() if self._work.is_completed() else None
+        elif time.monotonic() - self._completed > _BEHIND_S and not self._event.query():
             raise TransportError(
                 "the transfer failed on the device.", part="device group", hint="The backend's own log has the reason."
             )
@@ -122,7 +129,7 @@ class DeviceGroup:
                     pairs.append(("isend", operation.bucket.data, target))
                 elif target == rank:
                     pairs.append(("irecv", operation.bucket.data, operation.source))
-        return start_pairs(self._backend, pairs, self._runtime.device)
+        return start_pairs(self._backend, pairs)
 
     def warm_up(self, deadline: Deadline, part: str) -> None:
         """Broadcast one byte: NCCL and HCCL finish connecting with their first collective."""

@@ -16,6 +16,7 @@ import torch
 
 from ._memory import available_memory_bytes
 from ._segments import MappedSegment, OwnedSegment, SegmentKind
+from .devices import HOST, runtime_of
 from .errors import ProtocolError, StorageError
 
 _PART = "shared memory"
@@ -73,19 +74,20 @@ class MappedFile(MappedSegment):
     Args:
         descriptor: Of the file. It is closed in any case; the mapping needs it no more.
         nbytes: How large the file must be.
+        device: Where it is copied to: an accelerator gets to know the mapping, for as long as there is one.
 
     Raises:
         ProtocolError: It is not a segment of that size.
     """
 
-    def __init__(self, descriptor: int, nbytes: int) -> None:
+    def __init__(self, descriptor: int, nbytes: int, device: torch.device = HOST) -> None:
         self.nbytes = nbytes
         problem = "it is not a sealed segment of that size"
         try:
             sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
             if sealed and os.fstat(descriptor).st_size == nbytes:
                 pages = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-                self.data = _read_only(pages)
+                self.data = _read_only(pages, device)
                 _populate(self.data)
                 return
         except (OSError, ValueError) as error:
@@ -116,11 +118,15 @@ def _populate(data: torch.Tensor) -> None:
     _libc.madvise(ctypes.c_void_p(data.data_ptr()), ctypes.c_size_t(data.numel()), _MADV_POPULATE_READ)
 
 
-def _read_only(pages: mmap.mmap) -> torch.Tensor:
-    """The pages as uint8. torch has no read-only tensors, and warns of a buffer that is: this one does not tell."""
+def _read_only(pages: mmap.mmap, device: torch.device) -> torch.Tensor:
+    """The pages as uint8. torch has no read-only tensors, and warns of a buffer that is: this one does not tell.
+
+    `device` knows them until the last tensor that looks at them is gone.
+    """
     address = np.frombuffer(pages, dtype=np.uint8).ctypes.data
     array = (ctypes.c_ubyte * len(pages)).from_address(address)
     array.pages = pages  # type: ignore[attr-defined] # which the tensor keeps through the array
+    runtime_of(device).register_while_used(array, address, len(pages), read_only=True)
     return torch.frombuffer(array, dtype=torch.uint8)
 
 
@@ -136,11 +142,11 @@ class MemfdSegments(SegmentKind):
         nbytes: int,
         description: Mapping[str, Any],  # noqa: ARG002 - the descriptor says it all
         descriptors: Sequence[int],
-        device: torch.device,  # noqa: ARG002
+        device: torch.device,
     ) -> MappedFile:
         """See `SegmentKind.adopt`."""
         if len(descriptors) == 1:
-            return MappedFile(descriptors[0], nbytes)
+            return MappedFile(descriptors[0], nbytes, device)
         for descriptor in descriptors:
             with contextlib.suppress(OSError):
                 os.close(descriptor)

@@ -92,7 +92,7 @@ class SegmentReceiver(ViewingReceiver):
         bucket, channel = posted.bucket, posted.channel
         announced = expect(channel, bucket, deadline)
         with self._understanding(announced, channel.peer):
-            self._follow(channel, announced, deadline)
+            self._follow(channel, announced, deadline, self._device)
             if bucket.nbytes:
                 segment, offset = self._find(channel.peer, announced, bucket.nbytes)
                 self._wait(posted, segment.written, deadline)
@@ -113,7 +113,7 @@ class SegmentReceiver(ViewingReceiver):
                 message = f"bucket {index} of version {version} cannot be viewed: it is not lasting."
                 raise ProtocolError(message, part=self._life.part, peer=sender)
             with self._understanding(announced, sender):
-                self._follow(channel, announced, deadline)
+                self._follow(channel, announced, deadline, self.copied_to)
                 if not nbytes:
                     acknowledge(channel, bucket, deadline)
                     return torch.empty(0, dtype=torch.uint8)
@@ -140,8 +140,8 @@ class SegmentReceiver(ViewingReceiver):
         except (TypeError, KeyError, AttributeError) as error:
             raise ProtocolError(f"bad announcement: {announced}.", part=self._life.part, peer=sender) from error
 
-    def _follow(self, channel: Channel, announced: Mapping[str, Any], deadline: Deadline) -> None:
-        """Unmap what is retired and map what is described."""
+    def _follow(self, channel: Channel, announced: Mapping[str, Any], deadline: Deadline, device: torch.device) -> None:
+        """Unmap what is retired and map what is described, to be copied to `device`."""
         self._forget(channel.peer, announced.get("retired", ()))
         described = announced.get("described")
         if described is None:
@@ -159,7 +159,7 @@ class SegmentReceiver(ViewingReceiver):
                     with contextlib.suppress(OSError):
                         os.close(descriptor)
                 raise
-        self._segments[key] = self._kind.adopt(nbytes, described, descriptors, self._device)
+        self._segments[key] = self._kind.adopt(nbytes, described, descriptors, device)
 
     def _forget(self, sender: str, retired: Iterable[int]) -> None:
         for number in retired:

@@ -283,6 +283,11 @@ class ReceiverLink(_Link[WeightReceiver]):
     def __init__(self, engine: CheckpointEngine, name: str, device: torch.device) -> None:
         super().__init__(engine, "receiver", name, engine.make_receiver(name, device))
 
+    def views_are_copied_to(self, device: torch.device) -> None:
+        """Say, before it connects, where the caller copies what it views; see `ViewingReceiver.copied_to`."""
+        if self._engine.capabilities.views:
+            cast("ViewingReceiver", self.half).copied_to = device
+
     def address(self) -> Address:
         """What the sender's link gets to know of this one. Plain data."""
         with self._call():

@@ -44,10 +44,10 @@ class Group(Protocol):
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int, /) -> dist.Work:
         """Start to receive from one rank."""
 
-    def _start_coalescing(self, device: torch.device, /) -> None:
+    def _start_coalescing(self) -> None:
         """Begin a batch of sends and receives."""
 
-    def _end_coalescing(self, device: torch.device, /) -> dist.Work:
+    def _end_coalescing(self) -> dist.Work:
         """Start the batch."""
 
     def abort(self) -> None:
@@ -239,23 +239,22 @@ def start_broadcast(group: Group, data: torch.Tensor, root: int, deadline: Deadl
     return group.broadcast([data], options)
 
 
-def start_pairs(group: Group, pairs: Sequence[tuple[str, torch.Tensor, int]], device: torch.device) -> dist.Work:
+def start_pairs(group: Group, pairs: Sequence[tuple[str, torch.Tensor, int]]) -> dist.Work:
     """Start sends and receives of an NCCL or HCCL group side by side, in its one communicator: none waits for another.
 
     Args:
         group: The group.
         pairs: ``"isend"`` or ``"irecv"``, contiguous uint8, and the rank it goes to or comes from.
-        device: Where the tensors are.
     """
     at_once = getattr(group, "batch_isend_irecv", None)  # torch_npu's own, which implements no coalescing
     if at_once is not None:
         kinds, tensors, ranks = zip(*pairs, strict=True)
         return cast("dist.Work", at_once(list(kinds), list(tensors), list(ranks)))
     # One by one they would go through communicators of two that torch opens by itself, unbounded by any deadline.
-    group._start_coalescing(device)
+    group._start_coalescing()
     for kind, data, rank in pairs:
         (group.send if kind == "isend" else group.recv)([data], rank, 0)
-    return group._end_coalescing(device)
+    return group._end_coalescing()
 
 
 def abandon_gloo(group: Group) -> None:

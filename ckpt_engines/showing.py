@@ -14,6 +14,7 @@ import torch
 
 from .contract import WeightReceiver, WeightSender
 from .deadline import Deadline
+from .devices import HOST
 
 
 class ShowingSender(WeightSender):
@@ -30,6 +31,10 @@ class ShowingSender(WeightSender):
 
 class ViewingReceiver(WeightReceiver):
     """The receiving half of an engine that can look at its senders' memory."""
+
+    copied_to: torch.device = HOST
+    """Where views are copied to by whoever looks at them, said before `connect`: a half that maps host memory may register it
+    with that device, so that copies are as fast as its link."""
 
     @abstractmethod
     def view(self, version: int, index: int, nbytes: int, sender: str, deadline: Deadline) -> torch.Tensor:

@@ -72,6 +72,7 @@ class DeltaDecoding:
         deadline: Nobody waits longer.
         part: Whose it is, for errors.
         runtime: Of the device on which its buckets are.
+        stream: The stream of that device on which it is decoded; None on a CPU.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class DeltaDecoding:
         deadline: Deadline,
         part: str,
         runtime: DeviceRuntime,
+        stream: Any = None,
     ) -> None:
         self._what = f"the delta of version {manifest.version}"
         self._part = part
@@ -91,7 +93,6 @@ class DeltaDecoding:
         incoming = IncomingDelta(manifest, arrived.take)
 
         def run() -> None:
-            stream = runtime.new_stream()
             try:
                 with runtime.on(stream):
                     prepared = prepare(incoming)

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -114,6 +115,8 @@ class Intake:
         self._name = name
         self._runtime = runtime_of(device)
         self._hooks = hooks
+        self._streams: list[Any] = []
+        """One for each inlet, kept: torch has few, hands them out again and again, and keeps memory for each."""
         self._ways = Ways(name)
 
     def settle(self, deadline: Deadline) -> None:
@@ -144,8 +147,8 @@ class Intake:
                 job.relaying.came(posted.arrival.sent_as, posted.data, posted.sealed)
             took(posted.arrival, posted.data)
 
-        def through(inlet: Inlet) -> None:
-            with self._runtime.on(self._runtime.new_stream()):
+        def through(number: int, inlet: Inlet) -> None:
+            with self._runtime.on(self._streams[number]):
                 self._receive(job, inlet, place, came, at_a_time)
 
         self._run(job, through)
@@ -182,7 +185,7 @@ class Intake:
     def view_all(self, job: Job, took: Callable[[Arrival, torch.Tensor], None]) -> None:
         """Look at every bucket in its sender's memory, verify it, and tell `took`."""
 
-        def through(inlet: Inlet) -> None:
+        def through(_: int, inlet: Inlet) -> None:
             for arrival in job.receiving.arrivals(job.sent, job.manifest, inlet):
                 began, source = time.perf_counter(), arrival.source
                 version, nbytes = job.manifest.version, job.length(arrival)
@@ -194,9 +197,12 @@ class Intake:
 
         self._run(job, through)
 
-    def _run(self, job: Job, through: Callable[[Inlet], None]) -> None:
+    def _run(self, job: Job, through: Callable[[int, Inlet], None]) -> None:
         receiving, relaying = job.receiving, job.relaying
-        ways = [Way(list(inlet.sources), partial(through, inlet)) for inlet in receiving.inlets]
+        self._streams += [self._runtime.new_stream() for _ in receiving.inlets[len(self._streams) :]]
+        ways = [
+            Way(list(inlet.sources), partial(through, number, inlet)) for number, inlet in enumerate(receiving.inlets)
+        ]
         if relaying is None:
             self._ways.run(ways, job.deadline)
             return

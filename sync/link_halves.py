@@ -31,12 +31,16 @@ class LinkHalves:
         name: The participant.
         engine: Makes the halves.
         device: Where their buckets live.
+        copied_to: Where this participant copies buckets to that it views.
     """
 
-    def __init__(self, name: str, engine: CheckpointEngine, device: torch.device) -> None:
+    def __init__(
+        self, name: str, engine: CheckpointEngine, device: torch.device, *, copied_to: torch.device | None = None
+    ) -> None:
         self._name = name
         self._engine = engine
         self._device = device
+        self._copied_to = copied_to or device
         self._closed = False
         self.senders: dict[int, SenderLink] = {}
         """By the link's number."""
@@ -72,7 +76,9 @@ class LinkHalves:
     def _make(self, link: Link) -> SenderLink | ReceiverLink:
         if self._name in link.senders:
             return self.senders.setdefault(link.number, sender_link(self._engine, self._name, self._device))
-        return self.receivers.setdefault(link.number, receiver_link(self._engine, self._name, self._device))
+        receiver = receiver_link(self._engine, self._name, self._device)
+        receiver.views_are_copied_to(self._copied_to)
+        return self.receivers.setdefault(link.number, receiver)
 
     def _connect(self, rendezvous: Rendezvous, session: str, link: Link, deadline: Deadline) -> None:
         box, own = rendezvous.mailbox(f"links/{session}"), link.session(session)

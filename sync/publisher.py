@@ -361,7 +361,8 @@ class Publisher(Participant):
         base = self._slots.base
         density = None
         if base is not None and self._chooser.wants_density:
-            density = self._encoder.sampled_density(base.slot.memory.data)
+            with self._snapshot.reading(publication.mark):
+                density = self._encoder.sampled_density(base.slot.memory.data)
         publication.choice = self._chooser.choose(density, has_base=base is not None)
         if self._ours.replicas.needed:  # while no parameter changes
             with self._snapshot.reading(publication.mark):
@@ -397,7 +398,8 @@ class Publisher(Participant):
     # -- publishing thread ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        runtime = self._end.runtime
+        # Of the shards' device, also where snapshots are in host memory: what is left to be quantised is still on it.
+        runtime = self._snapshot.runtime
         with runtime.on(runtime.new_stream()):  # what is encoded, packed and sealed waits for no other work
             self._publish_each()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from weightlane.ckpt_engines import CheckpointEngine, StorageError
-from weightlane.ckpt_engines.devices import HOST, DeviceRuntime
+from weightlane.ckpt_engines.devices import HOST, DeviceRuntime, runtime_of
 
 
 class SendMemory:
@@ -41,6 +41,7 @@ class SendMemory:
             data = torch.zeros(self._nbytes, dtype=torch.uint8, device=self._device)
         else:
             data = self._engine.allocate(self._nbytes, self._device).zero_()
+        runtime_of(self._device).finish()  # it is written to on other streams, which do not wait for the zeros
         if (
             self._copied_from is not None
             and self._nbytes

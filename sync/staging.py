@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from weightlane.ckpt_engines import CommitError, DeltaBaseError, StagingMemoryError
+from weightlane.ckpt_engines.devices import HOST, DeviceRuntime, runtime_of
 
 from .host_memory import copy_bytes
 from .manifest import Manifest
@@ -97,15 +98,23 @@ class Staging:
         limit_bytes: Most memory the slots may take together; 0 means no limit.
         device: Where they lie.
         hand_out: What `take` gives of a version's tensors.
+        live: The runtime of the device of the live model, to which versions are copied from here.
     """
 
     def __init__(
-        self, part: str, limit_bytes: int, device: torch.device, hand_out: HandOut = lambda _manifest, tensors: tensors
+        self,
+        part: str,
+        limit_bytes: int,
+        device: torch.device,
+        hand_out: HandOut = lambda _manifest, tensors: tensors,
+        live: DeviceRuntime | None = None,
     ) -> None:
         self._part = part
         self._hand_out = hand_out
         self._limit = limit_bytes
         self._device = device
+        self._runtime = runtime_of(device)
+        self._live = live or self._runtime
         self._lock = threading.Lock()
         self._incoming = self._empty()
         self._serving = self._empty()
@@ -203,6 +212,7 @@ class Staging:
             delta = delta.to(self._device)
             tensors, self._serving.manifest = self._serving.tensors(), None  # a mixture, should it stop half-way
             delta.swap_staged(tensors)
+            self._runtime.finish()  # whoever loads the version does so on another stream
             self._serving.manifest, self._delta, self._delta_aborted = delta.as_dense, delta, False
             self._base_manifest = kept
 
@@ -212,6 +222,7 @@ class Staging:
         if delta is not None:
             tensors, self._serving.manifest = self._serving.tensors(), None
             delta.swap_staged(tensors)
+            self._runtime.finish()
             self._serving.manifest = self._base_manifest
 
     def take(self, version: int) -> Mapping[str, torch.Tensor]:
@@ -341,11 +352,22 @@ class Staging:
         return _Slot(torch.empty(0, dtype=torch.uint8, device=self._device))
 
     def _room(self, nbytes: int) -> _Slot:
+        if self._live.has_streams:
+            return self._new(nbytes)
         return _Slot(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
 
     def _new(self, nbytes: int) -> _Slot:
-        # Filled once: first-touch page faults would otherwise land in the middle of the first version.
-        return _Slot(torch.zeros(nbytes, dtype=torch.uint8, device=self._device))
+        return _Slot(new_memory(nbytes, self._device, self._live))
+
+
+def new_memory(nbytes: int, device: torch.device, live: DeviceRuntime) -> torch.Tensor:
+    """Memory on `device` for what is received, 1-D uint8, from which it is copied to the device of `live`."""
+    # Filled once: first-touch page faults would otherwise land in the middle of the first version.
+    if device == HOST:
+        return live.host_memory(nbytes)
+    memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    runtime_of(device).finish()  # it is filled on other streams, which do not wait for the zeros
+    return memory
 
 
 def _is_base(kept: Manifest, delta: Manifest) -> bool:

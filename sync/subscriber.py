@@ -23,7 +23,7 @@ from weightlane.ckpt_engines import (
     Topology,
     WeightlaneError,
 )
-from weightlane.ckpt_engines.devices import runtime_of
+from weightlane.ckpt_engines.devices import HOST, runtime_of
 from weightlane.ckpt_engines.link import receiver_link
 from weightlane.plugins import RunHooks
 
@@ -46,7 +46,7 @@ from .restored import Restoring
 from .seal import StoredSeals
 from .session_plan import PlanBoard, SessionPlan
 from .staged_delta import IncomingDelta, StagedDelta
-from .staging import Staging, Stream, lacks_base
+from .staging import Staging, Stream, lacks_base, new_memory
 from .tensor_lists import TensorLists, scope_of
 
 _log = logging.getLogger(__name__)
@@ -112,12 +112,15 @@ class Subscriber(Participant):
         self._needed = needed
         self._limit = staging_limit_bytes
         self._device = buffer_device(engine, device, name)
-        self._staging = Staging(name, staging_limit_bytes, self._device, self._hand_out)
+        self._live_device = device or HOST
+        live = runtime_of(self._live_device)
+        self._staging = Staging(name, staging_limit_bytes, self._device, self._hand_out, live)
         self._in_place = commit == "in_place"
         self._bucket = torch.empty(0, dtype=torch.uint8, device=self._device)
         """What buckets are received into that are not staged; the staging thread's."""
         self._stream: LiveStream | None = None
         """The newest version that is taken in place."""
+        self._decoding_stream = runtime_of(self._device).new_stream()
         self._receiver: ReceiverLink | None = None
         """Where one sender has everything."""
         self._halves: LinkHalves | None = None
@@ -221,7 +224,7 @@ class Subscriber(Participant):
 
     def _open_half(self) -> tuple[dict[str, Any], EngineTraits | None]:
         if not self._engine.capabilities.persistent:
-            self._halves = LinkHalves(self.name, self._engine, self._device)
+            self._halves = LinkHalves(self.name, self._engine, self._device, copied_to=self._live_device)
             return {}, None
         self._receiver = receiver_link(self._engine, self.name, self._device)
         return address_of(self._receiver, self.name), None
@@ -360,6 +363,12 @@ class Subscriber(Participant):
     # -- staging thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        # What is done here waits for no decode step, and takes no memory that one may still be using.
+        runtime = runtime_of(self._device)
+        with runtime.on(runtime.new_stream()):
+            self._run_jobs()
+
+    def _run_jobs(self) -> None:
         while (job := self._jobs.get()) is not None:
             if isinstance(job, _Settle):
                 self._settle(job.version)
@@ -415,7 +424,7 @@ class Subscriber(Participant):
             self._show_from(manifest.version, receiving)
         elif self._bucket.numel() < nbytes * len(receiving.sources):
             self._bucket = self._bucket[:0].clone()  # the old memory goes before the new one comes
-            self._bucket = torch.empty(nbytes * len(receiving.sources), dtype=torch.uint8, device=self._device)
+            self._bucket = new_memory(nbytes * len(receiving.sources), self._device, runtime_of(self._live_device))
         rooms = {source.sender: self._bucket[at * nbytes :] for at, source in enumerate(receiving.sources)}
         ready = Ready(name=self.name, session=receiving.session, version=manifest.version)
         turn, told = threading.Lock(), False
@@ -464,7 +473,8 @@ class Subscriber(Participant):
     def _receive_delta(self, job: Job, prepare: Callable[[IncomingDelta], Any]) -> Any:
         """What `prepare` makes of a delta: each segment is decoded while the buckets behind it are on their way."""
         manifest = job.manifest
-        decoding = DeltaDecoding(manifest, prepare, job.deadline, self.name, runtime_of(self._device))
+        runtime, stream = runtime_of(self._device), self._decoding_stream
+        decoding = DeltaDecoding(manifest, prepare, job.deadline, self.name, runtime, stream)
 
         def place(arrival: Arrival) -> torch.Tensor:
             return self._staging.bucket(job.length(arrival))

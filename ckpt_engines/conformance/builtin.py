@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-import torch
 
-from ..devices import is_available
+from ..devices import device_count
 from .suite import EngineConformance
 
 
@@ -21,17 +20,13 @@ class FilesystemConformance(EngineConformance):
         return {"path": str(tmp_path / "store")}
 
 
-def _devices(kind: str) -> int:
-    return int(torch.get_device_module(kind).device_count()) if is_available(kind) else 0
-
-
 class NcclConformance(EngineConformance):
     """NCCL refuses two ranks on one device."""
 
-    most_halves: ClassVar[int | None] = _devices("cuda")
+    most_halves: ClassVar[int | None] = device_count("cuda")
 
 
 class HcclConformance(EngineConformance):
     """HCCL refuses two ranks on one device."""
 
-    most_halves: ClassVar[int | None] = _devices("npu")
+    most_halves: ClassVar[int | None] = device_count("npu")

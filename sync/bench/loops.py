@@ -7,16 +7,12 @@ import time
 
 import torch
 
+from weightlane.ckpt_engines.devices import DeviceRuntime
+
 _TRAINING_SIDE = 256
 _DECODING_SIDE = 4096
 """64 MiB of float32, more than caches hold: as in decoding, every step reads the weights from memory. A GPU trains
 with it, too."""
-
-
-def finish(device: torch.device) -> None:
-    """Return when everything that this thread has asked of a GPU is done."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
 
 
 class Loop:
@@ -25,13 +21,15 @@ class Loop:
     Args:
         decoding: A matrix by a vector, which memory bandwidth limits, instead of by a matrix.
         turn: Held for each step: who holds it meanwhile stops the loop.
-        device: On which it computes.
+        runtime: Of the device on which it computes.
     """
 
-    def __init__(self, turn: threading.Lock, *, decoding: bool, device: torch.device) -> None:
-        side = _DECODING_SIDE if decoding or device.type != "cpu" else _TRAINING_SIDE
-        self._left = torch.ones(side, side, device=device)
-        self._right = torch.ones(side, 1 if decoding else side, device=device)
+    def __init__(self, turn: threading.Lock, *, decoding: bool, runtime: DeviceRuntime) -> None:
+        side = _DECODING_SIDE if decoding or runtime.has_streams else _TRAINING_SIDE
+        self._left = torch.ones(side, side, device=runtime.device)
+        self._right = torch.ones(side, 1 if decoding else side, device=runtime.device)
+        self._runtime = runtime
+        runtime.finish()  # the loop has a stream of its own
         self._turn = turn
         self._steps = 0
         self._stopped = threading.Event()
@@ -48,9 +46,11 @@ class Loop:
         self._thread.join()
 
     def _run(self) -> None:
-        into = torch.empty(self._left.shape[0], self._right.shape[1], device=self._left.device)
-        while not self._stopped.is_set():
-            with self._turn:
-                torch.mm(self._left, self._right, out=into)
-                finish(into.device)
-            self._steps += 1
+        # On the stream that the worker's other thread has, too, its commits would wait for the loop's steps.
+        with self._runtime.on(self._runtime.new_stream()):
+            into = torch.empty(self._left.shape[0], self._right.shape[1], device=self._left.device)
+            while not self._stopped.is_set():
+                with self._turn:
+                    torch.mm(self._left, self._right, out=into)
+                    self._runtime.finish()
+                self._steps += 1

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from weightlane.ckpt_engines.devices import numbered_device, runtime_of
+
 from ..devices import usable_cpus
 from .report import Machine
 
@@ -22,15 +24,14 @@ def this_machine(device: str = "cpu") -> Machine:
         python=platform.python_version(),
         torch=torch.__version__,
         weightlane=_own_version(),
-        gpu=torch.cuda.get_device_name(0) if device == "cuda" else "",
+        gpu=runtime_of(numbered_device(device)).name,
     )
 
 
 def available_bytes(device: str = "cpu") -> int | None:
     """Memory that can still be had where parameters lie; None where the system does not tell."""
-    if device == "cuda":
-        return torch.cuda.mem_get_info(0)[0]
-    return _meminfo("MemAvailable:")
+    free = runtime_of(numbered_device(device)).free_bytes()
+    return _meminfo("MemAvailable:") if free is None else free
 
 
 def _cpu() -> str:

@@ -9,8 +9,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from weightlane.ckpt_engines import (
     CheckpointEngineRegistry,
     ConfigError,
@@ -19,6 +17,7 @@ from weightlane.ckpt_engines import (
     StagingMemoryError,
     WeightlaneError,
 )
+from weightlane.ckpt_engines.devices import device_count, is_available
 
 from .contenders import RAW, Contender, Copies, Figures, Files, Gloo, plain_options
 from .machine import available_bytes, this_machine
@@ -65,8 +64,12 @@ def run_bench(settings: BenchSettings, say: Say = lambda _: None) -> BenchReport
             hint="Measure them in two runs.",
         )
     check_offered("integrity", settings.integrity)
-    if settings.device == "cuda" and not torch.cuda.is_available():
+    if not is_available(settings.device):
         raise ConfigError("there is no CUDA device.", part=_PART, hint="Measure with --device cpu.")
+    if settings.devices > (there := device_count(settings.device)):
+        raise ConfigError(
+            f"there is no device number {settings.devices}, but {there}.", part=_PART, hint="Lower --devices."
+        )
     workload = named_workload(settings.model)
     if settings.directory is not None and not settings.directory.is_dir():
         raise ConfigError(f"there is no directory {settings.directory}.", part=_PART)
@@ -178,7 +181,7 @@ class _Bench:
         settings = self._settings
         plain = self._workload.to_plain()
         finite = not set(LOSSY).isdisjoint(settings.codecs)
-        prepared = plain, settings.seed, settings.threads, finite, settings.device
+        prepared = plain, settings.seed, settings.threads, finite, settings.device, settings.devices
         self._processes.every("prepare", *prepared, timeout_s=settings.deadline_s)
         for number in range(settings.rounds + 1):
             self._say(f"round {number} of {settings.rounds}" if number else "warming up")

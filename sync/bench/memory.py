@@ -12,7 +12,7 @@ import contextlib
 import threading
 from pathlib import Path
 
-import torch
+from weightlane.ckpt_engines.devices import HOST, DeviceRuntime, runtime_of
 
 _STATUS = Path("/proc/self/status")
 _PERIOD_S = 0.005
@@ -23,11 +23,11 @@ class PeakMemory:
 
     Args:
         shared: Whether shared segments count.
-        device: Whose memory counts beside the host's.
+        runtime: Of the device whose memory counts beside the host's.
     """
 
-    def __init__(self, *, shared: bool, device: torch.device | None = None) -> None:
-        self._device = device if device is not None and device.type == "cuda" else None
+    def __init__(self, *, shared: bool, runtime: DeviceRuntime | None = None) -> None:
+        self._runtime = runtime or runtime_of(HOST)
         self._fields = ("RssAnon:", "RssShmem:") if shared else ("RssAnon:",)
         self._before = self._peak = self._now()
         self._stopped = threading.Event()
@@ -45,7 +45,7 @@ class PeakMemory:
             self._peak = max(self._peak, self._now())
 
     def _now(self) -> int:
-        total = torch.cuda.memory_allocated(self._device) if self._device is not None else 0
+        total = self._runtime.allocated_bytes()
         with contextlib.suppress(OSError):
             for line in _STATUS.read_text(encoding="ascii", errors="replace").splitlines():
                 if line.startswith(self._fields):

@@ -13,6 +13,7 @@ from typing import Any, get_args
 import torch
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError
+from weightlane.ckpt_engines.devices import DeviceRuntime
 from weightlane.plugins import RunHooks
 
 from ..boxes import positions_in
@@ -27,7 +28,6 @@ from ..roster import Replica
 from ..staged_delta import IncomingDelta
 from ..subscriber import Subscriber
 from ..tensor_spec import LocalShard, TensorSpec
-from .loops import finish
 from .moments import Moments
 
 SENDER = "trainer-0"
@@ -114,7 +114,7 @@ class SendingSide:
 
 
 class ReceivingSide:
-    """A row's subscriber, in a receiver's process. As for `SendingSide`, with its `name` and the parameters' `device`."""
+    """A row's subscriber, in a receiver's process. As for `SendingSide`, with a `name`, and the `runtime` of the live device."""
 
     def __init__(
         self,
@@ -124,13 +124,13 @@ class ReceivingSide:
         options: Mapping[str, Any],
         config: Mapping[str, Any],
         specs: Sequence[TensorSpec],
-        device: torch.device,
+        runtime: DeviceRuntime,
     ) -> None:
         settings = SyncConfig.model_validate(config)
         hooks = RunHooks()
         self.moments = Moments()
         hooks.register(self.moments)
-        self._device = device
+        self._runtime = runtime
         expected = {spec.name: ExpectedTensor(spec.shape, frozenset({spec.dtype})) for spec in specs}
         self._subscriber = Subscriber(
             name,
@@ -138,7 +138,7 @@ class ReceivingSide:
             engine,
             options,
             Expectation(expected),
-            device=device,
+            device=runtime.device,
             hooks=hooks,
         )
         self._live: dict[str, torch.Tensor] = {}
@@ -163,7 +163,7 @@ class ReceivingSide:
                         put_elements(target, offsets, new)
                     else:
                         target.index_copy_(0, offsets, new)
-                finish(self._device)
+                self._runtime.finish()
                 return started, time.monotonic()
         staged = self._subscriber.take(version)
         if self._quantised:
@@ -171,7 +171,7 @@ class ReceivingSide:
                 started = time.monotonic()
                 for name, tensor in live.items():
                     tensor.copy_(staged[name])
-                finish(self._device)
+                self._runtime.finish()
                 ended = time.monotonic()
             self._subscriber.release(version)
             return started, ended
@@ -180,7 +180,7 @@ class ReceivingSide:
             started = time.monotonic()
             for target, source in copies:
                 copy_bytes(target, source)
-            finish(self._device)
+            self._runtime.finish()
             ended = time.monotonic()
         self._subscriber.release(version)
         return started, ended
@@ -190,7 +190,7 @@ class ReceivingSide:
         prepared: list[tuple[torch.Tensor, ...]] = []
         for segment, patch in delta.patches:
             part = delta.where(segment)
-            within, values = (part.to(self._device) for part in patch.positions_and_values())
+            within, values = (part.to(self._runtime.device) for part in patch.positions_and_values())
             target = self._live[part.spec.name].view(-1).view(values.dtype)
             positions = positions_in(part.spec.shape, part.box, within)
             old = target.index_select(0, positions)

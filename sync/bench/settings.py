@@ -25,8 +25,9 @@ class BenchSettings(BaseModel):
     integrity: tuple[str, ...] = Field(("full",), min_length=1, description="Values of `sync.integrity`.")
     model: str = Field("tiny", description="A name of `MODELS`, or a directory of safetensors files.")
     device: Literal["cpu", "cuda"] = Field(
-        "cpu", description="Where the parameters of all processes lie: one GPU for all."
+        "cpu", description="Where the parameters of the processes lie; on the GPU, of one or of `devices`."
     )
+    devices: int = Field(1, ge=1, le=64, description="GPUs, of which the processes take one each in turn.")
     receivers: int = Field(2, ge=1, le=64, description="Processes that take the weights.")
     density: float = Field(0.01, ge=0, le=1, description="Share of the elements that changes from version to version.")
     rounds: int = Field(5, ge=1, le=1000, description="How often everything is measured; one more is left out.")

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from weightlane.ckpt_engines import as_weightlane_error
-from weightlane.ckpt_engines.devices import HOST
+from weightlane.ckpt_engines import StorageError, as_weightlane_error
+from weightlane.ckpt_engines.devices import HOST, DeviceRuntime, numbered_device, runtime_of
 from weightlane.ckpt_engines.json_line import Line
 
 from ..config import Quantise
-from .loops import Loop, finish
+from .loops import Loop
 from .memory import PeakMemory
 from .network import enter_network
 from .participants import ReceivingSide, SendingSide
@@ -40,7 +40,7 @@ class WorkerMethods:
         self._scratch: torch.Tensor | None = None
         self._gloo: RawGloo | None = None
         self._bucket: torch.Tensor | None = None
-        self._device = HOST
+        self._runtime: DeviceRuntime = runtime_of(HOST)
         self._on_host: torch.Tensor | None = None
         """Of a GPU's parameters, for gloo."""
         self._memory: dict[str, PeakMemory] = {}
@@ -49,14 +49,23 @@ class WorkerMethods:
         """Held for a step of the decode loop, and for a commit."""
 
     def prepare(
-        self, workload: Mapping[str, Any], seed: int, threads: int, finite: bool = False, device: str = "cpu"
+        self,
+        workload: Mapping[str, Any],
+        seed: int,
+        threads: int,
+        finite: bool = False,
+        device: str = "cpu",
+        devices: int = 1,
     ) -> None:
-        """Make the parameters: random ones in the sender, numbers if they shall be `finite`; zeros in receivers."""
+        """Make the parameters: random ones in the sender, numbers if they shall be `finite`; zeros in receivers.
+
+        Of several `devices` the processes take one each in turn.
+        """
         torch.set_num_threads(threads)
-        self._device = HOST if device == HOST.type else torch.device(device, 0)
+        self._runtime = runtime_of(numbered_device(device, self._index % devices))
         self._seed = seed
         self._workload = Workload.from_plain(workload)
-        self._payload = Payload(self._workload.specs, self._device)
+        self._payload = Payload(self._workload.specs, self._runtime.device)
         if self._index == 0:
             self._payload.fill(seed, finite=finite)
 
@@ -78,16 +87,20 @@ class WorkerMethods:
             self._scratch = torch.empty_like(self._payload.flat).zero_()
         else:
             self._shared().zero_()
-        if self._device.type == "cuda":  # at full speed only between pinned memory and a GPU
-            shared, cuda = self._shared(), torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            torch.cuda.check_error(int(cuda.cudaHostRegister(shared.data_ptr(), shared.numel(), 0)))
+        if self._runtime.has_streams:  # at full speed only between a device and memory that it knows
+            shared = self._shared()
+            if not self._runtime.register_host(shared.data_ptr(), shared.numel()):
+                raise StorageError(
+                    f"{shared.numel() / 2**30:.1f} GiB of host memory cannot be registered with {self._runtime.device}.",
+                    part="benchmark",
+                    hint="Raise the limit of locked memory (ulimit -l), or measure a smaller model.",
+                )
 
     def close_copies(self) -> None:
         """Give it back."""
         self._scratch = None
-        if self._device.type == "cuda":
-            cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            torch.cuda.check_error(int(cuda.cudaHostUnregister(self._shared().data_ptr())))
+        if self._runtime.has_streams:
+            self._runtime.unregister_host(self._shared().data_ptr())
         if self._index == 0 and hasattr(mmap, "MADV_REMOVE"):
             self._mapping.madvise(mmap.MADV_REMOVE)
 
@@ -96,7 +109,7 @@ class WorkerMethods:
         assert self._scratch is not None
         started = _wait_until(at)
         self._scratch.copy_(self._payload.flat)
-        finish(self._device)
+        self._runtime.finish()
         return started, time.monotonic()
 
     def copy_in(self) -> Span:
@@ -104,7 +117,7 @@ class WorkerMethods:
         shared = self._shared()
         started = time.monotonic()
         shared.copy_(self._payload.flat)
-        finish(self._device)
+        self._runtime.finish()
         return started, time.monotonic()
 
     def copy_out(self, at: float) -> Span:
@@ -113,7 +126,7 @@ class WorkerMethods:
         shared = self._shared()
         started = _wait_until(at)
         self._scratch.copy_(shared)
-        finish(self._device)
+        self._runtime.finish()
         return started, time.monotonic()
 
     def _shared(self) -> torch.Tensor:
@@ -124,10 +137,9 @@ class WorkerMethods:
     def open_gloo(self, rendezvous: Mapping[str, Any], world: int, bucket_bytes: int, timeout_s: float) -> None:
         """Everybody connects at the same time."""
         self._gloo = RawGloo(rendezvous, self._index, world, timeout_s)
-        on_gpu = self._device.type == "cuda"
-        self._bucket = torch.zeros(bucket_bytes, dtype=torch.uint8, pin_memory=on_gpu)
-        if on_gpu:
-            self._on_host = torch.zeros(self._payload.flat.numel(), dtype=torch.uint8, pin_memory=True)
+        self._bucket = self._runtime.host_memory(bucket_bytes)
+        if self._runtime.has_streams:
+            self._on_host = self._runtime.host_memory(self._payload.flat.numel())
 
     def close_gloo(self) -> None:
         """Leave the group."""
@@ -147,7 +159,7 @@ class WorkerMethods:
         self._gloo.broadcast(self._on_host)
         if self._index:
             self._payload.flat.copy_(self._on_host)
-        finish(self._device)
+        self._runtime.finish()
         return started, time.monotonic()
 
     def block(self, at: float) -> Span:
@@ -157,7 +169,7 @@ class WorkerMethods:
         with self._decoding:
             started = _wait_until(at)
             self._gloo.broadcast_in_buckets(self._payload.tensors, self._bucket)
-            finish(self._device)
+            self._runtime.finish()
             return started, time.monotonic()
 
     def save(self, path: str) -> Span:
@@ -177,7 +189,7 @@ class WorkerMethods:
     def start_loop(self) -> None:
         """Train, or decode."""
         turn = self._decoding if self._index else threading.Lock()
-        self._loop = Loop(turn, decoding=self._index > 0, device=self._device)
+        self._loop = Loop(turn, decoding=self._index > 0, runtime=self._runtime)
 
     def loop_steps(self) -> tuple[int, float]:
         """See `Loop.steps`."""
@@ -215,7 +227,7 @@ class Sender(WorkerMethods):
         config: Mapping[str, Any],
     ) -> None:
         """Make the row's publisher."""
-        self._memory[row] = PeakMemory(shared=True, device=self._device)
+        self._memory[row] = PeakMemory(shared=True, runtime=self._runtime)
         specs, tensors = self._workload.specs, self._payload.tensors
         self._rows[row] = SendingSide(rendezvous, engine, options, config, specs, tensors)
 
@@ -248,9 +260,9 @@ class Receiver(WorkerMethods):
         config: Mapping[str, Any],
     ) -> None:
         """Make the row's subscriber."""
-        self._memory[row] = PeakMemory(shared=False, device=self._device)
+        self._memory[row] = PeakMemory(shared=False, runtime=self._runtime)
         name = subscriber_name(self._index - 1)
-        self._rows[row] = ReceivingSide(name, rendezvous, engine, options, config, self._workload.specs, self._device)
+        self._rows[row] = ReceivingSide(name, rendezvous, engine, options, config, self._workload.specs, self._runtime)
 
     def commit(self, row: str, version: int) -> Span:
         """See `ReceivingSide.commit`; between two steps of the decode loop."""

@@ -153,10 +153,9 @@ def test_without_a_driver_the_engine_is_listed_with_the_reason_and_the_driver_sa
 
 def test_a_peer_on_another_host_is_refused_before_any_device_is_touched(tmp_path: Path) -> None:
     engine_class = CheckpointEngineRegistry().engine_class("cuda_ipc")
-    engine = engine_class(engine_class.config_type.model_validate({"socket_dir": str(tmp_path)}))
-    receiver = receiver_link(engine, "r", torch.device("cuda", 0))
+    link = receiver_link(engine_class(engine_class.config_type(socket_dir=str(tmp_path))), "r", torch.device("cuda", 0))
     meeting = {"socket": "weightlane-0123456789abcdef.sock", "host": "other"}
-    topology = Topology("session", {"s": {"meeting": meeting, "engine": {"device": "GPU-0"}}}, {})
+    topology = Topology("session", {"s": {"meeting": meeting, "engine": {"device": "GPU-0"}}}, {"r": link.address()})
     with pytest.raises(TransportError, match="another host"):
-        receiver.connect(topology, Deadline.after(1))
-    receiver.close()
+        link.connect(topology, Deadline.after(1))
+    link.close()

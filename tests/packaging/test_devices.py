@@ -16,16 +16,11 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("ckpt_engines", "sync", "plugins/packages")
 TYPES = {"cuda", "npu", "xpu"}
 """As devices they mean whichever is current."""
-ABOUT_A_TYPE = {"Capabilities", "is_available", "_devices"}
+ABOUT_A_TYPE = {"Capabilities", "is_available", "device_count"}
 """Calls that are told a type of devices, and mean no device."""
 CURRENT = {"current_device", "set_device"}
 ALLOWED = {
     "ckpt_engines/process_group.py": "asks for NCCL's version, which is that of no device",
-    "sync/bench/loops.py": "waits for a device with its index to be idle, between measurements",
-    "sync/bench/machine.py": "names the first GPU, which is the one measured, and its free memory, for a report",
-    "sync/bench/measure.py": "asks whether there is a GPU at all",
-    "sync/bench/memory.py": "asks for the allocated memory of a device with its index",
-    "sync/bench/worker.py": "locks the memory that plain copies are measured with, by the first GPU, which is the one measured",
 }
 """Files that act on a current device, or on torch's module for a type of devices, and why they may."""
 

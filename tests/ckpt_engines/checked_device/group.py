@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from .tensors import CheckedTensor, _range
 from .world import ORDER, WRONG_DEVICE, Block, Event, Operation, Stream, World
 
@@ -150,8 +148,8 @@ class Work:
         return bool(self._event.passed)
 
     def is_success(self) -> bool:
-        """Whether it is over, and has not failed."""
-        return bool(self._event.passed)
+        """As that of NCCL, which was given up."""
+        raise NotImplementedError("WorkNCCL::isSuccess() is deprecated")
 
 
 class Group:
@@ -190,10 +188,10 @@ class Group:
         self._pairs[pair] += 1
         self._batch.append(((*pair, self._pairs[pair]), tensor))
 
-    def _start_coalescing(self, _device: torch.device) -> None:
+    def _start_coalescing(self) -> None:
         self._batch = []
 
-    def _end_coalescing(self, _device: torch.device) -> Work:
+    def _end_coalescing(self) -> Work:
         batch, self._batch = self._batch, None
         assert batch
         return self._go(batch)

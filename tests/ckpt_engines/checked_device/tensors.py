@@ -20,7 +20,7 @@ _WAITED_FOR = {
 }  # fmt: skip
 _FACTS = {
     "dim", "numel", "size", "stride", "data_ptr", "storage_offset", "is_contiguous", "element_size", "untyped_storage",
-    "__get__", "__len__", "__repr__", "__format__", "__hash__", "requires_grad_", "is_pinned",
+    "__get__", "__len__", "__repr__", "__format__", "__hash__", "requires_grad_", "is_pinned", "is_floating_point",
 }  # fmt: skip
 
 
@@ -247,6 +247,24 @@ class Devices:
 
         return Made
 
+    def cudart(self) -> Any:
+        """torch's binding of the CUDA runtime: which host memory was registered is kept in `World.registered`."""
+        registered = self._world.registered
+
+        class Runtime:
+            @staticmethod
+            def cudaHostRegister(address: int, nbytes: int, flags: int) -> int:  # noqa: N802 - CUDA's name
+                taken = any(start < address + nbytes and address < stop for start, (stop, _) in registered.items())
+                if not taken:
+                    registered[address] = address + nbytes, flags
+                return 712 if taken else 0
+
+            @staticmethod
+            def cudaHostUnregister(address: int) -> int:  # noqa: N802 - CUDA's name
+                return 713 if registered.pop(address, None) is None else 0
+
+        return Runtime
+
     def empty_cache(self) -> None:
         """There is none."""
 
@@ -285,6 +303,22 @@ def installed(world: World, kind: str) -> Iterator[Devices]:
     patch.setattr(torch, "get_device_module", device_module)
     for name in ("empty", "zeros", "full", "arange", "ones"):
         patch.setattr(torch, name, _factory(world, kind, getattr(torch, name)))
+
+    real_to = torch.Tensor.to
+
+    def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        target = next((torch.device(each) for each in args if isinstance(each, torch.device | str)), None)
+        if target is None:
+            return real_to(tensor, *args, **kwargs)
+        others = [each for each in args if not isinstance(each, torch.device | str)]
+        if target.type != kind:
+            return real_to(tensor.cpu() if isinstance(tensor, CheckedTensor) else tensor, *args, **kwargs)
+        if isinstance(tensor, CheckedTensor):
+            assert tensor.device == target, "copies between devices are not pretended"
+            return real_to(tensor, *others, **kwargs) if others else tensor
+        return on_device(world, _index(target), real_to(tensor, *others, **kwargs) if others else tensor)
+
+    patch.setattr(torch.Tensor, "to", to)
 
     def tensor_over(_: Any, memory: Any) -> torch.Tensor:
         return over(world, world.find(memory.pointer)[0], keeps=memory)

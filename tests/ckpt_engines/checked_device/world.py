@@ -146,9 +146,14 @@ class Event:
         self.world = world
         self.clock: Clock = {}
         self.passed = True
+        self.device: int | None = None
+        """On which it is; torch makes it when it is first recorded, or exported."""
 
     def record(self, stream: Stream) -> None:
         """Pass when everything that was started on `stream` is done."""
+        if self.device not in (None, stream.device):
+            self.world.violate(WRONG_DEVICE, f"an event of device {self.device} is recorded on {stream.name}")
+        self.device = stream.device
         self.passed = False
         operation = stream.put("event", self._pass)
         self.clock = operation.clock
@@ -173,6 +178,8 @@ class Event:
 
     def ipc_handle(self) -> bytes:
         """By which another half opens it."""
+        if self.device is None:
+            self.device = self.world.current_device
         return self.world.handle_of(self)
 
 
@@ -196,6 +203,8 @@ class World:
         self._streams: list[Stream] = []
         self._handles: list[Any] = []
         self._forbidden: dict[int, tuple[int, Stream]] = {}
+        self.registered: dict[int, tuple[int, int]] = {}
+        """Host memory that CUDA was told of: where it begins, one past its end, and the flags."""
         self.idle: list[Callable[[], None]] = []
         """Called when no stream can get on."""
         self._threads = threading.local()

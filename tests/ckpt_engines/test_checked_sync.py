@@ -1,0 +1,245 @@
+"""A publisher and a subscriber on pretended devices: whole versions and deltas, beside a training and a decode that go on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checked_device.driver import Driver
+from checked_device.tensors import installed
+from checked_device.world import NO_WAIT, TRAINER, World, names
+from waiting import HANG_S
+
+from weightlane.ckpt_engines import CheckpointEngineRegistry, WeightlaneError, _cuda_memory
+from weightlane.ckpt_engines.devices import AcceleratorRuntime, runtime_of
+from weightlane.sync import (
+    CommitReport,
+    Coordinator,
+    Expectation,
+    ExpectedTensor,
+    LocalShard,
+    Publisher,
+    Rendezvous,
+    Subscriber,
+    SyncConfig,
+    SyncReport,
+    TensorSpec,
+)
+from weightlane.sync.codecs.delta import cuda_kernels
+
+TRAINER_DEVICE, ROLLOUT_DEVICE = torch.device("cuda", 2), torch.device("cuda", 3)
+"""Not number 0, which is current in every new thread."""
+SHAPES = {"norm": (7,), "bias": (5,), "wide": (64, 96), "tall": (700, 3)}
+SPECS = {name: TensorSpec(name, shape, torch.bfloat16) for name, shape in SHAPES.items()}
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[World]:
+    made = World(getattr(request, "param", 0), devices=4)
+    monkeypatch.setattr(_cuda_memory, "cuda_driver", lambda: Driver(made))
+    monkeypatch.setattr(cuda_kernels, "_kernels", lambda: None)  # Triton's programs run on real tensors only
+    with installed(made, "cuda"):
+        yield made
+    made.close()
+
+
+def values(version: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(version)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+class Busy:
+    """A step on a device's default stream, which nobody else may wait for, and which ends when it is told to."""
+
+    def __init__(self, world: World, device: torch.device) -> None:
+        self.over = threading.Event()
+        stream = world.default[device.index]
+        world.forbid(stream)
+        stream.put("a step", lambda: None, ready=self.over.is_set)
+
+
+class Run:
+    """One trainer rank and one rollout rank, in this process."""
+
+    name = "rollout-0"
+
+    def __init__(self, world: World, tmp_path: Path, engine: str, **more: Any) -> None:
+        self.world = world
+        self.look: Callable[[Iterable[torch.Tensor]], object] = list
+        options = {} if engine == "gloo" else {"socket_dir": str(tmp_path)}
+        self.rendezvous = Rendezvous.host()
+        self.live = self.on_device(TRAINER_DEVICE, 0)
+        self.model = self.on_device(ROLLOUT_DEVICE, 0)
+        expected = {name: ExpectedTensor(shape, frozenset({torch.bfloat16})) for name, shape in SHAPES.items()}
+        address = self.rendezvous.address
+        self.subscriber = Subscriber(
+            "rollout-0/0", address, engine, options, Expectation(expected), device=ROLLOUT_DEVICE
+        )
+        self.publisher = Publisher(
+            "trainer-0",
+            address,
+            shards=[LocalShard.whole(SPECS[name], tensor) for name, tensor in self.live.items()],
+            engine=CheckpointEngineRegistry().create(engine, options),
+            bucket_bytes=4096,
+            **more,
+        )
+        config = SyncConfig(codec=more.get("codec", "dense"), deadline_s=HANG_S, retries=0)
+        self.coordinator = Coordinator(self.rendezvous, ["trainer-0"], [self], config)
+
+    @staticmethod
+    def on_device(device: torch.device, version: int) -> dict[str, Any]:
+        made = {name: torch.zeros(shape, dtype=torch.float32, device=device) for name, shape in SHAPES.items()}
+        for name, tensor in values(version).items():
+            made[name].copy_(tensor)
+        return made
+
+    def carry(self, version: int) -> SyncReport:
+        """Publish beside the next step, and serve beside a decode step."""
+        with contextlib.ExitStack() as ending:
+            self.publisher.publish(version)
+            for device in (TRAINER_DEVICE, ROLLOUT_DEVICE):
+                ending.callback(Busy(self.world, device).over.set)
+            self.publisher.fence()
+            return asyncio.run(self.coordinator.sync(version))
+
+    def train(self, version: int, every: int = 1) -> None:
+        """An optimizer step, which changes every so-manieth element, on the trainer's default stream."""
+        new = values(version)
+        for name, tensor in self.live.items():
+            tensor.view(-1)[::every].copy_(new[name].view(-1)[::every])
+
+    def subscriber_names(self) -> list[str]:
+        return ["rollout-0/0"]
+
+    async def commit(self, version: int) -> CommitReport:
+        runtime = runtime_of(ROLLOUT_DEVICE)
+        with runtime.on(runtime.new_stream()):
+            taken = self.subscriber.take(version)
+            self.look(taken.values())
+            self.model = {name: tensor.clone() for name, tensor in taken.items()}
+            runtime.finish()
+        self.subscriber.release(version)
+        return CommitReport(version, blocked_s=0.0)
+
+    async def rollback(self, version: int) -> None:
+        raise AssertionError(version)
+
+    async def quarantine(self, error: WeightlaneError) -> None:
+        raise error
+
+    def agree(self) -> bool:
+        runtime = runtime_of(ROLLOUT_DEVICE)
+        with runtime.on(runtime.new_stream()):
+            found = {name: tensor.cpu() for name, tensor in self.model.items()}
+        runtime = runtime_of(TRAINER_DEVICE)
+        expected = {name: tensor.cpu().bfloat16() for name, tensor in self.live.items()}
+        return all(torch.equal(found[name], expected[name]) for name in SHAPES)
+
+    def close(self) -> None:
+        for part in (self.coordinator, self.publisher, self.subscriber):
+            part.close()
+
+
+@pytest.mark.parametrize("world", range(6), indirect=True)
+@pytest.mark.parametrize("codec", ["dense", "delta"])
+@pytest.mark.parametrize("engine", ["cuda_ipc", "shm"])
+def test_versions_go_from_device_to_device_and_wait_for_what_they_need_and_for_nothing_else(
+    engine: str, codec: str, world: World, tmp_path: Path
+) -> None:
+    run = Run(world, tmp_path, engine, codec=codec)
+    for version in (1, 2, 3):
+        run.train(version, every=1 if version == 1 else 50)
+        report = run.carry(version)
+        assert not world.violations, names(world.violations)
+        assert run.agree()
+        assert report.codec == ("dense" if version == 1 else codec)
+    run.close()
+    gc.collect()
+    assert not world.registered, "host memory is still known to the device, and nobody has it any more"
+
+
+@pytest.mark.parametrize("views", [True, False], ids=["what is viewed", "what is staged"])
+def test_host_memory_from_which_versions_are_loaded_is_known_to_the_live_models_device(
+    views: bool, world: World, tmp_path: Path
+) -> None:
+    """CUDA is told that a sender's memory is mapped to be read only; what was staged may be written to."""
+    run = Run(world, tmp_path, "shm" if views else "gloo")
+    run.train(1)
+    run.publisher.publish(1)
+    run.publisher.fence()
+    before = set(world.registered)
+    loaded: list[torch.Tensor] = []
+    run.look = loaded.extend
+    asyncio.run(run.coordinator.sync(1))
+    spans = [(start, stop, flags) for start, (stop, flags) in world.registered.items() if start not in before or views]
+    of_them = [
+        flags
+        for tensor in loaded
+        for start, stop, flags in spans
+        if start <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= stop
+    ]
+    assert of_them == [9 if views else 1] * len(SHAPES)
+    loaded.clear()
+    run.close()
+    del run
+    gc.collect()
+    assert not world.registered
+
+
+def test_a_refused_registration_leaves_no_error_behind_for_the_next_kernel(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = runtime_of(TRAINER_DEVICE)
+    assert runtime.register_host(4096, 100)
+    cleared: list[object] = []
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *args, **more: cleared.append(more["device"]) or zeros(*args, **more))
+    assert not runtime.register_host(4090, 100)
+    assert cleared == [TRAINER_DEVICE]
+    runtime.unregister_host(4096)
+    assert not world.registered
+
+
+def unfinished(_: World, patch: pytest.MonkeyPatch) -> None:
+    """Nobody waits until fresh memory is zero."""
+    patch.setattr(AcceleratorRuntime, "finish", lambda *_: None)
+
+
+def without_waiting(_: World, patch: pytest.MonkeyPatch) -> None:
+    """The snapshot does not wait for the optimizer's step."""
+    patch.setattr(AcceleratorRuntime, "wait_for", lambda *_: None)
+
+
+def on_the_default_stream(world: World, patch: pytest.MonkeyPatch) -> None:
+    """Everything is done on the stream on which training and decode are."""
+    patch.setattr(AcceleratorRuntime, "new_stream", lambda self: world.default[self.device.index])
+
+
+@pytest.mark.parametrize(
+    ("broken", "rules"),
+    [(unfinished, {NO_WAIT}), (without_waiting, {NO_WAIT}), (on_the_default_stream, {TRAINER, NO_WAIT})],
+)
+def test_a_mistake_in_that_is_noticed(
+    broken: Callable[[World, pytest.MonkeyPatch], None],
+    rules: set[str],
+    world: World,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    broken(world, monkeypatch)
+    run = Run(world, tmp_path, "cuda_ipc")
+    watch = threading.Timer(5.0, world.release)  # what waits for ever is let go
+    watch.start()
+    with contextlib.suppress(WeightlaneError):
+        run.train(1)
+        run.carry(1)
+    watch.cancel()
+    run.close()
+    assert rules & world.broken, names(world.violations)
