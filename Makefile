@@ -1,4 +1,4 @@
-# Both targets set up whatever is missing first, and may be run again at any time.
+# All targets but gpu set up whatever is missing first, and may be run again at any time.
 VENV := .venv/bin
 DEMO := runs/arithmetic
 SEED ?= 0
@@ -8,12 +8,13 @@ STAMP := $(shell date +%Y%m%d-%H%M%S)
 # Further settings for the demo, e.g. make demo SET="--set checkpoint_engine.backend=gloo"
 SET ?=
 
-.PHONY: help setup demo test test-all test-zoo coverage lint types
+.PHONY: help setup demo test test-all test-zoo coverage lint types gpu
 
 help:
 	@echo "make demo   set up (first time: a few minutes), then train an arithmetic policy: FSDP2 -> vLLM, fully async"
 	@echo "make test   set up, then run the tests that hold every promise;  make test-all   further cases of these, too"
 	@echo "make test-zoo   80 architectures beside vLLM's ordinary loading; writes the table of docs/models.md"
+	@echo "make gpu    what one GPU allows, in eight minutes; PYTHON=... names a Python with torch for CUDA, PARTS=multi,vllm more"
 	@echo "make lint   ruff;  make types   mypy"
 
 setup:
@@ -48,6 +49,12 @@ coverage: setup
 	@$(VENV)/coverage run -m pytest -q $(WORKING) $(if $(filter test,$(TESTS)),-m "not exhaustive") || echo "== some tests failed beside the measurement"
 	@$(VENV)/coverage combine -q
 	@$(VENV)/coverage report --skip-covered
+
+# Uses the Python that is named, with its torch, and installs nothing: see benchmarks/gpu.
+PYTHON ?= python3
+PARTS ?= one
+gpu:
+	@$(PYTHON) -m benchmarks.gpu --parts $(PARTS) --document docs/performance.md
 
 lint: setup
 	@$(VENV)/ruff check .

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _CPU = "two-core x86-64 virtual machine, no GPU, torch 2.13.0+cpu"
+_PRETENDED = (
+    "Streams, events, memory and the order of operations, on pretended devices that find a missing wait, a wrong device and"
+    " memory that is reused too early."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +35,10 @@ EVIDENCE: dict[str, tuple[Evidence, ...]] = {
             "2026-11-25",
             _CPU,
         ),
+        Evidence(_PRETENDED, "run", "2026-11-25", _CPU),
         Evidence(
-            "NCCL itself: communicators, their options, aborts; the conformance suite (`pytest -m gpu`, two GPUs or more).",
+            "NCCL itself: communicators, their options, sends side by side, aborts; the conformance suite"
+            " (`make gpu PARTS=multi`, two GPUs or more).",
             "not run",
             "2026-11-25",
             "no GPU",
@@ -40,6 +46,7 @@ EVIDENCE: dict[str, tuple[Evidence, ...]] = {
     ),
     "hccl": (
         Evidence("As for `nccl`.", "run", "2026-11-25", _CPU),
+        Evidence(_PRETENDED, "run", "2026-11-25", _CPU),
         Evidence("HCCL itself, and torch_npu (`pytest -m npu`, two NPUs or more).", "not run", "2026-11-25", "no NPU"),
     ),
     "shm": (
@@ -59,9 +66,10 @@ EVIDENCE: dict[str, tuple[Evidence, ...]] = {
             "2026-11-21",
             _CPU,
         ),
+        Evidence(_PRETENDED, "run", "2026-11-25", _CPU),
         Evidence(
-            "Handles, events and copies on a device; the conformance suite (`pytest -m gpu`, one GPU is enough); two GPUs"
-            " over NVLink or PCIe.",
+            "Handles, events and copies on a device; the conformance suite (`make gpu`, one GPU is enough); two GPUs over"
+            " NVLink or PCIe.",
             "not run",
             "2026-11-25",
             "no GPU",

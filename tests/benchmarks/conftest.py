@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pkgutil
 import shutil
 import subprocess
 from pathlib import Path
@@ -24,7 +25,11 @@ def benchmark(name: str) -> Any:
     @pytest.fixture
     def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         monkeypatch.syspath_prepend(str(ROOT))
-        return importlib.import_module(f"benchmarks.{name}")
+        found = importlib.import_module(f"benchmarks.{name}")
+        for part in pkgutil.iter_modules(getattr(found, "__path__", ()) if name == "gpu" else ()):
+            if part.name != "vllm_server":  # which takes vLLM's packages
+                importlib.import_module(f"benchmarks.{name}.{part.name}")
+        return found
 
     return module
 
@@ -34,6 +39,7 @@ decoding = benchmark("decode_while_syncing")
 densities = benchmark("densities")
 density = benchmark("density")
 direct = benchmark("direct")
+gpu = benchmark("gpu")
 networks = benchmark("networks")
 peers = benchmark("peers.runner")
 plan_scale = benchmark("plan_scale")

@@ -1,0 +1,222 @@
+"""Two processes sync a small model under torch's CUDA stream sanitizer, which ends either at the first race that it finds.
+
+    python -m benchmarks.gpu.sanitizer [--device cuda] [--engine cuda_ipc --engine shm] [--json FILE]
+
+The sanitizer sees torch's kernels, and what makes a stream or the host wait. It does not see copies by the driver, which
+`cuda_ipc` makes, nor Triton's programs, nor that the host has asked an event. torch turns it on in one thread; here every thread
+has it. With ``--device cpu`` the same run goes without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weightlane.ckpt_engines import CheckpointEngineRegistry
+from weightlane.ckpt_engines.devices import numbered_device, runtime_of
+from weightlane.ckpt_engines.json_line import Line
+from weightlane.sync import (
+    CommitReport,
+    Coordinator,
+    Expectation,
+    ExpectedTensor,
+    LocalShard,
+    Publisher,
+    Rendezvous,
+    Subscriber,
+    SyncConfig,
+    TensorSpec,
+)
+
+ENGINES = {"cuda": ("cuda_ipc", "shm"), "cpu": ("shm",)}
+SHAPES = {"embedding": (4000, 512), "norm": (513,), "wide": (512, 3072), "bias": (7,)}
+SPECS = {name: TensorSpec(name, shape, torch.bfloat16) for name, shape in SHAPES.items()}
+VERSIONS = 4
+_DEADLINE_S = 40.0
+
+
+def watch_every_thread() -> None:
+    """Turn the sanitizer on, in this thread and in all to come. They share what it knows."""
+    import torch.cuda._sanitizer as sanitizer
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    sanitizer.enable_cuda_sanitizer()
+    known = sanitizer.cuda_sanitizer.dispatch.event_handler
+    run = threading.Thread.run
+
+    def watched(thread: threading.Thread) -> None:
+        mode = sanitizer.CUDASanitizerDispatchMode.__new__(sanitizer.CUDASanitizerDispatchMode)
+        TorchDispatchMode.__init__(mode)  # its own would make another record of everything
+        mode.event_handler = known
+        with mode:
+            run(thread)
+
+    threading.Thread.run = watched  # type: ignore[method-assign]
+
+
+class Rollout:
+    """The receiving process: its live model, and a subscriber."""
+
+    def __init__(self, address: dict[str, Any], engine: str, device: torch.device) -> None:
+        self._runtime = runtime_of(device)
+        self._live = {name: torch.zeros(shape, dtype=torch.bfloat16, device=device) for name, shape in SHAPES.items()}
+        expected = {name: ExpectedTensor(shape, frozenset({torch.bfloat16})) for name, shape in SHAPES.items()}
+        self._subscriber = Subscriber("rollout-0/0", address, engine, {}, Expectation(expected), device=device)
+
+    def commit(self, version: int) -> list[int]:
+        """Load a version; a number for each tensor that says what it holds."""
+        for name, tensor in self._subscriber.take(version).items():
+            self._live[name].copy_(tensor, non_blocking=True)
+        self._runtime.finish()
+        self._subscriber.release(version)
+        return fingerprint(self._live)
+
+    def close(self) -> None:
+        """Leave."""
+        self._subscriber.close()
+
+
+def fingerprint(tensors: dict[str, torch.Tensor]) -> list[int]:
+    """A number for each tensor, by name; equal for equal bits."""
+    found = []
+    for name in SHAPES:
+        bits = tensors[name].view(torch.int16).flatten().long()
+        found.append(int((bits * torch.arange(1, bits.numel() + 1, device=bits.device)).sum()))
+    return found
+
+
+def receive(engine: str, device: torch.device) -> None:
+    """Serve the other process, which says on standard input what is to be done."""
+    line = Line(socket.socket(fileno=0))
+    asked = line.receive()
+    assert asked is not None
+    rollout = Rollout(asked["address"], engine, device)
+    line.send({"ready": True})
+    while (asked := line.receive()) is not None:
+        line.send({"fingerprint": rollout.commit(asked["commit"])})
+    rollout.close()
+
+
+class Replica:
+    """The receiving process as the coordinator sees it."""
+
+    name = "rollout-0"
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self.fingerprint: list[int] = []
+
+    def subscriber_names(self) -> list[str]:
+        """Of its one rank."""
+        return ["rollout-0/0"]
+
+    async def commit(self, version: int) -> CommitReport:
+        """Have it load a version."""
+        answer = await asyncio.to_thread(self._ask, version)
+        self.fingerprint = answer["fingerprint"]
+        return CommitReport(version, blocked_s=0.0)
+
+    def _ask(self, version: int) -> dict[str, Any]:
+        self._line.send({"commit": version})
+        answer = self._line.receive(_DEADLINE_S)
+        if answer is None:
+            raise RuntimeError("the receiving process has died")
+        return dict(answer)
+
+    async def rollback(self, version: int) -> None:
+        """Not expected."""
+        raise RuntimeError(f"version {version} was taken back")
+
+    async def quarantine(self, error: Exception) -> None:
+        """Not expected."""
+        raise error
+
+
+def sync(engine: str, codec: str, device: torch.device) -> int:
+    """Carry some versions, each bit for bit; how many."""
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "benchmarks.gpu.sanitizer", "--receive", engine, "--device", device.type]
+    with theirs:
+        child = subprocess.Popen(command, stdin=theirs.fileno(), stdout=sys.stderr.fileno(), env=dict(os.environ))  # noqa: S603
+    line = Line(ours)
+    closing: list[Any] = []
+    try:
+        rendezvous = Rendezvous.host()
+        line.send({"address": rendezvous.address.to_plain()})
+        if line.receive(_DEADLINE_S) is None:
+            raise RuntimeError("the receiving process has died")
+        generator = torch.Generator().manual_seed(0)
+        live = {name: torch.randn(shape, generator=generator).to(device) for name, shape in SHAPES.items()}
+        publisher = Publisher(
+            "trainer-0",
+            rendezvous.address,
+            shards=[LocalShard.whole(SPECS[name], tensor) for name, tensor in live.items()],
+            engine=CheckpointEngineRegistry().create(engine),
+            bucket_bytes=1 << 20,
+            deadline_s=_DEADLINE_S,
+            codec=codec,
+        )
+        replica = Replica(line)
+        config = SyncConfig(codec=codec, deadline_s=_DEADLINE_S, stall_s=_DEADLINE_S, retries=0)
+        coordinator = Coordinator(rendezvous, ["trainer-0"], [replica], config)
+        closing += [coordinator, publisher]
+        for version in range(1, VERSIONS + 1):
+            publisher.publish(version)
+            publisher.fence()
+            asyncio.run(coordinator.sync(version))
+            expected = fingerprint({name: tensor.bfloat16() for name, tensor in live.items()})
+            if replica.fingerprint != expected:
+                raise RuntimeError(f"version {version} arrived with other bits over {engine}, {codec}")
+            for tensor in live.values():
+                tensor.view(-1)[:: 97 + version].mul_(1.5)  # the optimizer's step
+    finally:
+        for part in closing:
+            part.close()
+        line.close()
+        try:
+            child.wait(_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+    if child.returncode:
+        raise RuntimeError(f"the receiving process ended with {child.returncode}")
+    return VERSIONS
+
+
+def main() -> int:
+    """Sync over every engine; exit code 1 as soon as there is a race, or a wrong bit."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=sorted(ENGINES))
+    parser.add_argument("--engine", action="append")
+    parser.add_argument("--receive", metavar="ENGINE", help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    device = numbered_device(options.device)
+    if options.device == "cuda":
+        watch_every_thread()
+    if options.receive:
+        receive(options.receive, device)
+        return 0
+    figures: dict[str, Any] = {}
+    for engine in options.engine or ENGINES[options.device]:
+        for codec in ("dense", "delta"):
+            figures[f"versions over {engine}, {codec}"] = sync(engine, codec, device)
+    text = json.dumps(figures) + "\n"
+    print(text)
+    if options.json is not None:
+        options.json.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,297 @@
+"""`make gpu` as far as it needs no GPU: what it runs, how steps end, what it says of what is missing, and its report."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from waiting import HANG_S, wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+FACTS: Mapping[str, Any] = {
+    "torch": "2.11.0+cu130", "cuda": "13.0", "devices": [{"name": "H1", "memory_bytes": 1}], "missing": {}, "driver": "580.1",
+    "optional": [], "nccl": "2.28.3", "python": "3.12.1", "system": "Linux x86_64",
+}  # fmt: skip
+
+
+def step(gpu: ModuleType, name: str, program: str, **more: Any) -> Any:
+    """A step that runs some Python."""
+    values = {"part": "one", "about": "something", "figures": lambda _: {}, "limit_s": 60.0} | more
+    return gpu.running.Step(name=name, command=("-c", program, "{out}"), **values)
+
+
+def run(gpu: ModuleType, one: Any, folder: Path, left_s: float = 60.0, facts: Mapping[str, Any] = FACTS) -> Any:
+    return gpu.running.run_step(one, facts, folder, left_s, dict(os.environ))
+
+
+# -- what is missing ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"torch": "", "torch_missing": "ModuleNotFoundError: No module named 'torch'"}, "make gpu PYTHON="),
+        ({"torch": "2.5.1"}, "2.9 or newer"),
+        ({"cuda": ""}, "without CUDA"),
+        ({"devices": []}, "nvidia-smi"),
+        ({"missing": {"pydantic": "ModuleNotFoundError", "xxhash": "no"}}, "-m pip install pydantic xxhash"),
+        ({"missing": {"pydantic": "no"}}, "--target .cache/gpu-packages pydantic"),
+    ],
+)
+def test_what_is_missing_is_said_with_what_to_do(gpu: ModuleType, changed: dict[str, Any], words: str) -> None:
+    assert gpu.checkout.what_is_missing(FACTS) == []
+    assert words in "\n".join(gpu.checkout.what_is_missing({**FACTS, **changed}))
+
+
+def test_the_probe_tells_what_this_python_has(gpu: ModuleType) -> None:
+    facts = gpu.probe.look()
+    assert facts["missing"] == {}
+    assert facts["torch"]
+    assert json.loads(json.dumps(facts)) == facts
+
+
+def test_the_checkout_runs_without_being_installed(gpu: ModuleType, tmp_path: Path) -> None:
+    """With its engines, its suites and its command, beside packages of which none is weightlane."""
+    gpu.checkout.make_importable(tmp_path / "path")
+    program = (
+        "import sys; from importlib.metadata import entry_points, version; import weightlane.sync.bench\n"
+        "from weightlane.ckpt_engines import CheckpointEngineRegistry as R\n"
+        "assert all('editable' not in str(finder) for finder in sys.meta_path)\n"
+        "suites = entry_points(group='weightlane.conformance').names\n"
+        "print(version('weightlane'), R().engine_class('shm').__name__, {'nccl', 'hccl'} < suites)"
+    )
+    path = os.pathsep.join([str(tmp_path / "path"), sysconfig.get_path("purelib")])
+    command = [sys.executable, "-S", "-c", program]  # without what pip's editable install puts into every process
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split() == ["0.1.0", "ShmEngine", "True"], done.stderr
+
+
+def test_the_folders_are_those_of_the_wheel(gpu: ModuleType) -> None:
+    assigned = [node for node in ast.parse((ROOT / "setup.py").read_text()).body if isinstance(node, ast.Assign)]
+    folders = next(node.value for node in assigned if getattr(node.targets[0], "id", "") == "FOLDERS")
+    assert ast.literal_eval(folders) == gpu.checkout.FOLDERS
+
+
+# -- steps ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_has_its_figures_or_says_why_it_failed_without_paths_of_the_machine(
+    gpu: ModuleType, tmp_path: Path
+) -> None:
+    program = "import sys; open(sys.argv[1], 'w').write('7')"
+    passed = run(gpu, step(gpu, "writes", program, figures=lambda path: {"GB/s": int(path.read_text())}), tmp_path)
+    assert (passed.outcome, passed.figures, passed.why) == ("passed", {"GB/s": 7}, "")
+    failed = run(gpu, step(gpu, "fails", "raise OSError('no /home/somebody/model.bin here')"), tmp_path)
+    assert (failed.outcome, failed.why) == ("failed", "OSError: no model.bin here")
+    unread = run(gpu, step(gpu, "odd", program, figures=lambda path: json.loads(path.read_text())["x"]), tmp_path)
+    assert unread.outcome == "failed"
+    assert "findings" in unread.why
+
+
+def test_a_step_that_takes_too_long_ends_with_all_that_it_started(gpu: ModuleType, tmp_path: Path) -> None:
+    program = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "open(sys.argv[1], 'w').write(str(child.pid)); time.sleep(600)"
+    )
+    slow = step(gpu, "slow", program, limit_s=6.0, figures=lambda path: {"pid": int(path.read_text())})
+    late = run(gpu, slow, tmp_path)
+    assert late.outcome == "took too long"
+    wait_until(
+        lambda: not Path(f"/proc/{late.figures['pid']}/cmdline").exists() or not _runs(late.figures["pid"]), "end"
+    )
+
+
+def _runs(pid: int) -> bool:
+    return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+
+
+def test_a_step_for_which_something_is_missing_or_no_time_is_left_is_not_run(gpu: ModuleType, tmp_path: Path) -> None:
+    needy = run(gpu, step(gpu, "needy", "1/0", needs=lambda facts: f"it has {len(facts['devices'])}"), tmp_path)
+    assert (needy.outcome, needy.why) == ("not run", "it has 1")
+    late = run(gpu, step(gpu, "late", "1/0"), tmp_path, left_s=1.0)
+    assert (late.outcome, late.seconds) == ("not run", 0.0)
+
+
+def test_what_is_run_exists_and_fits_into_its_time(gpu: ModuleType, tmp_path: Path) -> None:
+    every = gpu.steps.steps({**FACTS, "devices": FACTS["devices"] * 8}, tmp_path / "ini")
+    assert len({one.name for one in every}) == len(every)
+    for one in every:
+        assert one.part in gpu.steps.TOTAL_S
+        assert one.limit_s < gpu.steps.TOTAL_S[one.part]
+        assert str(tmp_path) not in one.shown
+        assert str(ROOT) not in one.shown
+        if one.command[1].startswith("benchmarks."):
+            assert (ROOT / f"{one.command[1].replace('.', '/')}.py").is_file()
+    assert gpu.steps.TOTAL_S["one"] <= 8 * 60
+
+
+def test_every_test_that_needs_a_gpu_is_collected_with_the_configuration_of_its_own(
+    gpu: ModuleType, tmp_path: Path
+) -> None:
+    ini = tmp_path / "pytest.ini"
+    ini.write_text("[pytest]\nmarkers = gpu\n")
+    (tests,) = (one for one in gpu.steps.steps(FACTS, ini) if one.name == "tests")
+    command = [part.format(out=tmp_path / "out") for part in tests.command]
+    env = {key: value for key, value in os.environ.items() if key != "WEIGHTLANE_TEST_STARTS"}  # this session's own log
+    done = subprocess.run(
+        [sys.executable, *command, "--collect-only"], cwd=ROOT, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    for name in ("test_cuda_ipc", "test_delta_kernels", "test_quantised", "test_bench"):
+        assert name in done.stdout
+    assert "whole_conformance" not in done.stdout
+
+
+def test_models_of_the_cache_are_the_smallest_and_the_largest_that_fit(gpu: ModuleType, tmp_path: Path) -> None:
+    for name, size, config in (
+        ("a--small", 10, {"architectures": ["QwenForCausalLM"]}),
+        ("a--middle", 20, {"architectures": ["QwenForCausalLM"]}),
+        ("b--large", 30, {"architectures": ["LlamaForCausalLM"]}),
+        ("b--quantised", 40, {"architectures": ["LlamaForCausalLM"], "quantization_config": {}}),
+        ("c--other", 5, {"architectures": ["BertModel"]}),
+    ):
+        folder = tmp_path / f"models--{name}" / "snapshots" / "1"
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "model.safetensors").write_bytes(bytes(size))
+    assert list(gpu.steps.cached_models(tmp_path)) == ["a/small", "b/large"]
+    assert gpu.steps.cached_models(tmp_path / "none") == {}
+
+
+# -- the report -----------------------------------------------------------------------------------------------------------
+
+
+def results(gpu: ModuleType, outcome: str = "passed") -> list[Any]:
+    return [
+        gpu.running.Result(
+            "one", "one", "what | it shows", "python -m x", "passed", 3.0, figures={"GB/s": 12.345, "n": 3}
+        ),
+        gpu.running.Result(
+            "two", "one", "b", "weightlane y", outcome, why="" if outcome == "passed" else "it was slow"
+        ),
+    ]
+
+
+def test_the_report_has_the_date_the_machine_and_each_figure_with_its_command(gpu: ModuleType, tmp_path: Path) -> None:
+    report = json.loads(json.dumps(gpu.report.report_of(FACTS, "2026-11-25", ["one"], results(gpu))))
+    assert report["passed"]
+    assert (report["date"], report["machine"]["driver"], report["machine"]["torch"]) == (
+        "2026-11-25",
+        "580.1",
+        "2.11.0+cu130",
+    )
+    assert report["steps"][0]["figures"] == {"GB/s": 12.345, "n": 3}
+    table = gpu.report.markdown(report)
+    assert "| one | what / it shows | `python -m x` | passed | 3 | GB/s 12.3; n 3 |" in table
+    document = tmp_path / "page.md"
+    document.write_text(f"before\n{gpu.report.BEGIN}\nold\n{gpu.report.END}\nafter\n")
+    for _ in range(2):
+        gpu.report.put_into(document, table)
+    assert document.read_text() == f"before\n{gpu.report.BEGIN}\n{table}{gpu.report.END}\nafter\n"
+    document.write_text("nothing")
+    with pytest.raises(ValueError, match=r"page\.md lacks"):
+        gpu.report.put_into(document, table)
+
+
+def test_the_documented_page_has_the_markers(gpu: ModuleType) -> None:
+    text = (ROOT / "docs" / "performance.md").read_text()
+    assert text.index(gpu.report.BEGIN) < text.index(gpu.report.END)
+
+
+@pytest.mark.parametrize("outcome", ["failed", "took too long", "not run"])
+def test_one_step_that_did_not_pass_is_enough_for_exit_code_1(gpu: ModuleType, tmp_path: Path, outcome: str) -> None:
+    options = gpu.__main__.options_of(["--out", str(tmp_path)])
+    report = gpu.report.report_of(FACTS, "2026-11-25", ["one"], results(gpu, outcome))
+    assert gpu.__main__.publish(report, options) == 1
+    assert json.loads((tmp_path / "gpu.json").read_text()) == report
+    assert "it was slow" in (tmp_path / "gpu.md").read_text()
+    shown = ["--show", str(tmp_path / "gpu.json"), "--out", str(tmp_path / "again")]
+    assert gpu.__main__.main(shown) == 1
+
+
+def test_a_failure_hides_no_other_step(gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = [step(gpu, "bad", "raise SystemExit(3)"), step(gpu, "good", ""), step(gpu, "other", "", part="multi")]
+    monkeypatch.setattr(gpu.__main__, "steps", lambda *_: planned)
+    monkeypatch.setattr(gpu.__main__, "probe", lambda _: dict(FACTS))
+    assert gpu.__main__.main(["--out", str(tmp_path)]) == 1
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert [(one["name"], one["outcome"]) for one in found["steps"]] == [("bad", "failed"), ("good", "passed")]
+    assert gpu.__main__.main(["--out", str(tmp_path), "--only", "good", "--parts", "one,multi"]) == 0
+    assert gpu.__main__.main(["--out", str(tmp_path), "--only", "none"]) == 2
+    with pytest.raises(SystemExit):
+        gpu.__main__.main(["--parts", "two"])
+
+
+def test_where_nothing_can_run_the_exit_code_is_2(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu.__main__, "probe", lambda _: {**FACTS, "devices": []})
+    assert gpu.__main__.main([]) == 2
+    assert "sees no CUDA device" in capsys.readouterr().err
+
+
+# -- figures, and the programs on a CPU -----------------------------------------------------------------------------------
+
+
+def test_figures_of_tests_and_of_the_benchmark_are_taken_from_their_files(gpu: ModuleType, tmp_path: Path) -> None:
+    junit = tmp_path / "junit.xml"
+    junit.write_text('<testsuites><testsuite tests="9" failures="1" errors="1" skipped="2"/></testsuites>')
+    assert gpu.steps.counted(junit) == {"passed": 5, "failed": 2, "skipped": 2}
+    junit.write_text('<testsuites><testsuite tests="2" failures="0" errors="0" skipped="2"/></testsuites>')
+    with pytest.raises(ValueError, match="no test has run"):
+        gpu.steps.counted(junit)
+
+
+def test_the_benchmarks_own_report_gives_figures(gpu: ModuleType, tmp_path: Path) -> None:
+    from weightlane.sync.bench import BenchReport, BenchSettings, run_bench
+
+    report = run_bench(BenchSettings(receivers=1, rounds=1, loops=True, loop_s=0.1, deadline_s=HANG_S))
+    assert isinstance(report, BenchReport)
+    (tmp_path / "bench.json").write_text(json.dumps(report.model_dump(mode="json")))
+    figures = gpu.steps.benched(tmp_path / "bench.json")
+    assert figures["shm dense: latency, ms"] > 0
+    assert "," in figures["shm dense: training and decode keep"]
+    assert not any("WRONG" in name or "NOT MEASURED" in name for name in figures)
+
+
+@pytest.mark.parametrize("program", ["kernels", "snapshot", "sanitizer"])
+def test_the_programs_run_on_a_cpu_too(
+    gpu: ModuleType, program: str, tmp_path: Path, children: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"kernels": ["--mib", "2"], "snapshot": ["--mib", "8", "--step-ms", "2"], "sanitizer": []}[program]
+    out = tmp_path / "out.json"
+    monkeypatch.chdir(ROOT)
+    command = ["-m", f"benchmarks.gpu.{program}", "--device", "cpu", "--json", str(out), *sizes]
+    status, _, errors = children.run(command)
+    assert status == 0, errors
+    figures = gpu.steps._as_they_are(out)
+    assert figures
+
+
+def test_bits_that_a_device_gets_wrong_are_noticed(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    from weightlane.ckpt_engines.devices import HOST, runtime_of
+
+    kernels = gpu.kernels
+    real: Callable[..., Any] = kernels.decode
+
+    def other(*arguments: Any, **more: Any) -> Any:
+        patch = real(*arguments, **more)
+        for run_ in patch.scattered:
+            run_.values[0] ^= 1
+        return patch
+
+    monkeypatch.setattr(kernels, "decode", other)
+    with pytest.raises(AssertionError, match="new weights"):
+        kernels.delta(runtime_of(HOST), 2)
