@@ -71,8 +71,8 @@ class DeltaDecoding:
         prepare: What is to be made of it.
         deadline: Nobody waits longer.
         part: Whose it is, for errors.
-        runtime: Of the device on which its buckets are.
-        stream: The stream of that device on which it is decoded; None on a CPU.
+        runtime: Of the device on which it is prepared.
+        stream: Of that device, on which whatever `prepare` starts is done when `result` returns; None on a CPU.
     """
 
     def __init__(

@@ -112,15 +112,14 @@ class Subscriber(Participant):
         self._needed = needed
         self._limit = staging_limit_bytes
         self._device = buffer_device(engine, device, name)
-        self._live_device = device or HOST
-        live = runtime_of(self._live_device)
-        self._staging = Staging(name, staging_limit_bytes, self._device, self._hand_out, live)
+        self._live_runtime = runtime_of(device or HOST)
+        self._staging = Staging(name, staging_limit_bytes, self._device, self._hand_out, self._live_runtime)
         self._in_place = commit == "in_place"
         self._bucket = torch.empty(0, dtype=torch.uint8, device=self._device)
         """What buckets are received into that are not staged; the staging thread's."""
         self._stream: LiveStream | None = None
         """The newest version that is taken in place."""
-        self._decoding_stream = runtime_of(self._device).new_stream()
+        self._decoding_stream = self._live_runtime.new_stream()
         self._receiver: ReceiverLink | None = None
         """Where one sender has everything."""
         self._halves: LinkHalves | None = None
@@ -224,7 +223,7 @@ class Subscriber(Participant):
 
     def _open_half(self) -> tuple[dict[str, Any], EngineTraits | None]:
         if not self._engine.capabilities.persistent:
-            self._halves = LinkHalves(self.name, self._engine, self._device, copied_to=self._live_device)
+            self._halves = LinkHalves(self.name, self._engine, self._device, copied_to=self._live_runtime.device)
             return {}, None
         self._receiver = receiver_link(self._engine, self.name, self._device)
         return address_of(self._receiver, self.name), None
@@ -424,7 +423,7 @@ class Subscriber(Participant):
             self._show_from(manifest.version, receiving)
         elif self._bucket.numel() < nbytes * len(receiving.sources):
             self._bucket = self._bucket[:0].clone()  # the old memory goes before the new one comes
-            self._bucket = new_memory(nbytes * len(receiving.sources), self._device, runtime_of(self._live_device))
+            self._bucket = new_memory(nbytes * len(receiving.sources), self._device, self._live_runtime)
         rooms = {source.sender: self._bucket[at * nbytes :] for at, source in enumerate(receiving.sources)}
         ready = Ready(name=self.name, session=receiving.session, version=manifest.version)
         turn, told = threading.Lock(), False
@@ -473,7 +472,8 @@ class Subscriber(Participant):
     def _receive_delta(self, job: Job, prepare: Callable[[IncomingDelta], Any]) -> Any:
         """What `prepare` makes of a delta: each segment is decoded while the buckets behind it are on their way."""
         manifest = job.manifest
-        runtime, stream = runtime_of(self._device), self._decoding_stream
+        # What is prepared may be on the live model's device, wherever buckets come to.
+        runtime, stream = self._live_runtime, self._decoding_stream
         decoding = DeltaDecoding(manifest, prepare, job.deadline, self.name, runtime, stream)
 
         def place(arrival: Arrival) -> torch.Tensor:

@@ -33,6 +33,7 @@ from weightlane.sync import (
     TensorSpec,
 )
 from weightlane.sync.codecs.delta import cuda_kernels
+from weightlane.sync.staged_delta import StagedDelta
 
 TRAINER_DEVICE, ROLLOUT_DEVICE = torch.device("cuda", 2), torch.device("cuda", 3)
 """Not number 0, which is current in every new thread."""
@@ -76,7 +77,10 @@ class Run:
         options = {} if engine == "gloo" else {"socket_dir": str(tmp_path)}
         self.rendezvous = Rendezvous.host()
         self.live = self.on_device(TRAINER_DEVICE, 0)
-        self.model = self.on_device(ROLLOUT_DEVICE, 0)
+        self.model: dict[str, Any] = {
+            name: torch.zeros(shape, dtype=torch.bfloat16, device=ROLLOUT_DEVICE) for name, shape in SHAPES.items()
+        }
+        runtime_of(ROLLOUT_DEVICE).finish()
         expected = {name: ExpectedTensor(shape, frozenset({torch.bfloat16})) for name, shape in SHAPES.items()}
         address = self.rendezvous.address
         self.subscriber = Subscriber(
@@ -120,10 +124,16 @@ class Run:
 
     async def commit(self, version: int) -> CommitReport:
         runtime = runtime_of(ROLLOUT_DEVICE)
+        if (delta := self.subscriber.take_delta(version)) is not None:
+            with runtime.on(runtime.new_stream()):
+                delta.swap(self.model)
+                runtime.finish()
+            return CommitReport(version, blocked_s=0.0)
         with runtime.on(runtime.new_stream()):
             taken = self.subscriber.take(version)
             self.look(taken.values())
-            self.model = {name: tensor.clone() for name, tensor in taken.items()}
+            for name, tensor in taken.items():
+                self.model[name].copy_(tensor, non_blocking=True)
             runtime.finish()
         self.subscriber.release(version)
         return CommitReport(version, blocked_s=0.0)
@@ -205,6 +215,21 @@ def test_a_refused_registration_leaves_no_error_behind_for_the_next_kernel(
     assert cleared == [TRAINER_DEVICE]
     runtime.unregister_host(4096)
     assert not world.registered
+
+
+@pytest.mark.parametrize("world", range(6), indirect=True)
+@pytest.mark.parametrize("engine", ["cuda_ipc", "shm"])
+def test_a_delta_for_the_live_weights_is_ready_on_their_device_when_it_is_taken(
+    engine: str, world: World, tmp_path: Path
+) -> None:
+    run = Run(world, tmp_path, engine, codec="delta")
+    run.subscriber.prepare_delta = lambda delta: StagedDelta.of(delta).to(ROLLOUT_DEVICE)
+    for version in (1, 2, 3):
+        run.train(version, every=1 if version == 1 else 50)
+        assert run.carry(version).codec == ("dense" if version == 1 else "delta")
+        assert not world.violations, names(world.violations)
+        assert run.agree()
+    run.close()
 
 
 def unfinished(_: World, patch: pytest.MonkeyPatch) -> None:
