@@ -8,6 +8,7 @@ waited for by blocking in C++. Several are under way at a time, each on a thread
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,12 +23,14 @@ from ._waiting import run_bounded
 from .contract import Bucket, Capabilities, Delivery, Topology, WeightReceiver, WeightSender
 from .deadline import Deadline
 from .errors import ProtocolError
-from .process_group import Group, abandon_gloo, open_process_group, start_broadcast, translated
+from .process_group import Group, abandon_gloo, keep_for_ever, open_process_group, start_broadcast, translated
 
 _AT_A_TIME = 8
 """Transfers of a group that gloo works on at a time; a receiver asks for each before its bytes come, half a round trip early."""
 _GRACE_S = 0.05
 """How much longer than the code that connects, which knows better who is missing, whoever waits for it does."""
+_END_S = 1.0
+"""How long transfers that are under way may take to fail once the half is closed."""
 _NEVER_S = 10 * 365 * 86400.0
 
 
@@ -37,12 +40,16 @@ class _Transfer:
     def __init__(self, work: dist.Work, life: Lifecycle) -> None:
         self._work: dist.Work | None = work
         self._life = life
-        self.done = False
+        self._ended = threading.Event()
         work.get_future().add_done_callback(self._finished)
 
     def _finished(self, _: object) -> None:
-        self.done = True  # the work itself says so only a moment after its future
+        self._ended.set()  # the work itself says so only a moment after its future
         self._life.ring()
+
+    def done(self, within_s: float = 0.0) -> bool:
+        """Whether it has ended, or does so within so many seconds."""
+        return self._ended.wait(within_s)
 
     def result(self) -> None:
         """Raise the RuntimeError it failed with, if any."""
@@ -116,7 +123,7 @@ class _Half:
 
     def _wait_for(self, posted: _Posted, deadline: Deadline) -> None:
         peers = ", ".join(posted.peers)
-        while not all(transfer.done for transfer in posted.transfers):
+        while not all(transfer.done() for transfer in posted.transfers):
             self._life.wait({}, deadline.remaining_s)
             deadline.check(posted.what, part=self._life.part, peer=peers)
         with translated(self._life.part, deadline, posted.what, peers):
@@ -129,14 +136,17 @@ class _Half:
 
     def _release(self) -> None:
         """Gloo has no abort, and waits for what is under way when it is destroyed: have that fail first."""
-        unfinished = {
-            key
+        unfinished = [
+            (key, transfer)
             for posted in self._posted
             for key, transfer in zip(posted.groups, posted.transfers, strict=False)
-            if not transfer.done
-        }
-        for key in unfinished:
+            if not transfer.done()
+        ]
+        for key in dict(unfinished):
             abandon_gloo(self._groups[key])
+        deadline = Deadline.after(_END_S)
+        for key in {key for key, transfer in unfinished if not transfer.done(deadline.remaining_s)}:
+            keep_for_ever(self._groups[key])
         self._posted.clear()
         self._groups.clear()
         self._places.clear()

@@ -7,6 +7,7 @@ the bare backend classes over a store of their own.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import os
 import socket
@@ -266,6 +267,15 @@ def abandon_gloo(group: Group) -> None:
     neighbour = (group.rank() + 1) % group.size()
     with contextlib.suppress(RuntimeError):
         group.recv([torch.empty(1, dtype=torch.uint8)], neighbour, 2**31 - 1).wait(timedelta(milliseconds=1))
+
+
+def keep_for_ever(group: Group) -> None:
+    """Never destroy a gloo group, not even when the program ends: for one whose destructor would wait without end.
+
+    gloo loses an operation that begins at the moment when its connection breaks. Nothing makes it fail any more. One thread and
+    the operation's memory are lost with it.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 @contextlib.contextmanager

@@ -189,7 +189,8 @@ class Participant(ABC):
         try:
             self._tell(Failed(name=self.name, session=session, version=version, error=ours.to_wire()))
         except WeightlaneError:
-            _log.warning("%s: could not report a failure, the coordinator is gone: %s", self.name, ours)
+            # Whoever waits here learns that the coordinator is gone; a script that ends has nothing to hear.
+            _log.info("%s: could not report a failure, the coordinator is gone: %s", self.name, ours)
 
     def _follow(self) -> None:
         while True:

@@ -203,3 +203,29 @@ def test_the_accelerator_backends_say_what_is_missing_instead_of_failing_in_c_pl
 def test_a_wildcard_address_is_refused_as_an_option(host: str) -> None:
     with pytest.raises(ConfigError, match="wildcard"):
         CheckpointEngineRegistry().create("gloo", {"host": host})
+
+
+LOST = """
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from weightlane.ckpt_engines import Bucket, CheckpointEngineRegistry, Deadline, Topology, gloo
+
+engine = CheckpointEngineRegistry().create("gloo")
+sender, receiver = engine.make_sender("t", torch.device("cpu")), engine.make_receiver("r", torch.device("cpu"))
+topology = Topology("s", {"t": sender.address()}, {"r": receiver.address()}, key=bytes(32))
+with ThreadPoolExecutor(1) as threads:
+    joining = threads.submit(receiver.connect, topology, {}, Deadline.after(60))
+    sender.connect(topology, {}, Deadline.after(60))
+    joining.result()
+gloo.abandon_gloo = lambda group: None
+receiver.post(Bucket(1, 0, torch.zeros(8, dtype=torch.uint8)), "t")
+receiver.close()
+del receiver
+gloo.keep_for_ever(sender._groups["everyone"])  # its end would be the transfer's, too
+print("closed")
+"""
+
+
+def test_a_receiver_whose_transfer_gloo_has_lost_can_be_closed_and_its_program_ends(children: Any) -> None:
+    assert children.run(["-c", LOST]) == (0, "closed\n", "")
