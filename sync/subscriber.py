@@ -424,7 +424,8 @@ class Subscriber(Participant):
         elif self._bucket.numel() < nbytes * len(receiving.sources):
             self._bucket = self._bucket[:0].clone()  # the old memory goes before the new one comes
             self._bucket = new_memory(nbytes * len(receiving.sources), self._device, self._live_runtime)
-        rooms = {source.sender: self._bucket[at * nbytes :] for at, source in enumerate(receiving.sources)}
+        # For each link: an engine that can only broadcast has several between the same two ranks.
+        rooms = {source: self._bucket[at * nbytes :] for at, source in enumerate(receiving.sources)}
         ready = Ready(name=self.name, session=receiving.session, version=manifest.version)
         turn, told = threading.Lock(), False
 
@@ -437,7 +438,7 @@ class Subscriber(Participant):
                 stream.offer(arrival.index, data)
 
         def place(arrival: Arrival) -> torch.Tensor:
-            return rooms[arrival.source.sender][: job.length(arrival)]
+            return rooms[arrival.source][: job.length(arrival)]
 
         if looks:
             self._intake.view_all(job, write)

@@ -143,7 +143,7 @@ class Rollout:
         stream.begin()
         for piece in stream.pieces():
             live[piece.name].view(-1)[piece.start : piece.start + piece.values.numel()] = piece.values
-        self.live = {(name, Box.whole(self._specs[name].shape)): tensor for name, tensor in live.items()}
+        self.live = {(spec.name, box): live[spec.name][box.index].clone() for spec, box in self._needed.slices}
 
     async def rollback(self, version: int) -> None:
         raise AssertionError(version)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from cases import covering
 from direct_hop import EVERYTHING, LAYOUTS, SPECS, TP2, MakeHop, copies, rows, values
 
-from weightlane.ckpt_engines import ManifestError, ProtocolError, QuorumError
+from weightlane.ckpt_engines import Delivery, ManifestError, ProtocolError, QuorumError
+from weightlane.ckpt_engines.gloo import GlooEngine
 from weightlane.sync import LocalShard, Placement, TensorSpec
 from weightlane.sync.boxes import Box
 from weightlane.sync.replica_check import ReplicaCheck
@@ -34,6 +36,17 @@ def test_what_is_written_in_place_out_of_slices_is_the_version_bit_for_bit(
 ) -> None:
     run = hop(engine, *LAYOUTS[layout], [EVERYTHING, EVERYTHING], commit="in_place")
     for version in (1, 2):
+        run.serve(version)
+
+
+def test_buckets_that_one_sender_broadcasts_to_several_sets_of_ranks_are_written_in_place_beside_each_other(
+    hop: MakeHop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last rank has three connections to each sender: their buckets come at the same time."""
+    broadcasts = replace(GlooEngine.capabilities, delivery=frozenset({Delivery.BROADCAST}))
+    monkeypatch.setattr(GlooEngine, "capabilities", broadcasts)
+    run = hop("gloo", *LAYOUTS["a mesh"], [*TP2, EVERYTHING], commit="in_place")
+    for version in (1, 2, 3):
         run.serve(version)
 
 
