@@ -1,4 +1,4 @@
-"""What the command prints: nothing that is not its own in between, and texts of others as they are."""
+"""Prints the command's own output, keeps what other modules print out of it, and shows foreign text unchanged."""
 
 from __future__ import annotations
 

@@ -293,7 +293,8 @@ class HalfProcess:
             leave(at_once - 1)
             data = torch.full((parcel.nbytes,), UNTOUCHED, dtype=torch.uint8, device=self._device)
             said = self.receiver.post(self._bucket(parcel, data), sender, deadline)
-            assert said == (str(parcel.seed) if self._meets else ""), f"the checksum {said!r} came with it"
+            wanted = str(parcel.seed) if self._meets else ""
+            assert said == wanted, f"expected the checksum {wanted!r} with bucket {parcel.number}, it was {said!r}"
             under_way.append((parcel, data))
             if at_once == 1:
                 leave(0)

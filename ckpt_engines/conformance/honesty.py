@@ -1,4 +1,4 @@
-"""An engine that declares an ability has it: in memory that is not copied, in addresses that are told apart, in its classes."""
+"""Checks that an engine has the abilities that it declares: its classes, memory that is not copied, addresses that name a host."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NEXT = str.maketrans(digits + ascii_lowercase, digits[1:] + digits[0] + ascii_l
 
 
 class HonestyChecks(ConformanceBase):
-    """Declared, and true."""
+    """Checks that an engine has the abilities that it declares."""
 
     def test_halves_implement_what_the_engine_declares(
         self, engine_name: str, engine_options: Mapping[str, Any], capabilities: Capabilities, device: str
@@ -70,9 +70,9 @@ class HonestyChecks(ConformanceBase):
         receiver.stop()
         parcel = Parcel(1, 0, LARGE, 1)
         connection.start_send([parcel])
-        if not self._waits(connection.sender):
+        if unclear := self._keeps_waiting(connection.sender):
             receiver.resume()
-            pytest.skip("send was over while its receiver was frozen, so a copy cannot be told from none")
+            pytest.skip(f"{unclear}, so a copy cannot be told from none")
         try:
             forget_peak(connection.sender.pid)
         except OSError as error:
@@ -88,16 +88,16 @@ class HonestyChecks(ConformanceBase):
             f"expected no further copy of {LARGE} allocated bytes, the sender's process grew by {grown} while it sent them"
         )
 
-    def _waits(self, sender: RemoteHalf) -> bool:
-        """Whether `sender` has come to wait in its call, rather than to its end: it sleeps, and its memory stays as it is."""
+    def _keeps_waiting(self, sender: RemoteHalf) -> str:
+        """Look until `sender` waits in its call: it sleeps, and its memory stays as it is. Why not, if it does not come to that."""
         steady, last, end = 0, -1, time.monotonic() + self.deadline_s
         while steady < _STEADY_LOOKS and time.monotonic() < end:
             if first_answers([sender], _LOOK_S):
-                return False
+                return "send was over while its receiver was frozen"
             now, _ = own_memory(sender.pid)
             steady = steady + 1 if sleeps(sender.pid) and now == last else 0
             last = now
-        return True
+        return "" if steady == _STEADY_LOOKS else "the sender did not come to rest"
 
     def test_an_engine_of_one_host_refuses_an_address_of_another_in_words(
         self, halves: ConnectionMaker, capabilities: Capabilities

@@ -1,4 +1,4 @@
-"""What a check does to a half from outside: finds its listening sockets, knocks there, and records what goes through them."""
+"""Looks at a half's process from outside: finds its listening sockets, connects to them, and records what goes through them."""
 
 from __future__ import annotations
 
