@@ -56,7 +56,7 @@ class DeadlineChecks(ConformanceBase):
         frozen = connection.receivers[1]
         frozen.stop()
         connection.start_send([Parcel(1, 0, LARGE, 1)], deadline_s=self.expiring_s)
-        connection.start_receive(connection.receivers[0], [Parcel(1, 0, LARGE, 1)], deadline_s=self.expiring_s)
+        connection.start_receive(connection.receivers[0], [Parcel(1, 0, LARGE, 1)], deadline_s=self.deadline_s)
         self.failure(connection.sender, DeadlineExceededError, names=frozen.name, between_s=self.late(self.expiring_s))
 
     def test_receive_ends_by_its_deadline_when_nothing_is_sent(self, connected: ConnectionMaker) -> None:

@@ -269,9 +269,15 @@ def test_peers_see_a_close_though_a_call_of_the_closed_half_does_not_end(
     sessions: Sessions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = sessions("a")
-    stuck = threading.Event()
-    monkeypatch.setattr(sender_of(session), "flush", lambda *_: stuck.wait(HANG_S))
+    begun, stuck = threading.Event(), threading.Event()
+
+    def flush(*_: object) -> None:
+        begun.set()
+        stuck.wait(HANG_S)
+
+    monkeypatch.setattr(sender_of(session), "flush", flush)
     flushing = session.threads.submit(session.sender.flush, never())
+    assert begun.wait(HANG_S)
     session.sender.close()
     with pytest.raises(PeerLostError):
         session.receivers["a"].post(bucket(), "s", never())
