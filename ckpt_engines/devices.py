@@ -36,7 +36,7 @@ def checked_device(device: torch.device | str, part: str = "device") -> torch.de
 
 
 class DeviceRuntime:
-    """Of one device. This class is that of the CPU, where everything is done when the call that does it returns.
+    """Streams, events and host memory of one device. This class: the CPU, whose calls have done everything when they return.
 
     Streams and events are None there. Use `runtime_of` instead of making one.
     """

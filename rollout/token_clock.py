@@ -84,7 +84,7 @@ class TokenClock:
             except TimeoutError:
                 now = self._now()
                 waits = [now - last for request_id in watched if (last := self._last.get(request_id)) is not None]
-                self.gaps_s[version] = max(self.gaps_s[version], *waits)
+                self.gaps_s[version] = max([self.gaps_s[version], *waits])
                 break
         return self.gaps_s[version]
 

@@ -350,7 +350,7 @@ class RolloutWorker:
         engine, self._engine = self._engine, None
         if engine is None:
             return
-        await asyncio.gather(*self._tellings)
+        await asyncio.gather(*self._tellings, return_exceptions=True)
         # A dead or hung engine cannot leave its publisher; the shutdown below ends its processes all the same.
         with suppress(Exception):
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):

@@ -16,16 +16,20 @@ import resource
 import socket
 import struct
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import chain
 
+from weightlane.ckpt_engines import as_weightlane_error
 from weightlane.ckpt_engines.toolkit import listen_tcp
 
+from .at_exit import start_thread
 from .control_wire import (
     ANSWER_BYTES,
+    CLOSED_THERE,
     Connection,
     Frame,
     admit,
@@ -39,11 +43,14 @@ from .control_wire import (
 _log = logging.getLogger(__name__)
 COORDINATOR = "coordinator"
 """Name of the coordinator's inbox, which alone may be written to before it is read: trainers may be quicker than it is."""
-_PART = struct.Struct("<HI")
+_ENTRY = struct.Struct("<HI")
 """Lengths of a key and its value."""
 _MOST_STRANGERS = 8192
 """Connections that may wait for their ends to know each other; the one that has waited longest goes when there are more. A
 thousand participants may come at once, and take a while for it."""
+_STORE = "torch store"
+_STRANGER_S = 30.0
+"""How long a connection whose ends do not know each other may stay open when another one comes."""
 _ENDED_SESSIONS = 1024
 """How many sessions are remembered as over, whose stragglers may still put something there."""
 
@@ -67,7 +74,7 @@ class Kind(IntEnum):
     """[member] `VALUE` with whether the key is there."""
     CANCEL = 8
     """[member] Do not answer an earlier question of the same name, whose number and payload are told as a JSON list. `VALUE`, by
-    the number of this frame, with the keys that are in the scope."""
+    the number of this frame, with the keys that are in the scope; nothing if that number is 0."""
     STORE = 9
     """[member] `VALUE` with the port of the torch store."""
     READ = 10
@@ -79,7 +86,7 @@ class Kind(IntEnum):
     VALUE = 13
     """[hub] The answer to what was asked by this number."""
     OVER = 14
-    """[hub] There will be none: the scope's session is over."""
+    """[hub] There will be none; the payload says why."""
 
 
 Send = Callable[..., None]
@@ -88,7 +95,7 @@ Send = Callable[..., None]
 
 @dataclass(eq=False)
 class Member:
-    """Who is connected."""
+    """A participant that is connected, and the inboxes it reads."""
 
     send: Send
     inboxes: set[str] = field(default_factory=set)
@@ -134,7 +141,8 @@ class ControlHub:
         self.traffic = [0, 0]
         """Messages and bytes that went through here, in either direction."""
         self._listener = listen_tcp(host, port)
-        self._spare = socket.socket()  # given up when there is no descriptor left for one more: who comes is told so
+        self._spare: socket.socket | None = socket.socket()
+        """Given up when there is no descriptor left for one more: who comes is told so."""
         self.port: int = self._listener.getsockname()[1]
         self._listener.setblocking(False)
         self._loop = watch(self._listener, self._come)
@@ -142,9 +150,10 @@ class ControlHub:
     # -- members --------------------------------------------------------------------------------------------------------
 
     def _come(self, _: int) -> None:
-        """[loop's thread] Somebody connects, or the hub was closed."""
+        """[loop's thread] Somebody connects, or the hub was closed. Raises nothing: the loop would drop the listener."""
         if self._closed:
-            self._spare.close()
+            if self._spare is not None:
+                self._spare.close()
             for stranger in self._strangers.values():
                 stranger.leave()
             with self._lock:
@@ -153,6 +162,7 @@ class ControlHub:
                 connection.close()
             self._loop.forget(self._listener)
             return
+        self._dismiss_strangers()
         try:
             sock, _address = self._listener.accept()
         except OSError as error:
@@ -162,17 +172,29 @@ class ControlHub:
         stranger = _Stranger(sock, self._silence_s, self._let_in)
         self._strangers[id(stranger)] = stranger
         stranger.begin()
-        if len(self._strangers) > _MOST_STRANGERS:
-            self._strangers.pop(next(iter(self._strangers))).leave()
+
+    def _dismiss_strangers(self) -> None:
+        """Those who have said nothing for too long, and the oldest when there are too many. They are kept in order of coming."""
+        now = time.monotonic()
+        while self._strangers:
+            oldest = next(iter(self._strangers.values()))
+            if len(self._strangers) < _MOST_STRANGERS and now - oldest.since < _STRANGER_S:
+                return
+            del self._strangers[id(oldest)]
+            oldest.leave()
 
     def _turn_away(self, error: OSError) -> None:
+        """Tell who connects that there is no descriptor for it, on the spare one. Another thread may take that: then it waits."""
         _log.warning("a participant was turned away: %s. Raise the limit of open files (ulimit -n).", error)
-        self._spare.close()
+        if self._spare is not None:
+            self._spare.close()
+            self._spare = None
         with contextlib.suppress(OSError):
             sock, _ = self._listener.accept()
             with sock:
                 sock.sendall(refusal())
-        self._spare = socket.socket()
+        with contextlib.suppress(OSError):
+            self._spare = socket.socket()
 
     def _let_in(self, stranger: _Stranger, answer: bytes) -> None:
         """[loop's thread] It has said everything, or nothing more: a member from now on, or gone."""
@@ -191,15 +213,17 @@ class ControlHub:
             return
         member = Member(send=lambda *_: None)
         connection = Connection(
-            sock, keys, lambda frame: self.handle(member, frame), lambda _: self._gone(member, connection)
+            sock, keys, lambda frame: self.handle(member, frame), lambda why: self._gone(member, connection, why)
         )
         member.send = connection.send
         with self._lock:
             self._connections.add(connection)
         connection.start()
 
-    def _gone(self, member: Member, connection: Connection) -> None:
+    def _gone(self, member: Member, connection: Connection, why: str) -> None:
         """[loop's thread] A member's connection has ended."""
+        level = logging.DEBUG if why == CLOSED_THERE or self._closed else logging.WARNING
+        _log.log(level, "the connection of %s has ended: %s", ", ".join(sorted(member.inboxes)) or "a member", why)
         with self._lock:
             self._connections.discard(connection)
             for inbox in member.inboxes:
@@ -241,7 +265,7 @@ class ControlHub:
                     _, read = self._marks.pop(frame.number, ("", lambda _: None))
                 read(frame.name)
             case Kind.STORE:
-                self._answer(member, frame.number, str(self._store_port()).encode())
+                start_thread("weightlane-torch-store", self._tell_store_port, member, frame.number)
             case Kind.PUT | Kind.DELETE:
                 self._change(frame)
             case Kind.GET | Kind.GATHER | Kind.HAS | Kind.CANCEL:
@@ -264,8 +288,12 @@ class ControlHub:
                         continue
             self._send(reader, message, digest)
 
-    def mark(self, inbox: str, read: Callable[[str], None]) -> None:
-        """Call `read` with the inbox's name once everything that was posted to it until now was read, or nobody can any more."""
+    def mark(self, inbox: str, read: Callable[[str], None]) -> int:
+        """Call `read` with the inbox's name once everything that was posted to it until now was read, or nobody can any more.
+
+        Returns the mark's number, for `unmark`.
+        """
+        number = 0
         with self._lock:
             reader = self._readers.get(inbox)
             if reader is not None:
@@ -276,6 +304,13 @@ class ControlHub:
             read(inbox)
         else:
             self._send(reader, Frame(Kind.MARK, number, inbox, b""))
+        return number
+
+    def unmark(self, numbers: Iterable[int]) -> None:
+        """Nobody waits for these marks any more."""
+        with self._lock:
+            for number in numbers:
+                self._marks.pop(number, None)
 
     def forget_session(self, session: str) -> None:
         """Drop everything in scopes of `session` and of its links; who waits there hears that it is over."""
@@ -285,20 +320,20 @@ class ControlHub:
             self._ended[session] = None
             if len(self._ended) > _ENDED_SESSIONS:
                 del self._ended[next(iter(self._ended))]
-            over = [self._scopes.pop(name) for name in list(self._scopes) if self._is_over(name)]
-        for scope in over:
+            over = {name: self._scopes.pop(name) for name in list(self._scopes) if self._is_over(name)}
+        for name, scope in over.items():
             for member, number in chain.from_iterable(scope.waits.values()):
-                self._send(member, Frame(Kind.OVER, number, "", b""))
+                self._send(member, _over(number, name))
 
     def _listen(self, member: Member, inbox: str) -> None:
         with self._lock:
-            self._readers[inbox] = member
             member.inboxes.add(inbox)
-            early: list[Frame] = []
             if inbox == COORDINATOR:
-                early, self._early = self._early, []
-            for message in early:  # under the lock: before what is posted from now on
-                self._send(member, message)
+                for message in self._early:
+                    self._send(member, message)
+                self._early = []
+            # Last: `post` looks without the lock, and what comes from now on has to be behind the rest.
+            self._readers[inbox] = member
 
     def _is_over(self, scope: str) -> bool:
         session = scope.split("/")[1] if "/" in scope else ""
@@ -347,9 +382,18 @@ class ControlHub:
                     scope.waits[wanted].add((member, number))
             self._drop_if_empty(name, scope)
         if answer is not None:
-            self._answer(member, frame.number, answer)
+            if frame.number:
+                self._answer(member, frame.number, answer)
         elif over:
-            self._send(member, Frame(Kind.OVER, frame.number, "", b""))
+            self._send(member, _over(frame.number, name))
+
+    def _tell_store_port(self, member: Member, number: int) -> None:
+        """[thread of its own] Opening the store may take a while: torch looks names up, and connects to itself."""
+        try:
+            self._answer(member, number, str(self._store_port()).encode())
+        except Exception as error:  # noqa: BLE001 - who asked must learn it
+            why = f"the coordinator could not open a torch store: {as_weightlane_error(error, _STORE).message}"
+            self._send(member, Frame(Kind.OVER, number, "", why.encode()))
 
     def _drop_if_empty(self, name: str, scope: _Scope) -> None:
         if not scope.values and not scope.waits:
@@ -370,6 +414,11 @@ class ControlHub:
             return {name: len(scope.values) for name, scope in self._scopes.items() if scope.values}
 
 
+def _over(number: int, scope: str) -> Frame:
+    """The answer to a question about a scope whose session is over."""
+    return Frame(Kind.OVER, number, "", f"the session of mailbox {scope} is over.".encode())
+
+
 def _found(scope: _Scope, wanted: str | int) -> bytes | None:
     """What a wait is answered with, if it is there."""
     if isinstance(wanted, str):
@@ -378,7 +427,7 @@ def _found(scope: _Scope, wanted: str | int) -> bytes | None:
         return None
     if scope.gathered is None:
         parts = ((key.encode(), value) for key, value in scope.values.items())
-        scope.gathered = b"".join(_PART.pack(len(key), len(value)) + key + value for key, value in parts)
+        scope.gathered = b"".join(_ENTRY.pack(len(key), len(value)) + key + value for key, value in parts)
     return scope.gathered
 
 
@@ -386,9 +435,9 @@ def gathered(data: bytes) -> dict[str, bytes]:
     """The values by key that `Kind.GATHER` was answered with."""
     values, place = {}, 0
     while place < len(data):
-        in_key, in_value = _PART.unpack_from(data, place)
-        start = place + _PART.size + in_key
-        values[data[place + _PART.size : start].decode()] = data[start : start + in_value]
+        in_key, in_value = _ENTRY.unpack_from(data, place)
+        start = place + _ENTRY.size + in_key
+        values[data[place + _ENTRY.size : start].decode()] = data[start : start + in_value]
         place = start + in_value
     return values
 
@@ -398,6 +447,7 @@ class _Stranger:
 
     def __init__(self, sock: socket.socket, silence_s: float, heard: Callable[[_Stranger, bytes], None]) -> None:
         self.sock = sock
+        self.since = time.monotonic()
         self.nonce, self._greeting = greeting(silence_s)
         self._heard = heard
         self._answer = b""

@@ -39,16 +39,14 @@ class Asked:
         """Wait for the answer; None when it has not come in time. Raises what it was given up with."""
         done = self._done.wait(deadline.remaining_s)
         if not done or self._error is not None:
-            self._ends.forget(self._number)
+            self._ends.call_off(self._number, self._question)
         if self._error is not None:
             raise self._error
         return self._value if done else None
 
     def present(self) -> list[str]:
-        """Call off what was asked of a scope; the keys that it has, as far as the hub says so at once."""
-        # By another number: the answer to the question itself may be on its way.
-        payload = json.dumps([self._number, self._question.payload.decode()]).encode()
-        found = self._ends.ask(Frame(Kind.CANCEL, 0, self._question.name, payload)).result(Deadline.after(_CANCEL_S))
+        """The keys of the scope that was asked about, as far as the hub says so at once."""
+        found = self._ends.ask(_cancelling(self._number, self._question)).result(Deadline.after(_CANCEL_S))
         return [str(key) for key in json.loads(found)] if found else []
 
 
@@ -89,7 +87,7 @@ class ControlMember:
         if asked is None:
             return  # nobody waits for it any more
         if frame.kind == Kind.OVER:
-            asked.give_up(ClosedError("the session is over.", part=_PART))
+            asked.give_up(ClosedError(frame.payload.decode(errors="replace"), part=_PART))
         else:
             asked.answer(frame.payload)
 
@@ -121,10 +119,12 @@ class ControlMember:
         self.send(numbered)
         return asked
 
-    def forget(self, number: int) -> None:
-        """Nobody waits for the answer to that question any more."""
+    def call_off(self, number: int, question: Frame) -> None:
+        """Nobody waits for the answer to that question any more: the hub need not keep it. Waits for nobody."""
         with self._lock:
-            self._asked.pop(number, None)
+            waited = self._asked.pop(number, None) is not None
+        if waited and question.kind in (Kind.GET, Kind.GATHER):
+            self.send(_cancelling(number, question))
 
     def open_inbox(self, name: str) -> SimpleQueue[Item]:
         """What comes for an inbox from now on."""
@@ -135,6 +135,12 @@ class ControlMember:
                 queue.put(self._over)
         self.send(Frame(Kind.LISTEN, 0, name, b""))
         return queue
+
+
+def _cancelling(number: int, question: Frame) -> Frame:
+    """Calls `question`, asked by that number, off. Numbered itself it is answered: the question's answer may be on its way."""
+    payload = json.dumps([number, question.payload.decode()]).encode()
+    return Frame(Kind.CANCEL, 0, question.name, payload)
 
 
 def next_of(queue: SimpleQueue[Item], timeout_s: float | None) -> Item | None:

@@ -6,8 +6,8 @@ contents and over how many came before it: what was forged, changed, repeated or
 signed by its digest, so one payload for many receivers is hashed once.
 
 The kernel watches the other end: keep-alive probes where nothing is said, and a limit on how long what was said may stay
-unacknowledged. A host that is gone without a word therefore ends the connection after `silence_s` seconds, while a process that
-is merely busy does not.
+unacknowledged. A host that is gone without a word therefore ends the connection after `silence_s` seconds. A process that is only
+busy does not, unless it reads nothing for so long while more waits for it than its socket holds.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ _NONCE_BYTES = 16
 _GREETING, _NO_ROOM = b"WLC1", b"WLC0"
 """What whoever listens says first: that it takes part in this protocol, or that it cannot serve one more connection."""
 _SILENCE_DIGITS = 8
+CLOSED_THERE = "it was closed at the other end"
+"""Why a connection has ended that nothing was wrong with."""
 _HEX = frozenset("0123456789abcdef")
 GREETING_BYTES = len(_GREETING) + 2 * _NONCE_BYTES + _SILENCE_DIGITS
 ANSWER_BYTES = 2 * _NONCE_BYTES + 2 * TAG_BYTES
@@ -56,7 +58,7 @@ _WELCOME_BYTES = 2 * TAG_BYTES
 
 
 class Frame(NamedTuple):
-    """What is sent at once."""
+    """One message on a connection."""
 
     kind: int
     number: int
@@ -66,7 +68,7 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Of one connection, as one of its ends sees them."""
+    """Keys that sign what one end of a connection sends, and what it receives."""
 
     sending: bytes
     receiving: bytes
@@ -353,7 +355,7 @@ class Connection:
                 self._end(os.strerror(error.errno) if error.errno else str(error))
                 return
             if not chunk:
-                self._end("it was closed at the other end")
+                self._end(CLOSED_THERE)
                 return
             try:
                 self._take(chunk)
@@ -368,7 +370,7 @@ class Connection:
         while len(incoming) - place >= _LENGTH.size:
             (nbytes,) = _LENGTH.unpack_from(incoming, place)
             if not TAG_BYTES + _HEAD.size <= nbytes <= MOST_BYTES:
-                raise ProtocolError(f"a frame of {nbytes} bytes.", part=_PART)
+                raise ProtocolError(f"a frame of {nbytes} bytes came, which no member of a run sends.", part=_PART)
             if len(incoming) - place < _LENGTH.size + nbytes:
                 break
             start = place + _LENGTH.size

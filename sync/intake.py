@@ -62,7 +62,7 @@ class _Posted:
 
 
 class _Check:
-    """Of the buckets of one version against their seals.
+    """Compares the buckets of one version with their seals.
 
     Args:
         job: The version.

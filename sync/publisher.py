@@ -237,10 +237,15 @@ class Publisher(Participant):
         if self._fence is not None:  # its snapshot may never have begun
             self._fence.progress.fail(ClosedError("the publisher was closed.", part=self.name))
         self._encoder.close()
-        if all(each.done() for each in self._end.reading) and not any(worker.is_alive() for worker in self._workers):
+        snapshots = any(worker.is_alive() for worker in self._workers)
+        if all(each.done() for each in self._end.reading) and not snapshots:
             self._give_back()
             return
-        _log.warning("%s: the engine still reads what it was to send; that memory is given back afterwards.", self.name)
+        _log.warning(
+            "%s: %s; that memory is given back afterwards.",
+            self.name,
+            "a snapshot is still being taken" if snapshots else "the engine still reads what it was to send",
+        )
         with suppress(
             RuntimeError
         ):  # From Python 3.12 on, a program that ends starts no threads, and its memory ends with it.
@@ -303,7 +308,7 @@ class Publisher(Participant):
         sending = self._end.sending
         if sending is None or sending.pipeline is None or not self._end.stores or (held is not None and held.is_delta):
             return
-        self._storing.commit(version, sending.pipeline.commit_version)
+        self._storing.commit(version, sending.pipeline.committing(version))
 
     def _decided(self, version: int) -> None:
         self._settled(version)

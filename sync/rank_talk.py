@@ -96,6 +96,10 @@ class RankTalk:
             silent = sorted(set(self._names).difference(asked.present()))
             raise deadline.error(f"what it has of {self._about}", part=self._about, peer=", ".join(silent))
         said = gathered(value)
-        if set(said) != set(self._names):
-            raise ProtocolError(f"others than the trainer ranks speak of {self._about}.", part=self._about)
+        if strangers := set(said) ^ set(self._names):
+            raise ProtocolError(
+                f"others than the trainer ranks speak of it: {', '.join(sorted(strangers))}.",
+                part=self._about,
+                hint="Give every participant of a run a name of its own.",
+            )
         return [from_bytes(said[name], f"what {name} says of {self._about}") for name in self._names]

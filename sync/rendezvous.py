@@ -140,11 +140,12 @@ class Rendezvous:
                 unread.discard(name)
                 changed.notify_all()
 
-        for name in list(unread):
-            hub.mark(name, read)
+        marks = [hub.mark(name, read) for name in list(unread)]
         with changed:
             changed.wait_for(lambda: not unread, deadline.remaining_s)
-            return sorted(unread)
+            left = sorted(unread)
+        hub.unmark(marks)
+        return left
 
     def inbox(self, name: str) -> Inbox:
         """The inbox called `name`, which is read here from now on."""
@@ -227,10 +228,9 @@ class Inbox:
         self._member.send(Frame(Kind.READ, mark.number, self.name, b""))
 
     def _next(self, timeout_s: float | None) -> Message | None:
-        item = next_of(self._queue, timeout_s)
-        while isinstance(item, Mark):
+        deadline = Deadline.after(timeout_s) if timeout_s is not None else None
+        while isinstance(item := next_of(self._queue, deadline.remaining_s if deadline else None), Mark):
             self._acknowledge(item)
-            item = next_of(self._queue, timeout_s)
         if isinstance(item, WeightlaneError):
             self._queue.put(item)  # for the next one who reads
             raise item
@@ -258,7 +258,6 @@ class Mailbox:
         what = f"{key!r} in mailbox {self.scope}"
         asked = self._member.ask(Frame(Kind.GET, 0, self._name(key), b""))
         if (value := asked.result(deadline)) is None:
-            asked.present()
             raise deadline.error(what, part="mailbox")
         return from_bytes(value, what)
 

@@ -8,6 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
+from functools import partial
 
 from weightlane.ckpt_engines import Bucket, ClosedError, Deadline, SenderLink, Topology
 from weightlane.ckpt_engines.devices import DeviceRuntime
@@ -21,7 +22,7 @@ from .version_files import version_files
 
 _PART = "send pipeline"
 _KEPT_SEALS = 2
-"""Of how many of its newest versions a rank remembers seals: the one before may still have to be committed."""
+"""Of how many versions that were sent last seals are kept: the one before the last may still be committed."""
 
 OnSent = Callable[[int, int, int, float], None]
 """Told of every sent bucket: version, index, bytes, seconds."""
@@ -165,8 +166,9 @@ class SendPipeline:
         if manifest.sealed and self._stored_seals is not None:
             self._stored_seals.put(version, seals)
             if stored:
-                self._seals = {other: kept for other, kept in self._seals.items() if other > version - _KEPT_SEALS}
                 self._seals[version] = seals
+                while len(self._seals) > _KEPT_SEALS:
+                    del self._seals[next(iter(self._seals))]
         return total
 
     def _send(self, going: _Going, manifest: Manifest, deadline: Deadline, stall_s: float) -> None:
@@ -186,19 +188,22 @@ class SendPipeline:
                     with self._turn:
                         outflow.end_oldest()
                     going.ended_one()
-                else:
+                elif going.ended(deadline, f"the next bucket of version {manifest.version} to be ready"):
                     return
         except BaseException:
             going.fail()
             raise
 
-    def commit_version(self, version: int, deadline: Deadline) -> None:
-        """`version` serves: readers of a store find it from now on. Raises what the engine raises.
+    def committing(self, version: int) -> Callable[[int, Deadline], None]:
+        """What commits `version`, which serves, however many others are sent before it is called; see `commit_version`."""
+        seals = self._seals.pop(version, None)
+        return partial(self.commit_version, documents={} if seals is None else {SEALS_FILE: seals_document(seals)})
+
+    def commit_version(self, version: int, deadline: Deadline, *, documents: Mapping[str, str]) -> None:
+        """Have readers of a store find `version` from now on, with these `documents`. Raises what the engine raises.
 
         Unlike sending it goes on when the pipeline is closed meanwhile.
         """
-        seals = self._seals.get(version)
-        documents = {} if seals is None else {SEALS_FILE: seals_document(seals)}
         (link,) = self._links
         what = f"version {version} to be committed"
 
@@ -241,7 +246,7 @@ class SendPipeline:
 
 
 class _Going:
-    """What one thread makes ready and another one sends."""
+    """Buckets that one thread makes ready and another one sends."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -283,6 +288,14 @@ class _Going:
             if wait_by is not None:
                 self._changed.wait_for(lambda: self._ready or self._over, wait_by.remaining_s + GRACE_S)
             return self._ready.popleft() if self._ready and room else None
+
+    def ended(self, deadline: Deadline, what: str) -> bool:
+        """[sender] Whether the maker has ended and everything was taken; raises if it has not by `deadline`."""
+        with self._changed:
+            if self._ready or not self._over:
+                deadline.check(what, part=_PART)
+                return False
+            return True
 
     def ended_one(self) -> None:
         """[sender] The oldest that was taken is done."""

@@ -120,7 +120,7 @@ class Staging:
         self._serving = self._empty()
         self._lent: _Lent | None = None
         self._delta: StagedDelta | None = None
-        """What the serving slot was turned into a version by that does not serve yet; turns it back, too."""
+        """The delta that turned the serving slot into a version that does not serve yet; it turns the slot back, too."""
         self._delta_aborted = False
         self._base_manifest: Manifest | None = None
         """Of what it turns the slot back into."""

@@ -1,4 +1,4 @@
-"""Checks that an engine has the abilities that it declares: its classes, memory that is not copied, addresses that name a host."""
+"""Checks that an engine has the abilities it declares: its classes, memory that is not copied, addresses that name a host."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class HonestyChecks(ConformanceBase):
         )
 
     def _keeps_waiting(self, sender: RemoteHalf) -> str:
-        """Look until `sender` waits in its call: it sleeps, and its memory stays as it is. Why not, if it does not come to that."""
+        """Look until `sender` waits in its call: it sleeps, and its memory stays as it is. Why not, if it never does."""
         steady, last, end = 0, -1, time.monotonic() + self.deadline_s
         while steady < _STEADY_LOOKS and time.monotonic() < end:
             if first_answers([sender], _LOOK_S):

@@ -64,7 +64,7 @@ class Writer:
 
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
         self.send(version, tensors_of(version) if tensors is None else tensors)
-        self.pipeline.commit_version(version, Deadline.after(HANG_S))
+        self.pipeline.committing(version)(version, Deadline.after(HANG_S))
 
     def close(self) -> None:
         self.sender.close()

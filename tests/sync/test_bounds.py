@@ -83,7 +83,7 @@ SOON = 0.1
         ),
         (lambda sending, sender: send(sending, sender, 1), "the engine to send version 7"),
         (lambda sending, sender: send(sending, sender, 5), "the engine to send a bucket"),
-        (lambda sending, _: sending.commit_version(7, Deadline.after(SOON)), "version 7 to be committed"),
+        (lambda sending, _: sending.committing(7)(7, Deadline.after(SOON)), "version 7 to be committed"),
         (lambda sending, _: sending.reclaim(7, Deadline.after(SOON)), "version 7 to be given back"),
     ],
 )
@@ -96,10 +96,41 @@ def test_a_call_of_a_sender_that_never_returns_ends_with_the_deadline_and_says_w
     assert "weightlane conformance" in caught.value.hint
 
 
-def send(sending: SendPipeline, sender: Any, buckets: int, *, stall_s: float = NEVER_S) -> None:
+def test_a_sender_does_not_wait_longer_than_the_deadline_for_a_bucket_that_is_never_made(stuck: Any) -> None:
+    sending = pipeline(stuck)
+    made = threading.Event()
+
+    def bucket(_: int) -> torch.Tensor:
+        assert made.wait(HANG_S)
+        return torch.zeros(64, dtype=torch.uint8)
+
+    with closing(sending), ThreadPoolExecutor(1) as maker:
+        sent = maker.submit(send, sending, stuck, 1, bucket=bucket)
+        wait_until(lambda: sending.sending is not None, "the sending to begin")
+        assert sending.sending is not None
+        with pytest.raises(DeadlineExceededError, match="the next bucket of version 7 to be ready"):
+            sending.sending.result(HANG_S)
+        assert not sent.done()
+        made.set()
+        with pytest.raises(DeadlineExceededError, match="the next bucket of version 7 to be ready"):
+            sent.result(HANG_S)
+
+
+def zeros(_: int) -> torch.Tensor:
+    return torch.zeros(64, dtype=torch.uint8)
+
+
+def send(
+    sending: SendPipeline,
+    sender: Any,
+    buckets: int,
+    *,
+    stall_s: float = NEVER_S,
+    bucket: Callable[[int], torch.Tensor] = zeros,
+) -> None:
     manifest = Manifest(7, (TensorSpec("t", (64 * buckets,), torch.uint8),), 64, sealed=False)
     assert manifest.bucket_count == buckets
-    source = SimpleNamespace(bucket=lambda index: torch.zeros(64, dtype=torch.uint8), most_at_a_time=2)
+    source = SimpleNamespace(bucket=bucket, most_at_a_time=2)
     to = Destination(sender, ["rollout-0/0"])
     deadline = Deadline.after(SOON)
     sending.send_version(

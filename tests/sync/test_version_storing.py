@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from direct_hop import MakeHop, rows
+from store_writer import Writer, tensors_of
 from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import Deadline, StorageError, SyncAbortedError
@@ -59,7 +61,7 @@ def test_what_cannot_be_stored_is_said_and_the_next_version_is(caplog: pytest.Lo
     store.go_on.set()
     for version in (-1, 0, 4):
         storing.commit(version, store.commit)
-        wait_until(lambda: not storing._busy and storing._waiting is None, "end of storing")
+        wait_until(lambda: not storing._running and storing._waiting is None, "end of storing")
     assert store.kept == [4]
     assert "version -1 serves but could not be marked as committed: store: the disk is full." in caplog.text
     assert "version 0 serves but could not be marked as committed" in caplog.text
@@ -77,6 +79,31 @@ def test_closing_interrupts_what_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert storing._thread is not None
     storing._thread.join(HANG_S)
     assert not storing._thread.is_alive()
+
+
+def test_a_half_is_closed_when_its_own_versions_are_stored_however_many_others_follow() -> None:
+    storing, store, closed = VersionStoring("trainer-0", HANG_S), Store(), threading.Event()
+    storing.commit(1, store.commit)
+    assert store.begun.wait(HANG_S)
+    storing.afterwards(closed.set)
+    found: list[bool] = []
+    storing.commit(2, lambda *_: found.append(closed.wait(HANG_S)))
+    store.go_on.set()
+    wait_until(lambda: bool(found), "end of the second commit")
+    assert found == [True]
+    storing.close()
+
+
+def test_a_version_is_stored_with_its_seals_whatever_was_sent_before_it_could_be(tmp_path: Path) -> None:
+    """Versions are steps of a training, and need not follow one another."""
+    with closing(Writer({"path": str(tmp_path)}, tensors_of(0))) as writer:
+        writer.send(10, tensors_of(10))
+        commit = writer.pipeline.committing(10)
+        for version in (20, 21, 30):
+            writer.send(version, tensors_of(version))
+        commit(10, Deadline.after(HANG_S))
+    assert latest(tmp_path) == [10]
+    assert len(list(tmp_path.rglob("seals.json"))) == 1
 
 
 def latest(path: Path) -> list[int]:
