@@ -225,12 +225,17 @@ def test_a_sender_that_has_lost_a_receiver_says_so_at_its_next_call_and_asks_its
     assert sender_of(session).posted == []
 
 
-def test_what_a_transport_says_of_a_death_is_told_as_the_death_of_the_peer_that_hung_up(sessions: Sessions) -> None:
+def test_what_a_transport_says_of_a_death_is_told_as_the_death_of_the_peer_that_hung_up(
+    sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightlane.ckpt_engines.link._CULPRIT_WAIT_S", HANG_S)
     session = sessions()
     sender_of(session).fails = TransportError("NCCL error 6.", part="still half")
-    threading.Timer(0.05, session.receivers["b"].close).start()
+    flushing = session.threads.submit(session.sender.flush, soon())
+    assert sender_of(session).entered.wait(HANG_S)
+    session.receivers["b"].close()
     with pytest.raises(PeerLostError) as lost:
-        session.sender.flush(soon())
+        flushing.result(HANG_S)
     assert lost.value.peer == "b"
     assert "NCCL error 6" in str(lost.value.__cause__)
 

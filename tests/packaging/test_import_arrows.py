@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +57,16 @@ def test_the_loop_knows_the_registry_and_protocols_only() -> None:
         pending |= {name for name in relative if name} - seen
     forbidden = ("weightlane.rollout", "weightlane.cli", "ray", "vllm", "transformers")
     assert not [name for name in outside if name.split(".")[0] in forbidden or name.startswith(forbidden[:2])]
-    engines = tuple(f"weightlane.ckpt_engines.{name}" for name in ("gloo", "shm", "filesystem"))
-    assert not [name for name in outside if name.startswith(engines)]
+    engines = {f"weightlane.ckpt_engines.{path.stem}" for path in (ROOT / "ckpt_engines").glob("[!_]*.py")}
+    assert "weightlane.ckpt_engines.cuda_ipc" in engines
+    assert not [name for name in outside for engine in engines if f"{name}.".startswith(f"{engine}.")]
     assert not seen & {"fsdp2", "rank", "ray_group", "engine"}
 
 
 BLOCKED = ("ray", "vllm", "transformers")
 LIBRARY = ("ckpt_engines", "sync")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+ENGINES = tuple(PROJECT["entry-points"]["weightlane.ckpt_engines"])
 
 
 @pytest.mark.parametrize("folder", LIBRARY)
@@ -90,7 +94,7 @@ for folder in LIBRARY:
         parts = path.relative_to(home).with_suffix("").parts
         importlib.import_module(".".join(("weightlane", folder, *parts)).removesuffix(".__init__"))
 registry = sys.modules["weightlane.ckpt_engines"].CheckpointEngineRegistry()
-for name in ("gloo", "nccl", "hccl", "shm", "filesystem"):
+for name in ENGINES:
     registry.engine_class(name)
 import weightlane.rollout, weightlane.trainer, weightlane.plugins
 weightlane.rollout.ServerReplica("http://127.0.0.1:8000")
@@ -103,7 +107,8 @@ def test_without_ray_vllm_and_transformers_the_library_and_a_server_replica_work
     children: Any, tmp_path: Path
 ) -> None:
     """In a program outside the checkout."""
-    program = f"BLOCKED, LIBRARY, FOLDERS = {BLOCKED!r}, {LIBRARY!r}, {tuple(MAY_IMPORT)!r}" + _PROGRAM
+    values = BLOCKED, LIBRARY, ENGINES, tuple(MAY_IMPORT)
+    program = f"BLOCKED, LIBRARY, ENGINES, FOLDERS = {values!r}" + _PROGRAM
     status, output, errors = children.run(["-c", program], cwd=tmp_path)
     assert status == 0, errors
     assert json.loads(output) == {"blocked": [], "bare": []}
