@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -110,27 +110,25 @@ def still_engine() -> StillEngine:
 
 
 @contextlib.contextmanager
-def told_by(say: Callable[[Channel], None], lanes: Sequence[str] = ("control",)) -> Iterator[ReceiverLink]:
+def told_by(say: Callable[[Channel], None]) -> Iterator[ReceiverLink]:
     """The link of receiver ``r``, connected to somebody who knows the session's key and then does `say` with its connection."""
-    life = Lifecycle("sender s", lambda: None)
-    listener = TcpMeeting("127.0.0.1").listen("sender s")
-    link = receiver_link(still_engine(), "r", HOST)
-    topology = Topology(SESSION, {"s": {"meeting": dict(listener.address), "engine": {}}}, {"r": link.address()}, KEY)
+    with contextlib.ExitStack() as opened:
+        threads = opened.enter_context(ThreadPoolExecutor(1))
+        life = Lifecycle("sender s", lambda: None)
+        opened.callback(life.close)  # ends what the thread waits for
+        listener = TcpMeeting("127.0.0.1").listen("sender s")
+        opened.callback(listener.close)
+        link = receiver_link(still_engine(), "r", HOST)
+        opened.callback(link.close)
 
-    def serve() -> Channel:
-        (control,) = accept_receivers(listener.socket, life, SESSION, ["r"], soon(), lanes=lanes, key=KEY)
-        welcome(control.values(), soon())
-        return control["r"]
+        def serve() -> Channel:
+            (control,) = accept_receivers(listener.socket, life, SESSION, ["r"], soon(), lanes=("control",), key=KEY)
+            opened.callback(control["r"].close)
+            welcome(control.values(), soon())
+            return control["r"]
 
-    with ThreadPoolExecutor(1) as threads:
         serving = threads.submit(serve)
-        link.connect(topology, soon())
-        channel = serving.result()
-    try:
-        say(channel)
+        addresses = {"s": {"meeting": dict(listener.address), "engine": {}}}, {"r": link.address()}
+        link.connect(Topology(SESSION, *addresses, KEY), soon())
+        say(serving.result())
         yield link
-    finally:
-        link.close()
-        channel.close()
-        listener.close()
-        life.close()

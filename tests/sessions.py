@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from waiting import HANG_S
+from waiting import HANG_S, NEVER_S
 
 from weightlane.ckpt_engines import Bucket, CheckpointEngine, Deadline, Topology
 from weightlane.ckpt_engines.devices import HOST
@@ -22,6 +22,11 @@ from weightlane.ckpt_engines.link import ReceiverLink, SenderLink, receiver_link
 def soon() -> Deadline:
     """For what is expected to succeed."""
     return Deadline.after(HANG_S)
+
+
+def never() -> Deadline:
+    """For a call that something else is to end."""
+    return Deadline.after(NEVER_S)
 
 
 def frame(body: bytes) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import os
 import subprocess
@@ -14,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from waiting import HANG_S, wait_until
+from waiting import HANG_S, NEVER_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 FACTS: Mapping[str, Any] = {
@@ -99,22 +100,36 @@ def test_a_step_has_its_figures_or_says_why_it_failed_without_paths_of_the_machi
     assert "findings" in unread.why
 
 
-def test_a_step_that_takes_too_long_ends_with_all_that_it_started(gpu: ModuleType, tmp_path: Path) -> None:
+def test_a_step_that_takes_too_long_ends_with_all_that_it_started(
+    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = (
-        "import subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-        "open(sys.argv[1], 'w').write(str(child.pid)); time.sleep(600)"
+        "import os, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1e6)'])\n"
+        "open('pid', 'w').write(str(child.pid)); os.replace('pid', sys.argv[1]); time.sleep(1e6)"
     )
-    slow = step(gpu, "slow", program, limit_s=6.0, figures=lambda path: {"pid": int(path.read_text())})
-    late = run(gpu, slow, tmp_path)
+    slow = step(gpu, "slow", program, limit_s=NEVER_S, figures=lambda path: {"pid": int(path.read_text())})
+
+    class TimePasses(subprocess.Popen[bytes]):
+        """Its time is over once it has started its child."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout == slow.limit_s:
+                wait_until((tmp_path / "slow.out").exists, "child")
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", TimePasses)
+    monkeypatch.setattr(gpu.running, "ROOT", tmp_path)
+    late = run(gpu, slow, tmp_path, left_s=NEVER_S)
     assert late.outcome == "took too long"
-    wait_until(
-        lambda: not Path(f"/proc/{late.figures['pid']}/cmdline").exists() or not _runs(late.figures["pid"]), "end"
-    )
+    wait_until(lambda: not _runs(late.figures["pid"]), "end of the child")
 
 
 def _runs(pid: int) -> bool:
-    return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    return False
 
 
 def test_a_step_for_which_something_is_missing_or_no_time_is_left_is_not_run(gpu: ModuleType, tmp_path: Path) -> None:

@@ -124,9 +124,11 @@ def test_an_interrupt_ends_every_process_and_with_them_the_link(children: Any) -
 
 def offspring(pid: int) -> list[int]:
     """`pid`, its children, and theirs."""
-    children = Path(f"/proc/{pid}/task").glob("*/children")
-    found = [int(child) for listed in children for child in listed.read_text().split()]
-    return [pid, *(further for child in found for further in offspring(child))]
+    found = [pid]
+    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has just ended
+            found += [further for child in listed.read_text().split() for further in offspring(int(child))]
+    return found
 
 
 def test_where_it_cannot_run_it_says_why(networks: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ import psutil
 import pytest
 import torch
 from links import KEY, SESSION, StillReceiver, StillSender, still_engine, told_by
-from sessions import Session, descriptors, receive, send, soon
-from waiting import HANG_S, NEVER_S, wait_until
+from sessions import Session, descriptors, never, receive, send, soon
+from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import (
     Bucket,
@@ -41,11 +41,6 @@ Sessions = Callable[..., Session]
 
 def bucket(version: int = 1, index: int = 0, nbytes: int = NBYTES, **more: Any) -> Bucket:
     return Bucket(version, index, torch.zeros(nbytes, dtype=torch.uint8), **more)
-
-
-def never() -> Deadline:
-    """For a call that something else is to end."""
-    return Deadline.after(NEVER_S)
 
 
 @pytest.fixture

@@ -74,7 +74,7 @@ class Participant:
         self._pipe.close()
 
     def _stopped(self) -> bool:
-        with suppress(FileNotFoundError):  # one has just ended
+        with suppress(FileNotFoundError, ProcessLookupError):  # one has just ended
             threads = Path(f"/proc/{self.pid}/task").iterdir()
             return all((thread / "stat").read_text().rpartition(")")[2].split()[0] == "T" for thread in threads)
         return False
@@ -82,8 +82,8 @@ class Participant:
     @contextmanager
     def frozen(self) -> Iterator[None]:
         os.kill(self.pid, signal.SIGSTOP)
-        wait_until(self._stopped, "stop of every thread")  # on a busy machine some run on for a while
         try:
+            wait_until(self._stopped, "stop of every thread")  # on a busy machine some run on for a while
             yield
         finally:
             os.kill(self.pid, signal.SIGCONT)

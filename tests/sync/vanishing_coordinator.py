@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from waiting import NEVER_S
+from waiting import NEVER_S, wait_until
 
 from weightlane.ckpt_engines import Deadline, WeightlaneError
 from weightlane.sync import Expectation, Rendezvous, RendezvousAddress, Subscriber
@@ -39,6 +39,16 @@ def main() -> None:
     host = subprocess.Popen(
         ["unshare", "--net", sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
+    try:
+        lose(host)
+    finally:
+        host.kill()
+        host.wait()
+    os._exit(0)
+
+
+def lose(host: subprocess.Popen[str]) -> None:
+    """Wait for the coordinator in `host` in several ways, and have its link and its process stop meanwhile."""
     assert host.stdin is not None
     assert host.stdout is not None
     host.stdout.readline()
@@ -59,14 +69,13 @@ def main() -> None:
     joined = Rendezvous.join(address)
     subscriber = Subscriber("r/0", address, "shm", {}, Expectation({}))
     never = Deadline.after(NEVER_S)
-    inbox = joined.inbox("r")
+    inbox, busy = joined.inbox("r"), Rendezvous.join(address)
     waits = [
         lambda: subscriber.wait(1, NEVER_S),
         inbox.get,
         lambda: joined.mailbox("s").get("key", never),
-        lambda: Rendezvous.mailbox(busy, "s").get("key", never),
+        lambda: busy.mailbox("s").get("key", never),
     ]
-    busy = Rendezvous.join(address)
 
     def tell(wait: object) -> None:
         try:
@@ -82,10 +91,7 @@ def main() -> None:
     os.kill(host.pid, signal.SIGSTOP)
     run(f"{there} ip link set wl1 down")
     busy.mailbox("s").put("key", "x" * 100)  # is never acknowledged
-    for thread in waiting:
-        thread.join()
-    host.kill()
-    os._exit(0)
+    wait_until(lambda: not any(thread.is_alive() for thread in waiting), "end of all who wait")
 
 
 if __name__ == "__main__":
