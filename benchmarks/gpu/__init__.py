@@ -6,5 +6,5 @@
     make gpu PYTHON=/opt/torch/bin/python     # with the Python that has torch, built for CUDA
 
 It runs from the checkout: weightlane need not be installed. Every step is a process of its own with a time limit of its own,
-and one that fails hides none of the others. Exit code 0 when all passed, 1 when one did not, 2 when nothing could run.
+and one that fails hides none of the others. Exit code 0 when all passed, 1 when one did not or none could run, 2 for bad usage.
 """

@@ -23,7 +23,7 @@ from .running import PASSED, Result, run_step
 from .steps import TOTAL_S, steps
 
 _PROBE_S = 120.0
-_FAILED, _NOTHING = 1, 2
+_FAILED, _BAD_USAGE = 1, 2
 
 
 def options_of(arguments: Sequence[str]) -> argparse.Namespace:
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
         facts = probe(env)
         if missing := what_is_missing(facts):
             print("\n".join(missing), file=sys.stderr)
-            return _NOTHING
+            return _FAILED
         names = ", ".join(device["name"] for device in facts["devices"])
         print(f"{names}; driver {facts['driver']}, torch {facts['torch']}, Python {facts['python']}", flush=True)
         ini = Path(folder, "pytest.ini")
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
         results = run_all(options, facts, ini, env)
     if not results:
         print(f"there is no step called {options.only} in {', '.join(options.parts)}", file=sys.stderr)
-        return _NOTHING
+        return _BAD_USAGE
     return publish(report_of(facts, datetime.now(UTC).date().isoformat(), options.parts, results), options)
 
 

@@ -8,13 +8,10 @@ the device; what the delta is encoded to, and decoded from, lies on the host, an
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +19,8 @@ import torch
 from weightlane.ckpt_engines.devices import DeviceRuntime, numbered_device, runtime_of
 from weightlane.sync.codecs.delta import Encoded, cuda_kernels, decode, encode
 from weightlane.sync.codecs.quantised import QUANTISERS
+
+from .program import finish, options_of
 
 DENSITY = 0.01
 ROUNDS = 5
@@ -124,17 +123,10 @@ def measure(device: str, mib: int) -> dict[str, Any]:
 
 def main() -> int:
     """Measure, and write JSON if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
-    parser.add_argument("--mib", type=int, default=1024)
-    parser.add_argument("--json", type=Path)
+    parser = options_of(__doc__)
+    parser.add_argument("--mib", type=int, default=1024, help="of the weights")
     options = parser.parse_args()
-    figures = measure(options.device, options.mib)
-    text = json.dumps(figures, indent=1) + "\n"
-    print(text)
-    if options.json is not None:
-        options.json.write_text(text, encoding="utf-8")
-    return 0
+    return finish(measure(options.device, options.mib), options.json)
 
 
 if __name__ == "__main__":

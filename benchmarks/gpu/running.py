@@ -25,6 +25,19 @@ _SHOWN_CHARACTERS = 300
 _PATH = re.compile(r"/(?:[\w.@+-]+/)+")
 
 
+class StepFailedError(Exception):
+    """Raised by `Step.figures` when what the program found is a failure, whatever its exit code was.
+
+    Args:
+        why: The reason, for the table.
+        figures: What was measured nevertheless.
+    """
+
+    def __init__(self, why: str, figures: dict[str, Any]) -> None:
+        super().__init__(why)
+        self.figures = figures
+
+
 @dataclass(frozen=True)
 class Step:
     """Something to run, and what to take out of what it finds.
@@ -34,7 +47,7 @@ class Step:
         part: ``one``, ``multi`` or ``vllm``.
         about: What it shows, for the table.
         command: Arguments of the Python; ``{out}`` is the file that the program writes its findings to.
-        figures: Makes figures of that file.
+        figures: Makes figures of that file; raises `StepFailedError` when they show that the step has failed.
         limit_s: Most seconds it may take.
         shown_as: How a user would run it, if not as `command` says.
         needs: Says why it cannot run with these facts; empty when it can.
@@ -103,6 +116,8 @@ def run_step(step: Step, facts: Mapping[str, Any], folder: Path, left_s: float, 
     result.outcome = LATE if status is None else FAILED if status else PASSED
     try:
         result.figures = step.figures(out) if out.exists() else {}
+    except StepFailedError as failure:
+        result.outcome, result.why, result.figures = FAILED, str(failure), failure.figures
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         result.outcome, result.why = FAILED, f"its findings cannot be read: {type(error).__name__}: {error}"
     if result.outcome != PASSED:

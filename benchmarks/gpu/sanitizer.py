@@ -1,6 +1,6 @@
 """Two processes sync a small model under torch's CUDA stream sanitizer, which ends either at the first race that it finds.
 
-    python -m benchmarks.gpu.sanitizer [--device cuda] [--engine cuda_ipc --engine shm] [--json FILE]
+    python -m benchmarks.gpu.sanitizer [--device cuda] [--engine cuda_ipc --engine shm] [--deadline-s 40] [--json FILE]
 
 The sanitizer sees torch's kernels, and what makes a stream or the host wait. It does not see copies by the driver, which
 `cuda_ipc` makes, nor Triton's programs, nor that the host has asked an event. torch turns it on in one thread; here every thread
@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import socket
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,11 +36,12 @@ from weightlane.sync import (
     TensorSpec,
 )
 
+from .program import finish, options_of
+
 ENGINES = {"cuda": ("cuda_ipc", "shm"), "cpu": ("shm",)}
 SHAPES = {"embedding": (4000, 512), "norm": (513,), "wide": (512, 3072), "bias": (7,)}
 SPECS = {name: TensorSpec(name, shape, torch.bfloat16) for name, shape in SHAPES.items()}
 VERSIONS = 4
-_DEADLINE_S = 40.0
 
 
 def watch_every_thread() -> None:
@@ -112,8 +111,8 @@ class Replica:
 
     name = "rollout-0"
 
-    def __init__(self, line: Line) -> None:
-        self._line = line
+    def __init__(self, line: Line, deadline_s: float) -> None:
+        self._line, self._deadline_s = line, deadline_s
         self.fingerprint: list[int] = []
 
     def subscriber_names(self) -> list[str]:
@@ -128,7 +127,7 @@ class Replica:
 
     def _ask(self, version: int) -> dict[str, Any]:
         self._line.send({"commit": version})
-        answer = self._line.receive(_DEADLINE_S)
+        answer = self._line.receive(self._deadline_s)
         if answer is None:
             raise RuntimeError("the receiving process has died")
         return dict(answer)
@@ -142,8 +141,8 @@ class Replica:
         raise error
 
 
-def sync(engine: str, codec: str, device: torch.device) -> int:
-    """Carry some versions, each bit for bit; how many."""
+def sync(engine: str, codec: str, device: torch.device, deadline_s: float) -> int:
+    """Carry some versions, each bit for bit; how many. Nothing waits for longer than `deadline_s`."""
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-m", "benchmarks.gpu.sanitizer", "--receive", engine, "--device", device.type]
     with theirs:
@@ -153,7 +152,7 @@ def sync(engine: str, codec: str, device: torch.device) -> int:
     try:
         rendezvous = Rendezvous.host()
         line.send({"address": rendezvous.address.to_plain()})
-        if line.receive(_DEADLINE_S) is None:
+        if line.receive(deadline_s) is None:
             raise RuntimeError("the receiving process has died")
         generator = torch.Generator().manual_seed(0)
         live = {name: torch.randn(shape, generator=generator).to(device) for name, shape in SHAPES.items()}
@@ -163,11 +162,11 @@ def sync(engine: str, codec: str, device: torch.device) -> int:
             shards=[LocalShard.whole(SPECS[name], tensor) for name, tensor in live.items()],
             engine=CheckpointEngineRegistry().create(engine),
             bucket_bytes=1 << 20,
-            deadline_s=_DEADLINE_S,
+            deadline_s=deadline_s,
             codec=codec,
         )
-        replica = Replica(line)
-        config = SyncConfig(codec=codec, deadline_s=_DEADLINE_S, stall_s=_DEADLINE_S, retries=0)
+        replica = Replica(line, deadline_s)
+        config = SyncConfig(codec=codec, deadline_s=deadline_s, stall_s=deadline_s, retries=0)
         coordinator = Coordinator(rendezvous, ["trainer-0"], [replica], config)
         closing += [coordinator, publisher]
         for version in range(1, VERSIONS + 1):
@@ -184,7 +183,7 @@ def sync(engine: str, codec: str, device: torch.device) -> int:
             part.close()
         line.close()
         try:
-            child.wait(_DEADLINE_S)
+            child.wait(deadline_s)
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
@@ -195,11 +194,9 @@ def sync(engine: str, codec: str, device: torch.device) -> int:
 
 def main() -> int:
     """Sync over every engine; exit code 1 as soon as there is a race, or a wrong bit."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", choices=sorted(ENGINES))
+    parser = options_of(__doc__, deadline_s=40.0)
     parser.add_argument("--engine", action="append")
     parser.add_argument("--receive", metavar="ENGINE", help=argparse.SUPPRESS)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     device = numbered_device(options.device)
     if options.device == "cuda":
@@ -210,12 +207,8 @@ def main() -> int:
     figures: dict[str, Any] = {}
     for engine in options.engine or ENGINES[options.device]:
         for codec in ("dense", "delta"):
-            figures[f"versions over {engine}, {codec}"] = sync(engine, codec, device)
-    text = json.dumps(figures) + "\n"
-    print(text)
-    if options.json is not None:
-        options.json.write_text(text, encoding="utf-8")
-    return 0
+            figures[f"versions over {engine}, {codec}"] = sync(engine, codec, device, options.deadline_s)
+    return finish(figures, options.json)
 
 
 if __name__ == "__main__":

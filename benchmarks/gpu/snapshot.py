@@ -1,6 +1,6 @@
 """A training step beside a snapshot: how much longer the step takes, and how fast the snapshot is.
 
-    python -m benchmarks.gpu.snapshot [--device cuda] [--mib 4096] [--step-ms 100] [--json FILE]
+    python -m benchmarks.gpu.snapshot [--device cuda] [--mib 4096] [--step-ms 100] [--deadline-s 60] [--json FILE]
 
 The step multiplies matrices on the training's stream. The snapshot casts float32 parameters to bf16, into memory of the device
 and into registered memory of the host. Steps alone and steps beside take turns; medians are given.
@@ -8,13 +8,10 @@ and into registered memory of the host. Steps alone and steps beside take turns;
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,9 +23,10 @@ from weightlane.sync.progress import Progress
 from weightlane.sync.send_memory import SendMemory
 from weightlane.sync.snapshot import Snapshot
 
+from .program import finish, options_of
+
 ROUNDS = 7
 TENSORS = 64
-_WAIT_S = 60.0
 
 
 class Training:
@@ -55,7 +53,7 @@ class Training:
 
 
 def beside(
-    runtime: DeviceRuntime, training: Training, shards: list[LocalShard], memory: SendMemory
+    runtime: DeviceRuntime, training: Training, shards: list[LocalShard], memory: SendMemory, deadline_s: float
 ) -> dict[str, float]:
     """Figures of steps with a snapshot into `memory`. Raises AssertionError when it is not what the parameters are."""
     snapshot = Snapshot(shards, compact_places(shards))
@@ -76,10 +74,10 @@ def beside(
         began = threading.Event()
         thread = threading.Thread(target=take, args=(snapshot.mark(), began), daemon=True)
         thread.start()
-        began.wait(_WAIT_S)
+        assert began.wait(deadline_s), f"the snapshot did not begin within {deadline_s:.0f} s"
         busy = training.step()
-        thread.join(_WAIT_S)
-        assert not thread.is_alive(), f"the snapshot took longer than {_WAIT_S:.0f} s"
+        thread.join(deadline_s)
+        assert not thread.is_alive(), f"the snapshot took longer than {deadline_s:.0f} s"
         if errors:
             raise errors[0]
         if turn:
@@ -99,7 +97,7 @@ def beside(
     }
 
 
-def measure(device: str, mib: int, step_s: float) -> dict[str, Any]:
+def measure(device: str, mib: int, step_s: float, deadline_s: float) -> dict[str, Any]:
     """Figures for both kinds of memory."""
     runtime = runtime_of(numbered_device(device))
     torch.manual_seed(0)
@@ -116,7 +114,7 @@ def measure(device: str, mib: int, step_s: float) -> dict[str, Any]:
         for name, where in (("device", runtime.device), ("host", HOST)):
             memory = SendMemory(None, nbytes, where, copied_from=runtime)
             try:
-                found = beside(runtime, training, shards, memory)
+                found = beside(runtime, training, shards, memory, deadline_s)
             finally:
                 memory.close()
             figures |= {f"to the {name}: {what}": value for what, value in found.items()}
@@ -125,18 +123,11 @@ def measure(device: str, mib: int, step_s: float) -> dict[str, Any]:
 
 def main() -> int:
     """Measure, and write JSON if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
+    parser = options_of(__doc__, deadline_s=60.0)
     parser.add_argument("--mib", type=int, default=4096, help="of parameters, float32")
     parser.add_argument("--step-ms", type=float, default=100.0)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    figures = measure(options.device, options.mib, options.step_ms / 1e3)
-    text = json.dumps(figures, indent=1) + "\n"
-    print(text)
-    if options.json is not None:
-        options.json.write_text(text, encoding="utf-8")
-    return 0
+    return finish(measure(options.device, options.mib, options.step_ms / 1e3, options.deadline_s), options.json)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from .checkout import ROOT
-from .running import Step
+from .models import SHARE_OF_MEMORY, cached_models
+from .running import Step, StepFailedError
 
 TOTAL_S = {"one": 480.0, "multi": 480.0, "vllm": 1800.0}
 """Most seconds for all steps of a part."""
@@ -20,8 +21,6 @@ _ROOM_FOR_8_GB = 64 * 10**9
 """Live parameters, what they are copied to for the limits, a snapshot and two staged versions, all on one GPU."""
 _SUITE_OF_ITS_OWN = "not whole_conformance_suite"
 """The conformance suite has a step of its own."""
-_LARGEST_MODEL_BYTES = 20 << 30
-"""A model whose files take more is not tried: it has to fit beside its copy."""
 
 
 def steps(facts: Mapping[str, Any], ini: Path) -> list[Step]:
@@ -31,11 +30,11 @@ def steps(facts: Mapping[str, Any], ini: Path) -> list[Step]:
         facts: As `probe.look` gives them.
         ini: A configuration file of pytest's, which takes the place of the project's: that one names plugins.
     """
-    return [*_on_one(facts["devices"], ini), *_on_several(len(facts["devices"]), ini), *_with_vllm()]
+    return [*_on_one(facts["devices"], ini), *_on_several(len(facts["devices"]), ini), *_with_vllm(facts["devices"])]
 
 
 def _on_one(devices: Sequence[Mapping[str, Any]], ini: Path) -> list[Step]:
-    large = min((device["memory_bytes"] for device in devices), default=0) > _ROOM_FOR_8_GB
+    large = _memory_bytes(devices) > _ROOM_FOR_8_GB
     model, size = ("qwen3-4b", "8 GB") if large else ("qwen3-1.7b", "3.4 GB")
     return [
         Step(
@@ -141,7 +140,12 @@ def _on_several(count: int, ini: Path) -> list[Step]:
     ]
 
 
-def _with_vllm() -> list[Step]:
+def _memory_bytes(devices: Sequence[Mapping[str, Any]]) -> int:
+    """What the smallest device has."""
+    return min((int(device["memory_bytes"]) for device in devices), default=0)
+
+
+def _with_vllm(devices: Sequence[Mapping[str, Any]]) -> list[Step]:
     def needs(ranks: int) -> Any:
         def missing(facts: Mapping[str, Any]) -> str:
             absent = [name for name in ("vllm", "safetensors", "aiohttp") if name not in facts["optional"]]
@@ -149,11 +153,16 @@ def _with_vllm() -> list[Step]:
                 return f"not installed: {', '.join(absent)}"
             if len(facts["devices"]) < ranks:
                 return f"it takes {ranks} GPUs"
-            return "" if models else "the Hugging Face cache has no model of a size that fits (HF_HOME, 0.6B to 7B)"
+            fits = (
+                f"the Hugging Face cache (HF_HOME) has no causal language model of at most {largest_bytes / 1e9:.1f} GB"
+            )
+            return "" if models else fits
 
         return missing
 
-    models = cached_models(Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub")
+    hub = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub"
+    largest_bytes = SHARE_OF_MEMORY * _memory_bytes(devices)
+    models = cached_models(hub, largest_bytes)
     return [
         Step(
             f"vllm-tp{ranks}-{engine}",
@@ -179,24 +188,6 @@ def _with_vllm() -> list[Step]:
     ]
 
 
-def cached_models(hub: Path) -> dict[str, Path]:
-    """Causal language models in a Hugging Face cache whose weights fit: name and directory, the smallest first, at most two."""
-    found = []
-    for folder in sorted(hub.glob("models--*/snapshots/*")):
-        sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
-        try:
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        causal = any(name.endswith("ForCausalLM") for name in config.get("architectures") or ())
-        if causal and "quantization_config" not in config and 0 < sum(sizes) <= _LARGEST_MODEL_BYTES:
-            name = folder.parents[1].name.removeprefix("models--").replace("--", "/")
-            found.append((sum(sizes), name, folder))
-    found.sort(key=lambda each: each[:2])
-    chosen = [found[0], found[-1]] if len(found) > 1 else found
-    return {name: folder for _, name, folder in chosen}
-
-
 def _bench(name: str, about: str, options: str, limit_s: float) -> Step:
     shown = f"bench --device cuda {options}"
     command = (*_COMMAND, *shown.split(), "--deadline-s", "90", "--json", "{out}")
@@ -219,22 +210,27 @@ def _pytest(ini: Path, *files: str) -> tuple[str, ...]:
 
 
 def counted(junit: Path) -> dict[str, Any]:
-    """How many tests of a JUnit report passed, failed and were skipped. Raises ValueError when none ran."""
+    """How many tests of a JUnit report passed, failed and were skipped. Raises `StepFailedError` when none ran."""
     suites = list(ET.parse(junit).getroot().iter("testsuite"))  # noqa: S314 - pytest has written it
     total, failures, errors, skipped = (
         sum(int(suite.get(key, 0)) for suite in suites) for key in ("tests", "failures", "errors", "skipped")
     )
+    figures = {"passed": total - failures - errors - skipped, "failed": failures + errors, "skipped": skipped}
     if total == skipped:
-        raise ValueError(f"no test has run, {skipped} were skipped")
-    return {"passed": total - failures - errors - skipped, "failed": failures + errors, "skipped": skipped}
+        raise StepFailedError(f"no test has run, {skipped} were skipped", figures)
+    return figures
 
 
 def benched(file: Path) -> dict[str, Any]:
-    """The rows of `weightlane bench`: milliseconds, and GB/s from publication to the last commit."""
+    """The rows of `weightlane bench`: milliseconds, and GB/s from publication to the last commit.
+
+    Raises `StepFailedError` when an engine was not measured, or carried wrong bits.
+    """
     report = json.loads(file.read_text(encoding="utf-8"))
-    figures: dict[str, Any] = {"copy on the device, GB/s": _rate(report["rows"][0], report["limits"]["memcpy_s"])}
-    figures["the blocking way, ms"] = 1e3 * report["blocking"]["latency_s"]["median"]
+    figures: dict[str, Any] = {"the blocking way, ms": 1e3 * report["blocking"]["latency_s"]["median"]}
+    why = [f"{engine} was not measured: {reason}" for engine, reason in report["unavailable"].items()]
     for row in report["rows"]:
+        figures.setdefault("copy on the device, GB/s", _rate(row, report["limits"]["memcpy_s"]))
         name = f"{row['engine']} {row['codec']}"
         figures[f"{name}: trainer blocked, ms"] = 1e3 * row["trainer_blocked_s"]["median"]
         figures[f"{name}: rollout blocked, ms"] = 1e3 * row["rollout_blocked_s"]["median"]
@@ -243,9 +239,9 @@ def benched(file: Path) -> dict[str, Any]:
         if row["slowdown"]:
             figures[f"{name}: training and decode keep"] = "{trainer:.2f}, {decode:.2f}".format(**row["slowdown"])
         if not row["verified"]:
-            figures[f"{name}: WRONG"] = "what arrived is not what was sent"
-    for engine, why in report["unavailable"].items():
-        figures[f"{engine}: NOT MEASURED"] = why
+            why.append(f"{name}: what arrived is not what was sent")
+    if why:
+        raise StepFailedError("; ".join(why), figures)
     return figures
 
 

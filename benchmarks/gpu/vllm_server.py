@@ -31,6 +31,8 @@ from safetensors import safe_open
 from weightlane.rollout import ServerReplica
 from weightlane.sync import CollectivePublisher, LocalShard, SyncConfig, TensorSpec
 
+from .models import name_of
+
 PROMPTS = ("The capital of France is", "def fibonacci(n):", "Once upon a time", "2 + 2 =")
 TOKENS = 24
 _START_S, _ANSWER_S, _END_S = 300.0, 60.0, 30.0
@@ -132,10 +134,11 @@ def measure(model: Path, ranks: int, engine: str) -> dict[str, Any]:
 
             same = publish(1)
             matrices = [tensor for tensor in live.values() if tensor.dim() > 1]
-            before = [tensor.clone() for tensor in matrices]
+            before = [tensor.cpu() for tensor in matrices]  # the GPU has no room for another copy
             torch._foreach_mul_(matrices, _SMALLER)
             other = publish(2)
-            torch._foreach_copy_(matrices, before)
+            for tensor, values in zip(matrices, before, strict=True):
+                tensor.copy_(values)
             again = publish(3)
     for what, right in (
         ("the same weights made it say something else", same == own),
@@ -163,12 +166,9 @@ def main() -> int:
     options = parser.parse_args()
     figures: dict[str, Any] = {}
     for model in options.models:
-        name = (
-            f"{model.parents[1].name.removeprefix('models--').replace('--', '/')}"
-            if len(model.parents) > 1
-            else model.name
-        )
-        figures |= {f"{name}: {what}": value for what, value in measure(model, options.tp, options.engine).items()}
+        figures |= {
+            f"{name_of(model)}: {what}": value for what, value in measure(model, options.tp, options.engine).items()
+        }
         if options.json is not None:  # what was found stays when a later model fails
             options.json.write_text(json.dumps(figures) + "\n", encoding="utf-8")
         torch.cuda.empty_cache()

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -75,7 +76,8 @@ def test_the_checkout_runs_without_being_installed(gpu: ModuleType, tmp_path: Pa
     done = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": path}, cwd=tmp_path, capture_output=True, text=True, check=False
     )
-    assert done.stdout.split() == ["0.1.0", "ShmEngine", "True"], done.stderr
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert done.stdout.split() == [version, "ShmEngine", "True"], done.stderr
 
 
 def test_the_folders_are_those_of_the_wheel(gpu: ModuleType) -> None:
@@ -169,7 +171,9 @@ def test_every_test_that_needs_a_gpu_is_collected_with_the_configuration_of_its_
     assert "whole_conformance" not in done.stdout
 
 
-def test_models_of_the_cache_are_the_smallest_and_the_largest_that_fit(gpu: ModuleType, tmp_path: Path) -> None:
+def test_models_of_the_cache_are_the_smallest_and_the_largest_that_fit_on_the_smallest_gpu(
+    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, size, config in (
         ("a--small", 10, {"architectures": ["QwenForCausalLM"]}),
         ("a--middle", 20, {"architectures": ["QwenForCausalLM"]}),
@@ -177,12 +181,19 @@ def test_models_of_the_cache_are_the_smallest_and_the_largest_that_fit(gpu: Modu
         ("b--quantised", 40, {"architectures": ["LlamaForCausalLM"], "quantization_config": {}}),
         ("c--other", 5, {"architectures": ["BertModel"]}),
     ):
-        folder = tmp_path / f"models--{name}" / "snapshots" / "1"
+        folder = tmp_path / "hub" / f"models--{name}" / "snapshots" / "1"
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(config))
         (folder / "model.safetensors").write_bytes(bytes(size))
-    assert list(gpu.steps.cached_models(tmp_path)) == ["a/small", "b/large"]
-    assert gpu.steps.cached_models(tmp_path / "none") == {}
+    models = gpu.models
+    assert list(models.cached_models(tmp_path / "hub", 30)) == ["a/small", "b/large"]
+    assert list(models.cached_models(tmp_path / "hub", 29)) == ["a/small", "a/middle"]
+    assert models.cached_models(tmp_path / "none", 30) == {}
+    assert models.name_of(Path("/models/b--large")) == "b--large"
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    devices = [{"name": "H1", "memory_bytes": memory} for memory in (29 / models.SHARE_OF_MEMORY, 1 << 40)]
+    (step,) = (one for one in gpu.steps.steps({**FACTS, "devices": devices}, tmp_path) if one.name == "vllm-tp1-shm")
+    assert "a/small a/middle" in step.shown
 
 
 # -- the report -----------------------------------------------------------------------------------------------------------
@@ -249,11 +260,11 @@ def test_a_failure_hides_no_other_step(gpu: ModuleType, tmp_path: Path, monkeypa
         gpu.__main__.main(["--parts", "two"])
 
 
-def test_where_nothing_can_run_the_exit_code_is_2(
+def test_where_nothing_can_run_the_exit_code_is_1(
     gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu.__main__, "probe", lambda _: {**FACTS, "devices": []})
-    assert gpu.__main__.main([]) == 2
+    assert gpu.__main__.main([]) == 1
     assert "sees no CUDA device" in capsys.readouterr().err
 
 
@@ -265,7 +276,7 @@ def test_figures_of_tests_and_of_the_benchmark_are_taken_from_their_files(gpu: M
     junit.write_text('<testsuites><testsuite tests="9" failures="1" errors="1" skipped="2"/></testsuites>')
     assert gpu.steps.counted(junit) == {"passed": 5, "failed": 2, "skipped": 2}
     junit.write_text('<testsuites><testsuite tests="2" failures="0" errors="0" skipped="2"/></testsuites>')
-    with pytest.raises(ValueError, match="no test has run"):
+    with pytest.raises(gpu.running.StepFailedError, match="no test has run"):
         gpu.steps.counted(junit)
 
 
@@ -278,7 +289,13 @@ def test_the_benchmarks_own_report_gives_figures(gpu: ModuleType, tmp_path: Path
     figures = gpu.steps.benched(tmp_path / "bench.json")
     assert figures["shm dense: latency, ms"] > 0
     assert "," in figures["shm dense: training and decode keep"]
-    assert not any("WRONG" in name or "NOT MEASURED" in name for name in figures)
+    plain = report.model_dump(mode="json")
+    plain["rows"][0]["verified"], plain["unavailable"] = False, {"nccl": "no second GPU"}
+    (tmp_path / "bench.json").write_text(json.dumps(plain))
+    program = f"import shutil, sys; shutil.copy({str(tmp_path / 'bench.json')!r}, sys.argv[1])"
+    failed = run(gpu, step(gpu, "bench", program, figures=gpu.steps.benched), tmp_path)
+    assert (failed.outcome, failed.figures) == ("failed", figures)
+    assert failed.why == "nccl was not measured: no second GPU; shm dense: what arrived is not what was sent"
 
 
 @pytest.mark.parametrize("program", ["kernels", "snapshot", "sanitizer"])
@@ -286,9 +303,10 @@ def test_the_programs_run_on_a_cpu_too(
     gpu: ModuleType, program: str, tmp_path: Path, children: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = {"kernels": ["--mib", "2"], "snapshot": ["--mib", "8", "--step-ms", "2"], "sanitizer": []}[program]
+    deadline = [] if program == "kernels" else ["--deadline-s", str(HANG_S)]
     out = tmp_path / "out.json"
     monkeypatch.chdir(ROOT)
-    command = ["-m", f"benchmarks.gpu.{program}", "--device", "cpu", "--json", str(out), *sizes]
+    command = ["-m", f"benchmarks.gpu.{program}", "--device", "cpu", "--json", str(out), *sizes, *deadline]
     status, _, errors = children.run(command)
     assert status == 0, errors
     figures = gpu.steps._as_they_are(out)

@@ -10,7 +10,6 @@ class Driver:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._streams = {}
 
     def allocate(self, device: int, nbytes: int) -> int:
         """Fresh memory."""

@@ -147,10 +147,6 @@ class Work:
         """Whether it is over."""
         return bool(self._event.passed)
 
-    def is_success(self) -> bool:
-        """As that of NCCL, which was given up."""
-        raise NotImplementedError("WorkNCCL::isSuccess() is deprecated")
-
 
 class Group:
     """One member, with the calls of ProcessGroupNCCL."""
