@@ -18,6 +18,7 @@ import asyncio
 import gc
 import json
 import os
+import select
 import signal
 import statistics
 import subprocess
@@ -56,6 +57,8 @@ PROCESSES = 4
 MOST_VERSION_S, MOST_SESSION_S = 0.5, 10.0
 """What 1,280 participants with 2,000 tensors may take on two cores."""
 _LIMIT_S = 120.0
+"""Most that the participants may take to join, and any single message, session or version; far beyond what 1,280 need."""
+_PART = "control plane benchmark"
 _SAID = [[number, f"{number:016x}"] for number in range(4)]
 """What a trainer rank says of a version to the others: as many digests as a check of 4 MiB of copies has."""
 
@@ -245,7 +248,7 @@ class LightReplica:
 
     async def rollback(self, version: int) -> None:
         """Nothing is to go wrong."""
-        raise NotImplementedError
+        raise RuntimeError(f"version {version} of {self.name} was rolled back, though nothing is to go wrong")
 
     async def quarantine(self, error: WeightlaneError) -> None:
         """Nothing is to go wrong."""
@@ -292,7 +295,7 @@ def _others(case: Case, address: Mapping[str, Any]) -> Iterator[list[subprocess.
                 stdout=subprocess.PIPE,
                 text=True,
             )
-            stack.callback(process.wait)
+            stack.enter_context(process)  # closes its pipes, and waits for it
             stack.callback(process.kill)
             started.append(process)
             assert process.stdin is not None
@@ -301,10 +304,13 @@ def _others(case: Case, address: Mapping[str, Any]) -> Iterator[list[subprocess.
                 file=process.stdin,
                 flush=True,
             )
+        deadline = Deadline.after(_LIMIT_S)
         for process in started:
             assert process.stdout is not None
+            if not select.select([process.stdout], [], [], deadline.remaining_s)[0]:
+                raise deadline.error("a process of participants to join", part=_PART)
             if process.stdout.readline() != "joined\n":
-                raise WeightlaneError("a process of participants has ended.", part="control plane benchmark")
+                raise WeightlaneError("a process of participants has ended.", part=_PART)
         yield started
 
 
@@ -320,27 +326,25 @@ def measure(case: Case, versions: int, sessions: int) -> Report:
     session_s: list[float] = []
     session_traffic: list[tuple[int, int]] = []
     version_traffic: list[tuple[int, int]] = []
-    with coordinator, leader, _others(case, address) as processes:
-        loop = asyncio.new_event_loop()
-        loop.run_until_complete(coordinator.connect())
+    with coordinator, leader, _others(case, address) as processes, asyncio.Runner() as runner:
+        runner.run(coordinator.connect())
         for _ in range(sessions):
             coordinator._connection.give_up()
-            before, began = _traffic(rendezvous), time.perf_counter()
-            loop.run_until_complete(coordinator.connect())
+            before, began = rendezvous.traffic, time.perf_counter()
+            runner.run(coordinator.connect())
             session_s.append(time.perf_counter() - began)
-            session_traffic.append(_difference(before, _traffic(rendezvous)))
+            session_traffic.append(_difference(before, rendezvous.traffic))
         for process in processes:
             assert process.poll() is None
         for version in range(versions + 1):
-            before, began = _traffic(rendezvous), time.perf_counter()
+            before, began = rendezvous.traffic, time.perf_counter()
             leader.publish(version)
-            report = loop.run_until_complete(coordinator.sync(version))
+            report = runner.run(coordinator.sync(version))
             assert len(report.replicas) == len(replicas)
             if version == 0:  # the first one warms up
                 continue
             version_s.append(time.perf_counter() - began)
-            version_traffic.append(_difference(before, _traffic(rendezvous)))
-        loop.close()
+            version_traffic.append(_difference(before, rendezvous.traffic))
         threads = [_status(process.pid) for process in processes]
     return {
         "participants": case.participants,
@@ -354,10 +358,6 @@ def measure(case: Case, versions: int, sessions: int) -> Report:
         "most_threads": max(count for count, _ in threads),
         "most_descriptors": max(count for _, count in threads),
     }
-
-
-def _traffic(rendezvous: Rendezvous) -> tuple[int, int]:
-    return getattr(rendezvous, "traffic", (0, 0))
 
 
 def _difference(before: tuple[int, int], after: tuple[int, int]) -> tuple[int, int]:

@@ -133,7 +133,8 @@ class Measured:
     @contextlib.asynccontextmanager
     async def decoding(self, concurrency: int) -> AsyncIterator[None]:
         """So many requests are in flight all the time."""
-        tasks = [asyncio.create_task(self._requests(number)) for number in range(concurrency)]
+        lengths = [first_length(number, concurrency, self._new_tokens) for number in range(concurrency)]
+        tasks = [asyncio.create_task(self._requests(number, first)) for number, first in enumerate(lengths)]
         try:
             yield
         finally:
@@ -144,12 +145,11 @@ class Measured:
             if not isinstance(error, asyncio.CancelledError):
                 raise error if isinstance(error, BaseException) else RuntimeError("requests came to an end")
 
-    async def _requests(self, number: int) -> None:
+    async def _requests(self, number: int, first_tokens: int) -> None:
+        """One request after the other, the first of `first_tokens` tokens."""
         for turn in itertools.count():
             prompt = [1 + (number * 31 + turn * 7 + position) % 1000 for position in range(self._prompt_tokens)]
-            # Not all at the same place: requests end, and others begin, in any step.
-            new = self._new_tokens - (number * self._new_tokens // 16 if turn == 0 else 0)
-            await self._worker.generate(f"{number}-{turn}", prompt, max(min(8, self._new_tokens), new))
+            await self._worker.generate(f"{number}-{turn}", prompt, self._new_tokens if turn else first_tokens)
 
     async def warm_up(self) -> None:
         """One request from beginning to end: vLLM's first steps compile what they need."""
@@ -242,6 +242,11 @@ class Measured:
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         return await asyncio.to_thread(self._sender.call, method, *arguments, timeout_s=self._timeout_s)
+
+
+def first_length(number: int, concurrency: int, new_tokens: int) -> int:
+    """Tokens of the first request of series `number` of `concurrency`: spread evenly, so that requests end in any step."""
+    return new_tokens - number * new_tokens // concurrency
 
 
 def write_model(directory: Path, layers: int) -> Workload:

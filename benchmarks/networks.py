@@ -36,6 +36,7 @@ _BURST_BYTES = 256 << 10
 _QUEUE_MS = 50
 _COMMAND_S = 20.0
 _PIECE_BYTES = 1 << 20
+_TUN = "/dev/net/tun"
 _TUNNEL_MTU = 65_000
 _SET_INTERFACE, _TUN_WITHOUT_HEADER = 0x400454CA, 0x1001
 """``TUNSETIFF``, and ``IFF_TUN | IFF_NO_PI``."""
@@ -121,25 +122,38 @@ def delayed_link(rate_mbit: float, delay_ms: float) -> Iterator[Link]:
     """As `limited_link`, and what is sent arrives so much later, in each direction.
 
     Not every kernel can delay packets by itself: the link is two TUN devices, between which threads of this process carry them.
+    Raises `ConfigError`, too, where there are no TUN devices.
     """
     with _namespaces(2) as paths, contextlib.ExitStack() as opened:
         hosts = [Host(path, f"{_SUBNET}.{number}") for number, path in enumerate(paths, 1)]
-        tunnels = [inside(host.namespace, _open_tunnel).result(_COMMAND_S) for host in hosts]
-        for tunnel in tunnels:
-            opened.callback(os.close, tunnel)
+        tunnels = []
+        for host in hosts:
+            tunnels.append(inside(host.namespace, _open_tunnel).result(_COMMAND_S))
+            opened.callback(os.close, tunnels[-1])
         for host in hosts:
             _each(host.namespace, [f"ip link set {INTERFACE} mtu {_TUNNEL_MTU}", *_up(host, 30)])
             inside(host.namespace, _allow_long_windows).result(_COMMAND_S)
         over = threading.Event()
-        opened.callback(over.set)
         for source, sink in (tunnels, tunnels[::-1]):
-            _Carrier(source, sink, rate_mbit, delay_ms / 1e3, over)
+            opened.callback(_Carrier(source, sink, rate_mbit, delay_ms / 1e3, over).join)
+        opened.callback(over.set)
         yield Link(*hosts, rate_mbit)
 
 
 def _open_tunnel() -> int:
-    tunnel = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-    fcntl.ioctl(tunnel, _SET_INTERFACE, struct.pack("16sH", INTERFACE.encode(), _TUN_WITHOUT_HEADER))
+    try:
+        tunnel = os.open(_TUN, os.O_RDWR | os.O_NONBLOCK)
+    except OSError as error:
+        raise ConfigError(
+            f"{_TUN} cannot be opened: {error.strerror}.",
+            part=_PART,
+            hint="Load the kernel's module tun; a container needs the device, too.",
+        ) from error
+    try:
+        fcntl.ioctl(tunnel, _SET_INTERFACE, struct.pack("16sH", INTERFACE.encode(), _TUN_WITHOUT_HEADER))
+    except OSError as error:
+        os.close(tunnel)
+        raise ConfigError(f"no TUN device can be made: {error.strerror}.", part=_PART) from error
     return tunnel
 
 
@@ -157,15 +171,24 @@ class _Carrier:
         sink: Where they are written.
         rate_mbit: How fast they leave.
         delay_s: How much later they arrive.
-        over: Set when the devices are about to be closed.
+        over: Set when the devices are about to be closed, which they may be after `join`.
     """
 
     def __init__(self, source: int, sink: int, rate_mbit: float, delay_s: float, over: threading.Event) -> None:
         self._source, self._sink, self._over = source, sink, over
         self._bytes_per_s, self._delay_s = rate_mbit * 1e6 / 8, delay_s
         self._on_their_way: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
-        for work in (self._read, self._write):
-            threading.Thread(target=work, name="weightlane-delayed-link", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=work, name="weightlane-delayed-link", daemon=True)
+            for work in (self._read, self._write)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def join(self) -> None:
+        """Wait until no thread uses the devices any more."""
+        for thread in self._threads:
+            thread.join()
 
     def _read(self) -> None:
         left_at = 0.0

@@ -130,12 +130,14 @@ def results(baselines: Sequence[Baseline]) -> str:
 
 
 def other_results(folder: Path) -> str:
-    """The newest tables of the other benchmarks below `folder`, by machine."""
+    """The newest tables of the other benchmarks below `folder`, by machine, each with its date."""
     newest = {(path.parent.name, name): path for name in _TABLES for path in sorted(folder.glob(f"*/{name}-*.json"))}
-    return "".join(
-        f"\n## {machine}, {name}\n\n{_TABLES[name](json.loads(path.read_text(encoding='utf-8')))}"
-        for (machine, name), path in sorted(newest.items())
-    )
+    sections = []
+    for (machine, name), path in sorted(newest.items()):
+        date = path.stem.removeprefix(f"{name}-")
+        table = _TABLES[name](json.loads(path.read_text(encoding="utf-8")))
+        sections.append(f"\n## {machine}, {name}\n\n### {date}\n\n{table}")
+    return "".join(sections)
 
 
 def _section(baseline: Baseline, worse: dict[tuple[str, str], float]) -> Iterator[str]:

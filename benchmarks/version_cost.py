@@ -12,7 +12,7 @@ The blocking way is what a program does that has only vLLM: pause it, so that bo
 file in memory; have vLLM load them through its own layerwise reload; resume. Trainer, rollout and latency lose the same time
 to it.
 
-After the last round, outside the timing, the parameters in vLLM are compared with the trainer's bit for bit.
+After every turn, outside the timing, the parameters in vLLM are compared with the trainer's bit for bit.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def write_tiny_model(directory: Path) -> None:
 
 
 async def measure(model: Path, options: argparse.Namespace) -> tuple[dict[str, list[Carried]], bool]:
-    """What each version cost, by way, and whether every bit was right in the end."""
+    """What each version cost, by way, and whether every bit was right after every turn."""
     workload = named_workload(str(model))
     config = RolloutConfig(
         dtype="float32",
@@ -105,7 +105,6 @@ async def measure(model: Path, options: argparse.Namespace) -> tuple[dict[str, l
         extra_engine_args={"worker_extension_cls": "benchmarks.version_cost.Reloads"},
     )
     worker = RolloutWorker("rollout-0", config, model)
-    found: dict[str, list[Carried]] = {way: [] for way in (*options.engine, BLOCKING)}
     with tempfile.TemporaryDirectory(dir=_SHARED_MEMORY) as directory, Processes(0, 1) as processes:
         call = processes.sender.call
         await asyncio.to_thread(call, "prepare", workload.to_plain(), 0, 1, timeout_s=options.deadline_s)
@@ -116,17 +115,25 @@ async def measure(model: Path, options: argparse.Namespace) -> tuple[dict[str, l
         try:
             await measured.warm_up()
             async with measured.decoding(options.concurrency):
-                for number in range(options.rounds):
-                    ways = list(found) if number % 2 == 0 else list(reversed(found))
-                    for way in ways:
-                        say(f"round {number + 1} of {options.rounds}: {way}")
-                        carry = measured.block if way == BLOCKING else await measured.connected(way)
-                        found[way] += await _turn(carry, options.versions, options.between_s)
-            differing = await measured.differing()
+                return await carry_in_turns(measured, options)
         finally:
             await worker.close()
             await measured.leave()
-    return found, not differing
+
+
+async def carry_in_turns(measured: Versions, options: argparse.Namespace) -> tuple[dict[str, list[Carried]], bool]:
+    """Give every way its turn in each round. Returns as `measure` does."""
+    found: dict[str, list[Carried]] = {way: [] for way in (*options.engine, BLOCKING)}
+    verified = True
+    for number in range(options.rounds):
+        for way in list(found) if number % 2 == 0 else list(reversed(found)):
+            say(f"round {number + 1} of {options.rounds}: {way}")
+            carry = measured.block if way == BLOCKING else await measured.connected(way)
+            found[way] += await _turn(carry, options.versions, options.between_s)
+            if differing := await measured.differing():
+                say(f"other bits than the trainer's: {', '.join(differing)}")
+                verified = False
+    return found, verified
 
 
 async def _turn(carry: Callable[[], Awaitable[Carried]], versions: int, between_s: float) -> list[Carried]:

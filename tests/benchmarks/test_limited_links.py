@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
+import socket
+import struct
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -15,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from sessions import descriptors
 from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import ConfigError
@@ -55,6 +59,49 @@ def test_every_link_is_limited_where_a_host_sends(networks: ModuleType) -> None:
             show = ["tc", "qdisc", "show", "dev", networks.INTERFACE]
             shown = networks.inside(host.namespace, lambda show=show: subprocess.check_output(show, text=True))
             assert re.search(rf"tbf .* rate {rate}Mbit ", shown.result(HANG_S))
+
+
+@pytest.mark.usefixtures("limited_links")
+def test_a_delayed_link_carries_every_byte_later_and_leaves_no_thread_and_no_descriptor(networks: ModuleType) -> None:
+    if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
+        pytest.skip("there is no /dev/net/tun")
+    before, delay_ms, data = descriptors(), 30.0, os.urandom(1 << 20)
+
+    def send(host: Any, port: int) -> int:
+        with socket.create_connection((host.address, port), HANG_S) as connection:
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+            connection.sendall(data)
+            (round_trip_us,) = struct.unpack_from("I", info, 68)  # see linux/tcp.h
+            return int(round_trip_us)
+
+    def receive(server: socket.socket) -> bytes:
+        connection, _ = server.accept()
+        with connection, connection.makefile("rb") as file:
+            return file.read()
+
+    with networks.delayed_link(400.0, delay_ms) as link:
+        for here, there in ((link.sender, link.receiver), (link.receiver, link.sender)):
+            address = there.address, 0
+            listen = networks.inside(there.namespace, lambda address=address: socket.create_server(address))
+            with listen.result(HANG_S) as server:
+                port = server.getsockname()[1]
+                received = networks.inside(there.namespace, lambda server=server: receive(server))
+                sent = networks.inside(here.namespace, lambda there=there, port=port: send(there, port))
+                assert sent.result(HANG_S) >= 2 * 1000 * delay_ms
+                assert received.result(HANG_S) == data
+    assert not [each for each in threading.enumerate() if each.name == "weightlane-delayed-link"]
+    assert descriptors() == before
+
+
+@pytest.mark.usefixtures("limited_links")
+def test_where_there_are_no_tun_devices_a_delayed_link_says_so(
+    networks: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(networks, "_TUN", str(tmp_path / "tun"))
+    before = descriptors()
+    with pytest.raises(ConfigError, match="tun cannot be opened: No such file"), networks.delayed_link(40.0, 10.0):
+        pass
+    assert descriptors() == before
 
 
 def test_both_codecs_cross_a_limited_link(slow_link: ModuleType, measure: Callable[..., dict[str, Any]]) -> None:
