@@ -1,4 +1,4 @@
-"""What the control plane costs: sessions and versions of many participants, with an engine that moves nothing.
+"""Measures the control plane: sessions and versions of many participants, with an engine that moves nothing.
 
     python -m benchmarks.control_plane [--participants 2 16 128 1280] [--tensors 8 2000] [--versions 9] [--sessions 3] [--json X]
 
@@ -65,7 +65,7 @@ _SAID = [[number, f"{number:016x}"] for number in range(4)]
 
 @dataclass(frozen=True)
 class Case:
-    """So many participants, and a model of so many tensors."""
+    """A size to measure: the number of participants, and of the model's tensors."""
 
     participants: int
     tensors: int
@@ -85,7 +85,7 @@ class Case:
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
-        """Names as long as those of a model."""
+        """The model's tensors, with names as long as real ones."""
         shape = (64 * RANKS_OF_A_REPLICA, 64)
         return tuple(
             TensorSpec(f"model.layers.{n // 8}.mlp.experts.{n % 8}.down_proj.weight", shape, torch.bfloat16)
@@ -121,7 +121,7 @@ _newest: list[Manifest | None] = [None]
 
 
 class _Planned:
-    """Stands for a session's plan."""
+    """Fake of a session's plan, which says nothing of transfers."""
 
     digest = "the same for everybody"
     relays = False
@@ -165,7 +165,7 @@ class LightParticipant(Participant):
 
 
 class LightPublisher(LightParticipant):
-    """A trainer rank."""
+    """Trainer rank that offers versions and sends nothing."""
 
     def __init__(self, rank: int, address: Mapping[str, Any], case: Case) -> None:
         self._rank, self._talk = rank, None
@@ -194,7 +194,7 @@ class LightPublisher(LightParticipant):
             self.agree(message.version + 1)
 
     def agree(self, version: int) -> None:
-        """Say what this rank has of a version."""
+        """Tell the other trainer ranks the digests that this one has of a version."""
         assert self._talk is not None
         self._talk.say(version, _SAID)
 
@@ -211,7 +211,7 @@ class LightPublisher(LightParticipant):
 
 
 class LightSubscriber(LightParticipant):
-    """A rollout rank."""
+    """Rollout rank that accepts every version and reports it staged, without a byte."""
 
     def _open_half(self) -> tuple[dict[str, Any], EngineTraits | None]:
         return {}, None
@@ -233,7 +233,7 @@ class LightSubscriber(LightParticipant):
 
 
 class LightReplica:
-    """Commits at once."""
+    """Replica whose commits take no time."""
 
     def __init__(self, name: str, names: Sequence[str]) -> None:
         self.name, self._names = name, tuple(names)
@@ -247,11 +247,11 @@ class LightReplica:
         return CommitReport(version, blocked_s=0.0)
 
     async def rollback(self, version: int) -> None:
-        """Nothing is to go wrong."""
-        raise RuntimeError(f"version {version} of {self.name} was rolled back, though nothing is to go wrong")
+        """Nothing is to fail here: raises RuntimeError."""
+        raise RuntimeError(f"version {version} of {self.name} was rolled back: the coordinator took it for failed")
 
     async def quarantine(self, error: WeightlaneError) -> None:
-        """Nothing is to go wrong."""
+        """Nothing is to fail here: raises `error`."""
         raise error
 
 
@@ -315,7 +315,7 @@ def _others(case: Case, address: Mapping[str, Any]) -> Iterator[list[subprocess.
 
 
 def measure(case: Case, versions: int, sessions: int) -> Report:
-    """One row of the table."""
+    """Sync `versions` versions and make `sessions` sessions of a case. Returns the table's row."""
     limits = SyncConfig(deadline_s=_LIMIT_S, connect_timeout_s=_LIMIT_S, rejoin_s=_LIMIT_S, stall_s=_LIMIT_S)
     rendezvous = Rendezvous.host()
     address = rendezvous.address.to_plain()
@@ -371,7 +371,7 @@ def _status(pid: int) -> tuple[int, int]:
 
 
 def cells(row: Report) -> list[str]:
-    """A row of the table."""
+    """A row of the table as text, cell by cell."""
     middle = statistics.median
     return [
         f"{row['participants']:,}",

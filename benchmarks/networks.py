@@ -28,7 +28,7 @@ from weightlane.ckpt_engines import ConfigError
 from weightlane.sync.bench.network import enter_network, new_network
 
 INTERFACE = "wl0"
-"""Of every participant, each in its own namespace."""
+"""Name of the interface that every participant has in its namespace."""
 _PART = "limited link"
 _SUBNET = "10.83.71"
 _BURST_BYTES = 256 << 10
@@ -43,7 +43,7 @@ _SET_INTERFACE, _TUN_WITHOUT_HEADER = 0x400454CA, 0x1001
 _LONGEST_WINDOW_BYTES = 64 << 20
 _LOOK_S = 0.2
 RAW_S = 0.5
-"""A raw transfer must take about so long, against a burst that passes unhindered."""
+"""Seconds of a raw transfer: long enough that the burst, which passes unhindered, hardly counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Host:
     """A namespace with one interface."""
 
     namespace: str
-    """Its path."""
+    """Path by which a process enters the namespace."""
     address: str
 
 
@@ -65,7 +65,7 @@ class Link:
 
 
 def missing() -> str:
-    """Why no such link can be made here; empty when it can."""
+    """Why no limited link can be made here; empty when it can."""
     if not sys.platform.startswith("linux"):
         return "network namespaces are Linux's."
     if absent := [program for program in ("ip", "tc") if shutil.which(program) is None]:
@@ -92,7 +92,7 @@ def inside(namespace: str, work: Callable[[], Any]) -> Future[Any]:
 
 @contextlib.contextmanager
 def on(host: Host) -> Iterator[None]:
-    """This thread, and all that it starts, is in the host's namespace meanwhile."""
+    """Put this thread, and all that it starts meanwhile, into the host's namespace."""
     before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     try:
         enter_network(host.namespace)
@@ -158,7 +158,7 @@ def _open_tunnel() -> int:
 
 
 def _allow_long_windows() -> None:
-    """A window must hold what is on its way during a round trip."""
+    """Let TCP windows of this namespace hold all bytes that are on their way during a round trip."""
     for name in ("tcp_rmem", "tcp_wmem"):
         Path(f"/proc/sys/net/ipv4/{name}").write_text(f"4096 131072 {_LONGEST_WINDOW_BYTES}")
 
@@ -232,14 +232,14 @@ def limited_hosts(count: int, rate_mbit: float) -> Iterator[tuple[Host, ...]]:
 
 
 def sent_bytes(host: Host) -> int:
-    """What its interface has sent so far, headers and acknowledgements included."""
+    """Bytes that the host's interface has sent so far, headers and acknowledgements included."""
     counters = inside(host.namespace, Path("/proc/thread-self/net/dev").read_text).result(_COMMAND_S)
     line = next(line for line in counters.splitlines() if line.strip().startswith(f"{INTERFACE}:"))
     return int(line.split(":")[1].split()[8])  # eight columns of what it has received come first
 
 
 def raw_mbit(sender: Host, receivers: Sequence[Host], rate_mbit: float, seconds: float = RAW_S) -> float:
-    """What TCP carries from a host of that rate to others, one connection to each at once: Mbit of payload per second."""
+    """Payload that TCP carries from `sender` to all `receivers` at once, one connection to each, in Mbit/s."""
     nbytes = max(_PIECE_BYTES, round(rate_mbit * 1e6 / 8 * seconds))
     listening: list[Future[int]] = [Future() for _ in receivers]
 
@@ -276,7 +276,7 @@ def raw_mbit(sender: Host, receivers: Sequence[Host], rate_mbit: float, seconds:
 
 @contextlib.contextmanager
 def _namespaces(count: int) -> Iterator[list[str]]:
-    """The paths of fresh ones."""
+    """Make `count` network namespaces, and yield their paths; they end with the last process in them."""
     if reason := missing():
         raise ConfigError(reason, part=_PART)
     with contextlib.ExitStack() as opened:
@@ -311,7 +311,7 @@ def _limit(interface: str, rate_mbit: float) -> str:
 
 
 def _each(namespace: str, lines: Sequence[str]) -> None:
-    """Run commands there, one after the other."""
+    """Run command lines in `namespace`, one after the other. Raises `ConfigError` for one that fails."""
     inside(namespace, lambda: [_command(line) for line in lines]).result((1 + len(lines)) * _COMMAND_S)
 
 

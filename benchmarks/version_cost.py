@@ -1,4 +1,4 @@
-"""What one small version costs real vLLM and an idle trainer, beside the blocking way.
+"""Measures how much one small version costs real vLLM and an idle trainer, beside the blocking way.
 
     python -m benchmarks.version_cost --json version_cost.json
 
@@ -63,7 +63,7 @@ class Versions(Measured):
     """Carries versions to a replica that decodes, by weightlane or the blocking way."""
 
     async def block(self) -> Carried:
-        """The weights change, and everything waits until vLLM has them."""
+        """Change the weights, and have everything wait until vLLM has loaded them."""
         await self._call("change", DENSITY)
         path = str(self._directory / "version.safetensors")
         engine = self._worker._engine
@@ -95,7 +95,7 @@ def write_tiny_model(directory: Path) -> None:
 
 
 async def measure(model: Path, options: argparse.Namespace) -> tuple[dict[str, list[Carried]], bool]:
-    """What each version cost, by way, and whether every bit was right after every turn."""
+    """Costs of every version, by way, and whether every bit was right after every turn."""
     workload = named_workload(str(model))
     config = RolloutConfig(
         dtype="float32",
@@ -145,7 +145,7 @@ async def _turn(carry: Callable[[], Awaitable[Carried]], versions: int, between_
 
 
 def figures(way: str, carried: Sequence[Carried]) -> dict[str, Any]:
-    """A row: of each cost its median and its 95th percentile."""
+    """The row of a way: median and 95th percentile of each cost, in seconds."""
     costs = [asdict(each) for each in carried]
     row: dict[str, Any] = {"way": way, "versions": len(costs)}
     for cost in costs[0]:

@@ -36,7 +36,7 @@ KEY, SESSION = b"k" * 32, "session"
 
 
 class _Half:
-    """Notices nothing of its peers. Every call that may wait does until `over` is set or the half is closed."""
+    """Half that notices nothing of its peers. Calls named in `waits` wait until `over` is set or the half is closed."""
 
     def __init__(self, name: str) -> None:
         self.life = Lifecycle(f"still half of {name}", lambda: None)
@@ -91,7 +91,7 @@ class StillReceiver(_Half, ViewingReceiver):
 
 
 class StillEngine(CheckpointEngine):
-    """Moves nothing."""
+    """Engine that moves nothing."""
 
     api_version = API_VERSION
     capabilities = Capabilities(

@@ -20,12 +20,12 @@ from weightlane.ckpt_engines.link import ReceiverLink, SenderLink, receiver_link
 
 
 def soon() -> Deadline:
-    """For what is expected to succeed."""
+    """Deadline of a call that is expected to succeed."""
     return Deadline.after(HANG_S)
 
 
 def never() -> Deadline:
-    """For a call that something else is to end."""
+    """Deadline of a call that an event is to end."""
     return Deadline.after(NEVER_S)
 
 
@@ -84,12 +84,12 @@ class Session:
 
     @property
     def receiver(self) -> ReceiverLink:
-        """The first one."""
+        """The link of the first receiver."""
         return next(iter(self.receivers.values()))
 
     @property
     def halves(self) -> list[Any]:
-        """What the engine made: the sender, then the receivers."""
+        """Halves that the engine made: the sender's, then the receivers'."""
         return [link.half for link in (self.sender, *self.receivers.values())]
 
     def start_connect(self, deadline: Deadline | None = None) -> list[Future[None]]:
@@ -131,6 +131,6 @@ class Session:
 
 
 def descriptors() -> int:
-    """How many this process has."""
+    """How many open file descriptors this process has."""
     gc.collect()
     return len(list(Path("/proc/self/fd").iterdir()))

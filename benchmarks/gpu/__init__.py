@@ -1,4 +1,4 @@
-"""What weightlane does on GPUs: one command that checks and measures everything that the GPUs of a machine allow.
+"""One command for weightlane on GPUs: it checks and measures everything that the GPUs of a machine allow.
 
     make gpu                                  # one GPU, eight minutes at most
     make gpu PARTS=one,multi                  # and what takes two GPUs or more

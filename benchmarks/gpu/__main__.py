@@ -27,7 +27,7 @@ _FAILED, _BAD_USAGE = 1, 2
 
 
 def options_of(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command's options."""
+    """Parse the command's options; exit code 2 for a part that does not exist."""
     parser = argparse.ArgumentParser(
         prog="make gpu", description="Check and measure what the GPUs of this machine allow."
     )
@@ -45,7 +45,7 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run what was asked for; the exit code."""
+    """Run the steps that were asked for, and publish their report. Returns the exit code."""
     options = options_of(arguments)
     if options.show is not None:
         return publish(json.loads(options.show.read_text(encoding="utf-8")), options)
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def environment(importable: Path) -> dict[str, str]:
-    """What every step gets: the checkout ahead of anything that is installed."""
+    """The environment of every step: in it the checkout is imported ahead of anything that is installed."""
     path = [
         str(importable),
         str(ROOT),
@@ -79,7 +79,7 @@ def environment(importable: Path) -> dict[str, str]:
 
 
 def probe(env: dict[str, str]) -> dict[str, Any]:
-    """See `benchmarks.gpu.probe`."""
+    """Run `benchmarks.gpu.probe` in a process of its own. Returns its facts; exit code 1 where it fails."""
     command = [sys.executable, "-m", "benchmarks.gpu.probe"]
     try:
         asked = subprocess.run(  # noqa: S603 - a program of this folder
@@ -92,7 +92,7 @@ def probe(env: dict[str, str]) -> dict[str, Any]:
 
 
 def run_all(options: argparse.Namespace, facts: dict[str, Any], ini: Path, env: dict[str, str]) -> list[Result]:
-    """Every step that was asked for, whatever becomes of the others."""
+    """Run every step that was asked for, whether or not others pass. Returns their results."""
     only = {name for name in options.only.split(",") if name}
     logs = options.out / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     logs.mkdir(parents=True, exist_ok=True)
@@ -114,7 +114,7 @@ def run_all(options: argparse.Namespace, facts: dict[str, Any], ini: Path, env: 
 
 
 def publish(report: dict[str, Any], options: argparse.Namespace) -> int:
-    """Write the report where it was asked for; the exit code."""
+    """Write the report to the folder and the document that the options name. Returns the exit code."""
     options.out.mkdir(parents=True, exist_ok=True)
     table = markdown(report)
     (options.out / "gpu.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -26,11 +26,11 @@ DENSITY = 0.01
 ROUNDS = 5
 COLUMNS = 4096
 _COMPARED_NUMEL = 1 << 24
-"""How much the CPU works through, too."""
+"""Elements for which the CPU computes the result, too: all of them would take it minutes."""
 
 
 def median_s(runtime: DeviceRuntime, work: Callable[[], object]) -> float:
-    """Seconds, median of some rounds after one that warms up."""
+    """Median seconds that `work` takes on the device, over `ROUNDS` rounds after one that warms up."""
     times = []
     for _ in range(ROUNDS + 1):
         runtime.finish()
@@ -42,7 +42,7 @@ def median_s(runtime: DeviceRuntime, work: Callable[[], object]) -> float:
 
 
 def copy(runtime: DeviceRuntime, mib: int) -> dict[str, Any]:
-    """The limit."""
+    """How fast the device copies within its memory, which no codec can exceed."""
     source = torch.zeros(mib << 20, dtype=torch.uint8, device=runtime.device)
     target = torch.empty_like(source)
     return {"copy, GB/s": source.nbytes / median_s(runtime, lambda: target.copy_(source)) / 1e9}
@@ -111,7 +111,7 @@ def fp8(runtime: DeviceRuntime, mib: int) -> dict[str, Any]:
 
 
 def measure(device: str, mib: int) -> dict[str, Any]:
-    """Everything, on a stream of its own."""
+    """Figures of the copy, the delta codec and fp8, measured on a stream of their own."""
     torch.manual_seed(0)
     runtime = runtime_of(numbered_device(device))
     with runtime.on(runtime.new_stream()):

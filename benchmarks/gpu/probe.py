@@ -19,7 +19,7 @@ _DRIVER = re.compile(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s")
 
 
 def look() -> dict[str, Any]:
-    """The facts."""
+    """Versions, devices and missing packages of this Python, as plain data."""
     return {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",

@@ -73,7 +73,7 @@ class Rollout:
         self._subscriber = Subscriber("rollout-0/0", address, engine, {}, Expectation(expected), device=device)
 
     def commit(self, version: int) -> list[int]:
-        """Load a version; a number for each tensor that says what it holds."""
+        """Load a version into the live model. Returns the model's `fingerprint`."""
         for name, tensor in self._subscriber.take(version).items():
             self._live[name].copy_(tensor, non_blocking=True)
         self._runtime.finish()
@@ -81,12 +81,12 @@ class Rollout:
         return fingerprint(self._live)
 
     def close(self) -> None:
-        """Leave."""
+        """End the subscription."""
         self._subscriber.close()
 
 
 def fingerprint(tensors: dict[str, torch.Tensor]) -> list[int]:
-    """A number for each tensor, by name; equal for equal bits."""
+    """A number for each tensor, in the order of `SHAPES`; equal for equal bits."""
     found = []
     for name in SHAPES:
         bits = tensors[name].view(torch.int16).flatten().long()
@@ -116,11 +116,11 @@ class Replica:
         self.fingerprint: list[int] = []
 
     def subscriber_names(self) -> list[str]:
-        """Of its one rank."""
+        """Name of the subscriber of its one rank."""
         return ["rollout-0/0"]
 
     async def commit(self, version: int) -> CommitReport:
-        """Have it load a version."""
+        """Have the receiving process load a version."""
         answer = await asyncio.to_thread(self._ask, version)
         self.fingerprint = answer["fingerprint"]
         return CommitReport(version, blocked_s=0.0)
@@ -133,16 +133,16 @@ class Replica:
         return dict(answer)
 
     async def rollback(self, version: int) -> None:
-        """Not expected."""
+        """Nothing is to fail here: raises RuntimeError."""
         raise RuntimeError(f"version {version} was taken back")
 
     async def quarantine(self, error: Exception) -> None:
-        """Not expected."""
+        """Nothing is to fail here: raises `error`."""
         raise error
 
 
 def sync(engine: str, codec: str, device: torch.device, deadline_s: float) -> int:
-    """Carry some versions, each bit for bit; how many. Nothing waits for longer than `deadline_s`."""
+    """Carry `VERSIONS` versions, each compared bit for bit. Returns how many; no wait takes longer than `deadline_s`."""
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-m", "benchmarks.gpu.sanitizer", "--receive", engine, "--device", device.type]
     with theirs:

@@ -30,7 +30,7 @@ TENSORS = 64
 
 
 class Training:
-    """Steps of about `step_s` seconds on the current stream."""
+    """Training steps of about `step_s` seconds on the current stream."""
 
     def __init__(self, runtime: DeviceRuntime, step_s: float) -> None:
         side = 8192 if runtime.has_streams else 256
@@ -43,7 +43,7 @@ class Training:
         self._products = max(1, round(step_s / self.step()))
 
     def step(self) -> float:
-        """One; its seconds."""
+        """Do one step. Returns its seconds."""
         self._runtime.finish()
         started = time.perf_counter()
         for _ in range(self._products):
@@ -98,7 +98,7 @@ def beside(
 
 
 def measure(device: str, mib: int, step_s: float, deadline_s: float) -> dict[str, Any]:
-    """Figures for both kinds of memory."""
+    """Figures of snapshots into memory of the device, and into memory of the host."""
     runtime = runtime_of(numbered_device(device))
     torch.manual_seed(0)
     numel = (mib << 18) // TENSORS

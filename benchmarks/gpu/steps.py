@@ -1,4 +1,4 @@
-"""What `make gpu` runs, in order: what says most comes first, because the time for all is limited."""
+"""The steps of `make gpu`, in order: those that say most come first, because the time for all is limited."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SUITE_OF_ITS_OWN = "not whole_conformance_suite"
 
 
 def steps(facts: Mapping[str, Any], ini: Path) -> list[Step]:
-    """All of them.
+    """The steps of all parts.
 
     Args:
         facts: As `probe.look` gives them.
@@ -141,7 +141,7 @@ def _on_several(count: int, ini: Path) -> list[Step]:
 
 
 def _memory_bytes(devices: Sequence[Mapping[str, Any]]) -> int:
-    """What the smallest device has."""
+    """Memory of the device that has least; 0 without devices."""
     return min((int(device["memory_bytes"]) for device in devices), default=0)
 
 

@@ -37,13 +37,13 @@ PROMPTS = ("The capital of France is", "def fibonacci(n):", "Once upon a time", 
 TOKENS = 24
 _START_S, _ANSWER_S, _END_S = 300.0, 60.0, 30.0
 _SHARE_OF_GPU = 0.5
-"""vLLM's; the trainer has its weights, and what a version takes, in the rest."""
+"""Share of GPU memory that vLLM takes; the trainer's weights and its versions are in the rest (`models.SHARE_OF_MEMORY`)."""
 _SMALLER = 0.9
 
 
 @contextlib.contextmanager
 def server(model: Path, ranks: int) -> Iterator[str]:
-    """A server of `model`; where it listens. It ends with the block, with all its processes."""
+    """Run a vLLM server of `model` on `ranks` GPUs, and yield its URL. It ends with the block, with all its processes."""
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
         port = reserved.getsockname()[1]
@@ -91,7 +91,7 @@ def _wait_for(url: str, child: subprocess.Popen[bytes], log: Any) -> None:
 
 
 def answers(url: str) -> list[str]:
-    """What the server says to the prompts, one after the other, always choosing the likeliest token."""
+    """The server's completions of `PROMPTS`, decoded greedily one after the other."""
     said = []
     for prompt in PROMPTS:
         body = json.dumps({"model": "m", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0.0}).encode()

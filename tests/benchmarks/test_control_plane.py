@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -38,3 +39,16 @@ def test_what_takes_too_long_is_said_and_is_an_error(
     command = "--participants 2 --tensors 3 --versions 1 --sessions 1"
     assert control_plane.main(command.split()) == 1
     assert "TOO SLOW" in capsys.readouterr().out
+
+
+def test_participants_that_never_join_are_not_waited_for_without_end(
+    control_plane: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    never_joins = tmp_path / "never_joins"
+    never_joins.write_text("#!/bin/sh\nexec sleep 1000000\n")
+    never_joins.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(never_joins))
+    monkeypatch.setattr(control_plane, "_LIMIT_S", 0.2)
+    assert control_plane.main(["--participants", "2", "--tensors", "3", "--versions", "1", "--sessions", "1"]) == 2
+    assert "a process of participants to join" in capsys.readouterr().err

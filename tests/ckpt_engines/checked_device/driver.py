@@ -1,4 +1,4 @@
-"""What stands for the CUDA driver: memory that both halves see, in one process."""
+"""Fake of the CUDA driver: memory of a `World` that both halves see, in one process."""
 
 from __future__ import annotations
 
@@ -6,40 +6,40 @@ from .world import FREED, WRONG_DEVICE, World
 
 
 class Driver:
-    """The calls of `weightlane.ckpt_engines._cuda_driver.CudaDriver`."""
+    """Fake with the calls of `weightlane.ckpt_engines._cuda_driver.CudaDriver`."""
 
     def __init__(self, world: World) -> None:
         self._world = world
 
     def allocate(self, device: int, nbytes: int) -> int:
-        """Fresh memory."""
+        """Address of fresh memory, which torch's allocator knows nothing of."""
         return self._world.allocate(device, nbytes, by_driver=True).address
 
     def free(self, device: int, pointer: int) -> None:
-        """Give it back."""
+        """Free the memory at `pointer`."""
         block, _ = self._world.find(pointer)
         if block.device != device:
             self._world.violate(WRONG_DEVICE, f"memory of device {block.device} was freed on {device}")
         self._world.free(block)
 
     def export(self, device: int, pointer: int) -> bytes:
-        """Its handle."""
+        """Handle by which another half opens the memory at `pointer`."""
         assert self._world.find(pointer)[0].device == device
         return self._world.handle_of(pointer)
 
     def open(self, _device: int, handle: bytes) -> int:
-        """Map it."""
+        """Address of the memory that `handle` stands for."""
         return int(self._world.by_handle(handle))
 
     def close(self, _device: int, pointer: int) -> None:
-        """Unmap it, when no copy uses it."""
+        """Unmap the memory at `pointer`, which no copy may use any more."""
         block, _ = self._world.find(pointer)
         for access in block.accesses:
             if access.what == "copy of a bucket" and self._world.host.get(access.stream, 0) < access.count:
                 self._world.violate(FREED, "a mapping was closed under a copy")
 
     def copy(self, device: int, destination: int, source: int, nbytes: int, stream: int) -> None:
-        """Copy on a stream."""
+        """Start a copy on the stream of that number."""
         world = self._world
         into, to = world.find(destination)
         out_of, at = world.find(source)

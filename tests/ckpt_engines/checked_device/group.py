@@ -1,4 +1,4 @@
-"""What stands for process groups of NCCL and HCCL: operations of one communicator run one behind the other, and meet."""
+"""Fakes of process groups of NCCL and HCCL: operations of one communicator run in order, and meet those of its other ranks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _numbers = itertools.count()
 
 @dataclass(eq=False)
 class Part:
-    """What one rank does in one operation: sends and receives side by side, or a broadcast.
+    """One rank's share of an operation: sends and receives side by side, or a broadcast.
 
     Attributes:
-        rank: Whose.
+        rank: The rank.
         needs: What has to meet: (source, target, number among those of the two), or (root, -1, number among broadcasts).
         places: The memory for each of these: block, first byte, and one past the last. Nobody is kept from giving it back.
     """
@@ -38,20 +38,20 @@ class Fleet:
     """All members of one communicator.
 
     Args:
-        world: Where they are.
-        size: How many.
+        world: The devices that its members are on.
+        size: How many members it has.
     """
 
     def __init__(self, world: World, size: int) -> None:
         self.world, self.size = world, size
         self.streams: dict[int, Stream] = {}
         self.parts: dict[int, list[Part]] = {}
-        """Of each rank, those that are not done."""
+        """Unfinished parts of each rank, in order."""
         self.let_go = False
         world.idle.append(self._look)
 
     def join(self, rank: int, device: int) -> None:
-        """A member is there."""
+        """Add a member on `device`."""
         with self.world.changed:
             if any(stream.device == device for stream in self.streams.values()):
                 self.world.violate(WRONG_DEVICE, f"two members of a communicator are on device {device}")
@@ -59,7 +59,7 @@ class Fleet:
             self.parts[rank] = []
 
     def start(self, part: Part) -> Operation:
-        """A member starts its part, on the communicator's stream."""
+        """Start a member's part on the communicator's stream."""
         world, stream = self.world, self.streams[part.rank]
         with world.changed:
             stream.wait_stream(world.current_stream(stream.device))
@@ -76,7 +76,7 @@ class Fleet:
         self.parts[part.rank].remove(part)
 
     def _met(self, part: Part) -> bool:
-        """Its turn has come: move what others are ready for, too. Whether that is all."""
+        """Move the bytes of `part` for which the other ranks are ready, too. Returns whether all of them have moved."""
         part.begun = True
         for need in part.needs:
             if need not in part.met:
@@ -108,7 +108,7 @@ class Fleet:
         return waiting[0] if waiting and waiting[0].begun and need in waiting[0].needs else None
 
     def _look(self) -> None:
-        """Nothing gets on: see whether members wait for each other in a circle."""
+        """Called when no stream can run: note a violation where members wait for each other in a circle."""
         heads = {rank: parts[0] for rank, parts in self.parts.items() if parts and parts[0].begun}
         waits = {
             rank: {
@@ -132,7 +132,7 @@ class Fleet:
 
 
 class Work:
-    """As torch's."""
+    """Fake of torch's ``Work``."""
 
     def __init__(self, fleet: Fleet, rank: int) -> None:
         self._world, self._stream = fleet.world, fleet.streams[rank]
@@ -140,16 +140,16 @@ class Work:
         self._event.record(self._stream)
 
     def wait(self) -> None:
-        """Have the current stream wait."""
+        """Have the current stream wait for the operation."""
         self._world.current_stream(self._stream.device).wait_event(self._event)
 
     def is_completed(self) -> bool:
-        """Whether it is over."""
+        """Whether the operation is over."""
         return bool(self._event.passed)
 
 
 class Group:
-    """One member, with the calls of ProcessGroupNCCL."""
+    """One member of a communicator, with the calls of ProcessGroupNCCL."""
 
     def __init__(self, fleet: Fleet, rank: int, device: int) -> None:
         self._fleet, self._rank = fleet, rank
@@ -159,24 +159,24 @@ class Group:
         fleet.join(rank, device)
 
     def rank(self) -> int:
-        """Its own."""
+        """This member's rank."""
         return self._rank
 
     def size(self) -> int:
-        """Of the group."""
+        """Number of members."""
         return self._fleet.size
 
     def broadcast(self, tensors: list[CheckedTensor], options: Any) -> Work:
-        """As torch's."""
+        """Start a broadcast, as torch's method does."""
         self._broadcasts += 1
         return self._go([((options.rootRank, -1, self._broadcasts), tensors[0])])
 
     def send(self, tensors: list[CheckedTensor], target: int, _tag: int) -> None:
-        """As torch's, inside a batch."""
+        """Add a send to the open batch; torch's, outside of one, would open another communicator."""
         self._add((self._rank, target), tensors[0])
 
     def recv(self, tensors: list[CheckedTensor], source: int, _tag: int) -> None:
-        """As torch's, inside a batch."""
+        """Add a receive to the open batch."""
         self._add((source, self._rank), tensors[0])
 
     def _add(self, pair: tuple[int, int], tensor: CheckedTensor) -> None:
@@ -199,16 +199,16 @@ class Group:
         return Work(self._fleet, self._rank)
 
     def abort(self) -> None:
-        """As torch's: what is under way ends."""
+        """Let every operation under way end."""
         with self._fleet.world.changed:
             self._fleet.let_go = True
 
 
 class HcclGroup(Group):
-    """With the calls of torch_npu's ProcessGroupHCCL, which has no coalescing."""
+    """Member with the calls of torch_npu's ProcessGroupHCCL, which has no coalescing."""
 
     def batch_isend_irecv(self, kinds: list[str], tensors: list[CheckedTensor], ranks: list[int]) -> Work:
-        """As torch_npu's."""
+        """Start sends and receives as one batch."""
         self._batch = []
         for kind, tensor, rank in zip(kinds, tensors, ranks, strict=True):
             self._add((self._rank, rank) if kind == "isend" else (rank, self._rank), tensor)
@@ -216,12 +216,12 @@ class HcclGroup(Group):
         return self._go(batch)
 
     def abort_hccl_comm(self, _why: str) -> None:
-        """As torch_npu's."""
+        """Let every operation under way end."""
         self.abort()
 
 
 def open_group(world: World, store: Any, rank: int, size: int, device: int, *, backend: str) -> Group:
-    """A member of the group whose members meet in `store`."""
+    """Make a member of the group whose members meet in `store`."""
     if rank == 0:
         key = f"fleet-{next(_numbers)}"
         _fleets[key] = Fleet(world, size)
