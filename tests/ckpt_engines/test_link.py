@@ -225,6 +225,7 @@ def test_what_a_transport_says_of_a_death_is_told_as_the_death_of_the_peer_that_
 ) -> None:
     monkeypatch.setattr("weightlane.ckpt_engines.link._CULPRIT_WAIT_S", HANG_S)
     session = sessions()
+    sender_of(session).entered.clear()  # it was set by the call that connected
     sender_of(session).fails = TransportError("NCCL error 6.", part="still half")
     flushing = session.threads.submit(session.sender.flush, soon())
     assert sender_of(session).entered.wait(HANG_S)
