@@ -60,7 +60,7 @@ class _Half:
             if leader == self._name:
                 store = self._store.served()
             else:
-                store = found_store(topology.senders[leader], self._life.part, leader, deadline)
+                store = found_store(topology.senders[leader], self._life, leader, deadline)
             self._group = open_device_group(
                 self._backend,
                 self._device,

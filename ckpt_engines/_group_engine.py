@@ -13,6 +13,7 @@ import torch.distributed as dist
 from pydantic import Field, field_validator
 
 from ._channel import Address
+from ._lifecycle import Lifecycle
 from ._meeting import Meeting, TcpMeeting, host_and_port
 from .contract import API_VERSION, CheckpointEngine, EngineConfig
 from .deadline import Deadline
@@ -101,10 +102,10 @@ class GroupStore:
         self._served = None
 
 
-def found_store(address: Address, part: str, sender: str, deadline: Deadline) -> dist.TCPStore:
-    """The store that `sender` serves. Raises `PeerLostError`, `ProtocolError` or `DeadlineExceededError`."""
-    host, port = host_and_port(address, part, sender)
-    return join_store(host, port, deadline, sender)
+def found_store(address: Address, life: Lifecycle, sender: str, deadline: Deadline) -> dist.TCPStore:
+    """The store that `sender` serves. Raises `PeerLostError`, `ProtocolError`, `DeadlineExceededError` or `ClosedError`."""
+    host, port = host_and_port(address, life.part, sender)
+    return join_store(host, port, deadline, sender, life)
 
 
 class GroupEngine(CheckpointEngine):

@@ -207,7 +207,7 @@ class GlooReceiver(_Half, WeightReceiver):
         with self._life.call():
             rank, world = list(topology.receivers).index(self._name) + 1, len(topology.receivers) + 1
             for sender, address in topology.senders.items():
-                store = found_store(address, self._life.part, sender, deadline)
+                store = found_store(address, self._life, sender, deadline)
                 self._senders[sender] = rank
                 self._places[f"{sender}/pair"] = dist.PrefixStore(f"pair-{rank}", store), 1, 2
                 self._places[f"{sender}/everyone"] = dist.PrefixStore("everyone", store), rank, world

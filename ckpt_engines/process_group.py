@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 
 from ._channel import listen_tcp
+from ._lifecycle import Lifecycle
+from ._waiting import run_bounded
 from .deadline import Deadline
 from .errors import ConfigError, DeadlineExceededError, EngineUnavailableError, PeerLostError, TransportError
 from .gloo_connect import connect_gloo
@@ -56,6 +58,8 @@ class Group(Protocol):
 
 
 _PART = "process group"
+_GRACE_S = 0.05
+"""How much longer than a call that may miss its deadline whoever waits for it does: the call's own error says more."""
 _NEVER = timedelta(days=1)
 _NO_WATCHDOG: dict[str, dict[str, str]] = {
     # NCCL's and HCCL's own watchdogs kill the whole process on a timeout, on an error, and when a call into the driver
@@ -108,21 +112,38 @@ def reserve_port(host: str) -> socket.socket:
     return reserved
 
 
-def join_store(host: str, port: int, deadline: Deadline, peer: str = "") -> dist.TCPStore:
+def join_store(
+    host: str, port: int, deadline: Deadline, peer: str = "", life: Lifecycle | None = None
+) -> dist.TCPStore:
     """A client of the store at `host`:`port`, which must be listening already.
 
-    The deadline's remaining time becomes the store's timeout. Raises `PeerLostError` when nobody listens there, or
-    `DeadlineExceededError`.
+    The deadline's remaining time becomes the store's timeout. Raises `PeerLostError` when nobody listens there,
+    `DeadlineExceededError`, also when somebody listens and says nothing, or `ClosedError` when `life` is closed meanwhile.
     """
+    waiting = life or Lifecycle("store", lambda: None)
+    try:  # TCPStore's first question has no timeout, so a process that was stopped would hold its caller for ever
+        return run_bounded(
+            lambda: _joined_store(host, port, deadline, waiting.part, peer),
+            waiting,
+            Deadline.after(deadline.remaining_s + _GRACE_S),
+            f"an answer of the store at {host}:{port}",
+            peer=peer,
+        )
+    finally:
+        if life is None:
+            waiting.close()
+
+
+def _joined_store(host: str, port: int, deadline: Deadline, part: str, peer: str) -> dist.TCPStore:
     try:  # the store itself would go on trying, and log every attempt
         socket.create_connection((host, port), timeout=max(0.001, deadline.remaining_s)).close()
     except TimeoutError:
-        raise deadline.error(f"a connection to {host}:{port}", part="store", peer=peer) from None
+        raise deadline.error(f"a connection to {host}:{port}", part=part, peer=peer) from None
     except OSError as error:
         raise PeerLostError(
-            f"cannot connect to {host}:{port}: {error}.", part="store", peer=peer, hint="Check that its owner is alive."
+            f"cannot connect to {host}:{port}: {error}.", part=part, peer=peer, hint="Check that its owner is alive."
         ) from error
-    with translated("store", deadline, f"the store at {host}:{port}", peer):
+    with translated(part, deadline, f"the store at {host}:{port}", peer):
         return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=deadline.timedelta())
 
 
