@@ -210,19 +210,18 @@ def open_device_group(
         life.ring()
 
     threading.Thread(target=open_group, name=f"weightlane-{backend}-open", daemon=True).start()
-    what = f"all {world} members of the group"
     try:
         while not opened:
             life.wait({}, deadline.remaining_s)
             if not opened:
-                deadline.check(what, part=life.part)
-    finally:
+                deadline.check(f"all {world} members of the group", part=life.part)
+    except BaseException:
         with handover:
             left_behind.set()
             abandoned = opened[0] if opened else None
-        # An interrupted wait may find the group opened after all: nobody will use it.
-        if life.closed and isinstance(abandoned, DeviceGroup):
+        if isinstance(abandoned, DeviceGroup):  # it was opened after all, and nobody will use it
             abandoned.close()
+        raise
     (result,) = opened
     if isinstance(result, BaseException):
         raise result

@@ -6,6 +6,7 @@ is tested in ``checked_device``, on devices that are made up.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -18,8 +19,15 @@ import torch
 import torch.distributed as dist
 from waiting import HANG_S, NEVER_S, wait_until
 
-from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError, Deadline
-from weightlane.ckpt_engines._device_group import DeviceGroup
+from weightlane.ckpt_engines import (
+    CheckpointEngineRegistry,
+    ConfigError,
+    Deadline,
+    DeadlineExceededError,
+    _device_group,
+)
+from weightlane.ckpt_engines._device_group import DeviceGroup, open_device_group
+from weightlane.ckpt_engines._lifecycle import Lifecycle
 from weightlane.ckpt_engines.conformance import run_conformance
 from weightlane.ckpt_engines.conformance.base import ConformanceBase, ConnectionMaker
 from weightlane.ckpt_engines.conformance.payload import Parcel
@@ -139,6 +147,42 @@ def test_leaving_a_group_does_not_wait_for_a_library_that_never_returns_from_its
     group.close()
     assert backend.entered == 1
     backend.freed.set()
+
+
+def test_a_group_that_is_opened_just_after_its_deadline_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the last look at whether it is open and the error."""
+    backend = StuckBackend()
+    backend.freed.set()
+    late, opened = threading.Event(), threading.Event()
+
+    def open_late(*_: Any, **__: Any) -> StuckBackend:
+        late.wait(HANG_S)
+        return backend
+
+    def clock() -> float:
+        """The time that the waiting thread sees: it is up, and by when it is told so for the second time the group is open."""
+        if threading.current_thread() is threading.main_thread() and next(looks):
+            late.set()
+            opened.wait(HANG_S)
+        return 1.0
+
+    looks, life = itertools.count(), Lifecycle("half", lambda: None)
+    monkeypatch.setattr(life, "ring", opened.set)
+    monkeypatch.setattr(_device_group, "open_process_group", open_late)
+    monkeypatch.setattr(DeviceGroup, "warm_up", lambda *_: None)
+    with pytest.raises(DeadlineExceededError):
+        open_device_group(
+            "nccl",
+            HOST,
+            dist.HashStore(),
+            rank=0,
+            world=2,
+            host="127.0.0.1",
+            deadline=Deadline(1.0, clock),
+            life=life,
+        )
+    assert backend.entered == 1
+    life.close()
 
 
 def test_the_variables_that_a_constructor_reads_are_there_during_it_and_gone_after_it() -> None:
