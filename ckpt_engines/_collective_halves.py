@@ -20,6 +20,7 @@ from ._channel import Address, Channel
 from ._device_group import DeviceGroup, DeviceTransfer, Operation, open_device_group
 from ._group_engine import GroupStore, TorchDistributedConfig, found_store
 from ._lifecycle import Lifecycle
+from ._waiting import poll_until
 from .contract import Bucket, Topology, WeightReceiver, WeightSender
 from .deadline import Deadline
 from .errors import ProtocolError
@@ -101,9 +102,7 @@ class _Half:
     def _wait_for(self, transfer: DeviceTransfer, bucket: Bucket, deadline: Deadline) -> None:
         what = f"bucket {bucket.index} of version {bucket.version}"
         peers = ", ".join(name for name in self._ranks if name != self._name)
-        while not transfer.done():
-            self._life.wait({}, min(deadline.remaining_s, transfer.pause_s()))
-            deadline.check(what, part=self._life.part, peer=peers)
+        poll_until(transfer.done, self._life, deadline, what, peer=peers)
 
     def close(self) -> None:
         """See `WeightSender.close`."""

@@ -27,9 +27,7 @@ from .process_group import (
     start_pairs,
 )
 
-_FAST_POLL_S = 0.0002
-_FAST_POLLS_FOR_S = 0.02
-_SLOW_POLL_S = 0.002
+_WARM_UP_POLL_S = 0.002
 _ABORT_WAIT_S = 1.0
 _BEHIND_S = 1.0
 """How long after its work is completed a transfer's event may pass: the device only has to go from one stream to the other."""
@@ -52,7 +50,7 @@ class Operation:
 
 
 class DeviceTransfer:
-    """Operations on a device's stream. Nothing tells when they are done, so it is asked, closely at first.
+    """Operations on a device's stream. Nothing tells when they are done, so it is asked.
 
     ``Work.wait`` of these backends only orders streams, and blocks on no failure of a peer; the event behind it on the group's
     own stream is what tells that the memory is free. The work is completed when it failed, too, and then the event never comes.
@@ -62,7 +60,6 @@ class DeviceTransfer:
     def __init__(self, work: dist.Work, event: Any) -> None:
         self._work = work
         self._event = event
-        self._started = time.monotonic()
         self._completed: float | None = None
         """When the work was first seen to be completed."""
 
@@ -77,10 +74,6 @@ class DeviceTransfer:
                 "the transfer failed on the device.", part="device group", hint="The backend's own log has the reason."
             )
         return False
-
-    def pause_s(self) -> float:
-        """How long to wait before asking again."""
-        return _FAST_POLL_S if time.monotonic() - self._started < _FAST_POLLS_FOR_S else _SLOW_POLL_S
 
 
 class DeviceGroup:
@@ -139,7 +132,7 @@ class DeviceGroup:
             transfer = self.start([Operation(Bucket(0, 0, data, self._runtime.recorded(self._stream)), 0, None)])
             while not transfer.done():
                 deadline.check("the first collective of the group", part=part)
-                time.sleep(_SLOW_POLL_S)
+                time.sleep(_WARM_UP_POLL_S)
         except BaseException:
             self.close()
             raise
