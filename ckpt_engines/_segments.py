@@ -65,9 +65,13 @@ class MappedSegment(ABC):
         """The bytes where they lie, only to be read; the tensor keeps the mapping alive. Not every kind can."""
         raise ProtocolError(f"{nbytes} bytes at {offset} cannot be shown.", part=type(self).__name__)
 
+    def copied(self) -> bool:
+        """Whether every copy that was started is over, successful or not."""
+        return True
+
     @abstractmethod
     def close(self) -> None:
-        """Unmap it as soon as no tensor looks at it any more."""
+        """Unmap it as soon as no tensor looks at it any more. Not before it is `copied`."""
 
 
 class SegmentKind(ABC):
