@@ -237,6 +237,13 @@ def test_interfaces_are_dealt_out_by_rank_so_that_each_sender_has_its_own() -> N
         sender.close()
 
 
+def test_every_interface_is_checked_before_a_run_and_the_error_says_which_there_are() -> None:
+    registry = CheckpointEngineRegistry()
+    registry.create("gloo", {"interface": "lo"}).check(Deadline.after(HANG_S))
+    with pytest.raises(ConfigError, match=r"nosuch0.*this machine: .*\blo\b"):
+        registry.create("gloo", {"interface": "lo, nosuch0"}).check(Deadline.after(HANG_S))
+
+
 @pytest.mark.parametrize(
     "engine",
     [
