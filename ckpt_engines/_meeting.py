@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -22,10 +23,11 @@ class Listener:
     """Of a Unix socket, the name that goes with it."""
 
     def close(self) -> None:
-        """Listen no longer. Idempotent."""
+        """Listen no longer. Idempotent; never raises: a name that stays is removed by the next sender."""
         self.socket.close()
         if self.path is not None:
-            self.path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self.path.unlink()
 
 
 class Meeting(ABC):

@@ -10,6 +10,7 @@ import pytest
 
 from weightlane.ckpt_engines import AddressInUseError, ConfigError, ProtocolError, TransportError, toolkit
 from weightlane.ckpt_engines._local_socket import host_identity
+from weightlane.ckpt_engines._meeting import Listener
 
 
 def test_over_tcp_it_listens_on_one_address_and_what_it_says_of_itself_is_where_it_is_found() -> None:
@@ -68,6 +69,14 @@ def test_on_one_host_a_socket_has_a_name_until_it_is_closed(socket_dir: Path) ->
     listener.close()
     listener.close()
     assert list(socket_dir.iterdir()) == []
+
+
+def test_a_name_that_cannot_be_removed_does_not_keep_a_listener_from_closing(tmp_path: Path) -> None:
+    sock = socket.create_server(("127.0.0.1", 0))
+    listener = Listener(sock, {}, tmp_path / "file" / "name")
+    (tmp_path / "file").touch()  # where its directory was
+    listener.close()
+    assert sock.fileno() == -1
 
 
 def test_a_name_could_be_no_other_path_and_leads_to_no_other_host(socket_dir: Path) -> None:
