@@ -46,7 +46,7 @@ class _Half:
         self._held_back: list[Operation] = []
         """Posted, and not started yet."""
         self._under_way: deque[tuple[DeviceTransfer | None, list[Operation]]] = deque()
-        """What was started, in order; None for what has no bytes."""
+        """What was started, in order; None for what has no bytes, or goes to nobody."""
 
     def connect(self, topology: Topology, channels: Mapping[str, Channel], deadline: Deadline) -> None:  # noqa: ARG002
         """Form the group of all senders and receivers, in which they have ranks in that order."""
@@ -131,10 +131,12 @@ class CollectiveSender(_Half, WeightSender):
         """Start to send it: by a broadcast if everybody gets it and nobody else sends."""
         with self._life.call():
             ranks = tuple(self._rank(name) for name in receivers)
-            if not ranks:
-                return
             everybody = bucket.to_all and self._senders == 1
-            self._held_back.append(Operation(bucket, self._rank(self._name), None if everybody else ranks))
+            operation = Operation(bucket, self._rank(self._name), None if everybody else ranks)
+            if not ranks:  # it moves nothing, and counts among those that are posted
+                self._under_way.append((None, [operation]))
+                return
+            self._held_back.append(operation)
             self._start()
 
 
