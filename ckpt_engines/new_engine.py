@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -57,9 +58,13 @@ def make_engine_package(name: str, directory: Path | None = None) -> Path:
     texts = {renamed_text(file): renamed_text(source.joinpath(file).read_text(encoding="utf-8")) for file in _FILES}
     try:
         target.mkdir(parents=True)
-        for file, text in texts.items():
-            (target / file).parent.mkdir(exist_ok=True)
-            (target / file).write_text(text, encoding="utf-8")
+        try:
+            for file, text in texts.items():
+                (target / file).parent.mkdir(exist_ok=True)
+                (target / file).write_text(text, encoding="utf-8")
+        except BaseException:  # half a package would be in the way of the next try
+            shutil.rmtree(target, ignore_errors=True)
+            raise
     except FileExistsError as error:
         raise ConfigError(
             f"{target} exists already.", part=_PART, hint="Choose another place with --directory, or remove it."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import pytest
 from command_line import assert_refused, run
 from waiting import HANG_S
+
+from weightlane.ckpt_engines import StorageError
+from weightlane.ckpt_engines.new_engine import make_engine_package
 
 TEMPLATE = Path(__file__).parents[2] / "plugins/packages/weightlane-engine-template"
 
@@ -58,3 +62,18 @@ def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
     result = run("new-engine", "pigeon", "--directory", str(tmp_path / "file" / "pigeon"))
     assert result.exit_code == 1
     assert "cannot be written" in result.stderr
+
+
+def test_a_package_that_could_not_be_written_whole_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = Path.write_text
+
+    def full(path: Path, *arguments: Any, **more: Any) -> int:
+        if path.name == "test_conformance.py":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, *arguments, **more)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    package = tmp_path / "pigeon"
+    with pytest.raises(StorageError, match="No space left"):
+        make_engine_package("pigeon", package)
+    assert not package.exists()
