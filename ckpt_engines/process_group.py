@@ -24,7 +24,7 @@ from ._lifecycle import Lifecycle
 from ._waiting import run_bounded
 from .deadline import Deadline
 from .errors import ConfigError, DeadlineExceededError, EngineUnavailableError, PeerLostError, TransportError
-from .gloo_connect import connect_gloo
+from .gloo_connect import called, connect_gloo
 
 BackendName = Literal["gloo", "nccl", "hccl"]
 
@@ -157,6 +157,7 @@ def open_process_group(
     host: str = "127.0.0.1",
     device: torch.device | None = None,
     threads: int = 1,
+    names: Sequence[str] = (),
     nccl: Mapping[str, int | str] | None = None,
 ) -> Group:
     """Open a group of `world` processes that meet in `store`; every one of them calls this at the same time.
@@ -170,6 +171,7 @@ def open_process_group(
         host: Address of this machine on which gloo listens.
         device: Device the group works on; needed by nccl and hccl, which connect eagerly.
         threads: How many operations gloo runs at a time; each that waits for a peer occupies a thread.
+        names: What errors call the processes, by rank; without, "rank 1".
         nccl: Fields of the communicator's ``ncclConfig_t`` by the names that torch gives them, e.g. ``net_name``.
 
     Raises:
@@ -178,7 +180,8 @@ def open_process_group(
         PeerLostError: Somebody came and died.
         EngineUnavailableError: This torch lacks the backend.
     """
-    with translated(_PART, deadline, f"all {world} members of the group"):
+    others = called([other for other in range(world) if other != rank], names)
+    with translated(_PART, deadline, f"all {world} members of the group", others):
         if backend == "gloo":
 
             def connect(place: dist.Store, timeout: timedelta) -> Group:
@@ -188,7 +191,7 @@ def open_process_group(
                 options._threads = threads
                 return cast("Group", dist.ProcessGroupGloo(place, rank, world, options))
 
-            return connect_gloo(store, rank, world, deadline, connect)
+            return connect_gloo(store, rank, world, deadline, connect, names=names)
         if device is None:
             raise TransportError(f"{backend} needs a device.", part=_PART)
         if backend == "nccl":

@@ -24,6 +24,7 @@ from weightlane.ckpt_engines import (
     ConfigError,
     Deadline,
     DeadlineExceededError,
+    Topology,
     _device_group,
 )
 from weightlane.ckpt_engines._device_group import DeviceGroup, open_device_group
@@ -116,6 +117,15 @@ def test_transfers_run_beside_the_trainings_own_group_and_leave_it_and_the_envir
         output, errors = child.communicate(timeout=HANG_S)
         assert child.returncode == 0, errors
         assert json.loads(output) == {"before": 3.0, "arrived": True, "after": 3.0, "environment": "unchanged"}
+
+
+def test_a_gloo_group_that_is_never_complete_says_who_is_missing() -> None:
+    sender = CheckpointEngineRegistry().create("gloo").make_sender("s", HOST)
+    topology = Topology("session", {"s": sender.address()}, {"r-0": {}, "r-1": {}})
+    with pytest.raises(DeadlineExceededError, match="r-0, r-1 of a group of 3") as failure:
+        sender.connect(topology, {}, Deadline.after(0.2))
+    assert failure.value.peer == "r-0, r-1"
+    sender.close()
 
 
 def needs(engine: str) -> pytest.MarkDecorator:
