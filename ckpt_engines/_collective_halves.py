@@ -67,7 +67,7 @@ class _Half:
                 self._device,
                 dist.PrefixStore("everyone", store),
                 rank=self._ranks[self._name],
-                world=len(names),
+                names=names,
                 host=self._host,
                 deadline=deadline,
                 life=self._life,

@@ -25,6 +25,7 @@ from weightlane.ckpt_engines import (
     Deadline,
     DeadlineExceededError,
     Topology,
+    TransportError,
     _device_group,
 )
 from weightlane.ckpt_engines._device_group import DeviceGroup, open_device_group
@@ -180,19 +181,38 @@ def test_a_group_that_is_opened_just_after_its_deadline_is_aborted(monkeypatch: 
     monkeypatch.setattr(life, "ring", opened.set)
     monkeypatch.setattr(_device_group, "open_process_group", open_late)
     monkeypatch.setattr(DeviceGroup, "warm_up", lambda *_: None)
-    with pytest.raises(DeadlineExceededError):
+    with pytest.raises(DeadlineExceededError, match=r"half \(peer other\)"):
         open_device_group(
             "nccl",
             HOST,
             dist.HashStore(),
             rank=0,
-            world=2,
+            names=["half", "other"],
             host="127.0.0.1",
             deadline=Deadline(1.0, clock),
             life=life,
         )
     assert backend.entered == 1
     life.close()
+
+
+class FailedWork:
+    """Work that is over, behind which no event comes: so it has failed."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def query(self) -> bool:
+        return False
+
+
+def test_a_transfer_that_fails_on_the_device_says_whose_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_device_group, "_BEHIND_S", 0.0)
+    failed: Any = FailedWork()
+    transfer = _device_group.DeviceTransfer(failed, failed, "nccl sender s", "r")
+    assert not transfer.done()
+    with pytest.raises(TransportError, match=r"nccl sender s \(peer r\): the transfer failed"):
+        transfer.done()
 
 
 def test_the_variables_that_a_constructor_reads_are_there_during_it_and_gone_after_it() -> None:
