@@ -117,7 +117,9 @@ class CheckpointEngineRegistry:
             raise EngineUnavailableError(
                 f"{name} cannot run here: {reason}.", part=_PART, hint=f"Engines that can: {', '.join(usable)}."
             )
-        return cls(self.validate_options(name, options))
+        engine = cls(self.validate_options(name, options))
+        engine.registered_as = name
+        return engine
 
     def validate_options(self, name: str, options: Mapping[str, Any] | None = None) -> EngineConfig:
         """`options` as the engine's typed config, or a `ConfigError` that names every bad key."""
