@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ._channel import Address, Channel
 from ._device_group import DeviceGroup, DeviceTransfer, Operation, open_device_group
-from ._group_engine import GroupStore, TorchDistributedConfig, found_store
+from ._group_engine import GroupStore, TorchDistributedConfig, found_store, require_member
 from ._lifecycle import Lifecycle
 from ._waiting import poll_until
 from .contract import Bucket, Topology, WeightReceiver, WeightSender
@@ -52,6 +52,7 @@ class _Half:
         """Form the group of all senders and receivers, in which they have ranks in that order."""
         with self._life.call():
             names = [*topology.senders, *topology.receivers]
+            require_member(self._name, names, self._life.part)
             self._ranks = {name: rank for rank, name in enumerate(names)}
             self._senders = len(topology.senders)
             if not topology.receivers:

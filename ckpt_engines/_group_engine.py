@@ -7,6 +7,7 @@ import ipaddress
 import re
 import socket
 import struct
+from collections.abc import Collection
 from typing import ClassVar, cast
 
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from ._lifecycle import Lifecycle
 from ._meeting import Meeting, TcpMeeting, host_and_port
 from .contract import API_VERSION, CheckpointEngine, EngineConfig
 from .deadline import Deadline
-from .errors import ConfigError
+from .errors import ConfigError, ProtocolError
 from .process_group import BackendName, host_store, join_store, reserve_port
 
 _SIOCGIFADDR = 0x8915
@@ -113,6 +114,12 @@ class GroupStore:
     def close(self) -> None:
         """Serve it no longer."""
         self._served = None
+
+
+def require_member(name: str, members: Collection[str], part: str) -> None:
+    """Raise `ProtocolError` when the participant called `name` is none of the `members` of a connection."""
+    if name not in members:
+        raise ProtocolError(f"{name} is not among the participants of the connection: {', '.join(members)}.", part=part)
 
 
 def found_store(address: Address, life: Lifecycle, sender: str, deadline: Deadline) -> dist.TCPStore:

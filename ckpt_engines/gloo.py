@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ._channel import Address, Channel
-from ._group_engine import GroupEngine, GroupStore, TorchDistributedConfig, found_store
+from ._group_engine import GroupEngine, GroupStore, TorchDistributedConfig, found_store, require_member
 from ._lifecycle import Lifecycle
 from ._waiting import run_bounded
 from .contract import Bucket, Capabilities, Delivery, Topology, WeightReceiver, WeightSender
@@ -209,6 +209,7 @@ class GlooReceiver(_Half, WeightReceiver):
     def connect(self, topology: Topology, channels: Mapping[str, Channel], deadline: Deadline) -> None:  # noqa: ARG002
         """Join the group of every sender."""
         with self._life.call():
+            require_member(self._name, topology.receivers, self._life.part)
             rank = list(topology.receivers).index(self._name) + 1
             for sender, address in topology.senders.items():
                 store = found_store(address, self._life, sender, deadline)

@@ -24,11 +24,16 @@ from weightlane.ckpt_engines import (
     ConfigError,
     Deadline,
     DeadlineExceededError,
+    ProtocolError,
     Topology,
     TransportError,
+    WeightReceiver,
+    WeightSender,
     _device_group,
 )
+from weightlane.ckpt_engines._collective_halves import CollectiveReceiver, CollectiveSender
 from weightlane.ckpt_engines._device_group import DeviceGroup, open_device_group
+from weightlane.ckpt_engines._group_engine import TorchDistributedConfig
 from weightlane.ckpt_engines._lifecycle import Lifecycle
 from weightlane.ckpt_engines.conformance import run_conformance
 from weightlane.ckpt_engines.conformance.base import ConformanceBase, ConnectionMaker
@@ -127,6 +132,22 @@ def test_a_gloo_group_that_is_never_complete_says_who_is_missing() -> None:
         sender.connect(topology, {}, Deadline.after(0.2))
     assert failure.value.peer == "r-0, r-1"
     sender.close()
+
+
+@pytest.mark.parametrize(
+    "half",
+    [
+        CheckpointEngineRegistry().create("gloo").make_receiver("stranger", HOST),
+        CollectiveReceiver("stranger", TorchDistributedConfig(), "nccl", HOST),
+        CollectiveSender("stranger", TorchDistributedConfig(), "nccl", HOST),
+    ],
+    ids=["gloo receiver", "nccl receiver", "nccl sender"],
+)
+def test_a_half_that_is_not_among_the_participants_says_so(half: WeightReceiver | WeightSender) -> None:
+    topology = Topology("session", {"s": {"host": "127.0.0.1", "port": 1}}, {"r-0": {}})
+    with pytest.raises(ProtocolError, match=r"stranger is not among the participants .*r-0"):
+        half.connect(topology, {}, Deadline.after(HANG_S))
+    half.close()
 
 
 def needs(engine: str) -> pytest.MarkDecorator:
