@@ -1,4 +1,4 @@
-"""The halves of ``nccl`` and ``hccl``: one communicator for all members of a connection, in which everybody keeps one order.
+"""The halves of ``nccl`` and ``hccl``, and the base of both: one communicator for all members of a connection, all in one order.
 
 NCCL runs the operations of a communicator one behind the other, and HCCL does. So two members that take part in the same two
 operations must start them in the same order, and no circle of members may wait for each other. The framework posts in one order
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ._channel import Address, Channel
 from ._device_group import DeviceGroup, DeviceTransfer, Operation, open_device_group
-from ._group_engine import GroupStore, TorchDistributedConfig, found_store, require_member
+from ._group_engine import GroupEngine, GroupStore, TorchDistributedConfig, found_store, require_member
 from ._lifecycle import Lifecycle
 from ._waiting import poll_until
 from .contract import Bucket, Topology, WeightReceiver, WeightSender
@@ -163,3 +163,15 @@ class CollectiveReceiver(_Half, WeightReceiver):
             if any(operation.source >= source for operation in self._held_back):  # the next turn has begun
                 self._start()
             self._held_back.append(Operation(bucket, source, (self._rank(self._name),)))
+
+
+class CollectiveEngine(GroupEngine):
+    """Base of ``nccl`` and ``hccl``."""
+
+    def make_sender(self, name: str, device: torch.device) -> WeightSender:
+        """See `CheckpointEngine.make_sender`."""
+        return CollectiveSender(name, self.options, self.backend, device)
+
+    def make_receiver(self, name: str, device: torch.device) -> WeightReceiver:
+        """See `CheckpointEngine.make_receiver`."""
+        return CollectiveReceiver(name, self.options, self.backend, device)
