@@ -43,9 +43,7 @@ def test_the_package_is_the_template_under_another_name_and_the_next_commands_ar
     assert status == 0, errors
 
 
-@pytest.mark.parametrize(
-    "name", ["Pigeon", "carrier pigeon", "2pigeons", "pigeon-", "-pigeon", "carrier--pigeon", "", "../pigeon", "pigéon"]
-)
+@pytest.mark.parametrize("name", ["Pigeon", "carrier pigeon", "2pigeons", "-pigeon", "", "../pigeon", "pigéon"])
 def test_a_name_that_is_none_is_refused(tmp_path: Path, name: str) -> None:
     assert_refused("is not a name for an engine", "new-engine", "--directory", str(tmp_path / "x"), "--", name)
     assert list(tmp_path.iterdir()) == []
