@@ -61,7 +61,10 @@ def listen_tcp(host: str, port: int = 0) -> socket.socket:
 
 
 class Channel:
-    """One connected, non-blocking stream socket. Owns the socket; every call belongs to one thread.
+    """One connected, non-blocking stream socket. Owns the socket.
+
+    One thread at a time sends, and one receives, which may be another. Any thread may poll `fileno` or call `hang_up` meanwhile.
+    `close` comes when no call runs and nobody polls, which is what `Lifecycle` sees to.
 
     Args:
         sock: The connected socket.
