@@ -22,7 +22,7 @@ import torch
 
 from ._channel import Address, Channel
 from ._cuda_driver import HANDLE_BYTES, CudaDriver, cuda_driver
-from ._segments import MappedSegment, OwnedSegment, SegmentKind
+from ._segments import MappedSegment, OwnedSegment, SegmentKind, close_descriptors
 from .devices import CudaRuntime, runtime_of
 from .errors import ProtocolError, StorageError, TransportError
 
@@ -170,10 +170,11 @@ class CudaSegments(SegmentKind):
         self,
         nbytes: int,
         description: Mapping[str, Any],
-        descriptors: Sequence[int],  # noqa: ARG002 - there are none, and a kernel closes what nobody took
+        descriptors: Sequence[int],
         device: torch.device,
     ) -> CudaMapping:
         """See `SegmentKind.adopt`."""
+        close_descriptors(descriptors)  # a sender that keeps the protocol passes none
         return CudaMapping(_runtime(device), nbytes, description)
 
     def hang_up(self, channels: Iterable[Channel], segments: Iterable[OwnedSegment]) -> None:

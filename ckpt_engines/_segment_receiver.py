@@ -17,7 +17,7 @@ import torch
 from ._channel import Address, Channel
 from ._handshake import acknowledge, choose, expect, refuse
 from ._lifecycle import Lifecycle
-from ._segments import MappedSegment, SegmentKind
+from ._segments import MappedSegment, SegmentKind, close_descriptors
 from ._waiting import poll_until
 from .contract import Bucket, Topology
 from .deadline import Deadline
@@ -163,9 +163,7 @@ class SegmentReceiver(ViewingReceiver):
             try:
                 channel.receive(1, deadline, "the segment's descriptors", descriptors)
             except BaseException:
-                for descriptor in descriptors:
-                    with contextlib.suppress(OSError):
-                        os.close(descriptor)
+                close_descriptors(descriptors)
                 raise
         self._segments[key] = self._kind.adopt(nbytes, described, descriptors, device)
 

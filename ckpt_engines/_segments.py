@@ -6,6 +6,8 @@ A *segment* is a run of one process's memory that another process can map. What 
 
 from __future__ import annotations
 
+import contextlib
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -14,6 +16,13 @@ import torch
 
 from ._channel import Address, Channel
 from .errors import ProtocolError
+
+
+def close_descriptors(descriptors: Iterable[int]) -> None:
+    """Close file descriptors that came with a segment and that nobody uses. Never raises."""
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
 
 
 class OwnedSegment(ABC):

@@ -6,6 +6,7 @@ Nearly all of it needs a GPU: one is enough, since two processes may share it.
 from __future__ import annotations
 
 import base64
+import os
 import socket
 import time
 import weakref
@@ -115,6 +116,14 @@ def test_a_handle_of_another_form_is_refused_before_the_driver_sees_it(handle: o
 def test_a_bucket_outside_of_cuda_memory_is_refused() -> None:
     with pytest.raises(TransportError, match="cpu"):
         CudaSegments().adopt(MIB, {}, (), torch.device("cpu"))
+
+
+def test_descriptors_that_a_sender_passes_although_there_are_none_are_closed() -> None:
+    passed = os.open("/dev/null", os.O_RDONLY)
+    with pytest.raises(TransportError, match="cpu"):
+        CudaSegments().adopt(MIB, {}, (passed,), torch.device("cpu"))
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(passed)
 
 
 class Something(OwnedSegment):
