@@ -36,6 +36,8 @@ _MAX_DESCRIPTORS = 4
 _BACKLOG = 1024
 _MAX_STRANGERS = 128
 """Connections that may be waiting for their hello to be complete; a further one takes the place of the oldest."""
+_DESCRIPTORS_PAUSE_S = 0.05
+"""How long to wait for file descriptors when there are none: others of the process may give some back."""
 _NONCE_BYTES = 16
 _HELLO, _ADMISSION = "weightlane hello", "weightlane admission"
 
@@ -59,7 +61,10 @@ def listen_tcp(host: str, port: int = 0) -> socket.socket:
 
 
 class Channel:
-    """One connected, non-blocking stream socket. Owns the socket; every call belongs to one thread.
+    """One connected, non-blocking stream socket. Owns the socket.
+
+    One thread at a time sends, and one receives, which may be another. Any thread may poll `fileno` or call `hang_up` meanwhile.
+    `close` comes when no call runs and nobody polls, which is what `Lifecycle` sees to.
 
     Args:
         sock: The connected socket.
@@ -335,6 +340,8 @@ class _Lobby:
         self.joined: dict[tuple[str, str], Channel] = {}
         """By lane and name."""
         self._strangers: dict[int, tuple[socket.socket, bytearray]] = {}
+        self._hint = ""
+        """Why the last one that knocked is not let in, if that is known."""
         listener.setblocking(False)
 
     def missing(self) -> list[str]:
@@ -354,11 +361,21 @@ class _Lobby:
             if descriptor in self._strangers:
                 self._listen_to(descriptor)
             else:
-                with contextlib.suppress(OSError):  # the caller may have left again
-                    sock, _ = self._listener.accept()
-                    sock.setblocking(False)
-                    self._strangers[sock.fileno()] = (sock, bytearray())
-                    self._make_room()
+                self._accept(deadline)
+        deadline.check(waiting_for, part=self._life.part, hint=self._hint)  # who talks without end must not put it off
+
+    def _accept(self, deadline: Deadline) -> None:
+        self._hint = ""
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as error:  # the caller may have left again
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # the caller stays ready until some are free
+                self._hint = "No file descriptor is left for a further connection: raise ulimit -n."
+                self._life.wait({}, min(_DESCRIPTORS_PAUSE_S, deadline.remaining_s))
+            return
+        sock.setblocking(False)
+        self._strangers[sock.fileno()] = (sock, bytearray())
+        self._make_room()
 
     def _make_room(self) -> None:
         """Forget the stranger that has waited longest, so that silent ones cannot use up the file descriptors."""

@@ -1,4 +1,4 @@
-"""The halves of ``nccl`` and ``hccl``: one communicator for all members of a connection, in which everybody keeps one order.
+"""The halves of ``nccl`` and ``hccl``, and the base of both: one communicator for all members of a connection, all in one order.
 
 NCCL runs the operations of a communicator one behind the other, and HCCL does. So two members that take part in the same two
 operations must start them in the same order, and no circle of members may wait for each other. The framework posts in one order
@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from ._channel import Address, Channel
 from ._device_group import DeviceGroup, DeviceTransfer, Operation, open_device_group
-from ._group_engine import GroupStore, TorchDistributedConfig, found_store
+from ._group_engine import GroupEngine, GroupStore, TorchDistributedConfig, found_store, require_member
 from ._lifecycle import Lifecycle
+from ._waiting import poll_until
 from .contract import Bucket, Topology, WeightReceiver, WeightSender
 from .deadline import Deadline
 from .errors import ProtocolError
@@ -45,12 +46,13 @@ class _Half:
         self._held_back: list[Operation] = []
         """Posted, and not started yet."""
         self._under_way: deque[tuple[DeviceTransfer | None, list[Operation]]] = deque()
-        """What was started, in order; None for what has no bytes."""
+        """What was started, in order; None for what has no bytes, or goes to nobody."""
 
     def connect(self, topology: Topology, channels: Mapping[str, Channel], deadline: Deadline) -> None:  # noqa: ARG002
         """Form the group of all senders and receivers, in which they have ranks in that order."""
         with self._life.call():
             names = [*topology.senders, *topology.receivers]
+            require_member(self._name, names, self._life.part)
             self._ranks = {name: rank for rank, name in enumerate(names)}
             self._senders = len(topology.senders)
             if not topology.receivers:
@@ -60,13 +62,13 @@ class _Half:
             if leader == self._name:
                 store = self._store.served()
             else:
-                store = found_store(topology.senders[leader], self._life.part, leader, deadline)
+                store = found_store(topology.senders[leader], self._life, leader, deadline)
             self._group = open_device_group(
                 self._backend,
                 self._device,
                 dist.PrefixStore("everyone", store),
                 rank=self._ranks[self._name],
-                world=len(names),
+                names=names,
                 host=self._host,
                 deadline=deadline,
                 life=self._life,
@@ -101,9 +103,7 @@ class _Half:
     def _wait_for(self, transfer: DeviceTransfer, bucket: Bucket, deadline: Deadline) -> None:
         what = f"bucket {bucket.index} of version {bucket.version}"
         peers = ", ".join(name for name in self._ranks if name != self._name)
-        while not transfer.done():
-            self._life.wait({}, min(deadline.remaining_s, transfer.pause_s()))
-            deadline.check(what, part=self._life.part, peer=peers)
+        poll_until(transfer.done, self._life, deadline, what, peer=peers)
 
     def close(self) -> None:
         """See `WeightSender.close`."""
@@ -132,10 +132,12 @@ class CollectiveSender(_Half, WeightSender):
         """Start to send it: by a broadcast if everybody gets it and nobody else sends."""
         with self._life.call():
             ranks = tuple(self._rank(name) for name in receivers)
-            if not ranks:
-                return
             everybody = bucket.to_all and self._senders == 1
-            self._held_back.append(Operation(bucket, self._rank(self._name), None if everybody else ranks))
+            operation = Operation(bucket, self._rank(self._name), None if everybody else ranks)
+            if not ranks:  # it moves nothing, and counts among those that are posted
+                self._under_way.append((None, [operation]))
+                return
+            self._held_back.append(operation)
             self._start()
 
 
@@ -161,3 +163,15 @@ class CollectiveReceiver(_Half, WeightReceiver):
             if any(operation.source >= source for operation in self._held_back):  # the next turn has begun
                 self._start()
             self._held_back.append(Operation(bucket, source, (self._rank(self._name),)))
+
+
+class CollectiveEngine(GroupEngine):
+    """Base of ``nccl`` and ``hccl``."""
+
+    def make_sender(self, name: str, device: torch.device) -> WeightSender:
+        """See `CheckpointEngine.make_sender`."""
+        return CollectiveSender(name, self.options, self.backend, device)
+
+    def make_receiver(self, name: str, device: torch.device) -> WeightReceiver:
+        """See `CheckpointEngine.make_receiver`."""
+        return CollectiveReceiver(name, self.options, self.backend, device)

@@ -14,7 +14,6 @@ import contextlib
 import select
 import socket
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -23,14 +22,12 @@ import torch
 
 from ._channel import Address, Channel
 from ._cuda_driver import HANDLE_BYTES, CudaDriver, cuda_driver
-from ._segments import MappedSegment, OwnedSegment, SegmentKind
+from ._segments import MappedSegment, OwnedSegment, SegmentKind, close_descriptors
 from .devices import CudaRuntime, runtime_of
 from .errors import ProtocolError, StorageError, TransportError
 
 _PART = "CUDA memory"
 _OTHER_ENGINES = "Set checkpoint_engine.backend to nccl, or gloo."
-_PAUSE_S = 0.00002
-_LAST_COPY_WAIT_S = 1.0
 
 
 class _Block:
@@ -132,14 +129,16 @@ class CudaMapping(MappedSegment):
         copied = self._copied = self._runtime.recorded(self._stream)
         return lambda: bool(copied.query())
 
+    def copied(self) -> bool:
+        """See `MappedSegment.copied`: a copy may still run if its deadline passed."""
+        try:
+            return bool(self._copied.query())
+        except RuntimeError:  # after a fault nothing runs any more
+            return True
+
     def close(self) -> None:
-        """Unmap it, once the last copy is over: one may still run if its deadline passed."""
-        give_up_at = time.monotonic() + _LAST_COPY_WAIT_S
-        with contextlib.suppress(RuntimeError, TransportError):  # after a fault nothing is mapped any more
-            while not self._copied.query():
-                if time.monotonic() > give_up_at:
-                    return  # a mapping too many is harmless, one too few kills the copy's process
-                time.sleep(_PAUSE_S)
+        """See `MappedSegment.close`."""
+        with contextlib.suppress(TransportError):  # after a fault nothing is mapped any more
             self._driver.close(self._index, self._pointer)
 
 
@@ -171,10 +170,11 @@ class CudaSegments(SegmentKind):
         self,
         nbytes: int,
         description: Mapping[str, Any],
-        descriptors: Sequence[int],  # noqa: ARG002 - there are none, and a kernel closes what nobody took
+        descriptors: Sequence[int],
         device: torch.device,
     ) -> CudaMapping:
         """See `SegmentKind.adopt`."""
+        close_descriptors(descriptors)  # a sender that keeps the protocol passes none
         return CudaMapping(_runtime(device), nbytes, description)
 
     def hang_up(self, channels: Iterable[Channel], segments: Iterable[OwnedSegment]) -> None:

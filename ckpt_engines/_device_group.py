@@ -27,9 +27,8 @@ from .process_group import (
     start_pairs,
 )
 
-_FAST_POLL_S = 0.0002
-_FAST_POLLS_FOR_S = 0.02
-_SLOW_POLL_S = 0.002
+_PART = "device group"
+_WARM_UP_POLL_S = 0.002
 _ABORT_WAIT_S = 1.0
 _BEHIND_S = 1.0
 """How long after its work is completed a transfer's event may pass: the device only has to go from one stream to the other."""
@@ -52,17 +51,18 @@ class Operation:
 
 
 class DeviceTransfer:
-    """Operations on a device's stream. Nothing tells when they are done, so it is asked, closely at first.
+    """Operations on a device's stream. Nothing tells when they are done, so it is asked.
 
     ``Work.wait`` of these backends only orders streams, and blocks on no failure of a peer; the event behind it on the group's
     own stream is what tells that the memory is free. The work is completed when it failed, too, and then the event never comes.
     Whether it failed cannot be asked: ``Work.is_success`` of NCCL raises, because it was given up.
     """
 
-    def __init__(self, work: dist.Work, event: Any) -> None:
+    def __init__(self, work: dist.Work, event: Any, part: str = _PART, peers: str = "") -> None:
         self._work = work
         self._event = event
-        self._started = time.monotonic()
+        self._part = part
+        self._peers = peers
         self._completed: float | None = None
         """When the work was first seen to be completed."""
 
@@ -74,13 +74,12 @@ class DeviceTransfer:
             self._completed = time.monotonic() if self._work.is_completed() else None
         elif time.monotonic() - self._completed > _BEHIND_S and not self._event.query():
             raise TransportError(
-                "the transfer failed on the device.", part="device group", hint="The backend's own log has the reason."
+                "the transfer failed on the device.",
+                part=self._part,
+                peer=self._peers,
+                hint="The backend's own log has the reason.",
             )
         return False
-
-    def pause_s(self) -> float:
-        """How long to wait before asking again."""
-        return _FAST_POLL_S if time.monotonic() - self._started < _FAST_POLLS_FOR_S else _SLOW_POLL_S
 
 
 class DeviceGroup:
@@ -92,11 +91,15 @@ class DeviceGroup:
     Args:
         backend: The group itself.
         runtime: Of the device on which buckets live.
+        part: Name of the half for error messages.
+        peers: Names of the other members for error messages.
     """
 
-    def __init__(self, backend: Group, runtime: DeviceRuntime) -> None:
+    def __init__(self, backend: Group, runtime: DeviceRuntime, part: str = _PART, peers: str = "") -> None:
         self._backend = backend
         self._runtime = runtime
+        self._part = part
+        self._peers = peers
         self._aborter: threading.Thread | None = None
         self._stream = runtime.new_stream()
 
@@ -106,7 +109,7 @@ class DeviceGroup:
         for operation in operations:
             if operation.bucket.data.device != device:
                 message = f"a bucket is on {operation.bucket.data.device}, the engine works on {device}."
-                raise TransportError(message, part="device group")
+                raise TransportError(message, part=self._part)
         with self._runtime.on(self._stream):
             for operation in operations:
                 self._runtime.wait_for(self._stream, operation.bucket.after)
@@ -115,7 +118,7 @@ class DeviceGroup:
             event = self._runtime.recorded(self._stream)
         for operation in operations:
             self._runtime.keep_until_done(operation.bucket.data, self._stream)
-        return DeviceTransfer(work, event)
+        return DeviceTransfer(work, event, self._part, self._peers)
 
     def _issue(self, operations: Sequence[Operation]) -> dist.Work:
         if operations[0].targets is None:
@@ -131,15 +134,15 @@ class DeviceGroup:
                     pairs.append(("irecv", operation.bucket.data, operation.source))
         return start_pairs(self._backend, pairs)
 
-    def warm_up(self, deadline: Deadline, part: str) -> None:
+    def warm_up(self, deadline: Deadline) -> None:
         """Broadcast one byte: NCCL and HCCL finish connecting with their first collective."""
         try:
             with self._runtime.on(self._stream):
                 data = torch.zeros(1, dtype=torch.uint8, device=self._runtime.device)
             transfer = self.start([Operation(Bucket(0, 0, data, self._runtime.recorded(self._stream)), 0, None)])
             while not transfer.done():
-                deadline.check("the first collective of the group", part=part)
-                time.sleep(_SLOW_POLL_S)
+                deadline.check("the first collective of the group", part=self._part, peer=self._peers)
+                time.sleep(_WARM_UP_POLL_S)
         except BaseException:
             self.close()
             raise
@@ -176,19 +179,20 @@ def open_device_group(
     store: dist.Store,
     *,
     rank: int,
-    world: int,
+    names: Sequence[str],
     host: str,
     deadline: Deadline,
     life: Lifecycle,
     nccl: Mapping[str, int | str] | None = None,
 ) -> DeviceGroup:
-    """`open_process_group` on `device`, bounded by `deadline` and interruptible through `life`.
+    """`open_process_group` of the members `names` on `device`, bounded by `deadline` and interruptible through `life`.
 
     The C++ code that connects a group can be neither interrupted nor, for NCCL, bounded: it looks for an end every 2 ms,
     for up to ``TORCH_NCCL_NONBLOCKING_TIMEOUT`` (half an hour), and holds the lock that an abort would need. It runs on a
     thread of its own, which is left behind if it does not return in time and then throws away what it made. All members
     have shown up before this is called, so that only a host that vanishes while NCCL connects, without a word, costs one.
     """
+    world, peers = len(names), ", ".join(name for other, name in enumerate(names) if other != rank)
     opened: list[DeviceGroup | BaseException] = []
     left_behind = threading.Event()
     handover = threading.Lock()
@@ -198,9 +202,11 @@ def open_device_group(
         try:
             runtime = runtime_of(device)
             with runtime.current():  # of this thread, where it is number 0 otherwise
-                group = open_process_group(backend, store, rank, world, deadline, host=host, device=device, nccl=nccl)
-                result = DeviceGroup(group, runtime)
-                result.warm_up(deadline, life.part)
+                group = open_process_group(
+                    backend, store, rank, world, deadline, host=host, device=device, names=names, nccl=nccl
+                )
+                result = DeviceGroup(group, runtime, life.part, peers)
+                result.warm_up(deadline)
         except BaseException as error:  # noqa: BLE001 - handed to the waiting thread
             result = error
         with handover:
@@ -210,19 +216,18 @@ def open_device_group(
         life.ring()
 
     threading.Thread(target=open_group, name=f"weightlane-{backend}-open", daemon=True).start()
-    what = f"all {world} members of the group"
     try:
         while not opened:
             life.wait({}, deadline.remaining_s)
             if not opened:
-                deadline.check(what, part=life.part)
-    finally:
+                deadline.check(f"all {world} members of the group", part=life.part, peer=peers)
+    except BaseException:
         with handover:
             left_behind.set()
             abandoned = opened[0] if opened else None
-        # An interrupted wait may find the group opened after all: nobody will use it.
-        if life.closed and isinstance(abandoned, DeviceGroup):
+        if isinstance(abandoned, DeviceGroup):  # it was opened after all, and nobody will use it
             abandoned.close()
+        raise
     (result,) = opened
     if isinstance(result, BaseException):
         raise result

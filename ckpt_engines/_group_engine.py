@@ -7,16 +7,18 @@ import ipaddress
 import re
 import socket
 import struct
+from collections.abc import Collection
 from typing import ClassVar, cast
 
 import torch.distributed as dist
 from pydantic import Field, field_validator
 
 from ._channel import Address
+from ._lifecycle import Lifecycle
 from ._meeting import Meeting, TcpMeeting, host_and_port
 from .contract import API_VERSION, CheckpointEngine, EngineConfig
 from .deadline import Deadline
-from .errors import ConfigError
+from .errors import ConfigError, ProtocolError
 from .process_group import BackendName, host_store, join_store, reserve_port
 
 _SIOCGIFADDR = 0x8915
@@ -55,22 +57,35 @@ class TorchDistributedConfig(EngineConfig):
 
         `ConfigError` when its interface does not exist or has no IPv4 address.
         """
-        interfaces = [interface.strip() for interface in self.interface.split(",") if interface.strip()]
+        interfaces = self.interfaces()
         if not interfaces:
             return self.host
         number = _LAST_NUMBER.search(name)
-        interface = interfaces[int(number.group()) % len(interfaces) if number else 0]
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            request = struct.pack("256s", interface.encode()[:15])
-            try:
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-            except OSError as error:
-                raise ConfigError(f"interface {interface!r} has no IPv4 address: {error}.", part="interface") from error
-        return socket.inet_ntoa(answer[20:24])
+        return _address_of(interfaces[int(number.group()) % len(interfaces) if number else 0])
+
+    def interfaces(self) -> list[str]:
+        """Names of the network interfaces that participants take in turn; none for `host`."""
+        return [interface.strip() for interface in self.interface.split(",") if interface.strip()]
 
     def communicator_settings(self) -> dict[str, int | str]:
         """Fields of ``ncclConfig_t`` that the user chose; only NCCL has any."""
         return {}
+
+
+def _address_of(interface: str) -> str:
+    """The IPv4 address of a network interface of this machine, or `ConfigError`."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("256s", interface.encode()[:15])
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+        except OSError as error:
+            there = ", ".join(name for _, name in socket.if_nameindex())
+            raise ConfigError(
+                f"interface {interface!r} has no IPv4 address: {error}.",
+                part="interface",
+                hint=f"Network interfaces of this machine: {there}.",
+            ) from error
+    return socket.inet_ntoa(answer[20:24])
 
 
 class GroupStore:
@@ -101,10 +116,16 @@ class GroupStore:
         self._served = None
 
 
-def found_store(address: Address, part: str, sender: str, deadline: Deadline) -> dist.TCPStore:
-    """The store that `sender` serves. Raises `PeerLostError`, `ProtocolError` or `DeadlineExceededError`."""
-    host, port = host_and_port(address, part, sender)
-    return join_store(host, port, deadline, sender)
+def require_member(name: str, members: Collection[str], part: str) -> None:
+    """Raise `ProtocolError` when the participant called `name` is none of the `members` of a connection."""
+    if name not in members:
+        raise ProtocolError(f"{name} is not among the participants of the connection: {', '.join(members)}.", part=part)
+
+
+def found_store(address: Address, life: Lifecycle, sender: str, deadline: Deadline) -> dist.TCPStore:
+    """The store that `sender` serves. Raises `PeerLostError`, `ProtocolError`, `DeadlineExceededError` or `ClosedError`."""
+    host, port = host_and_port(address, life.part, sender)
+    return join_store(host, port, deadline, sender, life)
 
 
 class GroupEngine(CheckpointEngine):
@@ -124,12 +145,15 @@ class GroupEngine(CheckpointEngine):
         return TcpMeeting(self.options.listen_host(name))
 
     def check(self, deadline: Deadline) -> None:  # noqa: ARG002 - it takes no time
-        """See `CheckpointEngine.check`: the address is one of this machine."""
-        host = self.options.listen_host("")
+        """See `CheckpointEngine.check`: every interface has an address, or `host` is one of this machine."""
+        interfaces = self.options.interfaces()
+        for interface in interfaces:
+            _address_of(interface)
+        if interfaces:
+            return
         try:
-            reserve_port(host).close()
+            reserve_port(self.options.host).close()
         except ConfigError as error:
-            key = "interface" if self.options.interface else "host"
             raise ConfigError(
-                f"{key} is {host}: {error.message}", part=f"{self.backend} engine", hint=error.hint
+                f"host is {self.options.host}: {error.message}", part=f"{self.backend} engine", hint=error.hint
             ) from error

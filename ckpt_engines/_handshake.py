@@ -92,7 +92,7 @@ def await_acknowledgements(
         for name in ready:
             answer = waiting[name].receive_json(deadline, "a complete acknowledgement")
             if aside is None or not aside(name, answer):
-                answers[name] = _checked(answer, waiting[name], bucket)
+                answers[name] = checked_answer(answer, waiting[name], bucket)
             else:  # who talks without end must not put off the deadline
                 deadline.check(what, part=waiting[name].part, peer=name)
     return answers
@@ -111,7 +111,7 @@ def send_payload(channels: Mapping[str, Channel], bucket: Bucket, deadline: Dead
         ):
             sent = channels[name].send_some(left[name])
             if not sent:  # so it is ready because something can be read: the receiver refuses, or is gone
-                _checked(channels[name].receive_json(deadline, "a complete answer"), channels[name], bucket)
+                checked_answer(channels[name].receive_json(deadline, "a complete answer"), channels[name], bucket)
                 raise ProtocolError("took a bucket that was not sent completely.", part=channels[name].part, peer=name)
             left[name] = left[name][sent:]
             if not left[name]:
@@ -148,8 +148,8 @@ def _progress_until_readable(
     return [descriptors[descriptor] for descriptor in readable]
 
 
-def _checked(answer: dict[str, Any], channel: Channel, bucket: Bucket) -> dict[str, Any]:
-    """`answer`, unless it is not the acknowledgement of `bucket`."""
+def checked_answer(answer: dict[str, Any], channel: Channel, bucket: Bucket) -> dict[str, Any]:
+    """[sender] `answer`, or `ProtocolError` when it does not acknowledge `bucket`."""
     if answer.get("taken") != bucket.index or answer.get("version") != bucket.version:
         raise ProtocolError(
             f"bucket {bucket.index} of version {bucket.version} with {bucket.nbytes} bytes was not taken:"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from ._channel import Address, listen_tcp
 from ._local_socket import check_same_host, host_identity, listen_local, socket_name
-from .errors import AddressInUseError, ProtocolError
+from .errors import ProtocolError
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +23,11 @@ class Listener:
     """Of a Unix socket, the name that goes with it."""
 
     def close(self) -> None:
-        """Listen no longer. Idempotent."""
+        """Listen no longer. Idempotent; never raises: a name that stays is removed by the next sender."""
         self.socket.close()
         if self.path is not None:
-            self.path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self.path.unlink()
 
 
 class Meeting(ABC):
@@ -33,7 +35,7 @@ class Meeting(ABC):
 
     @abstractmethod
     def listen(self, part: str) -> Listener:
-        """[sender] Listen. Raises `AddressInUseError`, `ConfigError` or `StorageError`; `part` names the half in errors."""
+        """[sender] Listen, at any free port. Raises `ConfigError` or `StorageError`; `part` names the half in errors."""
 
     @abstractmethod
     def target(self, address: Address, part: str, peer: str) -> tuple[str, int] | str:
@@ -48,26 +50,16 @@ class TcpMeeting(Meeting):
 
     Args:
         host: The address; a sender is reachable on no other.
-        ports: To try one after the other; 0 is any free one.
     """
 
-    def __init__(self, host: str, ports: range = range(1)) -> None:
+    def __init__(self, host: str) -> None:
         self._host = host
-        self._ports = ports
 
     def listen(self, part: str) -> Listener:  # noqa: ARG002
         """See `Meeting.listen`."""
-        taken: AddressInUseError | None = None
-        for port in self._ports:
-            try:
-                sock = listen_tcp(self._host, port)
-            except AddressInUseError as error:
-                taken = error
-            else:
-                host, bound, *_ = sock.getsockname()
-                return Listener(sock, {"host": host, "port": bound})
-        assert taken is not None, "there is a port to try"
-        raise taken
+        sock = listen_tcp(self._host)
+        host, port, *_ = sock.getsockname()
+        return Listener(sock, {"host": host, "port": port})
 
     def target(self, address: Address, part: str, peer: str) -> tuple[str, int]:
         """See `Meeting.target`."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ._memory import available_memory_bytes
-from ._segments import MappedSegment, OwnedSegment, SegmentKind
+from ._segments import MappedSegment, OwnedSegment, SegmentKind, close_descriptors
 from .devices import HOST, runtime_of
 from .errors import ProtocolError, StorageError
 
@@ -147,9 +147,7 @@ class MemfdSegments(SegmentKind):
         """See `SegmentKind.adopt`."""
         if len(descriptors) == 1:
             return MappedFile(descriptors[0], nbytes, device)
-        for descriptor in descriptors:
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
+        close_descriptors(descriptors)
         raise ProtocolError(f"a segment came with {len(descriptors)} descriptors instead of one.", part=_PART)
 
 

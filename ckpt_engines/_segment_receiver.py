@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,12 +17,17 @@ import torch
 from ._channel import Address, Channel
 from ._handshake import acknowledge, choose, expect, refuse
 from ._lifecycle import Lifecycle
-from ._segments import MappedSegment, SegmentKind
+from ._segments import MappedSegment, SegmentKind, close_descriptors
 from ._waiting import poll_until
 from .contract import Bucket, Topology
 from .deadline import Deadline
 from .errors import ProtocolError, TransportError
 from .showing import ViewingReceiver
+
+_LAST_COPY_WAIT_S = 1.0
+"""How long all copies that still run may keep a half from closing."""
+_PAUSE_S = 0.001
+"""Between two looks at whether a copy is over."""
 
 
 @dataclass(slots=True)
@@ -155,15 +163,13 @@ class SegmentReceiver(ViewingReceiver):
             try:
                 channel.receive(1, deadline, "the segment's descriptors", descriptors)
             except BaseException:
-                for descriptor in descriptors:
-                    with contextlib.suppress(OSError):
-                        os.close(descriptor)
+                close_descriptors(descriptors)
                 raise
         self._segments[key] = self._kind.adopt(nbytes, described, descriptors, device)
 
     def _forget(self, sender: str, retired: Iterable[int]) -> None:
         for number in retired:
-            self._segments.pop((sender, number)).close()
+            _unmap([self._segments.pop((sender, number))], [self._channels[sender]])
 
     def _find(self, sender: str, announced: Mapping[str, Any], nbytes: int) -> tuple[MappedSegment, int]:
         offset = announced["offset"]
@@ -179,8 +185,42 @@ class SegmentReceiver(ViewingReceiver):
         self._life.close()
 
     def _release(self) -> None:
-        for segment in self._segments.values():  # first: that a channel ends tells the sender that nothing is copied
-            segment.close()
+        _unmap(self._segments.values(), self._channels.values())  # before the channels end
         self._segments.clear()
         for channel in self._channels.values():
             channel.close()
+
+
+def _unmap(segments: Iterable[MappedSegment], channels: Iterable[Channel]) -> None:
+    """Unmap what is copied, and in the background what is not within a second.
+
+    That a channel ends tells the sender that nothing is copied out of its memory any more. So copies of the `channels` stay open
+    until all is over.
+    """
+    deadline = Deadline.after(_LAST_COPY_WAIT_S)
+    left = [segment for segment in segments if not _unmapped(segment, deadline)]
+    if not left:
+        return
+    held = []
+    for channel in channels:
+        with contextlib.suppress(OSError):  # it is closed
+            held.append(socket.socket(fileno=os.dup(channel.fileno())))
+    with contextlib.suppress(RuntimeError):  # a program that ends starts no threads, and its copies end with it
+        threading.Thread(target=_unmap_later, args=(left, held), name="weightlane-unmap", daemon=True).start()
+
+
+def _unmapped(segment: MappedSegment, deadline: Deadline | None) -> bool:
+    """Wait until `segment` is copied, and unmap it; whether that has happened by the `deadline`."""
+    while not segment.copied():
+        if deadline is not None and deadline.expired:
+            return False
+        time.sleep(_PAUSE_S)
+    segment.close()
+    return True
+
+
+def _unmap_later(segments: Iterable[MappedSegment], held: Iterable[socket.socket]) -> None:
+    for segment in segments:
+        _unmapped(segment, None)
+    for sock in held:
+        sock.close()

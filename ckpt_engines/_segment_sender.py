@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from ._channel import Address, Channel
-from ._handshake import announce, choose
+from ._handshake import announce, checked_answer, choose
 from ._lifecycle import Lifecycle
 from ._segment_arena import SegmentArena
 from ._segments import OwnedSegment, SegmentKind
@@ -141,22 +141,15 @@ class SegmentSender(ShowingSender):
                 self._note_answer(name, message)
         deadline.check(what, part=self._life.part, peer=", ".join(names))  # who talks without end must not put it off
 
-    def _note_answer(self, name: str, answer: Mapping[str, Any]) -> None:
+    def _note_answer(self, name: str, answer: dict[str, Any]) -> None:
         """A receiver acknowledges the oldest bucket that it has not acknowledged yet."""
         posted = next((each for each in self._posted if name in each.waiting), None)
-        bucket = posted.bucket if posted is not None else None
-        if (
-            posted is None
-            or bucket is None
-            or (answer.get("version"), answer.get("taken"))
-            != (
-                bucket.version,
-                bucket.index,
+        if posted is None:
+            raise ProtocolError(
+                f"a bucket was not taken: {answer.get('refused', answer)}.", part=self._life.part, peer=name
             )
-        ):
-            said = answer.get("refused", answer)
-            what = "a bucket" if bucket is None else f"bucket {bucket.index} of version {bucket.version}"
-            raise ProtocolError(f"{what} was not taken: {said}.", part=self._life.part, peer=name)
+        bucket = posted.bucket
+        checked_answer(answer, self._channels[name], bucket)
         posted.waiting.discard(name)
         for gone in posted.retired[name]:  # it has unmapped them before it acknowledged
             del self._known[name][gone]

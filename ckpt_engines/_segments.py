@@ -6,6 +6,8 @@ A *segment* is a run of one process's memory that another process can map. What 
 
 from __future__ import annotations
 
+import contextlib
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -14,6 +16,13 @@ import torch
 
 from ._channel import Address, Channel
 from .errors import ProtocolError
+
+
+def close_descriptors(descriptors: Iterable[int]) -> None:
+    """Close file descriptors that came with a segment and that nobody uses. Never raises."""
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
 
 
 class OwnedSegment(ABC):
@@ -65,9 +74,13 @@ class MappedSegment(ABC):
         """The bytes where they lie, only to be read; the tensor keeps the mapping alive. Not every kind can."""
         raise ProtocolError(f"{nbytes} bytes at {offset} cannot be shown.", part=type(self).__name__)
 
+    def copied(self) -> bool:
+        """Whether every copy that was started is over, successful or not."""
+        return True
+
     @abstractmethod
     def close(self) -> None:
-        """Unmap it as soon as no tensor looks at it any more."""
+        """Unmap it as soon as no tensor looks at it any more. Not before it is `copied`."""
 
 
 class SegmentKind(ABC):

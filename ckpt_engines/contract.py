@@ -276,6 +276,8 @@ class CheckpointEngine(ABC):
     api_version: ClassVar[int]
     capabilities: ClassVar[Capabilities]
     config_type: ClassVar[type[EngineConfig]] = EngineConfig
+    registered_as: str = ""
+    """Name under which the registry found it; empty where an engine was made without the registry."""
     link_types: ClassVar[Any] = None
     """What the framework puts around the halves in place of its own links: for engines that break things on purpose."""
 
@@ -324,6 +326,11 @@ class CheckpointEngine(ABC):
     @abstractmethod
     def make_receiver(self, name: str, device: torch.device) -> WeightReceiver:
         """A new receiving half for the participant called `name`, whose buckets live on `device`, as for `make_sender`."""
+
+
+def engine_label(engine: CheckpointEngine) -> str:
+    """What errors call `engine`: its registered name, or its class's where that is not known."""
+    return engine.registered_as or type(engine).__name__.removesuffix("Engine").lower()
 
 
 def _wrong_declaration(members: Mapping[str, Any]) -> tuple[str, str] | None:

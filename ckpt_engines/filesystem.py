@@ -313,10 +313,11 @@ class FilesystemSender(StoringSender):
         self._life.close()
 
     def _release(self) -> None:
-        self._discard_growing(Deadline.after(_CLEANUP_S))
+        deadline = Deadline.after(_CLEANUP_S)
+        self._discard_growing(deadline)
         if not self._directory:
             return
-        with standalone_guard(self._life.part, Deadline.after(_CLEANUP_S)) as guard:
+        with standalone_guard(self._life.part, deadline) as guard:
             for version in self._written:
                 if version not in self._committed and not (
                     version == self._committing and self._is_listed(version, guard)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ._channel import Address, Channel
-from ._group_engine import GroupEngine, GroupStore, TorchDistributedConfig, found_store
+from ._group_engine import GroupEngine, GroupStore, TorchDistributedConfig, found_store, require_member
 from ._lifecycle import Lifecycle
 from ._waiting import run_bounded
 from .contract import Bucket, Capabilities, Delivery, Topology, WeightReceiver, WeightSender
@@ -81,19 +81,23 @@ class _Half:
         self._name = name
         self._host = config.listen_host(name)
         self._life = Lifecycle(f"gloo {side} {name}", self._release)
-        self._places: dict[str, tuple[dist.Store, int, int]] = {}
-        """Of each group that there may be: where its members meet, this one's rank, and how many they are."""
+        self._places: dict[str, tuple[dist.Store, int, Sequence[str]]] = {}
+        """Of each group that there may be: where its members meet, this one's rank, and their names by rank."""
         self._groups: dict[str, Group] = {}
         self._posted: deque[_Posted] = deque()
 
     def _open(self, key: str, deadline: Deadline) -> None:
         """Open a group. gloo can be neither interrupted nor trusted with a deadline while it connects."""
-        store, rank, world = self._places[key]
+        store, rank, names = self._places[key]
+        world = len(names)
         self._groups[key] = run_bounded(
-            lambda: open_process_group("gloo", store, rank, world, deadline, host=self._host, threads=_AT_A_TIME),
+            lambda: open_process_group(
+                "gloo", store, rank, world, deadline, host=self._host, threads=_AT_A_TIME, names=names
+            ),
             self._life,
             Deadline.after(deadline.remaining_s + _GRACE_S),
             f"all {world} members of the group",
+            peer=", ".join(name for name in names if name != self._name),
         )
 
     def _post(self, posted: _Posted) -> None:
@@ -172,9 +176,9 @@ class GlooSender(_Half, WeightSender):
             if not self._ranks:
                 return
             store = self._store.served()
-            for rank in self._ranks.values():
-                self._places[f"pair-{rank}"] = dist.PrefixStore(f"pair-{rank}", store), 0, 2
-            self._places["everyone"] = dist.PrefixStore("everyone", store), 0, len(self._ranks) + 1
+            for name, rank in self._ranks.items():
+                self._places[f"pair-{rank}"] = dist.PrefixStore(f"pair-{rank}", store), 0, (self._name, name)
+            self._places["everyone"] = dist.PrefixStore("everyone", store), 0, (self._name, *self._ranks)
             self._open("everyone", deadline)
 
     def post(self, bucket: Bucket, receivers: Sequence[str]) -> None:
@@ -205,12 +209,14 @@ class GlooReceiver(_Half, WeightReceiver):
     def connect(self, topology: Topology, channels: Mapping[str, Channel], deadline: Deadline) -> None:  # noqa: ARG002
         """Join the group of every sender."""
         with self._life.call():
-            rank, world = list(topology.receivers).index(self._name) + 1, len(topology.receivers) + 1
+            require_member(self._name, topology.receivers, self._life.part)
+            rank = list(topology.receivers).index(self._name) + 1
             for sender, address in topology.senders.items():
-                store = found_store(address, self._life.part, sender, deadline)
+                store = found_store(address, self._life, sender, deadline)
                 self._senders[sender] = rank
-                self._places[f"{sender}/pair"] = dist.PrefixStore(f"pair-{rank}", store), 1, 2
-                self._places[f"{sender}/everyone"] = dist.PrefixStore("everyone", store), rank, world
+                self._places[f"{sender}/pair"] = dist.PrefixStore(f"pair-{rank}", store), 1, (sender, self._name)
+                members = (sender, *topology.receivers)
+                self._places[f"{sender}/everyone"] = dist.PrefixStore("everyone", store), rank, members
                 self._open(f"{sender}/everyone", deadline)
 
     def post(self, bucket: Bucket, sender: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
@@ -33,6 +33,7 @@ def connect_gloo(
     connect: Callable[[dist.Store, timedelta], _T],
     *,
     undo: Callable[[], None] = lambda: None,
+    names: Sequence[str] = (),
     hint: str = "",
 ) -> _T:
     """Have all members of a gloo group connect, and try again when any of them could not.
@@ -48,6 +49,7 @@ def connect_gloo(
         deadline: Bounds all of it.
         connect: Makes the group, given a store of its own for this try and the timeout for gloo.
         undo: Takes back a `connect` that failed, or that succeeded while another member's failed.
+        names: What errors call the members, by rank; without, "rank 1".
         hint: For the error when the deadline passes.
 
     Raises:
@@ -57,7 +59,7 @@ def connect_gloo(
     attempt = 0
     while True:
         place = dist.PrefixStore(f"try{attempt}", store)
-        if missing := _await_all(place, "here", rank, world, deadline):
+        if missing := called(_await_all(place, "here", rank, world, deadline), names):
             raise deadline.error(f"{missing} of a group of {world}", part=_PART, peer=missing, hint=hint)
         end = deadline.within(min(_LONGEST_TRY_S, max(_SHORTEST_TRY_S, deadline.remaining_s / _SHARE)))
         groups: list[_T] = []
@@ -67,7 +69,8 @@ def connect_gloo(
         except RuntimeError as error:
             failure = error
             place.add("failed", 1)
-        missing = _await_all(place, "tried", rank, world, deadline.within(end.remaining_s + _GRACE_S))
+        patience = deadline.within(end.remaining_s + _GRACE_S)
+        missing = called(_await_all(place, "tried", rank, world, patience), names)
         if not missing and place.add("failed", 0) == 0:
             return groups[0]
         groups.clear()
@@ -83,8 +86,15 @@ def connect_gloo(
         attempt += 1
 
 
-def _await_all(place: dist.Store, what: str, rank: int, world: int, deadline: Deadline) -> str:
-    """Tell everybody that this member has come so far, and wait for the others; returns those missing at the deadline.
+def called(ranks: Sequence[int], names: Sequence[str]) -> str:
+    """What errors call the members of a group with these ranks."""
+    if not names and ranks:
+        return f"rank {', '.join(map(str, ranks))}"
+    return ", ".join(names[rank] for rank in ranks)
+
+
+def _await_all(place: dist.Store, what: str, rank: int, world: int, deadline: Deadline) -> list[int]:
+    """Tell everybody that this member has come so far, and wait for the others; returns the ranks missing at the deadline.
 
     Asks again and again: a wait of the store's that ends without success makes torch write warnings.
     """
@@ -93,8 +103,7 @@ def _await_all(place: dist.Store, what: str, rank: int, world: int, deadline: De
     pause_s = _SHORTEST_PAUSE_S
     while place.add(what, 0) < world:
         if deadline.expired:
-            missing = [str(member) for member in range(world) if not place.check([f"{what}/{member}"])]
-            return f"rank {', '.join(missing)}" if missing else ""
+            return [member for member in range(world) if not place.check([f"{what}/{member}"])]
         time.sleep(min(pause_s, deadline.remaining_s))
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-    return ""
+    return []

@@ -5,15 +5,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 
-import torch
-
-from ._collective_halves import CollectiveReceiver, CollectiveSender
-from ._group_engine import GroupEngine
-from .contract import Capabilities, Delivery, WeightReceiver, WeightSender
+from ._collective_halves import CollectiveEngine
+from .contract import Capabilities, Delivery
 from .devices import is_available
 
 
-class HcclEngine(GroupEngine):
+class HcclEngine(CollectiveEngine):
     """Ascend NPU memory over HCCS or RoCE."""
 
     backend = "hccl"
@@ -34,11 +31,3 @@ class HcclEngine(GroupEngine):
         except (ImportError, OSError, RuntimeError) as error:
             return f"torch_npu cannot be used: {error}"
         return None if is_available("npu") else "no NPU"
-
-    def make_sender(self, name: str, device: torch.device) -> WeightSender:
-        """See `CheckpointEngine.make_sender`."""
-        return CollectiveSender(name, self.options, self.backend, device)
-
-    def make_receiver(self, name: str, device: torch.device) -> WeightReceiver:
-        """See `CheckpointEngine.make_receiver`."""
-        return CollectiveReceiver(name, self.options, self.backend, device)

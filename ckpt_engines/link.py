@@ -25,7 +25,7 @@ import torch
 from ._channel import Address, Channel, accept_receivers, dial, welcome, welcomed
 from ._lifecycle import Lifecycle
 from ._meeting import Listener
-from .contract import Bucket, CheckpointEngine, Delivery, Topology, WeightReceiver, WeightSender
+from .contract import Bucket, CheckpointEngine, Delivery, Topology, WeightReceiver, WeightSender, engine_label
 from .deadline import Deadline
 from .errors import (
     ClosedError,
@@ -59,7 +59,7 @@ class _Link(Generic[H]):
         self.half: H = half
         self._engine = engine
         self._name = name
-        self.part = f"{type(engine).__name__.removesuffix('Engine').lower()} {side} {name}"
+        self.part = f"{engine_label(engine)} {side} {name}"
         self._life = Lifecycle(self.part, self._release)
         self._meets = Delivery.STORE not in engine.capabilities.delivery
         self._control: dict[str, Channel] = {}

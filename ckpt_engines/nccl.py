@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from pydantic import Field
 
-from ._collective_halves import CollectiveReceiver, CollectiveSender
-from ._group_engine import GroupEngine, TorchDistributedConfig
-from .contract import Capabilities, Delivery, WeightReceiver, WeightSender
+from ._collective_halves import CollectiveEngine
+from ._group_engine import TorchDistributedConfig
+from .contract import Capabilities, Delivery
 from .devices import is_available
 
 
@@ -62,7 +61,7 @@ class NcclConfig(TorchDistributedConfig):
         return chosen
 
 
-class NcclEngine(GroupEngine):
+class NcclEngine(CollectiveEngine):
     """CUDA memory over NVLink, InfiniBand or TCP."""
 
     config_type = NcclConfig
@@ -80,11 +79,3 @@ class NcclEngine(GroupEngine):
         if not is_available("cuda"):
             return "no CUDA device"
         return None if dist.is_nccl_available() else "this torch was built without NCCL"
-
-    def make_sender(self, name: str, device: torch.device) -> WeightSender:
-        """See `CheckpointEngine.make_sender`."""
-        return CollectiveSender(name, self.options, self.backend, device)
-
-    def make_receiver(self, name: str, device: torch.device) -> WeightReceiver:
-        """See `CheckpointEngine.make_receiver`."""
-        return CollectiveReceiver(name, self.options, self.backend, device)

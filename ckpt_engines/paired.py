@@ -25,6 +25,7 @@ from .contract import (
     Topology,
     WeightReceiver,
     WeightSender,
+    engine_label,
 )
 from .deadline import Deadline
 
@@ -92,7 +93,7 @@ class PairedEngine(CheckpointEngine, Generic[C]):
 class _Half:
     def __init__(self, engine: PairedEngine[Any], what: str) -> None:
         self._engine = engine
-        self._life = Lifecycle(f"{type(engine).__name__} {what}", lambda: None)
+        self._life = Lifecycle(f"{engine_label(engine)} {what}", lambda: None)
         self._channels: dict[str, Channel] = {}
         self._posted = PostedCalls()
 

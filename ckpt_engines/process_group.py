@@ -20,9 +20,11 @@ import torch
 import torch.distributed as dist
 
 from ._channel import listen_tcp
+from ._lifecycle import Lifecycle
+from ._waiting import run_bounded
 from .deadline import Deadline
 from .errors import ConfigError, DeadlineExceededError, EngineUnavailableError, PeerLostError, TransportError
-from .gloo_connect import connect_gloo
+from .gloo_connect import called, connect_gloo
 
 BackendName = Literal["gloo", "nccl", "hccl"]
 
@@ -56,6 +58,8 @@ class Group(Protocol):
 
 
 _PART = "process group"
+_GRACE_S = 0.05
+"""How much longer than a call that may miss its deadline whoever waits for it does: the call's own error says more."""
 _NEVER = timedelta(days=1)
 _NO_WATCHDOG: dict[str, dict[str, str]] = {
     # NCCL's and HCCL's own watchdogs kill the whole process on a timeout, on an error, and when a call into the driver
@@ -108,21 +112,38 @@ def reserve_port(host: str) -> socket.socket:
     return reserved
 
 
-def join_store(host: str, port: int, deadline: Deadline, peer: str = "") -> dist.TCPStore:
+def join_store(
+    host: str, port: int, deadline: Deadline, peer: str = "", life: Lifecycle | None = None
+) -> dist.TCPStore:
     """A client of the store at `host`:`port`, which must be listening already.
 
-    The deadline's remaining time becomes the store's timeout. Raises `PeerLostError` when nobody listens there, or
-    `DeadlineExceededError`.
+    The deadline's remaining time becomes the store's timeout. Raises `PeerLostError` when nobody listens there,
+    `DeadlineExceededError`, also when somebody listens and says nothing, or `ClosedError` when `life` is closed meanwhile.
     """
+    waiting = life or Lifecycle("store", lambda: None)
+    try:  # TCPStore's first question has no timeout, so a process that was stopped would hold its caller for ever
+        return run_bounded(
+            lambda: _joined_store(host, port, deadline, waiting.part, peer),
+            waiting,
+            Deadline.after(deadline.remaining_s + _GRACE_S),
+            f"an answer of the store at {host}:{port}",
+            peer=peer,
+        )
+    finally:
+        if life is None:
+            waiting.close()
+
+
+def _joined_store(host: str, port: int, deadline: Deadline, part: str, peer: str) -> dist.TCPStore:
     try:  # the store itself would go on trying, and log every attempt
         socket.create_connection((host, port), timeout=max(0.001, deadline.remaining_s)).close()
     except TimeoutError:
-        raise deadline.error(f"a connection to {host}:{port}", part="store", peer=peer) from None
+        raise deadline.error(f"a connection to {host}:{port}", part=part, peer=peer) from None
     except OSError as error:
         raise PeerLostError(
-            f"cannot connect to {host}:{port}: {error}.", part="store", peer=peer, hint="Check that its owner is alive."
+            f"cannot connect to {host}:{port}: {error}.", part=part, peer=peer, hint="Check that its owner is alive."
         ) from error
-    with translated("store", deadline, f"the store at {host}:{port}", peer):
+    with translated(part, deadline, f"the store at {host}:{port}", peer):
         return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=deadline.timedelta())
 
 
@@ -136,6 +157,7 @@ def open_process_group(
     host: str = "127.0.0.1",
     device: torch.device | None = None,
     threads: int = 1,
+    names: Sequence[str] = (),
     nccl: Mapping[str, int | str] | None = None,
 ) -> Group:
     """Open a group of `world` processes that meet in `store`; every one of them calls this at the same time.
@@ -149,6 +171,7 @@ def open_process_group(
         host: Address of this machine on which gloo listens.
         device: Device the group works on; needed by nccl and hccl, which connect eagerly.
         threads: How many operations gloo runs at a time; each that waits for a peer occupies a thread.
+        names: What errors call the processes, by rank; without, "rank 1".
         nccl: Fields of the communicator's ``ncclConfig_t`` by the names that torch gives them, e.g. ``net_name``.
 
     Raises:
@@ -157,7 +180,8 @@ def open_process_group(
         PeerLostError: Somebody came and died.
         EngineUnavailableError: This torch lacks the backend.
     """
-    with translated(_PART, deadline, f"all {world} members of the group"):
+    others = called([other for other in range(world) if other != rank], names)
+    with translated(_PART, deadline, f"all {world} members of the group", others):
         if backend == "gloo":
 
             def connect(place: dist.Store, timeout: timedelta) -> Group:
@@ -167,7 +191,7 @@ def open_process_group(
                 options._threads = threads
                 return cast("Group", dist.ProcessGroupGloo(place, rank, world, options))
 
-            return connect_gloo(store, rank, world, deadline, connect)
+            return connect_gloo(store, rank, world, deadline, connect, names=names)
         if device is None:
             raise TransportError(f"{backend} needs a device.", part=_PART)
         if backend == "nccl":

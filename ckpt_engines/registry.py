@@ -117,7 +117,9 @@ class CheckpointEngineRegistry:
             raise EngineUnavailableError(
                 f"{name} cannot run here: {reason}.", part=_PART, hint=f"Engines that can: {', '.join(usable)}."
             )
-        return cls(self.validate_options(name, options))
+        engine = cls(self.validate_options(name, options))
+        engine.registered_as = name
+        return engine
 
     def validate_options(self, name: str, options: Mapping[str, Any] | None = None) -> EngineConfig:
         """`options` as the engine's typed config, or a `ConfigError` that names every bad key."""
@@ -146,19 +148,20 @@ class CheckpointEngineRegistry:
             capabilities: list[Capabilities] = []
 
             def look(name: str = name, found: list[Capabilities] = capabilities) -> str | None:
-                cls = self.engine_class(name)
-                found.append(cls.capabilities)
-                return why_unavailable(cls)
+                try:
+                    cls = self.engine_class(name)
+                    found.append(cls.capabilities)
+                    return why_unavailable(cls)
+                except WeightlaneError as error:
+                    return error.message
+                except BaseException as error:  # noqa: BLE001 - in this thread a KeyboardInterrupt is the module's own
+                    return f"its module raised {type(error).__name__}: {error}"
 
             try:
                 reason = _bounded(look, LISTING_LIMIT_S)
             except TimeoutError:
                 what = "its availability check" if capabilities else "the import of its module"
                 reason = f"{what} had not ended after {LISTING_LIMIT_S:g} s"
-            except WeightlaneError as error:
-                reason = error.message
-            except BaseException as error:  # noqa: BLE001 - a KeyboardInterrupt here is the module's, not a person's
-                reason = f"its module raised {type(error).__name__}: {error}"
             rows.append(EngineListing(name, owner, next(iter(capabilities), None), reason))
         return rows
 
@@ -195,28 +198,14 @@ def why_unavailable(cls: type[CheckpointEngine]) -> str | None:
 
 
 def _bounded(function: Callable[[], _T], limit_s: float) -> _T:
-    """What `function` returns or raises in a thread of its own, or `TimeoutError`. The thread is left behind then."""
-    outcome: list[Callable[[], _T]] = []
-
-    def run() -> None:
-        try:
-            value = function()
-        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
-            raised = error
-
-            def fail() -> _T:
-                raise raised
-
-            outcome.append(fail)
-        else:
-            outcome.append(lambda: value)
-
-    thread = threading.Thread(target=run, daemon=True, name="weightlane engine listing")
+    """What `function`, which never raises, returns in a thread of its own, or `TimeoutError`: the thread is left behind then."""
+    outcome: list[_T] = []
+    thread = threading.Thread(target=lambda: outcome.append(function()), daemon=True, name="weightlane engine listing")
     thread.start()
     thread.join(limit_s)
     if not outcome:
         raise TimeoutError
-    return outcome[0]()
+    return outcome[0]
 
 
 def _distribution(entry_point: EntryPoint) -> str:

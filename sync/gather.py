@@ -97,7 +97,14 @@ class ShardGather:
                     hint=f"Choose a checkpoint engine for one of: {', '.join(GROUP_BACKENDS)}.",
                 )
             group = open_process_group(
-                backend, store, rank, len(names), deadline, host=rendezvous.local_host, device=device
+                backend,
+                store,
+                rank,
+                len(names),
+                deadline,
+                host=rendezvous.local_host,
+                device=device,
+                names=names,
             )
         return cls(group, names, rank, layout, tables, device)
 

@@ -170,7 +170,7 @@ class Rendezvous:
         port = self._member.ask(Frame(Kind.STORE, 0, "", b"")).result(deadline := Deadline.after(_JOIN_TIMEOUT_S))
         if port is None:
             raise deadline.error("the port of the torch store", part="rendezvous", peer=COORDINATOR)
-        return dist.PrefixStore(scope, join_store(self.address.host, int(port), deadline))
+        return dist.PrefixStore(scope, join_store(self.address.host, int(port), deadline, COORDINATOR))
 
     @property
     def _hub(self) -> ControlHub:

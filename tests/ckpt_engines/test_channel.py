@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 import struct
@@ -16,6 +17,8 @@ from waiting import HANG_S
 
 from weightlane.ckpt_engines import (
     CheckpointEngineRegistry,
+    Deadline,
+    DeadlineExceededError,
     PeerLostError,
     ProtocolError,
     Topology,
@@ -208,6 +211,44 @@ def test_strangers_that_say_nothing_do_not_use_up_the_senders_descriptors(lobby:
     silent[-1].setblocking(False)
     with pytest.raises(BlockingIOError):
         silent[-1].recv(1)
+    welcomes = [sender.dial(name, KEY) for name in ("a", "b")]
+    assert [welcome.result(HANG_S) for welcome in welcomes] == ["welcome"] * 2
+
+
+def without_descriptors(monkeypatch: pytest.MonkeyPatch, tries: float) -> list[socket.socket]:
+    """The process has no file descriptor left the first `tries` times that it accepts a connection; has an item for each."""
+    accept = socket.socket.accept
+    failed: list[socket.socket] = []
+
+    def try_to_accept(listener: socket.socket) -> Any:
+        if len(failed) < tries:
+            failed.append(listener)
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", try_to_accept)
+    return failed
+
+
+def test_a_sender_without_file_descriptors_says_so_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = without_descriptors(monkeypatch, float("inf"))
+    life = Lifecycle("sender s", lambda: None)
+    listener = listen_tcp("127.0.0.1")
+    with (
+        listener,
+        socket.create_connection(listener.getsockname()),
+        pytest.raises(DeadlineExceededError, match=r"a to connect.*ulimit -n"),
+    ):
+        accept_receivers(listener, life, SESSION, ["a"], Deadline.after(0.5))
+    assert len(failed) < 100, "it does not spin"
+    life.close()
+
+
+def test_a_sender_that_gets_file_descriptors_again_lets_receivers_in(
+    lobby: Callable[[bytes], Lobby], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_descriptors(monkeypatch, 2)
+    sender = lobby(KEY)
     welcomes = [sender.dial(name, KEY) for name in ("a", "b")]
     assert [welcome.result(HANG_S) for welcome in welcomes] == ["welcome"] * 2
 

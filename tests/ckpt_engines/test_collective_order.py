@@ -13,12 +13,13 @@ from checked_device.tensors import installed
 from checked_device.world import ORDER, World, names
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sessions import soon
 
 from weightlane.ckpt_engines import Bucket, Capabilities, Delivery
 from weightlane.ckpt_engines._collective_halves import CollectiveReceiver, CollectiveSender
 from weightlane.ckpt_engines._device_group import DeviceGroup
 from weightlane.ckpt_engines._group_engine import TorchDistributedConfig
-from weightlane.ckpt_engines.devices import runtime_of
+from weightlane.ckpt_engines.devices import HOST, runtime_of
 from weightlane.sync.boxes import Box
 from weightlane.sync.placement import Placement
 from weightlane.sync.session_plan import Link, SessionPlan, Supply
@@ -185,3 +186,35 @@ def test_a_rank_that_keeps_another_order_is_found(seed: int) -> None:
         assert ORDER in world.broken, names(world.violations)
     finally:
         world.close()
+
+
+class CountedGroup:
+    """Stands for an open group; every transfer is done when it is asked for the first time."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def start(self, operations: Any) -> CountedGroup:
+        assert operations
+        return self
+
+    def done(self) -> bool:
+        self.asked += 1
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_bucket_for_nobody_counts_among_those_that_may_be_pending() -> None:
+    half, group = CollectiveSender("s", TorchDistributedConfig(), "nccl", HOST), CountedGroup()
+    half._ranks, half._senders, half._group = {"s": 0, "r": 1}, 1, group  # type: ignore[assignment]
+    bucket = Bucket(1, 0, torch.zeros(4, dtype=torch.uint8))
+    half.post(bucket, ["r"])
+    half.post(bucket, [])
+    half.flush(soon(), pending=2)
+    assert group.asked == 0
+    half.flush(soon(), pending=1)
+    assert group.asked == 1
+    half.flush(soon())
+    half.close()

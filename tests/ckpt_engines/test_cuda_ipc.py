@@ -6,6 +6,7 @@ Nearly all of it needs a GPU: one is enough, since two processes may share it.
 from __future__ import annotations
 
 import base64
+import os
 import socket
 import time
 import weakref
@@ -24,12 +25,13 @@ from weightlane.ckpt_engines import (
     StorageError,
     Topology,
     TransportError,
+    _segment_receiver,
 )
 from weightlane.ckpt_engines._channel import Channel
 from weightlane.ckpt_engines._cuda_driver import HANDLE_BYTES, cuda_driver
 from weightlane.ckpt_engines._cuda_memory import CudaSegments
 from weightlane.ckpt_engines._lifecycle import Lifecycle
-from weightlane.ckpt_engines._segments import OwnedSegment
+from weightlane.ckpt_engines._segments import MappedSegment, OwnedSegment
 from weightlane.ckpt_engines.conformance import run_conformance
 from weightlane.ckpt_engines.conformance.base import ConformanceBase, ConnectionMaker
 from weightlane.ckpt_engines.conformance.payload import Parcel
@@ -116,6 +118,14 @@ def test_a_bucket_outside_of_cuda_memory_is_refused() -> None:
         CudaSegments().adopt(MIB, {}, (), torch.device("cpu"))
 
 
+def test_descriptors_that_a_sender_passes_although_there_are_none_are_closed() -> None:
+    passed = os.open("/dev/null", os.O_RDONLY)
+    with pytest.raises(TransportError, match="cpu"):
+        CudaSegments().adopt(MIB, {}, (passed,), torch.device("cpu"))
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(passed)
+
+
 class Something(OwnedSegment):
     """Stands for device memory."""
 
@@ -159,3 +169,44 @@ def test_a_peer_on_another_host_is_refused_before_any_device_is_touched(tmp_path
     with pytest.raises(TransportError, match="another host"):
         link.connect(topology, Deadline.after(1))
     link.close()
+
+
+class Copying(MappedSegment):
+    """Stands for mapped memory out of which a copy may still run."""
+
+    def __init__(self) -> None:
+        self.over = self.closed = False
+
+    def copied(self) -> bool:
+        return self.over
+
+    def start_copy(self, offset: int, into: torch.Tensor, after: Any) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        assert self.over, "a copy runs"
+        self.closed = True
+
+
+def test_a_receiver_that_is_closed_during_a_copy_is_not_taken_for_gone_before_it_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_segment_receiver, "_LAST_COPY_WAIT_S", 0.05)
+    ours, senders = socket.socketpair()
+    life = Lifecycle("receiver", lambda: None)
+    receiver = _segment_receiver.SegmentReceiver("receiver", CudaSegments(), torch.device("cpu"))
+    receiver._channels = {"s": Channel(ours, life, "s")}
+    stuck, ended = Copying(), Copying()
+    ended.over = True
+    receiver._segments = {("s", 0): stuck, ("s", 1): ended}
+    receiver.close()
+    assert ended.closed
+    senders.setblocking(False)
+    with pytest.raises(BlockingIOError):  # and so the sender keeps its memory
+        senders.recv(1)
+    stuck.over = True
+    senders.settimeout(HANG_S)
+    assert senders.recv(1) == b""
+    assert stuck.closed
+    senders.close()
+    life.close()

@@ -88,6 +88,18 @@ def test_nothing_remains_of_a_file_of_which_not_every_bucket_was_sent(place: Pla
     assert place.files() == sorted(["latest.json", *version_files("session-1/sender-0/v2", 1)])
 
 
+def test_closing_has_one_deadline_for_all_that_it_removes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sender, _ = connect({"path": str(tmp_path)})
+    begin_parts(sender)
+    send_bucket(sender, part(1))
+    deadlines: list[Deadline] = []
+    monkeypatch.setattr(StoreDirectory, "discard", lambda _, file, part, deadline: deadlines.append(deadline))
+    monkeypatch.setattr(StoreDirectory, "remove_tree", lambda _, path, guard: deadlines.append(guard.deadline))
+    sender.close()
+    assert len(deadlines) > 1
+    assert len(set(deadlines)) == 1
+
+
 def test_a_large_file_goes_to_an_object_store_in_parts_which_are_dropped_with_it(
     s3_url: str, s3_options: dict[str, str]
 ) -> None:

@@ -6,6 +6,7 @@ is tested in ``checked_device``, on devices that are made up.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -18,8 +19,22 @@ import torch
 import torch.distributed as dist
 from waiting import HANG_S, NEVER_S, wait_until
 
-from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError, Deadline
-from weightlane.ckpt_engines._device_group import DeviceGroup
+from weightlane.ckpt_engines import (
+    CheckpointEngineRegistry,
+    ConfigError,
+    Deadline,
+    DeadlineExceededError,
+    ProtocolError,
+    Topology,
+    TransportError,
+    WeightReceiver,
+    WeightSender,
+    _device_group,
+)
+from weightlane.ckpt_engines._collective_halves import CollectiveReceiver, CollectiveSender
+from weightlane.ckpt_engines._device_group import DeviceGroup, open_device_group
+from weightlane.ckpt_engines._group_engine import TorchDistributedConfig
+from weightlane.ckpt_engines._lifecycle import Lifecycle
 from weightlane.ckpt_engines.conformance import run_conformance
 from weightlane.ckpt_engines.conformance.base import ConformanceBase, ConnectionMaker
 from weightlane.ckpt_engines.conformance.payload import Parcel
@@ -110,6 +125,31 @@ def test_transfers_run_beside_the_trainings_own_group_and_leave_it_and_the_envir
         assert json.loads(output) == {"before": 3.0, "arrived": True, "after": 3.0, "environment": "unchanged"}
 
 
+def test_a_gloo_group_that_is_never_complete_says_who_is_missing() -> None:
+    sender = CheckpointEngineRegistry().create("gloo").make_sender("s", HOST)
+    topology = Topology("session", {"s": sender.address()}, {"r-0": {}, "r-1": {}})
+    with pytest.raises(DeadlineExceededError, match="r-0, r-1 of a group of 3") as failure:
+        sender.connect(topology, {}, Deadline.after(0.2))
+    assert failure.value.peer == "r-0, r-1"
+    sender.close()
+
+
+@pytest.mark.parametrize(
+    "half",
+    [
+        CheckpointEngineRegistry().create("gloo").make_receiver("stranger", HOST),
+        CollectiveReceiver("stranger", TorchDistributedConfig(), "nccl", HOST),
+        CollectiveSender("stranger", TorchDistributedConfig(), "nccl", HOST),
+    ],
+    ids=["gloo receiver", "nccl receiver", "nccl sender"],
+)
+def test_a_half_that_is_not_among_the_participants_says_so(half: WeightReceiver | WeightSender) -> None:
+    topology = Topology("session", {"s": {"host": "127.0.0.1", "port": 1}}, {"r-0": {}})
+    with pytest.raises(ProtocolError, match=r"stranger is not among the participants .*r-0"):
+        half.connect(topology, {}, Deadline.after(HANG_S))
+    half.close()
+
+
 def needs(engine: str) -> pytest.MarkDecorator:
     """Skip, with the reason, where `engine` cannot run."""
     reason = CheckpointEngineRegistry().engine_class(engine).unavailable_reason()
@@ -139,6 +179,61 @@ def test_leaving_a_group_does_not_wait_for_a_library_that_never_returns_from_its
     group.close()
     assert backend.entered == 1
     backend.freed.set()
+
+
+def test_a_group_that_is_opened_just_after_its_deadline_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the last look at whether it is open and the error."""
+    backend = StuckBackend()
+    backend.freed.set()
+    late, opened = threading.Event(), threading.Event()
+
+    def open_late(*_: Any, **__: Any) -> StuckBackend:
+        late.wait(HANG_S)
+        return backend
+
+    def clock() -> float:
+        """The time that the waiting thread sees: it is up, and by when it is told so for the second time the group is open."""
+        if threading.current_thread() is threading.main_thread() and next(looks):
+            late.set()
+            opened.wait(HANG_S)
+        return 1.0
+
+    looks, life = itertools.count(), Lifecycle("half", lambda: None)
+    monkeypatch.setattr(life, "ring", opened.set)
+    monkeypatch.setattr(_device_group, "open_process_group", open_late)
+    monkeypatch.setattr(DeviceGroup, "warm_up", lambda *_: None)
+    with pytest.raises(DeadlineExceededError, match=r"half \(peer other\)"):
+        open_device_group(
+            "nccl",
+            HOST,
+            dist.HashStore(),
+            rank=0,
+            names=["half", "other"],
+            host="127.0.0.1",
+            deadline=Deadline(1.0, clock),
+            life=life,
+        )
+    assert backend.entered == 1
+    life.close()
+
+
+class FailedWork:
+    """Work that is over, behind which no event comes: so it has failed."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def query(self) -> bool:
+        return False
+
+
+def test_a_transfer_that_fails_on_the_device_says_whose_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_device_group, "_BEHIND_S", 0.0)
+    failed: Any = FailedWork()
+    transfer = _device_group.DeviceTransfer(failed, failed, "nccl sender s", "r")
+    assert not transfer.done()
+    with pytest.raises(TransportError, match=r"nccl sender s \(peer r\): the transfer failed"):
+        transfer.done()
 
 
 def test_the_variables_that_a_constructor_reads_are_there_during_it_and_gone_after_it() -> None:
@@ -191,6 +286,13 @@ def test_interfaces_are_dealt_out_by_rank_so_that_each_sender_has_its_own() -> N
         address = sender.address()
         assert (address["meeting"]["host"], address["engine"]["host"]) == ("127.0.0.1", "127.0.0.1")
         sender.close()
+
+
+def test_every_interface_is_checked_before_a_run_and_the_error_says_which_there_are() -> None:
+    registry = CheckpointEngineRegistry()
+    registry.create("gloo", {"interface": "lo"}).check(Deadline.after(HANG_S))
+    with pytest.raises(ConfigError, match=r"nosuch0.*this machine: .*\blo\b"):
+        registry.create("gloo", {"interface": "lo, nosuch0"}).check(Deadline.after(HANG_S))
 
 
 @pytest.mark.parametrize(

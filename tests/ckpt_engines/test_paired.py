@@ -19,6 +19,8 @@ from weightlane.ckpt_engines import (
     ProtocolError,
     toolkit,
 )
+from weightlane.ckpt_engines.devices import HOST
+from weightlane.ckpt_engines.link import sender_link
 
 
 class LaneConfig(EngineConfig):
@@ -52,6 +54,20 @@ def test_the_type_of_the_options_is_what_stands_in_the_brackets() -> None:
     assert ManyLanes.config_type is ManyLanesConfig
     assert Lanes(LaneConfig(lanes=3)).config.lanes == 3
     assert toolkit.PairedEngine.config_type is EngineConfig
+
+
+def test_errors_call_an_engine_by_its_registered_name_or_by_its_class_where_nobody_registered_it() -> None:
+    registry = CheckpointEngineRegistry()
+    for engine, called in (
+        (registry.create("faulty:shm"), "faulty:shm"),
+        (registry.create("template"), "template"),
+        (ManyLanes(ManyLanesConfig()), "manylanes"),
+    ):
+        link = sender_link(engine, "s", HOST)
+        assert link.part == f"{called} sender s"
+        if isinstance(engine, toolkit.PairedEngine):
+            assert link.half._life.part == link.part  # type: ignore[attr-defined]
+        link.close()
 
 
 def test_it_declares_what_it_does() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -19,6 +20,7 @@ from waiting import HANG_S, NEVER_S
 from weightlane.ckpt_engines import (
     AddressInUseError,
     CheckpointEngineRegistry,
+    ClosedError,
     ConfigError,
     Deadline,
     DeadlineExceededError,
@@ -27,6 +29,7 @@ from weightlane.ckpt_engines import (
     TransportError,
     gloo_connect,
 )
+from weightlane.ckpt_engines._lifecycle import Lifecycle
 from weightlane.ckpt_engines.gloo_connect import connect_gloo
 from weightlane.ckpt_engines.process_group import (
     Group,
@@ -100,6 +103,25 @@ def test_an_address_of_another_machine_is_a_config_error_and_leaves_no_socket(
 def test_joining_a_store_that_is_not_there_fails_at_once(free_port: int) -> None:
     with pytest.raises(PeerLostError, match=str(free_port)):
         join_store("127.0.0.1", free_port, Deadline.after(NEVER_S))
+
+
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """A port at which the system accepts connections for a process that was stopped."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+def test_joining_a_store_that_says_nothing_ends_at_the_deadline(silent_port: int) -> None:
+    with pytest.raises(DeadlineExceededError, match=r"peer trainer.*store at 127\.0\.0\.1"):
+        join_store("127.0.0.1", silent_port, Deadline.after(0.2), "trainer")
+
+
+def test_joining_a_store_that_says_nothing_ends_when_the_half_is_closed(silent_port: int) -> None:
+    life = Lifecycle("receiver", lambda: None)
+    threading.Timer(0.1, life.close).start()
+    with pytest.raises(ClosedError), life.call():
+        join_store("127.0.0.1", silent_port, Deadline.after(NEVER_S), life=life)
 
 
 def test_a_group_broadcasts_without_any_global_group() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import _thread
 import json
+import signal
 import textwrap
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +240,23 @@ def test_the_list_has_a_row_with_the_reason_for_every_engine_that_cannot_be_used
     assert found["says-false"]["type"] == "EngineContractError"
     for name, (_, said) in WRONG.items():
         assert [part for part in said if part not in rows[name][2]] == []
+
+
+def test_a_person_who_interrupts_the_list_ends_it_and_blames_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+
+    def interrupted(*_: object) -> None:
+        _thread.interrupt_main()
+        over.wait(HANG_S)
+
+    monkeypatch.setattr(CheckpointEngineRegistry, "engine_class", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            CheckpointEngineRegistry().list()
+    finally:
+        over.set()
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A checkpoint engine over plain TCP, one connection for each pair. Copy, rename, and put your transport in."""
+"""A checkpoint engine over plain TCP, one connection for each pair. Put your transport in place of the two marked lines."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class MooncakeSender(_Half, WeightSender):
         self._memory = memory
 
     def connect(self, topology: Topology, channels: Mapping[str, toolkit.Channel], deadline: Deadline) -> None:  # noqa: ARG002
-        """Let every receiver in. Mooncake connects with the first bucket."""
+        """Take the channels and start Mooncake's engine. A receiver's first read connects to the sender."""
         with self._life.call():
             self._engine()
             self._take(channels)
@@ -136,7 +136,7 @@ class MooncakeReceiver(_Half, WeightReceiver):
         super().__init__("receiver", name, config)
 
     def connect(self, topology: Topology, channels: Mapping[str, toolkit.Channel], deadline: Deadline) -> None:  # noqa: ARG002
-        """Dial every sender."""
+        """Take the channels and start Mooncake's engine. A receiver's first read connects to the sender."""
         with self._life.call():
             self._engine()
             self._take(channels)

@@ -105,7 +105,7 @@ class NixlSender(_Half, WeightSender):
         self._memory = memory
 
     def connect(self, topology: Topology, channels: Mapping[str, toolkit.Channel], deadline: Deadline) -> None:  # noqa: ARG002
-        """Let every receiver in. UCX connects with the first bucket."""
+        """Take the channels and open the agent. UCX connects with the first bucket."""
         with self._life.call():
             self._open_agent()
             self._take(channels)
@@ -151,7 +151,7 @@ class NixlReceiver(_Half, WeightReceiver):
         super().__init__("receiver", name, config)
 
     def connect(self, topology: Topology, channels: Mapping[str, toolkit.Channel], deadline: Deadline) -> None:  # noqa: ARG002
-        """Dial every sender."""
+        """Take the channels and open the agent. UCX connects with the first bucket."""
         with self._life.call():
             self._open_agent()
             self._take(channels)
