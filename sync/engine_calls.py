@@ -40,7 +40,7 @@ def address_of(half: Half, part: str) -> dict[str, Any]:
 def close_all(halves: Iterable[Half], part: str) -> None:
     """Close halves, all at once. Never raises; what does not end is left to itself."""
     deadline = Deadline.after(_QUICK_S)
-    for closing in [_begun(half.close) for half in halves]:
+    for closing in [begun(half.close) for half in halves]:
         try:
             result_of(closing, deadline, "the engine to be closed", part)
         except Exception as error:  # noqa: BLE001 - a third party's, and the others are to be closed, too
@@ -49,10 +49,10 @@ def close_all(halves: Iterable[Half], part: str) -> None:
 
 def _aside(call: Callable[[], T], deadline: Deadline, waiting_for: str, part: str) -> T:
     """Run `call` on a thread of its own and wait for it; the thread is left behind when the call does not end in time."""
-    return result_of(_begun(call), deadline, waiting_for, part)
+    return result_of(begun(call), deadline, waiting_for, part)
 
 
-def _begun(call: Callable[[], T]) -> Future[T]:
+def begun(call: Callable[[], T]) -> Future[T]:
     """Run `call` on a thread of its own; on this one where there are none any more: from Python 3.12 on, when a program ends."""
     threads = DaemonThreads(1, "weightlane-engine-call")
     try:

@@ -15,6 +15,7 @@ from weightlane.ckpt_engines import (
     ManifestError,
     TransportError,
 )
+from weightlane.ckpt_engines.devices import runtime_of
 from weightlane.ckpt_engines.process_group import (
     BackendName,
     Group,
@@ -25,6 +26,7 @@ from weightlane.ckpt_engines.process_group import (
 )
 
 from .at_exit import start_thread
+from .engine_calls import begun, result_of
 from .manifest import Manifest
 from .packing import RunTable, copy_runs, gather_runs, scatter_runs
 from .rendezvous import Rendezvous
@@ -32,6 +34,8 @@ from .rendezvous import Rendezvous
 _PART = "shard gather"
 _PIECE_BYTES = 1 << 20
 """What one rank hands to another at once, a multiple of any alignment: all that is in memory beside snapshots and buckets."""
+
+_GROUP_HINT = "Check that every trainer rank and the coordinator are alive and can reach each other."
 
 GROUP_BACKENDS: dict[str, BackendName] = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 """torch.distributed backend that moves bytes between the memories of a device type."""
@@ -96,16 +100,16 @@ class ShardGather:
                     part=_PART,
                     hint=f"Choose a checkpoint engine for one of: {', '.join(GROUP_BACKENDS)}.",
                 )
-            group = open_process_group(
-                backend,
-                store,
-                rank,
-                len(names),
-                deadline,
-                host=rendezvous.local_host,
-                device=device,
-                names=names,
-            )
+            host = rendezvous.local_host
+
+            def open_group() -> Group:
+                with runtime_of(device).current():
+                    return open_process_group(
+                        backend, store, rank, len(names), deadline, host=host, device=device, names=names
+                    )
+
+            # The store's questions have no timeout, so a coordinator that is frozen would hold this rank for ever.
+            group = result_of(begun(open_group), deadline, "the group of all trainer ranks", _PART, _GROUP_HINT)
         return cls(group, names, rank, layout, tables, device)
 
     def fill(

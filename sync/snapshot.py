@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _CHUNK_BYTES = 64 << 20
 """What is copied, at most, before those who wait for it hear of it."""
+_TURN_BYTES = 16 << 20
+"""What a thread copies, at least, before it is told what to do next: to tell it costs as much as copying 1 MiB."""
 _MOST_THREADS = 2
 """That copy. One core cannot saturate memory, two nearly can, and the training needs the others."""
 _SMALL_BYTES = 256 << 10
@@ -151,7 +153,7 @@ class Snapshot:
         self._tell(self.nbytes, self.read_end, progress)
 
     def _reached(self, memory: torch.Tensor, remains: Remains) -> Generator[Milestone, None, None]:
-        """Every milestone in turn, when it is reached; steps run beside each other where torch itself uses one thread."""
+        """Milestones in turn, when they are reached; steps run beside each other where torch itself uses one thread."""
         if self._workers == 1 or torch.get_num_threads() > 1:
             for milestone in self._milestones:
                 milestone.step.run(memory, remains)
@@ -160,9 +162,15 @@ class Snapshot:
         if self._threads is None:
             self._threads = DaemonThreads(self._workers, "weightlane-copy")
         begun: deque[tuple[Milestone, Future[None]]] = deque()
+
+        def run(steps: Sequence[Step]) -> None:
+            for step in steps:
+                step.run(memory, remains)
+
         try:
-            for milestone in self._milestones:
-                begun.append((milestone, self._threads.submit(milestone.step.run, memory, remains)))
+            for turn in _turns(self._milestones):
+                steps = [milestone.step for milestone in turn]
+                begun.append((turn[-1], self._threads.submit(run, steps)))
                 if len(begun) > self._workers:
                     first, ran = begun.popleft()
                     ran.result()
@@ -194,6 +202,19 @@ def runtime_of_shards(shards: Sequence[LocalShard]) -> DeviceRuntime:
 def copies(ordered: Sequence[tuple[int, LocalShard]]) -> Iterator[Copy]:
     """The calls that copy shards to their places; `ordered` by place."""
     return _joined(_pieces(ordered))
+
+
+def _turns(milestones: Iterable[Milestone]) -> Iterator[list[Milestone]]:
+    """Those that one thread reaches before it hears what to do next."""
+    turn: list[Milestone] = []
+    start = 0
+    for milestone in milestones:
+        turn.append(milestone)
+        if milestone.done_bytes - start >= _TURN_BYTES:
+            yield turn
+            turn, start = [], milestone.done_bytes
+    if turn:
+        yield turn
 
 
 def _pieces(ordered: Sequence[tuple[int, LocalShard]]) -> Iterator[Copy]:

@@ -205,6 +205,21 @@ class Deaf(Shelf):
         await asyncio.Event().wait()
 
 
+def test_a_gather_whose_store_does_not_answer_ends_with_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+    monkeypatch.setattr("weightlane.sync.gather.open_process_group", lambda *_, **__: over.wait(HANG_S))
+    layout = Manifest(1, (TensorSpec("t", (2, 64), torch.uint8),), 4096, whole_tensors=True)
+    with closing(Rendezvous.host()) as rendezvous:
+        for name in ("trainer-0", "trainer-1"):
+            rendezvous.mailbox("gather/s").put(name, layout.layout_digest)
+        with pytest.raises(DeadlineExceededError, match="the group of all trainer ranks") as caught:
+            ShardGather.connect(
+                rendezvous, "s", ["trainer-0", "trainer-1"], 0, layout, [], HOST, Deadline.after(10 * SOON)
+            )
+    assert "coordinator" in caught.value.hint
+    over.set()
+
+
 def test_a_replica_that_never_answers_is_named_when_a_script_connects() -> None:
     config = SyncConfig(**{**PATIENT, "connect_timeout_s": 0.2})
     shards: Sequence[LocalShard] = [LocalShard.whole(SPEC, torch.zeros(SPEC.shape))]

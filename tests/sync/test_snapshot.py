@@ -58,6 +58,25 @@ def test_progress_grows_over_a_large_tensor_and_ends_know_each_tensors_end() -> 
     assert seen[-1] == snapshot.nbytes
 
 
+def test_of_many_tensors_is_there_what_progress_says_and_it_is_said_once_for_several() -> None:
+    data = [torch.randint(256, ((2 << 20) + 64 * i,), dtype=torch.uint8) for i in range(20)]
+    shards = [LocalShard.whole(TensorSpec(f"t{i}", x.shape, x.dtype), x) for i, x in enumerate(data)]
+    snapshot, progress = Snapshot(shards, compact_places(shards)), Progress("a snapshot", "test")
+    memory, seen = torch.zeros(snapshot.nbytes, dtype=torch.uint8), [0]
+    wanted = torch.cat(data)
+    assert wanted.numel() == snapshot.nbytes
+
+    def advance(done_bytes: int) -> None:
+        assert torch.equal(memory[seen[-1] : done_bytes], wanted[seen[-1] : done_bytes])
+        seen.append(done_bytes)
+
+    progress.advance = advance  # type: ignore[method-assign,assignment]
+    snapshot.take(memory, None, progress)
+    assert seen[-1] == snapshot.nbytes
+    assert len(set(seen)) == (4 if torch.get_num_threads() == 1 else 21)
+    snapshot.close()
+
+
 class Tripping(torch.Tensor):
     """Cannot be copied."""
 
