@@ -11,7 +11,6 @@ from weightlane.ckpt_engines import (
     Deadline,
     DeadlineExceededError,
     DeltaBaseError,
-    PeerLostError,
     ProtocolError,
     QuorumError,
     WeightlaneError,
@@ -31,7 +30,6 @@ from .messages import (
     Offer,
     Open,
     Ready,
-    Reset,
     Sent,
     Staged,
 )
@@ -70,8 +68,6 @@ class Connection:
         self._senders: dict[str, dict[str, Any]] = {}
         self._receivers: dict[str, dict[str, Any]] = {}
         """Address of every connected subscriber."""
-        self._inboxes: dict[str, str] = {}
-        """Which incarnation of it that is."""
         self._traits: EngineTraits | None = None
         self._relayed = False
         """Whether in the present session subscribers hand on to others what they get."""
@@ -106,7 +102,7 @@ class Connection:
         elif not alive or {name for name in self._receivers if self._connected(name)} != set(wanted):
             self._connect(wanted, deadline, everyone=everyone)
             # Who hands on to whom is known now, and so whether somebody has to be there who is not to get the version.
-            ours = [name for name in _names(targets) if name in self._receivers]
+            ours = self._receivers_of(targets)
             if not self._selective and len(ours) < len(self._receivers):
                 self._connect(ours, deadline, everyone=False)
 
@@ -116,17 +112,16 @@ class Connection:
         return (self._traits is None or self._traits.selective) and not self._relayed
 
     def _connected(self, name: str) -> bool:
-        return name in self._receivers and self._inboxes[name] == self._roster.inboxes.get(name)
+        return name in self._receivers and not self._letters.is_gone(name)
 
     def _connect(self, subscribers: Sequence[str], deadline: Deadline, *, everyone: bool) -> None:
         self._up = False
         publishers = list(self._roster.publishers)
         self._letters.wait_for_joined(publishers, deadline)
         session = f"s-{secrets.token_hex(6)}"
-        self._letters.begin(session)  # which ends the one before
+        self._letters.begin(session, [*publishers, *subscribers])  # which ends the one before
         self._stored.clear()
         self._as_delta.clear()
-        self._letters.post_all([*publishers, *subscribers], Reset(session=session))
         self._letters.collect(Hello, publishers, -1, deadline, "to answer")
         leader = self._letters.hellos[publishers[0]]
         self._senders, self._traits = {leader.name: leader.address}, leader.traits
@@ -139,27 +134,28 @@ class Connection:
     def _attach(self, newcomers: Sequence[str], deadline: Deadline) -> None:
         """Connect further receivers to what is there; the others do not notice."""
         for name in newcomers:
-            self._letters.hellos.pop(name, None)
-        self._letters.post_all(newcomers, Reset(session=self.session))
+            self._receivers.pop(name, None)
+        self._letters.invite(newcomers)
         greeted = self._present(newcomers, deadline.within(self._config.rejoin_s))
         self._receivers |= {name: hello.address for name, hello in greeted.items()}
         self._introduce(list(greeted), deadline)
 
     def _present(self, subscribers: Sequence[str], deadline: Deadline, *, everyone: bool = False) -> dict[str, Hello]:
-        """Who of them answers; replicas of which somebody does not are lost."""
-        before = dict(self._roster.inboxes)
+        """Those who answer. A replica of which somebody does not is lost; with `everyone`, `TroubleError` is raised."""
         silent = [name for name in subscribers if name not in self._letters.hellos]
         _, errors = self._letters.answers(Hello, silent, -1, deadline, "to answer")
-        for name, error in errors.items():
-            if everyone:
+        if everyone:
+            self._letters.check_present(subscribers, sending=False)
+            for error in errors.values():
                 raise TroubleError(error)
+        for name, error in errors.items():
             # One that was started anew meanwhile has not been asked yet.
-            if (member := self._roster.owner(name)) and self._roster.inboxes.get(name) == before.get(name):
+            if not self._letters.is_gone(name) and (member := self._roster.owner(name)):
                 self._roster.lost(member, error)
         return {
             name: self._letters.hellos[name]
             for name in subscribers
-            if (owner := self._roster.owner(name)) and not errors.keys() & set(owner.names)
+            if (owner := self._roster.owner(name)) and all(other in self._letters.hellos for other in owner.names)
         }
 
     def _introduce(self, names: Sequence[str], deadline: Deadline) -> None:
@@ -178,7 +174,6 @@ class Connection:
         connected = self._letters.collect(Connected, names, -1, deadline, "to connect")
         _check_plans(connected, self._roster)
         self._relayed = any(message.relays for message in connected)
-        self._inboxes |= {name: self._roster.inboxes[name] for name in names if name in self._roster.inboxes}
 
     def stream(
         self,
@@ -202,10 +197,10 @@ class Connection:
                 raise self._without_delta(version, TroubleError(_sent_as_delta(version)))
             offer = self._offer_in_full(version, deadline)
             base = None
-        self._check_incarnations(targets)
-        accepting, in_place, refused = self._open(
-            offer, [name for name in _names(targets) if name in self._receivers], deadline
-        )
+        receivers = self._receivers_of(targets)
+        senders = () if version in self._stored else self._roster.publishers
+        self._letters.check_present([*senders, *receivers], sending=False)
+        accepting, in_place, refused = self._open(offer, receivers, deadline)
         members = [member for member in targets if all(name in accepting for name in member.names)]
         for member in targets:
             if member not in members and member.name not in refused:
@@ -238,13 +233,8 @@ class Connection:
         staged = [message for message in replies if isinstance(message, Staged)]
         return Streamed(offer, members, sent, staged, refused)
 
-    def _check_incarnations(self, targets: Sequence[Member]) -> None:
-        """`TroubleError` if one that is connected was started anew meanwhile: it knows nothing of this session."""
-        for member in targets:
-            for name in member.names:
-                if name in self._receivers and not self._connected(name):
-                    error = PeerLostError(f"{name} was started anew.", part="coordinator", peer=name)
-                    raise TroubleError(error, again=True)
+    def _receivers_of(self, targets: Sequence[Member]) -> list[str]:
+        return [name for name in _names(targets) if name in self._receivers]
 
     def _offer(self, version: int, deadline: Deadline) -> Offer:
         leader = self._roster.publishers[0]

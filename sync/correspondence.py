@@ -20,7 +20,22 @@ from weightlane.ckpt_engines import (
     error_from_wire,
 )
 
-from .messages import Accepted, Connected, Failed, Hello, Joined, Left, Lost, Message, Offer, Ready, Sent, Staged, Stop
+from .messages import (
+    Accepted,
+    Connected,
+    Failed,
+    Hello,
+    Joined,
+    Left,
+    Lost,
+    Message,
+    Offer,
+    Ready,
+    Reset,
+    Sent,
+    Staged,
+    Stop,
+)
 from .rendezvous import COORDINATOR, Rendezvous
 from .roster import Roster
 
@@ -76,19 +91,37 @@ class Correspondence:
         """Versions of which a publisher has said in this session that it cannot offer or send them."""
         self._progress: dict[tuple[type[Reply], str, int], Reply] = {}
         """What subscribers of this session have said of a version before anybody asked: some are quicker than others accept."""
-        self.stale = False
-        """A publisher has joined or left since the session began."""
+        self._gone: dict[str, Left | Joined] = {}
+        """Who has left, or was started anew, since it was invited, and so knows nothing of this session."""
         self.interruption: WeightlaneError | None = None
         """Why whoever waits for mail is not to wait any longer. Set on another thread, which posts something as well."""
 
-    def begin(self, session: str) -> None:
-        """From now on `session` counts; what the one before has left in mailboxes goes."""
+    def begin(self, session: str, names: Iterable[str]) -> None:
+        """From now on `session` counts, and `names` are invited to it; what the one before has left in mailboxes goes."""
         self._rendezvous.forget_session(self.session)
-        self.session, self.stale = session, False
+        self.session = session
         self.offers.clear()
         self.hellos.clear()
         self._progress.clear()
         self._failed.clear()
+        self.invite(names)
+
+    def invite(self, names: Iterable[str]) -> None:
+        """Ask participants into the session; each answers with a `Hello`."""
+        names = list(names)
+        for name in names:
+            self.hellos.pop(name, None)
+            self._gone.pop(name, None)
+        self.post_all(names, Reset(session=self.session))
+
+    @property
+    def stale(self) -> bool:
+        """Whether a publisher has left, or was started anew, since the session began."""
+        return self._publishers(self._gone)
+
+    def is_gone(self, name: str) -> bool:
+        """Whether a participant has left, or was started anew, since it was invited."""
+        return name in self._gone
 
     def post(self, name: str, message: Message) -> None:
         """Write to a participant, if it has joined."""
@@ -134,6 +167,7 @@ class Correspondence:
         Each is `heard` when it comes. Raises `TroubleError` when somebody reports a failure, dies, or does not answer in time.
         """
         missing = _Awaited(awaited)
+        names = {name for _, name in awaited}
         replies: list[Reply] = []
         members = {member.name for _, name in awaited if (member := self._roster.owner(name))}
         for kind, name in awaited:
@@ -142,6 +176,7 @@ class Correspondence:
                 replies.append(told)
                 heard(told)
         while missing:
+            self.check_present(names, sending=version >= 0)
             try:
                 message = self._next(deadline, missing.names, what)
             except DeadlineExceededError as error:
@@ -152,9 +187,6 @@ class Correspondence:
             if isinstance(message, Lost) and (not message.replica or message.replica in members):
                 lost = error_from_wire(message.error)
                 raise TroubleError(lost, filter(None, [message.replica]), hopeless=not message.replica)
-            if isinstance(message, Left | Joined) and any(name == message.name for _, name in awaited):
-                owner = self._roster.owner(message.name)
-                raise TroubleError(_gone(message), [owner.name] if owner else [])
             if isinstance(message, Offer) and (Offer, message.name) in missing:
                 self.check_held(version, message.name)
             if (
@@ -168,6 +200,20 @@ class Correspondence:
                 replies.append(message)
                 heard(message)
         return replies
+
+    def check_present(self, names: Collection[str], *, sending: bool) -> None:
+        """`TroubleError` if one of `names` has left, or was started anew, since it was invited.
+
+        Args:
+            names: Publishers and subscribers.
+            sending: Whether something may have been sent already. If not, who was started anew has only missed questions.
+        """
+        for name in self._gone.keys() & names:
+            message = self._gone[name]
+            if not sending and isinstance(message, Joined):
+                raise TroubleError(_gone(message), again=True)  # which leaves nobody out
+            owner = self._roster.owner(name)
+            raise TroubleError(_gone(message), [owner.name] if owner else [])
 
     def check_held(self, version: int, publisher: str) -> None:
         """`TroubleError` if a newer version was offered in this session: `publisher` cannot offer `version` any more."""
@@ -194,12 +240,15 @@ class Correspondence:
         waiting = set(names)
         replies: list[M] = []
         errors: dict[str, WeightlaneError] = {}
-        while waiting:
+        while True:
+            errors |= {name: _gone(self._gone[name]) for name in waiting & self._gone.keys()}
+            waiting.difference_update(errors)
+            if not waiting:
+                return replies, errors
             try:
                 message = self._next(deadline, waiting, what)
             except DeadlineExceededError as error:
-                errors |= dict.fromkeys(waiting, error)
-                break
+                return replies, errors | dict.fromkeys(waiting, error)
             sender = getattr(message, "name", "")
             if isinstance(message, Failed) and self.concerns(message, version):
                 if sender not in waiting:
@@ -211,9 +260,6 @@ class Correspondence:
                     raise TroubleError(lost, hopeless=True)
                 gone = self._roster.members.get(message.replica)
                 errors |= dict.fromkeys(waiting.intersection(gone.names if gone else ()), lost)
-            elif isinstance(message, Left | Joined):
-                if sender in waiting:
-                    errors[sender] = _gone(message)
             elif (
                 isinstance(message, kind)
                 and message.session == self.session
@@ -222,8 +268,6 @@ class Correspondence:
             ):
                 replies.append(message)
                 waiting.discard(sender)
-            waiting -= errors.keys()
-        return replies, errors
 
     def concerns(self, message: Message, version: int) -> bool:
         """Whether a message is a failure of what is under way."""
@@ -247,12 +291,11 @@ class Correspondence:
             raise self.interruption
 
     def _note(self, message: Message) -> None:
-        if isinstance(message, Joined):
-            if self._roster.joined(message.name, message.inbox) and message.name in self._roster.publishers:
-                self.stale = True
-        elif isinstance(message, Left):
-            if self._roster.left(message.name, message.inbox) and message.name in self._roster.publishers:
-                self.stale = True
+        if isinstance(message, Joined | Left):
+            note = self._roster.joined if isinstance(message, Joined) else self._roster.left
+            if note(message.name, message.inbox):
+                self._gone[message.name] = message
+                self.hellos.pop(message.name, None)
         elif isinstance(message, Lost):
             if member := self._roster.members.get(message.replica):
                 self._roster.lost(member, error_from_wire(message.error))

@@ -123,6 +123,18 @@ class Trainer:
         nudge(self._values, version, every)
         self._load()
 
+    def hold_after(self, number: int) -> None:
+        """When so many buckets are sent from now on, send no more but those that are under way by then."""
+        sent = itertools.count(1)
+
+        class Observer:
+            @hookimpl
+            def bucket_sent(self) -> None:
+                if next(sent) >= number:
+                    threading.Event().wait(HANG_S)
+
+        self.end.hooks.register(Observer())
+
     def _load(self) -> None:
         for shard in self._shards:
             shard.data.copy_(self._values[shard.spec.name][shard.box.index])

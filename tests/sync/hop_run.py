@@ -254,8 +254,13 @@ class Run:
         replica = self._start_replica(len(self.replicas), 1, **rollout)
         self.replicas.append(replica)
         self.rank(-1).is_ready()
+        wait_until(lambda: self._have_joined(replica), "news that it has joined")
         self.coordinator.add(replica)
         return replica
+
+    def _have_joined(self, replica: Replica) -> bool:
+        self.coordinator._letters.catch_up()
+        return replica.ranks.keys() <= self.coordinator._roster.inboxes.keys()
 
     def restart_replica(self, number: int) -> None:
         """The only rank of a replica is killed, and another process started in its place."""

@@ -82,8 +82,9 @@ def test_too_little_memory_to_stage_names_both_numbers_and_the_way_out(
 def test_a_sender_that_dies_half_way_leaves_a_mixture_until_the_next_version_and_before_the_first_byte_the_old_one(
     make_run: MakeRun, backend: str
 ) -> None:
-    run = make_run(backend, rollout=IN_PLACE, sync=AT_ONCE)
+    run = make_run(backend, trainer={"bucket_bytes": 128}, rollout=IN_PLACE, sync=AT_ONCE)
     run.serve(1)
+    run.trainers[0].call("hold_after", 4)  # else everything may be on its way before the first piece is written
     run.rank().call("trip", 1, run.trainers[0].pid)
     assert not isinstance(run.fails(2).reason, DeadlineExceededError)
     run.rank().call("trip", -1)

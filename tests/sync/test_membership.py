@@ -91,29 +91,75 @@ def test_one_that_joins_late_gets_the_current_version_unless_it_refuses_and_the_
     run.serve(2)
 
 
-def test_a_replica_that_is_started_anew_while_a_version_is_offered_gets_it_on_another_connection(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("who", ["trainer-0", "rollout-1/0"])
+def test_whoever_is_started_anew_while_a_version_is_offered_takes_part_on_another_connection_without_a_retry(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, who: str
 ) -> None:
-    run = make_run(replicas=2)
+    run = make_run(replicas=2, sync={"retries": 0})
     run.serve(1)
     connection, letters = run.coordinator._connection, run.coordinator._letters
     offer, joined_anew = connection._offer, threading.Event()
 
     def is_noted() -> bool:
         letters.catch_up()
-        return not connection._connected("rollout-1/0")
+        return letters.is_gone(who)
 
     def meanwhile(version: int, deadline: Deadline) -> Any:
         offered = offer(version, deadline)
         if not joined_anew.is_set():
-            run.restart_replica(1)
+            if who == "trainer-0":
+                run.restart_trainer()
+                run.publish_next(2)
+            else:
+                run.restart_replica(1)
             wait_until(is_noted, "news of the new one")
             joined_anew.set()
         return offered
 
     monkeypatch.setattr(connection, "_offer", meanwhile)
-    run.serve(2)
+    run.publish_next(2)
+    report = run.sync(2)
     assert joined_anew.is_set()
+    assert set(outcomes_of(report).values()) == {"committed"}
+    (failure,) = report.failures
+    assert failure.excluded == (), "nobody was left out"
+    assert run.live() == [expected(2)] * 2
+
+
+@pytest.mark.parametrize("who", ["trainer", "replica"])
+@pytest.mark.parametrize(
+    ("part", "step", "noted"),
+    [
+        pytest.param("_letters", "collect", False, id="trainers answer"),
+        pytest.param("_connection", "_present", False, id="replicas answer"),
+        pytest.param("_connection", "_present", True, id="heard before replicas answer"),
+        pytest.param("_connection", "_introduce", False, id="all connect"),
+        pytest.param("_connection", "_introduce", True, id="heard before all connect"),
+    ],
+)
+def test_whoever_is_started_anew_while_a_session_begins_is_asked_again_without_a_retry(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, who: str, part: str, step: str, noted: bool
+) -> None:
+    run = make_run(sync={"retries": 0})
+    owner, anew = getattr(run.coordinator, part), threading.Event()
+    goes_on = getattr(owner, step)
+
+    def meanwhile(*arguments: Any, **more: Any) -> Any:
+        if not anew.is_set():
+            anew.set()
+            if who == "trainer":
+                run.restart_trainer()
+                run.publish_next(1)
+            else:
+                run.restart_replica(0)
+            if noted:  # while it waited for others, before this step
+                run.coordinator._letters.catch_up()
+        return goes_on(*arguments, **more)
+
+    monkeypatch.setattr(owner, step, meanwhile)
+    run.serve(1)
+    assert anew.is_set()
+    assert run.live() == [expected(1)]
 
 
 def joined(path: Path) -> tuple[Rendezvous, Inbox, str, Subscriber]:
