@@ -348,9 +348,10 @@ def test_a_reclaim_that_came_too_early_leaves_the_connection_as_it_is_and_a_flus
 
 def of_this_process() -> tuple[int, set[tuple[str, int]], set[str]]:
     """Its descriptors, where it listens, and the threads that watch."""
+    opened = descriptors()  # first: it ends what other tests have left in reference cycles, ports among it
     links = psutil.Process().net_connections("inet")
     listening = {(link.laddr.ip, link.laddr.port) for link in links if link.status == psutil.CONN_LISTEN}
-    return descriptors(), listening, {each.name for each in threading.enumerate() if "weightlane-watch" in each.name}
+    return opened, listening, {each.name for each in threading.enumerate() if "weightlane-watch" in each.name}
 
 
 def test_halves_that_meet_in_a_store_have_no_connection_and_nobody_who_watches(tmp_path: Path) -> None:
