@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from weightlane.ckpt_engines import WeightlaneError
-from weightlane.sync.bench.workload import MODELS
+from weightlane.cli.bench.workload.workload import MODELS
 
 Report = dict[str, Any]
 

@@ -40,7 +40,7 @@ class CommitWorker:
         from vllm.config import set_current_vllm_config
         from vllm.distributed.parallel_state import get_tp_group
 
-        from weightlane.rollout.agreement import RankGroup
+        from weightlane.rollout.commit.rank_agreement import RankGroup
         from weightlane.rollout.layout import VersionLoader
 
         self._group = RankGroup(get_tp_group().cpu_group)
@@ -75,7 +75,7 @@ class CommitWorker:
         """Seconds of one commit."""
         from vllm.config import set_current_vllm_config
 
-        from weightlane.rollout.weight_loading import load_version
+        from weightlane.rollout.layout.loading.weight_loading import load_version
 
         config = self.vllm_config  # type: ignore[attr-defined]
         with set_current_vllm_config(config):

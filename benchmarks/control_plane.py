@@ -35,17 +35,17 @@ from typing import Any
 import torch
 
 from weightlane.ckpt_engines import Deadline, Topology, WeightlaneError
+from weightlane.cli.bench.report.machine import this_machine
 from weightlane.sync import CommitReport, Coordinator, Manifest, Placement, Rendezvous, SyncConfig, TensorSpec
-from weightlane.sync.bench.machine import this_machine
-from weightlane.sync.boxes import Box
-from weightlane.sync.control_hub import Kind
-from weightlane.sync.control_wire import Frame
-from weightlane.sync.messages import Accepted, Connect, EngineTraits, Go, Message, Offer, Open, Sent, Staged
-from weightlane.sync.participant import Participant
-from weightlane.sync.rank_talk import RankTalk
-from weightlane.sync.rendezvous import Mailbox
-from weightlane.sync.session_plan import SessionPlan, Supply
-from weightlane.sync.tensor_lists import TensorLists, scope_of
+from weightlane.sync.control.hub.frames import Frame
+from weightlane.sync.control.hub.hub import Kind
+from weightlane.sync.control.messages import Accepted, Connect, EngineTraits, Go, Message, Offer, Open, Sent, Staged
+from weightlane.sync.control.participant import Participant
+from weightlane.sync.control.rendezvous import Mailbox
+from weightlane.sync.control.tensor_lists import TensorLists, scope_of
+from weightlane.sync.plan.session_plan import SessionPlan, Supply
+from weightlane.sync.send.agreement.rank_talk import RankTalk
+from weightlane.sync.version.box import Box
 
 from .command import Report, finish, options_of, say
 

@@ -35,12 +35,12 @@ from typing import Any
 import torch
 
 from weightlane.ckpt_engines import DeadlineExceededError
+from weightlane.cli.bench.processes.participants import Meeting, sync_config
+from weightlane.cli.bench.processes.processes import Processes, Worker
+from weightlane.cli.bench.report.machine import this_machine
+from weightlane.cli.bench.workload.workload import Workload, named_workload
 from weightlane.rollout import RolloutConfig, RolloutWorker
 from weightlane.sync import Outcome
-from weightlane.sync.bench import Workload, named_workload
-from weightlane.sync.bench.machine import this_machine
-from weightlane.sync.bench.participants import Meeting, sync_config
-from weightlane.sync.bench.processes import Processes, Worker
 
 from .command import finish, options_of, say
 from .commit_layout import write_config

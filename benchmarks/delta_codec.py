@@ -19,7 +19,10 @@ from typing import Any
 
 import torch
 
-from weightlane.sync.codecs.delta import Encoded, Patch, decode, digest_of, encode
+from weightlane.sync.codecs.delta.format import decode, encode
+from weightlane.sync.codecs.delta.format.digest import digest_of
+from weightlane.sync.codecs.delta.format.encoder import Encoded
+from weightlane.sync.codecs.delta.format.patch import Patch
 
 DENSITIES = (0.0, 0.001, 0.01, 0.1, 0.5, 1.0)
 

@@ -24,12 +24,12 @@ from typing import Any
 import torch
 
 from weightlane.ckpt_engines import WeightlaneError
+from weightlane.cli.bench.contenders.weightlane_row import RowContender, RowFacts
+from weightlane.cli.bench.processes.participants import sync_config
+from weightlane.cli.bench.processes.processes import Processes, Worker
+from weightlane.cli.bench.report.machine import this_machine
+from weightlane.cli.bench.workload.workload import Workload, named_workload
 from weightlane.sync import TensorSpec
-from weightlane.sync.bench.machine import this_machine
-from weightlane.sync.bench.participants import sync_config
-from weightlane.sync.bench.processes import Processes, Worker
-from weightlane.sync.bench.rows import RowContender, RowFacts
-from weightlane.sync.bench.workload import Workload, named_workload
 
 from .command import finish, options_of, say
 

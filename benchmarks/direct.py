@@ -29,11 +29,11 @@ from datetime import UTC, datetime
 from typing import Any, Self
 
 from weightlane.ckpt_engines import WorkerDiedError
+from weightlane.ckpt_engines.engines.torch_distributed.process_group import reserve_port
 from weightlane.ckpt_engines.errors import DeadlineExceededError
-from weightlane.ckpt_engines.process_group import reserve_port
+from weightlane.cli.bench.report.machine import this_machine
+from weightlane.cli.bench.workload.workload import Workload, named_workload
 from weightlane.sync import CommitReport, Coordinator, Rendezvous, SyncConfig
-from weightlane.sync.bench.machine import this_machine
-from weightlane.sync.bench.workload import Workload, named_workload
 
 from .command import finish, options_of, say
 from .direct_ranks import ROLLOUTS, TRAINERS, serve

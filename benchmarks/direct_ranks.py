@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry
+from weightlane.cli.bench.processes.peak_memory import PeakMemory
+from weightlane.cli.bench.workload.workload import Workload
 from weightlane.sync import Expectation, ExpectedTensor, LocalShard, Placement, Publisher, Subscriber, TensorSpec
-from weightlane.sync.bench.memory import PeakMemory
-from weightlane.sync.bench.workload import Workload
-from weightlane.sync.boxes import Box
-from weightlane.sync.sliced import SlicedTensors
+from weightlane.sync.version.box import Box
+from weightlane.sync.version.sliced_tensors import SlicedTensors
 
 ENGINE = "gloo"
 TRAINERS, ROLLOUTS = 2, 2

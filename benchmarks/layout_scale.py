@@ -48,15 +48,15 @@ _TIMEOUT_S = 300.0
 
 def measure_case(name: str, rounds: int, layers: int = LAYERS) -> dict[str, Any]:
     """Trace the loading of rank 0 so often, here."""
-    from weightlane.rollout.layout.rank_models import engine_config, model_of_rank, quiet_vllm
+    from weightlane.rollout.layout.offline.rank_models import engine_config, model_of_rank, quiet_vllm
 
     quiet_vllm()
     import transformers
 
     from weightlane.rollout.layout import SourceSpec, needed_boxes, trace_loading
-    from weightlane.rollout.layout.coverage import target_coverage
-    from weightlane.trainer.fsdp2_shards import checkpoint_tensors
-    from weightlane.trainer.hf_names import checkpoint_runs
+    from weightlane.rollout.layout.map.coverage import target_coverage
+    from weightlane.trainer.engines.fsdp2.shards import checkpoint_tensors
+    from weightlane.trainer.engines.hf.names import checkpoint_runs
 
     architecture, sizes, ranks, by_number = CASES[name]
     config = getattr(transformers, f"{architecture}Config")(num_hidden_layers=layers, **sizes, dtype="bfloat16")

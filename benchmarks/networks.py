@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from weightlane.ckpt_engines import ConfigError
-from weightlane.sync.bench.network import enter_network, new_network
+from weightlane.cli.bench.processes.network_namespace import enter_network, new_network
 
 INTERFACE = "wl0"
 """Name of the interface that every participant has in its namespace."""

@@ -2,7 +2,7 @@
 
     python -m benchmarks.plan_scale [--case NAME] [--rounds 3] [--gb-per-s 50] [--json FILE] [--markdown]
 
-Synthetic placements of large models (`weightlane.sync.transfer_plan.shapes`), the real planner, one core. Each case runs in a
+Synthetic placements of large models (`weightlane.sync.plan.prediction.shapes`), the real planner, one core. Each case runs in a
 process of its own, whose peak memory is the largest resident set, torch and the placements included. No weights, no transfer:
 seconds of transfers are predicted for the given network cards.
 """
@@ -20,10 +20,11 @@ from typing import Any
 import torch
 
 from benchmarks.command import Report, case_in_own_process, finish, options_of, say
-from weightlane.sync.placement import Placement
-from weightlane.sync.transfer_plan import Network, plan_report, plan_transfer, shares
-from weightlane.sync.transfer_plan.layouts import RolloutLayout, TrainerLayout
-from weightlane.sync.transfer_plan.shapes import Wire, shape_named, weights
+from weightlane.sync.plan import Network, plan_report, plan_transfer
+from weightlane.sync.plan import send_assignment as shares
+from weightlane.sync.plan.prediction.layouts import RolloutLayout, TrainerLayout
+from weightlane.sync.plan.prediction.shapes import Wire, shape_named, weights
+from weightlane.sync.version.placement import Placement
 
 CASES: dict[str, tuple[str, str, str, Wire, bool]] = {
     "1t": ("1t", "pp8 ep32", "8x tp16 ep16", "bf16", False),

@@ -32,18 +32,18 @@ from typing import Any
 import torch
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, WeightlaneError
+from weightlane.cli.bench.contenders.weightlane_row import RowContender, RowFacts
+from weightlane.cli.bench.processes.participants import SENDER, sync_config
+from weightlane.cli.bench.processes.processes import Processes
+from weightlane.cli.bench.processes.worker import subscriber_name
+from weightlane.cli.bench.report.bench_report import PHASES
+from weightlane.cli.bench.report.machine import this_machine
+from weightlane.cli.bench.workload.workload import Workload, named_workload
 from weightlane.sync import SyncConfig, TensorSpec
-from weightlane.sync.bench.machine import this_machine
-from weightlane.sync.bench.participants import SENDER, sync_config
-from weightlane.sync.bench.processes import Processes
-from weightlane.sync.bench.report import PHASES
-from weightlane.sync.bench.rows import RowContender, RowFacts
-from weightlane.sync.bench.worker import subscriber_name
-from weightlane.sync.bench.workload import Workload, named_workload
-from weightlane.sync.placement import Placement
-from weightlane.sync.session_plan import SessionPlan, Supply
-from weightlane.sync.transfer_plan import Network
-from weightlane.sync.transfer_plan.predict import predict
+from weightlane.sync.plan import Network
+from weightlane.sync.plan.prediction.predict import predict
+from weightlane.sync.plan.session_plan import SessionPlan, Supply
+from weightlane.sync.version.placement import Placement
 
 from .command import finish, options_of, say
 from .networks import INTERFACE, Host, limited_hosts, on, raw_mbit, sent_bytes

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weightlane.sync.bench import BenchReport, Row
+from weightlane.cli.bench.report.bench_report import BenchReport, Row
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))

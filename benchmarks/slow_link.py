@@ -22,12 +22,12 @@ from datetime import UTC, datetime
 from typing import Any
 
 from weightlane.ckpt_engines import WeightlaneError
-from weightlane.sync.bench.machine import this_machine
-from weightlane.sync.bench.participants import sync_config
-from weightlane.sync.bench.processes import Processes
-from weightlane.sync.bench.report import PHASES
-from weightlane.sync.bench.rows import RowContender, RowFacts
-from weightlane.sync.bench.workload import Workload, named_workload
+from weightlane.cli.bench.contenders.weightlane_row import RowContender, RowFacts
+from weightlane.cli.bench.processes.participants import sync_config
+from weightlane.cli.bench.processes.processes import Processes
+from weightlane.cli.bench.report.bench_report import PHASES
+from weightlane.cli.bench.report.machine import this_machine
+from weightlane.cli.bench.workload.workload import Workload, named_workload
 
 from .command import finish, options_of, say
 from .networks import INTERFACE, RAW_S, delayed_link, limited_link, on, raw_mbit

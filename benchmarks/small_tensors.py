@@ -22,10 +22,17 @@ import torch
 
 from weightlane.rollout.layout import CommitPlan, LayoutMap, SourceSpec, trace_loading
 from weightlane.sync import LocalShard, Manifest, TensorSpec
-from weightlane.sync.packing import RunTable, compact_places, copy_runs, gather_runs, scatter_runs, stream_places
-from weightlane.sync.progress import Progress
-from weightlane.sync.snapshot import Snapshot
-from weightlane.sync.stream_parts import parts_of
+from weightlane.sync.send.snapshot.progress import Progress
+from weightlane.sync.send.snapshot.snapshot import Snapshot
+from weightlane.sync.version.packing import (
+    RunTable,
+    compact_places,
+    copy_runs,
+    gather_runs,
+    scatter_runs,
+    stream_places,
+)
+from weightlane.sync.version.stream_parts import parts_of
 
 TARGET = 2.0
 """Most that each way may take, in memcpys."""

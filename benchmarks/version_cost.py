@@ -29,10 +29,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from weightlane.cli.bench.processes.processes import Processes
+from weightlane.cli.bench.report.machine import this_machine
+from weightlane.cli.bench.workload.workload import named_workload
 from weightlane.rollout import RolloutConfig, RolloutWorker
-from weightlane.sync.bench import named_workload
-from weightlane.sync.bench.machine import this_machine
-from weightlane.sync.bench.processes import Processes
 
 from .command import finish, options_of, say
 from .decode_while_syncing import DENSITY, Carried, Checks, Measured
@@ -51,7 +51,7 @@ class Reloads(Checks):
         from safetensors.torch import load_file
         from vllm.config import set_current_vllm_config
 
-        from weightlane.rollout.weight_loading import load_version
+        from weightlane.rollout.layout.loading.weight_loading import load_version
 
         config = self.vllm_config  # type: ignore[attr-defined]
         model = self.model_runner.get_model()  # type: ignore[attr-defined]

@@ -11,8 +11,8 @@ True
 
 from typing import TYPE_CHECKING
 
-from ._channel import Address, Channel
-from .contract import (
+from .channels.channel import Address, Channel
+from .contract.engine import (
     API_VERSION,
     WHAT_CHANGED,
     Bucket,
@@ -25,6 +25,8 @@ from .contract import (
     WeightReceiver,
     WeightSender,
 )
+from .contract.storing import StoringSender, VersionFiles, bucket_file_name
+from .contract.viewing import ShowingSender, ViewingReceiver
 from .deadline import Deadline
 from .errors import (
     AddressInUseError,
@@ -59,10 +61,8 @@ from .errors import (
     as_weightlane_error,
     error_from_wire,
 )
-from .link import ReceiverLink, SenderLink
+from .links.link import ReceiverLink, SenderLink
 from .registry import CheckpointEngineRegistry, EngineListing
-from .showing import ShowingSender, ViewingReceiver
-from .storing import StoringSender, VersionFiles, bucket_file_name
 
 __all__ = [
     "API_VERSION",

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from ._field_docs import document_fields
-from .contract import API_VERSION, WHAT_CHANGED, Capabilities, CheckpointEngine, EngineConfig
+from .contract.engine import API_VERSION, WHAT_CHANGED, Capabilities, CheckpointEngine, EngineConfig
+from .engines.faulty.engine import PREFIX as FAULTY
+from .engines.faulty.engine import faulty
 from .errors import (
     ConfigError,
     DuplicateEngineError,
@@ -23,8 +24,7 @@ from .errors import (
     UnknownEngineError,
     WeightlaneError,
 )
-from .faulty import PREFIX as FAULTY
-from .faulty import faulty
+from .runtime.field_docs import document_fields
 
 GROUP = "weightlane.ckpt_engines"
 LISTING_LIMIT_S = 30.0

@@ -20,7 +20,7 @@ from weightlane.plugins.prometheus import LOOPBACK, PROMETHEUS_TOKEN_ENV, is_loo
 from weightlane.rollout.config import RolloutConfig
 from weightlane.sync import CheckpointEngineConfig, SyncConfig
 from weightlane.trainer.config import AlgorithmConfig, DataConfig, RewardConfig, TrainerConfig
-from weightlane.trainer.loop_config import LoopConfig
+from weightlane.trainer.loop.config import LoopConfig
 
 VERSIONS_DIR = "versions"
 """Where in the run directory an engine keeps versions that needs a directory and is given none."""

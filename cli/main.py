@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError, EngineListing, WeightlaneError
 from weightlane.ckpt_engines.new_engine import make_engine_package
-from weightlane.ckpt_engines.reference import engine_reference
+from weightlane.ckpt_engines.reference.engine_reference import engine_reference
 
 from .config import explain, load_config
 from .exit_codes import FAILED, INTERRUPTED, TERMINATED, exit_code_of
@@ -115,7 +115,7 @@ def conformance(
 ) -> None:
     """Check that a checkpoint engine keeps every promise of the contract; exit code 1 when it does not."""
     try:
-        from .conformance import check_engine  # noqa: PLC0415 - needs an extra
+        from .commands.conformance import check_engine  # noqa: PLC0415 - needs an extra
     except ImportError as error:
         raise ConfigError(
             "pytest is not installed.", part="conformance", hint="pip install 'weightlane[conformance]'."
@@ -165,7 +165,7 @@ def bench(
 
     Exit code 1 when no engine could run, or when what arrived was not what was sent.
     """
-    from .bench import listed, measure  # noqa: PLC0415 - loads torch
+    from .commands.bench import listed, measure  # noqa: PLC0415 - loads torch
 
     done = measure(
         settings or [],
@@ -204,9 +204,9 @@ def layout(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Show where vLLM puts each tensor of a model, rank by rank, and what cannot be committed by copies."""
-    from weightlane.rollout.layout.report import layout_report  # noqa: PLC0415 - loads torch
+    from weightlane.rollout.layout.offline.layout_report import layout_report  # noqa: PLC0415 - loads torch
 
-    from .layout import print_layout  # noqa: PLC0415 - for this command only
+    from .commands.layout import print_layout  # noqa: PLC0415 - for this command only
 
     report = layout_report(model, tensor_parallel=tp, dtype=dtype, expert_parallel=ep)
     if as_json:
@@ -252,7 +252,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Show who would send what to whom, and how long it should take: for a run, or for a model and layouts of its ranks."""
-    from .plan import network_of, print_plan, run_report, shape_report  # noqa: PLC0415 - loads torch
+    from .commands.plan import network_of, print_plan, run_report, shape_report  # noqa: PLC0415 - loads torch
 
     network = network_of(gb_per_s, sender_gbps, receiver_gbps, latency_us, bucket_mib)
     path, of_shapes = Path(what), {"trainer": trainer, "rollout": rollout, "wire": wire, "cut": cut}
@@ -296,7 +296,7 @@ def export(
     dtype: Annotated[str, typer.Option(help="Of the weights; auto: that of the model the run began with.")] = "auto",
 ) -> None:
     """Write a state that a run has saved as a Hugging Face model, in one process, whatever ranks saved it."""
-    from .export import export_state  # noqa: PLC0415 - loads torch and transformers
+    from .commands.export import export_state  # noqa: PLC0415 - loads torch and transformers
 
     typer.echo(f"step {export_state(run, step, out, dtype)} of {run} is in {out}")
 
@@ -304,7 +304,7 @@ def export(
 @app.command()
 def check(path: ConfigArgument, override: SetOption = None) -> None:
     """Say before anything is started what a run would take, and what is wrong or does not fit; exit code 2 then."""
-    from .check import check_run  # noqa: PLC0415 - loads torch and transformers
+    from .commands.check import check_run  # noqa: PLC0415 - loads torch and transformers
 
     check_run(path.resolve(), override or [], console())
 
@@ -319,7 +319,7 @@ def train(
     address: Annotated[str, typer.Option(help="Ray cluster to run on; the same as ray.address.")] = "",
 ) -> None:
     """Run fully-async RL: rollouts generate, the trainer trains, new weights stream across in the background."""
-    from .train import run_training  # noqa: PLC0415 - loads torch, Ray and transformers
+    from .commands.train import run_training  # noqa: PLC0415 - loads torch, Ray and transformers
 
     # What is worth knowing is on the display; without a handler Python would print warnings beside it.
     logging.getLogger("weightlane").addHandler(logging.NullHandler())

@@ -13,9 +13,9 @@ do not steer.
     now serving 3
 """
 
+from .disabled_plugins import HookReport
 from .hooks import HOOK_NAMES, Facts, RunHooks, hookimpl
 from .loading import ENTRY_POINT_GROUP, make_hooks, process_hooks
-from .reports import HookReport
 
 __all__ = [
     "ENTRY_POINT_GROUP",

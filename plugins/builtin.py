@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .prometheus import PROMETHEUS_ENV, prometheus_from_environment
 from .tensorboard import TENSORBOARD_ENV, tensorboard_from_environment
-from .trace import TRACE_ENV, trace_from_environment
+from .trace.observer import TRACE_ENV, trace_from_environment
 
 
 @dataclass(frozen=True, slots=True)

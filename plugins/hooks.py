@@ -11,7 +11,7 @@ from typing import Any
 
 import pluggy
 
-from .reports import HookReport, record
+from .disabled_plugins import HookReport, record
 
 PROJECT = "weightlane"
 

@@ -21,21 +21,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .commit.records import CommitReport, Completion, RolloutStats
     from .config import RolloutConfig
-    from .ray_actor import RolloutReplica, start_replicas
-    from .records import CommitReport, Completion, RolloutStats
-    from .server_replica import ServerReplica
-    from .worker import RolloutWorker
+    from .replicas.ray_actor import RolloutReplica, start_replicas
+    from .replicas.server_replica import ServerReplica
+    from .replicas.worker import RolloutWorker
 
 _HOME = {
-    "CommitReport": "records",
-    "Completion": "records",
+    "CommitReport": "commit.records",
+    "Completion": "commit.records",
     "RolloutConfig": "config",
-    "RolloutReplica": "ray_actor",
-    "RolloutStats": "records",
-    "RolloutWorker": "worker",
-    "ServerReplica": "server_replica",
-    "start_replicas": "ray_actor",
+    "RolloutReplica": "replicas.ray_actor",
+    "RolloutStats": "commit.records",
+    "RolloutWorker": "replicas.worker",
+    "ServerReplica": "replicas.server_replica",
+    "start_replicas": "replicas.ray_actor",
 }
 
 __all__ = [

@@ -32,22 +32,22 @@ A complete hop inside one process (normally the three parts live in three):
     >>> coordinator.close(); publisher.close(); subscriber.close()
 """
 
-from .blocking import CollectivePublisher
+from .codecs.delta.staged_delta import IncomingDelta, StagedDelta
 from .config import CheckpointEngineConfig, SyncConfig
+from .control.rendezvous import Rendezvous, RendezvousAddress
+from .control.roster import Replica, ReplicaState
 from .coordinator import Coordinator
-from .coverage import Expectation, ExpectedTensor, check_coverage
-from .live_stream import LiveStream, Piece
-from .manifest import Manifest
-from .placement import Placement
 from .publisher import Publisher
-from .rendezvous import Rendezvous, RendezvousAddress
+from .receive.live_stream import LiveStream, Piece
+from .receive.stored_version import read_version
 from .report import CommitOutcome, CommitReport, FailedAttempt, Outcome, ReplicaReport, SyncReport
-from .roster import Replica, ReplicaState
-from .sliced import SlicedTensors
-from .staged_delta import IncomingDelta, StagedDelta
-from .stored import read_version
 from .subscriber import CommitMode, Subscriber
-from .tensor_spec import LocalShard, Region, TensorSpec, dtype_name, dtype_of
+from .torchrun.collective_publisher import CollectivePublisher
+from .version.expectation import Expectation, ExpectedTensor, check_coverage
+from .version.manifest import Manifest
+from .version.placement import Placement
+from .version.sliced_tensors import SlicedTensors
+from .version.tensor_spec import LocalShard, Region, TensorSpec, dtype_name, dtype_of
 
 __all__ = [
     "CheckpointEngineConfig",

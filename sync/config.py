@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from .transfer_plan import BYTES_PER_GBIT, Network
+from weightlane.ckpt_engines import ConfigError
 
 Integrity = Literal["full", "off"]
 """Whether every bucket has a checksum that receivers verify."""
@@ -28,6 +29,40 @@ _LEAST_SILENCE_S = 2.0
 
 Relays = Literal["auto", "never"]
 """Whether rollout ranks hand on what they get."""
+
+
+BYTES_PER_GBIT = 1e9 / 8
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What links carry. Network cards are taken to send and receive at full speed at the same time."""
+
+    sender_bytes_per_s: float
+    """Of a trainer rank's network card."""
+    receiver_bytes_per_s: float
+    """Of a rollout rank's."""
+    latency_s: float = 0.0
+    """From the last byte of a bucket leaving until it is there."""
+    bucket_bytes: int = 32 << 20
+
+    def __post_init__(self) -> None:
+        if (
+            self.sender_bytes_per_s <= 0
+            or self.receiver_bytes_per_s <= 0
+            or self.latency_s < 0
+            or self.bucket_bytes <= 0
+        ):
+            raise ConfigError(
+                "speeds and the bucket must be more than nothing, and the latency at least nothing.",
+                part="plan",
+                hint="Give bytes per second, seconds and bytes.",
+            )
+
+    def fill_s(self, nbytes: int) -> float:
+        """What a stream of `nbytes` is later behind a relay than in front of it: one bucket, seconds."""
+        slowest = min(self.sender_bytes_per_s, self.receiver_bytes_per_s)
+        return min(nbytes, self.bucket_bytes) / slowest + self.latency_s
 
 
 class CheckpointEngineConfig(BaseModel):

@@ -25,21 +25,22 @@ from weightlane.ckpt_engines import (
     WorkerDiedError,
     as_weightlane_error,
 )
+from weightlane.ckpt_engines.links.bounded_calls import GRACE_S
+from weightlane.ckpt_engines.runtime.at_exit import close_at_exit
+from weightlane.ckpt_engines.runtime.daemon_threads import DaemonThreads
 from weightlane.plugins import RunHooks, process_hooks
 
-from .async_waits import to_its_end, wait_for_end
-from .at_exit import close_at_exit
-from .commits import Commits, named_failure, not_there
 from .config import SyncConfig
-from .connection import Connection, Streamed
-from .correspondence import Correspondence, TroubleError
-from .daemon_threads import DaemonThreads
-from .engine_calls import GRACE_S
-from .messages import Abort, Committed, Failed, Lost, Stop
-from .publication import checked_version
-from .rendezvous import COORDINATOR, Rendezvous
+from .control.async_waits import to_its_end, wait_for_end
+from .control.commits import Commits, named_failure, not_there
+from .control.hub.hub import COORDINATOR
+from .control.message_queue import Correspondence, TroubleError
+from .control.messages import Abort, Committed, Failed, Lost, Stop
+from .control.rendezvous import Rendezvous
+from .control.roster import Member, Replica, ReplicaState, Roster
+from .control.session import Connection, Streamed
 from .report import CommitOutcome, FailedAttempt, Outcome, ReplicaReport, SyncReport
-from .roster import Member, Replica, ReplicaState, Roster
+from .send.publication import checked_version
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 On every trainer rank there is one. Each copies what it is to send into a snapshot, on one thread, and sends what is there already
 on another: straight to the rollout ranks that need it. Engines that store get whole tensors from rank 0, to which the others
-hand their pieces over a process group of their own that the training never uses. See `weightlane.sync.sending`.
+hand their pieces over a process group of their own that the training never uses. See `weightlane.sync.send.sending`.
 """
 
 from __future__ import annotations
@@ -27,29 +27,28 @@ from weightlane.ckpt_engines import (
     WeightlaneError,
     as_weightlane_error,
 )
+from weightlane.ckpt_engines.runtime.at_exit import start_thread
 from weightlane.plugins import RunHooks
 
-from .at_exit import start_thread
-from .codec_choice import CodecChooser
-from .codecs.delta import TooDense
-from .config import CodecPolicy, Integrity, Quantise
-from .contribution import Contribution
-from .delta_encoding import DeltaEncoder
-from .magnitudes import complete
-from .manifest import CODEC_DELTA, CODEC_DENSE, Manifest, Segment
-from .messages import Connect, EngineTraits, Full, Go, Message, Offer, Sent
-from .participant import JOIN_THREAD_S, Participant
-from .placement import Placement
-from .progress import Progress
-from .publication import Base, Publication, Slot, SnapshotSlots, checked_version
-from .rendezvous import RendezvousAddress
-from .sending import Outgoing, Sending
-from .sending_end import SendingEnd
-from .session_plan import SessionPlan
-from .tensor_lists import TensorLists, scope_of
-from .tensor_spec import LocalShard
-from .transfer_plan import Network
-from .version_storing import VersionStoring
+from .codecs.codec_choice import CodecChooser
+from .codecs.delta.encoding import DeltaEncoder
+from .codecs.delta.format import TooDense
+from .config import CodecPolicy, Integrity, Network, Quantise
+from .control.messages import Connect, EngineTraits, Full, Go, Message, Offer, Sent
+from .control.participant import JOIN_THREAD_S, Participant
+from .control.rendezvous import RendezvousAddress
+from .control.tensor_lists import TensorLists, scope_of
+from .plan.session_plan import SessionPlan
+from .send.agreement.magnitudes import complete
+from .send.contribution import Contribution
+from .send.publication import Base, Publication, Slot, SnapshotSlots, checked_version
+from .send.sending import Outgoing, Sending
+from .send.sending_end import SendingEnd
+from .send.snapshot.progress import Progress
+from .send.version_storing import VersionStoring
+from .version.manifest import CODEC_DELTA, CODEC_DENSE, Manifest, Segment
+from .version.placement import Placement
+from .version.tensor_spec import LocalShard
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.5

@@ -23,31 +23,31 @@ from weightlane.ckpt_engines import (
     Topology,
     WeightlaneError,
 )
-from weightlane.ckpt_engines.devices import HOST, runtime_of
-from weightlane.ckpt_engines.link import receiver_link
+from weightlane.ckpt_engines.links.bounded_calls import address_of, close_all
+from weightlane.ckpt_engines.links.buffer_device import buffer_device
+from weightlane.ckpt_engines.links.link import receiver_link
+from weightlane.ckpt_engines.runtime.at_exit import start_thread
+from weightlane.ckpt_engines.runtime.devices import HOST, runtime_of
 from weightlane.plugins import RunHooks
 
-from .at_exit import start_thread
-from .coverage import Expectation, check_coverage
-from .delta_decoding import DeltaDecoding
-from .devices import buffer_device
-from .engine_calls import address_of, close_all
-from .intake import Intake, Job
-from .link_halves import LinkHalves
-from .live_stream import LiveStream
-from .manifest import Manifest
-from .messages import Accepted, Connect, EngineTraits, Message, Open, Ready, Staged
-from .participant import Participant
-from .placement import Placement
-from .receiving import Arrival, Inlet, Receiving, Source
-from .relaying import Relaying
-from .rendezvous import RendezvousAddress
-from .restored import Restoring
-from .seal import StoredSeals
-from .session_plan import PlanBoard, SessionPlan
-from .staged_delta import IncomingDelta, StagedDelta
-from .staging import Staging, Stream, lacks_base, new_memory
-from .tensor_lists import TensorLists, scope_of
+from .codecs.delta.decoding import DeltaDecoding
+from .codecs.delta.staged_delta import IncomingDelta, StagedDelta
+from .codecs.quantised.restored import Restoring
+from .control.engine_links import LinkHalves
+from .control.messages import Accepted, Connect, EngineTraits, Message, Open, Ready, Staged
+from .control.participant import Participant
+from .control.rendezvous import RendezvousAddress
+from .control.tensor_lists import TensorLists, scope_of
+from .plan.session_plan import PlanBoard, SessionPlan
+from .receive.links import Arrival, Inlet, Receiving, Source
+from .receive.live_stream import LiveStream
+from .receive.receive_loop import Intake, Job
+from .receive.relay import Relaying
+from .receive.staging import Staging, Stream, lacks_base, new_memory
+from .version.bucket_checksums import StoredSeals
+from .version.expectation import Expectation, check_coverage
+from .version.manifest import Manifest
+from .version.placement import Placement
 
 _log = logging.getLogger(__name__)
 _RELEASE_S = 5.0

@@ -133,7 +133,7 @@ def session_children() -> Iterator[Children]:
 def forked_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """What weightlane asks a process of its own for is answered by forked ones, which have imported vLLM already."""
     forking = types.SimpleNamespace(**{**vars(subprocess), "Popen": ForkedPopen})
-    monkeypatch.setattr("weightlane.sync.own_process.subprocess", forking)
+    monkeypatch.setattr("weightlane.ckpt_engines.runtime.own_process.subprocess", forking)
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ def s3_url(s3_options: dict[str, str]) -> str:
 def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A Ray of its own on this machine."""
     ray = pytest.importorskip("ray")
-    from weightlane.cli.cluster import patient_ray
+    from weightlane.cli.run.ray_cluster import patient_ray
 
     # One home for all modules of a process: Ray keeps the token that it wrote there in memory, does not write it again,
     # and its server, which reads the file, would not start under another home.

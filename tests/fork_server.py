@@ -36,10 +36,10 @@ from typing import Any
 from waiting import HANG_S
 
 IMPORTS = (
-    "weightlane.rollout.worker",
-    "weightlane.rollout.vllm_engine",
-    "weightlane.trainer.fsdp2",
-    "weightlane.trainer.megatron",
+    "weightlane.rollout.replicas.worker",
+    "weightlane.rollout.vllm.transfer_engine",
+    "weightlane.trainer.engines.fsdp2.engine",
+    "weightlane.trainer.engines.megatron.engine",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2_moe", "qwen3", "qwen3_moe")),
     "vllm.v1.engine.async_llm",
     "vllm.v1.engine.core",

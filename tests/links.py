@@ -26,11 +26,11 @@ from weightlane.ckpt_engines import (
     Topology,
     ViewingReceiver,
 )
-from weightlane.ckpt_engines._channel import accept_receivers, welcome
-from weightlane.ckpt_engines._lifecycle import Lifecycle
-from weightlane.ckpt_engines._meeting import TcpMeeting
-from weightlane.ckpt_engines.devices import HOST
-from weightlane.ckpt_engines.link import receiver_link
+from weightlane.ckpt_engines.channels.channel import accept_receivers, welcome
+from weightlane.ckpt_engines.channels.meeting import TcpMeeting
+from weightlane.ckpt_engines.links.link import receiver_link
+from weightlane.ckpt_engines.runtime.devices import HOST
+from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
 
 KEY, SESSION = b"k" * 32, "session"
 

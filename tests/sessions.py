@@ -15,8 +15,8 @@ import torch
 from waiting import HANG_S, NEVER_S
 
 from weightlane.ckpt_engines import Bucket, CheckpointEngine, Deadline, Topology
-from weightlane.ckpt_engines.devices import HOST
-from weightlane.ckpt_engines.link import ReceiverLink, SenderLink, receiver_link, sender_link
+from weightlane.ckpt_engines.links.link import ReceiverLink, SenderLink, receiver_link, sender_link
+from weightlane.ckpt_engines.runtime.devices import HOST
 
 
 def soon() -> Deadline:

@@ -11,14 +11,14 @@ Importing this package needs neither transformers nor Ray. The objective by itse
 
 from typing import TYPE_CHECKING, Any
 
-from .batch import MicroBatch, Sample, TrainBatch
 from .config import AlgorithmConfig, DataConfig, RewardConfig, TrainerConfig
-from .engine import TrainingEngine
-from .losses import LossFn, LossOutput, group_advantages, grpo_loss, sft_loss
-from .registry import training_engine_class, training_engine_names
+from .data.batch import MicroBatch, Sample, TrainBatch
+from .engines.contract import TrainingEngine
+from .engines.registry import training_engine_class, training_engine_names
+from .objectives.losses import LossFn, LossOutput, group_advantages, grpo_loss, sft_loss
 
 if TYPE_CHECKING:
-    from .fsdp2_shards import shards_of
+    from .engines.fsdp2.shards import shards_of
 
 __all__ = [
     "AlgorithmConfig",
@@ -42,7 +42,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "shards_of":  # torch's DTensor, which it needs, is slow to import
-        from .fsdp2_shards import shards_of  # noqa: PLC0415
+        from .engines.fsdp2.shards import shards_of  # noqa: PLC0415
 
         return shards_of
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

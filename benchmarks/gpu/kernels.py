@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from weightlane.ckpt_engines.devices import DeviceRuntime, numbered_device, runtime_of
-from weightlane.sync.codecs.delta import Encoded, cuda_kernels, decode, encode
+from weightlane.ckpt_engines.runtime.devices import DeviceRuntime, numbered_device, runtime_of
+from weightlane.sync.codecs.delta.format import cuda_kernels, decode, encode
+from weightlane.sync.codecs.delta.format.encoder import Encoded
 from weightlane.sync.codecs.quantised import QUANTISERS
 
 from .program import finish, options_of

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry
-from weightlane.ckpt_engines.devices import numbered_device, runtime_of
-from weightlane.ckpt_engines.json_line import Line
+from weightlane.ckpt_engines.conformance.processes.json_line import Line
+from weightlane.ckpt_engines.runtime.devices import numbered_device, runtime_of
 from weightlane.sync import (
     CommitReport,
     Coordinator,

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from weightlane.ckpt_engines.devices import HOST, DeviceRuntime, numbered_device, runtime_of
+from weightlane.ckpt_engines.runtime.devices import HOST, DeviceRuntime, numbered_device, runtime_of
 from weightlane.sync import LocalShard, TensorSpec
-from weightlane.sync.packing import compact_places
-from weightlane.sync.progress import Progress
-from weightlane.sync.send_memory import SendMemory
-from weightlane.sync.snapshot import Snapshot
+from weightlane.sync.send.snapshot.progress import Progress
+from weightlane.sync.send.snapshot.send_memory import SendMemory
+from weightlane.sync.send.snapshot.snapshot import Snapshot
+from weightlane.sync.version.packing import compact_places
 
 from .program import finish, options_of
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from weightlane.ckpt_engines import ConfigError
-from weightlane.sync.bench import MODELS
+from weightlane.cli.bench.workload.workload import MODELS
 
 from .catalogue import catalogue
 from .report import merged

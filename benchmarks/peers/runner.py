@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from weightlane.sync.bench import named_workload
+from weightlane.cli.bench.workload.workload import named_workload
 
 from .catalogue import catalogue
 from .cpu_guard import descendants, wait_until_quiet

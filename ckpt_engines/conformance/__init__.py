@@ -47,9 +47,9 @@ for _module in (
 ):
     pytest.register_assert_rewrite(f"{__name__}.{_module}")
 
-from .base import ConformanceBase, ConnectionMaker  # noqa: E402 - after the rewriting
-from .connection import Connection  # noqa: E402
-from .payload import Parcel  # noqa: E402
+from .checks.base import ConformanceBase, ConnectionMaker  # noqa: E402 - after the rewriting
+from .processes.connection import Connection  # noqa: E402
+from .processes.payload import Parcel  # noqa: E402
 from .runner import CheckResult, ConformanceReport, Outcome, run_conformance  # noqa: E402
 from .suite import EngineConformance  # noqa: E402
 

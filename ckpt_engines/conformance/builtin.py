@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from ..devices import device_count
+from ..runtime.devices import device_count
 from .suite import EngineConformance
 
 

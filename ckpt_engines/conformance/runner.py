@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from ..contract import Capabilities
+from ..contract.engine import Capabilities
 from ..errors import (
     ConfigError,
     EngineContractError,
@@ -25,9 +25,9 @@ from ..errors import (
     WeightlaneError,
 )
 from ..registry import why_unavailable
-from .base import POOL, ConformanceBase
-from .pool import Pool
-from .resolve import create_engine, engine_class
+from .checks.base import POOL, ConformanceBase
+from .processes.pool import Pool
+from .processes.resolve import create_engine, engine_class
 from .suite import EngineConformance
 
 GROUP = "weightlane.conformance"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from .deadlines import DeadlineChecks
-from .deaths import DeathChecks
-from .declaration import DeclarationChecks
-from .delivery import DeliveryChecks
-from .honesty import HonestyChecks
-from .reuse import ReuseChecks
-from .strangers import StrangerChecks
-from .views import ViewChecks
+from .checks.deadlines import DeadlineChecks
+from .checks.deaths import DeathChecks
+from .checks.declaration import DeclarationChecks
+from .checks.delivery import DeliveryChecks
+from .checks.honesty import HonestyChecks
+from .checks.reuse import ReuseChecks
+from .checks.strangers import StrangerChecks
+from .checks.views import ViewChecks
 
 
 class EngineConformance(

@@ -26,10 +26,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .acceptance import Verdict, Way, judge
-from .commit_plan import CommitPlan, Elements
-from .layout_map import Constant, LayoutMap, Refusal, Slice, SourceSpec, TargetSpec
-from .needs import needed_boxes
-from .trace import trace_loading
+from .map.layout_map import Constant, LayoutMap, Refusal, Slice, SourceSpec, TargetSpec
+from .map.needs import needed_boxes
+from .trace.trace import trace_loading
+from .write.commit_plan import CommitPlan, Elements
 
 if TYPE_CHECKING:
     from .loader import VersionLoader

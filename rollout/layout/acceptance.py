@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from .coverage import target_coverage, unused_elements
-from .derived import derives, made_after_loading
-from .layout_map import LayoutMap, Refusal
+from .loading.derived import derives, made_after_loading
+from .map.coverage import target_coverage, unused_elements
+from .map.layout_map import LayoutMap, Refusal
 
 _LARGEST_RELOADED_SHARE = 0.5
 
@@ -142,7 +142,7 @@ def repacked(model: torch.nn.Module) -> dict[str, str]:
 
     vLLM keeps what each layer looked like before its weights were processed; a layer that looks different now was repacked.
     """
-    from ..vllm_internals import get_layerwise_info  # noqa: PLC0415 - in a worker only
+    from ..vllm_internals.internals import get_layerwise_info  # noqa: PLC0415 - in a worker only
 
     found: dict[str, str] = {}
     for prefix, module in model.named_modules():
@@ -163,7 +163,7 @@ def repacked(model: torch.nn.Module) -> dict[str, str]:
 
 
 def _private_kernel(module: Any) -> str | None:
-    """What tells that a linear layer on CPU computes from a packed copy; see `weightlane.rollout.cpu_layers`."""
+    """What tells that a linear layer on CPU computes from a packed copy; see `weightlane.rollout.vllm_internals.cpu_linear`."""
     linear = module.__dict__.get("cpu_linear")
     if linear is not None and linear is not torch.nn.functional.linear:
         return "the layer computes from a packed copy of this weight"

@@ -15,20 +15,20 @@ from vllm.logger import init_logger
 
 from weightlane.ckpt_engines import CommitError, ConfigError
 from weightlane.sync import IncomingDelta, Piece, Placement, SlicedTensors
-from weightlane.sync.boxes import Box
-from weightlane.sync.made_tensors import without_data
+from weightlane.sync.version.box import Box
+from weightlane.sync.version.sliced_tensors import without_data
 
-from ..agreement import RankGroup
+from ..commit.rank_agreement import RankGroup
 from .acceptance import Verdict, Way, judge, untraceable, whole_reload
-from .commit_plan import CommitPlan
-from .derived import LeftBehind
-from .layout_map import LayoutMap, Refusal, SourceSpec
-from .live_delta import LiveDelta
-from .loading_form import read_by_loading
-from .needs import needed_boxes, needed_placement
-from .rehearsal import Rehearsal
-from .trace import trace_loading
-from .writer import VersionWriter
+from .loading.derived import LeftBehind
+from .map.layout_map import LayoutMap, Refusal, SourceSpec
+from .map.needs import needed_boxes, needed_placement
+from .proof.rehearsal import Rehearsal
+from .trace.loading_form import read_by_loading
+from .trace.trace import trace_loading
+from .write.commit_plan import CommitPlan
+from .write.live_delta import LiveDelta
+from .write.writer import VersionWriter
 
 logger = init_logger("vllm.weightlane")
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from waiting import HANG_S
 
-from weightlane.sync.bench.processes import Processes
-from weightlane.sync.bench.workload import named_workload
+from weightlane.cli.bench.processes.processes import Processes
+from weightlane.cli.bench.workload.workload import named_workload
 
 
 def test_every_density_has_all_three_what_auto_made_of_it_and_whether_every_bit_was_right(

@@ -65,7 +65,7 @@ def test_the_checkout_runs_without_being_installed(gpu: ModuleType, tmp_path: Pa
     """With its engines, its suites and its command, beside packages of which none is weightlane."""
     gpu.checkout.make_importable(tmp_path / "path")
     program = (
-        "import sys; from importlib.metadata import entry_points, version; import weightlane.sync.bench\n"
+        "import sys; from importlib.metadata import entry_points, version; import weightlane.cli.bench\n"
         "from weightlane.ckpt_engines import CheckpointEngineRegistry as R\n"
         "assert all('editable' not in str(finder) for finder in sys.meta_path)\n"
         "suites = entry_points(group='weightlane.conformance').names\n"
@@ -281,7 +281,9 @@ def test_figures_of_tests_and_of_the_benchmark_are_taken_from_their_files(gpu: M
 
 
 def test_the_benchmarks_own_report_gives_figures(gpu: ModuleType, tmp_path: Path) -> None:
-    from weightlane.sync.bench import BenchReport, BenchSettings, run_bench
+    from weightlane.cli.bench.measure import run_bench
+    from weightlane.cli.bench.report.bench_report import BenchReport
+    from weightlane.cli.bench.settings import BenchSettings
 
     report = run_bench(BenchSettings(receivers=1, rounds=1, loops=True, loop_s=0.1, deadline_s=HANG_S))
     assert isinstance(report, BenchReport)
@@ -314,7 +316,7 @@ def test_the_programs_run_on_a_cpu_too(
 
 
 def test_bits_that_a_device_gets_wrong_are_noticed(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightlane.ckpt_engines.devices import HOST, runtime_of
+    from weightlane.ckpt_engines.runtime.devices import HOST, runtime_of
 
     kernels = gpu.kernels
     real: Callable[..., Any] = kernels.decode

@@ -22,8 +22,8 @@ from sessions import descriptors
 from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import ConfigError
-from weightlane.sync.bench.network import enter_network
-from weightlane.sync.bench.workload import named_workload
+from weightlane.cli.bench.processes.network_namespace import enter_network
+from weightlane.cli.bench.workload.workload import named_workload
 
 ROOT = Path(__file__).resolve().parents[2]
 

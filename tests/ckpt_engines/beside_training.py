@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from weightlane.ckpt_engines import Bucket, CheckpointEngineRegistry, Deadline, SenderLink, Topology
-from weightlane.ckpt_engines.devices import runtime_of
-from weightlane.ckpt_engines.link import receiver_link, sender_link
+from weightlane.ckpt_engines.links.link import receiver_link, sender_link
+from weightlane.ckpt_engines.runtime.devices import runtime_of
 
 NBYTES = 1_000_003
 

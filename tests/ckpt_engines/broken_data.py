@@ -39,8 +39,8 @@ from weightlane.ckpt_engines import (
     WeightlaneError,
     WeightSender,
 )
-from weightlane.ckpt_engines.link import SenderLink
-from weightlane.ckpt_engines.shm import ShmConfig
+from weightlane.ckpt_engines.engines.shared_memory.shm import ShmConfig
+from weightlane.ckpt_engines.links.link import SenderLink
 
 Call = Callable[..., Any]
 

@@ -20,8 +20,8 @@ from weightlane.ckpt_engines import (
     ProtocolError,
     Topology,
 )
-from weightlane.ckpt_engines.gloo import GlooEngine
-from weightlane.ckpt_engines.link import ReceiverLink, SenderLink
+from weightlane.ckpt_engines.engines.torch_distributed.gloo import GlooEngine
+from weightlane.ckpt_engines.links.link import ReceiverLink, SenderLink
 
 Call = Callable[..., Any]
 

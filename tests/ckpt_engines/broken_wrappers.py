@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 import torch
 
 from weightlane.ckpt_engines import Bucket, Deadline, ShowingSender, StoringSender, ViewingReceiver
-from weightlane.ckpt_engines.filesystem import FilesystemEngine
-from weightlane.ckpt_engines.gloo import GlooEngine
-from weightlane.ckpt_engines.link import ReceiverLink, SenderLink
-from weightlane.ckpt_engines.shm import ShmEngine
+from weightlane.ckpt_engines.engines.filesystem.engine import FilesystemEngine
+from weightlane.ckpt_engines.engines.shared_memory.shm import ShmEngine
+from weightlane.ckpt_engines.engines.torch_distributed.gloo import GlooEngine
+from weightlane.ckpt_engines.links.link import ReceiverLink, SenderLink
 
 FOREVER_S = 3600.0
 SHARED_MEMORY_PREFIX = "broken-engine-"

@@ -19,7 +19,7 @@ from weightlane.ckpt_engines import (
     VersionFiles,
     WeightReceiver,
 )
-from weightlane.ckpt_engines.devices import HOST
+from weightlane.ckpt_engines.runtime.devices import HOST
 
 
 class Place:

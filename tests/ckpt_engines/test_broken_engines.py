@@ -11,16 +11,11 @@ from pathlib import Path
 import pytest
 from waiting import HANG_S
 
-from weightlane.ckpt_engines import (
-    ConfigError,
-    EngineContractError,
-    EngineImportError,
-    EngineUnavailableError,
-)
+from weightlane.ckpt_engines import ConfigError, EngineContractError, EngineImportError, EngineUnavailableError
 from weightlane.ckpt_engines.conformance import EngineConformance, Outcome, run_conformance
-from weightlane.ckpt_engines.conformance.pool import Pool
-from weightlane.ckpt_engines.conformance.resolve import engine_class
-from weightlane.ckpt_engines.filesystem import FilesystemEngine
+from weightlane.ckpt_engines.conformance.processes.pool import Pool
+from weightlane.ckpt_engines.conformance.processes.resolve import engine_class
+from weightlane.ckpt_engines.engines.filesystem.engine import FilesystemEngine
 
 ENGINES = Path(__file__).with_name("broken_engines.py")
 HEALTHY = ("Healthy", "HealthyGloo", "HealthyStore")

@@ -24,10 +24,10 @@ from weightlane.ckpt_engines import (
     Topology,
     TransportError,
 )
-from weightlane.ckpt_engines._channel import Channel, accept_receivers, dial, listen_tcp, welcome, welcomed
-from weightlane.ckpt_engines._lifecycle import Lifecycle
-from weightlane.ckpt_engines.devices import HOST
-from weightlane.ckpt_engines.link import receiver_link
+from weightlane.ckpt_engines.channels.channel import Channel, accept_receivers, dial, listen_tcp, welcome, welcomed
+from weightlane.ckpt_engines.links.link import receiver_link
+from weightlane.ckpt_engines.runtime.devices import HOST
+from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 SESSION = "session-1"

@@ -26,15 +26,15 @@ from weightlane.ckpt_engines import (
     Deadline,
     Topology,
     WeightlaneError,
-    _collective_halves,
-    _cuda_memory,
-    _device_group,
 )
-from weightlane.ckpt_engines.devices import AcceleratorRuntime, runtime_of
-from weightlane.ckpt_engines.link import ReceiverLink, SenderLink, receiver_link, sender_link
-from weightlane.sync.checksum import sums
-from weightlane.sync.codecs.delta import cuda_kernels
-from weightlane.sync.seal import seal
+from weightlane.ckpt_engines.engines.shared_memory import cuda_memory as _cuda_memory
+from weightlane.ckpt_engines.engines.torch_distributed import collective_halves as _collective_halves
+from weightlane.ckpt_engines.engines.torch_distributed import device_group as _device_group
+from weightlane.ckpt_engines.links.link import ReceiverLink, SenderLink, receiver_link, sender_link
+from weightlane.ckpt_engines.runtime.device_checksum import sums
+from weightlane.ckpt_engines.runtime.devices import AcceleratorRuntime, runtime_of
+from weightlane.sync.codecs.delta.format import cuda_kernels
+from weightlane.sync.version.bucket_checksums import seal
 
 KINDS = {"nccl": "cuda", "hccl": "privateuseone", "cuda_ipc": "cuda"}
 """Type of the pretended devices. torch knows that of NPUs by another name as long as torch_npu is not there."""

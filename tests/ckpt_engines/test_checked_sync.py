@@ -17,8 +17,9 @@ from checked_device.tensors import installed
 from checked_device.world import NO_WAIT, TRAINER, World, names
 from waiting import HANG_S
 
-from weightlane.ckpt_engines import CheckpointEngineRegistry, WeightlaneError, _cuda_memory
-from weightlane.ckpt_engines.devices import AcceleratorRuntime, runtime_of
+from weightlane.ckpt_engines import CheckpointEngineRegistry, WeightlaneError
+from weightlane.ckpt_engines.engines.shared_memory import cuda_memory as _cuda_memory
+from weightlane.ckpt_engines.runtime.devices import AcceleratorRuntime, runtime_of
 from weightlane.sync import (
     CommitReport,
     Coordinator,
@@ -32,8 +33,8 @@ from weightlane.sync import (
     SyncReport,
     TensorSpec,
 )
-from weightlane.sync.codecs.delta import cuda_kernels
-from weightlane.sync.staged_delta import StagedDelta
+from weightlane.sync.codecs.delta.format import cuda_kernels
+from weightlane.sync.codecs.delta.staged_delta import StagedDelta
 
 TRAINER_DEVICE, ROLLOUT_DEVICE = torch.device("cuda", 2), torch.device("cuda", 3)
 """Not number 0, which is current in every new thread."""

@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from sessions import soon
 
 from weightlane.ckpt_engines import Bucket, Capabilities, Delivery
-from weightlane.ckpt_engines._collective_halves import CollectiveReceiver, CollectiveSender
-from weightlane.ckpt_engines._device_group import DeviceGroup
-from weightlane.ckpt_engines._group_engine import TorchDistributedConfig
-from weightlane.ckpt_engines.devices import HOST, runtime_of
-from weightlane.sync.boxes import Box
-from weightlane.sync.placement import Placement
-from weightlane.sync.session_plan import Link, SessionPlan, Supply
-from weightlane.sync.tensor_spec import TensorSpec
-from weightlane.sync.transfer_plan import Network
+from weightlane.ckpt_engines.engines.torch_distributed.collective_halves import CollectiveReceiver, CollectiveSender
+from weightlane.ckpt_engines.engines.torch_distributed.device_group import DeviceGroup
+from weightlane.ckpt_engines.engines.torch_distributed.group_engine import TorchDistributedConfig
+from weightlane.ckpt_engines.runtime.devices import HOST, runtime_of
+from weightlane.sync.plan import Network
+from weightlane.sync.plan.session_plan import Link, SessionPlan, Supply
+from weightlane.sync.version.box import Box
+from weightlane.sync.version.placement import Placement
+from weightlane.sync.version.tensor_spec import TensorSpec
 
 FACTS = Capabilities(
     devices=frozenset({"cuda"}),

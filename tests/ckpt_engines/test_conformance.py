@@ -14,7 +14,7 @@ import pytest
 from waiting import HANG_S
 
 from weightlane.ckpt_engines.conformance import EngineConformance
-from weightlane.ckpt_engines.conformance.reuse import _mapped_by_others
+from weightlane.ckpt_engines.conformance.checks.reuse import _mapped_by_others
 
 
 class Patient(EngineConformance):

@@ -25,17 +25,17 @@ from weightlane.ckpt_engines import (
     StorageError,
     Topology,
     TransportError,
-    _segment_receiver,
 )
-from weightlane.ckpt_engines._channel import Channel
-from weightlane.ckpt_engines._cuda_driver import HANDLE_BYTES, cuda_driver
-from weightlane.ckpt_engines._cuda_memory import CudaSegments
-from weightlane.ckpt_engines._lifecycle import Lifecycle
-from weightlane.ckpt_engines._segments import MappedSegment, OwnedSegment
+from weightlane.ckpt_engines.channels.channel import Channel
 from weightlane.ckpt_engines.conformance import run_conformance
-from weightlane.ckpt_engines.conformance.base import ConformanceBase, ConnectionMaker
-from weightlane.ckpt_engines.conformance.payload import Parcel
-from weightlane.ckpt_engines.link import receiver_link
+from weightlane.ckpt_engines.conformance.checks.base import ConformanceBase, ConnectionMaker
+from weightlane.ckpt_engines.conformance.processes.payload import Parcel
+from weightlane.ckpt_engines.engines.shared_memory import receiver as _segment_receiver
+from weightlane.ckpt_engines.engines.shared_memory.cuda_driver import HANDLE_BYTES, cuda_driver
+from weightlane.ckpt_engines.engines.shared_memory.cuda_memory import CudaSegments
+from weightlane.ckpt_engines.engines.shared_memory.segments import MappedSegment, OwnedSegment
+from weightlane.ckpt_engines.links.link import receiver_link
+from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
 
 NO_GPU = CheckpointEngineRegistry().engine_class("cuda_ipc").unavailable_reason()
 needs_gpu = pytest.mark.skipif(NO_GPU is not None, reason=f"cuda_ipc cannot run here: {NO_GPU}")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from weightlane.ckpt_engines import ConfigError
-from weightlane.ckpt_engines.devices import HOST, DeviceRuntime, checked_device, is_available, runtime_of
+from weightlane.ckpt_engines.runtime.devices import HOST, DeviceRuntime, checked_device, is_available, runtime_of
 
 
 @pytest.mark.parametrize("device", ["cuda", "npu:", torch.device("cuda")])

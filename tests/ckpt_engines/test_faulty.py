@@ -30,8 +30,7 @@ from weightlane.ckpt_engines import (
     Topology,
     VersionFiles,
 )
-from weightlane.ckpt_engines.devices import HOST
-from weightlane.ckpt_engines.faulty import (
+from weightlane.ckpt_engines.engines.faulty.engine import (
     NO_BUCKET,
     FaultKind,
     FaultRecord,
@@ -40,7 +39,8 @@ from weightlane.ckpt_engines.faulty import (
     FaultySenderLink,
     read_fault_log,
 )
-from weightlane.ckpt_engines.link import sender_link
+from weightlane.ckpt_engines.links.link import sender_link
+from weightlane.ckpt_engines.runtime.devices import HOST
 
 BUILT_IN = ("gloo", "shm", "filesystem")
 SIZE = 4096

@@ -33,8 +33,8 @@ from weightlane.ckpt_engines import (
     StoringSender,
     VersionFiles,
 )
-from weightlane.ckpt_engines._store_fs import StoreDirectory
-from weightlane.ckpt_engines._store_growing import GrowingFile
+from weightlane.ckpt_engines.engines.filesystem.partial_file import GrowingFile
+from weightlane.ckpt_engines.engines.filesystem.store_directory import StoreDirectory
 
 SIZES = [60_000, 60_000, 7]
 WHOLE = FilePart(first=1, offset=0, total=sum(SIZES))

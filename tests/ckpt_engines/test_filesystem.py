@@ -43,8 +43,8 @@ from weightlane.ckpt_engines import (
     StoringSender,
     VersionFiles,
 )
-from weightlane.ckpt_engines._store_fs import Guard, StoreDirectory
 from weightlane.ckpt_engines.conformance import ConformanceBase, ConnectionMaker, Parcel
+from weightlane.ckpt_engines.engines.filesystem.store_directory import Guard, StoreDirectory
 
 
 def test_a_version_is_files_that_safetensors_reads_and_receivers_get_every_byte(place: Place) -> None:
@@ -161,7 +161,7 @@ def test_a_file_that_another_host_has_replaced_under_our_hands_is_read_again(
             raise OSError(errno.ESTALE, "Stale file handle")
         return fstat(descriptor)
 
-    monkeypatch.setattr("weightlane.ckpt_engines._store_fs.os.fstat", sometimes_stale)
+    monkeypatch.setattr("weightlane.ckpt_engines.engines.filesystem.store_directory.os.fstat", sometimes_stale)
     assert torch.equal(received(receiver, 1, 0, 1000), content(1, 0, 1000))
     assert stale == [0]
 
@@ -320,7 +320,7 @@ def test_a_local_write_that_is_stuck_in_the_kernel_never_replaces_a_later_one(
             assert go_on.wait(HANG_S)
         replace(source, target)
 
-    monkeypatch.setattr("weightlane.ckpt_engines._store_growing.os.replace", held_up)
+    monkeypatch.setattr("weightlane.ckpt_engines.engines.filesystem.partial_file.os.replace", held_up)
     publish(sender, 2, 100, commit=False)
     late = threading.Thread(target=sender.commit_version, args=(2, {}, soon()))
     late.start()

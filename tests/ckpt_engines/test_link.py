@@ -31,9 +31,9 @@ from weightlane.ckpt_engines import (
     WeightlaneError,
     toolkit,
 )
-from weightlane.ckpt_engines.devices import HOST
-from weightlane.ckpt_engines.link import receiver_link, sender_link
-from weightlane.ckpt_engines.mac import proof
+from weightlane.ckpt_engines.channels.mac import proof
+from weightlane.ckpt_engines.links.link import receiver_link, sender_link
+from weightlane.ckpt_engines.runtime.devices import HOST
 
 NBYTES = 4096
 Sessions = Callable[..., Session]
@@ -223,7 +223,7 @@ def test_a_sender_that_has_lost_a_receiver_says_so_at_its_next_call_and_asks_its
 def test_what_a_transport_says_of_a_death_is_told_as_the_death_of_the_peer_that_hung_up(
     sessions: Sessions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightlane.ckpt_engines.link._CULPRIT_WAIT_S", HANG_S)
+    monkeypatch.setattr("weightlane.ckpt_engines.links.link._CULPRIT_WAIT_S", HANG_S)
     session = sessions()
     sender_of(session).entered.clear()  # it was set by the call that connected
     sender_of(session).fails = TransportError("NCCL error 6.", part="still half")

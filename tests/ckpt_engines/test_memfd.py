@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from waiting import HANG_S
 
-from weightlane.ckpt_engines import _memfd
-from weightlane.ckpt_engines._memfd import MappedFile, Segment
+from weightlane.ckpt_engines.engines.shared_memory import memfd as _memfd
+from weightlane.ckpt_engines.engines.shared_memory.memfd import MappedFile, Segment
 
 NBYTES = 8 << 20
 

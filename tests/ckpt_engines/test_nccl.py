@@ -29,19 +29,23 @@ from weightlane.ckpt_engines import (
     TransportError,
     WeightReceiver,
     WeightSender,
-    _device_group,
 )
-from weightlane.ckpt_engines._collective_halves import CollectiveReceiver, CollectiveSender
-from weightlane.ckpt_engines._device_group import DeviceGroup, open_device_group
-from weightlane.ckpt_engines._group_engine import TorchDistributedConfig
-from weightlane.ckpt_engines._lifecycle import Lifecycle
 from weightlane.ckpt_engines.conformance import run_conformance
-from weightlane.ckpt_engines.conformance.base import ConformanceBase, ConnectionMaker
-from weightlane.ckpt_engines.conformance.payload import Parcel
-from weightlane.ckpt_engines.devices import HOST, is_available, runtime_of
-from weightlane.ckpt_engines.link import sender_link
-from weightlane.ckpt_engines.nccl import NcclConfig
-from weightlane.ckpt_engines.process_group import environment, nccl_blocking, open_process_group
+from weightlane.ckpt_engines.conformance.checks.base import ConformanceBase, ConnectionMaker
+from weightlane.ckpt_engines.conformance.processes.payload import Parcel
+from weightlane.ckpt_engines.engines.torch_distributed import device_group as _device_group
+from weightlane.ckpt_engines.engines.torch_distributed.collective_halves import CollectiveReceiver, CollectiveSender
+from weightlane.ckpt_engines.engines.torch_distributed.device_group import DeviceGroup, open_device_group
+from weightlane.ckpt_engines.engines.torch_distributed.group_engine import TorchDistributedConfig
+from weightlane.ckpt_engines.engines.torch_distributed.nccl import NcclConfig
+from weightlane.ckpt_engines.engines.torch_distributed.process_group import (
+    environment,
+    nccl_blocking,
+    open_process_group,
+)
+from weightlane.ckpt_engines.links.link import sender_link
+from weightlane.ckpt_engines.runtime.devices import HOST, is_available, runtime_of
+from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
 
 ENGINES = [
     "gloo",
@@ -171,7 +175,7 @@ class StuckBackend:
 def test_leaving_a_group_does_not_wait_for_a_library_that_never_returns_from_its_abort(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("weightlane.ckpt_engines._device_group._ABORT_WAIT_S", 0.05)
+    monkeypatch.setattr("weightlane.ckpt_engines.engines.torch_distributed.device_group._ABORT_WAIT_S", 0.05)
     backend = StuckBackend()
     group = DeviceGroup(backend, runtime_of(HOST))  # type: ignore[arg-type]
     group.close()

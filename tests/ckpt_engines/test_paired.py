@@ -19,8 +19,8 @@ from weightlane.ckpt_engines import (
     ProtocolError,
     toolkit,
 )
-from weightlane.ckpt_engines.devices import HOST
-from weightlane.ckpt_engines.link import sender_link
+from weightlane.ckpt_engines.links.link import sender_link
+from weightlane.ckpt_engines.runtime.devices import HOST
 
 
 class LaneConfig(EngineConfig):

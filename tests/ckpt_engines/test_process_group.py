@@ -27,11 +27,10 @@ from weightlane.ckpt_engines import (
     EngineUnavailableError,
     PeerLostError,
     TransportError,
-    gloo_connect,
 )
-from weightlane.ckpt_engines._lifecycle import Lifecycle
-from weightlane.ckpt_engines.gloo_connect import connect_gloo
-from weightlane.ckpt_engines.process_group import (
+from weightlane.ckpt_engines.engines.torch_distributed import gloo_connect
+from weightlane.ckpt_engines.engines.torch_distributed.gloo_connect import connect_gloo
+from weightlane.ckpt_engines.engines.torch_distributed.process_group import (
     Group,
     abandon_gloo,
     host_store,
@@ -41,6 +40,7 @@ from weightlane.ckpt_engines.process_group import (
     start_broadcast,
     translate,
 )
+from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
 
 
 def gloo_pair() -> list[Group]:

@@ -13,12 +13,7 @@ from typing import Any
 import pytest
 from waiting import HANG_S
 
-from weightlane.ckpt_engines import (
-    CheckpointEngineRegistry,
-    ConfigError,
-    EngineUnavailableError,
-    UnknownEngineError,
-)
+from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError, EngineUnavailableError, UnknownEngineError
 
 GOOD_MODULE = """
 from pydantic import Field

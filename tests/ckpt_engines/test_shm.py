@@ -29,14 +29,14 @@ from weightlane.ckpt_engines import (
     Topology,
     TransportError,
 )
-from weightlane.ckpt_engines._local_socket import host_identity
-from weightlane.ckpt_engines._memfd import MappedFile, Segment
-from weightlane.ckpt_engines._memory import available_memory_bytes
-from weightlane.ckpt_engines.conformance.base import ConformanceBase, ConnectionMaker
-from weightlane.ckpt_engines.conformance.payload import Parcel
-from weightlane.ckpt_engines.conformance.pool import RemoteHalf
-from weightlane.ckpt_engines.devices import HOST
-from weightlane.ckpt_engines.link import receiver_link, sender_link
+from weightlane.ckpt_engines.channels.local_socket import host_identity
+from weightlane.ckpt_engines.conformance.checks.base import ConformanceBase, ConnectionMaker
+from weightlane.ckpt_engines.conformance.processes.payload import Parcel
+from weightlane.ckpt_engines.conformance.processes.pool import RemoteHalf
+from weightlane.ckpt_engines.engines.shared_memory.memfd import MappedFile, Segment
+from weightlane.ckpt_engines.links.link import receiver_link, sender_link
+from weightlane.ckpt_engines.runtime.available_memory import available_memory_bytes
+from weightlane.ckpt_engines.runtime.devices import HOST
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -316,7 +316,7 @@ def test_sender_and_receivers_in_containers_of_their_own_need_to_share_nothing_b
         pytest.skip(f"this machine lets nobody make namespaces: {reason}")
     (socket_dir / "shared").mkdir()
     options = {"socket_dir": str(socket_dir / "shared")}
-    program = ["-P", "-m", "weightlane.ckpt_engines.conformance.half_process"]
+    program = ["-P", "-m", "weightlane.ckpt_engines.conformance.processes.half_process"]
     # Own processes, network, System V IPC and /dev/shm. The directory is reached under another path in the second one.
     inside = 'mount -t tmpfs none /dev/shm && mount -t tmpfs none /run && exec "$@"'
     moved = f'mkdir -p /run/elsewhere && mount --bind {options["socket_dir"]} /run/elsewhere && exec "$@"'

@@ -12,14 +12,7 @@ import torch
 from sessions import soon
 from waiting import NEVER_S
 
-from weightlane.ckpt_engines import (
-    Bucket,
-    ClosedError,
-    Deadline,
-    DeadlineExceededError,
-    ProtocolError,
-    toolkit,
-)
+from weightlane.ckpt_engines import Bucket, ClosedError, Deadline, DeadlineExceededError, ProtocolError, toolkit
 
 
 class Pair:

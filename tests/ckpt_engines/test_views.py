@@ -25,7 +25,7 @@ from weightlane.ckpt_engines import (
     ProtocolError,
     StorageError,
 )
-from weightlane.ckpt_engines._segment_engine import SegmentEngine
+from weightlane.ckpt_engines.engines.shared_memory.segment_engine import SegmentEngine
 
 MIB = 1 << 20
 Mappings = Callable[[], list[tuple[str, int]]]

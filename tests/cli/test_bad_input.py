@@ -33,7 +33,7 @@ class Trial:
         return model
 
     def fails(self, error: type[WeightlaneError], *said: str, resume: bool = False) -> None:
-        from weightlane.cli.train import run_training
+        from weightlane.cli.commands.train import run_training
 
         path = self.material.write_config(self.folder, self.run_dir, **self.sections)
         before = self.run_dir.exists() and sorted(self.run_dir.rglob("*"))
@@ -46,7 +46,7 @@ class Trial:
 
 @pytest.fixture
 def trial(material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trial:
-    from weightlane.cli import train
+    from weightlane.cli.commands import train
 
     def started(*arguments: object) -> None:
         raise AssertionError("a process was started before everything had been checked")

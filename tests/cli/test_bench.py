@@ -11,7 +11,8 @@ import pytest
 from command_line import run
 from waiting import HANG_S
 
-from weightlane.sync.bench import BenchReport, plot
+from weightlane.cli.bench.report import plot
+from weightlane.cli.bench.report.bench_report import BenchReport
 
 
 def test_tables_json_and_a_plot_come_of_one_run(tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ from weightlane.ckpt_engines import (
     WorkerDiedError,
 )
 from weightlane.cli import main as command
-from weightlane.cli.display import RunDisplay
 from weightlane.cli.output import console, own_stdout
+from weightlane.cli.run.display import RunDisplay
 
 ENGINES = ["cuda_ipc", "filesystem", "gloo", "hccl", "nccl", "shm"]
 """Those of this distribution; others may be installed beside it."""

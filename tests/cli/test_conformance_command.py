@@ -42,7 +42,7 @@ def test_an_engine_that_does_not_conform_ends_with_1_and_says_why_as_json_too(mo
         found[:] = found or [run_conformance(*arguments, **settings)]
         return found[0]
 
-    monkeypatch.setattr("weightlane.cli.conformance.run_conformance", run_once)
+    monkeypatch.setattr("weightlane.cli.commands.conformance.run_conformance", run_once)
     engine = f"{BROKEN}:AddressIsNoPlainData"
     result = run("conformance", engine, *ONE_CHECK)
     assert result.exit_code == 1

@@ -16,7 +16,7 @@ from rich.console import Console
 from tiny_models import make_blocky_qwen3, quantised_copy
 from tiny_run import Material
 
-from weightlane.cli.layout import print_layout
+from weightlane.cli.commands.layout import print_layout
 
 
 @pytest.mark.vllm

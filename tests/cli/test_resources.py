@@ -10,9 +10,9 @@ from command_line import assert_refused, run
 from tiny_run import Material
 
 from weightlane.ckpt_engines import ConfigError
-from weightlane.cli import resources
 from weightlane.cli.config import RunConfig
-from weightlane.cli.resources import Machines, Sizes, described, fitted
+from weightlane.cli.run import resources
+from weightlane.cli.run.resources import Machines, Sizes, described, fitted
 
 GB = 10**9
 H100 = 80 * GB

@@ -13,8 +13,8 @@ from tiny_run import Material
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import WorkerDiedError
-from weightlane.cli.cluster import patient_ray
-from weightlane.cli.train import run_training
+from weightlane.cli.commands.train import run_training
+from weightlane.cli.run.ray_cluster import patient_ray
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,12 @@ from simulated_time import SimulatedTimeLoop
 from weightlane.plugins import hookimpl, make_hooks
 from weightlane.sync import Outcome, ReplicaReport, ReplicaState, SyncReport
 from weightlane.trainer import AlgorithmConfig, TrainBatch
-from weightlane.trainer.group import Group, to_batch
-from weightlane.trainer.loop import AsyncLoop, LoopParts
-from weightlane.trainer.loop_config import LoopConfig
-from weightlane.trainer.protocols import Rollout, StepReport, Syncer
-from weightlane.trainer.summary import RunSummary
-from weightlane.trainer.tasks import Task
+from weightlane.trainer.data.tasks import Task
+from weightlane.trainer.loop.config import LoopConfig
+from weightlane.trainer.loop.group import Group, to_batch
+from weightlane.trainer.loop.loop import AsyncLoop, LoopParts
+from weightlane.trainer.loop.protocols import Rollout, StepReport, Syncer
+from weightlane.trainer.loop.summary import RunSummary
 
 GROUPS, PER_STEP = 2000, 8
 LONG_SHARE = 0.2

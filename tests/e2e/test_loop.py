@@ -27,18 +27,18 @@ from weightlane.ckpt_engines import (
 )
 from weightlane.plugins import hookimpl, make_hooks
 from weightlane.sync import Outcome, ReplicaReport, ReplicaState, SyncReport
-from weightlane.trainer.batch import TrainBatch
 from weightlane.trainer.config import AlgorithmConfig
-from weightlane.trainer.failures import Failures
-from weightlane.trainer.feeder import Judge
-from weightlane.trainer.fleet import Successor
-from weightlane.trainer.loop import AsyncLoop, LoopParts
-from weightlane.trainer.loop_config import LoopConfig
-from weightlane.trainer.loop_state import LoopState
-from weightlane.trainer.protocols import Newcomer, Rollout, StepReport, Syncer
-from weightlane.trainer.rewards import Reward
-from weightlane.trainer.summary import RunSummary
-from weightlane.trainer.tasks import Task
+from weightlane.trainer.data.batch import TrainBatch
+from weightlane.trainer.data.rewards import Reward
+from weightlane.trainer.data.tasks import Task
+from weightlane.trainer.loop.config import LoopConfig
+from weightlane.trainer.loop.failures import Failures
+from weightlane.trainer.loop.fleet import Successor
+from weightlane.trainer.loop.loop import AsyncLoop, LoopParts
+from weightlane.trainer.loop.protocols import Newcomer, Rollout, StepReport, Syncer
+from weightlane.trainer.loop.rollout_feeder import Judge
+from weightlane.trainer.loop.state import LoopState
+from weightlane.trainer.loop.summary import RunSummary
 
 ALGORITHM = AlgorithmConfig(prompts_per_step=2, group_size=3, max_new_tokens=4)
 TASKS = [Task(f"task-{number}", "") for number in range(12)]
@@ -594,7 +594,7 @@ def test_successors_can_die_too_and_are_counted() -> None:
 
 
 def test_a_replica_out_of_service_gets_no_requests_and_its_tasks_go_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightlane.trainer.feeder._PAUSE_S", 0.005)
+    monkeypatch.setattr("weightlane.trainer.loop.rollout_feeder._PAUSE_S", 0.005)
     world = World()
     first, second = world.replicas["rollout-0"], LiveRollout(world, "rollout-1")
     world.add(second)

@@ -17,13 +17,13 @@ from waiting import HANG_S, MovableClock
 
 from weightlane.ckpt_engines import ConfigError, StorageError, SyncAbortedError
 from weightlane.sync import Outcome, ReplicaReport, ReplicaState, SyncReport
-from weightlane.trainer.observers import FailuresFile, MetricsFile, _what_counts
-from weightlane.trainer.overlap import OverlapClock
-from weightlane.trainer.protocols import Newcomer
-from weightlane.trainer.run_dir import RunDir
-from weightlane.trainer.staleness import StalenessBudget
-from weightlane.trainer.summary import Quantiles
-from weightlane.trainer.version_keeper import VersionKeeper
+from weightlane.trainer.loop.overlap import OverlapClock
+from weightlane.trainer.loop.protocols import Newcomer
+from weightlane.trainer.loop.staleness_budget import StalenessBudget
+from weightlane.trainer.loop.summary import Quantiles
+from weightlane.trainer.loop.version_keeper import VersionKeeper
+from weightlane.trainer.run_files.observers import FailuresFile, MetricsFile, _what_counts
+from weightlane.trainer.run_files.run_dir import RunDir
 
 # -- staleness ----------------------------------------------------------------------------------------------------------
 
@@ -108,8 +108,8 @@ def test_a_restarted_clock_forgets_the_past_but_not_who_is_busy() -> None:
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightlane.trainer.version_keeper._CATCH_UP_S", 0.01)
-    monkeypatch.setattr("weightlane.trainer.version_keeper._PAUSE_S", 0.001)
+    monkeypatch.setattr("weightlane.trainer.loop.version_keeper._CATCH_UP_S", 0.01)
+    monkeypatch.setattr("weightlane.trainer.loop.version_keeper._PAUSE_S", 0.001)
 
 
 NEWCOMER = cast("Newcomer", SimpleNamespace(name="rollout-0.1"))

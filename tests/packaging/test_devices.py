@@ -1,7 +1,7 @@
 """A device is said, never guessed: nothing that moves bytes relies on the device that is current in its thread.
 
 That is number 0 in a new thread, whatever the thread that started it had. So streams, events and whatever else acts on the
-current device are made by `weightlane.ckpt_engines.devices` alone, and an accelerator is named with its index.
+current device are made by `weightlane.ckpt_engines.runtime.devices` alone, and an accelerator is named with its index.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ABOUT_A_TYPE = {"Capabilities", "is_available", "device_count"}
 """Calls that are told a type of devices, and mean no device."""
 CURRENT = {"current_device", "set_device"}
 ALLOWED = {
-    "ckpt_engines/process_group.py": "asks for NCCL's version, which is that of no device",
+    "ckpt_engines/engines/torch_distributed/process_group.py": "asks for NCCL's version, which is that of no device",
 }
 """Files that act on a current device, or on torch's module for a type of devices, and why they may."""
 

@@ -45,22 +45,34 @@ def test_a_folder_imports_what_stands_below_it_by_its_full_name_and_its_own_modu
 
 
 def test_the_loop_knows_the_registry_and_protocols_only() -> None:
-    """No engine, no rollout class, no Ray: the loop and what it imports see the world through `trainer/protocols.py`."""
-    seen: set[str] = set()
-    pending, outside = {"loop"}, set[str]()
+    """No engine, no rollout class, no Ray: the loop and what it imports see the world through `trainer/loop/protocols.py`."""
+    start = ROOT / "trainer/loop/loop.py"
+    seen: set[Path] = set()
+    pending, outside = {start}, set[str]()
     while pending:
-        seen |= {module := pending.pop()}
-        path = ROOT / "trainer" / f"{module}.py"
+        seen |= {path := pending.pop()}
         outside |= imported(path)
-        nodes = ast.walk(ast.parse(path.read_text()))
-        relative = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 1}
-        pending |= {name for name in relative if name} - seen
+        pending |= relative(path) - seen
+    assert ROOT / "trainer/loop/protocols.py" in seen
     forbidden = ("weightlane.rollout", "weightlane.cli", "ray", "vllm", "transformers")
     assert not [name for name in outside if name.split(".")[0] in forbidden or name.startswith(forbidden[:2])]
-    engines = {f"weightlane.ckpt_engines.{path.stem}" for path in (ROOT / "ckpt_engines").glob("[!_]*.py")}
-    assert "weightlane.ckpt_engines.cuda_ipc" in engines
-    assert not [name for name in outside for engine in engines if f"{name}.".startswith(f"{engine}.")]
-    assert not seen & {"fsdp2", "rank", "ray_group", "engine"}
+    assert not [name for name in outside if name.startswith("weightlane.ckpt_engines.engines")]
+    rooms = {path.relative_to(ROOT / "trainer").parts[0] for path in seen}
+    assert not rooms & {"placement", "run_files"}
+    engines = {str(path.relative_to(ROOT / "trainer/engines")) for path in seen if "engines" in path.parts}
+    assert engines <= {"__init__.py"}, "the loop knows no training engine"
+
+
+def relative(path: Path) -> set[Path]:
+    """Modules that a module imports relatively, or for its types."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+            names = [base / alias.name for alias in node.names]
+            places = [base.with_suffix(".py"), base / "__init__.py", *(each.with_suffix(".py") for each in names)]
+            found |= {place for place in places if place.is_file()}
+    return found
 
 
 BLOCKED = ("ray", "vllm", "transformers")

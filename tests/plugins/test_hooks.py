@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from waiting import HANG_S
 
 from weightlane.plugins import HOOK_NAMES, Facts, RunHooks, hookimpl, make_hooks
-from weightlane.plugins.reports import REPORT_FILE_ENV, reported_in
+from weightlane.plugins.disabled_plugins import REPORT_FILE_ENV, reported_in
 
 ARGUMENTS: dict[str, Any] = {
     "version": 7,

@@ -109,7 +109,7 @@ def test_a_program_gets_its_hooks_once_with_the_observers_its_environment_asks_f
     assert "WEIGHTLANE_PROMETHEUS_TOKEN" in report
     assert report in err, "without a handler Python prints warnings"
     assert found["heavy"] == [], "what nobody asked for is not even imported"
-    code, out, err = children.run(["-m", "weightlane.plugins.trace_merge", str(trace)], cwd=tmp_path)
+    code, out, err = children.run(["-m", "weightlane.plugins.trace.merge", str(trace)], cwd=tmp_path)
     assert (code, out) == (0, f"{trace}: 3 events of 3 processes\n"), err
-    code, out, err = children.run(["-m", "weightlane.plugins.trace_merge", str(trace)], cwd=tmp_path)
+    code, out, err = children.run(["-m", "weightlane.plugins.trace.merge", str(trace)], cwd=tmp_path)
     assert (code, out, err) == (1, "", f"there are no parts in {trace}.parts\n")

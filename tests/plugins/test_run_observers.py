@@ -12,10 +12,10 @@ from trace_format import load
 
 from weightlane.ckpt_engines import AddressInUseError, ConfigError
 from weightlane.cli.config import ObserversSection, RunConfig, load_config
-from weightlane.cli.observers import RunObservers
+from weightlane.cli.run.observers import RunObservers
 from weightlane.plugins import hookimpl, process_hooks
-from weightlane.plugins.reports import REPORT_FILE_ENV
-from weightlane.plugins.trace import TRACE_ENV, TraceObserver
+from weightlane.plugins.disabled_plugins import REPORT_FILE_ENV
+from weightlane.plugins.trace.observer import TRACE_ENV, TraceObserver
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic" / "arithmetic.toml"
 FACTS = {"seconds": 0.001, "nbytes": 8, "participant": "trainer-0"}

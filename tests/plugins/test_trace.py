@@ -15,9 +15,9 @@ from trace_format import load
 from waiting import HANG_S, MovableClock
 
 from weightlane.plugins import RunHooks, make_hooks
-from weightlane.plugins.trace import TraceObserver
-from weightlane.plugins.trace_merge import claim, merge
-from weightlane.plugins.trace_part import FULL, parts_dir
+from weightlane.plugins.trace.merge import claim, merge
+from weightlane.plugins.trace.observer import TraceObserver
+from weightlane.plugins.trace.part import FULL, parts_dir
 
 
 def traced(path: Path, limit_mib: float = 1.0) -> RunHooks:

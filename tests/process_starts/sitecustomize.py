@@ -58,7 +58,7 @@ def _note_vllm(_: Any) -> None:
 _ON_IMPORT: dict[str, Callable[[Any], None]] = {
     "vllm": _note_vllm,
     "vllm.v1.engine.core": lambda module: _after("vllm engines", module.EngineCore, "__init__"),
-    "weightlane.rollout.ray_actor": _fork_vllm,
+    "weightlane.rollout.replicas.ray_actor": _fork_vllm,
     "ray._private.services": lambda module: _after("ray clusters", module, "start_gcs_server"),
     "torch.distributed.distributed_c10d": lambda module: _after(
         "torch groups", module, "init_process_group", _first_rank

@@ -68,7 +68,7 @@ def _worker(world: int, base: Path) -> Iterator[Setup]:
     from running_worker import running
     from tiny_models import make_qwen3
 
-    from weightlane.rollout.shared_memory import segments_of_trees
+    from weightlane.rollout.vllm.shared_memory import segments_of_trees
 
     models = [make_qwen3(base / f"model{seed}", seed=seed, tied=world == 2, vocab=300) for seed in range(3)]
     with running(models, models[0], tensor_parallel=world, dtype="float32") as made:

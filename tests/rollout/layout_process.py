@@ -20,22 +20,22 @@ from layout_models import bits, random_bits
 from tiny_models import copy_with
 
 from weightlane.ckpt_engines import WeightlaneError
-from weightlane.rollout.agreement import RankGroup
-from weightlane.rollout.expectation import checkpoint_specs, expectation_of
+from weightlane.rollout.commit.rank_agreement import RankGroup
 from weightlane.rollout.layout import LayoutMap, Refusal, SourceSpec, VersionLoader, needed_boxes, trace_loading
 from weightlane.rollout.layout import loader as loader_module
-from weightlane.rollout.layout import rank_layouts as rank_layouts_module
-from weightlane.rollout.layout import rehearsal as rehearsal_module
 from weightlane.rollout.layout.acceptance import judge, whole_reload
-from weightlane.rollout.layout.fresh_load import room_beside, set_aside
-from weightlane.rollout.layout.loading_form import read_by_loading
-from weightlane.rollout.layout.rank_models import as_rank, engine_config, model_of_rank
-from weightlane.rollout.layout.rehearsal import Rehearsal
-from weightlane.rollout.layout.report import make_report
-from weightlane.rollout.layout.writer import VersionWriter
+from weightlane.rollout.layout.loading.expectation import checkpoint_specs, expectation_of
+from weightlane.rollout.layout.offline import rank_layouts as rank_layouts_module
+from weightlane.rollout.layout.offline.layout_report import make_report
+from weightlane.rollout.layout.offline.rank_models import as_rank, engine_config, model_of_rank
+from weightlane.rollout.layout.proof import rehearsal as rehearsal_module
+from weightlane.rollout.layout.proof.fresh_load import room_beside, set_aside
+from weightlane.rollout.layout.proof.rehearsal import Rehearsal
+from weightlane.rollout.layout.trace.loading_form import read_by_loading
+from weightlane.rollout.layout.write.writer import VersionWriter
 from weightlane.sync import Manifest, Piece, Region, SlicedTensors, TensorSpec
-from weightlane.sync.boxes import Box
-from weightlane.sync.manifest import Slicing
+from weightlane.sync.version.box import Box
+from weightlane.sync.version.manifest import Slicing
 
 
 def tensors_of(path: str, dtype: str) -> dict[str, torch.Tensor]:
@@ -355,7 +355,7 @@ def experts_beside_kernel(activation: str, biased: bool) -> dict[str, float]:
     """Largest differences of our experts from vLLM's CPU kernel, and of one rank's from the sum of two ranks'."""
     from vllm._custom_ops import cpu_fused_moe, cpu_prepack_moe_weight
 
-    from weightlane.rollout.cpu_experts import _experts
+    from weightlane.rollout.vllm_internals.cpu_experts import _experts
 
     generator = torch.Generator().manual_seed(3)
 

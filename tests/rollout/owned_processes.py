@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 
 from waiting import HANG_S
 
-from weightlane.rollout.watchdog import WATCH_ENV, watch_parent
+from weightlane.rollout.vllm.watchdog import WATCH_ENV, watch_parent
 
 
 def be_watched(connection: Connection) -> None:

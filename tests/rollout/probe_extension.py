@@ -55,7 +55,7 @@ class ProbeExtension:
 
         With `times` above 1 taking it back fails, too, at its first tensor.
         """
-        from weightlane.rollout.layout import live_delta
+        from weightlane.rollout.layout.write import live_delta
 
         if self.rank != rank:  # type: ignore[attr-defined]
             return
@@ -105,7 +105,7 @@ class ProbeExtension:
         from safetensors.torch import load_file
         from vllm.config import set_current_vllm_config
 
-        from weightlane.rollout.weight_loading import load_version
+        from weightlane.rollout.layout.loading.weight_loading import load_version
 
         config = self.vllm_config  # type: ignore[attr-defined]
         model = self.model_runner.get_model()  # type: ignore[attr-defined]

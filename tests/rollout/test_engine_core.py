@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from weightlane.ckpt_engines import CommitError, ConfigError, Deadline, DeadlineExceededError
-from weightlane.rollout.wire import RemoteFailure, RemoteFailureError
+from weightlane.rollout.commit.wire import RemoteFailure, RemoteFailureError
 
 pytestmark = pytest.mark.vllm
 
@@ -59,7 +59,7 @@ class Core:
 
 @pytest.fixture
 def exchange_weights() -> Callable[..., Any]:
-    from weightlane.rollout.engine_core import exchange_weights
+    from weightlane.rollout.vllm.engine_core import exchange_weights
 
     return exchange_weights
 

@@ -17,9 +17,9 @@ from layout_models import bits, random_bits
 
 from weightlane.ckpt_engines import CommitError, ProtocolError
 from weightlane.rollout.layout import CommitPlan, LayoutMap, Slice, SourceSpec, trace_loading
-from weightlane.rollout.layout.coverage import target_coverage, unused_elements
-from weightlane.rollout.layout.element_runs import strided_runs
-from weightlane.rollout.layout.geometry import blocks_between
+from weightlane.rollout.layout.map.coverage import target_coverage, unused_elements
+from weightlane.rollout.layout.map.geometry import blocks_between
+from weightlane.rollout.layout.trace.element_runs import strided_runs
 
 Loader = Callable[[torch.nn.Parameter, torch.Tensor], Any]
 

@@ -16,7 +16,7 @@ from json_program import Program
 from tiny_models import HEADS, HIDDEN, INTERMEDIATE, make_architecture, make_qwen3_moe
 
 from weightlane.rollout.layout import LayoutMap, Refusal, Slice, SourceSpec, needed_boxes
-from weightlane.sync.boxes import Box
+from weightlane.sync.version.box import Box
 
 Block = tuple[int, tuple[int, ...], tuple[int, ...]]
 

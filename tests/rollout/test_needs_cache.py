@@ -13,8 +13,8 @@ import pytest
 from tiny_models import make_qwen3
 
 from weightlane.ckpt_engines import ProtocolError
-from weightlane.rollout.layout import needs_cache
-from weightlane.rollout.layout.needs_cache import CACHE_ENV, remembered
+from weightlane.rollout.layout.offline import needs_cache
+from weightlane.rollout.layout.offline.needs_cache import CACHE_ENV, remembered
 
 ROOT = Path(__file__).parents[2]
 ANSWER = {"ranks": [[["w", [2, 2], "float32", [[[0, 0], [1, 2]]]]]], "why": ""}
@@ -148,5 +148,5 @@ def test_no_worker_reads_the_cache() -> None:
         files = [file for folder in ("rollout", "cli", "sync", "trainer") for file in (ROOT / folder).rglob("*.py")]
         return {str(file.relative_to(ROOT)) for file in files if file.stem != name and name in file.read_text()}
 
-    assert named("needs_cache") == {"rollout/layout/planned_needs.py"}
-    assert named("planned_needs") == {"cli/plan.py"}
+    assert named("needs_cache") == {"rollout/layout/offline/planned_needs.py"}
+    assert named("planned_needs") == {"cli/commands/plan.py"}

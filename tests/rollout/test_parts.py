@@ -24,20 +24,22 @@ from waiting import HANG_S, MovableClock
 
 from weightlane import rollout
 from weightlane.ckpt_engines import CommitError, ConfigError, SyncAbortedError, WeightlaneError
-from weightlane.rollout import RolloutConfig, vllm_internals, vllm_plugin
-from weightlane.rollout.agreement import RankGroup
-from weightlane.rollout.janitor import Janitor
-from weightlane.rollout.shared_memory import mapped_segments, segments_of_trees
-from weightlane.rollout.token_clock import TokenClock
-from weightlane.rollout.watchdog import WATCH_ENV
-from weightlane.rollout.weight_loading import _refuse_modes, refuse_unsupported
-from weightlane.rollout.wire import RemoteFailure, RemoteFailureError, failure_from_text
+from weightlane.rollout import RolloutConfig
+from weightlane.rollout.commit.rank_agreement import RankGroup
+from weightlane.rollout.commit.token_clock import TokenClock
+from weightlane.rollout.commit.wire import RemoteFailure, RemoteFailureError, failure_from_text
+from weightlane.rollout.layout.loading.weight_loading import _refuse_modes, refuse_unsupported
+from weightlane.rollout.replicas.janitor import Janitor
+from weightlane.rollout.vllm import plugin as vllm_plugin
+from weightlane.rollout.vllm.shared_memory import mapped_segments, segments_of_trees
+from weightlane.rollout.vllm.watchdog import WATCH_ENV
+from weightlane.rollout.vllm_internals import internals as vllm_internals
 
 
 def test_importing_rollout_and_its_worker_needs_neither_vllm_nor_ray() -> None:
     code = (
         "import sys, weightlane.rollout as r; r.RolloutWorker, r.RolloutReplica, r.start_replicas\n"
-        "import weightlane.rollout.vllm_plugin\n"
+        "import weightlane.rollout.vllm.plugin\n"
         "sys.exit(', '.join({'vllm', 'ray', 'transformers'} & set(sys.modules)) or None)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=HANG_S, check=False).returncode == 0

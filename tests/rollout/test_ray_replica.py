@@ -17,7 +17,7 @@ from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import ConfigError, QuarantinedError, StorageError, WorkerDiedError
 from weightlane.rollout import RolloutConfig, RolloutReplica, start_replicas
-from weightlane.rollout.shared_memory import segments_of_trees
+from weightlane.rollout.vllm.shared_memory import segments_of_trees
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow]
 

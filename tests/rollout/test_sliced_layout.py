@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightlane.rollout.layout import LayoutMap, SourceSpec, TargetSpec
-from weightlane.rollout.layout.geometry import make_slice
-from weightlane.rollout.layout.sliced_layout import sliced_layout
+from weightlane.rollout.layout.map.geometry import make_slice
+from weightlane.rollout.layout.map.sliced_layout import sliced_layout
 from weightlane.sync import Region, TensorSpec
-from weightlane.sync.boxes import Box
+from weightlane.sync.version.box import Box
 
 WHOLE = "w"
 

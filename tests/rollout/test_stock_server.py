@@ -18,15 +18,9 @@ from stock_server import StockServer
 from tiny_models import add_tokenizer, greedy_tokens, make_qwen3
 from waiting import HANG_S, wait_until
 
-from weightlane.ckpt_engines import (
-    CommitError,
-    ConfigError,
-    QuarantinedError,
-    SyncAbortedError,
-    WeightlaneError,
-)
+from weightlane.ckpt_engines import CommitError, ConfigError, QuarantinedError, SyncAbortedError, WeightlaneError
 from weightlane.rollout import ServerReplica
-from weightlane.rollout.shared_memory import segments_of_trees, unlink
+from weightlane.rollout.vllm.shared_memory import segments_of_trees, unlink
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

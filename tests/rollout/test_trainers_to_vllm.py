@@ -10,8 +10,8 @@ from matrix import Case, ModelRun, model_run
 from running_worker import RecordingWorker
 from tiny_models import load_tensors
 
-from weightlane.rollout.layout.needs_cache import CACHE_ENV
-from weightlane.rollout.layout.planned_needs import planned_needs
+from weightlane.rollout.layout.offline.needs_cache import CACHE_ENV
+from weightlane.rollout.layout.offline.planned_needs import planned_needs
 
 pytestmark = [pytest.mark.vllm, pytest.mark.megatron, pytest.mark.slow]
 

@@ -14,7 +14,7 @@ from waiting import HANG_S
 from weightlane.sync import CheckpointEngineConfig, Placement, SyncConfig
 from weightlane.sync.config import CodecPolicy, Quantise
 from weightlane.trainer import AlgorithmConfig, Sample, TrainBatch, TrainerConfig
-from weightlane.trainer.rank import TrainerRank
+from weightlane.trainer.placement.trainer_rank import TrainerRank
 
 
 class Process:

@@ -37,28 +37,28 @@ from weightlane.ckpt_engines import (
     WeightlaneError,
     error_from_wire,
 )
-from weightlane.ckpt_engines._channel import Channel
-from weightlane.ckpt_engines._handshake import expect
-from weightlane.ckpt_engines._lifecycle import Lifecycle
-from weightlane.ckpt_engines._local_socket import socket_name
-from weightlane.ckpt_engines._meeting import host_and_port
-from weightlane.ckpt_engines._store_layout import parse_latest, parse_sender
-from weightlane.ckpt_engines.devices import HOST
-from weightlane.ckpt_engines.faulty import read_fault_log
-from weightlane.ckpt_engines.mac import proof, proves
-from weightlane.rollout.expectation import expectation_of
-from weightlane.rollout.wire import failure_from_text
+from weightlane.ckpt_engines.channels.channel import Channel
+from weightlane.ckpt_engines.channels.local_socket import socket_name
+from weightlane.ckpt_engines.channels.mac import proof, proves
+from weightlane.ckpt_engines.channels.meeting import host_and_port
+from weightlane.ckpt_engines.engines.faulty.engine import read_fault_log
+from weightlane.ckpt_engines.engines.filesystem.file_names import parse_latest, parse_sender
+from weightlane.ckpt_engines.runtime.devices import HOST
+from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
+from weightlane.ckpt_engines.toolkit.handshake import expect
+from weightlane.rollout.commit.wire import failure_from_text
+from weightlane.rollout.layout.loading.expectation import expectation_of
 from weightlane.sync import Manifest, Rendezvous, RendezvousAddress
-from weightlane.sync.control_hub import Kind
-from weightlane.sync.control_wire import Connection, Frame, Keys
-from weightlane.sync.messages import Stop, decode
-from weightlane.sync.placement import Placement
-from weightlane.sync.plain_bytes import full_text, to_bytes
-from weightlane.sync.seal import seal
-from weightlane.sync.seal import verify as verify_bucket
-from weightlane.sync.session_plan import Supply
-from weightlane.sync.stored import read_version
-from weightlane.sync.version_files import MANIFEST_FILE, manifest_of_document
+from weightlane.sync.control.hub.frames import Connection, Frame, Keys
+from weightlane.sync.control.hub.hub import Kind
+from weightlane.sync.control.hub.plain_bytes import full_text, to_bytes
+from weightlane.sync.control.messages import Stop, decode
+from weightlane.sync.plan.session_plan import Supply
+from weightlane.sync.receive.stored_version import read_version
+from weightlane.sync.version.bucket_checksums import seal
+from weightlane.sync.version.bucket_checksums import verify as verify_bucket
+from weightlane.sync.version.placement import Placement
+from weightlane.sync.version.safetensors_files import MANIFEST_FILE, manifest_of_document
 
 RANDOM_EXAMPLES = int(os.environ.get("WEIGHTLANE_FUZZ", "0"))
 MEMORY_LIMIT_BYTES = 64 << 20
@@ -479,7 +479,7 @@ def test_a_mailbox_gives_back_what_a_member_put_there_and_refuses_everything_els
 
 
 def test_a_few_bytes_that_stand_for_many_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightlane.sync.plain_bytes.MOST_BYTES", 1 << 16)
+    monkeypatch.setattr("weightlane.sync.control.hub.plain_bytes.MOST_BYTES", 1 << 16)
     stands_for_32_mib = zlib.compress(b"[" + b"0," * (1 << 24) + b"0]")
 
     def unpack() -> None:

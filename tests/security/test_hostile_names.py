@@ -24,12 +24,12 @@ from weightlane.ckpt_engines import (
     VersionFiles,
     WeightlaneError,
 )
-from weightlane.ckpt_engines._store_layout import parse_latest
-from weightlane.ckpt_engines.devices import HOST
-from weightlane.ckpt_engines.faulty import read_fault_log
-from weightlane.ckpt_engines.link import receiver_link, sender_link
-from weightlane.rollout.expectation import expectation_of
-from weightlane.trainer.hf_model import _check_weights
+from weightlane.ckpt_engines.engines.faulty.engine import read_fault_log
+from weightlane.ckpt_engines.engines.filesystem.file_names import parse_latest
+from weightlane.ckpt_engines.links.link import receiver_link, sender_link
+from weightlane.ckpt_engines.runtime.devices import HOST
+from weightlane.rollout.layout.loading.expectation import expectation_of
+from weightlane.trainer.engines.hf.model_dir import _check_weights
 
 HOSTILE = [
     "../x",

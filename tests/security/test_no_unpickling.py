@@ -30,20 +30,20 @@ from weightlane.ckpt_engines import (
     WeightlaneError,
     error_from_wire,
 )
-from weightlane.ckpt_engines._local_socket import host_identity
-from weightlane.ckpt_engines._store_layout import parse_latest, parse_sender
-from weightlane.ckpt_engines.devices import HOST
-from weightlane.ckpt_engines.faulty import read_fault_log
-from weightlane.ckpt_engines.link import receiver_link
-from weightlane.rollout.expectation import expectation_of
-from weightlane.rollout.wire import failure_from_text
+from weightlane.ckpt_engines.channels.local_socket import host_identity
+from weightlane.ckpt_engines.engines.faulty.engine import read_fault_log
+from weightlane.ckpt_engines.engines.filesystem.file_names import parse_latest, parse_sender
+from weightlane.ckpt_engines.links.link import receiver_link
+from weightlane.ckpt_engines.runtime.devices import HOST
+from weightlane.rollout.commit.wire import failure_from_text
+from weightlane.rollout.layout.loading.expectation import expectation_of
 from weightlane.sync import Manifest, Rendezvous, RendezvousAddress
-from weightlane.sync.control_hub import Kind
-from weightlane.sync.control_wire import Frame, dial
-from weightlane.sync.messages import Stop, decode
-from weightlane.sync.placement import Placement
-from weightlane.sync.seal import seals_of_document, verify
-from weightlane.sync.session_plan import Supply
+from weightlane.sync.control.hub.frames import Frame, dial
+from weightlane.sync.control.hub.hub import Kind
+from weightlane.sync.control.messages import Stop, decode
+from weightlane.sync.plan.session_plan import Supply
+from weightlane.sync.version.bucket_checksums import seals_of_document, verify
+from weightlane.sync.version.placement import Placement
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("ckpt_engines", "sync", "trainer", "rollout", "plugins", "cli", "examples", "benchmarks")
@@ -59,18 +59,18 @@ CALLS = {
 }  # fmt: skip
 ALLOWED = {
     # A run resumes from its own directory, which is as trusted as the configuration that names it.
-    ("trainer/fsdp2_state.py", "torch.distributed.checkpoint"): "a run's own saved state",
+    ("trainer/engines/fsdp2/state.py", "torch.distributed.checkpoint"): "a run's own saved state",
     # Only names where tensors of a model's state dictionary are; nothing is read.
     ("examples/torchrun/train_and_publish.py", "torch.distributed.checkpoint"): "state dictionaries in memory",
     # Ray carries calls between processes that it started itself; see docs/security.md.
-    ("trainer/ray_group.py", "ray"): "Ray between its own processes",
-    ("rollout/ray_actor.py", "ray"): "Ray between its own processes",
-    ("cli/cluster.py", "ray"): "Ray between its own processes",
+    ("trainer/placement/ray_group.py", "ray"): "Ray between its own processes",
+    ("rollout/replicas/ray_actor.py", "ray"): "Ray between its own processes",
+    ("cli/run/ray_cluster.py", "ray"): "Ray between its own processes",
     # Rewards in processes: completions go there and numbers come back; see docs/security.md.
-    ("trainer/rewards.py", "multiprocessing"): "how its own processes are started",
-    ("trainer/rewards.py", "pebble"): "a pool of its own processes",
+    ("trainer/data/rewards.py", "multiprocessing"): "how its own processes are started",
+    ("trainer/data/rewards.py", "pebble"): "a pool of its own processes",
     # Hooks into the module, so that the suite notices an engine that unpickles.
-    ("ckpt_engines/conformance/half_process.py", "pickle"): "watches for unpickling",
+    ("ckpt_engines/conformance/processes/half_process.py", "pickle"): "watches for unpickling",
     ("benchmarks/direct.py", "multiprocessing"): "processes of a benchmark",
     ("benchmarks/direct_ranks.py", "multiprocessing"): "processes of a benchmark",
     # What is measured there is what others do; none of it is installed.
@@ -80,7 +80,7 @@ ALLOWED = {
     ("benchmarks/peers/verl_peers.py", "pickle"): "a peer that is measured",
     ("benchmarks/peers/verl_peers.py", "ray"): "a peer that is measured",
     # ``parent_process()`` only: which process to outlive.
-    ("rollout/watchdog.py", "multiprocessing"): "asks for the parent's process id",
+    ("rollout/vllm/watchdog.py", "multiprocessing"): "asks for the parent's process id",
 }
 
 

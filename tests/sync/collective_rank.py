@@ -13,8 +13,9 @@ from shelf import SPEC, Shelf
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import ConfigError
-from weightlane.sync import CollectivePublisher, Coordinator, LocalShard, SyncConfig, rendezvous
-from weightlane.sync.messages import Go
+from weightlane.sync import CollectivePublisher, Coordinator, LocalShard, SyncConfig
+from weightlane.sync.control import rendezvous
+from weightlane.sync.control.messages import Go
 
 
 class Unwilling(Shelf):

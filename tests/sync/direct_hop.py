@@ -31,7 +31,7 @@ from weightlane.sync import (
     SyncReport,
     TensorSpec,
 )
-from weightlane.sync.boxes import Box
+from weightlane.sync.version.box import Box
 
 SHAPES = {"embed": (37, 192), "q": (24, 192), "o": (24, 320), "experts": (6, 8, 130), "norm": (192,), "scale": ()}
 SPECS = {name: TensorSpec(name, shape, torch.float32) for name, shape in SHAPES.items()}

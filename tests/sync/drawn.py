@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from hypothesis import strategies as st
 
-from weightlane.sync.boxes import Box
-from weightlane.sync.placement import Placement
-from weightlane.sync.tensor_spec import TensorSpec
+from weightlane.sync.version.box import Box
+from weightlane.sync.version.placement import Placement
+from weightlane.sync.version.tensor_spec import TensorSpec
 
 Draw = st.DrawFn
 Slices = dict[str, list[tuple[TensorSpec, Box]]]

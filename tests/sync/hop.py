@@ -18,6 +18,7 @@ from direct_hop import rows
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, CommitError, QuarantinedError, WeightlaneError
+from weightlane.ckpt_engines.runtime.device_checksum import sums
 from weightlane.plugins import hookimpl
 from weightlane.sync import (
     Expectation,
@@ -30,9 +31,8 @@ from weightlane.sync import (
     TensorSpec,
     publisher,
 )
-from weightlane.sync.checksum import sums
-from weightlane.sync.messages import Message
-from weightlane.sync.placement import Placement
+from weightlane.sync.control.messages import Message
+from weightlane.sync.version.placement import Placement
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "embed": (37, 24),
@@ -203,7 +203,7 @@ class Rollout:
 
     def watch_memory(self) -> None:
         """From now on, look how much memory this process takes."""
-        from weightlane.sync.bench.memory import PeakMemory
+        from weightlane.cli.bench.processes.peak_memory import PeakMemory
 
         self._memory = PeakMemory(shared=False)
 

@@ -28,7 +28,7 @@ from weightlane.ckpt_engines import (
 )
 from weightlane.plugins import RunHooks
 from weightlane.sync import CommitReport, Coordinator, Rendezvous, ReplicaState, SyncConfig, SyncReport
-from weightlane.sync.messages import Message
+from weightlane.sync.control.messages import Message
 
 # A server that has everything imported forks the participants: each would need two seconds of CPU time for that.
 _PROCESSES = multiprocessing.get_context("forkserver")

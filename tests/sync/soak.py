@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from hop_run import Run, expected
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, QuarantinedError, SyncAbortedError, UntouchedError
-from weightlane.ckpt_engines.faulty import NO_BUCKET, FaultKind, FaultRecord, read_fault_log
+from weightlane.ckpt_engines.engines.faulty.engine import NO_BUCKET, FaultKind, FaultRecord, read_fault_log
 from weightlane.plugins import hookimpl, make_hooks
 from weightlane.sync import ReplicaState
-from weightlane.sync.transfer_plan import Network
+from weightlane.sync.plan import Network
 
 DEADLINE_S = 30.0
 IMPATIENT = {"deadline_s": DEADLINE_S, "rejoin_s": 10.0, "stall_s": 0.5, "retries": 2}

@@ -10,16 +10,16 @@ import torch
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, Deadline, Topology
-from weightlane.ckpt_engines.devices import HOST, runtime_of
-from weightlane.ckpt_engines.link import sender_link
+from weightlane.ckpt_engines.links.link import sender_link
+from weightlane.ckpt_engines.runtime.devices import HOST, runtime_of
 from weightlane.sync import LocalShard, Manifest, Rendezvous, TensorSpec
-from weightlane.sync.bucket_source import FromSnapshot
-from weightlane.sync.packing import RunTable, stream_places
-from weightlane.sync.progress import Progress
-from weightlane.sync.seal import StoredSeals
-from weightlane.sync.send_pipeline import Destination, SendPipeline
-from weightlane.sync.snapshot import Snapshot
-from weightlane.sync.stream_parts import parts_of
+from weightlane.sync.send.bucket_source import FromSnapshot
+from weightlane.sync.send.pipeline import Destination, SendPipeline
+from weightlane.sync.send.snapshot.progress import Progress
+from weightlane.sync.send.snapshot.snapshot import Snapshot
+from weightlane.sync.version.bucket_checksums import StoredSeals
+from weightlane.sync.version.packing import RunTable, stream_places
+from weightlane.sync.version.stream_parts import parts_of
 
 
 def tensors_of(version: int) -> dict[str, torch.Tensor]:

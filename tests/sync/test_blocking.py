@@ -163,13 +163,13 @@ def test_every_rank_learns_what_kept_one_from_connecting_and_a_slower_one_how_th
 def test_rank_0_does_not_wait_for_long_for_a_rank_that_reads_nothing_any_more(
     weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("weightlane.sync.coordinator_thread._HEARD_S", 0.2)
+    monkeypatch.setattr("weightlane.sync.torchrun.coordinator_thread._HEARD_S", 0.2)
     caplog.set_level(logging.INFO, logger="weightlane")
     shelf, before = Shelf(), threads()
     with publisher(weight, shelf) as weights:
         weights.publish(1)
         weights.wait()
-        monkeypatch.setattr("weightlane.sync.rendezvous.Inbox._acknowledge", lambda *_: None)
+        monkeypatch.setattr("weightlane.sync.control.rendezvous.Inbox._acknowledge", lambda *_: None)
     assert "trainer-0 did not read how the last version ended" in caplog.text
     shelf.close()
     wait_for_end_of_threads(before)

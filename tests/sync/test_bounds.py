@@ -17,25 +17,19 @@ from patience import PATIENT
 from shelf import SPEC, Shelf
 from waiting import HANG_S, NEVER_S, wait_until
 
-from weightlane.ckpt_engines import (
-    ClosedError,
-    Deadline,
-    DeadlineExceededError,
-    SenderLink,
-    SyncAbortedError,
-    Topology,
-)
-from weightlane.ckpt_engines._segment_engine import SegmentEngine
-from weightlane.ckpt_engines._segment_sender import SegmentSender
-from weightlane.ckpt_engines.devices import HOST, runtime_of
-from weightlane.sync import CollectivePublisher, LocalShard, Manifest, Rendezvous, SyncConfig, engine_calls
-from weightlane.sync.engine_calls import address_of, close_all
-from weightlane.sync.gather import ShardGather
-from weightlane.sync.packing import RunTable
-from weightlane.sync.receiving import Way, Ways
-from weightlane.sync.send_pipeline import Destination, SendPipeline
-from weightlane.sync.stream_parts import parts_of
-from weightlane.sync.tensor_spec import TensorSpec
+from weightlane.ckpt_engines import ClosedError, Deadline, DeadlineExceededError, SenderLink, SyncAbortedError, Topology
+from weightlane.ckpt_engines.engines.shared_memory.segment_engine import SegmentEngine
+from weightlane.ckpt_engines.engines.shared_memory.sender import SegmentSender
+from weightlane.ckpt_engines.links import bounded_calls as engine_calls
+from weightlane.ckpt_engines.links.bounded_calls import address_of, close_all
+from weightlane.ckpt_engines.runtime.devices import HOST, runtime_of
+from weightlane.sync import CollectivePublisher, LocalShard, Manifest, Rendezvous, SyncConfig
+from weightlane.sync.receive.links import Way, Ways
+from weightlane.sync.send.gather import ShardGather
+from weightlane.sync.send.pipeline import Destination, SendPipeline
+from weightlane.sync.version.packing import RunTable
+from weightlane.sync.version.stream_parts import parts_of
+from weightlane.sync.version.tensor_spec import TensorSpec
 
 
 @pytest.fixture(autouse=True)
@@ -207,7 +201,7 @@ class Deaf(Shelf):
 
 def test_a_gather_whose_store_does_not_answer_ends_with_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     over = threading.Event()
-    monkeypatch.setattr("weightlane.sync.gather.open_process_group", lambda *_, **__: over.wait(HANG_S))
+    monkeypatch.setattr("weightlane.sync.send.gather.open_process_group", lambda *_, **__: over.wait(HANG_S))
     layout = Manifest(1, (TensorSpec("t", (2, 64), torch.uint8),), 4096, whole_tensors=True)
     with closing(Rendezvous.host()) as rendezvous:
         for name in ("trainer-0", "trainer-1"):
@@ -248,7 +242,7 @@ def test_halves_are_closed_where_no_thread_can_be_started_any_more_and_none_keep
 
     halves: Any = [Half("first", OSError("on purpose")), Half("second")]
     with monkeypatch.context() as at_exit:
-        at_exit.setattr("weightlane.sync.daemon_threads.start_thread", refuse)
+        at_exit.setattr("weightlane.ckpt_engines.runtime.daemon_threads.start_thread", refuse)
         close_all(halves, "test")
     assert closed == ["first", "second"]
     assert "on purpose" in caplog.text

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from weightlane.sync.codec_choice import CodecChooser
+from weightlane.sync.codecs.codec_choice import CodecChooser
 
 ELEMENTS, DENSE_BYTES = 1_000_000, 2_000_000
 DENSITIES = (0.0, 0.0001, 0.001, 0.01, 0.05, 0.1, 0.3, 0.5, 1.0)

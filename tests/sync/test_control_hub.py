@@ -12,10 +12,11 @@ from sessions import soon
 from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import ClosedError, ConfigError, Deadline, DeadlineExceededError
-from weightlane.sync import Rendezvous, control_hub
-from weightlane.sync.control_hub import COORDINATOR, ControlHub, Kind, Member
-from weightlane.sync.control_wire import Frame
-from weightlane.sync.rank_talk import RankTalk
+from weightlane.sync import Rendezvous
+from weightlane.sync.control.hub import hub as control_hub
+from weightlane.sync.control.hub.frames import Frame
+from weightlane.sync.control.hub.hub import COORDINATOR, ControlHub, Kind, Member
+from weightlane.sync.send.agreement.rank_talk import RankTalk
 
 
 @pytest.fixture
@@ -107,7 +108,7 @@ def test_a_store_that_cannot_be_opened_is_said_to_whoever_asked(
     def fails(_: str) -> tuple[object, int]:
         raise ConfigError("there is no port left.")
 
-    monkeypatch.setattr("weightlane.sync.rendezvous.host_store", fails)
+    monkeypatch.setattr("weightlane.sync.control.rendezvous.host_store", fails)
     with pytest.raises(ClosedError, match="could not open a torch store: there is no port left"):
         member.store("group")
     member.mailbox("s").put("key", 1)

@@ -32,13 +32,13 @@ from weightlane.ckpt_engines import (
     ProtocolError,
     WeightlaneError,
 )
-from weightlane.ckpt_engines.mac import new_secret
+from weightlane.ckpt_engines.channels.mac import new_secret
 from weightlane.sync import Manifest, Rendezvous, RendezvousAddress, SyncConfig, TensorSpec
-from weightlane.sync.control_hub import Kind
-from weightlane.sync.control_wire import Connection, Frame, dial
-from weightlane.sync.messages import Abort, Committed, Stop
-from weightlane.sync.rank_talk import RankTalk
-from weightlane.sync.tensor_lists import TensorLists
+from weightlane.sync.control.hub.frames import Connection, Frame, dial
+from weightlane.sync.control.hub.hub import Kind
+from weightlane.sync.control.messages import Abort, Committed, Stop
+from weightlane.sync.control.tensor_lists import TensorLists
+from weightlane.sync.send.agreement.rank_talk import RankTalk
 
 NAMES = [f"t-{rank}" for rank in range(3)]
 
@@ -117,7 +117,7 @@ FULL = """
 import sys
 from weightlane.ckpt_engines import TransportError
 from weightlane.sync import Rendezvous
-from weightlane.sync.messages import Stop
+from weightlane.sync.control.messages import Stop
 host = Rendezvous.host()
 print(host.address.port, host.address.secret, flush=True)
 sys.stdin.readline()
@@ -206,7 +206,7 @@ def test_a_message_for_many_is_encoded_once(rendezvous: Rendezvous, monkeypatch:
         encoded.append(message)
         return b'{"type": "stop"}'
 
-    monkeypatch.setattr("weightlane.sync.rendezvous.encode", encode)
+    monkeypatch.setattr("weightlane.sync.control.rendezvous.encode", encode)
     inboxes = [rendezvous.inbox(f"r-{number}") for number in range(50)]
     rendezvous.post_all([inbox.name for inbox in inboxes], Stop())
     assert [inbox.get(soon()) for inbox in inboxes] == [Stop()] * 50

@@ -9,11 +9,11 @@ import torch
 
 from weightlane.ckpt_engines import SyncAbortedError
 from weightlane.sync import IncomingDelta, LocalShard, Manifest, StagedDelta, TensorSpec
-from weightlane.sync.boxes import Box
-from weightlane.sync.codecs.delta import TooDense
-from weightlane.sync.delta_encoding import DeltaEncoder, RankDelta, delta_manifest
-from weightlane.sync.manifest import Segment
-from weightlane.sync.stream_parts import parts_of
+from weightlane.sync.codecs.delta.encoding import DeltaEncoder, RankDelta, delta_manifest
+from weightlane.sync.codecs.delta.format.encoder import TooDense
+from weightlane.sync.version.box import Box
+from weightlane.sync.version.manifest import Segment
+from weightlane.sync.version.stream_parts import parts_of
 
 SPECS = (
     TensorSpec("large", (9, 1_000_000), torch.uint8),

@@ -10,7 +10,7 @@ from hop_run import MakeRun, Run, expected, outcomes_of
 from waiting import NEVER_S, wait_until
 
 from weightlane.ckpt_engines import Deadline, QuarantinedError, SyncAbortedError
-from weightlane.sync.correspondence import TroubleError
+from weightlane.sync.control.message_queue import TroubleError
 
 
 def after(first: int, versions: list[int]) -> dict[str, str]:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from weightlane.sync import LocalShard, TensorSpec
-from weightlane.sync.delta_encoding import DeltaEncoder
-from weightlane.sync.packing import compact_places
+from weightlane.sync.codecs.delta.encoding import DeltaEncoder
+from weightlane.sync.version.packing import compact_places
 
 
 def encoder_of(tensors: list[torch.Tensor]) -> tuple[DeltaEncoder, torch.Tensor]:

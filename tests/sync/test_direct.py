@@ -12,11 +12,11 @@ from cases import covering
 from direct_hop import EVERYTHING, LAYOUTS, SPECS, TP2, MakeHop, copies, rows, values
 
 from weightlane.ckpt_engines import Delivery, ManifestError, ProtocolError, QuorumError
-from weightlane.ckpt_engines.gloo import GlooEngine
+from weightlane.ckpt_engines.engines.torch_distributed.gloo import GlooEngine
 from weightlane.sync import LocalShard, Placement, TensorSpec
-from weightlane.sync.boxes import Box
-from weightlane.sync.replica_check import ReplicaCheck
-from weightlane.sync.transfer_plan import Holdings
+from weightlane.sync.plan import Holdings
+from weightlane.sync.send.agreement.replica_check import ReplicaCheck
+from weightlane.sync.version.box import Box
 
 
 @pytest.mark.parametrize(

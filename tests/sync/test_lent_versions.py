@@ -22,12 +22,12 @@ from weightlane.ckpt_engines import (
     DeadlineExceededError,
     QuarantinedError,
 )
-from weightlane.ckpt_engines.shm import ShmEngine
+from weightlane.ckpt_engines.engines.shared_memory.shm import ShmEngine
+from weightlane.ckpt_engines.links.buffer_device import buffer_device
 from weightlane.sync import LocalShard, Manifest, Publisher, Rendezvous, TensorSpec
-from weightlane.sync.devices import buffer_device
-from weightlane.sync.progress import Progress
-from weightlane.sync.snapshot import Snapshot
-from weightlane.sync.staging import Staging, Stream
+from weightlane.sync.receive.staging import Staging, Stream
+from weightlane.sync.send.snapshot.progress import Progress
+from weightlane.sync.send.snapshot.snapshot import Snapshot
 from weightlane.sync.subscriber import adjoined
 
 SPEC = TensorSpec("w", (16,), torch.float32)

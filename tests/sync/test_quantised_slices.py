@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from quantised_reference import REFERENCES, left_of
 
 from weightlane.sync import Placement, TensorSpec
-from weightlane.sync.boxes import Box
 from weightlane.sync.codecs.quantised import Scheme
-from weightlane.sync.quantisation import pair_of, wire_specs
-from weightlane.sync.quantised_needs import needed_on_the_wire
+from weightlane.sync.codecs.quantised.quantisation import pair_of, wire_specs
+from weightlane.sync.codecs.quantised.quantised_needs import needed_on_the_wire
+from weightlane.sync.version.box import Box
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "embed_tokens.weight": (37, 24),

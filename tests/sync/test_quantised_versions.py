@@ -28,20 +28,21 @@ from weightlane.sync import (
     Rendezvous,
     SyncReport,
     TensorSpec,
-    quantised_snapshot,
     read_version,
 )
-from weightlane.sync.boxes import Box
+from weightlane.sync.codecs.delta.encoding import DeltaEncoder
 from weightlane.sync.codecs.quantised import Scheme
-from weightlane.sync.delta_encoding import DeltaEncoder
-from weightlane.sync.magnitudes import MagnitudeAgreement, largest
-from weightlane.sync.packing import compact_places
-from weightlane.sync.progress import Progress
-from weightlane.sync.quantisation import is_quantised, pair_of, wire_specs
-from weightlane.sync.quantised_snapshot import Magnitudes, QuantisedShards
-from weightlane.sync.restored import Restoring
-from weightlane.sync.snapshot import Remains
-from weightlane.sync.transfer_plan import Network
+from weightlane.sync.codecs.quantised.quantisation import is_quantised, pair_of, wire_specs
+from weightlane.sync.codecs.quantised.restored import Restoring
+from weightlane.sync.plan import Network
+from weightlane.sync.send.agreement.magnitudes import MagnitudeAgreement, largest
+from weightlane.sync.send.snapshot import quantised_snapshot
+from weightlane.sync.send.snapshot.progress import Progress
+from weightlane.sync.send.snapshot.quantised_blocks import Magnitudes
+from weightlane.sync.send.snapshot.quantised_snapshot import QuantisedShards
+from weightlane.sync.send.snapshot.steps import Remains
+from weightlane.sync.version.box import Box
+from weightlane.sync.version.packing import compact_places
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "embed_tokens.weight": (37, 24),

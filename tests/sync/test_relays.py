@@ -29,17 +29,18 @@ from weightlane.ckpt_engines import (
     WeightlaneError,
     WorkerDiedError,
 )
-from weightlane.ckpt_engines.devices import HOST
+from weightlane.ckpt_engines.runtime.devices import HOST
 from weightlane.plugins import RunHooks, hookimpl
 from weightlane.sync import Manifest, Outcome, Placement, Rendezvous, ReplicaState, SyncConfig, TensorSpec
-from weightlane.sync.correspondence import Correspondence
-from weightlane.sync.intake import Intake, Job
-from weightlane.sync.messages import Failed, Joined
-from weightlane.sync.receiving import Inlet, Receiving, Source
-from weightlane.sync.roster import Roster
-from weightlane.sync.seal import seal
-from weightlane.sync.session_plan import SessionPlan, Supply
-from weightlane.sync.transfer_plan import Network, shares
+from weightlane.sync.control.message_queue import Correspondence
+from weightlane.sync.control.messages import Failed, Joined
+from weightlane.sync.control.roster import Roster
+from weightlane.sync.plan import Network
+from weightlane.sync.plan import send_assignment as shares
+from weightlane.sync.plan.session_plan import SessionPlan, Supply
+from weightlane.sync.receive.links import Inlet, Receiving, Source
+from weightlane.sync.receive.receive_loop import Intake, Job
+from weightlane.sync.version.bucket_checksums import seal
 
 SLOW_SENDERS = Network(sender_bytes_per_s=1e8, receiver_bytes_per_s=1e9, bucket_bytes=8192)
 """What trainers send is what takes longest, by far."""

@@ -9,9 +9,16 @@ from hypothesis import strategies as st
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import CorruptBucketError, Deadline, DeadlineExceededError, ProtocolError
-from weightlane.sync.checksum import sums, xxh3
-from weightlane.sync.rendezvous import Rendezvous
-from weightlane.sync.seal import StoredSeals, of_bucket, seal, seals_document, seals_of_document, verify
+from weightlane.ckpt_engines.runtime.device_checksum import sums, xxh3
+from weightlane.sync.control.rendezvous import Rendezvous
+from weightlane.sync.version.bucket_checksums import (
+    StoredSeals,
+    of_bucket,
+    seal,
+    seals_document,
+    seals_of_document,
+    verify,
+)
 
 
 @pytest.mark.parametrize("checksum", [sums, xxh3])

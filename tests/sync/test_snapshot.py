@@ -10,16 +10,16 @@ from waiting import HANG_S, NEVER_S
 
 from weightlane.ckpt_engines import Deadline, DeadlineExceededError, StorageError
 from weightlane.sync import LocalShard, TensorSpec
-from weightlane.sync.packing import compact_places
-from weightlane.sync.progress import Progress
-from weightlane.sync.snapshot import Snapshot
+from weightlane.sync.send.snapshot.progress import Progress
+from weightlane.sync.send.snapshot.snapshot import Snapshot
+from weightlane.sync.version.packing import compact_places
 
 
 @pytest.fixture(autouse=True, params=["one thread", "two threads"])
 def _threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies run beside each other where torch has one thread, and there are two cores."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2 if request.param == "one thread" else 1)
-    monkeypatch.setattr("weightlane.sync.snapshot.usable_cpus", lambda: 2)
+    monkeypatch.setattr("weightlane.sync.send.snapshot.snapshot.usable_cpus", lambda: 2)
 
 
 def test_a_transposed_parameter_is_read_when_the_snapshot_is_taken_and_not_when_it_is_set_up() -> None:

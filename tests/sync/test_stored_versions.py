@@ -26,9 +26,9 @@ from weightlane.ckpt_engines import (
     StorageError,
     WeightlaneError,
 )
-from weightlane.ckpt_engines.stored_version import StoredVersion
+from weightlane.ckpt_engines.engines.filesystem.stored_version import StoredVersion
 from weightlane.sync import Manifest, TensorSpec, read_version
-from weightlane.sync.version_files import manifest_of_document, version_files
+from weightlane.sync.version.safetensors_files import manifest_of_document, version_files
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 

@@ -13,11 +13,18 @@ from hypothesis import strategies as st
 
 from weightlane.ckpt_engines import ProtocolError
 from weightlane.sync import LocalShard, Manifest, TensorSpec
-from weightlane.sync.manifest import ALIGNMENT_BYTES
-from weightlane.sync.packing import RunTable, compact_places, copy_runs, gather_runs, scatter_runs, stream_places
-from weightlane.sync.progress import Progress
-from weightlane.sync.snapshot import Snapshot
-from weightlane.sync.stream_parts import parts_of
+from weightlane.sync.send.snapshot.progress import Progress
+from weightlane.sync.send.snapshot.snapshot import Snapshot
+from weightlane.sync.version.manifest import ALIGNMENT_BYTES
+from weightlane.sync.version.packing import (
+    RunTable,
+    compact_places,
+    copy_runs,
+    gather_runs,
+    scatter_runs,
+    stream_places,
+)
+from weightlane.sync.version.stream_parts import parts_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn]
 

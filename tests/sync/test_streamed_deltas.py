@@ -21,18 +21,19 @@ from weightlane.ckpt_engines import (
     ProtocolError,
     WeightlaneError,
 )
-from weightlane.ckpt_engines.devices import HOST, runtime_of
+from weightlane.ckpt_engines.runtime.devices import HOST, runtime_of
 from weightlane.sync import Expectation, ExpectedTensor, IncomingDelta, Manifest, Rendezvous, Subscriber, TensorSpec
-from weightlane.sync.boxes import Box
-from weightlane.sync.codecs.delta import Encoded, encode
-from weightlane.sync.delta_decoding import DeltaDecoding
-from weightlane.sync.manifest import Segment
-from weightlane.sync.messages import Failed, Message, Open, Staged
-from weightlane.sync.receiving import Inlet, Receiving, Source
-from weightlane.sync.rendezvous import COORDINATOR
-from weightlane.sync.seal import seal
-from weightlane.sync.staged_delta import StagedDelta
-from weightlane.sync.staging import Staging
+from weightlane.sync.codecs.delta.decoding import DeltaDecoding
+from weightlane.sync.codecs.delta.format import encode
+from weightlane.sync.codecs.delta.format.encoder import Encoded
+from weightlane.sync.codecs.delta.staged_delta import StagedDelta
+from weightlane.sync.control.hub.hub import COORDINATOR
+from weightlane.sync.control.messages import Failed, Message, Open, Staged
+from weightlane.sync.receive.links import Inlet, Receiving, Source
+from weightlane.sync.receive.staging import Staging
+from weightlane.sync.version.box import Box
+from weightlane.sync.version.bucket_checksums import seal
+from weightlane.sync.version.manifest import Segment
 
 SPECS = tuple(TensorSpec(name, (8,), torch.float32) for name in "abc")
 BASE = Manifest(1, SPECS, 64, identity="t/1")

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightlane.sync import LocalShard, Manifest, TensorSpec
-from weightlane.sync.packing import RunTable, compact_places, copy_runs, gather_runs, scatter_runs
-from weightlane.sync.stream_parts import parts_of
-from weightlane.sync.strips import Piece, Rows, Window
+from weightlane.sync.version.packing import RunTable, compact_places, copy_runs, gather_runs, scatter_runs
+from weightlane.sync.version.stream_parts import parts_of
+from weightlane.sync.version.strided_copy import Piece, Rows, Window
 
 runs = st.lists(st.tuples(st.integers(0, 3), st.sampled_from([4, 4, 4, 8, 64])), min_size=0, max_size=30)
 

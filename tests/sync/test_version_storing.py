@@ -14,8 +14,8 @@ from store_writer import Writer, tensors_of
 from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import Deadline, StorageError, SyncAbortedError
-from weightlane.ckpt_engines.filesystem import FilesystemSender
-from weightlane.sync.version_storing import VersionStoring
+from weightlane.ckpt_engines.engines.filesystem.engine import FilesystemSender
+from weightlane.sync.send.version_storing import VersionStoring
 
 
 class Store:
@@ -69,7 +69,7 @@ def test_what_cannot_be_stored_is_said_and_the_next_version_is(caplog: pytest.Lo
 
 
 def test_closing_interrupts_what_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightlane.sync.version_storing._CLOSE_S", 0.05)
+    monkeypatch.setattr("weightlane.sync.send.version_storing._CLOSE_S", 0.05)
     store, storing = Store(), VersionStoring("trainer-0", HANG_S)
     storing.commit(1, store.commit)
     assert store.begun.wait(HANG_S)
@@ -151,7 +151,7 @@ def test_control_messages_are_read_while_a_store_hangs_and_the_older_version_nev
 def test_a_commit_that_hangs_until_its_publisher_has_closed_is_never_published(
     hop: MakeHop, hanging: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("weightlane.sync.version_storing._CLOSE_S", 0.05)
+    monkeypatch.setattr("weightlane.sync.send.version_storing._CLOSE_S", 0.05)
     run = hop("filesystem", rows, 1, [None])
     run.serve(1)
     assert hanging.begun.wait(HANG_S)

@@ -11,7 +11,7 @@ from waiting import HANG_S
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry
 from weightlane.sync import LocalShard, Placement, Publisher, TensorSpec
-from weightlane.sync.boxes import Box
+from weightlane.sync.version.box import Box
 
 BUCKET_BYTES = 2 << 20
 SPECS = [

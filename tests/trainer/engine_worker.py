@@ -27,12 +27,12 @@ from torch.distributed.tensor import DTensor
 
 from weightlane.ckpt_engines import WeightlaneError
 from weightlane.sync import Placement
-from weightlane.trainer.batch import Sample, TrainBatch
 from weightlane.trainer.config import AlgorithmConfig, TrainerConfig
-from weightlane.trainer.engine import TrainingEngine
-from weightlane.trainer.losses import grpo_loss, sft_loss
-from weightlane.trainer.outlines import _outline_all
-from weightlane.trainer.registry import training_engine_class
+from weightlane.trainer.data.batch import Sample, TrainBatch
+from weightlane.trainer.engines.contract import TrainingEngine
+from weightlane.trainer.engines.registry import training_engine_class
+from weightlane.trainer.objectives.losses import grpo_loss, sft_loss
+from weightlane.trainer.placement.planned_placements import _outline_all
 
 VOCAB = 61  # odd: the embedding's rows do not divide by two ranks
 LOSSES = {"sft": sft_loss(), "grpo": grpo_loss(AlgorithmConfig())}
@@ -78,7 +78,7 @@ class Worker:
         sys.path.append(str(Path(__file__).parents[1]))
         from gloo_faults import publish_and_never_call
 
-        from weightlane.ckpt_engines import gloo_connect
+        from weightlane.ckpt_engines.engines.torch_distributed import gloo_connect
 
         gloo_connect._LONGEST_TRY_S = 2.0  # it would be a minute
         gloo_connect._GRACE_S = self._timeout_s  # however busy the machine is
@@ -137,7 +137,7 @@ class Worker:
 
     def forward_weights(self) -> list[tuple[Any, ...]]:
         """The parameters that a megatron engine's forward pass uses, as slices of checkpoint tensors."""
-        from weightlane.trainer.megatron_weights import model_slices
+        from weightlane.trainer.engines.megatron.weights import model_slices
 
         slices = model_slices(self._engine._chunks, self._engine._facts.shape, self._engine._coordinates)
         return [(name, starts, str(data.dtype), data.detach().float().numpy()) for name, starts, data in slices]
@@ -146,8 +146,8 @@ class Worker:
         """How far log-probabilities over a split vocabulary of 7 tokens, padded to 8, are from those over the whole one."""
         from megatron.core import parallel_state
 
-        from weightlane.trainer.losses import token_logprobs
-        from weightlane.trainer.megatron_logprobs import vocab_parallel_logprobs
+        from weightlane.trainer.engines.megatron.logprobs import vocab_parallel_logprobs
+        from weightlane.trainer.objectives.losses import token_logprobs
 
         random_of = torch.Generator().manual_seed(0)
         logits = (torch.randn(2, 5, 7, generator=random_of) * scale).to(getattr(torch, dtype))

@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from weightlane.trainer.config import DataConfig
-from weightlane.trainer.hf_model import check_model_dir
-from weightlane.trainer.rewards import Reward
-from weightlane.trainer.tasks import load_splits
+from weightlane.trainer.data.rewards import Reward
+from weightlane.trainer.data.tasks import load_splits
+from weightlane.trainer.engines.hf.model_dir import check_model_dir
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic"
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightlane.ckpt_engines import ProtocolError
-from weightlane.trainer.batch import MicroBatch, Sample, TrainBatch
+from weightlane.trainer.data.batch import MicroBatch, Sample, TrainBatch
 
 ids = st.lists(st.integers(0, 99), min_size=1, max_size=9).map(tuple)
 samples = st.builds(

@@ -24,8 +24,8 @@ from waiting import HANG_S
 
 from weightlane.ckpt_engines import AddressInUseError
 from weightlane.trainer.config import AlgorithmConfig, TrainerConfig
-from weightlane.trainer.fsdp2 import Fsdp2Engine
-from weightlane.trainer.fsdp2_parts import PARTS
+from weightlane.trainer.engines.fsdp2.engine import Fsdp2Engine
+from weightlane.trainer.engines.fsdp2.partwise_adamw import PARTS
 
 STEPS = 3
 

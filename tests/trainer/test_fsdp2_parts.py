@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightlane.trainer.fsdp2_parts import split_into_parts
-from weightlane.trainer.hf_names import CheckpointRun
+from weightlane.trainer.engines.fsdp2.partwise_adamw import split_into_parts
+from weightlane.trainer.engines.hf.names import CheckpointRun
 
 
 @settings(max_examples=40, deadline=None)

@@ -10,7 +10,7 @@ from engine_ranks import FSDP2_TP2, Teams, assert_same, assert_twenty_steps_are_
 
 from weightlane.ckpt_engines import ConfigError
 from weightlane.trainer.config import TrainerConfig
-from weightlane.trainer.fsdp2 import Fsdp2Engine
+from weightlane.trainer.engines.fsdp2.engine import Fsdp2Engine
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from engine_ranks import VOCAB
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from weightlane.ckpt_engines import ConfigError
-from weightlane.trainer.hf_model import check_model_dir, find_model
-from weightlane.trainer.tokenizer import HfTokenizer
+from weightlane.trainer.data.tokenizer import HfTokenizer
+from weightlane.trainer.engines.hf.model_dir import check_model_dir, find_model
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from weightlane.trainer.batch import MicroBatch, Sample
 from weightlane.trainer.config import AlgorithmConfig
-from weightlane.trainer.losses import group_advantages, grpo_loss, sft_loss, token_logprobs
+from weightlane.trainer.data.batch import MicroBatch, Sample
+from weightlane.trainer.objectives.losses import group_advantages, grpo_loss, sft_loss, token_logprobs
 
 logprob = st.floats(-30.0, 0.0, width=32)
 token = st.tuples(logprob, logprob)

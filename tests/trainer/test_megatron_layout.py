@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from weightlane.ckpt_engines import ConfigError
 from weightlane.trainer.config import TrainerConfig
-from weightlane.trainer.megatron_layout import check_layout, read_model
-from weightlane.trainer.megatron_names import Coordinates, ModelShape, checkpoint_shapes, pieces_of
+from weightlane.trainer.engines.megatron.checkpoint_names import Coordinates, ModelShape, checkpoint_shapes, pieces_of
+from weightlane.trainer.engines.megatron.model_facts import check_layout, read_model
 
 DENSE = ModelShape(
     layers=8, hidden=16, intermediate=24, heads=8, groups=4, head_dim=8, vocab=61, tied=False, qk_norm=True

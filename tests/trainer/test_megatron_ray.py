@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.megatron, pytest.mark.slow, pytest.ma
 def test_megatron_ranks_in_ray_train_and_save_as_plain_processes_do(
     local_ray: None, teams: Teams, tmp_path: Path
 ) -> None:
-    from weightlane.trainer.ray_group import TrainerGroup
+    from weightlane.trainer.placement.ray_group import TrainerGroup
 
     layout = MegatronConfig(tensor_parallel=2)
     patience = {"call_timeout_s": HANG_S, "collective_timeout_s": HANG_S}

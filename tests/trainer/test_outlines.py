@@ -12,7 +12,7 @@ from installed import install
 
 from weightlane.ckpt_engines import ConfigError, DeadlineExceededError
 from weightlane.trainer.config import TrainerConfig
-from weightlane.trainer.outlines import outlined_placements
+from weightlane.trainer.placement.planned_placements import outlined_placements
 
 TP_EP = megatron({"tensor_parallel": 2, "expert_parallel": 2, "sequence_parallel": True})
 PP = megatron({"pipeline_parallel": 2, "virtual_pipeline": 2, "distributed_optimizer": True}, compute_dtype="bfloat16")
@@ -49,7 +49,7 @@ def test_an_engine_that_must_run_to_know_is_refused_in_its_own_words(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = (
-        "from weightlane.trainer.engine import TrainingEngine\n"
+        "from weightlane.trainer.engines.contract import TrainingEngine\n"
         "names = TrainingEngine.__abstractmethods__\n"
         "Theirs = type('Theirs', (TrainingEngine,), {name: None for name in names})\n"
     )

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from weightlane.ckpt_engines import ConfigError, GradientError
-from weightlane.ckpt_engines._channel import listen_tcp
+from weightlane.ckpt_engines.channels.channel import listen_tcp
 from weightlane.trainer import AlgorithmConfig, Sample, TrainBatch, TrainerConfig
-from weightlane.trainer.rank import TrainerRank
+from weightlane.trainer.placement.trainer_rank import TrainerRank
 
 
 def test_the_port_of_the_ranks_group_is_nobody_elses_until_a_rank_listens_there() -> None:

@@ -19,7 +19,7 @@ from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import ConfigError, RewardError
 from weightlane.trainer.config import RewardConfig
-from weightlane.trainer.rewards import Reward, RewardPool
+from weightlane.trainer.data.rewards import Reward, RewardPool
 
 MODULE = "user_reward_of_a_test"
 SOURCE = """
@@ -204,7 +204,7 @@ import sys
 from pathlib import Path
 
 from weightlane.trainer.config import RewardConfig
-from weightlane.trainer.rewards import Reward, RewardPool
+from weightlane.trainer.data.rewards import Reward, RewardPool
 
 
 async def main() -> None:

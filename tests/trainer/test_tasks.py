@@ -11,7 +11,7 @@ import pytest
 
 from weightlane.ckpt_engines import ConfigError
 from weightlane.trainer.config import DataConfig
-from weightlane.trainer.tasks import Task, TaskStream, load_splits, load_tasks
+from weightlane.trainer.data.tasks import Task, TaskStream, load_splits, load_tasks
 
 
 def write(path: Path, *lines: str) -> Path:

@@ -24,7 +24,7 @@ from engine_ranks import (
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from waiting import NEVER_S
 
-from weightlane.trainer.registry import training_engine_class
+from weightlane.trainer.engines.registry import training_engine_class
 
 # Here every engine splits a model in each of the ways it can; what layouts compute is in test_fsdp2*.py and test_megatron.py.
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

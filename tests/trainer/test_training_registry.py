@@ -10,8 +10,8 @@ import pytest
 from installed import install
 
 from weightlane.ckpt_engines import ConfigError
-from weightlane.trainer.fsdp2 import Fsdp2Engine
-from weightlane.trainer.registry import training_engine_class, training_engine_names
+from weightlane.trainer.engines.fsdp2.engine import Fsdp2Engine
+from weightlane.trainer.engines.registry import training_engine_class, training_engine_names
 
 
 def test_the_built_in_engine_is_found_by_its_entry_point() -> None:
@@ -26,7 +26,7 @@ def test_without_transformers_modules_import_and_an_engine_whose_library_is_miss
         "import sys; sys.modules['megatron'] = sys.modules['transformers'] = None\n"
         "from weightlane.ckpt_engines import ConfigError\n"
         "from weightlane.trainer import fsdp2, hf_model, losses, rewards, tasks\n"
-        "from weightlane.trainer.registry import training_engine_class\n"
+        "from weightlane.trainer.engines.registry import training_engine_class\n"
         "try:\n    training_engine_class('megatron')\n"
         "except ConfigError as error:\n    print(error.message, error.hint)\n"
     )
@@ -52,7 +52,7 @@ def test_an_engine_that_cannot_be_used_says_why(
     entry_points = (
         "absent = no_such_package_here.engine:Engine\n"
         "wrong = pathlib:Path\n"
-        "partial = weightlane.trainer.engine:TrainingEngine\n"
+        "partial = weightlane.trainer.engines.contract:TrainingEngine\n"
         "fsdp2 = other_engines:Fsdp2Engine"
     )
     install(tmp_path, "other_engines", "", entry_points, "weightlane.training_engines")

@@ -15,8 +15,8 @@ True
 
 from . import block_fp8, channel_int8
 from .checkpoint import DTYPES, Scheme, quantization_config, scale_name, scale_shape
+from .quantisation_error import QuantisationReport
 from .quantiser import QUANTISERS, Quantiser
-from .report import QuantisationReport
 
 __all__ = [
     "DTYPES",

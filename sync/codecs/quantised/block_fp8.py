@@ -21,7 +21,7 @@ from collections.abc import Iterator
 import torch
 
 from .checks import check_finite, check_scales, check_shard, scales_from
-from .report import QuantisationReport
+from .quantisation_error import QuantisationReport
 
 BLOCK = 128
 LARGEST = 448.0

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from .checks import check_finite, check_scales, check_shard, scales_from
-from .report import QuantisationReport
+from .quantisation_error import QuantisationReport
 
 STEPS = 127.5
 _BAND_ROWS = 256

@@ -9,7 +9,7 @@ import torch
 
 from . import block_fp8, channel_int8
 from .checkpoint import Scheme
-from .report import QuantisationReport
+from .quantisation_error import QuantisationReport
 
 
 class Quantiser(Protocol):

@@ -6,7 +6,7 @@ from .world import FREED, WRONG_DEVICE, World
 
 
 class Driver:
-    """Fake with the calls of `weightlane.ckpt_engines._cuda_driver.CudaDriver`."""
+    """Fake with the calls of `weightlane.ckpt_engines.engines.shared_memory.cuda_driver.CudaDriver`."""
 
     def __init__(self, world: World) -> None:
         self._world = world

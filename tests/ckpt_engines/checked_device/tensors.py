@@ -290,7 +290,7 @@ def _index(device: torch.device | int) -> int:
 @contextlib.contextmanager
 def installed(world: World, kind: str) -> Iterator[Devices]:
     """Have torch, and weightlane, know the world's devices as those of a type."""
-    from weightlane.ckpt_engines import devices as ours
+    from weightlane.ckpt_engines.runtime import devices as ours
 
     module = Devices(world)
     patch = pytest.MonkeyPatch()

@@ -24,11 +24,15 @@ from weightlane.ckpt_engines import (
     WeightlaneError,
     WorkerDiedError,
 )
+from weightlane.cli.bench.measure import run_bench
+from weightlane.cli.bench.processes import participants
+from weightlane.cli.bench.processes.peak_memory import PeakMemory
+from weightlane.cli.bench.processes.processes import Processes
+from weightlane.cli.bench.report.bench_report import BenchReport
+from weightlane.cli.bench.settings import BenchSettings
+from weightlane.cli.bench.workload.workload import named_workload
+from weightlane.cli.commands.bench import measure
 from weightlane.sync import Rendezvous
-from weightlane.sync.bench import BenchReport, BenchSettings, measure, participants, run_bench
-from weightlane.sync.bench.memory import PeakMemory
-from weightlane.sync.bench.processes import Processes
-from weightlane.sync.bench.workload import named_workload
 
 SPREAD = {"median", "min", "max"}
 ROW = {
@@ -150,7 +154,7 @@ def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
     program = (
         "import time\n"
         "from pathlib import Path\n"
-        "from weightlane.sync.bench.processes import Processes, meeting_point\n"
+        "from weightlane.cli.bench.processes.processes import Processes, meeting_point\n"
         f"p = Processes(1, 1, Path({str(tmp_path / 'store')!r}))\n"
         f"p.every('prepare', {{'name': 'x', 'specs': []}}, 0, 1, timeout_s={HANG_S})\n"
         f"p.every_receiver('open_copies', timeout_s={HANG_S})\n"

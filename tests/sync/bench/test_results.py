@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from weightlane.sync.bench import PHASES, BenchReport
+from weightlane.cli.bench.report.bench_report import PHASES, BenchReport
 
 ROOT = Path(__file__).resolve().parents[3]
 

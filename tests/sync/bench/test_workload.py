@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from weightlane.ckpt_engines import ConfigError
+from weightlane.cli.bench.workload.workload import Payload, Workload, named_workload
 from weightlane.sync import TensorSpec
-from weightlane.sync.bench.workload import Payload, Workload, named_workload
 
 
 @pytest.mark.parametrize(

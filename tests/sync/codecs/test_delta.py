@@ -12,18 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightlane.ckpt_engines import ConfigError
-from weightlane.sync.codecs.delta import (
-    Encoded,
-    Patch,
-    TooDense,
-    decode,
-    digest_after,
-    digest_of,
-    encode,
-    read_header,
-    update_base_,
-)
-from weightlane.sync.codecs.delta.wire_format import (
+from weightlane.sync.codecs.delta.format import decode, encode
+from weightlane.sync.codecs.delta.format.decoder import read_header
+from weightlane.sync.codecs.delta.format.digest import digest_after, digest_of
+from weightlane.sync.codecs.delta.format.encoder import Encoded, TooDense
+from weightlane.sync.codecs.delta.format.patch import Patch, update_base_
+from weightlane.sync.codecs.delta.format.wire_format import (
     BITMAP,
     BLOCK,
     DENSE,

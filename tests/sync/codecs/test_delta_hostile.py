@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from weightlane.ckpt_engines import ProtocolError
-from weightlane.sync.codecs.delta import Encoded, decode, encode, read_header
-from weightlane.sync.codecs.delta.wire_format import BLOCK, FRAME_HEADER, HEADER, SECTION_HEADER
+from weightlane.sync.codecs.delta.format import decode, encode
+from weightlane.sync.codecs.delta.format.decoder import read_header
+from weightlane.sync.codecs.delta.format.encoder import Encoded
+from weightlane.sync.codecs.delta.format.wire_format import BLOCK, FRAME_HEADER, HEADER, SECTION_HEADER
 
 ELEMENTS = 5 * BLOCK + 1000
 

@@ -15,10 +15,11 @@ import pytest
 import torch
 from waiting import HANG_S
 
-from weightlane.sync.codecs.delta import Encoded, cuda_kernels, decode, encode, encoder
-from weightlane.sync.codecs.delta.frame_changes import DeviceChanges
-from weightlane.sync.codecs.delta.raw import words_of
-from weightlane.sync.codecs.delta.wire_format import BLOCK, FRAME
+from weightlane.sync.codecs.delta.format import cuda_kernels, decode, encode, encoder
+from weightlane.sync.codecs.delta.format.encoder import Encoded
+from weightlane.sync.codecs.delta.format.frame_changes import DeviceChanges
+from weightlane.sync.codecs.delta.format.raw import words_of
+from weightlane.sync.codecs.delta.format.wire_format import BLOCK, FRAME
 
 PROGRAM = str(Path(__file__).with_name("triton_program.py"))
 ASIDE = Path(sys.prefix) / "triton"

@@ -6,7 +6,8 @@ import doctest
 
 import pytest
 
-from weightlane.sync.codecs import delta, quantised
+from weightlane.sync.codecs import quantised
+from weightlane.sync.codecs.delta import format as delta
 
 
 @pytest.mark.parametrize("module", [delta, quantised], ids=["delta", "quantised"])

@@ -10,7 +10,7 @@ if sys.argv[1] == "interpret":
 
 import torch
 
-from weightlane.sync.codecs.delta import cuda_kernels, triton_kernels
+from weightlane.sync.codecs.delta.format import cuda_kernels, triton_kernels
 
 
 def changes(dtype: torch.dtype, numel: int, density: float) -> tuple[torch.Tensor, torch.Tensor]:

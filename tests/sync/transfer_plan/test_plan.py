@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightlane.ckpt_engines import ManifestError
-from weightlane.sync.boxes import Box
-from weightlane.sync.placement import Placement
-from weightlane.sync.tensor_spec import TensorSpec
-from weightlane.sync.transfer_plan import Holdings, TransferPlan, plan_transfer, shares
+from weightlane.sync.plan import Holdings, TransferPlan, plan_transfer
+from weightlane.sync.plan import send_assignment as shares
+from weightlane.sync.version.box import Box
+from weightlane.sync.version.placement import Placement
+from weightlane.sync.version.tensor_spec import TensorSpec
 
 BF16 = torch.bfloat16
 Counts = dict[str, np.ndarray]

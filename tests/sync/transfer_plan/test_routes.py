@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightlane.ckpt_engines import ConfigError
-from weightlane.sync.boxes import Box
-from weightlane.sync.placement import Placement
-from weightlane.sync.tensor_spec import TensorSpec
-from weightlane.sync.transfer_plan import Network, TransferPlan, plan_routes, plan_transfer, predict, shares, traffic
+from weightlane.sync.plan import Network, TransferPlan, plan_routes, plan_transfer
+from weightlane.sync.plan import send_assignment as shares
+from weightlane.sync.plan.prediction import predict, traffic
+from weightlane.sync.version.box import Box
+from weightlane.sync.version.placement import Placement
+from weightlane.sync.version.tensor_spec import TensorSpec
 
 MANY = Network(1e9, 1e9, latency_s=1e-5, bucket_bytes=1 << 20)
 networks = st.builds(Network, st.floats(1.0, 1e3), st.floats(1.0, 1e3), st.floats(0.0, 1.0), st.integers(1, 100))

@@ -10,12 +10,13 @@ import torch
 from cases import covering
 
 from weightlane.ckpt_engines import ConfigError
-from weightlane.sync.boxes import Box
-from weightlane.sync.placement import Placement
-from weightlane.sync.quantisation import wire_specs
-from weightlane.sync.transfer_plan import Network, plan_report, plan_transfer, shares
-from weightlane.sync.transfer_plan.layouts import USUAL, RolloutLayout, TrainerLayout
-from weightlane.sync.transfer_plan.shapes import SHAPES, ModelShape, shape_named, weights
+from weightlane.sync.codecs.quantised.quantisation import wire_specs
+from weightlane.sync.plan import Network, plan_report, plan_transfer
+from weightlane.sync.plan import send_assignment as shares
+from weightlane.sync.plan.prediction.layouts import USUAL, RolloutLayout, TrainerLayout
+from weightlane.sync.plan.prediction.shapes import SHAPES, ModelShape, shape_named, weights
+from weightlane.sync.version.box import Box
+from weightlane.sync.version.placement import Placement
 
 FAST = Network(50e9, 50e9, 20e-6)
 

@@ -1,0 +1,1 @@
+"""Authenticated control connections between one sender and its receivers."""

@@ -1,0 +1,128 @@
+"""Listening Unix sockets in a directory that sender and receivers share, and who may find one there.
+
+A socket is there from a sender's ``address`` to the end of its ``connect``. One whose owner was killed in between is
+removed by the next sender that uses the directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..errors import ConfigError, ProtocolError, StorageError, TransportError
+from .channel import Address
+
+_MAX_SOCKET_PATH_BYTES = 107
+_SOCKET_NAME = "weightlane-{}.sock"
+_TOKEN_BYTES = 8
+_SOCKET_PATTERN = re.compile(r"weightlane-[0-9a-f]{16}\.sock")
+_STALE_PATTERN = _SOCKET_NAME.format("*")
+_LOCK_WAIT_S = 1.0
+_LOCK_POLL_S = 0.002
+
+
+def check_socket_directory(socket_dir: str) -> str:
+    """`socket_dir`; `ValueError` when the path of a socket in it would be too long."""
+    length = len(os.fsencode(socket_dir)) + 1 + len(_SOCKET_NAME.format("")) + 2 * _TOKEN_BYTES
+    if length > _MAX_SOCKET_PATH_BYTES:
+        limit = _MAX_SOCKET_PATH_BYTES - length + len(os.fsencode(socket_dir))
+        raise ValueError(f"is too long for the path of a Unix socket; at most {limit} bytes")
+    return socket_dir
+
+
+def host_identity() -> str:
+    """Same for all processes under one kernel, containers included: they can pass descriptors and handles."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def check_same_host(address: Address, part: str, peer: str) -> None:
+    """`TransportError` when the peer whose address this is runs under another kernel."""
+    if address.get("host") != host_identity():
+        raise TransportError(
+            "the peer runs on another host.",
+            part=part,
+            peer=peer,
+            hint="Set checkpoint_engine.backend to one that crosses hosts, such as gloo or nccl.",
+        )
+
+
+def socket_name(address: Address, part: str, peer: str) -> str:
+    """The name of the sender's socket in its address; `ProtocolError` when it could be any other path."""
+    name = address.get("socket")
+    if not (isinstance(name, str) and _SOCKET_PATTERN.fullmatch(name)):
+        raise ProtocolError(f"{name!r} is not the name of a socket.", part=part, peer=peer)
+    return name
+
+
+def listen_local(socket_dir: Path, part: str) -> tuple[socket.socket, Path]:
+    """A listening Unix socket of mode 0600 under a fresh name, after clearing away those of dead senders.
+
+    Raises `ConfigError` when the directory cannot be used and `StorageError` when it is full.
+    """
+    path = socket_dir / _SOCKET_NAME.format(secrets.token_hex(_TOKEN_BYTES))
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        _remove_stale_sockets(socket_dir)
+        with _locked(socket_dir, fcntl.LOCK_SH):
+            listener.bind(str(path))
+            path.chmod(stat.S_IRUSR | stat.S_IWUSR)
+            listener.listen(socket.SOMAXCONN)
+    except OSError as error:
+        listener.close()
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+        if isinstance(error, FileNotFoundError | NotADirectoryError | PermissionError):
+            raise ConfigError(f"socket_dir {str(socket_dir)!r}: {error.strerror}.", part=part) from error
+        raise StorageError(f"cannot create a socket in {socket_dir}: {error.strerror}.", part=part) from error
+    return listener, path
+
+
+def _remove_stale_sockets(socket_dir: Path) -> None:
+    """Remove the sockets of senders that were killed before their receivers came.
+
+    Nobody listens on those, nor yet on one that is being made: the lock tells them apart, since the kernel drops a
+    killed process's.
+    """
+    if not any(socket_dir.glob(_STALE_PATTERN)):
+        return
+    with _locked(socket_dir, fcntl.LOCK_EX) as alone:
+        for path in socket_dir.glob(_STALE_PATTERN) if alone else ():
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+                probe.setblocking(False)
+                try:
+                    probe.connect(str(path))
+                except ConnectionRefusedError:
+                    path.unlink()
+
+
+@contextlib.contextmanager
+def _locked(socket_dir: Path, mode: int) -> Iterator[bool]:
+    """Hold a lock on the directory itself; whether it was granted.
+
+    It is held for microseconds, so waiting longer means that its holder is stopped. Nobody waits for that one: a cleaner
+    then leaves the cleaning to the next, and whoever makes a socket goes on without.
+    """
+    descriptor = os.open(socket_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        give_up_at = time.monotonic() + _LOCK_WAIT_S
+        granted = False
+        while not granted and time.monotonic() < give_up_at:
+            try:
+                fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
+                granted = True
+            except BlockingIOError:
+                time.sleep(_LOCK_POLL_S)
+        yield granted
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,192 @@
+"""What all checks of the suite share: the two fixtures that its user overrides, and processes to run halves in."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import pytest
+
+from ...contract.engine import Capabilities
+from ...errors import WeightlaneError
+from ...registry import why_unavailable
+from ...runtime.devices import is_available
+from ..processes.connection import DEADLINE_S, Connection, waits_for_receivers
+from ..processes.pool import GRACE_S, Pool, RemoteHalf, first_answers
+from ..processes.resolve import engine_class
+from ..processes.wire import UntypedError
+
+MIB = 1 << 20
+LARGE = 48 * MIB
+"""More than the sockets between two processes hold."""
+EARLY_S = 0.1
+"""How much too early a deadline may be noticed."""
+_PAUSE_S = 0.05
+
+ConnectionMaker = Callable[..., Connection]
+POOL = pytest.StashKey[Pool]()
+"""Where a pytest session keeps its processes."""
+
+
+class ConformanceBase:
+    """Fixtures of the suite."""
+
+    expected_failures: ClassVar[Mapping[str, str]] = {}
+    """Checks, by name, that the engine cannot pass, each with the reason. One that passes after all fails the suite."""
+    deadline_s: ClassVar[float] = DEADLINE_S
+    """What a call gets that is expected to succeed, in seconds."""
+    interrupted_s: ClassVar[float] = 2.5
+    """The deadline of calls that the death of a peer interrupts, in seconds."""
+    expiring_s: ClassVar[float] = 0.6
+    """The deadline of calls that nothing else is meant to end, in seconds."""
+    settle_s: ClassVar[float] = 0.15
+    """After so long, in seconds, a process that was told to call something is in that call."""
+    slack_s: ClassVar[float] = 2.0
+    """How long after its deadline a call may end, in seconds."""
+    prompt_s: ClassVar[float] = 5.0
+    """How soon the death of a peer must be noticed where it must be noticed at once, in seconds."""
+    grace_s: ClassVar[float] = GRACE_S
+    """How long after its deadline a call counts as hanging and its process is killed, in seconds."""
+    rounds: ClassVar[int] = 50
+    """How many connections, one after the other, must leave nothing behind."""
+    preload: ClassVar[Sequence[str]] = ()
+    """Slow modules, without threads of their own, that processes shall have loaded from the start. Only saves time."""
+    most_halves: ClassVar[int | None] = None
+    """How many halves can live on this machine, e.g. its number of devices. Checks that need more are skipped."""
+
+    @pytest.fixture
+    def engine_name(self) -> str:
+        """Name of the engine under test. Override it."""
+        raise NotImplementedError("override the fixture engine_name")
+
+    @pytest.fixture
+    def engine_options(self) -> dict[str, Any]:
+        """Options of the engine under test. Override it where the engine needs some."""
+        return {}
+
+    @pytest.fixture
+    def capabilities(self, engine_name: str) -> Capabilities:
+        """What the engine declares. Skips where the engine cannot run."""
+        cls = engine_class(engine_name)
+        if reason := why_unavailable(cls):
+            pytest.skip(f"{engine_name} cannot run here: {reason}")
+        return cls.capabilities
+
+    @pytest.fixture
+    def device(self, capabilities: Capabilities) -> str:
+        """Torch device type on which the checks' buckets live."""
+        present = [name for name in ("cpu", *sorted(capabilities.devices)) if name in capabilities.devices]
+        usable = [name for name in present if is_available(name)]
+        if not usable:
+            pytest.skip(f"no device here of those declared: {', '.join(present)}")
+        return usable[0]
+
+    @pytest.fixture(autouse=True)
+    def _known_limit(self, request: pytest.FixtureRequest) -> None:
+        name = getattr(request.node, "originalname", None) or request.node.name
+        if reason := self.expected_failures.get(name):
+            request.node.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+
+    @pytest.fixture
+    def pool(self, request: pytest.FixtureRequest) -> Iterator[Pool]:
+        """The session's processes, those that this check borrowed being taken back after it."""
+        stash = request.config.stash
+        if POOL not in stash:
+            stash[POOL] = Pool()
+            request.config.add_cleanup(stash[POOL].close)
+        stash[POOL].preload(self.preload)
+        yield stash[POOL]
+        stash[POOL].take_back()
+
+    @pytest.fixture
+    def halves(self, pool: Pool, engine_name: str, engine_options: dict[str, Any], device: str) -> ConnectionMaker:
+        """Makes an unconnected sender and so many receivers: ``halves(2)``, ``halves(2, senders=2)``."""
+
+        def make(receivers: int, *, senders: int = 1, device: str = device) -> Connection:
+            if self.most_halves is not None and receivers + senders > self.most_halves:
+                pytest.skip(f"needs {receivers + senders} halves, this machine has room for {self.most_halves}")
+            return Connection(
+                pool,
+                engine_name,
+                dict(engine_options),
+                device=device,
+                receivers=receivers,
+                senders=senders,
+                deadline_s=self.deadline_s,
+                grace_s=self.grace_s,
+            )
+
+        return make
+
+    @pytest.fixture
+    def connected(self, halves: ConnectionMaker) -> ConnectionMaker:
+        """As `halves`, and connected."""
+
+        def make(receivers: int, **more: Any) -> Connection:
+            return halves(receivers, **more).connect()
+
+        return make
+
+    def failure(
+        self,
+        half: RemoteHalf,
+        *types: type[WeightlaneError],
+        names: str = "",
+        between_s: tuple[float, float] = (0.0, math.inf),
+    ) -> WeightlaneError:
+        """The error of `half`'s oldest running operation, which must be one of `types`, name a peer, and come in time."""
+        expected = f"expected {' or '.join(cls.__name__ for cls in types)} from {half.name}"
+        try:
+            answer = half.result()
+        except WeightlaneError as raised:
+            error = raised
+        except UntypedError as untyped:
+            raise AssertionError(f"{expected}, {untyped.said}") from untyped
+        else:
+            raise AssertionError(f"{expected}, it returned {answer!r}")
+        said = f"it raised {type(error).__name__}"
+        assert isinstance(error, types), f"{expected}, {said}: {error}"
+        assert names in f"{error.peer} {error}", f"{expected} that names {names}, {said}: {error}"
+        earliest_s, latest_s = between_s
+        after = f"{said} after {half.seconds:.2f} s: {error}"
+        assert half.seconds >= earliest_s, f"{expected}, not before its deadline, {after}"
+        assert half.seconds <= latest_s, f"{expected} within {latest_s:g} s, {after}"
+        return error
+
+    def not_yet(self, half: RemoteHalf, seconds: float, event: str) -> None:
+        """Let `half`'s oldest running operation go on for so many seconds, in which it must not end: `event` is still to come."""
+        assert not first_answers([half], seconds), f"expected {half.name} to wait, it returned before {event}"
+
+    def late(self, deadline_s: float) -> tuple[float, float]:
+        """When a call may end whose deadline passes: `failure`'s ``between_s``."""
+        return deadline_s - EARLY_S, deadline_s + self.slack_s
+
+    def in_time(self, deadline_s: float) -> tuple[float, float]:
+        """When a call may end that fails for another reason, at its deadline at the latest."""
+        return 0.0, deadline_s + self.slack_s
+
+    def no_more_than(self, before: Sequence[Mapping[str, int]], connection: Connection, when: str) -> None:
+        """The halves' processes must come back to the resources that they had; threads may take a moment to end."""
+        end = time.monotonic() + self.slack_s
+        while True:
+            found = [
+                grown(earlier, half.call("resources")) for half, earlier in zip(connection.halves, before, strict=True)
+            ]
+            if not any(found) or time.monotonic() > end:
+                break
+            time.sleep(_PAUSE_S)
+        more = [f"{half.name} has {text}" for half, text in zip(connection.halves, found, strict=True) if text]
+        assert not more, f"expected nothing to be left {when}, {'; '.join(more)}"
+
+    @staticmethod
+    def needs_waiting_sender(capabilities: Capabilities) -> None:
+        """Skip for engines whose sender does not wait for receivers."""
+        if not waits_for_receivers(capabilities):
+            pytest.skip("nobody waits for the receivers of a store")
+
+
+def grown(before: Mapping[str, int], after: Mapping[str, int]) -> str:
+    """In words what `after` has more of than `before`; empty when it has nothing."""
+    return ", ".join(f"{after[kind]} {kind} instead of {before[kind]}" for kind in before if after[kind] > before[kind])

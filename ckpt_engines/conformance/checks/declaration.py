@@ -1,0 +1,222 @@
+"""An engine is what it declares: neither less nor more."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ...contract.engine import Capabilities, Delivery
+from ...errors import ConfigError, CorruptBucketError, WeightlaneError
+from ...registry import why_unavailable
+from ...runtime.devices import is_available
+from ..processes.connection import waits_for_receivers
+from ..processes.payload import Parcel
+from ..processes.resolve import create_engine, engine_class
+from .base import LARGE, MIB, ConformanceBase, ConnectionMaker
+
+_NO_VALUE = {"no": {"such": "value"}}
+
+
+class DeclarationChecks(ConformanceBase):
+    """The class, its options and its capabilities."""
+
+    def test_options_are_described_and_unknown_or_ill_typed_ones_refused(
+        self, engine_name: str, engine_options: Mapping[str, Any], capabilities: Capabilities
+    ) -> None:
+        """Whoever mistypes an option learns it before anything starts."""
+        del capabilities  # asked for, so that an engine that cannot run here is skipped
+        fields = engine_class(engine_name).config_type.model_fields
+        undescribed = [name for name, field in fields.items() if not field.description]
+        assert not undescribed, f"expected a description of every option, {', '.join(undescribed)} has none"
+        ill_typed = {name for name, field in fields.items() if field.annotation in (str, int, float, bool)}
+        for name in ("no_such_option", *sorted(ill_typed)):
+            said = _refusal(engine_name, {**engine_options, name: _NO_VALUE})
+            assert name in said, f"expected ConfigError that names {name} for {name}={_NO_VALUE}, {said}"
+
+    def test_devices_exist_for_torch_and_the_engine_says_why_it_cannot_run(self, engine_name: str) -> None:
+        """``unavailable_reason`` never raises, here or where the hardware is missing."""
+        cls = engine_class(engine_name)
+        reason = why_unavailable(cls)
+        for device in cls.capabilities.devices if reason is None else ():  # torch may need the missing library for it
+            try:
+                torch.device(device)
+            except RuntimeError:
+                pytest.fail(f"expected device types of torch, {device!r} is not one")
+
+    def test_buckets_on_every_declared_device_arrive(self, halves: ConnectionMaker, capabilities: Capabilities) -> None:
+        """From allocated memory of that device, and from the caller's own."""
+        present = [device for device in sorted(capabilities.devices) if is_available(device)]
+        if not present:
+            pytest.skip(f"no device here of those declared: {', '.join(sorted(capabilities.devices))}")
+        for device in present:
+            connection = halves(1, device=device).connect()
+            connection.deliver([Parcel(1, 0, MIB + 1, 1)])
+            connection.deliver([Parcel(2, 0, MIB + 1, 2)], allocated=False)
+            connection.close()
+
+    def test_allocated_buffers_are_what_was_asked_for(
+        self, connected: ConnectionMaker, capabilities: Capabilities
+    ) -> None:
+        """Each of its size, on a declared device, and none over another one's memory."""
+        sizes = [1000, MIB + 1, 1]
+        for nbytes, buffer in zip(sizes, connected(1).sender.call("allocate", sizes=sizes), strict=True):
+            seen = {key: buffer[key] for key in ("dtype", "shape", "contiguous")}
+            wanted = {"dtype": "torch.uint8", "shape": [nbytes], "contiguous": True}
+            assert seen == wanted, f"expected {wanted} of allocate({nbytes}), it is {seen}"
+            assert buffer["device"] in capabilities.devices, f"expected a declared device, it is {buffer['device']}"
+            assert buffer["intact"], "expected memory of its own for each buffer, two allocated buffers share memory"
+
+    def test_an_address_is_plain_data(self, halves: ConnectionMaker) -> None:
+        """It survives JSON unchanged, and asking again gives the same."""
+        connection = halves(1)
+        for half in connection.halves:
+            first, second = half.call("address"), half.call("address")
+            assert first == second, f"expected the same address of {half.name} again, after {first} it is {second}"
+
+    def test_nothing_is_unpickled(self, connected: ConnectionMaker) -> None:
+        """Neither from a peer nor from a store."""
+        connection = connected(1)
+        before = [half.call("unpickled") for half in connection.halves]
+        connection.make()
+        connection.connect().deliver([Parcel(1, 0, 1000, 1)])
+        for half, earlier in zip(connection.halves, before, strict=True):
+            times = half.call("unpickled") - earlier
+            assert not times, f"expected nothing to be unpickled, {half.name} did so {times} times"
+
+    def test_zero_copy_means_that_send_reads_the_allocated_memory_itself(
+        self, connected: ConnectionMaker, capabilities: Capabilities, tmp_path: Path
+    ) -> None:
+        """What is written to an allocated buffer while its receiver is frozen arrives, so there is no copy of it."""
+        if not capabilities.zero_copy:
+            pytest.skip("the engine does not declare zero copy")
+        self.needs_waiting_sender(capabilities)
+        connection = connected(1)
+        (receiver,) = connection.receivers
+        receiver.stop()
+        parcel, seeds, done = Parcel(1, 0, LARGE, 1), (1, 2), tmp_path / "overwritten"
+        connection.sender.start(
+            "send_while_overwriting",
+            parcel=parcel,
+            receivers=[receiver.name],
+            deadline_s=self.deadline_s,
+            after_s=2 * self.settle_s,
+            seed=seeds[1],
+            done=str(done),
+        )
+        end = time.monotonic() + self.deadline_s
+        while not done.exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        receiver.resume()
+        connection.start_receive(receiver, [parcel], seeds=seeds)
+        try:
+            if connection.sender.result() != "blocked":
+                pytest.skip("send was over while its receiver was frozen, so a copy cannot be told from none")
+            (seen,) = receiver.result()
+        except CorruptBucketError:  # of an engine with a checksum of its own: it noticed the new bytes
+            return
+        assert seen == str(seeds[1]), "expected no copy, send had copied the buffer before its receiver took it"
+
+    def test_persistent_buckets_outlive_their_sender(
+        self, connected: ConnectionMaker, capabilities: Capabilities
+    ) -> None:
+        """What was committed can be read after the sender's process was killed."""
+        if not capabilities.persistent:
+            pytest.skip("the engine does not declare that buckets are persistent")
+        connection = connected(1)
+        parcels = [Parcel(1, index, 100_000 + index, index) for index in range(3)]
+        connection.start_send(parcels)
+        connection.sender.result()
+        connection.sender.kill()
+        (receiver,) = connection.receivers
+        connection.start_receive(receiver, parcels, deadline_s=self.deadline_s)
+        connection.check_received([receiver])
+
+    def test_buckets_that_make_one_file_are_each_received_and_outlive_their_sender(
+        self, connected: ConnectionMaker, capabilities: Capabilities
+    ) -> None:
+        """Of a tensor larger than a bucket, between others that have a file of their own."""
+        if not capabilities.persistent:
+            pytest.skip("the engine does not declare that buckets are persistent")
+        connection = connected(2)
+        sizes, total = [50_000, 50_000, 1_001], 101_001
+        parts = [
+            Parcel(1, 1 + place, nbytes, 700 + place, 1, 50_000 * place, total) for place, nbytes in enumerate(sizes)
+        ]
+        parcels = [Parcel(1, 0, 4096, 1), *parts, Parcel(1, 4, 4096, 2)]
+        connection.deliver(parcels)
+        connection.sender.kill()
+        for receiver in connection.receivers:
+            connection.start_receive(receiver, parcels, deadline_s=self.deadline_s)
+        connection.check_received(connection.receivers)
+
+    def test_buckets_of_a_store_that_is_not_persistent_go_with_their_sender(
+        self, connected: ConnectionMaker, capabilities: Capabilities
+    ) -> None:
+        """A sender that closes takes its buckets along, so that nobody relies on them."""
+        if capabilities.persistent or Delivery.STORE not in capabilities.delivery:
+            pytest.skip("the engine is not a store, or declares that it is persistent")
+        connection = connected(1)
+        (receiver,) = connection.receivers
+        connection.start_send([Parcel(1, 0, 1000, 1)])
+        connection.sender.result()
+        connection.sender.call("close")
+        connection.start_receive(receiver, [Parcel(1, 0, 1000, 1)], deadline_s=self.expiring_s)
+        self.failure(receiver, WeightlaneError, between_s=self.in_time(self.expiring_s))
+
+    def test_a_late_receiver_joins_an_elastic_engine_and_leaves_it(
+        self, connected: ConnectionMaker, capabilities: Capabilities
+    ) -> None:
+        """Without a new connection of the others."""
+        if not capabilities.elastic:
+            pytest.skip("the engine does not declare that it is elastic")
+        connection = connected(1)
+        connection.deliver([Parcel(1, 0, 50_000, 1)])
+        late = connection.late_receiver()
+        connection.start_connect(late)
+        late.result()
+        connection.receivers.append(late)
+        connection.deliver([Parcel(2, 0, 50_000, 2)])
+        late.call("close")
+        connection.receivers.remove(late)
+        connection.deliver([Parcel(3, 0, 50_000, 3)])
+
+    def test_a_late_receiver_is_refused_by_an_engine_that_is_not_elastic(
+        self, connected: ConnectionMaker, capabilities: Capabilities
+    ) -> None:
+        """With an error, and without harm to the connection."""
+        if capabilities.elastic:
+            pytest.skip("the engine declares that it is elastic")
+        connection = connected(1)
+        late = connection.late_receiver()
+        connection.start_connect(late, self.expiring_s)
+        self.failure(late, WeightlaneError, between_s=self.in_time(self.expiring_s))
+        connection.deliver([Parcel(1, 0, 50_000, 1)])
+
+    def test_an_engine_that_crosses_hosts_holds_a_link_to_the_network(
+        self, connected: ConnectionMaker, capabilities: Capabilities
+    ) -> None:
+        """Who has neither an internet socket nor a fabric's device open cannot reach another host."""
+        if capabilities.same_host_only:
+            pytest.skip("the engine declares that both halves run on one host")
+        if not waits_for_receivers(capabilities):
+            pytest.skip("how far a store reaches depends on where it is")
+        connection = connected(1)
+        connection.deliver([Parcel(1, 0, 1000, 1)])
+        for half in connection.halves:
+            assert half.call("links"), (
+                f"expected a link to the network or same_host_only=True, {half.name} has no link to another host"
+            )
+
+
+def _refusal(engine: str, options: Mapping[str, Any]) -> str:
+    """What the engine says against its options."""
+    try:
+        create_engine(engine, options)
+    except ConfigError as error:
+        return str(error)
+    return "an engine was made"

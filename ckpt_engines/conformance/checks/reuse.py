@@ -1,0 +1,87 @@
+"""What every engine leaves behind when it is closed: nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ..processes.payload import Parcel
+from ..processes.pool import Pool
+from .base import ConformanceBase, ConnectionMaker, grown
+
+_WARM_UP_ROUNDS = 5
+"""Until then something may be loaded that stays, such as a library's own threads."""
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked at only
+
+
+class ReuseChecks(ConformanceBase):
+    """Closing and opening again."""
+
+    def test_many_connections_leave_nothing_behind(self, halves: ConnectionMaker, pool: Pool) -> None:
+        """No descriptor, port, thread, process, mapping, shared memory or temporary file more than after the first few."""
+        rounds = self.rounds
+        connection = halves(1)
+        seen = _names(_SHARED_MEMORY)
+        appeared: list[set[str]] = []
+        before: list[dict[str, int]] = []
+        for number in range(rounds + _WARM_UP_ROUNDS):
+            if number:
+                connection.make()
+            connection.connect()
+            connection.deliver([Parcel(1, 0, 10_000, number), Parcel(1, 1, 10, number)], allocated=bool(number % 2))
+            connection.close()
+            appeared.append(_names(_SHARED_MEMORY) - seen)
+            seen |= appeared[-1]
+            if number + 1 == _WARM_UP_ROUNDS:
+                before = [half.call("resources") for half in connection.halves]
+                files_before = _names(pool.temporary)
+        self.no_more_than(before, connection, f"after {rounds} connections")
+        assert not (files := _names(pool.temporary) - files_before), (
+            f"expected no temporary files, left were {sorted(files)[:5]}"
+        )
+        # Others use shared memory meanwhile, and have it mapped; what they leave there they hardly leave in every second round.
+        foreign = _mapped_by_others({half.pid for half in connection.halves})
+        left = [names & _names(_SHARED_MEMORY) - foreign for names in appeared]
+        leaking = sum(map(bool, left))
+        assert leaking < rounds // 2, (
+            f"expected no names in {_SHARED_MEMORY}, {leaking} connections left some: {sorted(set().union(*left))[:5]}"
+        )
+
+    def test_closing_a_half_that_never_connected_leaves_nothing_behind(self, halves: ConnectionMaker) -> None:
+        """An address may have opened a port."""
+        connection = halves(1)
+        connection.exchange_addresses()
+        connection.close()
+        before = [half.call("resources") for half in connection.halves]
+        connection.make()
+        connection.exchange_addresses()
+        connection.close()
+        self.no_more_than(before, connection, "after its close")
+
+    def test_making_an_engine_and_its_halves_opens_no_port_and_leaves_nothing_behind(
+        self, halves: ConnectionMaker, engine_name: str, engine_options: Mapping[str, Any]
+    ) -> None:
+        """Only ``address`` and ``connect`` open something."""
+        process = halves(1).sender
+        counts = process.call("make_and_close", engine=engine_name, options=dict(engine_options))
+        opened = counts["during"]["listening ports"] - counts["before"]["listening ports"]
+        assert opened <= 0, f"expected no open port before address(), making a half opened {opened}"
+        more = grown(counts["before"], counts["after"])
+        assert not more, f"expected nothing to be left after close, the process has {more}"
+
+
+def _mapped_by_others(ours: Collection[int]) -> set[str]:
+    """What other processes than `ours` have mapped of the shared memory: its names."""
+    found: set[str] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        if int(process.name) not in ours:
+            with suppress(OSError):  # it has ended, or is another user's
+                lines = (process / "maps").read_text().splitlines()
+                found |= {line.rpartition("/")[2] for line in lines if f" {_SHARED_MEMORY}/" in line}
+    return found
+
+
+def _names(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}

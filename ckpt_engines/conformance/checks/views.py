@@ -1,0 +1,219 @@
+"""What an engine keeps that lets receivers look at buckets in the sender's memory: `Capabilities.views`."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from ...contract.engine import Capabilities
+from ...errors import ClosedError, DeadlineExceededError, PeerLostError, ProtocolError
+from ..processes.connection import Connection
+from ..processes.payload import Parcel
+from .base import MIB, ConformanceBase, ConnectionMaker
+
+_WARM_UP_ROUNDS = 3
+
+
+def _version(number: int, *sizes: int) -> list[Parcel]:
+    """A version of buckets of these sizes, or of some whose sizes are odd."""
+    return [
+        Parcel(number, index, nbytes, 10 * number + index) for index, nbytes in enumerate(sizes or (70_001, 3, 9000))
+    ]
+
+
+class ViewChecks(ConformanceBase):
+    """Lasting buckets."""
+
+    @pytest.fixture
+    def viewers(self, connected: ConnectionMaker, capabilities: Capabilities) -> ConnectionMaker:
+        """As `connected`, for engines that declare views."""
+        if not capabilities.views:
+            pytest.skip("the engine does not declare views")
+        return connected
+
+    @pytest.mark.parametrize("receivers", [1, 3])
+    def test_a_viewed_bucket_shows_the_bytes_that_were_sent(self, viewers: ConnectionMaker, receivers: int) -> None:
+        """To any number of receivers at once, from an empty bucket to a large one."""
+        connection = viewers(receivers)
+        connection.show(_version(1, 3 * MIB + 1, 1, 0, 4095, 0, 64 * 1024))
+        connection.release(1)
+
+    def test_buckets_that_adjoin_are_viewed_as_one_storage(self, viewers: ConnectionMaker) -> None:
+        """So that a tensor in several buckets can be read as a whole."""
+        connection = viewers(2)
+        version = _version(1, 100_001, 7, 1, MIB)
+        connection.show(version)
+        for half in connection.receivers:
+            problem = half.call("join", parcels=version)
+            assert not problem, f"expected one storage of the views of {half.name}, {problem}"
+
+    def test_lasting_buckets_in_the_callers_own_memory_are_viewed_too(self, viewers: ConnectionMaker) -> None:
+        """A bucket need not come from ``allocate``, and the one behind it does not take its place."""
+        connection = viewers(2)
+        version = _version(1, 5000, 5000, 5000)
+        connection.show(version, own=True)
+        connection.check_views(version)
+        connection.release(1)
+
+    def test_a_receiver_may_copy_what_others_view(self, viewers: ConnectionMaker) -> None:
+        """And a version of which it only received buckets need not be released."""
+        connection = viewers(3)
+        viewing, copying, doing_both = connection.receivers
+        version = _version(1)
+        connection.start_view(viewing, version)
+        connection.start_receive(copying, version)
+        connection.start_receive(doing_both, version[:1])
+        connection.start_view(doing_both, version[1:])
+        connection.start_show(version)
+        connection.check_received([*connection.receivers, connection.sender])
+        connection.check_received([doing_both])
+        for half in (viewing, doing_both):
+            half.call("release", version=1, deadline_s=self.deadline_s)
+        connection.sender.call("reclaim", version=1, deadline_s=self.interrupted_s)
+
+    def test_a_bucket_that_does_not_last_is_not_viewed(self, viewers: ConnectionMaker) -> None:
+        """The sender would overwrite it: both sides are told."""
+        connection = viewers(1)
+        (receiver,) = connection.receivers
+        connection.start_view(receiver, [Parcel(1, 0, 1000, 1)], deadline_s=self.deadline_s)
+        connection.start_send([Parcel(1, 0, 1000, 1)], deadline_s=self.deadline_s)
+        self.failure(receiver, ProtocolError, between_s=(0.0, self.prompt_s))
+        self.failure(connection.sender, ProtocolError, PeerLostError, between_s=(0.0, self.prompt_s))
+
+    def test_reclaim_waits_for_the_last_release(self, viewers: ConnectionMaker) -> None:
+        """Not for the first one, and not for longer."""
+        connection = viewers(2)
+        first, last = connection.receivers
+        connection.show(_version(1))
+        first.call("release", version=1, deadline_s=self.deadline_s)
+        connection.sender.start("reclaim", version=1, deadline_s=self.deadline_s)
+        self.not_yet(connection.sender, 2 * self.settle_s, f"{last.name} had released the version")
+        last.call("release", version=1, deadline_s=self.deadline_s)
+        connection.sender.result()
+        seconds = connection.sender.seconds
+        within_s = 2 * self.settle_s + self.prompt_s
+        assert seconds <= within_s, f"expected reclaim to return within {within_s:g} s, it took {seconds:.2f} s"
+
+    def test_releases_and_acknowledgements_of_two_versions_may_cross(self, viewers: ConnectionMaker) -> None:
+        """One is released while the other is sent: each is reclaimed by itself, in any order."""
+        connection = viewers(1)
+        (receiver,) = connection.receivers
+        first, second, third = (_version(number) for number in (1, 2, 3))
+        connection.show(first)
+        connection.start_view(receiver, second[:1])
+        receiver.start("release", version=1, deadline_s=self.deadline_s)
+        connection.start_view(receiver, second[1:])
+        connection.start_show(second, slot=1)
+        for _ in range(3):
+            receiver.result()
+        connection.sender.result()
+        connection.sender.call("reclaim", version=1, deadline_s=self.deadline_s)
+        connection.show(third)
+        receiver.call("release", version=3, deadline_s=self.deadline_s)
+        connection.sender.call("reclaim", version=3, deadline_s=self.deadline_s)
+        connection.sender.start("reclaim", version=2, deadline_s=self.expiring_s)
+        self.failure(
+            connection.sender, DeadlineExceededError, names=receiver.name, between_s=self.late(self.expiring_s)
+        )
+        connection.check_views(second)
+        connection.release(2)
+
+    def test_memory_is_used_again_once_it_is_reclaimed(self, viewers: ConnectionMaker) -> None:
+        """The next version of the same shape lies in the same place, and shows its own bytes."""
+        connection = viewers(2)
+        for number in (1, 2, 3):
+            connection.show(_version(number))
+            connection.check_views(_version(number))
+            connection.release(number)
+
+    def test_memory_outlives_a_connection(self, viewers: ConnectionMaker) -> None:
+        """It belongs to the engine: what was written there can be sent by the next sender, and is viewed as one storage."""
+        connection = viewers(1)
+        version = _version(1)
+        connection.show(version)
+        for half in connection.halves:
+            half.call("close", keep=True)
+        connection.make()
+        connection.connect().show(version, fill=False)
+        problem = connection.receivers[0].call("join", parcels=version)
+        assert not problem, f"expected one storage of what was written for the sender before, {problem}"
+        connection.release(1)
+
+    def test_what_is_viewed_stays_when_its_memory_is_freed(self, viewers: ConnectionMaker) -> None:
+        """The sender gives it up and goes on with other memory; who still looks sees what was there."""
+        connection = viewers(1)
+        first, second = _version(1), _version(2)
+        connection.show(first)
+        connection.sender.call("free_shown")
+        connection.show(second)
+        connection.check_views(first)
+        connection.check_views(second)
+
+    def test_a_view_outlives_both_halves(self, viewers: ConnectionMaker) -> None:
+        """A tensor stays readable after close, and when the sender's process is gone."""
+        connection = viewers(1)
+        (receiver,) = connection.receivers
+        version = _version(1, 2 * MIB, 1)
+        connection.show(version)
+        receiver.call("close", keep=True)
+        connection.check_views(version)
+        connection.sender.kill()
+        connection.check_views(version)
+
+    @pytest.mark.parametrize("when", ["before", "meanwhile"])
+    def test_reclaim_fails_in_time_when_a_receiver_was_killed(self, viewers: ConnectionMaker, when: str) -> None:
+        """It never said that it looks no more: `PeerLostError`, long before the deadline."""
+        connection = viewers(2)
+        alive, doomed = connection.receivers
+        connection.show(_version(1))
+        alive.call("release", version=1, deadline_s=self.deadline_s)
+        if when == "before":
+            doomed.kill()
+        connection.sender.start("reclaim", version=1, deadline_s=self.deadline_s)
+        if when == "meanwhile":
+            time.sleep(self.settle_s)
+            doomed.kill()
+        self.failure(connection.sender, PeerLostError, names=doomed.name, between_s=(0.0, self.prompt_s))
+
+    def test_reclaim_ends_by_its_deadline_when_a_receiver_does_not_release(self, viewers: ConnectionMaker) -> None:
+        """And says which one."""
+        connection = viewers(2)
+        released, looking = connection.receivers
+        connection.show(_version(1))
+        released.call("release", version=1, deadline_s=self.deadline_s)
+        connection.sender.start("reclaim", version=1, deadline_s=self.expiring_s)
+        self.failure(connection.sender, DeadlineExceededError, names=looking.name, between_s=self.late(self.expiring_s))
+
+    @pytest.mark.parametrize("call", ["reclaim", "view"])
+    def test_close_from_another_thread_ends_a_blocked_reclaim_or_view(
+        self, viewers: ConnectionMaker, call: str
+    ) -> None:
+        """With `ClosedError`, soon; and so does every later call."""
+        connection = viewers(1)
+        connection.show(_version(1))
+        half = connection.sender if call == "reclaim" else connection.receivers[0]
+        half.call("close_after", seconds=self.settle_s)
+        for latest_s in (self.settle_s + self.slack_s, self.slack_s):
+            if call == "reclaim":
+                half.start("reclaim", version=1, deadline_s=self.deadline_s)
+            else:
+                connection.start_view(half, _version(2))
+            self.failure(half, ClosedError, between_s=(0.0, latest_s))
+
+    def test_many_versions_that_were_viewed_leave_nothing_behind(self, viewers: ConnectionMaker) -> None:
+        """No descriptor and no mapping more than after the first few, once memory is freed and nobody looks."""
+        connection = viewers(1)
+        rounds = self.rounds + _WARM_UP_ROUNDS
+        before: list[dict[str, int]] = []
+        for number in range(1, rounds + 1):
+            self._view_and_free(connection, _version(number, 5000, 10))
+            if number == _WARM_UP_ROUNDS:
+                before = [half.call("resources") for half in connection.halves]
+        self.no_more_than(before, connection, f"after {rounds} versions")
+
+    @staticmethod
+    def _view_and_free(connection: Connection, version: list[Parcel]) -> None:
+        connection.show(version)
+        connection.release(version[0].version)
+        connection.sender.call("free_shown")

@@ -1,0 +1,1 @@
+"""The processes in which the conformance suite runs halves of an engine."""

@@ -1,0 +1,82 @@
+"""From the name that a suite is given to an engine: an installed one, or a class in a file that is not installed yet."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pydantic import ValidationError
+
+from ...contract.engine import CheckpointEngine
+from ...errors import ConfigError, EngineContractError, EngineImportError, EngineUnavailableError
+from ...registry import CheckpointEngineRegistry, contract_breach, why_unavailable
+
+_PART = "conformance"
+_REGISTRY_PREFIXES = ("faulty",)
+
+
+def engine_class(name: str) -> type[CheckpointEngine]:
+    """The class behind `name`.
+
+    Args:
+        name: Name of an installed engine, or ``module:Class``, or ``path/to/file.py:Class``.
+
+    Raises:
+        RegistryError: As `CheckpointEngineRegistry.engine_class` does.
+    """
+    place, colon, attribute = name.rpartition(":")
+    if not colon or place in _REGISTRY_PREFIXES:
+        return CheckpointEngineRegistry().engine_class(name)
+    try:
+        loaded = getattr(_module(place), attribute)
+    except EngineContractError as error:  # the class could not even be defined
+        raise EngineContractError(f"{name} declares what is none: {error}", part=_PART) from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as cause:  # a module may call sys.exit
+        raise EngineImportError(
+            f"{attribute!r} could not be loaded from {place}: {type(cause).__name__}: {cause}.",
+            part=_PART,
+            hint="Name an installed engine (see `weightlane engines`), module:Class, or file.py:Class.",
+        ) from cause
+    if problem := contract_breach(loaded):
+        raise EngineContractError(f"{name} {problem}.", part=_PART)
+    checked: type[CheckpointEngine] = loaded
+    return checked
+
+
+def create_engine(name: str, options: Mapping[str, Any]) -> CheckpointEngine:
+    """An engine from `options`; raises what `CheckpointEngineRegistry.create` raises."""
+    cls = engine_class(name)
+    if reason := why_unavailable(cls):
+        raise EngineUnavailableError(f"{name} cannot run here: {reason}.", part=_PART)
+    try:
+        return cls(cls.config_type.model_validate(dict(options)))
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+        raise ConfigError(
+            f"{problems}.",
+            part=f"engine {name}",
+            hint=f"Options of {name}: {', '.join(cls.config_type.model_fields) or 'none'}.",
+        ) from None
+
+
+@functools.cache
+def _module(place: str) -> ModuleType:
+    if not place.endswith(".py"):
+        return importlib.import_module(place)
+    path = Path(place).resolve()
+    name = f"weightlane_conformance_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pydantic look themselves up there
+    spec.loader.exec_module(module)
+    return module

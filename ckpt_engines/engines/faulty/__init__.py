@@ -1,0 +1,1 @@
+"""``faulty:ENGINE``: any engine with faults injected on purpose."""

@@ -1,0 +1,1 @@
+"""``filesystem``: versions as files that all sides see."""

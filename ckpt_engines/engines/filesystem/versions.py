@@ -1,0 +1,95 @@
+"""What can be done with the versions in a store directory: read buckets, find the committed ones, remove the others."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+from ...contract.engine import Bucket
+from ...errors import ProtocolError, StorageError
+from ...runtime.process_identity import is_dead
+from .file_names import (
+    COMMITTED,
+    SENDER,
+    SENDER_FILE,
+    SESSION,
+    VERSION,
+    CommittedVersion,
+    latest_name,
+    parse_latest,
+    parse_sender,
+    payload_name,
+)
+from .store_directory import Guard, StoreDirectory, byte_view
+
+_log = logging.getLogger(__name__)
+
+
+def read_bucket(store: StoreDirectory, directory: str, bucket: Bucket, guard: Guard) -> bool:
+    """Fill `bucket` from the version in `directory`; False when its file is not there (yet).
+
+    Raises `ProtocolError` when it has another size than the bucket, or all that are in it, or `StorageError`.
+    """
+    offset, total = (bucket.part.offset, bucket.part.total) if bucket.part else (0, bucket.nbytes)
+    return store.read_payload(f"{directory}/{payload_name(bucket)}", byte_view(bucket.data), guard, offset, total)
+
+
+def committed_versions(store: StoreDirectory, directory: str, guard: Guard) -> list[CommittedVersion]:
+    """The committed versions of all senders with the place of `directory`, newest first; `ProtocolError` if unreadable."""
+    name = latest_name(directory)
+    text = store.read_text(name, guard)
+    return [] if text is None else parse_latest(text, store.full(name), guard.life.part)
+
+
+def is_in_use(store: StoreDirectory, directory: str, guard: Guard) -> bool:
+    """Whether a sender that may still be alive writes to `directory`."""
+    text = store.read_text(f"{directory}/{SENDER_FILE}", guard)
+    return text is not None and not is_dead(parse_sender(text)[0])
+
+
+def remove_version(store: StoreDirectory, directory: str, guard: Guard) -> None:
+    """Remove a version, and the directories around it if nothing else is in them."""
+    store.remove(f"{directory}/{COMMITTED}", guard)  # first, so that no incomplete version carries it
+    store.remove_tree(directory, guard)
+    _remove_empty(store, directory.rpartition("/")[0], guard)
+
+
+def remove_sender(store: StoreDirectory, directory: str, guard: Guard) -> None:
+    """Remove what says that a sender writes to `directory`, and the directories if there is no version in them."""
+    store.remove(f"{directory}/{SENDER_FILE}", guard)
+    _remove_empty(store, directory, guard)
+
+
+def remove_leftovers(store: StoreDirectory, guard: Guard) -> None:
+    """Remove what dead senders of this host left, except for their committed versions."""
+    for session in filter(SESSION.fullmatch, store.names("", guard)):
+        for sender in filter(SENDER.fullmatch, store.names(session, guard)):
+            directory = f"{session}/{sender}"
+            text = store.read_text(f"{directory}/{SENDER_FILE}", guard)
+            if text is not None and is_dead(parse_sender(text)[0]):
+                try:
+                    _remove_leftovers_of(store, directory, guard)
+                except (StorageError, ProtocolError) as error:  # somebody else may be at it
+                    _log.info("%s: what a dead sender left was not removed: %s", guard.life.part, error)
+
+
+def _remove_leftovers_of(store: StoreDirectory, directory: str, guard: Guard) -> None:
+    committed = committed_versions(store, directory, guard)
+    kept = {entry.directory for entry in committed}
+    for name in store.names(directory, guard):
+        path = f"{directory}/{name}"
+        if VERSION.fullmatch(name):
+            # If the list of committed versions is lost, what is marked as one stays.
+            marked = not committed and store.read_text(f"{path}/{COMMITTED}", guard) is not None
+            if path not in kept and not marked:
+                store.remove(f"{path}/{COMMITTED}", guard)
+                store.remove_tree(path, guard)
+        elif name != SENDER_FILE:
+            store.remove(path, guard)
+    remove_sender(store, directory, guard)
+
+
+def _remove_empty(store: StoreDirectory, sender_directory: str, guard: Guard) -> None:
+    for directory in (sender_directory, sender_directory.partition("/")[0]):
+        with contextlib.suppress(StorageError):
+            store.remove_if_empty(directory, guard)

@@ -1,0 +1,1 @@
+"""``shm`` and ``cuda_ipc``: receivers map the sender's memory."""

@@ -1,0 +1,245 @@
+"""Segments in CUDA memory: the sender's memory is mapped by another process, through CUDA's interprocess handles.
+
+Who waits for whom: the sender records an interprocess event behind whatever wrote the bucket, and announces the bucket. The
+receiver asks the event until it has passed, copies on a stream of its own, asks an event behind the copy, and acknowledges.
+No stream ever waits for another process, so a peer that dies or stops in the middle blocks a host thread until the deadline
+and never a device.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import select
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...channels.channel import Address, Channel
+from ...errors import ProtocolError, StorageError, TransportError
+from ...runtime.devices import CudaRuntime, runtime_of
+from .cuda_driver import HANDLE_BYTES, CudaDriver, cuda_driver
+from .segments import MappedSegment, OwnedSegment, SegmentKind, close_descriptors
+
+_PART = "CUDA memory"
+_OTHER_ENGINES = "Set checkpoint_engine.backend to nccl, or gloo."
+
+
+class _Block:
+    """Device memory of its own, given back when nothing refers to it any more.
+
+    torch looks at it through ``__cuda_array_interface__`` (version 3) and then keeps it alive.
+    """
+
+    def __init__(self, driver: CudaDriver, device: int, nbytes: int) -> None:
+        self.pointer = driver.allocate(device, nbytes)
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (self.pointer, False),
+            "version": 3,
+        }
+        weakref.finalize(self, _quietly_free, driver, device, self.pointer).atexit = False
+
+
+def _quietly_free(driver: CudaDriver, device: int, pointer: int) -> None:
+    with contextlib.suppress(TransportError):  # after a fault the context is lost, and its memory with it
+        driver.free(device, pointer)
+
+
+class CudaSegment(OwnedSegment):
+    """Memory on one device of the process that made it."""
+
+    def __init__(self, runtime: CudaRuntime, nbytes: int) -> None:
+        driver, index = cuda_driver(), runtime.device.index
+        try:
+            block = _Block(driver, index, nbytes)
+        except StorageError:
+            runtime.forget_unused()  # torch may hold what others gave back
+            block = _Block(driver, index, nbytes)
+        self.nbytes = nbytes
+        self.data = runtime.tensor_over(block)
+        self._runtime = runtime
+        self._stream = runtime.new_stream()
+        self._written, handle = runtime.interprocess_event()
+        self._description = {
+            "memory": _encode(driver.export(index, block.pointer)),
+            "event": _encode(handle),
+        }
+
+    def describe(self) -> tuple[Mapping[str, Any], Sequence[int]]:
+        """See `OwnedSegment.describe`."""
+        return self._description, ()
+
+    def copy_in(self, data: torch.Tensor, after: Any) -> Any:
+        """See `OwnedSegment.copy_in`."""
+        with self._runtime.on(self._stream):
+            self._runtime.wait_for(self._stream, after)
+            self.data[: data.numel()].copy_(data, non_blocking=True)
+        if data.device == self._runtime.device:
+            self._runtime.keep_until_done(data, self._stream)
+        return self._runtime.recorded(self._stream)
+
+    def publish(self, after: Any) -> None:
+        """See `OwnedSegment.publish`: have the event that the receivers ask pass with `after`."""
+        with self._runtime.on(self._stream):
+            self._runtime.wait_for(self._stream, after)
+            self._written.record(self._stream)
+
+    def retire(self) -> None:
+        """See `OwnedSegment.retire`. CUDA forbids to free what another process maps, so whoever knows of one holds this."""
+
+
+class CudaMapping(MappedSegment):
+    """Another process's segment, mapped for copies to a device."""
+
+    def __init__(self, runtime: CudaRuntime, nbytes: int, description: Mapping[str, Any]) -> None:
+        self._driver = cuda_driver()
+        self._runtime = runtime
+        self._index = runtime.device.index
+        self.nbytes = nbytes
+        memory, event = (_decode(description.get(key)) for key in ("memory", "event"))
+        try:
+            self._pointer = self._driver.open(self._index, memory)
+        except TransportError as error:
+            raise _cannot_map(runtime.device, error) from error
+        try:
+            self._written = runtime.event_of(event)
+            self._stream = runtime.new_stream()
+            self._copied = runtime.recorded(self._stream)
+        except RuntimeError as error:
+            self._driver.close(self._index, self._pointer)
+            raise _cannot_map(runtime.device, error) from error
+
+    def written(self) -> bool:
+        """See `MappedSegment.written`. The thread asks, no stream waits: a sender that is gone blocks nothing on the device."""
+        return bool(self._written.query())
+
+    def start_copy(self, offset: int, into: torch.Tensor, after: Any) -> Callable[[], bool]:
+        """See `MappedSegment.start_copy`."""
+        self._runtime.wait_for(self._stream, after)
+        source, stream = self._pointer + offset, self._stream.cuda_stream
+        self._driver.copy(self._index, into.data_ptr(), source, into.numel(), stream)
+        self._runtime.keep_until_done(into, self._stream)  # the caller may drop the bucket after an error
+        copied = self._copied = self._runtime.recorded(self._stream)
+        return lambda: bool(copied.query())
+
+    def copied(self) -> bool:
+        """See `MappedSegment.copied`: a copy may still run if its deadline passed."""
+        try:
+            return bool(self._copied.query())
+        except RuntimeError:  # after a fault nothing runs any more
+            return True
+
+    def close(self) -> None:
+        """See `MappedSegment.close`."""
+        with contextlib.suppress(TransportError):  # after a fault nothing is mapped any more
+            self._driver.close(self._index, self._pointer)
+
+
+class CudaSegments(SegmentKind):
+    """Segments on CUDA devices."""
+
+    copies_at_once = True
+
+    def facts(self, device: torch.device) -> Mapping[str, Any]:
+        """Which physical device the segments are on, in words that mean the same in every process."""
+        return {"device": _runtime(device).uuid()}
+
+    def check(self, facts: Address, device: torch.device, part: str, peer: str) -> None:
+        """Two devices must reach each other's memory. A device that is not visible here is found out by mapping."""
+        theirs = facts.get("device")
+        if isinstance(theirs, str) and not _runtime(device).can_reach(theirs):
+            raise TransportError(
+                f"{device} cannot access the memory of the sender's device {theirs}.",
+                part=part,
+                peer=peer,
+                hint=_OTHER_ENGINES,
+            )
+
+    def create(self, nbytes: int, device: torch.device) -> CudaSegment:
+        """See `SegmentKind.create`."""
+        return CudaSegment(_runtime(device), max(1, nbytes))
+
+    def adopt(
+        self,
+        nbytes: int,
+        description: Mapping[str, Any],
+        descriptors: Sequence[int],
+        device: torch.device,
+    ) -> CudaMapping:
+        """See `SegmentKind.adopt`."""
+        close_descriptors(descriptors)  # a sender that keeps the protocol passes none
+        return CudaMapping(_runtime(device), nbytes, description)
+
+    def hang_up(self, channels: Iterable[Channel], segments: Iterable[OwnedSegment]) -> None:
+        """See `SegmentKind.hang_up`. Memory that a peer may still map is kept until that peer has hung up.
+
+        CUDA forbids freeing exported memory before it is unmapped elsewhere, and `close` may not wait for that.
+        """
+        kept = list(segments)
+        sockets = [socket.socket(fileno=socket.dup(channel.fileno())) for channel in channels] if kept else []
+        if not sockets:
+            return
+        for sock in sockets:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_WR)
+        threading.Thread(
+            target=_keep_until_hang_up, args=(sockets, kept), name="weightlane-cuda-ipc-free", daemon=True
+        ).start()
+
+
+def _keep_until_hang_up(sockets: Iterable[socket.socket], segments: list[OwnedSegment]) -> None:
+    """Hold `segments` until the other end of every one of `sockets` is closed, or its process dead."""
+    for sock in sockets:
+        poller = select.poll()
+        poller.register(sock, select.POLLIN)
+        hung_up = False
+        while not hung_up:
+            poller.poll()
+            try:
+                hung_up = not sock.recv(4096)
+            except BlockingIOError:
+                continue
+            except OSError:
+                hung_up = True
+        sock.close()
+    segments.clear()
+
+
+def _runtime(device: torch.device) -> CudaRuntime:
+    runtime = runtime_of(device)
+    if not isinstance(runtime, CudaRuntime):
+        raise TransportError(f"a bucket is on {device}, the engine works on CUDA devices.", part=_PART)
+    return runtime
+
+
+def _encode(handle: bytes) -> str:
+    return base64.b64encode(handle).decode("ascii")
+
+
+def _decode(text: object) -> bytes:
+    try:
+        handle = base64.b64decode(text, validate=True) if isinstance(text, str) else b""
+    except (binascii.Error, ValueError):
+        handle = b""
+    if len(handle) != HANDLE_BYTES:
+        raise ProtocolError("a segment came without a valid CUDA handle.", part=_PART)
+    return handle
+
+
+def _cannot_map(device: torch.device, error: Exception) -> TransportError:
+    reason = error.message if isinstance(error, TransportError) else f"{error}."
+    return TransportError(
+        f"{device} cannot map the sender's memory: {reason}",
+        part=_PART,
+        hint=(
+            "Both processes must be two, on one host, in one IPC namespace (containers: share it, as with --ipc=host), and"
+            f" their devices must reach each other over NVLink or PCIe. {_OTHER_ENGINES}"
+        ),
+    )

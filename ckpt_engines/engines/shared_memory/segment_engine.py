@@ -1,0 +1,72 @@
+"""`SegmentEngine`: the engine class behind ``shm`` and ``cuda_ipc``, which differ in the memory they share."""
+
+from __future__ import annotations
+
+from typing import ClassVar, cast
+
+import torch
+from pydantic import Field, field_validator
+
+from ...channels.local_socket import check_socket_directory
+from ...channels.meeting import LocalMeeting, Meeting
+from ...contract.engine import CheckpointEngine, EngineConfig, WeightReceiver, WeightSender
+from ...errors import ProtocolError
+from .receiver import SegmentReceiver
+from .segment_arena import SegmentArena
+from .segments import SegmentKind
+from .sender import SegmentSender
+
+
+class SegmentConfig(EngineConfig):
+    """Options that engines with segments have in common; each describes the limit in its own words."""
+
+    socket_dir: str = Field(
+        "/dev/shm",  # noqa: S108 - mode 0600, a random name, and gone after connect
+        description=(
+            "Directory for the sender's socket while it waits for receivers. Containers must share it and run as the"
+            " same user of the host."
+        ),
+    )
+    max_shared_mib: int | None = None
+
+    @field_validator("socket_dir")
+    @classmethod
+    def _is_short(cls, socket_dir: str) -> str:
+        return check_socket_directory(socket_dir)
+
+
+class SegmentEngine(CheckpointEngine):
+    """Owns the memory that its senders share with receivers. Subclasses say what kind it is."""
+
+    label: ClassVar[str]
+    """The engine's name for error messages."""
+    segment_kind: ClassVar[type[SegmentKind]]
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._options = cast("SegmentConfig", config)
+        limit = self._options.max_shared_mib
+        self._arena = SegmentArena(self.label, self.segment_kind(), None if limit is None else limit << 20)
+
+    def meeting(self, name: str) -> Meeting:  # noqa: ARG002
+        """See `CheckpointEngine.meeting`."""
+        return LocalMeeting(self._options.socket_dir)
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Memory that receivers can map: a bucket that lies in it is not copied on its way out."""
+        if device.type not in self.capabilities.devices:
+            what = " or ".join(sorted(self.capabilities.devices))
+            raise ProtocolError(f"it has {what} memory only, not {device.type}.", part=self.label)
+        return self._arena.make(nbytes, device)[1].data[:nbytes]
+
+    def free(self, memory: torch.Tensor) -> None:
+        """See `CheckpointEngine.free`."""
+        self._arena.free(memory)
+
+    def make_sender(self, name: str, device: torch.device) -> WeightSender:
+        """See `CheckpointEngine.make_sender`."""
+        return SegmentSender(f"{self.label} sender {name}", self.segment_kind(), self._arena, device)
+
+    def make_receiver(self, name: str, device: torch.device) -> WeightReceiver:
+        """See `CheckpointEngine.make_receiver`."""
+        return SegmentReceiver(f"{self.label} receiver {name}", self.segment_kind(), device)

@@ -1,0 +1,1 @@
+"""``gloo``, ``nccl`` and ``hccl``: torch.distributed on three devices."""

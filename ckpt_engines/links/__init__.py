@@ -1,0 +1,1 @@
+"""Links: the framework's end around one half of an engine."""

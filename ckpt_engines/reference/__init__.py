@@ -1,0 +1,1 @@
+"""The engine reference of the documentation, made from what engines declare."""

@@ -1,0 +1,1 @@
+"""What ``weightlane bench`` measures against each other."""

@@ -1,0 +1,161 @@
+"""What is measured against each other, except weightlane itself: plain copies, bare transports, the blocking way.
+
+A contender is opened, asked for any number of rounds, and closed; where memory is tight it is opened for one round only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from weightlane.sync.control.rendezvous import Rendezvous
+
+from ..processes.processes import Processes, meeting_point
+from ..processes.worker import Span
+
+Figures = dict[str, float]
+"""Seconds (or bytes) of one round, by name."""
+
+
+class Contender(Protocol):
+    """Something whose rounds are measured."""
+
+    @property
+    def name(self) -> str:
+        """What its figures are kept under."""
+
+    def open(self) -> None:
+        """Connect, and warm up."""
+
+    def round(self) -> Figures:
+        """Measure once."""
+
+    def close(self) -> None:
+        """Give back what `open` took."""
+
+
+class Copies:
+    """The limits: copies of the whole payload within memory."""
+
+    name = "limits"
+
+    def __init__(self, processes: Processes, timeout_s: float) -> None:
+        self._processes = processes
+        self._timeout_s = timeout_s
+
+    def open(self) -> None:
+        """See `Contender.open`."""
+        self._processes.every("open_copies", timeout_s=self._timeout_s)
+        self.round()
+
+    def round(self) -> Figures:
+        """See `Contender.round`."""
+        processes, timeout_s = self._processes, self._timeout_s
+        alone = processes.receivers[0].call("copy_aside", meeting_point(), timeout_s=timeout_s)
+        together = processes.every_receiver("copy_aside", meeting_point(), timeout_s=timeout_s)
+        into = processes.sender.call("copy_in", timeout_s=timeout_s)
+        out = processes.every_receiver("copy_out", meeting_point(), timeout_s=timeout_s)
+        return {
+            "memcpy_s": duration_s([alone]),
+            # As a commit is timed: how long the slowest one takes, whenever each begins.
+            "memcpy_all_receivers_s": max(end - start for start, end in together),
+            "copy_in_then_out_s": duration_s([into]) + duration_s(out),
+        }
+
+    def close(self) -> None:
+        """See `Contender.close`."""
+        self._processes.every("close_copies", timeout_s=self._timeout_s)
+
+
+class Gloo:
+    """A flat gloo broadcast, which is what bounds that engine, and the blocking way on the same group.
+
+    Args:
+        processes: Who takes part.
+        timeout_s: For everything.
+        bucket_bytes: Of the blocking way.
+    """
+
+    name = "blocking"
+
+    def __init__(self, processes: Processes, timeout_s: float, bucket_bytes: int) -> None:
+        self._processes = processes
+        self._timeout_s = timeout_s
+        self._bucket_bytes = bucket_bytes
+        self._rendezvous: Rendezvous | None = None
+
+    def open(self) -> None:
+        """See `Contender.open`."""
+        self._rendezvous = Rendezvous.host()
+        world = 1 + len(self._processes.receivers)
+        address = self._rendezvous.address.to_plain()
+        self._processes.every(
+            "open_gloo", address, world, self._bucket_bytes, self._timeout_s, timeout_s=self._timeout_s + 5
+        )
+        self.round()
+
+    def round(self) -> Figures:
+        """See `Contender.round`."""
+        flat = self._together("broadcast")
+        sender, *receivers = stopped = self._together("block")
+        begun = min(start for start, _ in stopped)
+        return {
+            "broadcast_s": duration_s(flat),
+            "trainer_blocked_s": sender[1] - begun,
+            "rollout_blocked_s": max(end for _, end in receivers) - begun,
+            "latency_s": max(end for _, end in receivers) - sender[0],
+        }
+
+    def close(self) -> None:
+        """See `Contender.close`."""
+        self._processes.every("close_gloo", timeout_s=self._timeout_s)
+        self._rendezvous = None
+
+    def _together(self, method: str) -> list[Span]:
+        spans: list[Span] = self._processes.every(method, meeting_point(), timeout_s=self._timeout_s + 5)
+        return spans
+
+
+class Files:
+    """Saving a safetensors file and loading it everywhere, through the page cache."""
+
+    name = "files"
+
+    def __init__(self, processes: Processes, timeout_s: float, directory: Path) -> None:
+        self._processes = processes
+        self._timeout_s = timeout_s
+        self._path = directory / "limit.safetensors"
+
+    def open(self) -> None:
+        """See `Contender.open`."""
+        self.round()
+
+    def round(self) -> Figures:
+        """See `Contender.round`."""
+        saved = self._processes.sender.call("save", str(self._path), timeout_s=self._timeout_s)
+        loaded = self._processes.every_receiver("load", str(self._path), meeting_point(), timeout_s=self._timeout_s)
+        return {"files_s": duration_s([saved]) + duration_s(loaded)}
+
+    def close(self) -> None:
+        """See `Contender.close`."""
+        self._path.unlink(missing_ok=True)
+
+
+def duration_s(spans: list[Span]) -> float:
+    """From the first beginning to the last end."""
+    return max(end for _, end in spans) - min(start for start, _ in spans)
+
+
+RAW: dict[str, tuple[str, Callable[[Figures], float]]] = {
+    "gloo": (Gloo.name, lambda figures: figures["broadcast_s"]),
+    "shm": (Copies.name, lambda figures: figures["copy_in_then_out_s"]),
+    "cuda_ipc": (Copies.name, lambda figures: figures["memcpy_s"] + figures["memcpy_all_receivers_s"]),
+    "filesystem": (Files.name, lambda figures: figures["files_s"]),
+}
+"""The bare form of an engine: whose rounds hold it, and where in them."""
+
+
+def plain_options(options: dict[str, Any]) -> dict[str, Any]:
+    """A copy of an engine's options that JSON can hold."""
+    return {key: str(value) if isinstance(value, Path) else value for key, value in options.items()}

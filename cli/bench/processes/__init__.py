@@ -1,0 +1,1 @@
+"""The processes of a benchmark, and what they do."""

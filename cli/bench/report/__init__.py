@@ -1,0 +1,1 @@
+"""What a benchmark found: JSON, table and plot."""

@@ -1,0 +1,74 @@
+"""A report as a picture: where the latency of each row goes, beside what the machine allows."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from weightlane.ckpt_engines import ConfigError, StorageError
+
+from .bench_report import PHASES, BenchReport
+
+_PART = "benchmark"
+_INCHES_PER_ROW = 0.5
+_COLOURS = dict(zip(PHASES, ("#4e79a7", "#f28e2b", "#59a14f", "#76b7b2", "#edc948", "#e15759"), strict=True))
+
+
+def check_plot(path: Path) -> None:
+    """Raise `ConfigError` where there is no matplotlib to draw with, or it cannot write a file of that name."""
+    known = _figure().canvas.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in known:
+        raise ConfigError(
+            f"{path.name} names no format that a plot can have.",
+            part=_PART,
+            hint=f"Endings: {', '.join(sorted(known))}.",
+        )
+
+
+def _figure(**how: Any) -> Any:
+    try:
+        return importlib.import_module("matplotlib.figure").Figure(**how)
+    except ImportError as error:
+        raise ConfigError(
+            "a plot needs matplotlib, which is not installed.", part=_PART, hint="pip install matplotlib."
+        ) from error
+
+
+def plot_title(report: BenchReport) -> str:
+    """What there is to see, about the row whose rollout stops for the shortest time."""
+    best = min(report.rows, key=lambda row: row.rollout_blocked_s.median)
+    copies = best.rollout_blocked_s.median / max(1e-9, report.limits.memcpy_all_receivers_s.median)
+    blocking_s = report.blocking.trainer_blocked_s.median
+    share = best.trainer_blocked_s.median / max(1e-9, blocking_s)
+    return (
+        f"{best.engine}: rollout stops for {copies:.2f}x one copy, trainer for {100 * share:.2g} % of the blocking way\n"
+        f"{report.setup.model}, {report.setup.payload_bytes / 1e6:.0f} MB, {report.setup.receivers} receivers"
+    )
+
+
+def plot_report(report: BenchReport, path: Path) -> None:
+    """Draw `report` into `path`; raises what `check_plot` raises, or `StorageError` when the file cannot be written."""
+    check_plot(path)
+    figure = _figure(figsize=(9, 2.4 + _INCHES_PER_ROW * len(report.rows)), layout="constrained")
+    axes = figure.subplots()
+    names = [row.name for row in report.rows]
+    left = [0.0] * len(names)
+    for phase in PHASES:
+        widths = [1e3 * getattr(row.phases, phase).median for row in report.rows]
+        axes.barh(names, widths, left=left, color=_COLOURS[phase], label=phase)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    for number, row in enumerate(report.rows):
+        limit_ms = 1e3 * report.limit_s(row)
+        label = "limit of the row" if number == 0 else None
+        axes.plot([limit_ms, limit_ms], [number - 0.4, number + 0.4], color="black", linewidth=2, label=label)
+    blocking_ms = 1e3 * report.blocking.latency_s.median
+    axes.axvline(blocking_ms, color="gray", linestyle="--", label="blocking way, both sides stopped")
+    axes.invert_yaxis()
+    axes.set_xlabel("ms from publishing to the last receiver's commit (medians)")
+    axes.set_title(plot_title(report), fontsize=10)
+    figure.legend(fontsize=8, ncols=4, loc="outside lower center")
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error}.", part=_PART) from error

@@ -1,0 +1,112 @@
+"""A report as a person reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from rich import box
+from rich.console import RenderableType
+from rich.markup import escape
+from rich.table import Column, Table
+
+from .bench_report import PHASES, BenchReport, Spread
+
+
+def report_tables(report: BenchReport) -> Iterator[RenderableType]:
+    """What to print, in order."""
+    setup, limits, blocking = report.setup, report.limits, report.blocking
+    yield (
+        f"{escape(setup.model)}: {setup.tensors} tensors, {setup.payload_bytes / 1e6:.1f} MB; {setup.receivers} receivers;"
+        f" {setup.rounds} rounds; medians in ms"
+    )
+    yield _rows(report)
+    if report.unavailable:
+        yield unavailable_table(report.unavailable)
+    yield _phases(report)
+    yield _costs(report)
+    floor = _table("limits, and the way that stops both sides", ("ms", "min", "max"))
+    floor.add_row("one copy of the payload", *_three(limits.memcpy_s))
+    floor.add_row("every receiver copies it at once", *_three(limits.memcpy_all_receivers_s))
+    floor.add_row("copy into shared memory, then all copy out", *_three(limits.copy_in_then_out_s))
+    floor.add_row("blocking: trainer stopped", *_three(blocking.trainer_blocked_s))
+    floor.add_row("blocking: rollout stopped", *_three(blocking.rollout_blocked_s))
+    yield floor
+    yield from (f"[yellow]note:[/yellow] {escape(note)}" for note in report.notes)
+
+
+def unavailable_table(reasons: Mapping[str, str]) -> Table:
+    """Engines that cannot run here, and why."""
+    table = Table("engine", "cannot run here")
+    for engine, reason in reasons.items():
+        table.add_row(escape(engine), escape(reason))
+    return table
+
+
+def _rows(report: BenchReport) -> Table:
+    columns = (
+        "trainer\nstops",
+        "no step\nbetween",
+        "rollout\nstops",
+        "x one\ncopy",
+        "latency",
+        "x its\nlimit",
+        "bits\nequal",
+    )
+    table = _table("", columns)
+    for row in report.rows:
+        table.add_row(
+            escape(row.name),
+            _ms(row.trainer_blocked_s),
+            _ms(row.trainer_blocked_without_step_s),
+            _ms(row.rollout_blocked_s),
+            _ratio(row.rollout_blocked_s.median, report.limits.memcpy_all_receivers_s.median),
+            _ms(row.latency_s),
+            _ratio(row.latency_s.median, report.limit_s(row)),
+            "[green]yes[/green]" if row.verified else "[bold red]NO[/bold red]",
+        )
+    return table
+
+
+def _costs(report: BenchReport) -> Table:
+    columns = ("wire", "trainer\n+ MB", "rollout\n+ MB", "training\nspeed", "decoding\nspeed")
+    table = _table("", columns)
+    for row in report.rows:
+        slowdown = ("", "") if row.slowdown is None else (f"{row.slowdown.trainer:.2f}", f"{row.slowdown.decode:.2f}")
+        extra = row.extra_bytes
+        wire = f"{100 * row.wire_bytes / row.payload_bytes:.2f} %"
+        table.add_row(escape(row.name), wire, f"{extra.trainer / 1e6:.1f}", f"{extra.rollout / 1e6:.1f}", *slowdown)
+    return table
+
+
+def _phases(report: BenchReport) -> Table:
+    table = _table("of the latency", PHASES)
+    for row in report.rows:
+        table.add_row(escape(row.name), *(_ms(getattr(row.phases, name)) for name in PHASES))
+    return table
+
+
+def _table(name: str, columns: Sequence[str]) -> Table:
+    return Table(
+        Column(name, no_wrap=True),
+        *(Column(text, justify="right", no_wrap=True) for text in columns),
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+
+
+def _three(spread: Spread) -> tuple[str, str, str]:
+    return _ms(spread), _number(spread.min), _number(spread.max)
+
+
+def _ms(spread: Spread) -> str:
+    return _number(spread.median)
+
+
+def _number(seconds: float) -> str:
+    ms = 1e3 * seconds
+    return f"{ms:.2f}" if ms < 10 else f"{ms:.1f}" if ms < 100 else f"{ms:.0f}"  # noqa: PLR2004 - three digits
+
+
+def _ratio(value: float, of: float) -> str:
+    return f"{value / of:.2f}" if of > 0 else "-"

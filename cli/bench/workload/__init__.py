@@ -1,0 +1,1 @@
+"""The tensors that a benchmark carries."""

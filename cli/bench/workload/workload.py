@@ -1,0 +1,240 @@
+"""What is carried: the tensors of a model, random bits in them, and a change of some of them every round."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weightlane.ckpt_engines import ConfigError
+from weightlane.sync.codecs.quantised import QUANTISERS, Scheme
+from weightlane.sync.codecs.quantised.quantisation import is_quantised
+from weightlane.sync.version.tensor_spec import TensorSpec, dtype_of
+
+from .safetensors_headers import read_headers
+
+_ALIGNMENT_BYTES = 64
+_CHUNK_NUMEL = 1 << 24
+"""Elements of which changed positions are drawn at a time; bounds the memory that takes."""
+_DENSE = 1 / 32
+"""Above this share, asking every element is faster than finding those that change."""
+_EXPONENTS = {
+    torch.bfloat16: (~0x7800, 0x3800),
+    torch.float16: (~0x4000, 0),
+    torch.float32: (~0x7800_0000, 0x3800_0000),
+}
+"""Bits to clear and to set for finite numbers, by type."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A model as far as a transport sees it."""
+
+    name: str
+    specs: tuple[TensorSpec, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(spec.nbytes for spec in self.specs)
+
+    @property
+    def flat_bytes(self) -> int:
+        """Size of a buffer that holds every tensor, each aligned."""
+        return sum(_aligned(spec.nbytes) for spec in self.specs)
+
+    def to_plain(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"name": self.name, "specs": [spec.to_plain() for spec in self.specs]}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Workload:
+        """What `to_plain` gave."""
+        specs = (TensorSpec(name, tuple(shape), dtype_of(dtype)) for name, shape, dtype in plain["specs"])
+        return cls(plain["name"], tuple(specs))
+
+
+class Payload:
+    """The tensors of a workload in one piece of zeroed memory, all pages touched.
+
+    Args:
+        specs: What it holds.
+        device: Where it lies. What is drawn is drawn on the CPU, and is the same everywhere.
+    """
+
+    def __init__(self, specs: Sequence[TensorSpec], device: torch.device | None = None) -> None:
+        places = [0]
+        for spec in specs:
+            places.append(places[-1] + _aligned(spec.nbytes))
+        self.flat = torch.zeros(places[-1], dtype=torch.uint8, device=device)
+        self.flat.zero_()
+        """1-D uint8; the gaps between tensors stay zero."""
+        self.tensors = {
+            spec.name: self.flat[place : place + spec.nbytes].view(spec.dtype).view(spec.shape)
+            for spec, place in zip(specs, places, strict=False)
+        }
+        """A view for every tensor, by name."""
+        self._changes = 0
+
+    def fill(self, seed: int, *, finite: bool = False) -> None:
+        """Random bits in every tensor: NaN, denormals and -0.0 among them. The same for the same seed.
+
+        What has to be `finite` gets numbers between 2**-15 and 2 instead, either sign, in every type that can be quantised.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        for values in self._integers():
+            # The widest integers make the fewest draws; what is left over gets its own.
+            drawn = whole = values.view(torch.uint8) if values.is_cpu else torch.empty(values.nbytes, dtype=torch.uint8)
+            body = whole.numel() // 8 * 8
+            if whole.storage_offset() % 8 == 0 and body:
+                whole[:body].view(torch.int64).random_(-(2**63), None, generator=generator)
+                whole = whole[body:]
+            whole.random_(0, 256, generator=generator)
+            if not values.is_cpu:
+                values.view(torch.uint8).copy_(drawn)
+        for tensor in self.tensors.values() if finite else ():
+            if tensor.dtype in _EXPONENTS:
+                clear, put = _EXPONENTS[tensor.dtype]
+                tensor.view(_INTEGERS[tensor.dtype.itemsize]).bitwise_and_(clear).bitwise_or_(put)
+
+    def change(self, density: float, seed: int) -> None:
+        """Change that share of the elements, at random positions; the same ones for the same seed and number of calls.
+
+        Elements are counted up as integers, so that none returns to an earlier value within a benchmark: what changed
+        since a version differs from it, however many changes lie between.
+        """
+        self._changes += 1
+        generator = torch.Generator().manual_seed((seed << 20) + self._changes)
+        for values in self._integers():
+            if density >= 1:
+                values.add_(1)
+                continue
+            for start in range(0, values.numel(), _CHUNK_NUMEL):
+                chunk = values[start : start + _CHUNK_NUMEL]
+                if density > _DENSE:
+                    chunk.add_(_coins(chunk.numel(), density, generator).to(chunk.device))
+                else:
+                    positions = _positions(chunk.numel(), density, generator).to(chunk.device)
+                    chunk.index_add_(0, positions, torch.ones_like(positions, dtype=chunk.dtype))
+
+    def crc(self) -> int:
+        """CRC-32 over all bytes."""
+        return _crc(self.flat.cpu())
+
+    def _integers(self) -> list[torch.Tensor]:
+        return [tensor.view(-1).view(_INTEGERS[tensor.dtype.itemsize]) for tensor in self.tensors.values()]
+
+
+def restored_crc(specs: Sequence[TensorSpec], payload: Payload, scheme: Scheme) -> int:
+    """The `Payload.crc` of what quantising leaves of a payload."""
+    crc = 0
+    for spec in specs:
+        tensor = payload.tensors[spec.name]
+        if is_quantised(spec):
+            tensor = _restored(tensor, scheme)
+        crc = _crc(tensor.reshape(-1).view(torch.uint8).cpu(), crc)
+        crc = zlib.crc32(bytes(_aligned(spec.nbytes) - spec.nbytes), crc)
+    return crc
+
+
+def _restored(matrix: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    quantiser = QUANTISERS[scheme]
+    scales = quantiser.scales_of(quantiser.magnitudes(matrix))
+    return quantiser.dequantise(quantiser.quantise(matrix, scales), scales).to(matrix.dtype)
+
+
+def _crc(data: torch.Tensor, so_far: int = 0) -> int:
+    if not data.numel():
+        return so_far
+    # numpy would do, but torch does not require it.
+    return zlib.crc32((ctypes.c_char * data.numel()).from_address(data.data_ptr()), so_far)
+
+
+def _coins(numel: int, density: float, generator: torch.Generator) -> torch.Tensor:
+    """For each of `numel` elements whether it changes: bool, drawn with probability `density` to within 1/65536."""
+    draws = torch.empty(-(-numel // 4), dtype=torch.int64).random_(-(2**63), None, generator=generator)
+    return draws.view(torch.int16)[:numel] < min(round(density * 2**16), 2**16 - 1) - 2**15
+
+
+def _positions(numel: int, density: float, generator: torch.Generator) -> torch.Tensor:
+    """Ascending positions below `numel`, each drawn with probability `density`: the gaps between them are geometric."""
+    expected = numel * density
+    draws = int(expected + 6 * math.sqrt(expected) + 8) if density > 0 else 0
+    waits = torch.empty(draws, dtype=torch.float64).exponential_(generator=generator)
+    gaps = waits.div_(-math.log1p(-density)).clamp_(max=numel).floor_() if draws else waits
+    positions = (gaps.to(torch.int64) + 1).cumsum(0) - 1
+    return positions[positions < numel]
+
+
+def named_workload(model: str) -> Workload:
+    """The workload called `model`, or the tensors of the safetensors files in the directory of that name.
+
+    Raises `ConfigError` when there is neither.
+    """
+    if model in _NAMED:
+        return Workload(model, tuple(_NAMED[model]()))
+    path = Path(model)
+    if path.is_dir():
+        return Workload(path.resolve().name, tuple(read_headers(path)))
+    raise ConfigError(
+        f"{model!r} is neither a model the benchmark knows nor a directory.",
+        part="benchmark model",
+        hint=f"Known: {', '.join(_NAMED)}; or a directory of safetensors files.",
+    )
+
+
+def _qwen3(
+    *,
+    hidden: int,
+    layers: int,
+    intermediate: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int = 128,
+    vocabulary: int = 151936,
+    tied: bool = True,
+) -> list[TensorSpec]:
+    """Qwen3, as in its config.json on the Hugging Face Hub."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}."
+        shapes |= {
+            f"{prefix}self_attn.q_proj.weight": (heads * head_dim, hidden),
+            f"{prefix}self_attn.k_proj.weight": (kv_heads * head_dim, hidden),
+            f"{prefix}self_attn.v_proj.weight": (kv_heads * head_dim, hidden),
+            f"{prefix}self_attn.o_proj.weight": (hidden, heads * head_dim),
+            f"{prefix}self_attn.q_norm.weight": (head_dim,),
+            f"{prefix}self_attn.k_norm.weight": (head_dim,),
+            f"{prefix}mlp.gate_proj.weight": (intermediate, hidden),
+            f"{prefix}mlp.up_proj.weight": (intermediate, hidden),
+            f"{prefix}mlp.down_proj.weight": (hidden, intermediate),
+            f"{prefix}input_layernorm.weight": (hidden,),
+            f"{prefix}post_attention_layernorm.weight": (hidden,),
+        }
+    shapes["model.norm.weight"] = (hidden,)
+    if not tied:
+        shapes["lm_head.weight"] = (vocabulary, hidden)
+    return [TensorSpec(name, shape, torch.bfloat16) for name, shape in shapes.items()]
+
+
+_NAMED = {
+    "tiny": lambda: _qwen3(hidden=64, layers=2, intermediate=128, heads=4, kv_heads=2, head_dim=16, vocabulary=256),
+    "qwen3-0.6b": lambda: _qwen3(hidden=1024, layers=28, intermediate=3072, heads=16, kv_heads=8),
+    "qwen3-1.7b": lambda: _qwen3(hidden=2048, layers=28, intermediate=6144, heads=16, kv_heads=8),
+    "qwen3-4b": lambda: _qwen3(hidden=2560, layers=36, intermediate=9728, heads=32, kv_heads=8),
+    "qwen3-8b": lambda: _qwen3(hidden=4096, layers=36, intermediate=12288, heads=32, kv_heads=8, tied=False),
+    "many-small": lambda: [TensorSpec(f"small.{number}", (2048,), torch.bfloat16) for number in range(10_000)],
+}
+MODELS = tuple(_NAMED)
+"""Names that `named_workload` knows."""
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

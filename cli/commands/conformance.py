@@ -1,0 +1,103 @@
+"""``weightlane conformance``: the conformance suite against an engine, as a table, JSON or JUnit."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from weightlane.ckpt_engines import ConfigError
+from weightlane.ckpt_engines.conformance import CheckResult, ConformanceReport, Outcome, run_conformance
+
+from ..output import console, own_stdout
+
+_STYLES = {
+    Outcome.PASSED: "green",
+    Outcome.FAILED: "bold red",
+    Outcome.SKIPPED: "dim",
+    Outcome.EXPECTED_FAILURE: "yellow",
+}
+_OUTCOME_WIDTH = max(len(outcome) for outcome in Outcome)
+
+
+def check_engine(
+    name: str, settings: Sequence[str], *, checks: Sequence[str], as_json: bool, junit: Path | None
+) -> bool:
+    """Run the suite, print what it finds, and return whether the engine passed.
+
+    Args:
+        name: The engine.
+        settings: Its options, each ``key=value`` with a TOML value or plain text.
+        checks: Names of the checks to run; all when empty.
+        as_json: Print one JSON document in place of a line per check.
+        junit: A file for a JUnit report.
+    """
+    options = _parsed(settings) if settings else None
+    with own_stdout() as out:
+        shown = console(out)
+        on_check = None if as_json else lambda check: _print_check(shown, check)
+        report = run_conformance(name, options, checks=checks, junit=junit, on_check=on_check)
+        if as_json:
+            print(json.dumps(_plain(report), indent=2), file=out)
+        else:
+            _print_verdict(shown, report, partial=bool(checks))
+    return report.passed
+
+
+def _print_verdict(shown: Console, report: ConformanceReport, *, partial: bool) -> None:
+    for check in report.checks:
+        if check.outcome is Outcome.FAILED:
+            shown.print(Text.assemble("\n", (check.name, "bold red"), f"\n{check.detail}"))
+    counts = ", ".join(f"{report.count(outcome)} {outcome}" for outcome in Outcome if report.count(outcome))
+    if not report.passed:
+        verdict = ("does not conform", "bold red")
+    elif partial:
+        verdict = ("passes what was asked for; whether it conforms, all checks together say", "")
+    else:
+        verdict = ("conforms", "green")
+    shown.print(Text.assemble(f"\n{report.engine} ", verdict, f": {counts} in {report.seconds:.1f} s"))
+
+
+def _print_check(shown: Console, check: CheckResult) -> None:
+    title = check.name.removeprefix("test_").replace("_", " ")
+    outcome = f"{check.outcome:<{_OUTCOME_WIDTH}}"
+    reason = f"  {check.reason}" if check.reason else ""
+    shown.print(Text.assemble((outcome, _STYLES[check.outcome]), f" {check.seconds:6.2f} s  {title}", (reason, "dim")))
+
+
+def _parsed(settings: Sequence[str]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not (key and equals):
+            raise ConfigError(f"{setting!r} is not of the form key=value.", part="conformance")
+        *path, last = key.split(".")
+        table = options
+        for part in path:
+            table = table.setdefault(part, {})
+            if not isinstance(table, dict):
+                raise ConfigError(f"{setting!r} contradicts an earlier setting.", part="conformance")
+        try:
+            table[last] = tomllib.loads(f"value = {text}")["value"]
+        except (ValueError, RecursionError):
+            table[last] = text
+    return options
+
+
+def _plain(report: ConformanceReport) -> dict[str, Any]:
+    facts = asdict(report)
+    facts["capabilities"] |= {
+        "devices": sorted(report.capabilities.devices),
+        "delivery": sorted(report.capabilities.delivery),
+    }
+    return {
+        **facts,
+        "passed": report.passed,
+        "counts": {str(outcome): report.count(outcome) for outcome in Outcome},
+    }

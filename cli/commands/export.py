@@ -1,0 +1,51 @@
+"""``weightlane export``: a model that others load, from a state that a run has saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from weightlane.ckpt_engines import ConfigError
+from weightlane.sync import dtype_of
+from weightlane.trainer.engines.hf.model_dir import check_model_dir, find_model
+from weightlane.trainer.engines.registry import training_engine_class
+from weightlane.trainer.run_files.run_dir import RunDir
+
+from ..config import load_config
+
+_PART = "export"
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def export_state(run: Path, step: int | None, out: Path, dtype: str) -> int:
+    """Write the model of a saved `step`, by default the newest, of the run in `run` to `out`; returns the step."""
+    if dtype not in _DTYPES:
+        raise ConfigError(f"{dtype!r} is none of {', '.join(_DTYPES)}.", part=_PART, hint="Choose one for --dtype.")
+    settings = run / "config.toml"
+    if not settings.is_file():
+        raise ConfigError(f"{run} holds no run: there is no config.toml.", part=_PART)
+    config = load_config(settings, runs_here=False)
+    run_dir = _with_states(run)
+    saved = run_dir.saved_steps()
+    chosen = run_dir.latest_step() if step is None else step
+    if chosen not in saved:
+        raise ConfigError(
+            f"{run} holds no state of step {chosen}.", part=_PART, hint=f"There are: {', '.join(map(str, saved))}."
+        )
+    if out.exists():
+        raise ConfigError(f"{out} already exists.", part=_PART, hint="Choose another --out.")
+    model = check_model_dir(find_model(config.model.path))
+    engine = training_engine_class(config.trainer.engine)
+    state = run_dir.trainer_state(chosen)
+    engine.export_saved(state, model.path, out.resolve(), dtype_of(model.dtype if dtype == "auto" else dtype))
+    return chosen
+
+
+def _with_states(run: Path) -> RunDir:
+    try:
+        return RunDir(run, resume=True)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{run} holds no state to export.",
+            part=_PART,
+            hint="A run saves one every loop.save_every steps, and when it ends.",
+        ) from error

@@ -1,0 +1,209 @@
+"""``weightlane plan``: who would send what to whom, and how long it should take, as a table or JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError
+from weightlane.rollout.layout.offline.planned_needs import planned_needs
+from weightlane.sync.plan import BYTES_PER_GBIT, Network, plan_report
+from weightlane.sync.plan.planned_session import planned_session
+from weightlane.sync.plan.prediction.layouts import USUAL, RolloutLayout, TrainerLayout
+from weightlane.sync.plan.prediction.shapes import shape_named, weights, wire_named
+from weightlane.trainer.engines.hf.model_dir import check_model_dir, find_model
+from weightlane.trainer.engines.registry import training_engine_class
+from weightlane.trainer.placement.planned_placements import outlined_placements
+from weightlane.trainer.placement.trainer_rank import publisher_name
+
+from ..config import load_config, wire_dtype
+
+_BUCKET_MIB = 32.0
+_DIRECT = (
+    ("busiest network card", "bound_s"),
+    ("direct, by this plan", "direct_s"),
+    ("gathered, one stream per replica", "one_stream_per_replica_s"),
+    ("gathered, handed on by all ranks", "broadcast_tree_s"),
+)
+_STORED = (
+    ("gathered by the first rank", "gather_s"),
+    ("written by it", "write_s"),
+    ("read by every rollout rank", "read_s"),
+    ("all of it, bucket by bucket", "stored_s"),
+)
+_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+def network_of(
+    gb_per_s: float,
+    sender_gbps: float | None,
+    receiver_gbps: float | None,
+    latency_us: float,
+    bucket_mib: float | None,
+) -> Network:
+    """What the command's options say of links: GB/s of all cards, or Gbit/s of either side's. Raises `ConfigError`."""
+    return Network(
+        1e9 * gb_per_s if sender_gbps is None else BYTES_PER_GBIT * sender_gbps,
+        1e9 * gb_per_s if receiver_gbps is None else BYTES_PER_GBIT * receiver_gbps,
+        1e-6 * latency_us,
+        int((_BUCKET_MIB if bucket_mib is None else bucket_mib) * 2**20),
+    )
+
+
+def run_report(
+    path: Path, overrides: Sequence[str], network: Network, *, keep_bucket: bool, relay: bool, links: int
+) -> dict[str, Any]:
+    """What `planned_session` says of the run that is configured at `path`; its buckets are the run's unless `keep_bucket`.
+
+    Needs neither weights in memory nor a GPU, nor that the checkpoint engine can run here.
+
+    Raises:
+        WeightlaneError: As ``weightlane train`` before it starts anything; or the training engine cannot say what its ranks will
+            hold.
+    """
+    config = load_config(path, overrides, runs_here=False)
+    model = check_model_dir(find_model(config.model.path))
+    training_engine_class(config.trainer.engine).check(config.trainer, model.path)
+    facts = CheckpointEngineRegistry().engine_class(config.checkpoint_engine.backend).capabilities
+    tensor_parallel = config.rollout.tensor_parallel
+    ranks: Sequence[Any] = (None,) * tensor_parallel
+    why_whole, computes = "", str(config.rollout.dtype)
+    if not facts.persistent or (computes == config.sync.wire_dtype == "auto"):
+        needs = planned_needs(config.rollout, model.path)
+        computes = needs.dtype or computes
+        if computes == config.sync.wire_dtype == "auto":
+            raise ConfigError(
+                f"what the rollout computes in cannot be found out: {needs.why_whole}",
+                part="plan",
+                hint="Set rollout.dtype or sync.wire_dtype.",
+            )
+        if not facts.persistent:
+            ranks, why_whole = needs.ranks, needs.why_whole
+    wire = wire_dtype(config, computes)
+    placements = outlined_placements(config.trainer, model.path, wire)
+    report = planned_session(
+        {publisher_name(rank): placement for rank, placement in enumerate(placements)},
+        {
+            f"rollout-{replica}/{rank}": need
+            for replica in range(config.rollout.replicas)
+            for rank, need in enumerate(ranks)
+        },
+        facts,
+        config.sync,
+        network if keep_bucket else replace(network, bucket_bytes=config.sync.bucket_bytes),
+        relay=relay,
+        links=links,
+    )
+    if why_whole:
+        report["notes"].append(f"rollout ranks get whole tensors: {why_whole}")
+    told = {"run": str(path), "model": model.architecture, "wire": wire, "engine": config.checkpoint_engine.backend}
+    return told | {"trainer": config.trainer.engine} | report
+
+
+def shape_report(
+    name: str,
+    *,
+    trainer: str,
+    rollout: str,
+    wire: str,
+    network: Network,
+    cut: str,
+    may_relay: bool,
+    links: int,
+) -> dict[str, Any]:
+    """What `plan_report` says of a known shape; empty layouts are the usual ones.
+
+    Raises:
+        ConfigError: There is no such shape, type or cut, or the shape cannot be laid out so.
+    """
+    if cut not in ("exact", "shares"):
+        raise ConfigError(f"{cut!r} is no way to cut.", part="plan", hint="--cut is exact or shares.")
+    shape = shape_named(name)
+    usual = USUAL[name.lower()]
+    holding, needing = TrainerLayout.parse(trainer or usual[0]), RolloutLayout.parse(rollout or usual[1])
+    tensors = weights(shape, wire_named(wire))
+    report = plan_report(
+        holding.placements(shape, tensors),
+        needing.placements(shape, tensors),
+        network,
+        cut="exact" if cut == "exact" else "shares",
+        may_relay=may_relay,
+        links=links,
+    )
+    told = {"shape": shape.name, "trainer": trainer or usual[0], "rollout": rollout or usual[1], "wire": wire}
+    return told | report
+
+
+def print_plan(console: Console, report: Mapping[str, Any]) -> None:
+    """Print what `shape_report` returned, or `run_report`."""
+    if "run" in report:
+        console.print(
+            f"{escape(report['run'])}: {escape(report['model'])} in {report['wire']}, trained by"
+            f" {escape(report['trainer'])}, sent by {escape(report['engine'])}"
+        )
+    else:
+        console.print(
+            f"{escape(report['shape'])} in {report['wire']}, trainer {escape(report['trainer'])},"
+            f" rollout {escape(report['rollout'])}"
+        )
+    console.print(
+        f"{report['tensors']} tensors, {_size(report['payload_bytes'])}; {report['trainer_ranks']} trainer ranks to"
+        f" {report['rollout_ranks']} rollout ranks in {len(report['replicas'])} replicas"
+    )
+    if "gathered_by" not in report:
+        _print_lanes(console, report)
+    table = Table("busiest", "rank", "bytes", "of the mean")
+    for what in ("sender", "receiver"):
+        most = report[f"busiest_{what}"]
+        table.add_row(what, escape(most["rank"]), _size(most["bytes"]), f"{most['over_mean']:.3f}")
+    if "largest_share_bytes" in report:
+        table.add_row("share", "", _size(report["largest_share_bytes"]), f"{report['largest_share_over_mean']:.3f}")
+    console.print(table)
+    if report["links"]:
+        table = Table("busiest links", "to", "bytes")
+        for link in report["links"]:
+            table.add_row(escape(link["from"]), escape(link["to"]), _size(link["bytes"]))
+        console.print(table)
+    _print_seconds(console, report["predicted"], report["network"])
+    for note in report.get("notes", ()):
+        console.print(f"note: {escape(note)}")
+
+
+def _print_lanes(console: Console, report: Mapping[str, Any]) -> None:
+    routes = ", ".join(f"{count} {kind}" for kind, count in report["routes"].items())
+    console.print(
+        f"plan {report['digest']}: {report['cells']} cells in {report['lanes']} lanes ({routes}),"
+        f" made in {report['planning_s']:.2f} s"
+    )
+    crossing, least = report["crossing_bytes"], report["minimum_bytes"]
+    beyond = "" if crossing == least else f", {_size(crossing - least)} more than is needed"
+    console.print(
+        f"{_size(crossing)} cross the wire{beyond}; {_size(report['replicated_bytes'])} are held more than once"
+    )
+
+
+def _print_seconds(console: Console, predicted: Mapping[str, Any], network: Mapping[str, Any]) -> None:
+    stored = "stored_s" in predicted
+    table = Table("way", "predicted s", "of all" if stored else "of direct")
+    whole = predicted["stored_s" if stored else "direct_s"]
+    for way, key in _STORED if stored else _DIRECT:
+        table.add_row(way, f"{predicted[key]:.3f}", f"{predicted[key] / whole:.2f}" if whole else "")
+    console.print(table)
+    busiest = "the store is taken to keep up" if stored else f"busiest: {escape(predicted['bound_by'])}"
+    console.print(
+        f"senders {_size(network['sender_bytes_per_s'])}/s, receivers {_size(network['receiver_bytes_per_s'])}/s,"
+        f" {1e6 * network['latency_s']:g} us; {busiest}. Links alone: no packing, no commit."
+    )
+
+
+def _size(nbytes: float) -> str:
+    for unit, name in _UNITS:
+        if nbytes >= unit:
+            return f"{nbytes / unit:.3g} {name}" if nbytes < 1000 * unit else f"{nbytes / unit:.0f} {name}"
+    return f"{nbytes:.0f} B"

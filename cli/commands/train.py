@@ -1,0 +1,240 @@
+"""``weightlane train``: composes a run from its configuration, and takes it apart again however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import shutil
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
+
+from weightlane.ckpt_engines import ConfigError, WeightlaneError
+from weightlane.plugins import RunHooks
+from weightlane.rollout.replicas.ray_actor import RolloutReplica, start_replicas
+from weightlane.sync import Coordinator, Rendezvous, dtype_name, dtype_of
+from weightlane.trainer.data.rewards import RewardPool
+from weightlane.trainer.data.tasks import Task, TaskStream
+from weightlane.trainer.engines.hf.model_dir import ModelInfo
+from weightlane.trainer.loop.fleet import Successor
+from weightlane.trainer.loop.loop import AsyncLoop, LoopParts
+from weightlane.trainer.loop.state import LoopState
+from weightlane.trainer.loop.summary import RunSummary
+from weightlane.trainer.placement.ray_group import TrainerGroup
+from weightlane.trainer.run_files.observers import FailuresFile, MetricsFile, SamplesFile, draw_curves
+from weightlane.trainer.run_files.run_dir import RunDir
+
+from ..config import VERSIONS_DIR, RunConfig, explain, wire_dtype
+from ..output import console
+from ..run.display import RunDisplay, print_summary
+from ..run.observers import RunObservers
+from ..run.preparation import prepare
+from ..run.ray_cluster import RayCluster
+from ..run.resources import Sizes, fitted
+from ..run.run_description import about_run
+
+_SIGNALS_S = 0.05
+"""Seconds in which a signal that came while the event loop was held up is heard of."""
+
+
+async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, live: bool) -> RunSummary:
+    """Run the configuration at the absolute `path`. Raises a typed error for whatever is wrong with it or goes wrong."""
+    _cancel_on_sigterm()
+    ready = prepare(path, overrides)
+    config, model = ready.config, ready.model
+    rendezvous = Rendezvous.host(config.sync.host, config.sync.port, config.sync.silence_s)
+    run_dir = RunDir(config.run.dir, resume=resume)
+    state = _saved_state(run_dir, config, ready.train_tasks) if resume else None
+    run_dir.write_text("config.toml", explain(config))
+
+    shown = console(soft_wrap=False)
+    display = RunDisplay(shown, config.loop.steps, live=live)
+    metrics = run_dir.path / "metrics.jsonl"
+    async with AsyncExitStack() as stack:
+        stack.enter_context(_point_to_logs(run_dir.path / "logs", display))
+        stack.callback(display.stop)
+        # Before the cluster: the trace is complete when every process has ended.
+        samples, failures = SamplesFile(run_dir.path / "samples.jsonl"), FailuresFile(run_dir.path / "failures.jsonl")
+        own = [MetricsFile(metrics), samples, failures, display]
+        observers = RunObservers(config.observers, run_dir.path.resolve(), own, display.say)
+        hooks = stack.enter_context(observers)
+        cluster = await _start_ray(stack, RayCluster(config, run_dir.path / "logs", observers.environment))
+        _cancel_on_sigterm()  # again: Ray has set a handler of its own
+        config = fitted(config, Sizes.of(config, model), cluster.machines())
+        run_dir.write_text("config.toml", explain(config))
+        stack.callback(shutil.rmtree, run_dir.path / VERSIONS_DIR, ignore_errors=True)
+        trainers, replicas, coordinator = await _start(config, model, run_dir, state, rendezvous, hooks, display, stack)
+        await coordinator.connect()
+        # Collections that go through everything start-up made would stop the loop for a third of a second at a time.
+        gc.collect()
+        gc.freeze()
+        judge = RewardPool(ready.reward, config.reward)
+        stack.callback(judge.close)
+
+        async def save(loop_state: LoopState) -> None:
+            await trainers.save(run_dir.begin_state(loop_state.step))
+            run_dir.finish_state(loop_state.step, loop_state.to_plain())
+
+        async def export(step: int) -> None:
+            last = step == config.loop.steps
+            await trainers.export_hf(run_dir.begin_export(step, last=last), model.dtype)
+            run_dir.finish_export(last=last)
+
+        parts = LoopParts(
+            trainers=trainers,
+            rollouts=replicas,
+            syncer=coordinator,
+            tokenizer=ready.tokenizer,
+            stop_token_ids=model.eos_token_ids,
+            judge=judge,
+            train_tasks=ready.train_tasks,
+            heldout_tasks=ready.heldout_tasks,
+            hooks=hooks,
+            save=save,
+            export=export,
+            quorum=config.sync.quorum,
+            succeed=_successors(config, model, state, rendezvous, replicas, stack),
+            max_successors=config.rollout.max_replacements if config.rollout.replace_dead else 0,
+            max_model_len=min(replica.max_model_len for replica in replicas),
+        )
+        loop = AsyncLoop(
+            parts,
+            config.loop,
+            config.algorithm,
+            seed=config.run.seed,
+            concurrency=config.rollout.concurrency,
+            resume=state,
+        )
+        summary = await loop.run()
+        if not summary.replicas_lost:
+            cluster.succeeded()
+    run_dir.write_json("summary.json", {"run": about_run(config, model, path), **summary.to_plain()})
+    if metrics.is_file():  # its observer is disabled when it cannot write
+        draw_curves(metrics, run_dir.path / "curves.png")
+    print_summary(shown, summary, str(run_dir.path))
+    if summary.replicas_lost:
+        display.say(f"logs of the run's processes: {run_dir.path / 'logs'}")
+    return summary
+
+
+async def _start(
+    config: RunConfig,
+    model: ModelInfo,
+    run_dir: RunDir,
+    state: LoopState | None,
+    rendezvous: Rendezvous,
+    hooks: RunHooks,
+    display: RunDisplay,
+    stack: AsyncExitStack,
+) -> tuple[TrainerGroup, list[RolloutReplica], Coordinator]:
+    """Start trainer ranks and replicas side by side, and connect them."""
+    started = time.perf_counter()
+    version = state.step if state else 0
+    display.say(
+        f"starting {config.trainer.ranks} trainer rank(s) ({config.trainer.engine}) and {config.rollout.replicas} rollout"
+        f" replica(s) x TP{config.rollout.tensor_parallel} (vLLM), weights by {config.checkpoint_engine.backend!r}"
+        + (f", resuming at step {version}" if state else "")
+    )
+    trainers = TrainerGroup.place(config.trainer, config.algorithm)
+    stack.push_async_callback(trainers.close)
+    trainer_state = run_dir.trainer_state(version) if state else None
+    starting_trainers = asyncio.create_task(
+        trainers.start(
+            model.path.resolve(), config.run.seed, None if config.ray.address else config.sync.host, trainer_state
+        )
+    )
+    try:
+        replicas = await start_replicas(config.rollout, model.path, initial_version=version)
+    except BaseException:
+        starting_trainers.cancel()
+        await asyncio.gather(starting_trainers, return_exceptions=True)
+        raise
+    for replica in replicas:
+        stack.push_async_callback(replica.close)
+    await starting_trainers
+    coordinator = Coordinator(rendezvous, trainers.publisher_names(), replicas, config.sync, hooks=hooks)
+    stack.callback(coordinator.close)
+    transport = config.checkpoint_engine
+    address = rendezvous.address.to_plain()
+    computes = dtype_of(replicas[0].dtype)
+    wire = dtype_of(wire_dtype(config, replicas[0].dtype))
+    if wire.itemsize > computes.itemsize:
+        display.say(
+            f"weights travel as {dtype_name(wire)} and the rollouts compute in {dtype_name(computes)}: every version takes"
+            f" {wire.itemsize / computes.itemsize:.0f} times the bytes that they need; sync.wire_dtype = auto would not"
+        )
+    await asyncio.gather(
+        trainers.connect(address, transport, config.sync, wire),
+        *(replica.connect(address, transport.backend, transport.options) for replica in replicas),
+    )
+    display.say(f"everything is up after {time.perf_counter() - started:.1f} s")
+    return trainers, replicas, coordinator
+
+
+def _successors(
+    config: RunConfig,
+    model: ModelInfo,
+    state: LoopState | None,
+    rendezvous: Rendezvous,
+    replicas: Sequence[RolloutReplica],
+    stack: AsyncExitStack,
+) -> Successor:
+    """Starts replicas as those of the beginning were started."""
+    known = {replica.name: replica for replica in replicas}
+    transport = config.checkpoint_engine
+
+    async def succeed(dead: str, name: str) -> RolloutReplica:
+        await known.pop(dead).close()  # its actor may have outlived its engine, and hold a GPU
+        version = state.step if state else 0
+        replica = RolloutReplica.place(name, config.rollout, model.path, initial_version=version)
+        stack.push_async_callback(replica.close)
+        await replica.start()
+        await replica.connect(rendezvous.address.to_plain(), transport.backend, transport.options)
+        known[name] = replica
+        return replica
+
+    return succeed
+
+
+@contextmanager
+def _point_to_logs(logs: Path, display: RunDisplay) -> Iterator[None]:
+    """Say where the cluster has kept them when the run fails."""
+    try:
+        yield
+    except Exception:
+        if logs.is_dir():
+            display.say(f"logs of the run's processes: {logs}")
+        raise
+
+
+def _saved_state(run_dir: RunDir, config: RunConfig, train_tasks: Sequence[Task]) -> LoopState:
+    """Where the run stands; `ConfigError` when it is over, or was made with other tasks."""
+    step = run_dir.latest_step()
+    assert step is not None, "RunDir checked it"
+    state = LoopState.from_plain(run_dir.loop_state(step))
+    if state.step >= config.loop.steps:
+        raise ConfigError(
+            f"the run in {run_dir.path} has taken {state.step} of its {config.loop.steps} steps.",
+            part="resume",
+            hint="Raise loop.steps to go on.",
+        )
+    TaskStream(train_tasks, config.run.seed).restore(state.stream)
+    return state
+
+
+async def _start_ray(stack: AsyncExitStack, cluster: RayCluster) -> RayCluster:
+    """Enter `cluster`. A signal that comes meanwhile is what ends the run, and not what it made of Ray's start."""
+    try:
+        return stack.enter_context(cluster)
+    except WeightlaneError:
+        await asyncio.sleep(_SIGNALS_S)  # which raises, if there was one
+        raise
+
+
+def _cancel_on_sigterm() -> None:
+    """Let SIGTERM end a run as Ctrl-C does."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)

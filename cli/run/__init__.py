@@ -1,0 +1,1 @@
+"""The parts of ``weightlane train``: resources, Ray cluster, observers, display and cleanup."""

@@ -1,0 +1,203 @@
+"""What a person sees of a run: a live table on a terminal, plain lines elsewhere, and the closing summary."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from weightlane.plugins import hookimpl
+from weightlane.trainer.loop.summary import RunSummary
+
+
+class RunDisplay:
+    """Shows progress while a run goes on.
+
+    Args:
+        console: Where to.
+        steps: Optimizer steps of the whole run.
+        live: A table that is redrawn in place; otherwise a line per optimizer step.
+    """
+
+    def __init__(self, console: Console, steps: int, *, live: bool) -> None:
+        self._console = console
+        self._steps = steps
+        self._last: Mapping[str, Any] = {}
+        self._sync: Mapping[str, Any] = {}
+        self._blocked_s = 0.0
+        self._version = 0
+        self._step = 0
+        self._failed: Counter[str] = Counter()
+        self._progress = Progress(
+            TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+        )
+        self._task = self._progress.add_task("training", total=steps)
+        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4) if live else None
+
+    def say(self, text: str) -> None:
+        """Print one line about what is going on."""
+        self._console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+    def stop(self) -> None:
+        """Leave the terminal as it is now."""
+        if self._live is not None and self._live.is_started:
+            self._live.stop()
+
+    @hookimpl
+    def evaluated(self, step: int, facts: Mapping[str, Any]) -> None:
+        """Print the accuracy."""
+        self.say(f"held-out accuracy at step {step}: {facts['accuracy']:.3f} ({facts['tasks']} tasks, greedy)")
+
+    @hookimpl
+    def run_started(self, facts: Mapping[str, Any]) -> None:
+        """Begin the live table."""
+        self._step = facts["step"]
+        self._progress.update(self._task, completed=self._step)
+        if self._live is not None:
+            self._live.start()
+
+    @hookimpl
+    def training_step(self, step: int, facts: Mapping[str, Any]) -> None:
+        """Refresh, or print a line."""
+        self._step, self._last = step, facts
+        self._progress.update(self._task, completed=step)
+        if "published_version" in facts:
+            self._blocked_s = facts["trainer_blocked_s"]
+        if self._live is None:
+            published = f" for v{facts['published_version']}" if "published_version" in facts else ""
+            self.say(
+                f"step {step}/{self._steps}  reward {facts['reward']:.3f}  serving v{self._version}"
+                f"  staleness {facts['staleness_mean']:.2f} (max {facts['staleness_max']})"
+                f"  {facts['tokens_per_s']:.0f} tok/s  trainer blocked {1e3 * self._blocked_s:.1f} ms{published}"
+                f"  rollout blocked {1e3 * self._sync.get('rollout_blocked_s', 0.0):.0f} ms{self._failures()}"
+            )
+
+    @hookimpl
+    def version_committed(self, version: int, facts: Mapping[str, Any]) -> None:
+        """Remember the figures."""
+        self._version, self._sync = version, facts
+
+    @hookimpl
+    def version_aborted(self, version: int, facts: Mapping[str, Any]) -> None:
+        """Say so at once."""
+        error = escape(str(facts["error"]))
+        self._console.print(f"[yellow]version {version} aborted:[/yellow] {error}", highlight=False, soft_wrap=True)
+
+    @hookimpl
+    def replica_quarantined(self, replica: str, facts: Mapping[str, Any]) -> None:
+        """As `version_aborted`."""
+        error = escape(str(facts["error"]))
+        name = escape(replica)
+        self._console.print(f"[yellow]{name} is out of service:[/yellow] {error}", highlight=False, soft_wrap=True)
+
+    @hookimpl
+    def replica_lost(self, replica: str, facts: Mapping[str, Any]) -> None:
+        """As `version_aborted`."""
+        what = f"{facts['left']} left, {facts['needed']} needed"
+        what += f"; {escape(facts['successor'])} starts in its place" if facts["successor"] else ""
+        error = escape(str(facts["error"]))
+        self._console.print(
+            f"[yellow]{escape(replica)} is lost:[/yellow] {error} ({what})", highlight=False, soft_wrap=True
+        )
+
+    @hookimpl
+    def replica_joined(self, replica: str, facts: Mapping[str, Any]) -> None:
+        """As `version_aborted`."""
+        self.say(
+            f"{replica} serves version {facts['version']} in the place of {facts['instead_of']},"
+            f" {facts['seconds']:.0f} s after its death"
+        )
+
+    @hookimpl
+    def item_failed(self, kind: str, facts: Mapping[str, Any]) -> None:
+        """Say so at once, of each kind the first time; the others are counted."""
+        self._failed[kind] += facts["count"]
+        if self._failed[kind] == facts["count"]:
+            error = escape(str(facts["error"]))
+            what = "an optimizer step" if kind == "step" else f"a sample ({escape(kind)})"
+            self._console.print(
+                f"[yellow]{what} failed:[/yellow] {error} (further ones are counted; all are in failures.jsonl)",
+                highlight=False,
+                soft_wrap=True,
+            )
+
+    @hookimpl
+    def run_ended(self) -> None:
+        """Stop drawing."""
+        self.stop()
+
+    def _failures(self) -> str:
+        return f"  failed: {_counted(self._failed)}" if self._failed else ""
+
+    def _render(self) -> RenderableType:
+        last, sync = self._last, self._sync
+        table = Table.grid(padding=(0, 3))
+        table.add_row(
+            f"reward {last.get('reward', 0.0):.3f}",
+            f"version {self._step} trained, {self._version} serving",
+            f"staleness {last.get('staleness_mean', 0.0):.2f} (max {last.get('staleness_max', 0)})",
+            f"{last.get('tokens_per_s', 0.0):.0f} tokens/s{escape(self._failures())}",
+        )
+        table.add_row(
+            f"overlap {last.get('overlap_share', 0.0):.0%}",
+            f"trainer blocked {1e3 * self._blocked_s:.1f} ms",
+            f"rollout blocked {1e3 * sync.get('rollout_blocked_s', 0.0):.0f} ms",
+            f"sync latency {1e3 * sync.get('latency_s', 0.0):.0f} ms",
+        )
+        return Group(self._progress, table)
+
+
+def _counted(failures: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in failures.items())
+
+
+def print_summary(console: Console, summary: RunSummary, directory: str) -> None:
+    """The closing summary."""
+    table = Table(title="summary", show_header=False, title_justify="left")
+    if summary.accuracy_before is not None and summary.accuracy_after is not None:
+        rise = summary.accuracy_after - summary.accuracy_before
+        table.add_row(
+            "held-out accuracy",
+            f"{summary.accuracy_before:.3f} -> {summary.accuracy_after:.3f} ({rise:+.3f})",
+        )
+    aborted = f", {summary.versions_aborted} aborted" if summary.versions_aborted else ""
+    table.add_row("versions committed", f"{summary.versions_committed}{aborted}")
+    table.add_row("training and generation overlap", f"{summary.overlap_share:.0%} of wall time")
+    table.add_row("largest token gap over a commit", f"{1e3 * summary.max_token_gap_s:.0f} ms")
+    for name, figures in (
+        ("trainer blocked per version", summary.trainer_blocked_s),
+        ("rollout blocked per version", summary.rollout_blocked_s),
+        ("sync latency", summary.latency_s),
+    ):
+        table.add_row(
+            name, f"p50 {1e3 * figures.p50:.1f} ms, p95 {1e3 * figures.p95:.1f} ms, max {1e3 * figures.max:.1f} ms"
+        )
+    lost = summary.trainer_lost_per_step_s, summary.rollout_lost_per_step_s
+    table.add_row("lost to syncs per step", f"trainer {1e3 * lost[0]:.1f} ms, rollout {1e3 * lost[1]:.1f} ms")
+    if summary.blocking_way_s:
+        trainer, rollout = (side / summary.blocking_way_s for side in lost)
+        table.add_row(
+            "the same, the blocking way",
+            f"{1e3 * summary.blocking_way_s:.1f} ms each: above is {trainer:.1%}, {rollout:.1%} of it",
+        )
+    if summary.drawn_tokens:
+        bias = summary.trained_tokens / summary.drawn_tokens - 1
+        table.add_row(
+            "length of completions",
+            f"{summary.trained_tokens:.1f} tokens trained, {summary.drawn_tokens:.1f} drawn: bias {bias:+.1%}",
+        )
+    if summary.dropped_groups:
+        table.add_row("groups dropped as too stale", f"{summary.dropped_groups}")
+    if summary.failures:
+        table.add_row("failed", escape(_counted(summary.failures)))
+    if summary.replicas_lost:
+        table.add_row("rollout replicas lost", f"{summary.replicas_lost}, {summary.replicas_replaced} replaced")
+    table.add_row("wall time", f"{summary.wall_s:.1f} s")
+    table.add_row("files", escape(directory))
+    console.print(table)

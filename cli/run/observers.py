@@ -1,0 +1,111 @@
+"""The observers of a run: those its configuration asks for, and what the user is told of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+from weightlane.ckpt_engines import AddressInUseError
+from weightlane.plugins import RunHooks, make_hooks
+from weightlane.plugins.disabled_plugins import REPORT_FILE_ENV, reported_in
+from weightlane.plugins.prometheus import PROMETHEUS_TOKEN_ENV, PrometheusObserver
+from weightlane.plugins.tensorboard import TensorBoardObserver
+from weightlane.plugins.trace.merge import claim, merge
+from weightlane.plugins.trace.observer import TRACE_ENV, TRACE_LIMIT_ENV, TraceObserver
+
+from ..config import ObserversSection
+
+
+class RunObservers:
+    """Context manager: gives the hooks of a run, and at its end closes what they opened and merges the trace.
+
+    Args:
+        section: What the configuration asks for.
+        run_dir: The run's directory, absolute.
+        own: Observers that every run has.
+        say: Prints a line.
+    """
+
+    def __init__(
+        self, section: ObserversSection, run_dir: Path, own: Sequence[object], say: Callable[[str], None]
+    ) -> None:
+        self._section = section
+        self._own = own
+        self._say = say
+        self._trace = claim(run_dir / section.trace) if section.trace is not None else None
+        self._tensorboard = run_dir / section.tensorboard if section.tensorboard is not None else None
+        self._reports = run_dir / "logs" / "plugins.log"
+        self._stack = ExitStack()
+        self.environment = {
+            # Empty, not absent: what the shell asks for is for programs without a configuration.
+            TRACE_ENV: str(self._trace or ""),
+            TRACE_LIMIT_ENV: str(section.trace_limit_mib),
+            REPORT_FILE_ENV: str(self._reports),
+        }
+        """What the other processes of the run need to know."""
+
+    def __enter__(self) -> RunHooks:
+        with ExitStack() as stack:
+            before = {name: os.environ.get(name) for name in self.environment}
+            stack.callback(_set_environment, before)
+            _set_environment(self.environment)
+            hooks = make_hooks(self._own)
+            stack.callback(self._tell_of_reports, hooks, len(reported_in(self._reports)))
+            if self._trace is not None:
+                stack.callback(self._merge, self._trace)
+                hooks.register(TraceObserver(self._trace, self._section.trace_limit_mib), "trace")
+            if self._tensorboard is not None:
+                tensorboard = TensorBoardObserver(self._tensorboard)
+                stack.callback(tensorboard.close)
+                hooks.register(tensorboard, "tensorboard")
+            if self._section.prometheus_port is not None:
+                prometheus = self._serve(self._section.prometheus_port)
+                stack.callback(prometheus.close)
+                hooks.register(prometheus, "prometheus")
+            self._stack = stack.pop_all()
+        return hooks
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def _serve(self, port: int) -> PrometheusObserver:
+        host = self._section.prometheus_host
+        observer = PrometheusObserver(port, host, os.environ.get(PROMETHEUS_TOKEN_ENV, ""))
+        try:
+            self._say(f"metrics for Prometheus: {observer.start()}")
+        except OSError as error:
+            raise AddressInUseError(
+                f"cannot serve metrics on {host}:{port}: {error.strerror or error}.",
+                part="prometheus",
+                hint="Choose another observers.prometheus_port; 0 takes a free one.",
+            ) from error
+        return observer
+
+    def _merge(self, trace: Path) -> None:
+        try:
+            merged = merge(trace)
+        except OSError as error:
+            self._say(f"the trace could not be written: {error}; its parts stay where they are")
+            return
+        if merged is not None:
+            self._say(f"trace of {merged.processes} processes, {merged.events} events: {merged.path}")
+            if merged.incomplete:
+                self._say(f"observers.trace_limit_mib was reached by: {', '.join(merged.incomplete)}")
+
+    def _tell_of_reports(self, hooks: RunHooks, earlier: int) -> None:
+        """Each once, though every process of the run may have it."""
+        for text in dict.fromkeys([*map(str, hooks.reports), *reported_in(self._reports)[earlier:]]):
+            self._say(f"{text} (details: {self._reports})")
+
+
+def _set_environment(values: dict[str, str] | dict[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

@@ -1,0 +1,41 @@
+"""Finds and checks everything that a run needs, before it starts a process or writes a file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from weightlane.trainer.data.rewards import Reward
+from weightlane.trainer.data.tasks import Task, load_splits
+from weightlane.trainer.data.tokenizer import HfTokenizer
+from weightlane.trainer.engines.hf.model_dir import ModelInfo, check_model_dir, find_model
+from weightlane.trainer.engines.registry import training_engine_class
+
+from ..config import RunConfig, check_engine, load_config
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """Everything a user can get wrong, found to be right."""
+
+    config: RunConfig
+    model: ModelInfo
+    tokenizer: HfTokenizer
+    train_tasks: Sequence[Task]
+    heldout_tasks: Sequence[Task]
+    reward: Reward
+
+
+def prepare(path: Path, overrides: Sequence[str]) -> Preparation:
+    """Read the configuration at the absolute `path`, and whatever it names. Raises a typed error for the first thing wrong."""
+    config = load_config(path, overrides)
+    training_engine = training_engine_class(config.trainer.engine)
+    if not config.ray.address:  # else its processes are elsewhere
+        check_engine(config)
+    model = check_model_dir(find_model(config.model.path))
+    training_engine.check(config.trainer, model.path)
+    tokenizer = HfTokenizer(model.path)
+    train_tasks, heldout_tasks = load_splits(config.data, tokenizer.as_chat)
+    reward = Reward(config.reward.function, [path.parent, Path()], config.reward.time_limit_s)
+    return Preparation(config, model, tokenizer, train_tasks, heldout_tasks, reward)

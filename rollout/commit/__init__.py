@@ -1,0 +1,1 @@
+"""Commits: one replica's weights are exchanged between two decode steps."""

@@ -1,0 +1,1 @@
+"""vLLM's own loading of checkpoints, and the tensors it derives."""

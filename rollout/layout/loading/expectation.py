@@ -1,0 +1,195 @@
+"""What a replica expects a version to consist of: the tensors of the checkpoint it was started from.
+
+Only headers are read. Sources: the safetensors format (https://huggingface.co/docs/safetensors), and Hugging Face's
+``model.safetensors.index.json`` for sharded checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from weightlane.ckpt_engines import ConfigError
+from weightlane.sync import Expectation, ExpectedTensor
+from weightlane.sync.version.tensor_spec import SAFETENSORS_DTYPES, kept_in_float32
+
+from ..map.layout_map import SourceSpec
+
+_PART = "model directory"
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_LM_HEAD = "lm_head.weight"
+_EMBEDDINGS = (
+    "embed_tokens.weight",
+    "wte.weight",
+    "word_embeddings.weight",
+    "embed_in.weight",
+    "backbone.embeddings.weight",
+)
+"""How causal language models of Hugging Face end the name of their input embedding."""
+_NOT_WEIGHTS = ("rotary_pos_emb.inv_freq", "rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+"""Buffers that old checkpoints carry; vLLM computes them itself and a trainer does not send them."""
+
+
+def expectation_of(model: str | os.PathLike[str], *, dtype: torch.dtype, tied_embeddings: bool) -> Expectation:
+    """The tensors that a checkpoint in Hugging Face format is made of.
+
+    Args:
+        model: Checkpoint directory, or the name of a Hugging Face model whose files are already on this machine.
+        dtype: Data type the model computes in. A floating-point tensor may arrive in it or in the type it has on disk; what is
+            quantised on disk must arrive like that, and what only arrives quantised is restored in this type.
+        tied_embeddings: Whether the output embedding is the input embedding; it may then be left out of a version.
+
+    Raises:
+        ConfigError: The directory or one of its files is missing, broken, or names no tensors.
+    """
+    directory = _directory(model)
+    on_disk = stored_tensors(model)
+    free = free_in_type(on_disk)
+    tensors = {
+        name: ExpectedTensor(shape, frozenset({stored, dtype} if name in free else {stored}))
+        for name, (shape, stored) in on_disk.items()
+    }
+    if not tensors:
+        raise ConfigError(f"{directory} holds no weights.", part=_PART, hint="Export the model again.")
+    tied: dict[str, str] = {}
+    if tied_embeddings:
+        embedding = _input_embedding(tensors, directory)
+        tied[_LM_HEAD] = embedding
+        tensors.setdefault(_LM_HEAD, tensors[embedding])
+    return Expectation(tensors=tensors, tied=tied, dtype=dtype)
+
+
+def checkpoint_specs(model: str | os.PathLike[str], dtype: torch.dtype) -> dict[str, SourceSpec]:
+    """The tensors of a checkpoint as a trainer sends them to a model that computes in `dtype`, unless told otherwise.
+
+    Raises `ConfigError` as `expectation_of`.
+    """
+    stored = stored_tensors(model)
+    free = free_in_type(stored) - kept_in_float32({name: on_disk for name, (_, on_disk) in stored.items()})
+    return {name: SourceSpec(shape, dtype if name in free else on_disk) for name, (shape, on_disk) in stored.items()}
+
+
+def free_in_type(stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> set[str]:
+    """The tensors that a model may take in another type than its checkpoint's: not what is quantised, and no scales of that."""
+    quantised = {name for name, (_, dtype) in stored.items() if dtype.itemsize == 1}
+
+    def is_free(name: str, dtype: torch.dtype) -> bool:
+        base, mark, _ = name.rpartition("_scale")
+        return dtype.is_floating_point and name not in quantised and not (mark and base in quantised)
+
+    return {name for name, (_, dtype) in stored.items() if is_free(name, dtype)}
+
+
+def stored_tensors(model: str | os.PathLike[str]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and type of every weight in a checkpoint's files. Raises as `expectation_of`.
+
+    Layers that predict further tokens (DeepSeek-V3 has one) are left out: vLLM loads them into draft models only.
+    """
+    layers = _trained_layers(_directory(model))
+    return {
+        name: (shape, on_disk)
+        for file in checkpoint_files(model)
+        for name, shape, on_disk in _header(file)
+        if not name.endswith(_NOT_WEIGHTS) and _layer_of(name) < layers
+    }
+
+
+def _trained_layers(directory: Path) -> float:
+    """How many decoder layers a model has before those that predict further tokens; infinite where it has none of these."""
+    try:
+        config = json.loads((directory / "config.json").read_text())
+        return int(config["num_hidden_layers"]) if config.get("num_nextn_predict_layers") else math.inf
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return math.inf  # whoever loads the model says what is wrong
+
+
+def _layer_of(name: str) -> int:
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    return int(match[1]) if match else -1
+
+
+def checkpoint_files(model: str | os.PathLike[str]) -> list[Path]:
+    """The safetensors files of a checkpoint. Raises as `expectation_of`."""
+    return _files(_directory(model))
+
+
+def _directory(model: str | os.PathLike[str]) -> Path:
+    path = Path(model)
+    if path.is_dir():
+        return path
+    if path.is_absolute() or not isinstance(model, str):
+        raise ConfigError(
+            f"{path} is not a directory.", part=_PART, hint="Name the directory of a Hugging Face checkpoint."
+        )
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - comes with vLLM; a directory needs none of it
+
+    try:
+        return Path(snapshot_download(model, local_files_only=True))
+    except (OSError, ValueError) as cause:
+        raise ConfigError(
+            f"{model!r} is neither a directory nor a model that was downloaded before.",
+            part=_PART,
+            hint="Name the directory of a Hugging Face checkpoint.",
+        ) from cause
+
+
+def _files(directory: Path) -> list[Path]:
+    index = directory / _INDEX
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as cause:
+            raise ConfigError(
+                f"{index} is not a safetensors index.", part=_PART, hint="Export the model again."
+            ) from cause
+        # Only plain names: an index must not lead out of its directory.
+        files = [directory / Path(str(name)).name for name in names]
+    else:
+        files = [directory / _SINGLE]
+    for file in files:
+        if not _is_file(file):
+            raise ConfigError(
+                f"{file} does not exist.",
+                part=_PART,
+                hint="weightlane needs safetensors files; export the model again.",
+            )
+    return files
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that no file can have
+        return False
+
+
+def _header(file: Path) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+    from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - comes with the extra `vllm`
+
+    try:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a mapping
+                view = opened.get_slice(name)
+                yield name, tuple(view.get_shape()), SAFETENSORS_DTYPES[view.get_dtype()]
+    except KeyError as cause:
+        raise ConfigError(f"{file} holds a tensor of type {cause}, which is not supported.", part=_PART) from cause
+    except (SafetensorError, OSError) as cause:
+        raise ConfigError(f"{file} is broken: {cause}.", part=_PART, hint="Export or download it again.") from cause
+
+
+def _input_embedding(tensors: dict[str, ExpectedTensor], directory: Path) -> str:
+    found = [name for name in tensors if name.endswith(_EMBEDDINGS)]
+    if len(found) != 1:
+        raise ConfigError(
+            f"{directory} has tied embeddings, but the input embedding is not unique: {', '.join(found) or 'none found'}.",
+            part=_PART,
+            hint="Set tie_word_embeddings to false and export both embeddings.",
+        )
+    return found[0]

@@ -1,0 +1,1 @@
+"""Layout maps: where each element of a checkpoint lands in a rank's live parameters, as plain data."""

@@ -1,0 +1,150 @@
+"""The layout of a version of which slices come instead of whole tensors: the same copies, out of the slices."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from weightlane.sync import Region
+from weightlane.sync.version.box import Box, row_major_strides
+
+from .layout_map import LayoutMap, Slice, SourceSpec
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One dimension of a slice, as steps along one dimension of its source."""
+
+    axis: int
+    stride: int
+    """Indices of the source from one step to the next."""
+    length: int
+    target: int
+    """Elements of the target from one step to the next."""
+
+
+def sliced_layout(layout: LayoutMap, regions: Mapping[str, Region]) -> LayoutMap:
+    """What `layout` does with whole tensors, done with slices of them.
+
+    Args:
+        layout: An accepted layout.
+        regions: The slices that come, by name.
+
+    Returns:
+        A layout whose sources are the slices, and under their own names the tensors that are needed whole because a copy out of
+        them does not follow their dimensions.
+    """
+    coming: dict[str, list[tuple[str, Box]]] = defaultdict(list)
+    for name, region in regions.items():
+        coming[region.spec.name].append((name, region.box))
+    sources: dict[str, SourceSpec] = {}
+    slices: list[Slice] = []
+    by_source: dict[str, list[Slice]] = defaultdict(list)
+    for piece in layout.slices:
+        by_source[piece.source].append(piece)
+    for tensor, spec in layout.sources.items():
+        taken = [(piece, _steps(piece, spec.shape)) for piece in by_source[tensor]]
+        if any(steps is None for _, steps in taken):
+            sources[tensor] = spec
+            slices += by_source[tensor]
+            continue
+        for name, box in coming[tensor]:
+            sources[name] = SourceSpec(box.shape, spec.dtype)
+            for piece, steps in taken:
+                assert steps is not None, "looked at above"
+                slices += _out_of(piece, *steps, name, box)
+    return replace(layout, sources=sources, slices=slices)
+
+
+def _steps(piece: Slice, shape: tuple[int, ...]) -> tuple[list[int], list[_Step]] | None:
+    """The first index of `piece` in each dimension of its source, and its steps; None if it does not follow them."""
+    strides = row_major_strides(shape)
+    first, rest = [], piece.source_offset
+    for stride in strides:
+        first.append(rest // stride)
+        rest %= stride
+    steps: list[_Step] = []
+    for length, stride, target in zip(piece.shape, piece.source_strides, piece.target_strides, strict=True):
+        found = list(_along(length, stride, target, shape, strides, first))
+        if not found and length != 1:
+            return None
+        steps += found
+    reach = [0] * len(shape)
+    for step in steps:
+        reach[step.axis] += step.stride * (step.length - 1)
+    if any(at + far >= size for at, far, size in zip(first, reach, shape, strict=True)):
+        return None
+    return first, steps
+
+
+def _along(
+    length: int, stride: int, target: int, shape: tuple[int, ...], strides: tuple[int, ...], first: list[int]
+) -> Iterator[_Step]:
+    """One dimension of a slice as steps along dimensions of its source: joined ones apart; nothing if that cannot be."""
+    axis = next((axis for axis, size in enumerate(strides) if size <= stride and shape[axis] > 1), None)
+    if length == 1 or axis is None or stride % strides[axis]:
+        return
+    found: list[_Step] = []
+    step = stride // strides[axis]
+    while first[axis] + step * (length - 1) >= shape[axis]:
+        # It goes on in the dimension around this one: whole rows, or not at all.
+        per, rest = divmod(shape[axis], step)
+        if rest or first[axis] or length % per or axis == 0:
+            return
+        found.append(_Step(axis, step, per, target))
+        target, length, step = target * per, length // per, 1
+        axis -= 1
+    yield from found
+    if length > 1:
+        yield _Step(axis, step, length, target)
+
+
+def _out_of(piece: Slice, first: list[int], steps: list[_Step], name: str, box: Box) -> Iterator[Slice]:
+    """The part of `piece` that is in the slice `name` of its source."""
+    inside = row_major_strides(box.shape)
+    by_axis: dict[int, list[_Step]] = defaultdict(list)
+    for step in steps:
+        by_axis[step.axis].append(step)
+    choices = [
+        list(_in_range(by_axis[axis], first[axis], box.starts[axis], box.stops[axis])) for axis in range(len(inside))
+    ]
+    for chosen in itertools.product(*choices):
+        kept = [step for _, _, each in chosen for step in each]
+        offset = sum(
+            (at - start) * stride for (at, _, _), start, stride in zip(chosen, box.starts, inside, strict=True)
+        )
+        yield Slice(
+            name,
+            offset,
+            tuple(step.stride * inside[step.axis] for step in kept) or (1,),
+            piece.target,
+            piece.target_offset + sum(moved for _, moved, _ in chosen),
+            tuple(step.target for step in kept) or (1,),
+            tuple(step.length for step in kept) or (1,),
+        )
+
+
+def _in_range(steps: list[_Step], at: int, low: int, high: int) -> Iterator[tuple[int, int, list[_Step]]]:
+    """The part of `steps` along one dimension, from index `at`, that lies between two indices.
+
+    Yields its first index, how far on in the target that is, and its steps.
+    """
+    last = at + sum(step.stride * (step.length - 1) for step in steps)
+    if last < low or at >= high:
+        return
+    if low <= at and last < high:
+        yield at, 0, steps
+        return
+    outer = max(steps, key=lambda step: step.stride)
+    rest = [step for step in steps if step is not outer]
+    if not rest:
+        begin = max(0, -(-(low - at) // outer.stride))
+        end = min(outer.length, (high - 1 - at) // outer.stride + 1)
+        if begin < end:
+            yield at + begin * outer.stride, begin * outer.target, [replace(outer, length=end - begin)]
+        return
+    for index in range(outer.length):
+        for first, moved, kept in _in_range(rest, at + index * outer.stride, low, high):
+            yield first, moved + index * outer.target, kept

@@ -1,0 +1,1 @@
+"""Layouts and needs of a replica found out before there is one."""

@@ -1,0 +1,124 @@
+"""What every rank of a replica will ask for, found out before there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from weightlane.ckpt_engines import DeadlineExceededError, ProtocolError, WeightlaneError, WorkerDiedError
+from weightlane.ckpt_engines.runtime.own_process import answer_asker, ask_process
+from weightlane.sync import Placement, dtype_name
+
+from ...config import RolloutConfig
+from ..acceptance import Way
+from ..loading.expectation import checkpoint_specs, expectation_of
+from ..map.needs import needed_boxes, needed_placement
+from .needs_cache import remembered
+from .rank_layouts import checked_config, rank_layouts
+
+_PART = "rollout layout"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedNeeds:
+    """Of one replica; all replicas are alike."""
+
+    ranks: tuple[Placement | None, ...]
+    """Of each rank, what it asks for; None for whole tensors."""
+    dtype: str = ""
+    """What it computes in; empty where that could not be found out."""
+    why_whole: str = ""
+    """Why it asks for whole tensors, if it does."""
+
+
+class _UntracedError(Exception):
+    """Ranks will ask for whole tensors; says why, and which type they compute in."""
+
+
+def planned_needs(config: RolloutConfig, model_dir: Path, *, timeout_s: float = 600.0) -> PlannedNeeds:
+    """Trace in a process of its own where tensors go, as workers do when they connect, without weights; see `needs_cache`.
+
+    A worker also rehearses what it traced; where copies were not right it would ask for whole tensors, or take no versions.
+
+    Args:
+        config: The run's rollout section.
+        model_dir: Checkpoint directory.
+        timeout_s: Longest time it may take.
+
+    Raises:
+        ConfigError: vLLM does not know the model, or cannot divide it so, or its weights cannot be replaced.
+    """
+    everything = (None,) * config.tensor_parallel
+    in_place = PlannedNeeds(everything, config.dtype, "rollout.commit is in_place")
+    if config.commit == "in_place" and config.dtype != "auto":
+        return in_place
+    asked = {
+        "model": str(model_dir.resolve()),
+        "tensor_parallel": config.tensor_parallel,
+        "dtype": config.dtype,
+        "expert_parallel": config.expert_parallel,
+        "extra": config.extra_engine_args,
+    }
+
+    def parse(answer: Any) -> PlannedNeeds:
+        match answer:
+            case {"dtype": str() as dtype, "ranks": [*ranks]} if len(ranks) == len(everything):
+                return PlannedNeeds(tuple(Placement.from_plain(plain) for plain in ranks), dtype)
+        raise ProtocolError("not what ranks need.", part=_PART)
+
+    def find() -> Any:
+        answer = ask_process(__name__, asked, part=_PART, what=f"the layout of {model_dir}", timeout_s=timeout_s)
+        if answer["why"]:
+            raise _UntracedError(answer["why"], answer["dtype"])  # which may be otherwise the next time
+        return answer
+
+    try:
+        needs = remembered(model_dir, asked, parse, find)
+    except (WorkerDiedError, DeadlineExceededError) as error:
+        return PlannedNeeds(everything, why_whole=error.message)
+    except _UntracedError as error:
+        why, dtype = error.args
+        return PlannedNeeds(everything, dtype, why)
+    return replace(in_place, dtype=needs.dtype) if config.commit == "in_place" else needs
+
+
+def find_needs(
+    model: str, *, tensor_parallel: int, dtype: str, expert_parallel: bool, extra: Mapping[str, Any]
+) -> dict[str, Any]:
+    """`planned_needs` in this process, which must not have built a vLLM model before.
+
+    Returns:
+        ``dtype``, what they compute in, and ``ranks``, `Placement.to_plain` of each, or ``why`` there are none.
+
+    Raises:
+        ConfigError: As `planned_needs`.
+    """
+    dtype_found, why, needed = "", "", []
+    try:
+        config = checked_config(
+            model, tensor_parallel=tensor_parallel, dtype=dtype, expert_parallel=expert_parallel, extra=extra
+        )
+        dtype_found = dtype_name(config.model_config.dtype)
+        sent = checkpoint_specs(model, config.model_config.dtype)
+        expectation = expectation_of(
+            model,
+            dtype=config.model_config.dtype,
+            tied_embeddings=bool(getattr(config.model_config.hf_text_config, "tie_word_embeddings", False)),
+        )
+        ranks = rank_layouts(config, sent, tied=expectation.tied)
+        reloads = [rank.verdict.summary for rank in ranks if rank.verdict.way is Way.RELOAD]
+        if reloads:
+            why = f"versions go through vLLM's own loading: {reloads[0]}"
+        else:
+            needed = [needed_placement(needed_boxes(rank.verdict.layout), sent).to_plain() for rank in ranks]
+    except WeightlaneError:
+        raise
+    except Exception as cause:  # noqa: BLE001 - a model's loader may raise anything; workers do without copies then
+        why = f"its loading cannot be traced: {type(cause).__name__}: {str(cause)[:200]}"
+    return {"dtype": dtype_found, "ranks": needed, "why": why}
+
+
+if __name__ == "__main__":
+    answer_asker(find_needs, _PART)

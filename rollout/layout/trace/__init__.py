@@ -1,0 +1,1 @@
+"""Layouts learned by watching a model load tensors that have no data."""

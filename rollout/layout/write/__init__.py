@@ -1,0 +1,1 @@
+"""Versions written into live parameters by precomputed copies."""

@@ -1,0 +1,1 @@
+"""Rollout replicas: vLLM in this process, in a Ray actor, or behind its HTTP server."""

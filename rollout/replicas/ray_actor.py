@@ -1,0 +1,272 @@
+"""`RolloutReplica`: a rollout worker in a Ray actor of its own, on this machine or another."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from weightlane.ckpt_engines import (
+    DeadlineExceededError,
+    WeightlaneError,
+    WorkerDiedError,
+    as_weightlane_error,
+    error_from_wire,
+)
+
+from ..commit.records import CommitReport, Completion, RolloutStats
+from ..config import RolloutConfig
+from ..vllm.environment import child_environment
+from .worker import RolloutWorker
+
+_GRACE_S = 15.0
+"""How much longer than the worker's own deadline a call may take: for the way there and back, and the worker's clean-up."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """A typed error crosses Ray as plain data: Ray would wrap it in an exception class made up at run time."""
+
+    value: Any = None
+    error: dict[str, str] | None = None
+
+
+class ReplicaActor:
+    """What runs in the Ray actor: a `RolloutWorker` whose errors are returned instead of raised."""
+
+    def __init__(self, name: str, config: RolloutConfig, model_dir: str, initial_version: int) -> None:
+        self._worker = RolloutWorker(name, config, model_dir, initial_version)
+
+    async def start(self) -> _Outcome:
+        """Start the engine; return this process's id, what the engine computes in, and its longest sequence."""
+        return await self._outcome(self._start())
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> _Outcome:
+        """Call one of the worker's coroutine methods."""
+        return await self._outcome(getattr(self._worker, method)(*args, **kwargs))
+
+    async def quarantine(self, error: dict[str, str]) -> _Outcome:
+        """See `RolloutWorker.quarantine`; the error as plain data."""
+        return await self._outcome(self._worker.quarantine(error_from_wire(error)))
+
+    async def stats(self) -> RolloutStats:
+        """The worker's running totals."""
+        return self._worker.stats()
+
+    async def alive(self) -> _Outcome:
+        """Return when the engine's processes have died; the pending call tells its caller when this one dies."""
+        return await self._outcome(self._worker.watch())
+
+    async def _start(self) -> tuple[int, str, int]:
+        await self._worker.start()
+        return os.getpid(), self._worker.dtype, self._worker.max_model_len
+
+    async def _outcome(self, call: Coroutine[Any, Any, Any]) -> _Outcome:
+        try:
+            return _Outcome(value=await call)
+        except Exception as error:  # noqa: BLE001 - the caller's side raises it
+            if isinstance(error, ExceptionGroup):
+                error = error.exceptions[0]
+            return _Outcome(error=as_weightlane_error(error, self._worker.name).to_wire())
+
+
+class RolloutReplica:
+    """The loop's handle of one replica. Every method ends by a deadline.
+
+    Each raises what the `RolloutWorker` method of the same name raises, `WorkerDiedError` when the actor is gone, and
+    `DeadlineExceededError` when it does not answer.
+    """
+
+    def __init__(self, name: str, config: RolloutConfig, actor: Any) -> None:
+        self.name = name
+        self.config = config
+        self.pid: int | None = None
+        self.dtype = ""
+        """What it computes in; known once it has started."""
+        self.max_model_len = 0
+        """Most tokens of a prompt and its completion together; known once it has started."""
+        self._actor = actor
+
+    @classmethod
+    def place(
+        cls, name: str, config: RolloutConfig, model_dir: str | os.PathLike[str], *, initial_version: int = 0
+    ) -> RolloutReplica:
+        """Ask Ray, which must be initialized, for an actor with the config's resources; `start` waits for it."""
+        import ray  # noqa: PLC0415 - optional, and slow to import
+
+        ranks = config.tensor_parallel
+        actor_class = ray.remote(
+            num_cpus=config.cpus_per_rank * ranks,
+            num_gpus=(config.gpus_per_rank or 0) * ranks,
+            max_restarts=0,
+            max_concurrency=max(1000, 2 * config.concurrency),
+            runtime_env={"env_vars": child_environment(config)},
+        )(ReplicaActor)
+        return cls(name, config, actor_class.remote(name, config, str(Path(model_dir).resolve()), initial_version))
+
+    @property
+    def ranks(self) -> int:
+        """How many subscribers this replica has."""
+        return self.config.tensor_parallel
+
+    def subscriber_names(self) -> list[str]:
+        """The names under which its ranks subscribe."""
+        return [f"{self.name}/{rank}" for rank in range(self.ranks)]
+
+    async def start(self) -> None:
+        """Wait until the engine serves."""
+        started = await self._within(self._actor.start.remote(), self.config.start_limit_s, "start")
+        self.pid, self.dtype, self.max_model_len = started
+
+    async def connect(
+        self, rendezvous: Mapping[str, Any], backend: str, options: Mapping[str, Any] | None = None
+    ) -> None:
+        """See `RolloutWorker.connect`."""
+        call = self._actor.call.remote("connect", dict(rendezvous), backend, dict(options or {}))
+        await self._within(call, self.config.connect_timeout_s, "connect")
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        stop_ids: Sequence[int] = (),
+        seed: int | None = None,
+        greedy: bool = False,
+    ) -> Completion:
+        """See `RolloutWorker.generate`."""
+        call = self._actor.call.remote(
+            "generate",
+            request_id,
+            list(prompt_ids),
+            max_new_tokens,
+            temperature=temperature,
+            stop_ids=list(stop_ids),
+            seed=seed,
+            greedy=greedy,
+        )
+        completion: Completion = await self._within(call, self.config.request_timeout_s, "generate")
+        return completion
+
+    async def generate_group(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        count: int,
+        max_new_tokens: int,
+        temperature: float,
+        stop_token_ids: Sequence[int],
+        greedy: bool = False,
+    ) -> list[Completion | WeightlaneError]:
+        """See `RolloutWorker.generate_group`."""
+        call = self._actor.call.remote(
+            "generate_group",
+            list(prompt_ids),
+            count=count,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            stop_token_ids=list(stop_token_ids),
+            greedy=greedy,
+        )
+        limit_s = self.config.request_timeout_s
+        answers: list[Completion | WeightlaneError] = await self._within(call, limit_s, "generate_group")
+        return answers
+
+    async def watch(self) -> NoReturn:
+        """Raise `WorkerDiedError` when the actor's process or its engine dies.
+
+        The one call without a deadline: it waits for a death.
+        """
+        await self._within(self._actor.alive.remote(), math.inf, "its run")
+        raise AssertionError("an actor's alive() never returns")
+
+    async def commit(self, version: int) -> CommitReport:
+        """See `RolloutWorker.commit`."""
+        call = self._actor.call.remote("commit", version)
+        report: CommitReport = await self._within(call, self.config.commit_timeout_s, "commit")
+        return report
+
+    async def rollback(self, version: int) -> None:
+        """See `RolloutWorker.rollback`."""
+        await self._within(self._actor.call.remote("rollback", version), self.config.commit_timeout_s, "rollback")
+
+    async def quarantine(self, error: WeightlaneError) -> None:
+        """See `RolloutWorker.quarantine`."""
+        await self._within(self._actor.quarantine.remote(error.to_wire()), _GRACE_S, "quarantine")
+
+    async def stats(self) -> RolloutStats:
+        """See `RolloutWorker.stats`."""
+        stats: RolloutStats = await self._within(self._actor.stats.remote(), _GRACE_S, "stats")
+        return stats
+
+    async def close(self) -> None:
+        """End the engine, then the actor; never raises. The engine's processes end even when the actor must be killed."""
+        import ray  # noqa: PLC0415 - as above
+
+        with suppress(WeightlaneError):
+            await self._within(self._actor.call.remote("close"), _GRACE_S, "close")
+        with suppress(Exception):  # Ray was shut down before, and the actor with it.
+            ray.kill(self._actor, no_restart=True)
+
+    async def _within(self, call: Any, seconds: float, what: str) -> Any:
+        import ray  # noqa: PLC0415 - as above
+        from ray.exceptions import RayActorError  # noqa: PLC0415
+
+        try:
+            async with asyncio.timeout(seconds + _GRACE_S if seconds < math.inf else None):
+                answer = await call
+        except asyncio.CancelledError:
+            ray.cancel(call)  # A commit that its caller gave up on must not take effect unnoticed.
+            raise
+        except TimeoutError as cause:
+            ray.cancel(call)
+            raise DeadlineExceededError(
+                f"{what} was not answered within {seconds + _GRACE_S:.0f} s.", part="rollout replica", peer=self.name
+            ) from cause
+        except RayActorError as cause:
+            process = f" (process {self.pid})" if self.pid is not None else ""
+            raise WorkerDiedError(
+                f"{self.name}{process} died during {what}.",
+                part="rollout replica",
+                peer=self.name,
+                hint="Ray's logs have the cause.",
+            ) from cause
+        if not isinstance(answer, _Outcome):
+            return answer
+        if answer.error is not None:
+            raise error_from_wire(answer.error)
+        return answer.value
+
+
+async def start_replicas(
+    config: RolloutConfig,
+    model_dir: str | os.PathLike[str],
+    *,
+    initial_version: int = 0,
+    name_prefix: str = "rollout",
+) -> list[RolloutReplica]:
+    """Start ``config.replicas`` replicas at the same time, called ``<name_prefix>-<index>``.
+
+    If one cannot start, the others are closed and its error is raised.
+    """
+    replicas = [
+        RolloutReplica.place(f"{name_prefix}-{index}", config, model_dir, initial_version=initial_version)
+        for index in range(config.replicas)
+    ]
+    try:
+        async with asyncio.TaskGroup() as starting:
+            for replica in replicas:
+                starting.create_task(replica.start())
+    except BaseException as failure:
+        await asyncio.gather(*(replica.close() for replica in replicas))
+        if isinstance(failure, BaseExceptionGroup):
+            raise failure.exceptions[0] from None
+        raise
+    return replicas

@@ -1,0 +1,153 @@
+"""HTTP calls to a vLLM server, each with a deadline, and whatever can go wrong as one of our errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Self
+
+from weightlane.ckpt_engines import ConfigError, Deadline, ProtocolError, WorkerDiedError
+
+from ..commit.wire import RemoteFailure, failure_from_text
+
+if TYPE_CHECKING:
+    import aiohttp
+
+_MAX_ANSWER_BYTES = 1 << 20
+_MAX_QUOTED = 2000
+_OK = 200
+_UNAUTHORIZED = (401, 403)
+_NOT_FOUND = (404, 405)
+
+
+class CallFailedError(Exception):
+    """A call that failed: with which error, and whether the weights that served before are certainly untouched by it."""
+
+    def __init__(self, failure: RemoteFailure) -> None:
+        super().__init__(str(failure.error))
+        self.failure = failure
+
+
+class ServerCalls:
+    """Calls to one server, within an ``async with`` block.
+
+    Args:
+        url: Where the server listens, without a path, e.g. ``http://127.0.0.1:8000``.
+        token: Sent as bearer token with every call unless empty.
+        part: How errors name the server.
+    """
+
+    def __init__(self, url: str, token: str, part: str) -> None:
+        self._url = url
+        self._part = part
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        try:
+            import aiohttp  # noqa: PLC0415 - optional
+        except ImportError as cause:
+            raise ConfigError(
+                "driving a vLLM server over HTTP needs aiohttp.",
+                part=self._part,
+                hint="Install it: pip install 'weightlane[server]'.",
+            ) from cause
+        self._session = aiohttp.ClientSession(
+            headers=self._headers,
+            # One connection per call: vLLM's server closes it after an error without saying so beforehand, and a call that
+            # is sent meanwhile is lost.
+            connector=aiohttp.TCPConnector(force_close=True),
+            # No proxy of the environment: a control call belongs to the private network.
+            trust_env=False,
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def get(self, path: str, deadline: Deadline, **query: str) -> dict[str, Any]:
+        """The JSON object at `path`. Raises `CallFailedError`."""
+        return await self._call("GET", path, deadline, query, None)
+
+    async def post(self, path: str, deadline: Deadline, body: Mapping[str, Any] | None = None, **query: str) -> None:
+        """Post `body` to `path`. Raises `CallFailedError`."""
+        await self._call("POST", path, deadline, query, body or {})
+
+    async def _call(
+        self, method: str, path: str, deadline: Deadline, query: Mapping[str, str], body: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        import aiohttp  # noqa: PLC0415 - as above
+
+        assert self._session is not None
+        timeout = aiohttp.ClientTimeout(total=max(0.001, deadline.remaining_s))  # 0 would mean no limit
+        try:
+            async with self._session.request(
+                method, f"{self._url}/{path}", params=query, json=body, timeout=timeout, allow_redirects=False
+            ) as answer:
+                text = (await answer.content.read(_MAX_ANSWER_BYTES)).decode(errors="replace")
+                status = answer.status
+        except TimeoutError as cause:
+            waited = deadline.error(f"the answer to {method} /{path}", part=self._part, peer=self._url)
+            raise CallFailedError(RemoteFailure(waited, intact=False)) from cause
+        except aiohttp.InvalidURL as cause:
+            wrong = ConfigError(f"{self._url!r} is not the address of a server.", part=self._part)
+            raise CallFailedError(RemoteFailure(wrong, intact=True)) from cause
+        except (aiohttp.ClientError, OSError) as cause:
+            gone = WorkerDiedError(
+                f"the server does not answer {method} /{path}: {cause or type(cause).__name__}.",
+                part=self._part,
+                peer=self._url,
+                hint="Start it, or check the address; its log has the cause if it ended.",
+            )
+            raise CallFailedError(RemoteFailure(gone, intact=False)) from cause
+        if status != _OK:
+            raise CallFailedError(self._refusal(method, path, status, text))
+        return self._parsed(path, text)
+
+    def _refusal(self, method: str, path: str, status: int, text: str) -> RemoteFailure:
+        if status in _UNAUTHORIZED:
+            error = ConfigError(
+                f"{method} /{path} was refused with status {status}.",
+                part=self._part,
+                peer=self._url,
+                hint="Check the token.",
+            )
+            return RemoteFailure(error, intact=True)
+        if status in _NOT_FOUND:
+            error = ConfigError(
+                f"the server has no {method} /{path}.",
+                part=self._part,
+                peer=self._url,
+                hint="Start vLLM with VLLM_SERVER_DEV_MODE=1, which turns its weight-transfer endpoints on.",
+            )
+            return RemoteFailure(error, intact=True)
+        said = _message_of(text)
+        failure = failure_from_text(said, part=self._part)
+        if failure.error.message == said:
+            failure.error.message = f"{method} /{path} was answered with status {status}: {said[:_MAX_QUOTED]}"
+        failure.error.peer = failure.error.peer or self._url
+        return failure
+
+    def _parsed(self, path: str, text: str) -> dict[str, Any]:
+        with suppress(ValueError, RecursionError):
+            if isinstance(parsed := json.loads(text), dict):
+                return parsed
+        error = ProtocolError(
+            f"what answers /{path} is not a vLLM server: {text[:80]!r}.",
+            part=self._part,
+            peer=self._url,
+            hint="Check the address.",
+        )
+        raise CallFailedError(RemoteFailure(error, intact=False))
+
+
+def _message_of(text: str) -> str:
+    """What an error answer of vLLM or FastAPI says: ``{"error": {"message": ...}}``, ``{"error": ...}``, ``{"detail": ...}``."""
+    try:
+        parsed = json.loads(text)
+        said = parsed.get("error", parsed.get("detail"))
+        return str(said["message"] if isinstance(said, dict) else said)
+    except (ValueError, AttributeError, KeyError, RecursionError):
+        return text

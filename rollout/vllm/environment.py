@@ -1,0 +1,67 @@
+"""How a replica's vLLM is started: process environment and engine arguments."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from ..config import GPU_SHARE, RolloutConfig
+from ..vllm_internals.cpu_linear import BACKEND
+from .watchdog import WATCH_ENV
+
+_CPU_KV_CACHE_BYTES = 256 << 20
+
+
+def child_environment(config: RolloutConfig) -> dict[str, str]:
+    """Environment variables of a replica's processes, for one that is started with an environment of its own."""
+    wanted = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        # A forked child would inherit the locks of this process's threads, and Ray's.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        # On CPU only. Trainer ranks share the cores: pinning would put both on the same ones.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    wanted = {name: os.environ.get(name, value) for name, value in wanted.items()}
+    return wanted | {"OMP_NUM_THREADS": str(config.threads_per_rank)}
+
+
+def prepare_environment(config: RolloutConfig) -> bool:
+    """Set what is not set yet of `child_environment` in this process, and ask its vLLM children to end with it.
+
+    Call it before anything imports vLLM. Returns whether vLLM's platform here is the CPU.
+    """
+    for name, value in child_environment(config).items():
+        os.environ.setdefault(name, value)
+    os.environ[WATCH_ENV] = str(os.getpid())
+    from vllm.platforms import current_platform  # noqa: PLC0415 - vLLM reads the environment when imported
+
+    return bool(current_platform.is_cpu())
+
+
+def engine_arguments(config: RolloutConfig, model_dir: Path, *, on_cpu: bool) -> dict[str, Any]:
+    """Keyword arguments of vLLM's ``AsyncEngineArgs`` for one replica."""
+    arguments: dict[str, Any] = {
+        "model": str(model_dir),
+        "dtype": config.dtype,
+        "tensor_parallel_size": config.tensor_parallel,
+        "enable_expert_parallel": config.expert_parallel,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "gpu_memory_utilization": config.gpu_memory_utilization or GPU_SHARE,
+        "kv_cache_memory_bytes": config.kv_cache_memory_bytes or (_CPU_KV_CACHE_BYTES if on_cpu else None),
+        "enforce_eager": on_cpu if config.enforce_eager is None else config.enforce_eager,
+        # Prompts and completions are token ids: text is the caller's business.
+        "skip_tokenizer_init": True,
+        # The distribution a token was drawn from, which is what a policy gradient needs; "raw" ignores the temperature.
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "weight_transfer_config": {"backend": BACKEND},
+        "disable_log_stats": True,
+        "seed": 0,
+    }
+    if config.tensor_parallel > 1:
+        # Inside a Ray actor vLLM would start Ray workers of its own.
+        arguments["distributed_executor_backend"] = "mp"
+    return arguments | config.extra_engine_args

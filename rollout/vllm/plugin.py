@@ -1,0 +1,46 @@
+"""The entry point ``vllm.general_plugins``: what makes any vLLM, stock server included, a possible rollout replica.
+
+vLLM calls `register` in every one of its processes, before the model is built, and more than once in some.
+"""
+
+from __future__ import annotations
+
+from ..vllm_internals import internals as vllm_internals
+from ..vllm_internals.cpu_linear import BACKEND, ask_for_amx, keep_linear_parameters_live
+from ..vllm_internals.cpu_rotary import rotate_every_head
+from .watchdog import watch_parent
+
+
+def register() -> None:
+    """Register the weight-transfer engine ``weightlane`` by name; its module is imported when a config asks for it.
+
+    Never raises: vLLM would not start, and most of those that have weightlane beside them do not use it. One that does is
+    refused when it would connect; see `weightlane.rollout.vllm_internals.internals`.
+    """
+    watch_parent()
+    try:
+        _register()
+    except Exception as error:  # noqa: BLE001 - a vLLM that weightlane does not know
+        vllm_internals.failures.append(error)
+
+
+def _register() -> None:
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # noqa: PLC0415 - vLLM is here
+    from vllm.platforms import current_platform  # noqa: PLC0415
+
+    from . import engine_core  # noqa: PLC0415 - imports vLLM's engine
+
+    try:
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "weightlane.rollout.vllm.transfer_engine", "WeightlaneTransferEngine"
+        )
+    except ValueError:  # Registered by an earlier call in this process.
+        return
+    engine_core.install()
+    if current_platform.is_cpu():
+        from ..vllm_internals.cpu_experts import keep_expert_parameters_live  # noqa: PLC0415 - registers an operator
+
+        keep_linear_parameters_live()
+        keep_expert_parameters_live()
+        rotate_every_head()
+        ask_for_amx()

@@ -1,0 +1,1 @@
+"""Every inside of vLLM that weightlane uses or changes."""

@@ -1,0 +1,81 @@
+"""Comparing, compacting and scattering on a device: Triton where it is installed, else the same with torch.
+
+Two passes: the first counts what differs in each block, which says how long the result is and where each block's part of it
+begins; the second writes it there. The count alone already tells whether a delta can pay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+
+import torch
+
+from weightlane.ckpt_engines.runtime.devices import runtime_of
+
+
+@dataclass(frozen=True, slots=True)
+class CountedChanges:
+    """How much differs between two segments on a device."""
+
+    old: torch.Tensor
+    """Integers of the element size, 1-D."""
+    new: torch.Tensor
+    ends: torch.Tensor | None
+    """int64: the number of differing elements up to the end of each program's block; None without Triton."""
+    total: int
+
+    def compact(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions (int64, ascending) of the differing elements and the new elements there, on the device."""
+        if self.ends is None:
+            positions = torch.ne(self.old, self.new).nonzero().squeeze(1)
+            return positions, self.new[positions]
+        kernels = _kernels()
+        assert kernels is not None
+        positions = torch.empty(self.total, dtype=torch.int64, device=self.new.device)
+        values = torch.empty(self.total, dtype=self.new.dtype, device=self.new.device)
+        if self.total:
+            with runtime_of(self.new.device).current():  # on which Triton launches, wherever its arguments are
+                kernels.compact_kernel[(self.ends.numel(),)](
+                    self.old, self.new, self.ends, positions, values, self.new.numel(), BLOCK=kernels.BLOCK
+                )
+        return positions, values
+
+
+def count_changes(old: torch.Tensor, new: torch.Tensor) -> CountedChanges:
+    """Count the elements in which two 1-D integer tensors of one size differ. Waits for the device."""
+    kernels = _kernels()
+    if kernels is None:
+        return CountedChanges(old, new, None, int(torch.ne(old, new).sum()))
+    programs = -(-new.numel() // kernels.BLOCK)
+    counts = torch.empty(programs, dtype=torch.int32, device=new.device)
+    if programs:
+        with runtime_of(new.device).current():
+            kernels.count_kernel[(programs,)](old, new, counts, new.numel(), BLOCK=kernels.BLOCK)
+    ends = counts.cumsum(0, dtype=torch.int64)
+    return CountedChanges(old, new, ends, int(ends[-1]) if programs else 0)
+
+
+def scatter(target: torch.Tensor, positions: torch.Tensor, values: torch.Tensor, *, keep_old: bool) -> None:
+    """Write `values` to `positions` (int32, each once) of `target`; with `keep_old` leave what stood there in `values`."""
+    kernels = _kernels()
+    if kernels is None:
+        at = positions.long()
+        old = target[at] if keep_old else None
+        target[at] = values
+        if old is not None:
+            values.copy_(old)
+    elif positions.numel():
+        with runtime_of(target.device).current():
+            kernels.scatter_kernel[(-(-positions.numel() // kernels.BLOCK),)](
+                target, positions, values, positions.numel(), KEEP_OLD=keep_old, BLOCK=kernels.BLOCK
+            )
+
+
+@cache
+def _kernels() -> ModuleType | None:
+    """The Triton programs, or None where Triton is not installed."""
+    from . import triton_kernels  # noqa: PLC0415 - importing Triton takes a second, and few need it
+
+    return triton_kernels if triton_kernels.AVAILABLE else None

@@ -1,0 +1,172 @@
+"""Which tensors of a version travel quantised, and what they become: the names and shapes of quantised checkpoints.
+
+A matrix ``a.b.weight`` of a linear layer becomes two tensors of the stream, its elements under the same name and its scales
+beside them (`weightlane.sync.codecs.quantised`). Everything else stays as it is: embeddings and the head, norms and biases, and
+the routers of mixtures of experts, as in the quantised checkpoints that inference engines load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from weightlane.ckpt_engines import ConfigError, ManifestError
+
+from ...version.box import Box
+from ...version.placement import Placement
+from ...version.tensor_spec import TensorSpec, dtype_name
+from .checkpoint import DTYPES, Scheme, scale_name, scale_shape
+from .quantiser import QUANTISERS
+
+_PART = "quantisation"
+_WEIGHT = ".weight"
+_MATRIX = 2
+_KEPT = frozenset(
+    {
+        *("lm_head", "embed_out", "output", "score", "classifier"),
+        *("wte", "wpe", "tok_embeddings", "word_embeddings", "embed_in", "shared"),
+        *("gate", "router", "shared_expert_gate"),
+    }
+)
+"""Modules with a matrix that stays: heads, embeddings and routers, as models of Hugging Face call them."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedPair:
+    """A matrix on the wire."""
+
+    weight: TensorSpec
+    """Its elements."""
+    scales: TensorSpec
+    """float32: for fp8 one for each block of 128 x 128, for int8 one for each row."""
+
+
+def is_quantised(spec: TensorSpec) -> bool:
+    """Whether a tensor of the checkpoint travels quantised, where anything does."""
+    module = spec.name.removesuffix(_WEIGHT).rpartition(".")[2]
+    return (
+        spec.name.endswith(_WEIGHT)
+        and len(spec.shape) == _MATRIX
+        and spec.numel > 0
+        and spec.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and module not in _KEPT
+        and "embed" not in module
+    )
+
+
+def pair_of(spec: TensorSpec, scheme: Scheme) -> QuantisedPair:
+    """What a matrix becomes."""
+    rows, columns = spec.shape
+    return QuantisedPair(
+        TensorSpec(spec.name, spec.shape, DTYPES[scheme]),
+        TensorSpec(scale_name(spec.name, scheme), scale_shape((rows, columns), scheme), torch.float32),
+    )
+
+
+def wire_specs(specs: Iterable[TensorSpec], scheme: Scheme) -> list[TensorSpec]:
+    """The tensors of a version that is sent quantised, scales behind their elements.
+
+    Raises:
+        ConfigError: There is nothing to quantise.
+    """
+    wire: list[TensorSpec] = []
+    for spec in specs:
+        if is_quantised(spec):
+            pair = pair_of(spec, scheme)
+            wire += [pair.weight, pair.scales]
+        else:
+            wire.append(spec)
+    if not any(spec.dtype == DTYPES[scheme] for spec in wire):
+        raise ConfigError(
+            "no tensor of this checkpoint is the matrix of a linear layer.",
+            part=_PART,
+            hint='Set sync.quantise to "none".',
+        )
+    return wire
+
+
+def quantised_placement(held: Placement, scheme: Scheme) -> Placement:
+    """What a rank sends of a quantised version that sends `held` of the checkpoint: see `scale_box`."""
+
+    def wire() -> Iterator[tuple[TensorSpec, Box]]:
+        for spec, boxes in zip(held.specs, held.boxes, strict=True):
+            if not is_quantised(spec):
+                yield from ((spec, box) for box in boxes)
+                continue
+            pair = pair_of(spec, scheme)
+            for box in boxes:
+                yield pair.weight, box
+                yield pair.scales, scale_box(pair, box, scheme)
+
+    return Placement.of(wire())
+
+
+def scale_box(pair: QuantisedPair, box: Box, scheme: Scheme) -> Box:
+    """The scales that whoever sends `box` of a matrix sends: of the blocks of which it has the first element."""
+    return _blocks(box.starts, box.stops, pair, scheme)
+
+
+def touched_blocks(pair: QuantisedPair, box: Box, scheme: Scheme) -> Box:
+    """The scales of every element of `box` of a matrix: of the blocks of which it has any."""
+    block = QUANTISERS[scheme].block_shape(pair.weight.shape[1])
+    starts = tuple(start // size * size for start, size in zip(box.starts, block, strict=True))
+    return _blocks(starts, box.stops if box.numel else starts, pair, scheme)
+
+
+def _blocks(starts: tuple[int, ...], stops: tuple[int, ...], pair: QuantisedPair, scheme: Scheme) -> Box:
+    """The blocks whose first row and column lie between `starts` and `stops`."""
+    block = QUANTISERS[scheme].block_shape(pair.weight.shape[1])
+    firsts, lasts = (tuple(-(-at // size) for at, size in zip(edge, block, strict=True)) for edge in (starts, stops))
+    return Box(firsts, tuple(last - first for first, last in zip(firsts, lasts, strict=True)))
+
+
+def checked_scheme(name: str) -> Scheme:
+    """`name` as a scheme.
+
+    Raises:
+        ManifestError: This side knows no scheme of that name.
+    """
+    for known in DTYPES:
+        if known == name:
+            return known
+    raise ManifestError(
+        f"the version is quantised as {name[:40]!r}, which is not known here.",
+        part=_PART,
+        hint=f"Known: {', '.join(DTYPES)}. Run one release of weightlane on both sides.",
+    )
+
+
+def quantised_pairs(specs: Iterable[TensorSpec], scheme: Scheme) -> dict[str, QuantisedPair]:
+    """The matrices among the tensors of a quantised version, by name.
+
+    Raises:
+        ManifestError: One lacks its scales or has some that do not fit, or there are scales of nothing.
+    """
+    by_name: Mapping[str, TensorSpec] = {spec.name: spec for spec in specs}
+    pairs: dict[str, QuantisedPair] = {}
+    for name, spec in by_name.items():
+        if spec.dtype != DTYPES[scheme] or not name.endswith(_WEIGHT):
+            continue
+        scales = by_name.get(scale_name(name, scheme))
+        if len(spec.shape) != _MATRIX:
+            raise _unfit(f"{name} is quantised and has shape {list(spec.shape)}, which is no matrix's")
+        if scales is None:
+            raise _unfit(f"{name} is quantised and its scales {scale_name(name, scheme)} are missing")
+        wanted = pair_of(spec, scheme).scales
+        if scales != wanted:
+            raise _unfit(
+                f"{scales.name} is {dtype_name(scales.dtype)} of shape {list(scales.shape)},"
+                f" {name} of shape {list(spec.shape)} needs float32 of {list(wanted.shape)}"
+            )
+        pairs[name] = QuantisedPair(spec, scales)
+    suffix = scale_name(_WEIGHT, scheme)
+    for name in by_name:
+        if name.endswith(suffix) and name.removesuffix(suffix) + _WEIGHT not in pairs:
+            raise _unfit(f"{name} has no matrix in {dtype_name(DTYPES[scheme])} to scale")
+    return pairs
+
+
+def _unfit(what: str) -> ManifestError:
+    return ManifestError(f"{what}.", part=_PART, hint="Run one release of weightlane on both sides.")

@@ -1,0 +1,44 @@
+"""What of a quantised version a rollout rank needs that restores it: the elements that it reads, and their scales."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from ...version.box import Box, overlay
+from ...version.placement import Placement
+from ...version.tensor_spec import TensorSpec
+from .checkpoint import Scheme
+from .quantisation import QuantisedPair, quantised_pairs, touched_blocks
+
+
+def needed_on_the_wire(needed: Placement, sent: Sequence[TensorSpec], scheme: Scheme) -> Placement | None:
+    """What of the tensors `sent` a rank needs that needs `needed` of what they stand for; None if that is something else.
+
+    Raises:
+        ManifestError: What is sent is no quantised version.
+    """
+    pairs = quantised_pairs(sent, scheme)
+    scales = {pair.scales.name for pair in pairs.values()}
+    wire = {spec.name: spec for spec in sent if spec.name not in scales}
+    if wire.keys() != {spec.name for spec in needed.specs}:
+        return None
+    if not all(_stands_for(wire[spec.name], spec, restored=spec.name in pairs) for spec in needed.specs):
+        return None
+
+    def slices() -> Iterator[tuple[TensorSpec, Iterable[Box]]]:
+        for spec, boxes in zip(needed.specs, needed.boxes, strict=True):
+            yield wire[spec.name], boxes
+            if (pair := pairs.get(spec.name)) is not None:
+                yield pair.scales, _scales_of(pair, boxes, scheme)
+
+    return Placement.of_boxes(slices())
+
+
+def _stands_for(wire: TensorSpec, spec: TensorSpec, *, restored: bool) -> bool:
+    return wire.shape == spec.shape and spec.dtype.is_floating_point if restored else wire.stands_for(spec)
+
+
+def _scales_of(pair: QuantisedPair, boxes: Sequence[Box], scheme: Scheme) -> list[Box]:
+    """The scales of all elements of `boxes`, in slices that do not overlap."""
+    touched = [(touched_blocks(pair, box, scheme), 0) for box in boxes]
+    return [box for box, labels in overlay(touched, pair.scales.shape) if labels]

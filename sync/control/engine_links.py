@@ -1,0 +1,102 @@
+"""The engine's links of a participant, one for each connection of the session's transfer plan that it has an end of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, wait
+
+import torch
+
+from weightlane.ckpt_engines import (
+    CheckpointEngine,
+    ClosedError,
+    Deadline,
+    DeadlineExceededError,
+    ReceiverLink,
+    SenderLink,
+    Topology,
+)
+from weightlane.ckpt_engines.links.bounded_calls import GRACE_S, address_of, close_all
+from weightlane.ckpt_engines.links.link import receiver_link, sender_link
+from weightlane.ckpt_engines.runtime.daemon_threads import DaemonThreads
+
+from ..plan.session_plan import Link, SessionPlan
+from .rendezvous import Rendezvous
+
+
+class LinkHalves:
+    """Of one participant in one session. `close` may be called from any thread, while it connects, too.
+
+    Args:
+        name: The participant.
+        engine: Makes the halves.
+        device: Where their buckets live.
+        copied_to: Where this participant copies buckets to that it views.
+    """
+
+    def __init__(
+        self, name: str, engine: CheckpointEngine, device: torch.device, *, copied_to: torch.device | None = None
+    ) -> None:
+        self._name = name
+        self._engine = engine
+        self._device = device
+        self._copied_to = copied_to or device
+        self._closed = False
+        self.senders: dict[int, SenderLink] = {}
+        """By the link's number."""
+        self.receivers: dict[int, ReceiverLink] = {}
+        """By the link's number."""
+
+    def connect(self, rendezvous: Rendezvous, session: str, planned: SessionPlan, deadline: Deadline) -> None:
+        """Connect a half for each link of the plan that this participant has an end of, all at the same time.
+
+        Raises what the engine raises, `DeadlineExceededError` naming the peer that has said no address, or `ClosedError`.
+        """
+        box = rendezvous.mailbox(f"links/{session}")
+        links = [*planned.sent_by(self._name), *planned.received_by(self._name)]
+        for link in links:
+            half = self._make(link)
+            if self._closed:
+                self.close()
+                raise ClosedError("the connection was closed while connecting.", part=self._name)
+            box.put(f"{link.number}/{self._name}", address_of(half, self._name))
+        if not links:
+            return
+        threads = DaemonThreads(len(links), f"weightlane-link-{self._name}")
+        connecting = [threads.submit(self._connect, rendezvous, session, link, deadline) for link in links]
+        threads.shutdown(wait=False)
+        done, late = wait(connecting, deadline.remaining_s + GRACE_S, FIRST_EXCEPTION)
+        failure = next((error for each in done if (error := each.exception()) is not None), None)
+        if failure is None and late:
+            failure = deadline.error("its links to connect", part=self._name)
+        if failure is not None:
+            self.close()  # the others need not go on, and nobody waits for them
+            raise failure
+
+    def _make(self, link: Link) -> SenderLink | ReceiverLink:
+        if self._name in link.senders:
+            return self.senders.setdefault(link.number, sender_link(self._engine, self._name, self._device))
+        receiver = receiver_link(self._engine, self._name, self._device)
+        receiver.views_are_copied_to(self._copied_to)
+        return self.receivers.setdefault(link.number, receiver)
+
+    def _connect(self, rendezvous: Rendezvous, session: str, link: Link, deadline: Deadline) -> None:
+        box, own = rendezvous.mailbox(f"links/{session}"), link.session(session)
+
+        def addresses(names: Sequence[str]) -> Mapping[str, Mapping[str, object]]:
+            found = {}
+            for name in names:
+                try:
+                    found[name] = box.get(f"{link.number}/{name}", deadline)
+                except DeadlineExceededError as error:
+                    raise deadline.error("the address of its end of a link", part=self._name, peer=name) from error
+            return found
+
+        topology = Topology(own, addresses(link.senders), addresses(link.receivers), rendezvous.session_key(own))
+        half = self.senders.get(link.number) or self.receivers[link.number]
+        half.connect(topology, deadline)
+
+    def close(self) -> None:
+        """Close every half. Idempotent, never raises."""
+        self._closed = True
+        close_all([*list(self.senders.values()), *list(self.receivers.values())], self._name)

@@ -1,0 +1,1 @@
+"""How long a transfer plan should take, on models and networks that need not be there."""

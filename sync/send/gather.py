@@ -1,0 +1,198 @@
+"""Bringing every rank's pieces of a bucket to the sending rank, over a process group that the training never uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+
+import torch
+
+from weightlane.ckpt_engines import (
+    ClosedError,
+    ConfigError,
+    Deadline,
+    DeadlineExceededError,
+    ManifestError,
+    TransportError,
+)
+from weightlane.ckpt_engines.engines.torch_distributed.process_group import (
+    BackendName,
+    Group,
+    abandon_gloo,
+    abort_accelerator_group,
+    open_process_group,
+    translated,
+)
+from weightlane.ckpt_engines.links.bounded_calls import begun, result_of
+from weightlane.ckpt_engines.runtime.at_exit import start_thread
+from weightlane.ckpt_engines.runtime.devices import runtime_of
+
+from ..control.rendezvous import Rendezvous
+from ..version.manifest import Manifest
+from ..version.packing import RunTable, copy_runs, gather_runs, scatter_runs
+
+_PART = "shard gather"
+_PIECE_BYTES = 1 << 20
+"""What one rank hands to another at once, a multiple of any alignment: all that is in memory beside snapshots and buckets."""
+
+_GROUP_HINT = "Check that every trainer rank and the coordinator are alive and can reach each other."
+
+GROUP_BACKENDS: dict[str, BackendName] = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+"""torch.distributed backend that moves bytes between the memories of a device type."""
+
+
+class ShardGather:
+    """Rank 0 fills buckets (`fill`), the other ranks give their pieces (`give`), bucket by bucket in lockstep.
+
+    A rank sends only the bytes it holds, and no more than a piece of a bucket is in memory beside its snapshot.
+    """
+
+    def __init__(
+        self,
+        group: Group | None,
+        names: Sequence[str],
+        rank: int,
+        layout: Manifest,
+        tables: Sequence[RunTable],
+        device: torch.device,
+    ) -> None:
+        self._group = group
+        self._names = list(names)
+        self._rank = rank
+        self.layout = layout
+        """Of every version that is sent in full."""
+        self.tables = tables
+        """Where each rank's snapshot belongs in it, by rank."""
+        self._packed = torch.empty(0, dtype=torch.uint8, device=device)
+        self._moving = False
+        """Whether a thread waits for another rank."""
+
+    @classmethod
+    def connect(
+        cls,
+        rendezvous: Rendezvous,
+        session: str,
+        names: Sequence[str],
+        rank: int,
+        layout: Manifest,
+        tables: Sequence[RunTable],
+        device: torch.device,
+        deadline: Deadline,
+    ) -> ShardGather:
+        """Join the other ranks, which must have the same layout: `ManifestError` if one has another."""
+        group = None
+        if len(names) > 1:
+            mailbox = rendezvous.mailbox(f"gather/{session}")
+            mailbox.put(names[rank], layout.layout_digest)
+            for name in names:
+                if mailbox.get(name, deadline) != layout.layout_digest:
+                    raise ManifestError(
+                        f"{name} publishes other tensors than {names[rank]}.",
+                        part=_PART,
+                        peer=name,
+                        hint="Every trainer rank must be given the same placements.",
+                    )
+            store = rendezvous.store(f"gather-group/{session}")
+            backend = GROUP_BACKENDS.get(device.type)
+            if backend is None:
+                raise ConfigError(
+                    f"trainer ranks cannot hand each other {device.type} memory.",
+                    part=_PART,
+                    hint=f"Choose a checkpoint engine for one of: {', '.join(GROUP_BACKENDS)}.",
+                )
+            host = rendezvous.local_host
+
+            def open_group() -> Group:
+                with runtime_of(device).current():
+                    return open_process_group(
+                        backend, store, rank, len(names), deadline, host=host, device=device, names=names
+                    )
+
+            # The store's questions have no timeout, so a coordinator that is frozen would hold this rank for ever.
+            group = result_of(begun(open_group), deadline, "the group of all trainer ranks", _PART, _GROUP_HINT)
+        return cls(group, names, rank, layout, tables, device)
+
+    def fill(
+        self,
+        manifest: Manifest,
+        tables: Sequence[RunTable],
+        snapshot: torch.Tensor,
+        index: int,
+        payload: torch.Tensor,
+        ready: Callable[[int], None],
+        deadline: Deadline,
+    ) -> None:
+        """Fill bucket `index` of a version from this rank's snapshot and the other ranks' pieces (rank 0).
+
+        `tables` say, by rank, where what is in the ranks' memory belongs in the version's stream, or in a delta's segments.
+        ``ready(n)`` returns once the snapshot's first `n` bytes are there.
+        """
+        start, stop = manifest.window(index)
+        mine = tables[0]
+        ready(mine.snapshot_end(start, stop))
+        copy_runs(snapshot, mine, start, stop, payload)
+        for rank, table in enumerate(tables[1:], 1):
+            for low, high in _pieces(start, stop):
+                if nbytes := table.bytes_within(low, high):
+                    piece = self._room(nbytes)
+                    self._run("recv", piece, rank, deadline)
+                    scatter_runs(piece, table, low, high, payload[low - start : high - start])
+
+    def give(
+        self,
+        manifest: Manifest,
+        tables: Sequence[RunTable],
+        snapshot: torch.Tensor,
+        ready: Callable[[int], None],
+        deadline: Deadline,
+    ) -> int:
+        """Send this rank's pieces of every bucket to rank 0; returns the bytes sent (every other rank). `ready` as for `fill`."""
+        table, total = tables[self._rank], 0
+        for index in range(manifest.bucket_count):
+            for low, high in _pieces(*manifest.window(index)):
+                if nbytes := table.bytes_within(low, high):
+                    ready(table.snapshot_end(low, high))
+                    self._run("send", gather_runs(snapshot, table, low, high, self._room(nbytes)), 0, deadline)
+                    total += nbytes
+        return total
+
+    def close(self) -> None:
+        """Leave the group; who waits in `fill` or `give` raises `ClosedError`. Idempotent."""
+        group, self._group = self._group, None
+        if group is None or not self._moving:
+            return
+        if self._packed.is_cpu:
+            abandon_gloo(group)
+        else:
+            # From Python 3.12 on, a program that ends starts no threads, and its groups end with it.
+            with suppress(RuntimeError):
+                start_thread("weightlane-abort", abort_accelerator_group, group)
+
+    def _room(self, nbytes: int) -> torch.Tensor:
+        if self._packed.numel() < nbytes:
+            self._packed = torch.empty(nbytes, dtype=torch.uint8, device=self._packed.device)
+        return self._packed[:nbytes]
+
+    def _run(self, kind: str, data: torch.Tensor, rank: int, deadline: Deadline) -> None:
+        peer = self._names[rank]
+        self._moving = True  # before it looks whether it is closed, which is the other way round in `close`
+        try:
+            group = self._group
+            if group is None:
+                raise ClosedError("the gather was closed.", part=_PART)
+            with translated(_PART, deadline, f"{peer}'s pieces of a bucket", peer):
+                operation = group.send if kind == "send" else group.recv
+                work = operation([data], rank, 0)
+                work.wait(deadline.timedelta())
+        except (TransportError, DeadlineExceededError) as error:
+            if self._group is None:
+                raise ClosedError(f"the gather was closed while it waited for {peer}.", part=_PART) from error
+            raise
+        finally:
+            self._moving = False
+
+
+def _pieces(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """A window in parts."""
+    for low in range(start, stop, _PIECE_BYTES):
+        yield low, min(low + _PIECE_BYTES, stop)

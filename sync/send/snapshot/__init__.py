@@ -1,0 +1,1 @@
+"""Snapshots: a rank's private copy of its shards, taken while the next training step already computes."""

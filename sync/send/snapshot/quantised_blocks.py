@@ -1,0 +1,152 @@
+"""Blocks of the matrices that a rank quantises: whole in its shard, or cut between ranks that must agree on a scale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+
+from ...codecs.quantised import QUANTISERS, QuantisationReport, Quantiser, Scheme
+from ...codecs.quantised.quantisation import QuantisedPair, scale_box, touched_blocks
+from ...version.box import Box, row_major_strides
+from ...version.tensor_spec import LocalShard
+
+
+@dataclass(frozen=True, slots=True)
+class Magnitudes:
+    """How large some elements of a matrix are."""
+
+    name: str
+    """The matrix."""
+    blocks: Box
+    """In which of its blocks."""
+    values: torch.Tensor
+    """float32 of the shape of `blocks`: the largest magnitude in each."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedMatrix:
+    """A slice of a matrix that a rank holds, and where in the snapshot it goes."""
+
+    shard: LocalShard
+    pair: QuantisedPair
+    scheme: Scheme
+    weight_place: int
+    """First byte of its elements."""
+    scale_place: int
+    """First byte of the scales that are this rank's to send."""
+
+    @property
+    def name(self) -> str:
+        """The matrix's name in the checkpoint."""
+        return self.pair.weight.name
+
+    @property
+    def quantiser(self) -> Quantiser:
+        """The quantiser of its scheme."""
+        return QUANTISERS[self.scheme]
+
+    @property
+    def own(self) -> Box:
+        """The scales that are this rank's to send."""
+        return scale_box(self.pair, self.shard.box, self.scheme)
+
+    def data(self, box: Box) -> torch.Tensor:
+        """Some of its elements, as they are now."""
+        return self.shard.data.detach()[box.within(self.shard.box).index]
+
+    def magnitudes(self, box: Box, data: torch.Tensor) -> Magnitudes:
+        """Of `data`, which is in `box`."""
+        values = self.quantiser.magnitudes(data, at=corner(box), name=self.name)
+        return Magnitudes(self.name, touched_blocks(self.pair, box, self.scheme), values)
+
+    def put(self, memory: torch.Tensor, box: Box, data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """Quantise `data`, which is in `box`, to where it goes, or on its device, and copy it. Returns what came out.
+
+        `scales` are those of all blocks that it touches; those that are this rank's to send go to their place, too.
+        """
+        at, out = corner(box), _place_of(memory, self.weight_place, self.pair.weight.dtype, self.shard.box, box)
+        direct = out if out.device == data.device else None
+        quantised = self.quantiser.quantise(data, scales, at=at, name=self.name, out=direct)
+        if direct is None:
+            out.copy_(quantised, non_blocking=True)
+        if (mine := scale_box(self.pair, box, self.scheme)).numel:
+            touched = touched_blocks(self.pair, box, self.scheme)
+            into = _place_of(memory, self.scale_place, torch.float32, self.own, mine)
+            into.copy_(scales[mine.within(touched).index], non_blocking=True)
+        return quantised
+
+    def first_byte(self, box: Box) -> int:
+        """The first byte of the snapshot that quantising `box` makes."""
+        first = self.weight_place + _offset(self.shard.box, box) * self.pair.weight.dtype.itemsize
+        mine = scale_box(self.pair, box, self.scheme)
+        if not mine.numel:
+            return first
+        return min(first, self.scale_place + _offset(self.own, mine) * self.pair.scales.dtype.itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class CutBlocks:
+    """Elements of blocks of which this rank holds a part, as they were."""
+
+    matrix: QuantisedMatrix
+    box: Box
+    """Where in the matrix they are."""
+    data: torch.Tensor
+
+    def quantise(self, largest: torch.Tensor, memory: torch.Tensor) -> QuantisationReport:
+        """Put them into the snapshot. Returns the error.
+
+        `largest` is the largest magnitude in each block of the matrix, float32 of the shape of its scales.
+        """
+        matrix, touched = self.matrix, touched_blocks(self.matrix.pair, self.box, self.matrix.scheme)
+        scales = matrix.quantiser.scales_of(largest[touched.index].to(self.data.device))
+        quantised = matrix.put(memory, self.box, self.data, scales)
+        return matrix.quantiser.report(self.data, quantised, scales, at=corner(self.box))
+
+    @property
+    def pair(self) -> QuantisedPair:
+        """The matrix."""
+        return self.matrix.pair
+
+
+def block_of(pair: QuantisedPair, scheme: Scheme) -> tuple[int, int]:
+    """Rows and columns of one block of the matrix."""
+    return QUANTISERS[scheme].block_shape(pair.weight.shape[1])
+
+
+def regions_of(box: Box, pair: QuantisedPair, scheme: Scheme) -> Iterator[tuple[Box, bool]]:
+    """A slice of a matrix cut at blocks: what consists of whole blocks, and parts of others; and whether it is such parts."""
+    sides = zip(box.starts, box.stops, block_of(pair, scheme), pair.weight.shape, strict=True)
+    rows, columns = (list(_runs(*side)) for side in sides)
+    for (top, bottom, cut_above), (left, right, cut_beside) in product(rows, columns):
+        yield Box((top, left), (bottom - top, right - left)), cut_above or cut_beside
+
+
+def _runs(start: int, stop: int, block: int, size: int) -> Iterator[tuple[int, int, bool]]:
+    """Indices cut at the borders of blocks: a part of one, whole ones together, a part of another; and whether it is a part."""
+    first = min(stop, -(-start // block) * block)
+    last = stop if stop == size else max(first, stop // block * block)
+    for begin, end, is_part in ((start, first, True), (first, last, False), (last, stop, True)):
+        if begin < end:
+            yield begin, end, is_part
+
+
+def corner(box: Box) -> tuple[int, int]:
+    """Row and column of the first element of `box`."""
+    row, column = box.starts
+    return row, column
+
+
+def _offset(outer: Box, box: Box) -> int:
+    """Number of the first element of `box` among those of `outer`."""
+    strides = row_major_strides(outer.shape)
+    return sum(start * stride for start, stride in zip(box.within(outer).starts, strides, strict=True))
+
+
+def _place_of(memory: torch.Tensor, place: int, dtype: torch.dtype, outer: Box, box: Box) -> torch.Tensor:
+    """Where the elements of `box` go, if those of `outer` go to `memory`, 1-D uint8, from byte `place` on."""
+    flat = memory[place : place + outer.numel * dtype.itemsize].view(dtype)
+    return flat.view(outer.shape)[box.within(outer).index]

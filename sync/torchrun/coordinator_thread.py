@@ -1,0 +1,148 @@
+"""`CoordinatorThread`: the coordinator of a program that has no event loop, on a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from typing import Any, Protocol, TypeVar
+
+from weightlane.ckpt_engines import ClosedError, ConfigError, Deadline, DeadlineExceededError, WeightlaneError
+from weightlane.ckpt_engines.links.bounded_calls import result_of
+from weightlane.ckpt_engines.runtime.at_exit import close_at_exit, start_thread
+
+from ..config import SyncConfig
+from ..control.rendezvous import Rendezvous
+from ..control.roster import Replica, ReplicaState
+from ..coordinator import Coordinator
+from ..report import SyncReport
+
+_log = logging.getLogger(__name__)
+_PART = "coordinator thread"
+_JOIN_S = 5.0
+_HEARD_S = 5.0
+"""How long rank 0 keeps the rendezvous for ranks that have not read how the last version ended; a dead one never does."""
+
+T = TypeVar("T")
+
+
+class ConnectableReplica(Replica, Protocol):
+    """A replica that is running already and only has to be told where the weights come from."""
+
+    async def connect(self, rendezvous: Mapping[str, Any], backend: str, options: Mapping[str, Any]) -> None:
+        """Subscribe its ranks to the run at `rendezvous`, leaving an earlier one."""
+
+
+class CoordinatorThread:
+    """What rank 0 does beside publishing: it hosts the rendezvous and runs the coordinator on a thread of its own."""
+
+    def __init__(self, replicas: Sequence[ConnectableReplica], world: int, config: SyncConfig) -> None:
+        if not replicas:
+            raise ConfigError("there is no replica to publish to.", part=_PART, hint="Give rank 0 at least one.")
+        self._replicas = list(replicas)
+        self._world = world
+        self._config = config
+        self._rendezvous = Rendezvous.host(config.host, config.port, config.silence_s)
+        self.address = self._rendezvous.address.to_plain()
+        self._transport: tuple[str, Mapping[str, Any]] = ("", {})
+        self._coordinator: Coordinator | None = None
+        self._syncing: Future[SyncReport] | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = start_thread("weightlane-coordinator", self._run)
+        close_at_exit(self)
+
+    def connect(self, backend: str, options: Mapping[str, Any]) -> None:
+        """Tell every replica where the weights come from, and bring all participants together.
+
+        Raises `DeadlineExceededError` naming the replica that does not answer, or those who are missing.
+        """
+        self._transport = (backend, options)
+        # One limit for the replicas' answers, another one for everybody to meet.
+        limit = Deadline.after(2 * self._config.connect_timeout_s)
+        names = ", ".join(replica.name for replica in self._replicas)
+        hint = "A replica does not keep the deadline of its `connect`."
+        try:
+            result_of(self._submit(self._connect()), limit, f"{names} to connect", _PART, hint)
+        except CancelledError:
+            raise ClosedError("the publisher was closed.", part=_PART) from None
+
+    def begin(self, version: int) -> None:
+        """Carry `version` over; `end` waits for it."""
+        assert self._coordinator is not None
+        self._syncing = self._submit(self._sync(version))
+
+    def end(self, timeout_s: float) -> SyncReport:
+        """The report of the version that was begun."""
+        assert self._syncing is not None
+        try:
+            return self._syncing.result(timeout_s)
+        except TimeoutError:
+            if self._syncing.done():
+                raise
+            raise DeadlineExceededError(f"the sync did not end within {timeout_s:.0f} s.", part=_PART) from None
+        except CancelledError:
+            raise ClosedError("the publisher was closed.", part=_PART) from None
+
+    def close(self) -> None:
+        """End what is under way, and the thread, once the other ranks know how the last version ended.
+
+        Idempotent, never raises.
+        """
+        if not self._thread.is_alive():
+            return
+        if self._coordinator is not None:
+            self._coordinator.wait_until_heard(_HEARD_S)
+            self._coordinator.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_JOIN_S)
+        self._rendezvous.close()
+
+    async def _connect(self) -> None:
+        await asyncio.gather(*(self._tell(replica) for replica in self._replicas))
+        names = [publisher_name(rank) for rank in range(self._world)]
+        self._coordinator = Coordinator(self._rendezvous, names, self._replicas, self._config)
+        await self._coordinator.connect()
+
+    async def _tell(self, replica: ConnectableReplica) -> None:
+        deadline = Deadline.after(self._config.connect_timeout_s)
+        timeout = asyncio.timeout(deadline.remaining_s)
+        try:
+            async with timeout:
+                await replica.connect(self.address, *self._transport)
+        except TimeoutError as error:
+            if not timeout.expired():
+                raise
+            raise deadline.error("it to connect to the run", part=_PART, peer=replica.name) from error
+
+    async def _sync(self, version: int) -> SyncReport:
+        assert self._coordinator is not None
+        states = self._coordinator.states()
+        lost = [replica for replica in self._replicas if states.get(replica.name) is ReplicaState.LOST]
+        await asyncio.gather(*(self._call_back(replica) for replica in lost))
+        return await self._coordinator.sync(version)
+
+    async def _call_back(self, replica: ConnectableReplica) -> None:
+        """A replica that was lost may have been started again; if it was not, the version goes on without it."""
+        try:
+            async with asyncio.timeout(self._config.rejoin_s):
+                await replica.connect(self.address, *self._transport)
+        except (WeightlaneError, TimeoutError) as error:
+            _log.info("%s is still lost: %s", replica.name, error)
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        left = asyncio.all_tasks(self._loop)
+        for task in left:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        self._loop.close()
+
+
+def publisher_name(rank: int) -> str:
+    """Under which name a trainer rank publishes."""
+    return f"trainer-{rank}"

@@ -1,0 +1,1 @@
+"""What one weight version consists of, and where its bytes lie: tensor specs, placements, manifest, stream and buckets."""

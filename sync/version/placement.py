@@ -1,0 +1,103 @@
+"""Placements: which slices of which checkpoint tensors a trainer rank holds, or a rollout rank needs. Plain data, no weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from weightlane.ckpt_engines import ProtocolError
+
+from .box import Box
+from .tensor_spec import LocalShard, TensorSpec, dtype_of
+
+_PART = "placement"
+_MOST_SLICES = 1 << 16
+"""Of one tensor on one rank; more are no layout."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Of one rank.
+
+    Attributes:
+        specs: Tensors of which it has, or needs, something; each once.
+        boxes: Of each of `specs`, the slices; they do not overlap.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    boxes: tuple[tuple[Box, ...], ...]
+
+    @classmethod
+    def of(cls, slices: Iterable[tuple[TensorSpec, Box]]) -> Placement:
+        """From slices in any order; slices without elements say that the tensor exists."""
+        found: dict[str, tuple[TensorSpec, list[Box]]] = {}
+        for spec, box in slices:
+            found.setdefault(spec.name, (spec, []))[1].append(box)
+        return cls(
+            tuple(spec for spec, _ in found.values()),
+            tuple(tuple(box for box in boxes if box.numel) for _, boxes in found.values()),
+        )
+
+    @classmethod
+    def of_boxes(cls, boxes: Iterable[tuple[TensorSpec, Iterable[Box]]]) -> Placement:
+        """From the slices of each tensor, of which there may be none."""
+        listed = [(spec, tuple(box for box in each if box.numel)) for spec, each in boxes]
+        return cls(tuple(spec for spec, _ in listed), tuple(each for _, each in listed))
+
+    @classmethod
+    def of_shards(cls, shards: Sequence[LocalShard]) -> Placement:
+        """What a trainer rank with these shards holds."""
+        return cls.of((shard.spec, shard.box) for shard in shards)
+
+    @classmethod
+    def whole(cls, specs: Iterable[TensorSpec]) -> Placement:
+        """All of every tensor."""
+        return cls.of((spec, Box.whole(spec.shape)) for spec in specs)
+
+    @property
+    def slices(self) -> Iterator[tuple[TensorSpec, Box]]:
+        """Every slice with its tensor."""
+        return ((spec, box) for spec, boxes in zip(self.specs, self.boxes, strict=True) for box in boxes)
+
+    @property
+    def nbytes(self) -> int:
+        """Size on the wire in bytes."""
+        return sum(spec.dtype.itemsize * box.numel for spec, box in self.slices)
+
+    @cached_property
+    def digest(self) -> str:
+        """16 hexadecimal digits, equal for two ranks with the same slices in the same order."""
+        return hashlib.sha256(json.dumps(self.to_plain()).encode()).hexdigest()[:16]
+
+    def to_plain(self) -> list[Any]:
+        """As JSON: ``[[name, shape, dtype, [[starts, shape], ...]], ...]``."""
+        return [
+            [*spec.to_plain(), [box.to_plain() for box in boxes]]
+            for spec, boxes in zip(self.specs, self.boxes, strict=True)
+        ]
+
+    @classmethod
+    def from_plain(cls, plain: Any) -> Placement:
+        """Parse what a peer sent; `ProtocolError` for anything that is no placement."""
+        if not isinstance(plain, list):
+            raise ProtocolError("not a placement.", part=_PART)
+        specs, boxes = [], []
+        for entry in plain:
+            match entry:
+                case [str() as name, [*shape], str() as dtype, [*slices]]:
+                    if len(slices) > _MOST_SLICES:
+                        raise ProtocolError(f"{name[:100]} is in {len(slices)} slices.", part=_PART)
+                    whole = Box.from_plain([[0] * len(shape), shape])
+                    specs.append(TensorSpec(name, whole.shape, dtype_of(dtype)))
+                    boxes.append(tuple(Box.from_plain(each) for each in slices))
+                case _:
+                    raise ProtocolError(f"not a tensor of a placement: {str(entry)[:100]}.", part=_PART)
+            if wrong := [box for box in boxes[-1] if not box.fits(whole.shape)]:
+                raise ProtocolError(f"{name} of shape {list(whole.shape)} has no slice {wrong[0]}.", part=_PART)
+        if len({spec.name for spec in specs}) != len(specs):
+            raise ProtocolError("a tensor is listed twice.", part=_PART)
+        return cls(tuple(specs), tuple(boxes))

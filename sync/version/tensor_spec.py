@@ -1,0 +1,248 @@
+"""What a tensor is called, how large it is, and which part of it a trainer rank holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from weightlane.ckpt_engines import ManifestError, ProtocolError
+
+from .box import Box, boxes_of_run, row_major_strides
+
+_PART = "publisher"
+
+SAFETENSORS_DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Every dtype that can be carried, by its name in the safetensors format (https://huggingface.co/docs/safetensors)."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.bfloat16`` -> ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+_DTYPES = {dtype_name(dtype): dtype for dtype in SAFETENSORS_DTYPES.values()}
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """``"bfloat16"`` -> ``torch.bfloat16``; `ProtocolError` for a name that is not a known tensor dtype."""
+    try:
+        return _DTYPES[name]
+    except KeyError:
+        raise ProtocolError(
+            f"unknown tensor dtype {name!r}.", part="manifest", hint=f"Known: {', '.join(_DTYPES)}."
+        ) from None
+
+
+_ALWAYS_FLOAT32 = (".e_score_correction_bias",)
+"""How tensors end that both transformers and vLLM keep in float32 in a model of any type: a narrower one changes which experts
+are chosen."""
+
+
+def kept_in_float32(stored: Mapping[str, torch.dtype]) -> frozenset[str]:
+    """The tensors of a checkpoint that stay float32 when the model is sent, or written, in a narrower type.
+
+    They are those that a checkpoint of a narrower type holds in float32, and some by their names.
+
+    Args:
+        stored: The type of every tensor on disk.
+    """
+    wide = {name for name, dtype in stored.items() if dtype == torch.float32}
+    if 2 * len(wide) > sum(dtype.is_floating_point for dtype in stored.values()):
+        wide = {name for name in wide if name.endswith(_ALWAYS_FLOAT32)}
+    return frozenset(wide)
+
+
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as uint8, 1-D.
+
+    torch calls a single element contiguous whatever its stride is, and will not look at it as bytes unless that is 1.
+    """
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One checkpoint tensor: its Hugging Face name, its full shape, and its dtype on the wire."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; 1 for a scalar, 0 for an empty tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size on the wire in bytes."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Elements from one index to the next, in row-major order, by dimension."""
+        return row_major_strides(self.shape)
+
+    def stands_for(self, other: TensorSpec) -> bool:
+        """Whether it is the tensor `other`, in the same type or another of floating-point numbers."""
+        return (self.name, self.shape) == (other.name, other.shape) and (
+            self.dtype == other.dtype or (self.dtype.is_floating_point and other.dtype.is_floating_point)
+        )
+
+    def to_plain(self) -> list[Any]:
+        """As JSON: ``[name, [sizes], dtype]``."""
+        return [self.name, list(self.shape), dtype_name(self.dtype)]
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A slice of a tensor."""
+
+    spec: TensorSpec
+    """The tensor."""
+    box: Box
+    """Which of its elements."""
+
+    @property
+    def as_tensor(self) -> TensorSpec:
+        """What it is in a stream; all of a tensor is that tensor."""
+        if self.box == Box.whole(self.spec.shape):
+            return self.spec
+        where = ",".join(f"{start}:{stop}" for start, stop in zip(self.box.starts, self.box.stops, strict=True))
+        return TensorSpec(f"{self.spec.name}[{where}]", self.box.shape, self.spec.dtype)
+
+
+class Held(Protocol):
+    """A slice of a tensor of the stream, on one trainer rank."""
+
+    @property
+    def spec(self) -> TensorSpec:
+        """The tensor."""
+
+    @property
+    def box(self) -> Box:
+        """Which of its elements."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size on the wire in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSlice:
+    """A `Held` that is made when a snapshot is taken."""
+
+    spec: TensorSpec
+    box: Box
+    differing: Callable[[torch.Tensor], float] | None = None
+    """About which share of its elements, given as they were, 1-D, would be others now; None where neighbours tell enough."""
+
+    @property
+    def numel(self) -> int:
+        """See `Held`."""
+        return self.box.numel
+
+    @property
+    def nbytes(self) -> int:
+        """See `Held`."""
+        return self.numel * self.spec.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class LocalShard:
+    """The slice of one checkpoint tensor that a trainer rank holds.
+
+    `data` is the live local tensor in the trainer's dtype, with the slice's shape and any strides: rows of a linear layer,
+    columns, the query heads out of a fused parameter, nothing at all. It is read between ``publish`` and the fence and may change
+    its values, but not its storage, afterwards. A rank may hold several slices of a tensor that do not overlap; several ranks may
+    hold the same elements, which must then be equal.
+
+    Raises `ManifestError` for `data` that is no slice of the tensor, or holds whole numbers where the tensor does not.
+    """
+
+    spec: TensorSpec
+    starts: tuple[int, ...]
+    """First index of the slice, by dimension of the tensor."""
+    data: torch.Tensor
+
+    def __post_init__(self) -> None:
+        """Check that these can be elements of the tensor."""
+        shape, name = tuple(self.data.shape), self.spec.name
+        if len(shape) != len(self.starts) or not self.box.fits(self.spec.shape):
+            at = f" at {self.starts}" if any(self.starts) else ""
+            raise ManifestError(
+                f"a tensor of shape {shape}{at} is no slice of {name}, whose shape is {self.spec.shape}.",
+                part=_PART,
+                hint="A slice has the tensor's own dimensions, in its order.",
+            )
+        if self.data.is_floating_point() != self.spec.dtype.is_floating_point:
+            raise ManifestError(
+                f"{name} was declared {dtype_name(self.spec.dtype)}, and its data are {dtype_name(self.data.dtype)}.",
+                part=_PART,
+                hint="Only floating-point types are converted into one another.",
+            )
+
+    @classmethod
+    def whole(cls, spec: TensorSpec, data: torch.Tensor) -> LocalShard:
+        """All of the tensor.
+
+        Raises `ManifestError` unless `data` has its shape.
+        """
+        if tuple(data.shape) != spec.shape:
+            raise ManifestError(
+                f"{spec.name} has shape {spec.shape}, and its data {tuple(data.shape)}.",
+                part=_PART,
+                hint="Give the tensor as the checkpoint has it; a transposed or flattened one would arrive scrambled.",
+            )
+        return cls(spec, (0,) * len(spec.shape), data)
+
+    @classmethod
+    def run(cls, spec: TensorSpec, start: int, data: torch.Tensor) -> list[LocalShard]:
+        """The run of `data`'s elements that begins at element `start` of the row-major flattened tensor: a few slices."""
+        shards, at = [], 0
+        flat = data.view(-1)
+        for box in boxes_of_run(spec.shape, start, flat.numel()):
+            shards.append(cls(spec, box.starts, flat[at : at + box.numel].view(box.shape)))
+            at += box.numel
+        return shards or ([cls.nothing(spec, data)] if spec.shape else [])
+
+    @classmethod
+    def nothing(cls, spec: TensorSpec, data: torch.Tensor) -> LocalShard:
+        """No element of the tensor, which is no scalar, on the device of `data`: says that there is such a tensor."""
+        return cls(spec, (0,) * len(spec.shape), data.new_empty((0,) * len(spec.shape)))
+
+    @property
+    def box(self) -> Box:
+        """Which elements of the tensor these are."""
+        return Box(self.starts, tuple(self.data.shape))
+
+    @property
+    def numel(self) -> int:
+        """Number of elements this rank holds."""
+        return self.data.numel()
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the shard on the wire in bytes."""
+        return self.numel * self.spec.dtype.itemsize

@@ -1,0 +1,1 @@
+"""Tasks, tokens, rewards, and the batches made of them."""

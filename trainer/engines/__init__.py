@@ -1,0 +1,1 @@
+"""Training engines: what holds the model and changes its weights."""

@@ -1,0 +1,175 @@
+"""The training engine contract: what the loop needs of whatever trains the model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import torch
+
+from weightlane.ckpt_engines import ConfigError
+from weightlane.ckpt_engines.engines.torch_distributed.process_group import reserve_port
+from weightlane.sync.version.tensor_spec import LocalShard
+
+from ..config import TrainerConfig
+from ..data.batch import TrainBatch
+from ..objectives.losses import LossFn
+
+
+class TrainingEngine(ABC):
+    """One rank's share of a model in training.
+
+    Each trainer rank is a process with one engine. The life of an engine, tagged by the ranks that run each step; a step
+    tagged [all] is collective: every rank calls it, in the same order, or the others fail after
+    ``TrainerConfig.collective_timeout_s``:
+
+        1. [all]   ``Engine(config, rank, world, rendezvous)``   cheap, talks to nobody
+        2. [all]   ``setup(model_dir, seed)``                     joins the other ranks, loads the weights
+        3. [all]   ``load(directory)``                            optional: go on from a saved state
+        4. [all]   ``forward_backward(batch, loss)``              } once or more, then
+           [all]   ``optim_step(before_change)``                  } once: one training step
+        5. [any]   ``local_shards(wire_dtype)``                   whenever no `optim_step` runs; never talks to a peer
+        6. [all]   ``save(directory)``, ``export_hf(directory)``  between training steps
+        7. [each]  ``close()``                                    any number of times
+
+    Instead of 2 to 6, `outline` and then `local_shards` tell what a rank would hold, with neither weights nor other ranks.
+
+    An engine is used from one thread. The tensors behind `local_shards` may be read from others: their values change in
+    `optim_step` and `load` only, and their storage never does.
+
+    Errors: `ConfigError` for a model or setting that cannot work, `PeerLostError` or `DeadlineExceededError` when another
+    rank is gone or late, `AddressInUseError` for a rendezvous port that is taken, `StorageError` when a file cannot be
+    read or written. Every rank of a failed collective raises; the engine is then only good for `close`.
+    """
+
+    def __init__(self, config: TrainerConfig, rank: int, world: int, rendezvous: tuple[str, int]) -> None:
+        """Remember the arguments.
+
+        Args:
+            config: the run's trainer section.
+            rank: this process, 0 to `world` - 1.
+            world: number of trainer ranks.
+            rendezvous: host and port where rank 0 serves the ranks' store; not used when torch.distributed is initialised.
+        """
+        self.config = config
+        self.rank = rank
+        self.world = world
+        self.rendezvous = rendezvous
+
+    @classmethod  # noqa: B027 - by default nothing
+    def check(cls, config: TrainerConfig, model_dir: Path) -> None:
+        """Raise `ConfigError` when this engine cannot train the model in `model_dir` as `config` asks for.
+
+        Called before any process is started, on a directory that `check_model_dir` accepts; reads no weights.
+        """
+
+    @property
+    @abstractmethod
+    def step(self) -> int:
+        """Optimizer steps taken since the weights were first loaded; survives `save` and `load`."""
+
+    @abstractmethod
+    def setup(self, model_dir: Path, seed: int) -> None:
+        """Join the other ranks and load the Hugging Face model in `model_dir` as float32 master weights.
+
+        Args:
+            model_dir: a directory that `check_model_dir` accepts, readable on every rank.
+            seed: seeds this process's random generators, the same on every rank.
+        """
+
+    def outline(self, model_dir: Path) -> None:
+        """Build this rank's part of the model without data, so that `local_shards` says what `setup` would put where.
+
+        Runs in a process of its own, to which no GPU is visible. torch.distributed is initialised there as this rank of
+        `world`, with torch's ``fake`` backend: collectives return at once, and nothing is sent. Parameters may be on the meta
+        device. Only `local_shards` and `close` are called afterwards.
+
+        Raises `ConfigError` as `setup`, and always in an engine that does not implement it.
+        """
+        del model_dir
+        raise ConfigError(
+            f"the training engine {self.config.engine!r} cannot say what its ranks hold without running.",
+            part="training engine",
+            hint="Implement TrainingEngine.outline in it, or choose another for trainer.engine.",
+        )
+
+    @abstractmethod
+    def forward_backward(self, batch: TrainBatch, loss: LossFn) -> dict[str, float]:
+        """Add the gradient of the token-mean `loss` over the whole `batch` to the gradients.
+
+        Every rank passes the same batch and works on its own share of it, in micro batches.
+
+        Returns:
+            ``loss`` and each metric of the loss function, as means over the tokens of all ranks, see `TrainBatch`; and
+            ``tokens``, the number of those that were computed. The same on every rank.
+        """
+
+    @abstractmethod
+    def optim_step(self, before_change: Callable[[Collection[str]], None]) -> float:
+        """Clip the gradients over all parameters, then change these part by part, and clear the gradients.
+
+        `before_change` is the publication fence. It is called with the names of checkpoint tensors, directly before the first
+        of their elements changes, and returns once nobody reads those tensors any more. Over one step it names every tensor
+        that the step changes exactly once, in the order of `local_shards` and the same on every rank. An engine that steps
+        everything at once calls it once with all names; one that has several parts lets the step begin while a snapshot of
+        the later ones is still running. The result does not depend on the parts, bit for bit.
+
+        When the gradient norm is not finite (`GradientError`, on every rank and before the fence), or when the first
+        `before_change` raises, no parameter has changed; the gradients may be gone. When a later one raises, some have: the
+        engine is then between two steps and refuses everything but `load` and `close`.
+
+        Returns:
+            The global L2 norm of the gradients before clipping.
+        """
+
+    @abstractmethod
+    def local_shards(self, wire_dtype: torch.dtype) -> list[LocalShard]:
+        """The checkpoint tensors, or slices of them, that this rank publishes. Not collective; moves no data.
+
+        Over all ranks the slices cover every element of every checkpoint tensor, those of one rank without overlap; what several
+        ranks hold is equal on all of them. Names are the ones a Hugging Face checkpoint uses on disk, tied tensors are listed
+        once, and the order is the same on every rank.
+
+        Args:
+            wire_dtype: dtype of floating-point tensors on the wire, but for those that a narrower model keeps in float32
+                (`weightlane.sync.version.tensor_spec.kept_in_float32`); others keep theirs. `data` is the float32 master weight.
+        """
+
+    @abstractmethod
+    def save(self, directory: Path) -> None:
+        """Write the full training state: weights, optimizer, step and random state. `directory` must not exist.
+
+        It appears complete or, after any failure, not at all. Any number of ranks can `load` it.
+        """
+
+    @abstractmethod
+    def load(self, directory: Path) -> None:
+        """Go on from what `save` wrote. With the same number of ranks, training continues bit for bit."""
+
+    @abstractmethod
+    def export_hf(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
+        """Write a Hugging Face model directory, tokenizer included, with weights in `dtype`, but for those that stay float32.
+
+        `directory` must not exist. It appears complete or, after any failure, not at all.
+        """
+
+    @classmethod
+    def export_saved(cls, state: Path, model_dir: Path, directory: Path, dtype: torch.dtype) -> None:
+        """As `export_hf`, from what `save` wrote to `state`, in a process by itself, on the CPU.
+
+        By default an engine of one rank is made, and loads all of it; one that reads the weights only takes less memory.
+        """
+        with reserve_port("127.0.0.1") as reserved:
+            address = reserved.getsockname()[:2]
+        engine = cls(TrainerConfig(device="cpu"), 0, 1, (str(address[0]), int(address[1])))
+        try:
+            engine.setup(model_dir, seed=0)
+            engine.load(state)
+            engine.export_hf(directory, dtype)
+        finally:
+            engine.close()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the process group this engine made and free the model. Never raises."""

@@ -1,0 +1,151 @@
+"""FSDP2 by itself, or over tensor parallelism: the mesh of ranks, who works on which samples, and gradients of both kinds."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed._composable.checkpoint_activation import checkpoint
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from weightlane.ckpt_engines import ConfigError
+
+from ...config import TrainerConfig
+
+_PART = "fsdp2 engine"
+_STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+_REDUCED = "replicated_with_grad_allreduce"
+"""What transformers calls a parameter that is whole everywhere and whose gradient is of a rank's own heads alone."""
+
+
+def check_mesh(config: TrainerConfig, model_dir: Path) -> None:
+    """Raise `ConfigError` when the ranks, or the model's heads, cannot be divided as `config` says."""
+    tensor_parallel = config.fsdp2.tensor_parallel
+    if config.ranks % tensor_parallel:
+        raise ConfigError(
+            f"trainer.ranks is {config.ranks}, which trainer.fsdp2.tensor_parallel = {tensor_parallel} does not divide.",
+            part=_PART,
+            hint="Each group of tensor_parallel ranks is one data parallel rank.",
+        )
+    if tensor_parallel == 1:
+        return
+    model = json.loads((model_dir / "config.json").read_text())
+    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        count = model.get(key)
+        if isinstance(count, int) and count % tensor_parallel:
+            raise ConfigError(
+                f"trainer.fsdp2.tensor_parallel = {tensor_parallel} does not divide the model's {key}, {count}.",
+                part=_PART,
+                hint="Choose a tensor_parallel that divides heads, key and value heads, and the intermediate size.",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class RankMesh:
+    """The trainer ranks: groups of neighbours that share every matrix, and data parallel copies of such a group.
+
+    Attributes:
+        data: The ranks that hold the same part of every matrix, between which FSDP2 shards.
+        tensor: The ranks that share matrices; None where each has them whole.
+        data_rank: Which samples this rank works on.
+        data_world: Into how many shares a batch is divided.
+    """
+
+    data: DeviceMesh
+    tensor: DeviceMesh | None
+    data_rank: int
+    data_world: int
+
+    @classmethod
+    def of(cls, device: torch.device, rank: int, world: int, tensor_parallel: int, timeout_s: float) -> RankMesh:
+        """Of `world` ranks, this one being `rank`; a collective between some of them fails after `timeout_s`. Collective."""
+        if tensor_parallel == 1:
+            return cls(init_device_mesh(device.type, (world,), mesh_dim_names=("fsdp",)), None, rank, world)
+        ranks = torch.arange(world).view(-1, tensor_parallel)
+        timeout = timedelta(seconds=timeout_s)  # `init_device_mesh` would leave these groups torch's own, half an hour
+        split = dist.new_subgroups_by_enumeration
+        groups = [split(rows.tolist(), timeout=timeout)[0] for rows in (ranks.T, ranks)]  # type: ignore[no-untyped-call]
+        mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("fsdp", "tp"))
+        return cls(mesh["fsdp"], mesh["tp"], rank // tensor_parallel, len(ranks))
+
+    def shard(
+        self, model: torch.nn.Module, layers: Sequence[torch.nn.Module], config: TrainerConfig, dtype: torch.dtype
+    ) -> None:
+        """Wrap decoder layers and root of a transformers model in place; its parameters become DTensors that compute in `dtype`.
+
+        Raises:
+            ConfigError: transformers has no plan for dividing this architecture's matrices.
+        """
+        if self.tensor is not None:
+            _divide(model, self.tensor)
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        for layer in layers:
+            if config.activation_checkpointing:
+                checkpoint(layer)
+            fully_shard(layer, mesh=self.data, mp_policy=policy, reshard_after_forward=config.reshard_after_forward)
+        fully_shard(model, mesh=self.data, mp_policy=policy, reshard_after_forward=config.reshard_after_forward)
+
+    def complete_gradients(self, model: torch.nn.Module) -> None:
+        """Add up, over the ranks that share matrices, the gradients of which each has those of its own heads. Collective."""
+        if self.tensor is None:
+            return
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None and _style(model, name.rpartition(".")[0]) == _REDUCED:
+                grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+                whole = grad.contiguous()
+                dist.all_reduce(whole, group=self.tensor.get_group())
+                if whole is not grad:
+                    grad.copy_(whole)
+
+
+def clip_gradients(parameters: Sequence[torch.nn.Parameter], most: float) -> float:
+    """Scale gradients down to a global L2 norm of `most`; returns the norm before. Collective.
+
+    Parameters on one mesh go together: torch's own `clip_grad_norm_` takes one mesh only.
+    """
+    groups: dict[object, list[torch.nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            groups[parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None].append(parameter)
+    norms = []
+    for group in groups.values():
+        norm = get_total_norm([parameter.grad for parameter in group if parameter.grad is not None])
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+    for group in groups.values():
+        clip_grads_with_norm_(group, most, total)
+    return float(total)
+
+
+def _divide(model: torch.nn.Module, mesh: DeviceMesh) -> None:
+    """Divide linear layers by transformers' own plan for the architecture; experts and the rest stay whole."""
+    styles = {
+        name: _STYLES[style]()
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and (style := _style(model, name)) in _STYLES
+    }
+    if not styles:
+        raise ConfigError(
+            f"transformers has no tensor parallel plan for {type(model).__name__}.",
+            part=_PART,
+            hint="Set trainer.fsdp2.tensor_parallel to 1.",
+        )
+    parallelize_module(model, mesh, styles)
+
+
+def _style(model: torch.nn.Module, module: str) -> str | None:
+    """What transformers' plan says of a module, by name."""
+    plan: dict[str, str] = getattr(model.config, "base_model_tp_plan", None) or {}
+    inner = module.removeprefix(f"{getattr(model, 'base_model_prefix', '')}.")
+    return next((style for pattern, style in plan.items() if fnmatch.fnmatchcase(inner, pattern)), None)

@@ -1,0 +1,129 @@
+"""AdamW over the parameters in a handful of parts, so that a step can begin on what a publication has already read.
+
+A snapshot copies the checkpoint tensors in their order. An optimizer that steps everything at once has to wait for the whole
+of it; one that steps a part at a time follows close behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ..hf.names import CheckpointRun
+from .state import init_optimizer_state
+
+PARTS = 8
+"""Into how many parts a model is split at most: each costs one launch of the fused kernel and one call of the fence."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterPart:
+    """Parameters that follow each other in the checkpoint and are stepped together."""
+
+    parameters: tuple[torch.nn.Parameter, ...]
+    names: tuple[str, ...]
+    """The checkpoint tensors that `parameters` are saved as, in their order; several for a fused parameter."""
+
+
+def split_into_parts(
+    parameters: Mapping[str, torch.nn.Parameter], runs: Sequence[CheckpointRun], most: int = PARTS
+) -> list[ParameterPart]:
+    """Split `parameters` into at most `most` parts of about as many bytes each, in the order of the checkpoint.
+
+    Sizes are those of the whole tensors, so every rank of a sharded model gets the same parts.
+
+    Args:
+        parameters: what the optimizer changes, by in-memory name, tied ones once.
+        runs: the checkpoint tensors of the model, ordered; those of anything not in `parameters` never change and are left out.
+        most: number of parts, at least 1. A parameter larger than its share leaves fewer.
+    """
+    names: dict[str, list[str]] = {}
+    for run in runs:
+        if run.source in parameters:
+            names.setdefault(run.source, []).append(run.name)
+    total = sum(_whole_bytes(parameters[source]) for source in names)
+    members: dict[int, list[str]] = {}
+    before = 0
+    for source in names:
+        size = _whole_bytes(parameters[source])
+        # Where its middle lies: the parts stay in order, and one large tensor drags no other into its own.
+        members.setdefault((2 * before + size) * most // (2 * total), []).append(source)
+        before += size
+    return [
+        ParameterPart(
+            tuple(parameters[source] for source in sources), tuple(name for source in sources for name in names[source])
+        )
+        for sources in members.values()
+    ]
+
+
+class PartwiseAdamW:
+    """One fused AdamW per part. A step's result is, bit for bit, that of one AdamW over all parameters.
+
+    Args:
+        parts: every parameter in exactly one of them.
+        learning_rate: See `set_learning_rate`.
+        betas: AdamW's decay rates.
+        weight_decay: AdamW's decoupled weight decay.
+    """
+
+    def __init__(
+        self,
+        parts: Iterable[ParameterPart],
+        *,
+        learning_rate: float,
+        betas: tuple[float, float],
+        weight_decay: float,
+    ) -> None:
+        self._parts = [
+            (
+                part.names,
+                torch.optim.AdamW(
+                    _by_mesh(part.parameters), lr=learning_rate, betas=betas, weight_decay=weight_decay, fused=True
+                ),
+            )
+            for part in parts
+        ]
+        for _, optimizer in self._parts:
+            init_optimizer_state(optimizer)
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """The rate of the next steps."""
+        for _, optimizer in self._parts:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate
+
+    def step(self, before_change: Callable[[Collection[str]], None]) -> None:
+        """Step each part, directly after calling `before_change` with the names of its checkpoint tensors."""
+        for names, optimizer in self._parts:
+            before_change(names)
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for _, optimizer in self._parts:
+            optimizer.zero_grad()
+
+    def state_of(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        """AdamW's live state of `parameter`: ``step``, ``exp_avg`` and ``exp_avg_sq``. KeyError when it is in no part."""
+        for _, optimizer in self._parts:
+            if parameter in optimizer.state:
+                state: dict[str, torch.Tensor] = optimizer.state[parameter]
+                return state
+        raise KeyError("the parameter is in no part of the optimizer")
+
+
+def _by_mesh(parameters: Iterable[torch.nn.Parameter]) -> list[dict[str, Any]]:
+    """Groups of parameters that one fused kernel can step: those on one mesh of ranks."""
+    groups: dict[object, list[torch.nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return [{"params": group} for group in groups.values()]
+
+
+def _whole_bytes(parameter: torch.Tensor) -> int:
+    return parameter.numel() * parameter.element_size()

@@ -1,0 +1,166 @@
+"""Saving, loading and exporting what an `Fsdp2Engine` holds. Every function here is collective over the trainer ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+
+from weightlane.ckpt_engines import ConfigError, StorageError
+
+from ..hf.export import write_model_dir
+from ..hf.partial_dir import PART, discard_partial, make_partial, partial_name, storage_error, write_on_rank_zero
+
+_MODEL = "model."
+"""Before the names of weights in a saved state."""
+
+
+def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give every parameter AdamW's zero state now, so that it can be saved or loaded before the first step."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+            }
+
+
+def save_state(
+    directory: Path,
+    tensors: Mapping[str, torch.Tensor],
+    optimizer: Mapping[str, Mapping[str, torch.Tensor]],
+    step: int,
+    rank: int,
+    device: torch.device,
+) -> None:
+    """Write everything under a temporary name beside `directory`, then rename it."""
+    partial = partial_name(directory)
+    write_on_rank_zero(lambda: make_partial(directory), directory, rank, device)
+    state = _state(tensors, optimizer, rank)
+    state["step"] = torch.tensor(step)
+    try:
+        save(state, checkpoint_id=partial)
+    except (CheckpointException, OSError) as cause:
+        if rank == 0:
+            discard_partial(directory)
+        raise _storage_error("written", directory, cause) from cause
+    write_on_rank_zero(lambda: partial.rename(directory), directory, rank, device)
+
+
+def load_state(
+    directory: Path,
+    tensors: Mapping[str, torch.Tensor],
+    optimizer: Mapping[str, Mapping[str, torch.Tensor]],
+    rank: int,
+    device: torch.device,
+) -> int:
+    """Fill `tensors` and `optimizer` in place from `directory` and return the step; restore this rank's random state."""
+    if not (directory / ".metadata").is_file():
+        raise ConfigError(f"{directory} holds no saved training state.", part=PART, hint="Check the path.")
+    state = _state(tensors, optimizer, rank)
+    state["step"] = torch.tensor(0)
+    try:
+        known = FileSystemReader(directory).read_metadata().state_dict_metadata
+        # Saved with fewer ranks, there is no random state for this one: it keeps the seed's.
+        state["random"] = {key: value for key, value in state["random"].items() if f"random.{key}" in known}
+        load(state, checkpoint_id=directory)
+    except (CheckpointException, OSError) as cause:
+        raise _storage_error("read", directory, cause) from cause
+    except (ValueError, RuntimeError) as cause:
+        raise ConfigError(
+            f"the training state in {directory} does not fit this model: {cause}",
+            part=PART,
+            hint="Check model and path.",
+        ) from cause
+    if f"cpu_{rank}" in state["random"]:
+        torch.set_rng_state(state["random"][f"cpu_{rank}"])
+    if device.type == "cuda" and f"cuda_{rank}" in state["random"]:
+        torch.cuda.set_rng_state(state["random"][f"cuda_{rank}"])
+    return int(state["step"])
+
+
+def export_model(
+    directory: Path,
+    model_dir: Path,
+    tensors: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    kept: Collection[str],
+    rank: int,
+    device: torch.device,
+) -> None:
+    """Gather `tensors` on rank 0 and write them, with config and tokenizer of `model_dir`, as a Hugging Face directory.
+
+    Floating-point tensors are written in `dtype`, unless they are `kept` in the type that they have.
+    """
+    full: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if rank == 0:
+                cast = whole.is_floating_point() and name not in kept
+                full[name] = whole.detach().to("cpu", dtype if cast else whole.dtype, copy=True)
+    write_on_rank_zero(lambda: _write_hf(directory, model_dir, full, dtype), directory, rank, device)
+
+
+def export_saved(state: Path, model_dir: Path, directory: Path, dtype: torch.dtype, kept: Collection[str]) -> None:
+    """As `export_model`, of the weights in what `save_state` wrote, in a process by itself."""
+    if not (state / ".metadata").is_file():
+        raise ConfigError(f"{state} holds no saved training state.", part=PART, hint="Check the path.")
+    try:
+        saved = FileSystemReader(state).read_metadata().state_dict_metadata
+        tensors = {
+            key.removeprefix(_MODEL): torch.empty(about.size, dtype=about.properties.dtype)
+            for key, about in saved.items()
+            if key.startswith(_MODEL) and isinstance(about, TensorStorageMetadata)
+        }
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is meant
+            load({_MODEL.rstrip("."): tensors}, checkpoint_id=state, no_dist=True)
+    except (CheckpointException, OSError) as cause:
+        raise _storage_error("read", state, cause) from cause
+    full = {
+        name: tensor.to(dtype) if tensor.is_floating_point() and name not in kept else tensor
+        for name, tensor in tensors.items()
+    }
+    _write_hf(directory, model_dir, full, dtype)
+
+
+def _state(
+    tensors: Mapping[str, torch.Tensor], optimizer: Mapping[str, Mapping[str, torch.Tensor]], rank: int
+) -> dict[str, Any]:
+    random_state = {f"cpu_{rank}": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        random_state[f"cuda_{rank}"] = torch.cuda.get_rng_state()
+    return {
+        "model": {name: tensor.detach() for name, tensor in tensors.items()},
+        "optimizer": {f"{name}/{key}": value for name, state in optimizer.items() for key, value in state.items()},
+        "random": random_state,
+    }
+
+
+def _write_hf(directory: Path, model_dir: Path, full: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    def write_weights(partial: Path, config: Any) -> None:
+        from transformers import AutoModelForCausalLM  # noqa: PLC0415 - optional, and slow to import
+
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        skeleton.save_pretrained(partial, state_dict=full)
+
+    write_model_dir(directory, model_dir, dtype, write_weights)
+
+
+def _storage_error(verb: str, directory: Path, cause: BaseException) -> StorageError:
+    detail: BaseException = cause
+    if isinstance(cause, CheckpointException) and cause.failures:
+        detail = next(iter(cause.failures.values()))[0]
+    return storage_error(verb, directory, detail)

@@ -1,0 +1,1 @@
+"""Hugging Face model directories: checked, named, and written."""

@@ -1,0 +1,258 @@
+"""Checks a Hugging Face model directory before anything is started for it. Reads headers, not weights."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weightlane.ckpt_engines import ConfigError
+from weightlane.sync.version.tensor_spec import SAFETENSORS_DTYPES, kept_in_float32
+
+_PART = "model"
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+"""What a model may be called on Hugging Face's hub: owner and name."""
+_FETCHED = ("*.json", "*.jinja", "*.safetensors", "*.model", "*.tiktoken", "*.txt")
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+_MAX_HEADER_BYTES = 100_000_000
+"""The safetensors format's own limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a run needs to know of its model before loading it."""
+
+    path: Path
+    config: Mapping[str, Any]
+    """``config.json`` as it stands."""
+    architecture: str
+    """Class name, e.g. ``"Qwen3ForCausalLM"``."""
+    vocab_size: int
+    """Rows of the embedding that the configuration declares, padding included."""
+    tied: bool
+    """Whether input and output embeddings are one tensor."""
+    eos_token_ids: tuple[int, ...]
+    """Ids that end a completion, the tokenizer's own first."""
+    dtype: str
+    """What its weights are in, e.g. ``"bfloat16"``."""
+
+
+def find_model(name: str | Path) -> Path:
+    """The directory `name`, or that of a model of this name on Hugging Face's hub: in the local cache, or fetched into it.
+
+    Raises `ConfigError` that says what is neither, or cannot be fetched now.
+    """
+    path = Path(name)
+    if path.parent.is_dir() or not _HUB_NAME.fullmatch(str(name)):
+        return path  # and `check_model_dir` says what is wrong with it
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - optional, and slow to import
+    from huggingface_hub.errors import (  # noqa: PLC0415 - as above
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+    )
+
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=list(_FETCHED)))
+    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as cause:
+        reason = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
+        raise _error(
+            f"there is no model directory {name}, and a model of this name can be had neither from the local cache nor from"
+            f" Hugging Face's hub: {reason}",
+            f"Correct model.path. Without a network: `hf download {name}` where there is one, and point to the directory.",
+        ) from cause
+
+
+def check_model_dir(path: Path) -> ModelInfo:
+    """Check that `path` holds a causal language model with whole weights and a tokenizer that fits it.
+
+    Raises `ConfigError` that says what is wrong: no such directory, ``config.json`` missing or malformed, an architecture that
+    is not a causal language model, weights missing, truncated or broken, tokenizer missing or disagreeing with the model.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise _error(f"there is no model directory {path}.", "Check the path, or make the model first.")
+    raw = _read_json(path / "config.json")
+    config, architecture = _causal_lm_config(path, raw)
+    text_config = config.get_text_config()
+    vocab_size = getattr(text_config, "vocab_size", None)
+    if not isinstance(vocab_size, int) or vocab_size < 1:
+        raise _error(f"{path / 'config.json'} has no usable vocab_size ({vocab_size!r}).", "Repair config.json.")
+    _check_weights(path)
+    eos = _check_tokenizer(path, vocab_size, _model_eos(path, text_config))
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    dtype = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    return ModelInfo(path, raw, architecture, vocab_size, tied, eos, dtype)
+
+
+def weight_elements(path: Path) -> int:
+    """How many elements the weights in `path` have, which `check_model_dir` accepts."""
+    items = (item for header in _headers(path) for item in header.items())
+    return sum(math.prod(item["shape"]) for key, item in items if key != "__metadata__")
+
+
+def kept_types(path: Path, names: Iterable[str]) -> frozenset[str]:
+    """The tensors of the checkpoint in `path` that are float32 whatever type the others are sent or written in.
+
+    Args:
+        path: What is known of their types where it holds no weights is their `names`.
+        names: All of them.
+    """
+    stored = dict.fromkeys(names, torch.float32)
+    if any((path / name).is_file() for name in (_INDEX, _SINGLE)):
+        items = (item for header in _headers(path) for item in header.items())
+        stored |= {key: SAFETENSORS_DTYPES[item["dtype"]] for key, item in items if key != "__metadata__"}
+    return kept_in_float32(stored)
+
+
+def _headers(path: Path) -> list[dict[str, Any]]:
+    """Of all files with weights."""
+    index = path / _INDEX
+    names = [_SINGLE]
+    if index.is_file():
+        names = sorted(set(map(str, _read_json(index)["weight_map"].values())))
+    return [_read_header(path, name) for name in names]
+
+
+def _error(message: str, hint: str = "Fetch the model again.") -> ConfigError:
+    return ConfigError(message, part=_PART, hint=hint)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise _error(f"{path.parent} has no {path.name}.", "Point to the folder that holds it.")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as cause:  # not UTF-8, not JSON, numbers too long, brackets too deep
+        raise _error(f"{path} is not valid JSON: {cause}.") from cause
+    except OSError as cause:
+        raise _error(f"{path} cannot be read: {cause.strerror}.", "Check its permissions.") from cause
+    if not isinstance(data, dict):
+        raise _error(f"{path} holds a {type(data).__name__}, not an object.")
+    return data
+
+
+def _causal_lm_config(path: Path, raw: Mapping[str, Any]) -> tuple[Any, str]:
+    from transformers import AutoConfig  # noqa: PLC0415 - optional, and slow to import
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: PLC0415 - optional, and slow to import
+
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str):
+        raise _error(f"{path / 'config.json'} names no model_type.", "Is it the configuration of a transformers model?")
+    expected = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    names = raw.get("architectures") or ([expected] if isinstance(expected, str) else [])
+    accepted = {expected} if isinstance(expected, str) else set(expected or ())
+    if not names or names[0] not in accepted:
+        raise _error(
+            f"{path} holds a {names[0] if names else model_type}, which transformers does not know as a causal language"
+            " model.",
+            "Use a model of an architecture named ...ForCausalLM; code shipped inside a model directory is never run.",
+        )
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True), names[0]
+    except Exception as cause:  # config classes validate with exceptions of many kinds
+        raise _error(f"transformers refuses {path / 'config.json'}: {cause}.", "Repair config.json.") from cause
+
+
+def _model_eos(path: Path, text_config: Any) -> tuple[int, ...]:
+    generation = path / "generation_config.json"
+    declared = [getattr(text_config, "eos_token_id", None)]
+    if generation.is_file():
+        declared.append(_read_json(generation).get("eos_token_id"))
+    flat: list[int] = []
+    for item in declared:
+        flat.extend(item if isinstance(item, list | tuple) else [] if item is None else [item])
+    return tuple(dict.fromkeys(flat))
+
+
+def _check_weights(path: Path) -> None:
+    if (path / _INDEX).is_file():
+        weight_map = _read_json(path / _INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise _error(f"{path / _INDEX} has no weight_map.")
+        headers = {name: _read_header(path, name) for name in sorted(set(map(str, weight_map.values())))}
+        for tensor, name in weight_map.items():
+            if tensor not in headers[name]:
+                raise _error(f"{path / _INDEX} places {tensor} in {name}, which does not hold it.")
+    elif (path / _SINGLE).is_file():
+        _read_header(path, _SINGLE)
+    else:
+        raise _error(
+            f"{path} holds no weights: neither {_SINGLE} nor {_INDEX} is there.",
+            "Only safetensors weights are read; convert others with transformers' save_pretrained.",
+        )
+
+
+def _read_header(folder: Path, name: str) -> dict[str, Any]:
+    """The header of one safetensors file, after checking that the file is as long as the header says.
+
+    Layout: 8 bytes little-endian header length, the JSON header, then the data (https://huggingface.co/docs/safetensors).
+    """
+    path = folder / name
+    try:
+        is_there = Path(name).name == name and path.is_file()
+    except OSError:  # a name that no file can have
+        is_there = False
+    if not is_there:
+        raise _error(f"{folder} lacks the weights file {name} that its index names.")
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1  # noqa: PLR2004 - as in the layout above
+            if not len("{}") <= length <= min(size - 8, _MAX_HEADER_BYTES):
+                raise _error(f"{path} is not a safetensors file, or was cut off inside its header.")
+            header = json.loads(file.read(length))
+        end = max((int(item["data_offsets"][1]) for key, item in header.items() if key != "__metadata__"), default=0)
+    except OSError as cause:
+        raise _error(f"{path} cannot be read: {cause.strerror}.", "Check its permissions.") from cause
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as cause:
+        if isinstance(cause, ConfigError):
+            raise
+        raise _error(f"{path} has a broken safetensors header: {cause}.") from cause
+    if size != 8 + length + end:
+        raise _error(
+            f"{path} has {size} bytes where its header promises {8 + length + end}; it is truncated or damaged."
+        )
+    return dict(header)
+
+
+def _check_tokenizer(path: Path, vocab_size: int, model_eos: tuple[int, ...]) -> tuple[int, ...]:
+    from transformers import AutoTokenizer  # noqa: PLC0415 - optional, and slow to import
+
+    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        raise _error(f"{path} has no tokenizer.", f"It needs one of {', '.join(_TOKENIZER_FILES)}.")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        vocabulary: dict[str, int] = tokenizer.get_vocab()
+    except Exception as cause:  # tokenizer backends raise exceptions of many kinds
+        raise _error(f"the tokenizer in {path} cannot be loaded: {cause}.") from cause
+    mismatch = "Model and tokenizer must come from the same release."
+    if not vocabulary:
+        raise _error(f"the tokenizer in {path} is empty.", mismatch)
+    largest = max(vocabulary, key=vocabulary.__getitem__)
+    if vocabulary[largest] >= vocab_size:
+        raise _error(
+            f"tokenizer and model disagree: token {largest!r} has id {vocabulary[largest]}, but the model's vocab_size is"
+            f" {vocab_size}.",
+            mismatch,
+        )
+    if tokenizer.eos_token_id is None and not model_eos:
+        raise _error(f"neither the tokenizer nor the model in {path} names an end-of-sequence token.", mismatch)
+    for eos in model_eos:
+        if not 0 <= eos < vocab_size:
+            raise _error(
+                f"model and tokenizer disagree: the model ends on token {eos}, outside its vocab_size {vocab_size}.",
+                mismatch,
+            )
+    own = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+    return tuple(dict.fromkeys((*own, *model_eos)))

@@ -1,0 +1,54 @@
+"""Directories that appear complete or not at all: written under a temporary name beside their own, then renamed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from weightlane.ckpt_engines import StorageError
+
+from ..rank_collectives import on_rank_zero
+
+PART = "trainer checkpoint"
+
+
+def partial_name(directory: Path) -> Path:
+    """Where the contents of `directory` are written until they are complete."""
+    return directory.with_name(f".{directory.name}.partial")
+
+
+def make_partial(directory: Path) -> Path:
+    """Make `partial_name` anew, empty. Raises `StorageError` when there already is something at `directory`."""
+    if directory.exists():
+        raise StorageError(f"{directory} already exists.", part=PART, hint="Remove it or choose another name.")
+    partial = partial_name(directory)
+    discard_partial(directory)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def discard_partial(directory: Path) -> None:
+    """Remove what was written of `directory`, if anything. Never raises."""
+    shutil.rmtree(partial_name(directory), ignore_errors=True)
+
+
+def storage_error(verb: str, directory: Path, detail: object) -> StorageError:
+    """That `directory` could not be `verb` ("read", "written")."""
+    return StorageError(f"{directory} could not be {verb}: {detail}.", part=PART, hint="Check space and permissions.")
+
+
+def write_on_rank_zero(action: Callable[[], object], directory: Path, rank: int, device: torch.device) -> None:
+    """Have rank 0 do `action`, which writes `directory`; every rank raises its error, `OSError` as `StorageError`. Collective."""
+
+    def guarded() -> None:
+        try:
+            action()
+        except StorageError:
+            raise
+        except OSError as cause:
+            raise storage_error("written", directory, cause) from cause
+
+    on_rank_zero(guarded, rank, device, PART)

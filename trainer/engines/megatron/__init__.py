@@ -1,0 +1,1 @@
+"""``megatron``: megatron-core with tensor, pipeline, sequence, expert and data parallelism."""

@@ -1,0 +1,357 @@
+"""The training engine on megatron-core: tensor, pipeline, sequence, expert and data parallelism."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weightlane.ckpt_engines import ConfigError
+from weightlane.sync.version.tensor_spec import LocalShard, TensorSpec
+
+from ...config import TrainerConfig
+from ...data.batch import MicroBatch, TrainBatch
+from ...objectives.losses import LossFn
+from ..hf.model_dir import check_model_dir, kept_types
+from ..rank_collectives import require_open
+from ..torch_engine import TorchEngine, add_sums, means
+from .checkpoint_names import HEAD, Coordinates, checkpoint_shapes
+from .model_facts import check_layout, read_model
+
+with warnings.catch_warnings():
+    # Without TransformerEngine and Apex, megatron-core says several times that it uses torch instead.
+    warnings.simplefilter("ignore")
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.module import Float16Module
+
+    from .logprobs import vocab_parallel_logprobs
+    from .model import build_chunks, keep_expert_bias, transformer_config
+    from .state import export_model, export_saved, load_model, load_state, save_state
+    from .weights import (
+        WeightSlice,
+        copy_masters_to_model,
+        init_moments,
+        inner_optimizers,
+        set_moment_steps,
+        weight_slices,
+    )
+
+
+class MegatronEngine(TorchEngine):
+    """Splits the model over the ranks as ``trainer.megatron`` says, and trains it by megatron-core's own schedules.
+
+    Master weights, gradients and AdamW's moments are float32; forward and backward run in ``TrainerConfig.compute_dtype``. The
+    model has no dropout, since one that the rollout does not have would only add noise to the importance weights. Where
+    there is no GPU, `megatron_cpu` answers megatron-core's CUDA calls; it says so in the log.
+    """
+
+    def __init__(self, config: TrainerConfig, rank: int, world: int, rendezvous: tuple[str, int]) -> None:
+        super().__init__(config, rank, world, rendezvous)
+        self._chunks: list[Any] = []
+        self._slices: list[WeightSlice] = []
+        self._optimizer: Any = None
+        self._groups: list[Any] | None = None
+
+    @classmethod
+    def check(cls, config: TrainerConfig, model_dir: Path) -> None:
+        """As `TrainingEngine.check`."""
+        check_layout(config, read_model(model_dir).shape, config.ranks)
+
+    def setup(self, model_dir: Path, seed: int) -> None:
+        """As `TrainingEngine.setup`."""
+        check_model_dir(model_dir)
+        self._read(model_dir)
+        self._join(model_dir, seed)
+        with self._megatron("the trainer ranks to build the model"):
+            self._build(seed)
+            load_model(model_dir, self._shapes, self._slices, HEAD if self._facts.shape.tied else "")
+            copy_masters_to_model(self._chunks, self._optimizer)
+
+    def outline(self, model_dir: Path) -> None:
+        """As `TrainingEngine.outline`."""
+        self._read(model_dir)
+        self._device = torch.device("meta")
+        with self._megatron("the trainer ranks to build the model"):
+            self._build(seed=0)
+
+    def forward_backward(self, batch: TrainBatch, loss: LossFn) -> dict[str, float]:
+        """As `TrainingEngine.forward_backward`."""
+        self._require_whole()
+        micros = self._micro_batches(batch)
+        sums: dict[str, torch.Tensor] = {}
+
+        def forward(micros: Iterator[MicroBatch], chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+            micro = next(micros)
+            positions = torch.arange(micro.input_ids.shape[1], device=self._device).expand_as(micro.input_ids)
+            output = chunk(micro.input_ids, positions, None)
+            return output, partial(self._judge, micro, batch, loss, sums)
+
+        with self._megatron("the activations and gradients of the other ranks"):
+            get_forward_backward_func()(
+                forward_step_func=forward,
+                data_iterator=[iter(micros) for _ in self._chunks],
+                model=self._chunks,
+                num_microbatches=len(micros),
+                seq_length=micros[0].input_ids.shape[1],
+                micro_batch_size=micros[0].input_ids.shape[0],
+                forward_only=False,
+            )
+            if not sums:  # not the last pipeline stage: only the names of the metrics are asked for
+                empty = MicroBatch.empty()
+                output = loss(torch.zeros(empty.loss_mask.shape), empty)
+                sums = dict.fromkeys(("loss", *output.metric_sums), torch.zeros((), device=self._device))
+            totals = torch.stack([value.double() for value in sums.values()])
+            if parallel_state.get_tensor_model_parallel_rank() != 0:
+                totals.zero_()  # they are those of tensor parallel rank 0
+            dist.all_reduce(totals)
+        return means(sums, totals, batch)
+
+    def optim_step(self, before_change: Callable[[Collection[str]], None]) -> float:
+        """As `TrainingEngine.optim_step`. Steps everything at once: `before_change` is called once, with all names."""
+        self._require_whole()
+        with self._megatron("the gradients of the other ranks"):
+            finalize_model_grads(self._chunks)
+            self._optimizer.prepare_grads()
+            norm = float(self._optimizer.get_grad_norm())
+        self._refuse_not_finite(norm)
+        inner = inner_optimizers(self._optimizer)
+        for group in (group for optimizer in inner for group in optimizer.optimizer.param_groups):
+            group["lr"] = self._learning_rate()
+        try:
+            before_change(list(self._shapes))
+        except BaseException:
+            self._clear_gradients()  # they were summed over the ranks already, and nothing may be added to that
+            raise
+        self._torn = True
+        with self._megatron("the parameters of the other ranks"):
+            for optimizer in inner:
+                clip_grad_by_total_norm_fp32(optimizer.get_parameters(), self.config.max_grad_norm, norm)
+            self._optimizer.step_with_ready_grads()
+        self._torn = False
+        self._clear_gradients()
+        self._step += 1
+        return norm
+
+    def local_shards(self, wire_dtype: torch.dtype) -> list[LocalShard]:
+        """As `TrainingEngine.local_shards`; each is a view of the float32 master weights, whatever the compute dtype.
+
+        Ranks hold the same elements where megatron-core repeats them: data parallel copies without the distributed
+        optimizer, norms and routers over tensor parallel ranks, a tied embedding on the first and last pipeline stage.
+        """
+        self._require_whole()
+        kept = self._kept
+        specs = {
+            name: TensorSpec(name, shape, torch.float32 if name in kept else wire_dtype)
+            for name, shape in self._shapes.items()
+        }
+        held: dict[str, list[LocalShard]] = {name: [] for name in specs}
+        for piece in self._slices:
+            held[piece.name].append(LocalShard(specs[piece.name], piece.box.starts, piece.weight))
+        nothing = torch.empty(0, device=self._device)
+        return [
+            shard for name, shards in held.items() for shard in shards or [LocalShard.nothing(specs[name], nothing)]
+        ]
+
+    def save(self, directory: Path) -> None:
+        """As `TrainingEngine.save`."""
+        self._require_whole()
+        layout = {"ranks": self.world, "layout": self.config.megatron.model_dump()}
+        with self._collective("the trainer ranks to save"):
+            save_state(directory, self._slices, self._step, layout, self.rank, self._device)
+
+    def load(self, directory: Path) -> None:
+        """As `TrainingEngine.load`; ranks in any number and layout can read what others saved."""
+        self._require_open()
+        with self._megatron("the trainer ranks to load"):
+            try:
+                self._step = load_state(directory, self._slices, self.rank, self._device)
+                set_moment_steps(self._optimizer, self._step)
+                copy_masters_to_model(self._chunks, self._optimizer)
+            except ConfigError:  # a state that does not fit is refused before anything changes
+                raise
+            except BaseException:
+                self._torn = True
+                raise
+        self._torn = False
+
+    def export_hf(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
+        """As `TrainingEngine.export_hf`."""
+        self._require_whole()
+        with self._collective("the trainer ranks to export the model"):
+            export_model(
+                directory, self._model_dir, self._shapes, self._slices, dtype, self._kept, self.rank, self._device
+            )
+
+    @classmethod
+    def export_saved(cls, state: Path, model_dir: Path, directory: Path, dtype: torch.dtype) -> None:
+        """As `TrainingEngine.export_saved`; reads the weights only."""
+        export_saved(state, model_dir, directory, dtype)
+
+    def close(self) -> None:
+        """As `TrainingEngine.close`."""
+        self._chunks = []
+        self._slices = []
+        self._optimizer = None
+        if self._groups is not None and self._groups is _parallel_groups():
+            _destroy_parallel_groups()
+        self._groups = None
+        self._leave()
+
+    def _choose_device(self) -> torch.device:
+        if self.config.device == "cpu" and torch.cuda.is_available():
+            raise ConfigError(
+                "trainer.device is cpu, but megatron-core uses the CUDA device of this machine.",
+                part="trainer",
+                hint="Set trainer.device=auto, or hide the device with CUDA_VISIBLE_DEVICES= in the environment.",
+            )
+        return super()._choose_device()
+
+    def _require_open(self) -> None:
+        require_open(bool(self._chunks), self._part)
+
+    def _require_whole(self) -> None:
+        self._require_open()
+        self._refuse_torn()
+
+    @contextmanager
+    def _megatron(self, waiting_for: str) -> Iterator[None]:
+        """Around every call into megatron-core."""
+        answered: AbstractContextManager[None] = nullcontext()
+        if self._device.type != "cuda":
+            from .without_gpu import cuda_calls_on  # noqa: PLC0415 - not where there is a GPU
+
+            answered = cuda_calls_on(self._device)
+        with self._collective(waiting_for), answered:
+            yield
+
+    def _join_parallel_groups(self) -> None:
+        """Make megatron-core's process groups, which are global to the process."""
+        layout = self.config.megatron
+        _destroy_parallel_groups()  # those of an engine before this one
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor_parallel,
+            pipeline_model_parallel_size=layout.pipeline_parallel,
+            virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
+            expert_model_parallel_size=layout.expert_parallel,
+            expert_tensor_parallel_size=1,
+            distributed_timeout_minutes=self.config.collective_timeout_s / 60,
+            create_gloo_process_groups=False,
+        )
+        self._groups = _parallel_groups()
+        self._coordinates = Coordinates(
+            parallel_state.get_tensor_model_parallel_rank(),
+            layout.tensor_parallel,
+            parallel_state.get_expert_model_parallel_rank(),
+            layout.expert_parallel,
+        )
+
+    def _read(self, model_dir: Path) -> None:
+        """What there is to know of the model and its checkpoint before it is built."""
+        self._facts = read_model(model_dir)
+        check_layout(self.config, self._facts.shape, self.world)
+        self._shapes = checkpoint_shapes(self._facts.shape)
+        self._kept = kept_types(model_dir, self._shapes)
+
+    def _build(self, seed: int) -> None:
+        """Join megatron-core's groups, and make the model's chunks, their gradient buffers and the optimizer, without weights."""
+        self._join_parallel_groups()
+        model_parallel_cuda_manual_seed(seed)
+        settings, distributed = self.config, self.config.megatron.distributed_optimizer
+        config = transformer_config(settings, self._facts, on_cpu=self._device.type == "cpu", dtype=self._compute_dtype)
+        buffers = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
+        chunks = []
+        for chunk in build_chunks(config, self._facts):
+            placed = chunk.to(self._device)
+            wrapped = Float16Module(config, placed) if config.bf16 else placed
+            keep_expert_bias(wrapped)
+            chunks.append(DistributedDataParallel(config, buffers, wrapped))
+        self._optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=settings.learning_rate,
+                weight_decay=settings.weight_decay,
+                adam_beta1=settings.betas[0],
+                adam_beta2=settings.betas[1],
+                clip_grad=settings.max_grad_norm,
+                bf16=config.bf16,
+                params_dtype=config.params_dtype,
+                use_distributed_optimizer=distributed,
+            ),
+            chunks,
+            config_overrides={},  # megatron-core's own would exempt norms from weight decay
+            use_gloo_process_groups=False,
+        )
+        init_moments(self._optimizer)
+        self._slices = weight_slices(chunks, self._optimizer, self._facts.shape, self._coordinates)
+        self._chunks = chunks
+        self._clear_gradients()
+
+    def _clear_gradients(self) -> None:
+        self._optimizer.zero_grad()
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+
+    def _micro_batches(self, batch: TrainBatch) -> list[MicroBatch]:
+        """What this rank's pipeline works on, the same on all its stages."""
+        layout = self.config.megatron
+        micros = batch.micro_batches(
+            parallel_state.get_data_parallel_rank(),
+            parallel_state.get_data_parallel_world_size(),
+            self.config.micro_batch_tokens,
+        )
+        if layout.virtual_pipeline > 1:  # its stages take turns by as many micro batches as there are ranks
+            micros += [MicroBatch.empty() for _ in range(-len(micros) % layout.pipeline_parallel)]
+        if layout.sequence_parallel:
+            micros = [micro.padded_to_multiple(layout.tensor_parallel) for micro in micros]
+        return [micro.to(self._device) for micro in micros]
+
+    def _judge(
+        self, micro: MicroBatch, batch: TrainBatch, loss: LossFn, sums: dict[str, torch.Tensor], logits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """The part of the token mean that one micro batch is, as megatron-core's schedules ask for it; adds to `sums`.
+
+        Args:
+            micro: the micro batch.
+            batch: the batch it is part of.
+            loss: the objective.
+            sums: the loss and its metrics, each summed over tokens.
+            logits: [batch, positions, local vocabulary], on the last pipeline stage.
+        """
+        logprobs = vocab_parallel_logprobs(
+            logits[:, micro.first_target - 1 : -1],  # the logits of a position predict the next one
+            micro.targets,
+            first=self._coordinates.tensor_rank * logits.shape[-1],
+            vocab=self._facts.shape.vocab,
+            temperature=batch.temperature,
+            group=parallel_state.get_tensor_model_parallel_group(),
+        )
+        output = loss(logprobs, micro)
+        add_sums(sums, output)
+        return output.loss_sum / batch.loss_tokens, torch.zeros((), dtype=torch.int, device=self._device), {}
+
+
+def _parallel_groups() -> list[Any] | None:
+    """The process groups that megatron-core has made; None when there are none."""
+    groups: list[Any] | None = parallel_state._global_process_group_list
+    return groups
+
+
+def _destroy_parallel_groups() -> None:
+    """Also end their threads, which megatron-core's own function leaves running. Never raises."""
+    groups = _parallel_groups() or []
+    parallel_state.destroy_model_parallel()
+    for group in groups:
+        if isinstance(group, dist.ProcessGroup):
+            with suppress(RuntimeError, ValueError, AssertionError):  # as torch complains when a peer is gone
+                dist.destroy_process_group(group)

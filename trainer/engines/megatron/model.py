@@ -1,0 +1,178 @@
+"""From a Hugging Face configuration to the chunks of megatron-core's ``GPTModel`` that a rank holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from ...config import TrainerConfig
+from .layers import decoder_spec
+from .model_facts import ModelFacts
+
+
+def transformer_config(
+    config: TrainerConfig, facts: ModelFacts, *, on_cpu: bool, dtype: torch.dtype
+) -> TransformerConfig:
+    """megatron-core's description of the model and of how it is split."""
+    shape, layout = facts.shape, config.megatron
+    recompute: dict[str, Any] = {}
+    if config.activation_checkpointing:
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return (MLATransformerConfig if shape.latent else TransformerConfig)(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.intermediate or shape.expert_intermediate,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.groups,
+        kv_channels=shape.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=facts.norm_eps,
+        qk_layernorm=shape.qk_norm,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=layout.tensor_parallel,
+        pipeline_model_parallel_size=layout.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
+        expert_model_parallel_size=layout.expert_parallel,
+        expert_tensor_parallel_size=1,
+        sequence_parallel=layout.sequence_parallel,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        moe_token_dispatcher_type="alltoall",  # noqa: S106 - no password, but the only one for micro batches of different lengths
+        variable_seq_lengths=layout.pipeline_parallel > 1,
+        # With two stages, both neighbours are one rank, and only separate messages cannot be taken for each other.
+        overlap_p2p_comm=layout.virtual_pipeline > 1,
+        batch_p2p_comm=layout.virtual_pipeline == 1,
+        # The engine divides by the tokens of the whole batch itself, and sums over the data parallel ranks.
+        calculate_per_token_loss=True,
+        use_cpu_initialization=on_cpu,
+        perform_initialization=False,  # every weight comes from the checkpoint
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        apply_rope_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        **recompute,
+        **_experts(facts),
+        **_latent(facts),
+    )
+
+
+def _experts(facts: ModelFacts) -> dict[str, Any]:
+    """Settings of a model with experts."""
+    shape, routing = facts.shape, facts.routing
+    if routing is None:
+        return {}
+    grouped = {"moe_router_num_groups": routing.groups, "moe_router_group_topk": routing.chosen_groups}
+    return {
+        "num_moe_experts": shape.experts,
+        "moe_ffn_hidden_size": shape.expert_intermediate,
+        "moe_layer_freq": [int(shape.has_experts(layer)) for layer in range(shape.layers)],
+        "moe_shared_expert_intermediate_size": shape.shared_intermediate or None,
+        "moe_router_topk": routing.experts_per_token,
+        "moe_router_score_function": routing.scores,
+        # Softmax over the chosen experts only is softmax over all, renormalised.
+        "moe_router_pre_softmax": routing.scores == "sigmoid" or not routing.renormalize,
+        "moe_router_topk_scaling_factor": routing.scale if routing.scale != 1 else None,
+        "moe_router_enable_expert_bias": shape.expert_bias,
+        "moe_router_bias_update_rate": 0.0,  # it stays as the model came, as it does in transformers
+        "moe_router_dtype": "fp32" if shape.latent else None,  # as transformers computes DeepSeek's
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": False,
+        **(grouped if routing.groups > 1 else {}),
+    }
+
+
+def _latent(facts: ModelFacts) -> dict[str, Any]:
+    """Settings of a model with multi-latent attention."""
+    latent, yarn = facts.shape.latent, facts.yarn
+    if latent is None:
+        return {}
+    scaled: dict[str, Any] = {"rope_type": "rope", "rotary_scaling_factor": 1.0}
+    if yarn is not None:
+        scaled = {
+            "rope_type": "yarn",
+            "rotary_scaling_factor": yarn.factor,
+            "original_max_position_embeddings": yarn.original_max_positions,
+            "beta_fast": yarn.beta_fast,
+            "beta_slow": yarn.beta_slow,
+            "mscale": yarn.mscale,
+            "mscale_all_dim": yarn.mscale_all_dim,
+        }
+    return {
+        "q_lora_rank": latent.query_rank or None,
+        "kv_lora_rank": latent.rank,
+        "qk_head_dim": latent.plain_dim,
+        "qk_pos_emb_head_dim": latent.rotary_dim,
+        "v_head_dim": latent.value_dim,
+        "rotary_base": facts.rope_theta,
+        **scaled,
+    }
+
+
+def build_chunks(config: TransformerConfig, facts: ModelFacts) -> list[torch.nn.Module]:
+    """This rank's part of the model, all zeros: one ``GPTModel``, or one per virtual pipeline stage."""
+    virtual = config.virtual_pipeline_model_parallel_size
+    shape, tensor = facts.shape, config.tensor_model_parallel_size
+    padded = -(-shape.vocab // tensor) * tensor
+    chunks: list[torch.nn.Module] = []
+    for index in range(virtual or 1):
+        stage = index if virtual else None
+        chunks.append(
+            GPTModel(
+                config,
+                decoder_spec(config, qk_norm=shape.qk_norm, chunk=stage),
+                vocab_size=padded,
+                max_sequence_length=facts.max_positions,
+                pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+                post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+                share_embeddings_and_output_weights=shape.tied,
+                position_embedding_type="rope",
+                rotary_base=facts.rope_theta,
+                rope_scaling=facts.rope_factor is not None,
+                rope_scaling_factor=facts.rope_factor or 1.0,
+                vp_stage=stage,
+            )
+        )
+        _mark_parameters(chunks[-1])
+    return chunks
+
+
+def keep_expert_bias(chunk: torch.nn.Module) -> None:
+    """Make routers' biases float32 now; routers do that themselves in their first forward, and would leave views behind."""
+    for module in chunk.modules():
+        if isinstance(module, TopKRouter):
+            module._maintain_float32_expert_bias()
+
+
+def _mark_parameters(chunk: torch.nn.Module) -> None:
+    """Do what megatron-core's initialisation, which is left out, does beside drawing numbers.
+
+    Its gradient norm counts what is not marked as cut on tensor parallel rank 0 only. Zeros matter for the padding of the
+    vocabulary, which no checkpoint fills.
+    """
+    cut = {VocabParallelEmbedding: 0, ColumnParallelLinear: 0, RowParallelLinear: 1}
+    for module in chunk.modules():
+        weight = getattr(module, "weight", None)
+        if type(module) in cut and weight is not None:
+            set_tensor_model_parallel_attributes(weight, True, cut[type(module)], 1)
+    with torch.no_grad():
+        for parameter in chunk.parameters():
+            parameter.zero_()

@@ -1,0 +1,274 @@
+"""Reads a Hugging Face configuration for the megatron engine, and checks the layout it shall be split in. Cheap: no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weightlane.ckpt_engines import ConfigError
+
+from ...config import TrainerConfig
+from .checkpoint_names import LatentShape, ModelShape
+
+_PART = "megatron engine"
+_SUPPORTED = ("qwen3", "llama", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+_LATENT_EPS = 1e-6
+"""Of the norms of latent vectors, in transformers, whatever the configuration says; megatron-core has one for all."""
+_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What megatron-core's scaling of rotary frequencies has fixed; only ``factor`` can be set."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How tokens choose their experts."""
+
+    experts_per_token: int
+    renormalize: bool
+    """Whether the chosen experts' probabilities are scaled to sum to 1."""
+    scores: str = "softmax"
+    """``"softmax"`` or ``"sigmoid"``, of the router's logits."""
+    scale: float = 1.0
+    """What the probabilities are multiplied by."""
+    groups: int = 1
+    """Experts are divided into so many groups, and a token chooses among those of `chosen_groups`."""
+    chosen_groups: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Yarn:
+    """YaRN's scaling of rotary frequencies (arXiv 2309.00071)."""
+
+    factor: float
+    original_max_positions: int
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What there is to know of a model before it is built."""
+
+    shape: ModelShape
+    norm_eps: float
+    rope_theta: float
+    rope_factor: float | None
+    """Llama 3's scaling of rotary frequencies; None without."""
+    max_positions: int
+    routing: Routing | None
+    """None without experts."""
+    yarn: Yarn | None = None
+    """None without."""
+
+
+def read_model(model_dir: Path) -> ModelFacts:
+    """Read ``config.json``. Raises `ConfigError` for a model that this engine would compute differently from transformers."""
+    from transformers import AutoConfig  # noqa: PLC0415 - slow to import
+
+    config: Any = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+
+    def refuse(what: str) -> ConfigError:
+        return ConfigError(
+            f"the model in {model_dir} {what}, which the megatron engine does not support.",
+            part=_PART,
+            hint="Use trainer.engine=fsdp2 for it.",
+        )
+
+    if getattr(config, "quantization_config", None):
+        raise refuse("has quantised weights")
+    if config.model_type not in _SUPPORTED:
+        raise refuse(f"is a {config.model_type} model (supported: {', '.join(_SUPPORTED)})")
+    if config.hidden_act != "silu":
+        raise refuse(f"has the activation {config.hidden_act}")
+    if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
+        raise refuse("has biases in its linear layers")
+    if set(getattr(config, "layer_types", None) or ()) - {"full_attention"} or getattr(
+        config, "use_sliding_window", False
+    ):
+        raise refuse("has sliding windows")
+    if getattr(config, "attention_dropout", 0.0):
+        raise refuse("has dropout")
+    rope = dict(config.rope_parameters)
+    shape, routing = _deepseek(config, refuse) if config.model_type.startswith("deepseek") else _plain(config, refuse)
+    return ModelFacts(
+        shape,
+        norm_eps=config.rms_norm_eps,
+        rope_theta=float(rope["rope_theta"]),
+        rope_factor=_llama3_factor(rope, shape, refuse),
+        max_positions=config.max_position_embeddings,
+        routing=routing,
+        yarn=_yarn(rope, shape, refuse),
+    )
+
+
+_Refuse = Callable[[str], ConfigError]
+
+
+def _plain(config: Any, refuse: _Refuse) -> tuple[ModelShape, Routing | None]:
+    """Qwen3, Llama and Qwen3-MoE."""
+    moe = config.model_type == "qwen3_moe"
+    if moe and (config.mlp_only_layers or config.decoder_sparse_step != 1):
+        raise refuse("has layers without experts among those with experts")
+    heads = config.num_attention_heads
+    shape = ModelShape(
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        intermediate=0 if moe else config.intermediate_size,
+        heads=heads,
+        groups=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        vocab=config.vocab_size,
+        tied=bool(config.tie_word_embeddings),
+        qk_norm=config.model_type.startswith("qwen3"),
+        experts=config.num_experts if moe else 0,
+        expert_intermediate=config.moe_intermediate_size if moe else 0,
+    )
+    return shape, Routing(config.num_experts_per_tok, bool(config.norm_topk_prob)) if moe else None
+
+
+def _deepseek(config: Any, refuse: _Refuse) -> tuple[ModelShape, Routing]:
+    """DeepSeek-V2, and V3, which scores experts by sigmoids instead of a softmax and chooses them with a bias."""
+    third = config.model_type == "deepseek_v3"
+    layers, dense = config.num_hidden_layers, config.first_k_dense_replace
+    if dense >= layers:
+        raise refuse("has no layer with experts")
+    if third and not config.rope_interleave:
+        raise refuse("has rotary embeddings that are not interleaved")
+    if third is not bool(config.norm_topk_prob):
+        raise refuse(f"has norm_topk_prob={str(bool(config.norm_topk_prob)).lower()}")
+    if config.num_experts_per_tok == 1 and third:
+        raise refuse("has one expert for each token, whose weight is scaled to 1")
+    if config.rms_norm_eps != _LATENT_EPS:
+        raise refuse(f"has rms_norm_eps={config.rms_norm_eps:g}, and norms of latent vectors with {_LATENT_EPS:g}")
+    groups, chosen, choices = config.n_group or 1, config.topk_group or 1, config.num_experts_per_tok
+    grouped = groups > chosen and (third or config.topk_method != "greedy")
+    # transformers ranks groups by their two best experts, or by the best; megatron-core by as many as a token takes from each.
+    if grouped and choices // chosen != (2 if third else 1):
+        raise refuse(f"chooses {choices} experts in {chosen} of {groups} groups")
+    heads = config.num_attention_heads
+    shape = ModelShape(
+        layers=layers,
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size if dense else 0,
+        heads=heads,
+        groups=heads,
+        head_dim=config.qk_nope_head_dim + config.qk_rope_head_dim,
+        vocab=config.vocab_size,
+        tied=bool(config.tie_word_embeddings),
+        qk_norm=False,
+        experts=config.n_routed_experts,
+        expert_intermediate=config.moe_intermediate_size,
+        dense_layers=dense,
+        shared_intermediate=config.moe_intermediate_size * config.n_shared_experts,
+        expert_bias=third,
+        latent=LatentShape(
+            query_rank=config.q_lora_rank or 0,
+            rank=config.kv_lora_rank,
+            plain_dim=config.qk_nope_head_dim,
+            rotary_dim=config.qk_rope_head_dim,
+            value_dim=config.v_head_dim,
+        ),
+    )
+    routing = Routing(
+        choices,
+        renormalize=third,
+        scores="sigmoid" if third else "softmax",
+        scale=float(config.routed_scaling_factor),
+        groups=groups if grouped else 1,
+        chosen_groups=chosen if grouped else 1,
+    )
+    return shape, routing
+
+
+def _llama3_factor(rope: Mapping[str, Any], shape: ModelShape, refuse: _Refuse) -> float | None:
+    kind, usual = rope["rope_type"], all(rope.get(key) == value for key, value in _LLAMA3_ROPE.items())
+    if kind == "llama3" and usual and not shape.latent:
+        return float(rope["factor"])
+    if kind == "default" or (kind == "yarn" and shape.latent):
+        return None
+    raise refuse(f"scales its rotary embedding by {dict(rope)}")
+
+
+def _yarn(rope: Mapping[str, Any], shape: ModelShape, refuse: _Refuse) -> Yarn | None:
+    if rope["rope_type"] != "yarn" or not shape.latent:
+        return None
+    mscales = float(rope.get("mscale") or 0), float(rope.get("mscale_all_dim") or 0)
+    if "attention_factor" in rope or rope.get("truncate") is False or 0 in mscales:
+        raise refuse(f"scales its rotary embedding by {dict(rope)}")
+    original = int(rope["original_max_position_embeddings"])
+    betas = float(rope.get("beta_fast") or 32), float(rope.get("beta_slow") or 1)
+    return Yarn(float(rope["factor"]), original, *betas, *mscales)
+
+
+def check_layout(config: TrainerConfig, model: ModelShape, ranks: int) -> None:
+    """Raise `ConfigError` unless `ranks` ranks can hold the model in the layout that ``trainer.megatron`` asks for."""
+    layout = config.megatron
+    tensor, pipeline, virtual, expert = (
+        layout.tensor_parallel,
+        layout.pipeline_parallel,
+        layout.virtual_pipeline,
+        layout.expert_parallel,
+    )
+
+    def need(holds: bool, problem: str, hint: str) -> None:
+        if not holds:
+            raise ConfigError(problem, part=_PART, hint=hint)
+
+    def divides(setting: str, value: int, whole: int, what: str) -> None:
+        possible = [str(number) for number in range(1, whole + 1) if whole % number == 0 and number <= ranks]
+        need(
+            whole % value == 0,
+            f"trainer.megatron.{setting}={value} does not divide the model's {whole} {what}.",
+            f"Possible here: {', '.join(possible)}.",
+        )
+
+    need(
+        ranks % (tensor * pipeline) == 0,
+        f"{ranks} trainer ranks cannot be split into copies of the model of {tensor} x {pipeline} ranks"
+        " (tensor_parallel x pipeline_parallel).",
+        f"Set trainer.ranks to a multiple of {tensor * pipeline}, or lower one of the two.",
+    )
+    divides("tensor_parallel", tensor, model.heads, "attention heads")
+    divides("tensor_parallel", tensor, model.groups, "key and value heads")
+    if model.intermediate:
+        divides("tensor_parallel", tensor, model.intermediate, "rows of its feed-forward layers")
+    if model.shared_intermediate:
+        divides("tensor_parallel", tensor, model.shared_intermediate, "rows of its shared experts")
+    need(
+        virtual == 1 or pipeline > 1,
+        f"trainer.megatron.virtual_pipeline={virtual} needs a pipeline.",
+        "Set trainer.megatron.pipeline_parallel to at least 2, or virtual_pipeline to 1.",
+    )
+    need(
+        model.layers % (pipeline * virtual) == 0,
+        f"{model.layers} decoder layers cannot be split evenly into {pipeline} x {virtual} stages"
+        " (pipeline_parallel x virtual_pipeline).",
+        "Choose two settings whose product divides the number of layers.",
+    )
+    need(
+        not layout.sequence_parallel or tensor > 1,
+        "trainer.megatron.sequence_parallel needs tensor parallelism.",
+        "Set trainer.megatron.tensor_parallel to at least 2, or sequence_parallel to false.",
+    )
+    if not model.experts:
+        need(
+            expert == 1,
+            f"trainer.megatron.expert_parallel={expert}, but the model has no experts.",
+            "Set trainer.megatron.expert_parallel to 1.",
+        )
+        return
+    divides("expert_parallel", expert, model.experts, "experts")
+    need(
+        (ranks // pipeline) % expert == 0,
+        f"trainer.megatron.expert_parallel={expert} does not divide the {ranks // pipeline} ranks of a pipeline stage.",
+        "Lower it, or set trainer.ranks to a multiple of pipeline_parallel x expert_parallel.",
+    )
+    need(
+        tensor == 1 or (layout.sequence_parallel and expert % tensor == 0),
+        "a model with experts needs sequence_parallel, and an expert_parallel that tensor_parallel divides, when"
+        " tensor_parallel is above 1: its experts are not cut by tensor parallelism.",
+        f"Set trainer.megatron.sequence_parallel=true and expert_parallel to a multiple of {tensor}, or tensor_parallel=1.",
+    )

@@ -1,0 +1,269 @@
+"""Reading, saving and exporting the slices of a model that a rank of the megatron engine holds.
+
+A saved state is a directory with ``state.json`` and one safetensors file per rank. Tensors in it are named by what they are,
+not by where they were: ``weight|model.norm.weight|0`` is the slice of that checkpoint tensor that begins at index 0. Any
+number of ranks in any layout can therefore read it, and nothing in it is code.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weightlane.ckpt_engines import ConfigError, StorageError
+from weightlane.sync.version.box import Box
+
+from ..hf.export import write_model_dir
+from ..hf.model_dir import kept_types
+from ..hf.partial_dir import PART, discard_partial, make_partial, partial_name, storage_error, write_on_rank_zero
+from ..rank_collectives import on_every_rank, share_json
+from .stored_slices import Shelf, StoredSlice, hf_tensors, shapes_in
+from .weights import WEIGHT, WeightSlice
+
+_STATE = "state.json"
+_KIND = ("megatron", 1)
+_RANDOM = "random"
+
+
+def load_model(
+    model_dir: Path, shapes: Mapping[str, tuple[int, ...]], slices: Iterable[WeightSlice], tied: str
+) -> None:
+    """Fill the weights of `slices` from a Hugging Face directory; reads no other element.
+
+    Args:
+        model_dir: holds safetensors files.
+        shapes: every tensor of the checkpoint.
+        slices: what to fill.
+        tied: a name that the files may hold beside `shapes`, as a copy of another tensor; empty for none.
+
+    Raises `ConfigError` when the files do not hold exactly the tensors of `shapes`.
+    """
+    stored = hf_tensors(model_dir)
+    held = {name: entry.box.shape for name, entry in stored.items()}
+    held.pop(tied, None)
+    held = {name: shape for name, shape in held.items() if not _is_extra_layer(name, shapes)}
+    for kind, names in (
+        ("missing keys", shapes.keys() - held.keys()),
+        ("unexpected keys", held.keys() - shapes.keys()),
+        ("mismatched shapes of", {name for name in shapes.keys() & held.keys() if shapes[name] != held[name]}),
+    ):
+        if names:
+            first = sorted(names)[:5]
+            raise ConfigError(
+                f"the weights in {model_dir} do not fit their config.json: {kind} {', '.join(first)}"
+                f"{' and more' if len(names) > len(first) else ''}.",
+                part="model",
+                hint="Fetch the model again, or repair its config.json.",
+            )
+    with Shelf({name: [entry] for name, entry in stored.items()}) as shelf:
+        for piece in slices:
+            shelf.read(piece.name, piece.box, piece.weight)
+
+
+def _is_extra_layer(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether it belongs to a layer beyond the last one, which predicts further tokens and is not trained."""
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    return match is not None and name not in shapes and f"{match[0]}input_layernorm.weight" not in shapes
+
+
+def save_state(
+    directory: Path,
+    slices: Sequence[WeightSlice],
+    step: int,
+    layout: Mapping[str, Any],
+    rank: int,
+    device: torch.device,
+) -> None:
+    """Write everything under a temporary name beside `directory`, then rename it. Collective."""
+    from safetensors import SafetensorError  # noqa: PLC0415 - optional
+    from safetensors.torch import save_file  # noqa: PLC0415 - optional
+
+    partial = partial_name(directory)
+
+    def write() -> None:
+        tensors = {f"{_RANDOM}|{name}|": state for name, state in _random_state().items()}
+        for piece, mine in zip(slices, owned, strict=True):
+            if mine:
+                for kind, tensor in piece.kinds():
+                    tensors[_key(kind, piece.name, piece.box)] = tensor.detach().cpu().contiguous()
+        try:
+            save_file(tensors, partial / f"rank-{rank:05d}.safetensors")
+        except (SafetensorError, OSError) as cause:
+            raise storage_error("written", directory, cause) from cause
+
+    def finish() -> None:
+        about = {"engine": _KIND[0], "format": _KIND[1], "step": step, **layout}
+        (partial / _STATE).write_text(json.dumps(about, indent=1), encoding="utf-8")
+        partial.rename(directory)
+
+    write_on_rank_zero(lambda: make_partial(directory), directory, rank, device)
+    owned = _owned(slices, rank, device)
+    try:
+        on_every_rank(write, device, PART)
+        write_on_rank_zero(finish, directory, rank, device)
+    except StorageError:
+        if rank == 0:
+            discard_partial(directory)
+        raise
+
+
+def load_state(directory: Path, slices: Sequence[WeightSlice], rank: int, device: torch.device) -> int:
+    """Fill weights and moments from what `save_state` wrote, restore this rank's random state, return the step. Collective."""
+    step = [0]
+
+    def read() -> None:
+        about, stored = _state_tensors(directory)
+        with Shelf(stored) as shelf:
+            wanted = [(f"{kind}|{piece.name}", piece.box, into) for piece in slices for kind, into in piece.kinds()]
+            for name, box, _ in wanted:
+                if not shelf.holds(name, box):
+                    raise ConfigError(
+                        f"the training state in {directory} does not fit this model: it lacks some of {name}.",
+                        part=PART,
+                        hint="Check model and path.",
+                    )
+            for name, box, into in wanted:
+                shelf.read(name, box, into)
+            _restore_random_state(directory, rank, device)
+        step[0] = int(about["step"])
+
+    on_every_rank(read, device, PART)
+    return step[0]
+
+
+def export_model(
+    directory: Path,
+    model_dir: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    slices: Sequence[WeightSlice],
+    dtype: torch.dtype,
+    kept: Collection[str],
+    rank: int,
+    device: torch.device,
+) -> None:
+    """Gather the weights on rank 0 and write them, with config and tokenizer of `model_dir`. Collective.
+
+    They are written in `dtype`, those that are `kept` in float32.
+    """
+    full: dict[str, torch.Tensor] = {}
+    if rank == 0:
+        full = {
+            name: torch.empty(shape, dtype=torch.float32 if name in kept else dtype) for name, shape in shapes.items()
+        }
+    held = share_json(_described(slices), device)
+    taken: set[str] = set()
+    mine = iter(slices)
+    for owner, described in enumerate(held):
+        for name, plain in described:
+            piece = next(mine) if owner == rank else None
+            if (key := f"{name} {plain}") in taken:
+                continue
+            taken.add(key)
+            box = Box.from_plain(plain)
+            if owner == 0 and piece is not None:
+                full[name][box.index] = piece.weight.to("cpu")
+            elif piece is not None:
+                dist.send(piece.weight.contiguous(), 0)
+            elif rank == 0:
+                buffer = torch.empty(box.shape, device=device)
+                dist.recv(buffer, owner)
+                full[name][box.index] = buffer.to("cpu")
+
+    write_on_rank_zero(lambda: _write_hf(directory, model_dir, full, dtype), directory, rank, device)
+
+
+def export_saved(state: Path, model_dir: Path, directory: Path, dtype: torch.dtype) -> None:
+    """As `export_model`, of the weights in what `save_state` wrote, in a process by itself."""
+    _, stored = _state_tensors(state)
+    kept = kept_types(model_dir, (key.split("|")[1] for key in stored))
+    full: dict[str, torch.Tensor] = {}
+    with Shelf(stored) as shelf:
+        for key, slices in stored.items():
+            kind, name = key.split("|")
+            if kind == WEIGHT:
+                shape = tuple(map(max, zip(*(_end(piece.box) for piece in slices), strict=True)))
+                full[name] = torch.empty(shape, dtype=torch.float32 if name in kept else dtype)
+                shelf.read(key, Box.whole(shape), full[name])
+    _write_hf(directory, model_dir, full, dtype)
+
+
+def _end(box: Box) -> tuple[int, ...]:
+    return tuple(start + length for start, length in zip(box.starts, box.shape, strict=True))
+
+
+def _write_hf(directory: Path, model_dir: Path, full: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    def write_weights(partial: Path, config: Any) -> None:
+        from huggingface_hub import save_torch_state_dict  # noqa: PLC0415 - optional
+
+        save_torch_state_dict(full, partial, metadata={"format": "pt"})
+        config.save_pretrained(partial)
+
+    write_model_dir(directory, model_dir, dtype, write_weights)
+
+
+def _described(slices: Iterable[WeightSlice]) -> list[Any]:
+    return [[piece.name, piece.box.to_plain()] for piece in slices]
+
+
+def _owned(slices: Sequence[WeightSlice], rank: int, device: torch.device) -> list[bool]:
+    """Of each slice, whether this is the first rank that holds it: replicas are written once."""
+    held = share_json(_described(slices), device)
+    before = {f"{name} {plain}" for described in held[:rank] for name, plain in described}
+    return [f"{name} {plain}" not in before for name, plain in held[rank]]
+
+
+def _key(kind: str, name: str, box: Box) -> str:
+    return f"{kind}|{name}|{','.join(map(str, box.starts))}"
+
+
+def _state_tensors(directory: Path) -> tuple[dict[str, Any], dict[str, list[StoredSlice]]]:
+    """``state.json``, and the slices in all files by ``kind|name``."""
+    try:
+        about = json.loads((directory / _STATE).read_text(encoding="utf-8"))
+        found = (about["engine"], about["format"])
+    except FileNotFoundError:
+        raise ConfigError(f"{directory} holds no saved training state.", part=PART, hint="Check the path.") from None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as cause:
+        raise ConfigError(
+            f"the training state in {directory} is not one of this megatron engine: {cause}.", part=PART
+        ) from cause
+    if found != _KIND:
+        raise ConfigError(
+            f"the training state in {directory} is of engine {found[0]}, format {found[1]}.",
+            part=PART,
+            hint=f"This engine reads {_KIND[0]}, format {_KIND[1]}.",
+        )
+    stored: dict[str, list[StoredSlice]] = {}
+    for file in [directory / f"rank-{rank:05d}.safetensors" for rank in range(int(about["ranks"]))]:
+        for key, shape in shapes_in(file):
+            kind, name, starts = key.split("|")
+            if kind != _RANDOM:
+                box = Box(tuple(int(start) for start in starts.split(",")), shape)
+                stored.setdefault(f"{kind}|{name}", []).append(StoredSlice(box, file, key))
+    return about, stored
+
+
+def _random_state() -> dict[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _restore_random_state(directory: Path, rank: int, device: torch.device) -> None:
+    """Saved with fewer ranks, there is no random state for this one: it keeps the seed's."""
+    from safetensors import safe_open  # noqa: PLC0415 - optional
+
+    file = directory / f"rank-{rank:05d}.safetensors"
+    if not file.is_file():
+        return
+    with safe_open(file, framework="pt") as opened:
+        torch.set_rng_state(opened.get_tensor(f"{_RANDOM}|cpu|"))
+        if device.type == "cuda" and f"{_RANDOM}|cuda|" in opened.keys():  # noqa: SIM118 - not a dict
+            torch.cuda.set_rng_state(opened.get_tensor(f"{_RANDOM}|cuda|"))

@@ -1,0 +1,97 @@
+"""Safetensors files as slices of tensors, of which only what is asked for is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from weightlane.sync.version.box import Box
+
+from ..hf.partial_dir import storage_error
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSlice:
+    """A slice of a tensor in a file."""
+
+    box: Box
+    file: Path
+    key: str
+    """Under which the file holds it."""
+
+
+class Shelf:
+    """Slices of tensors by name. A context manager that keeps the files open that were read from."""
+
+    def __init__(self, stored: Mapping[str, Sequence[StoredSlice]]) -> None:
+        self._stored = stored
+        self._opened: dict[Path, Any] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def read(self, name: str, box: Box, into: torch.Tensor) -> None:
+        """Copy those elements `box` of `name` that are in files into `into`."""
+        missing = [box]
+        for stored in self._stored.get(name, ()):
+            left: list[Box] = []
+            for part in missing:
+                common = part.intersect(stored.box)
+                if common is None:
+                    left.append(part)
+                    continue
+                tensor = self._open(stored.file).get_slice(stored.key)[common.within(stored.box).index]
+                into[common.within(box).index].copy_(tensor)
+                left += part.minus(common)
+            missing = left
+
+    def holds(self, name: str, box: Box) -> bool:
+        """Whether all elements `box` of `name` are in files."""
+        missing = [box]
+        for stored in self._stored.get(name, ()):
+            missing = [left for part in missing for left in part.minus(stored.box)]
+        return not missing
+
+    def _open(self, file: Path) -> Any:
+        from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - optional
+
+        if file not in self._opened:
+            try:
+                self._opened[file] = self._stack.enter_context(safe_open(file, framework="pt"))
+            except (SafetensorError, OSError) as cause:
+                raise storage_error("read", file, cause) from cause
+        return self._opened[file]
+
+
+def hf_tensors(model_dir: Path) -> dict[str, StoredSlice]:
+    """Every tensor of a directory that `check_model_dir` accepted."""
+    index = model_dir / "model.safetensors.index.json"
+    files = ["model.safetensors"]
+    if index.is_file():
+        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    return {
+        key: StoredSlice(Box.whole(shape), model_dir / file, key)
+        for file in files
+        for key, shape in shapes_in(model_dir / file)
+    }
+
+
+def shapes_in(file: Path) -> list[tuple[str, tuple[int, ...]]]:
+    """Key and shape of every tensor in a safetensors file; `StorageError` for one that cannot be read."""
+    from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - optional
+
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return [(key, tuple(opened.get_slice(key).get_shape())) for key in opened.keys()]  # noqa: SIM118 - not a dict
+    except (SafetensorError, OSError) as cause:
+        raise storage_error("read", file, cause) from cause

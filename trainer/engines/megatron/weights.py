@@ -1,0 +1,196 @@
+"""The float32 weights that megatron-core's optimizers change, as slices of Hugging Face checkpoint tensors.
+
+megatron-core keeps them in one of three places: in the model's own parameters (float32 compute), in copies of these beside
+them (bfloat16 compute), or, with the distributed optimizer, in flat runs of either that the data parallel ranks share out.
+AdamW's moments lie as the weights do. Whatever the place, every slice here is a view: nothing is copied or sent.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
+
+from weightlane.ckpt_engines import ConfigError
+from weightlane.sync.version.box import Box, boxes_of_run
+
+from .checkpoint_names import Coordinates, ModelShape, Piece, checkpoint_shapes, pieces_of
+
+WEIGHT = "weight"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_UNTRAINED = ".router.expert_bias"
+"""How the one buffer ends that is part of a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSlice:
+    """A rectangle of a checkpoint tensor, and where its elements are on this rank."""
+
+    name: str
+    box: Box
+    weight: torch.Tensor
+    """float32 view of the master weight, with the rectangle's shape and any strides."""
+    moments: tuple[torch.Tensor, ...]
+    """float32 views of AdamW's `MOMENTS`, likewise; none of what is not trained."""
+
+    def kinds(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """``weight`` and each of `MOMENTS` that there is, and where it is."""
+        yield WEIGHT, self.weight
+        if self.moments:
+            yield from zip(MOMENTS, self.moments, strict=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Master:
+    """What an optimizer steps: all of a model's parameter, or a flat run of it."""
+
+    parameter: torch.nn.Parameter
+    start: int
+    """First element of the row-major flattened parameter."""
+    weight: torch.Tensor
+    state: Mapping[str, torch.Tensor]
+
+
+def weight_slices(
+    chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, model: ModelShape, at: Coordinates
+) -> list[WeightSlice]:
+    """Every slice whose master weight is on this rank, in the order of `checkpoint_shapes`.
+
+    Raises `ConfigError` for a parameter that belongs to no checkpoint tensor.
+    """
+    pieces = _pieces(chunks, model, at)
+    found: dict[str, list[WeightSlice]] = {name: [] for name in checkpoint_shapes(model)}
+    for master in _masters(optimizer):
+        for weight in _cut(master, pieces[master.parameter]):
+            found[weight.name].append(weight)
+    for buffer in (tensor for tensor in pieces if not isinstance(tensor, torch.nn.Parameter)):
+        for piece in pieces[buffer]:
+            box = Box(piece.starts, piece.box.shape)
+            found[piece.name].append(WeightSlice(piece.name, box, buffer[piece.box.index], ()))
+    return [piece for slices in found.values() for piece in slices]
+
+
+def model_slices(
+    chunks: Sequence[torch.nn.Module], model: ModelShape, at: Coordinates
+) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
+    """The tensors that forward uses, as slices: name, first indices, and a view of the tensor."""
+    for parameter, pieces in _pieces(chunks, model, at).items():
+        for piece in pieces:
+            yield piece.name, piece.starts, parameter.detach()[piece.box.index]
+
+
+def inner_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
+    """megatron-core's optimizers of dense and of expert parameters that have something to step on this rank."""
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [inner for inner in chained if inner.optimizer is not None]
+
+
+def init_moments(optimizer: MegatronOptimizer) -> None:
+    """Give every parameter AdamW's zero state now, so that it can be saved or loaded before the first step."""
+    for inner in inner_optimizers(optimizer):
+        for group in inner.optimizer.param_groups:
+            for parameter in group["params"]:
+                inner.optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32),
+                    **{key: torch.zeros_like(parameter, requires_grad=False) for key in MOMENTS},
+                }
+
+
+def set_moment_steps(optimizer: MegatronOptimizer, step: int) -> None:
+    """Say how many steps the moments have seen; their bias correction depends on it."""
+    for inner in inner_optimizers(optimizer):
+        for group in inner.optimizer.param_groups:
+            for parameter in group["params"]:
+                inner.optimizer.state[parameter]["step"].fill_(step)
+
+
+def copy_masters_to_model(chunks: Sequence[Any], optimizer: MegatronOptimizer) -> None:
+    """Make the parameters that forward uses equal to the master weights. Collective with the distributed optimizer."""
+    distributed = False
+    for inner in inner_optimizers(optimizer):
+        if isinstance(inner, Float16OptimizerWithFloat16Params | DistributedOptimizer):
+            inner._copy_main_params_to_model_params()
+        distributed |= isinstance(inner, DistributedOptimizer)
+    if distributed:
+        for chunk in chunks:
+            chunk.start_param_sync(force_sync=True)
+
+
+def _pieces(chunks: Sequence[torch.nn.Module], model: ModelShape, at: Coordinates) -> dict[torch.Tensor, list[Piece]]:
+    """The pieces of every parameter, and of every buffer of a checkpoint, by itself."""
+    pieces: dict[torch.Tensor, list[Piece]] = {}
+    for wrapped in chunks:
+        chunk: Any = wrapped
+        while hasattr(chunk, "module"):
+            chunk = chunk.module
+        buffers = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(_UNTRAINED))
+        for local_name, tensor in (*chunk.named_parameters(), *buffers):
+            name = local_name
+            if match := re.match(r"decoder\.layers\.(\d+)\.", local_name):
+                number = chunk.decoder.layers[int(match[1])].layer_number - 1
+                name = f"decoder.layers.{number}.{local_name[match.end() :]}"
+            try:
+                pieces[tensor] = pieces_of(name, tuple(tensor.shape), model, at)
+            except KeyError:
+                raise ConfigError(
+                    f"megatron-core's parameter {local_name} is in no checkpoint that this engine knows.",
+                    part="megatron engine",
+                    hint="Use megatron-core 0.16.",
+                ) from None
+    return pieces
+
+
+def _masters(optimizer: MegatronOptimizer) -> Iterator[_Master]:
+    for inner in inner_optimizers(optimizer):
+        state = inner.optimizer.state
+        for parameter, start, master in _pairs(inner):
+            yield _Master(parameter, start, master.detach(), state[master])
+
+
+def _pairs(inner: Any) -> Iterable[tuple[torch.nn.Parameter, int, torch.Tensor]]:
+    """Model parameter, first element, and what the optimizer steps for it."""
+    if isinstance(inner, DistributedOptimizer):
+        for models, masters in (
+            (inner.model_float16_groups, inner.shard_fp32_from_float16_groups),
+            (inner.model_fp32_groups, inner.shard_fp32_groups),
+        ):
+            for parameter, master in _zipped(models, masters):
+                yield parameter, inner._get_model_param_range_map(parameter)["param"].start, master
+    elif isinstance(inner, Float16OptimizerWithFloat16Params):
+        for parameter, master in _zipped(inner.float16_groups, inner.fp32_from_float16_groups):
+            yield parameter, 0, master
+        for parameter, master in _zipped(inner.fp32_from_fp32_groups, inner.fp32_from_fp32_groups):
+            yield parameter, 0, master
+    else:
+        for group in inner.optimizer.param_groups:
+            for parameter in group["params"]:
+                yield parameter, 0, parameter
+
+
+def _zipped(left: Iterable[Iterable[Any]], right: Iterable[Iterable[Any]]) -> Iterator[tuple[Any, Any]]:
+    for ours, theirs in zip(left, right, strict=True):
+        yield from zip(ours, theirs, strict=True)
+
+
+def _cut(master: _Master, pieces: Sequence[Piece]) -> Iterator[WeightSlice]:
+    """The parts of `pieces` that lie in the run that `master` is."""
+    flats = [tensor.view(-1) for tensor in (master.weight, *(master.state[key] for key in MOMENTS))]
+    at = 0
+    for box in boxes_of_run(tuple(master.parameter.shape), master.start, master.weight.numel()):
+        views = [flat[at : at + box.numel].view(box.shape) for flat in flats]
+        at += box.numel
+        for piece in pieces:
+            common = piece.box.intersect(box)
+            if common is None:
+                continue
+            starts = tuple(
+                first + low - offset
+                for first, low, offset in zip(piece.starts, common.starts, piece.box.starts, strict=True)
+            )
+            weight, *moments = (view[common.within(box).index] for view in views)
+            yield WeightSlice(piece.name, Box(starts, common.shape), weight, tuple(moments))

@@ -1,0 +1,190 @@
+"""Joining the trainer ranks, and torch.distributed's failures as typed errors."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from weightlane.ckpt_engines import (
+    ClosedError,
+    Deadline,
+    DeadlineExceededError,
+    PeerLostError,
+    TransportError,
+    WeightlaneError,
+    as_weightlane_error,
+    error_from_wire,
+)
+from weightlane.ckpt_engines.engines.torch_distributed.gloo_connect import connect_gloo
+from weightlane.ckpt_engines.engines.torch_distributed.process_group import host_store, join_store, translate
+
+_RETRY_S = 0.05
+_HINT = "Check that the other trainer ranks are alive, or raise trainer.collective_timeout_s."
+
+
+def join_ranks(rank: int, world: int, rendezvous: tuple[str, int], device: torch.device, timeout_s: float) -> bool:
+    """Initialise torch.distributed's default group unless somebody already has.
+
+    Args:
+        rank: this process.
+        world: number of ranks.
+        rendezvous: host and port of the store that rank 0 serves, bound to that host only.
+        device: where collectives work: gloo for the CPU, and NCCL beside it for CUDA.
+        timeout_s: seconds for joining, and for every later collective.
+
+    Returns:
+        Whether the group was made here, and so is the caller's to destroy.
+
+    Raises `AddressInUseError` when the port is taken, `DeadlineExceededError` or `PeerLostError` when ranks do not turn up.
+    """
+    part = f"trainer rank {rank}"
+    if dist.is_initialized():
+        if (dist.get_rank(), dist.get_world_size()) != (rank, world):
+            raise TransportError(
+                f"torch.distributed is initialised as rank {dist.get_rank()} of {dist.get_world_size()}, not {rank} of"
+                f" {world}.",
+                part=part,
+            )
+        return False
+    host, port = rendezvous
+    if _is_loopback(host):
+        # Without this gloo advertises the address of the machine's host name, which need not be reachable.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_interface())
+    deadline = Deadline.after(timeout_s)
+    with typed_collective_errors("the trainer ranks to join", part, timeout_s):
+        store = host_store(host, port)[0] if rank == 0 else _await_store(host, port, deadline)
+        store.set_timeout(deadline.timedelta())
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+        def connect(place: dist.Store, timeout: timedelta) -> None:
+            dist.init_process_group(backend, store=place, rank=rank, world_size=world, timeout=timeout)
+
+        connect_gloo(store, rank, world, deadline, connect, undo=_forget_group, hint=_HINT)
+        _set_pg_timeout(timedelta(seconds=timeout_s))
+    return True
+
+
+def _forget_group() -> None:
+    """Leave torch as if it had never tried: it numbers groups, those of failed tries too, and ranks must count alike."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()
+
+
+@contextmanager
+def typed_collective_errors(waiting_for: str, part: str, timeout_s: float) -> Iterator[None]:
+    """Turn what torch.distributed raises into `DeadlineExceededError`, `PeerLostError` or `TransportError`.
+
+    Other errors pass unchanged, those of the model's own computation among them.
+    """
+    try:
+        yield
+    except RuntimeError as cause:
+        text = str(cause).lower()
+        if isinstance(cause, WeightlaneError) or not (
+            isinstance(cause, dist.DistError) or "gloo" in text or "nccl" in text
+        ):
+            raise
+        error = translate(cause, part, Deadline.after(timeout_s), waiting_for, peer="another trainer rank")
+        if isinstance(error, DeadlineExceededError):
+            raise DeadlineExceededError(
+                f"no answer within {timeout_s:g} s while waiting for {waiting_for}.",
+                part=part,
+                peer=error.peer,
+                hint=_HINT,
+            ) from cause
+        raise error from cause
+
+
+def on_rank_zero(action: Callable[[], None], rank: int, device: torch.device, part: str) -> None:
+    """Run `action` on rank 0 while the others wait; where it fails, every rank raises its error. Collective."""
+    wire = b""
+    failure: WeightlaneError | None = None
+    if rank == 0:
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - it must reach the other ranks, which wait for it
+            failure = as_weightlane_error(error, part)
+            wire = json.dumps(failure.to_wire()).encode()
+    size = torch.tensor([len(wire)], device=device)
+    dist.broadcast(size, 0)
+    if not size.item():
+        return
+    message = torch.tensor(list(wire), dtype=torch.uint8, device=device) if rank == 0 else None
+    if message is None:
+        message = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
+    dist.broadcast(message, 0)
+    raise failure or error_from_wire(json.loads(bytes(message.cpu().tolist())))
+
+
+def share_json(value: Any, device: torch.device) -> list[Any]:
+    """What every rank passed, in rank order. Collective; the values are plain data."""
+    mine = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(mine)], device=device))
+    longest = max(int(size.item()) for size in sizes)
+    padded = torch.cat([mine, mine.new_zeros(longest - len(mine))])
+    all_padded = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(all_padded, padded)
+    return [
+        json.loads(bytes(data[: int(size.item())].cpu().numpy())) for data, size in zip(all_padded, sizes, strict=True)
+    ]
+
+
+def on_every_rank(action: Callable[[], None], device: torch.device, part: str) -> None:
+    """Run `action` on every rank; where it fails on any, every rank raises an error, its own or the first. Collective."""
+    failure: WeightlaneError | None = None
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 - it must reach the other ranks, which wait for it
+        failure = as_weightlane_error(error, part)
+    told = [wire for wire in share_json(failure.to_wire() if failure else None, device) if wire]
+    if failure or told:
+        raise failure or error_from_wire(told[0])
+
+
+def leave_ranks() -> None:
+    """Destroy the default group. Never raises: a peer that is already gone makes torch complain."""
+    try:
+        dist.destroy_process_group()
+    except (RuntimeError, ValueError, AssertionError):
+        return
+
+
+def require_open(is_open: bool, part: str) -> None:
+    """Raise `ClosedError` unless the engine was set up and not closed."""
+    if not is_open:
+        raise ClosedError("the training engine is not set up, or was closed.", part=part, hint="Call setup first.")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _loopback_interface() -> str:
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+
+
+def _await_store(host: str, port: int, deadline: Deadline) -> dist.Store:
+    """Join the store of rank 0, which may not be there yet."""
+    while True:
+        try:
+            return join_store(host, port, deadline, peer="trainer rank 0")
+        except PeerLostError:
+            if deadline.remaining_s <= _RETRY_S:
+                raise
+            time.sleep(_RETRY_S)

@@ -1,0 +1,65 @@
+"""Training engines by name, from the entry-point group ``weightlane.training_engines``."""
+
+from __future__ import annotations
+
+import difflib
+from importlib.metadata import EntryPoint, entry_points
+
+from weightlane.ckpt_engines import ConfigError
+
+from .contract import TrainingEngine
+
+GROUP = "weightlane.training_engines"
+_PART = "training engine registry"
+
+
+def training_engine_names() -> list[str]:
+    """Every registered name, sorted. Imports no engine."""
+    return sorted({entry_point.name for entry_point in entry_points(group=GROUP)})
+
+
+def training_engine_class(name: str) -> type[TrainingEngine]:
+    """The class behind `name`.
+
+    Raises `ConfigError` when no distribution or more than one offers it, when it cannot be imported, or when it is not a
+    complete `TrainingEngine`.
+    """
+    found = list(entry_points(group=GROUP, name=name))
+    if not found:
+        known = training_engine_names()
+        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        guess = f"Did you mean {nearest[0]!r}? " if nearest else ""
+        raise ConfigError(
+            f"no training engine is called {name!r}.",
+            part=_PART,
+            hint=f"{guess}Installed: {', '.join(known) or 'none'}.",
+        )
+    if len(found) > 1:
+        owners = " and ".join(sorted(f"{_owner(entry_point)} {entry_point.value}" for entry_point in found))
+        raise ConfigError(
+            f"{name!r} is registered twice, as {owners}.", part=_PART, hint="Uninstall one of the distributions."
+        )
+    (entry_point,) = found
+    try:
+        loaded = entry_point.load()
+    except Exception as cause:
+        raise ConfigError(
+            f"training engine {name!r} could not be imported from {entry_point.value}: {type(cause).__name__}: {cause}.",
+            part=_PART,
+            hint=f"Install what it needs, for example: pip install 'weightlane[{_extra_for(entry_point)}]'.",
+        ) from cause
+    if not (isinstance(loaded, type) and issubclass(loaded, TrainingEngine)):
+        raise ConfigError(f"{name!r} ({entry_point.value}) is not a TrainingEngine class.", part=_PART)
+    if missing := sorted(loaded.__abstractmethods__):
+        raise ConfigError(f"{name!r} ({entry_point.value}) does not implement {', '.join(missing)}.", part=_PART)
+    return loaded
+
+
+def _owner(entry_point: EntryPoint) -> str:
+    return entry_point.dist.name if entry_point.dist else "an unknown distribution"
+
+
+def _extra_for(entry_point: EntryPoint) -> str:
+    """The extra of our own distribution that brings an engine's libraries: the one of its name, else that of the loop."""
+    offered = (entry_point.dist.metadata.get_all("Provides-Extra") or []) if entry_point.dist else []
+    return entry_point.name if entry_point.name in offered else "ray"

@@ -1,0 +1,1 @@
+"""The fully-async training loop."""

@@ -1,0 +1,183 @@
+"""`Fleet`: the replicas of a run while it goes on. Who lives, who may be asked, and who takes the place of one that died."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NoReturn
+
+from weightlane.ckpt_engines import ClosedError, QuarantinedError, WeightlaneError, WorkerDiedError, as_weightlane_error
+from weightlane.plugins import RunHooks
+from weightlane.sync import Outcome, ReplicaState, SyncReport
+
+from .protocols import Newcomer, Rollout, Syncer
+
+Successor = Callable[[str, str], Awaitable[Newcomer]]
+"""Clears what is left of the replica named first away, and starts and connects one under the second name."""
+
+
+class Fleet:
+    """Watches the replicas of a run.
+
+    One that dies is missed by nobody as long as `quorum` of the replicas the run began with are left; where `succeed` is
+    given, another one is started in its place and announced to `on_ready`. Whether it may get requests is the
+    coordinator's to say: not before it has taken the version that serves.
+
+    Args:
+        rollouts: The replicas.
+        syncer: Knows their states, and is told who died.
+        quorum: Share of the replicas that must be left.
+        hooks: Called for losses and successors.
+        succeed: Starts a successor; None if nobody gets one.
+        max_successors: How many at most.
+        on_ready: Called with the name of the dead replica and its successor.
+        on_change: Called when somebody has died.
+    """
+
+    def __init__(
+        self,
+        rollouts: Sequence[Rollout],
+        syncer: Syncer,
+        *,
+        quorum: float,
+        hooks: RunHooks,
+        succeed: Successor | None,
+        max_successors: int,
+        on_ready: Callable[[str, Newcomer], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._living = {rollout.name: rollout for rollout in rollouts}
+        self._syncer = syncer
+        # As the coordinator counts: the product is exact enough, 0.3 * 10 must not become 4.
+        self._needed = max(1, math.ceil(quorum * len(rollouts) - 1e-9))
+        self._hooks = hooks
+        self._succeed = succeed
+        self._successors_left = max_successors
+        self._on_ready = on_ready
+        self._on_change = on_change
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._doom: BaseException | None = None
+        self._doomed = asyncio.Event()
+        self._joining: dict[str, tuple[str, float]] = {}
+        """By successor: whose place it takes, and when that one died."""
+        self._versions: dict[str, int] = {}
+        self.losses = 0
+        """Replicas that died."""
+        self.successions = 0
+        """Replicas that took the place of one, and serve."""
+
+    @property
+    def living(self) -> list[Rollout]:
+        """Every replica that is not known to be dead."""
+        return list(self._living.values())
+
+    def lives(self, rollout: Rollout) -> bool:
+        """Whether a replica is not known to be dead."""
+        return self._living.get(rollout.name) is rollout
+
+    def serves(self, rollout: Rollout) -> bool:
+        """Whether a replica may get requests."""
+        return self.lives(rollout) and self._syncer.states().get(rollout.name) is ReplicaState.SERVING
+
+    def serving(self, version: int | None = None) -> list[Rollout]:
+        """The replicas that serve `version`, or any."""
+        able = [rollout for rollout in self.living if self.serves(rollout)]
+        return [rollout for rollout in able if version is None or self._versions.get(rollout.name) == version]
+
+    async def watch(self) -> NoReturn:
+        """Raise the `WorkerDiedError` of the replica whose death leaves too few."""
+        for rollout in self.living:
+            self._begin(self._follow(rollout), f"watch-{rollout.name}")
+        try:
+            await self._doomed.wait()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        assert self._doom is not None
+        raise self._doom
+
+    def committed(self, report: SyncReport) -> None:
+        """Take note of who serves a version."""
+        for name, part in report.replicas.items():
+            if part.outcome is not Outcome.COMMITTED:
+                continue
+            self._versions[name] = report.version
+            if name in self._joining and name in self._living:
+                dead, since = self._joining.pop(name)
+                self.successions += 1
+                facts = {"instead_of": dead, "version": report.version, "seconds": time.perf_counter() - since}
+                self._hooks.replica_joined(replica=name, facts=facts)
+
+    def excuses(self, rollout: Rollout, error: WeightlaneError) -> bool:
+        """Whether a request failed because of what became of its replica, so that another one can answer it."""
+        if isinstance(error, WorkerDiedError):
+            self.lost(rollout, error)
+            return True
+        return isinstance(error, QuarantinedError) or (isinstance(error, ClosedError) and not self.serves(rollout))
+
+    def lost(self, rollout: Rollout, error: WeightlaneError) -> None:
+        """A replica is gone. Only the first to say so counts."""
+        if not self.lives(rollout):
+            return
+        name = rollout.name
+        del self._living[name]
+        self._joining.pop(name, None)
+        self.losses += 1
+        self._syncer.participant_lost(error, replica=name)
+        states = self._syncer.states()
+        left = [other for other in self._living if states.get(other) is not ReplicaState.LOST]
+        successor = ""
+        if len(left) < self._needed:
+            self._end(error)
+        elif self._succeed is not None and self._successors_left > 0:
+            self._successors_left -= 1
+            successor = _next_name(name)
+            self._begin(self._replace(self._succeed, name, successor), f"start-{successor}")
+        self._hooks.replica_lost(
+            replica=name, facts={"error": str(error), "left": len(left), "needed": self._needed, "successor": successor}
+        )
+        self._on_change()
+
+    async def _follow(self, rollout: Rollout) -> None:
+        try:
+            await rollout.watch()
+        except WeightlaneError as error:
+            self.lost(rollout, error)
+
+    async def _replace(self, succeed: Successor, name: str, successor: str) -> None:
+        since = time.perf_counter()
+        try:
+            newcomer = await succeed(name, successor)
+        except Exception as error:  # noqa: BLE001 - the others are enough to go on
+            told = as_weightlane_error(error, successor)
+            facts = {"error": f"it could not start: {told}", "left": len(self._living), "needed": self._needed}
+            self._hooks.replica_lost(replica=successor, facts={**facts, "successor": ""})
+            return
+        self._joining[successor] = (name, since)
+        self._living[successor] = newcomer
+        self._begin(self._follow(newcomer), f"watch-{successor}")
+        self._on_ready(name, newcomer)
+
+    def _begin(self, work: Awaitable[None], name: str) -> None:
+        async def guarded() -> None:
+            try:
+                await work
+            except Exception as error:  # noqa: BLE001 - nobody else would hear of it
+                self._end(error)
+
+        task = asyncio.create_task(guarded(), name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _end(self, error: BaseException) -> None:
+        self._doom = self._doom or error
+        self._doomed.set()
+
+
+def _next_name(name: str) -> str:
+    """``rollout-0`` is followed by ``rollout-0.1``, that by ``rollout-0.2``."""
+    place, _, number = name.partition(".")
+    return f"{place}.{int(number or 0) + 1}"

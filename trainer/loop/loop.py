@@ -1,0 +1,376 @@
+"""The fully-async training loop.
+
+Generation, training and syncing run beside each other: the feeder keeps the replicas busy within the staleness budget, the
+trainer takes groups as they come, and the version keeper carries new weights over without either side waiting for the
+other. The loop sees rollouts, trainers and the coordinator through `weightlane.trainer.loop.protocols` only, and any transport
+through the registry that the run's configuration names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from weightlane.ckpt_engines import GradientError, WorkerDiedError
+from weightlane.plugins import RunHooks
+from weightlane.sync import SyncReport
+
+from ..config import AlgorithmConfig
+from ..data.tasks import Task, TaskStream
+from .config import LoopConfig
+from .failures import STEP, Failures
+from .fleet import Fleet, Successor
+from .group import Group, staleness, to_batch
+from .overlap import OverlapClock
+from .protocols import Newcomer, Rollout, StepReport, Syncer, Tokenizer, Trainers
+from .rollout_feeder import Judge, Lengths, RolloutFeeder
+from .staleness_budget import StalenessBudget
+from .state import LoopState
+from .summary import RunFigures, RunSummary
+from .version_keeper import VersionKeeper
+
+TRAINING = "training"
+"""Name of the activity on the `OverlapClock`."""
+
+_EVALUATED_BESIDE = 16
+"""Requests of an evaluation at once while there is training: the others are what is trained on."""
+_DEATH_NOTICE_S = 5.0
+"""How long a failed call waits for the news that a process behind it died: the better explanation."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopParts:
+    """Everything the loop drives."""
+
+    trainers: Trainers
+    rollouts: Sequence[Rollout]
+    syncer: Syncer
+    tokenizer: Tokenizer
+    stop_token_ids: Sequence[int]
+    judge: Judge
+    train_tasks: Sequence[Task]
+    heldout_tasks: Sequence[Task]
+    hooks: RunHooks
+    save: Callable[[LoopState], Coroutine[Any, Any, None]]
+    """Makes the run resumable from the given state."""
+    export: Callable[[int], Coroutine[Any, Any, None]]
+    """Writes the model of the step, which is that of the parameters, for others to load."""
+    quorum: float = 1.0
+    """Share of the replicas that must be left for the run to go on."""
+    succeed: Successor | None = None
+    """Starts a replica in the place of one that died; None if nobody is replaced."""
+    max_successors: int = 0
+    """How many at most."""
+    max_model_len: int = 0
+    """Most tokens of a prompt and its completion together; 0 if that is not known."""
+
+
+class AsyncLoop:
+    """One run, from its first published version to its last evaluation.
+
+    Args:
+        parts: What to drive.
+        config: Length and staleness.
+        algorithm: Objective and sampling.
+        seed: Order of the tasks.
+        concurrency: Requests in flight per replica.
+        resume: State to go on from; the trainers must have loaded theirs already.
+    """
+
+    def __init__(
+        self,
+        parts: LoopParts,
+        config: LoopConfig,
+        algorithm: AlgorithmConfig,
+        *,
+        seed: int,
+        concurrency: int,
+        resume: LoopState | None = None,
+    ) -> None:
+        self._parts = parts
+        self._config = config
+        self._algorithm = algorithm
+        self._step = resume.step if resume else 0
+        self._clock = OverlapClock()
+        self._stream = TaskStream(parts.train_tasks, seed)
+        self._fleet = Fleet(
+            parts.rollouts,
+            parts.syncer,
+            quorum=parts.quorum,
+            hooks=parts.hooks,
+            succeed=parts.succeed,
+            max_successors=parts.max_successors,
+            on_ready=self._on_ready,
+            on_change=self._on_change,
+        )
+        self._failures = Failures(config.max_failed_share, parts.hooks, algorithm.group_size)
+        self._feeder = RolloutFeeder(
+            self._fleet,
+            self._stream,
+            parts.tokenizer,
+            parts.judge,
+            algorithm,
+            stop_token_ids=parts.stop_token_ids,
+            budget=StalenessBudget(config.max_staleness, algorithm.prompts_per_step, self._step),
+            late=config.late_groups,
+            clock=self._clock,
+            failures=self._failures,
+            groups_per_replica=concurrency // algorithm.group_size,
+            max_model_len=parts.max_model_len,
+        )
+        if resume:
+            self._stream.restore(resume.stream)
+            self._feeder.requeue([Task.from_plain(plain) for plain in resume.outstanding])
+        self._keeper = VersionKeeper(
+            parts.trainers,
+            parts.syncer,
+            on_commit=self._on_commit,
+            max_failures=config.max_failed_syncs,
+        )
+        self._trained = Lengths()
+        self._first = self._saved = self._exported = self._step
+        self._evaluating: asyncio.Task[None] | None = None
+        self._evaluation_failed: asyncio.Future[None]
+        """Done only if an evaluation beside the training has failed, with its error."""
+        self._timed = 0
+        """Versions for which the trainer was to wait."""
+        self._blocked_told = 0
+        """Versions of which observers know what they cost the replicas."""
+        self._figures = RunFigures(self._keeper.times)
+
+    async def run(self) -> RunSummary:
+        """Run to the last step.
+
+        A replica that dies is missed by nobody while enough are left; see `Fleet`. Raises `WorkerDiedError` naming who died
+        otherwise, or what else ended the run.
+        """
+        started = time.perf_counter()
+        watched = [self._parts.trainers.watch(), self._fleet.watch()]
+        watchers = [asyncio.create_task(watching) for watching in watched]
+        try:
+            await self._until_done(self._main(), watchers)
+        except BaseException as error:
+            self._parts.hooks.run_ended(facts={"error": str(error)})
+            raise
+        finally:
+            await self._keeper.cancel()
+            for watcher in watchers:
+                watcher.cancel()
+            await asyncio.gather(*watchers, return_exceptions=True)
+        self._figures.wall_s = time.perf_counter() - started
+        summary = self._figures.summary()
+        self._parts.hooks.run_ended(facts=summary.to_plain())
+        return summary
+
+    async def _until_done(self, main: Coroutine[Any, Any, None], watchers: Sequence[asyncio.Task[Any]]) -> None:
+        task = asyncio.create_task(main, name="loop")
+        try:
+            await asyncio.wait([task, *watchers], return_when=asyncio.FIRST_COMPLETED)
+            if task.done() and (task.cancelled() or task.exception() is None):
+                return
+            # A call failed, or a process died. Dying explains failing, so give the news a moment to arrive.
+            dead, _ = await asyncio.wait(watchers, timeout=_DEATH_NOTICE_S, return_when=asyncio.FIRST_COMPLETED)
+            for watcher in dead:
+                watcher.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        raise _innermost(task.exception())
+
+    async def _main(self) -> None:
+        await self._keeper.publish_blocking(self._step)
+        self._figures.accuracy_before = await self._evaluate()
+        self._parts.hooks.run_started(facts={"step": self._step, "steps": self._config.steps})
+        self._clock.restart()
+        self._evaluation_failed = asyncio.get_running_loop().create_future()
+        feeding = asyncio.create_task(self._feeder.run(), name="feeder")
+        training = asyncio.create_task(self._train(), name="trainer")
+        following = asyncio.create_task(self._keeper.watch(), name="version-keeper-watch")
+        tasks: list[asyncio.Future[Any]] = [training, feeding, following, self._evaluation_failed]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._figures.overlap_share = self._clock.share_together()
+            if self._evaluating is not None:
+                tasks.append(self._evaluating)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for task in tasks:
+            if not task.cancelled():
+                task.result()
+        await self._keeper.drain(self._step)
+        await self._save()
+        await self._parts.export(self._step)
+        self._figures.accuracy_after = await self._evaluate()
+        for rollout in self._fleet.living:
+            with suppress(WorkerDiedError):  # it does not matter any more
+                stats = await rollout.stats()
+                self._figures.max_token_gap_s = max(self._figures.max_token_gap_s, stats.max_token_gap_s)
+        self._figures.replicas_lost, self._figures.replicas_replaced = self._fleet.losses, self._fleet.successions
+        self._figures.drawn_tokens, self._figures.trained_tokens = self._feeder.drawn.mean, self._trained.mean
+        self._figures.dropped_groups, self._figures.failures = self._feeder.dropped_groups, dict(self._failures.counts)
+
+    async def _train(self) -> None:
+        while self._step < self._config.steps:
+            async with self._keeper.between_steps(self._step):
+                if self._config.save_every and self._step >= self._saved + self._config.save_every:
+                    await self._keeper.handed_over(self._step)
+                    await self._save()
+                if self._is_due(self._config.export_every) and self._exported != self._step:
+                    self._exported = self._step
+                    await self._keeper.handed_over(self._step)
+                    await self._parts.export(self._step)
+                waited = time.perf_counter()
+                groups = await self._feeder.take(self._step)
+                waited = time.perf_counter() - waited
+            masks = self._config.late_groups == "mask"
+            oldest = self._step - self._config.max_staleness if masks else None
+            batch = to_batch(groups, self._algorithm, oldest)
+            with self._clock.busy(TRAINING):
+                report = await self._parts.trainers.train_step(batch)
+            if report.skipped:
+                error = GradientError(report.skipped, part="trainer")
+                self._failures.failed(STEP, error, step=self._step + 1, tasks=[group.task.prompt for group in groups])
+                await self._feeder.wasted(groups)
+                continue
+            self._failures.well(STEP)
+            for group in groups:
+                self._trained.add(group, -1 if oldest is None else oldest)
+            self._report_step(groups, report, waited)
+            self._step = report.step
+            self._feeder.trained(groups)
+            if self._is_due(self._config.evaluate_every):
+                self._begin_evaluation()
+            if self._is_timed():
+                self._timed += 1
+                seconds = await self._keeper.time_blocking(self._step)
+                self._figures.blocking_way_s += [] if seconds is None else [seconds]
+            else:
+                self._figures.steps += 1
+
+    def _is_timed(self) -> bool:
+        """Whether the trainer is to wait for this version. Such versions are spread over the run: its first ones are slow."""
+        wanted, steps = self._config.blocking_syncs, self._config.steps - self._first
+        return self._timed < wanted and self._step - self._first >= (self._timed + 1) * steps // (wanted + 1)
+
+    def _is_due(self, every: int) -> bool:
+        """Whether what is done every so many steps is to be done now; at the end everything is."""
+        return every > 0 and self._first < self._step < self._config.steps and self._step % every == 0
+
+    def _begin_evaluation(self) -> None:
+        """Evaluate beside the training, unless the evaluation before is still under way."""
+        if self._evaluating is None or self._evaluating.done():
+            self._evaluating = asyncio.create_task(self._evaluate_beside(), name="evaluation")
+            self._evaluating.add_done_callback(self._evaluation_ended)
+
+    def _evaluation_ended(self, evaluation: asyncio.Task[None]) -> None:
+        error = None if evaluation.cancelled() else evaluation.exception()
+        if error is not None and not self._evaluation_failed.done():
+            self._evaluation_failed.set_exception(error)
+
+    async def _save(self) -> None:
+        self._saved = self._step
+        outstanding = [task.to_plain() for task in self._feeder.outstanding()]
+        await self._parts.save(LoopState(self._step, self._stream.state(), outstanding))
+
+    async def _evaluate(self) -> float | None:
+        """Mean reward of greedy completions of held-out tasks: exact-match accuracy under an exact-match reward.
+
+        None when there is no such task, or none that could be answered and judged.
+        """
+        return await self._evaluated(self._step, lambda task, turn: self._feeder.answer(task, turn, self._step))
+
+    async def _evaluate_beside(self) -> None:
+        """As `_evaluate`, with whatever version serves when a task is answered, and a few tasks at a time."""
+        few = asyncio.Semaphore(_EVALUATED_BESIDE)
+
+        async def answer(task: Task, turn: int) -> Group:
+            async with few:
+                return await self._feeder.answer(task, turn)
+
+        await self._evaluated(self._step, answer)
+
+    async def _evaluated(self, step: int, answer: Callable[[Task, int], Coroutine[Any, Any, Group]]) -> float | None:
+        tasks = self._parts.heldout_tasks[: self._config.evaluate_tasks]
+        if not tasks:
+            return None
+        started = time.perf_counter()
+        groups = await asyncio.gather(*(answer(task, turn) for turn, task in enumerate(tasks)))
+        rewards = [reward for group in groups for reward in group.rewards]
+        if not rewards:
+            return None
+        accuracy = sum(rewards) / len(rewards)
+        versions = [version for group in groups for done in group.completions for version in done.versions]
+        facts = {
+            "accuracy": accuracy,
+            "version_min": min(versions),
+            "version_max": max(versions),
+            "tasks": len(rewards),
+            "failed": len(tasks) - len(rewards),
+            "seconds": time.perf_counter() - started,
+        }
+        self._parts.hooks.evaluated(step=step, facts=facts)
+        return accuracy
+
+    def _report_step(self, groups: Sequence[Group], report: StepReport, waited_s: float) -> None:
+        published = self._keeper.note_fence(report.fence_s)
+        blocked_s = self._keeper.times.rollout_blocked_s
+        blocked_before, self._blocked_told = self._blocked_told, len(blocked_s)
+        rewards = [reward for group in groups for reward in group.rewards]
+        mean_staleness, max_staleness = staleness(groups, self._step)
+        wall = self._clock.wall_s()
+        facts = {
+            "seconds": report.seconds,
+            "reward": sum(rewards) / len(rewards),
+            "staleness_mean": mean_staleness,
+            "staleness_max": max_staleness,
+            "grad_norm": report.grad_norm,
+            "fence_s": report.fence_s,
+            "waited_for_rollouts_s": waited_s,
+            "tokens": sum(group.tokens for group in groups),
+            "tokens_per_s": self._feeder.generated_tokens / wall if wall else 0.0,
+            "dropped_groups": self._feeder.dropped_groups,
+            "failed_items": self._failures.counts.total(),
+            "length_ratio": self._trained.mean / self._feeder.drawn.mean,
+            "overlap_share": self._clock.share_together(),
+            "rollout_blocked_s": sum(blocked_s[blocked_before:]),
+            **published,
+            **({"blocking_way_s": median_s} if (median_s := self._figures.blocking_way_median_s) else {}),
+            **report.metrics,
+        }
+        self._parts.hooks.training_step(step=report.step, facts=facts)
+        samples = [
+            {"prompt": group.task.prompt, "completion": text, "reward": reward, "versions": sorted(set(done.versions))}
+            for group in groups
+            for text, done, reward in zip(group.texts, group.completions, group.rewards, strict=True)
+        ]
+        if self._config.samples_per_step:
+            # Spread over the batch, so that not all are of one prompt.
+            apart = max(1, len(samples) // self._config.samples_per_step)
+            some = samples[::apart][: self._config.samples_per_step]
+            self._parts.hooks.samples_trained(step=report.step, facts={"samples": some})
+
+    async def _on_commit(self, report: SyncReport) -> None:
+        self._fleet.committed(report)
+        await self._feeder.version_committed(report.version)
+
+    def _on_ready(self, name: str, newcomer: Newcomer) -> None:
+        self._feeder.add(newcomer)
+        self._keeper.join(name, newcomer)
+
+    def _on_change(self) -> None:
+        self._feeder.replicas_changed()
+        self._keeper.catch_up()
+
+
+def _innermost(error: BaseException | None) -> BaseException:
+    """The first real error inside the exception groups of task groups; one about a dead worker before any other."""
+    if isinstance(error, BaseExceptionGroup):
+        errors = [_innermost(inner) for inner in error.exceptions]
+        return next((inner for inner in errors if isinstance(inner, WorkerDiedError)), errors[0])
+    return error or RuntimeError("the loop ended without a result")

@@ -1,0 +1,131 @@
+"""What the fully-async loop asks of the parts around it. It knows these shapes and nothing behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+from weightlane.ckpt_engines import WeightlaneError
+from weightlane.sync import Replica, ReplicaState, SyncReport
+
+from ..data.batch import TrainBatch
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one optimizer step did, the slowest trainer rank's figures where ranks differ."""
+
+    step: int
+    """Optimizer steps taken so far; also the trainer's weight version."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    grad_norm: float = 0.0
+    fence_s: float = 0.0
+    """Seconds the optimizer waited for the snapshot of the version published before."""
+    seconds: float = 0.0
+    """Seconds from the batch's arrival to the changed parameters."""
+    skipped: str = ""
+    """Why no parameter was changed, and `step` is what it was; empty when all went well."""
+
+
+class Trainers(Protocol):
+    """All trainer ranks together."""
+
+    async def train_step(self, batch: TrainBatch) -> StepReport:
+        """Forward, backward and optimizer step on every rank."""
+
+    async def publish(self, version: int) -> float:
+        """Publish the current parameters as `version` on every rank; returns the seconds the slowest rank was blocked."""
+
+    async def save(self, directory: Path) -> None:
+        """Save the full training state."""
+
+    async def watch(self) -> NoReturn:
+        """Raise `WorkerDiedError` when a rank's process dies."""
+
+
+class Completion(Protocol):
+    """A finished generation."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """Generated tokens, the stop token included."""
+
+    @property
+    def logprobs(self) -> Sequence[float]:
+        """Log-probability of each token under the distribution it was drawn from."""
+
+    @property
+    def versions(self) -> Sequence[int]:
+        """Weight version that produced each token."""
+
+
+class RolloutFigures(Protocol):
+    """Running totals of a replica."""
+
+    @property
+    def max_token_gap_s(self) -> float:
+        """Longest wait for a next token that spans a commit."""
+
+
+class Rollout(Protocol):
+    """A rollout replica that generates."""
+
+    @property
+    def name(self) -> str:
+        """The replica's name."""
+
+    async def generate_group(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        count: int,
+        max_new_tokens: int,
+        temperature: float,
+        stop_token_ids: Sequence[int],
+        greedy: bool = False,
+    ) -> Sequence[Completion | WeightlaneError]:
+        """`count` completions of one prompt; an error in the place of one that could not be had by itself."""
+
+    async def stats(self) -> RolloutFigures:
+        """Running totals since the replica started."""
+
+    async def watch(self) -> NoReturn:
+        """Raise `WorkerDiedError` when the replica's process dies."""
+
+
+class Newcomer(Rollout, Replica, Protocol):
+    """A replica that joins a run: it generates, and takes versions."""
+
+
+class Syncer(Protocol):
+    """Carries versions from the trainers to the rollouts."""
+
+    async def sync(self, version: int) -> SyncReport:
+        """Put the published `version` into service; raises `SyncAbortedError` when it was given up.
+
+        The version that serves may be asked for again: it goes to the replicas that do not have it.
+        """
+
+    def states(self) -> Mapping[str, ReplicaState]:
+        """The state of every replica by name; only those that serve may get requests."""
+
+    def participant_lost(self, error: WeightlaneError, replica: str = "") -> None:
+        """A replica has died, or, if none is named, a trainer."""
+
+    def add(self, replica: Newcomer) -> None:
+        """A replica takes part from the next `sync` on. Not to be called during one."""
+
+    def remove(self, name: str) -> None:
+        """A replica does not count any more. Not to be called during a `sync`."""
+
+
+class Tokenizer(Protocol):
+    """Text to tokens and back."""
+
+    def encode(self, text: str) -> Sequence[int]:
+        """Token ids of a prompt."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of a completion, special tokens left out."""

@@ -1,0 +1,345 @@
+"""`RolloutFeeder`: keeps every replica generating as far as the staleness budget allows, and hands out judged groups."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from weightlane.ckpt_engines import ConfigError, ProtocolError, RewardError, WeightlaneError
+
+from ..config import AlgorithmConfig
+from ..data.tasks import Task, TaskStream
+from .failures import Failures
+from .fleet import Fleet
+from .group import Group
+from .overlap import OverlapClock
+from .protocols import Completion, Rollout, Tokenizer
+from .staleness_budget import StalenessBudget
+
+GENERATION = "generation"
+"""Name of the activity on the `OverlapClock`."""
+
+_PAUSE_S = 0.2
+"""How long after a failed request its replica is left alone."""
+_FEWEST = 2
+"""Completions that a group needs: their rewards are compared."""
+
+Judge = Callable[[str, Mapping[str, Any]], Awaitable[float]]
+"""The reward of a completion of a task; raises `RewardError`."""
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """A group's place in the line of those that were begun."""
+
+    task: Task
+    group: Group | None = None
+    """Once it is complete."""
+
+
+@dataclass(slots=True)
+class Lengths:
+    """How long completions are, in all and on average."""
+
+    completions: int = 0
+    tokens: int = 0
+
+    @property
+    def mean(self) -> float:
+        """Tokens of a completion; 0 when there is none."""
+        return self.tokens / self.completions if self.completions else 0.0
+
+    def add(self, group: Group, oldest: int = -1) -> None:
+        """Count those of `group`, without tokens of versions older than `oldest`."""
+        for completion in group.completions:
+            tokens = sum(version >= oldest for version in completion.versions)
+            self.completions += tokens > 0
+            self.tokens += tokens
+
+
+class RolloutFeeder:
+    """Generates groups on all replicas at once, and hands them out in the order in which they were begun.
+
+    In any other order, by which comes first for example, short completions would be trained more often than they are drawn.
+    What happens to a group that is not complete when it is its turn is for `late` to say: see `LoopConfig.late_groups`.
+
+    A group that its replica cannot finish, because it died or was taken out of service, is begun anew on another one. No
+    task is lost by that, and none used twice. A completion that cannot be had, or judged, costs itself, and its group
+    where fewer than two are left.
+
+    Args:
+        fleet: The replicas.
+        stream: Where prompts come from.
+        tokenizer: Turns prompts into tokens and completions into text.
+        judge: The reward function.
+        algorithm: Group size, temperature and length.
+        stop_token_ids: Tokens that end a completion.
+        budget: How far ahead of the trainer groups may start.
+        late: What becomes of a group that is late.
+        clock: Told when anything generates.
+        failures: Told what fails.
+        groups_per_replica: Groups in flight per replica.
+        max_model_len: Most tokens of a prompt and its completion together; 0 if that is not known.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        stream: TaskStream,
+        tokenizer: Tokenizer,
+        judge: Judge,
+        algorithm: AlgorithmConfig,
+        *,
+        stop_token_ids: Sequence[int],
+        budget: StalenessBudget,
+        late: Literal["wait", "train", "mask", "drop"],
+        clock: OverlapClock,
+        failures: Failures,
+        groups_per_replica: int,
+        max_model_len: int = 0,
+    ) -> None:
+        self._fleet = fleet
+        self._stream = stream
+        self._tokenizer = tokenizer
+        self._judge = judge
+        self._algorithm = algorithm
+        self._stop_token_ids = tuple(stop_token_ids)
+        self._budget = budget
+        self._late = late
+        self._clock = clock
+        self._failures = failures
+        self._groups_per_replica = max(1, groups_per_replica)
+        self._max_model_len = max_model_len
+        self._changed = asyncio.Condition()
+        self._waiting: deque[Task] = deque()
+        """To be begun before any new one."""
+        self._outstanding: list[Task] = []
+        self._line: deque[_Place] = deque()
+        """Groups that were begun and not handed out, in this order."""
+        self._again: deque[_Place] = deque()
+        """Of these, those whose replica could not finish them."""
+        self._workers: asyncio.TaskGroup | None = None
+        self._news: set[asyncio.Task[None]] = set()
+        self.generated_tokens = 0
+        self.dropped_groups = 0
+        self.drawn = Lengths()
+        """Of all completions whose turn has come."""
+
+    async def run(self) -> None:
+        """Generate until cancelled. Raises what a replica cannot be excused for, and `TooManyFailuresError`."""
+        try:
+            async with asyncio.TaskGroup() as self._workers:
+                for rollout in self._fleet.living:
+                    self.add(rollout)
+                await asyncio.Event().wait()  # also while no replica is left to work with
+        finally:
+            self._workers = None
+
+    def add(self, rollout: Rollout) -> None:
+        """A replica has joined; it gets requests once it serves."""
+        if self._workers is not None:  # else `run` begins with it
+            for _ in range(self._groups_per_replica):
+                self._workers.create_task(self._work(rollout))
+
+    def replicas_changed(self) -> None:
+        """Look again at who may get requests."""
+        task = asyncio.create_task(self._notify())
+        self._news.add(task)
+        task.add_done_callback(self._news.discard)
+
+    async def version_committed(self, version: int) -> None:
+        """A newer version serves: there is room for more groups."""
+        async with self._changed:
+            self._budget.committed = max(self._budget.committed, version)
+            self._changed.notify_all()
+
+    async def take(self, step: int) -> list[Group]:
+        """The next groups to train parameters of version `step` on; waits for them."""
+        groups: list[Group] = []
+        while len(groups) < self._algorithm.prompts_per_step:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._next() is not None)
+                place = self._next()
+                assert place is not None
+                assert place.group is not None
+                late = self._budget.is_too_stale(step, place.group.oldest_version)
+                if late and self._late == "wait":
+                    # Its replica had missed versions. Another completion is drawn in its place, whatever its length was.
+                    place.group = None
+                    self._again.append(place)
+                    self._changed.notify_all()
+                    continue
+                self._line.remove(place)
+                self.drawn.add(place.group)
+                if late and self._late == "drop":
+                    self._give_up(place)
+                    self.dropped_groups += 1
+                    continue
+            groups.append(place.group)
+        return groups
+
+    def _next(self) -> _Place | None:
+        """The next group to hand out, if it is complete."""
+        if self._late != "wait":
+            return next((place for place in self._line if place.group is not None), None)
+        return self._line[0] if self._line and self._line[0].group is not None else None
+
+    def _give_up(self, place: _Place) -> None:
+        """A group is not trained on: another one may be begun. Its task is done."""
+        self._budget.give_back()
+        self._outstanding.remove(place.task)
+        self._changed.notify_all()
+
+    def trained(self, groups: Sequence[Group]) -> None:
+        """The optimizer has used `groups`: their tasks are done."""
+        for group in groups:
+            self._outstanding.remove(group.task)
+
+    async def wasted(self, groups: Sequence[Group]) -> None:
+        """The step that was to use `groups` changed nothing: their tasks are done, and others may be begun."""
+        async with self._changed:
+            for group in groups:
+                self._give_up(_Place(group.task))
+
+    def outstanding(self) -> list[Task]:
+        """Tasks drawn from the stream and not trained on yet; a resumed run begins with them."""
+        return list(self._outstanding)
+
+    def requeue(self, tasks: Sequence[Task]) -> None:
+        """Generate `tasks` before any new one."""
+        self._waiting.extend(tasks)
+        self._outstanding.extend(tasks)
+
+    async def answer(self, task: Task, turn: int, version: int | None = None) -> Group:
+        """A judged greedy completion of `task` by a replica that serves, `version` if that is given: the `turn`-th, in rotation.
+
+        The group is empty when there is none.
+        """
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._fleet.serving(version))
+                able = self._fleet.serving(version)
+            group = await self._generate(able[turn % len(able)], task, count=1, greedy=True)
+            if group is not None:
+                return group
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _generate(self, rollout: Rollout, task: Task, *, count: int, greedy: bool = False) -> Group | None:
+        """Judged completions of one task, at most `count`; None when the replica cannot be asked now, or not be trusted."""
+        try:
+            prompt_ids = self._encoded(task)
+        except ConfigError as error:
+            # A held-out prompt that is no good is so in every evaluation, and trains nothing.
+            self._failures.failed("prompt", error, count, may_end=not greedy, task=task.prompt, place=task.place)
+            await asyncio.sleep(0)  # where every prompt fails, others have their turn all the same
+            return Group(task, [], [], [], [], rollout.name)
+        try:
+            answers = await rollout.generate_group(
+                prompt_ids,
+                count=count,
+                max_new_tokens=self._algorithm.max_new_tokens,
+                temperature=self._algorithm.temperature,
+                stop_token_ids=self._stop_token_ids,
+                greedy=greedy,
+            )
+        except WeightlaneError as error:
+            if self._fleet.excuses(rollout, error):
+                return None
+            answers = [error] * count
+        if not (greedy or self._fleet.serves(rollout)):
+            return None
+        judged = await asyncio.gather(*(self._judged(task, answer, rollout.name) for answer in answers))
+        kept = [each for each in judged if each is not None]
+        completions, texts, rewards = zip(*kept, strict=True) if kept else ((), (), ())
+        return Group(task, prompt_ids, completions, texts, rewards, rollout.name)
+
+    def _encoded(self, task: Task) -> list[int]:
+        """The prompt's tokens; `ConfigError` for one that is no text, or that leaves no room for a completion."""
+        try:
+            prompt_ids = list(self._tokenizer.encode(task.prompt))
+        except Exception as cause:  # a tokenizer's own
+            raise ConfigError(
+                f"the prompt cannot be tokenized: {type(cause).__name__}: {cause}",
+                part="data",
+                hint="Correct the data.",
+            ) from cause
+        most = self._max_model_len - self._algorithm.max_new_tokens
+        if self._max_model_len and len(prompt_ids) > most:
+            raise ConfigError(
+                f"the prompt has {len(prompt_ids)} tokens, and {most} leave room for a completion.",
+                part="data",
+                hint="rollout.max_model_len is for prompt and completion, algorithm.max_new_tokens for the latter.",
+            )
+        return prompt_ids
+
+    async def _judged(
+        self, task: Task, answer: Completion | WeightlaneError, replica: str
+    ) -> tuple[Completion, str, float] | None:
+        """A completion, its text and its reward; None when one of them cannot be had."""
+        facts: dict[str, Any] = {"task": task.prompt, "place": task.place, "replica": replica}
+        if isinstance(answer, WeightlaneError):
+            self._failures.failed("request", answer, **facts)
+            return None
+        self.generated_tokens += len(answer.token_ids)
+        if not answer.token_ids or not all(map(math.isfinite, answer.logprobs)):
+            error = ProtocolError(
+                "the completion is empty, or has log-probabilities that are not finite.", part=replica
+            )
+            self._failures.failed("request", error, **facts)
+            return None
+        text = self._tokenizer.decode(answer.token_ids)
+        try:
+            reward = await self._judge(text, task.as_mapping())
+        except RewardError as error:
+            self._failures.failed("reward", error, completion=text, **facts)
+            return None
+        self._failures.well()
+        return answer, text, reward
+
+    async def _work(self, rollout: Rollout) -> None:
+        fleet = self._fleet
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(
+                    lambda: (
+                        not fleet.lives(rollout) or ((self._again or self._budget.room > 0) and fleet.serves(rollout))
+                    )
+                )
+                if not fleet.lives(rollout):
+                    return
+                place = self._next_place()
+            with self._clock.busy(GENERATION):
+                group = await self._generate(rollout, place.task, count=self._algorithm.group_size)
+            async with self._changed:
+                if group is None:
+                    self._again.append(place)
+                elif len(group.completions) < _FEWEST:
+                    self._line.remove(place)
+                    self._give_up(place)
+                else:
+                    place.group = group
+                self._changed.notify_all()
+            if group is None:
+                # The coordinator may need a moment to learn what the replica said of itself.
+                await asyncio.sleep(_PAUSE_S)
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _next_place(self) -> _Place:
+        if self._again:
+            return self._again.popleft()
+        self._budget.admit()
+        if self._waiting:
+            task = self._waiting.popleft()
+        else:
+            task = next(self._stream)
+            self._outstanding.append(task)
+        place = _Place(task)
+        self._line.append(place)
+        return place

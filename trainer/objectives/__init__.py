@@ -1,0 +1,1 @@
+"""Objectives: losses over per-token log-probabilities, and the advantages they use."""

@@ -1,0 +1,1 @@
+"""Trainer ranks as processes, placed by Ray."""
