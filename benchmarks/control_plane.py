@@ -44,7 +44,7 @@ from weightlane.sync.control.participant import Participant
 from weightlane.sync.control.rendezvous import Mailbox
 from weightlane.sync.control.tensor_lists import TensorLists, scope_of
 from weightlane.sync.plan.session_plan import SessionPlan, Supply
-from weightlane.sync.send.agreement.rank_talk import RankTalk
+from weightlane.sync.send.agreement.rank_agreement import RankAgreement
 from weightlane.sync.version.box import Box
 
 from .command import Report, finish, options_of, say
@@ -171,7 +171,7 @@ class LightPublisher(LightParticipant):
         self._rank, self._talk = rank, None
         super().__init__(case.trainers[rank], address, case)
 
-    _talk: RankTalk | None
+    _talk: RankAgreement | None
 
     _lists = TensorLists()
 
@@ -183,7 +183,7 @@ class LightPublisher(LightParticipant):
         del deadline
         if self._rank == 0:
             board.put("supply", _supply(self.case))
-        self._talk = RankTalk(
+        self._talk = RankAgreement(
             self.rendezvous.mailbox(f"replicas/{self.session}"), self.case.trainers, self._rank, "copies"
         )
         self.agree(0)

@@ -25,7 +25,7 @@ from weightlane.sync import LocalShard, Manifest, TensorSpec
 from weightlane.sync.send.snapshot.progress import Progress
 from weightlane.sync.send.snapshot.snapshot import Snapshot
 from weightlane.sync.version.packing import (
-    RunTable,
+    CopyTable,
     compact_places,
     copy_runs,
     gather_runs,
@@ -75,7 +75,7 @@ def ways(count: int, nbytes: int) -> tuple[dict[str, Callable[[], object]], Call
         [LocalShard(spec, (cut,), data[cut:]) for spec, data in zip(specs, sources, strict=True)],
     ]
     places = [compact_places(held) for held in ranks]
-    tables = [RunTable.of(parts_of(*held, manifest.regions), manifest) for held in zip(ranks, places, strict=True)]
+    tables = [CopyTable.of(parts_of(*held, manifest.regions), manifest) for held in zip(ranks, places, strict=True)]
     halves = [Snapshot(*held) for held in zip(ranks, places, strict=True)]
     memories = [torch.zeros(half.nbytes, dtype=torch.uint8) for half in halves]
     windows = [manifest.window(index) for index in range(manifest.bucket_count)]

@@ -26,7 +26,7 @@ from .contract.engine import (
     WeightSender,
 )
 from .contract.storing import StoringSender, VersionFiles, bucket_file_name
-from .contract.viewing import ShowingSender, ViewingReceiver
+from .contract.viewing import ViewableSender, ViewingReceiver
 from .deadline import Deadline
 from .errors import (
     AddressInUseError,
@@ -98,7 +98,6 @@ __all__ = [
     "RegistryError",
     "RewardError",
     "SenderLink",
-    "ShowingSender",
     "StagingMemoryError",
     "StorageError",
     "StoringSender",
@@ -110,6 +109,7 @@ __all__ = [
     "UnknownEngineError",
     "UntouchedError",
     "VersionFiles",
+    "ViewableSender",
     "ViewingReceiver",
     "WeightReceiver",
     "WeightSender",

@@ -38,7 +38,7 @@ from .control.rendezvous import Rendezvous, RendezvousAddress
 from .control.roster import Replica, ReplicaState
 from .coordinator import Coordinator
 from .publisher import Publisher
-from .receive.live_stream import LiveStream, Piece
+from .receive.live_stream import LivePart, LiveStream
 from .receive.stored_version import read_version
 from .report import CommitOutcome, CommitReport, FailedAttempt, Outcome, ReplicaReport, SyncReport
 from .subscriber import CommitMode, Subscriber
@@ -47,7 +47,7 @@ from .version.expectation import Expectation, ExpectedTensor, check_coverage
 from .version.manifest import Manifest
 from .version.placement import Placement
 from .version.sliced_tensors import SlicedTensors
-from .version.tensor_spec import LocalShard, Region, TensorSpec, dtype_name, dtype_of
+from .version.tensor_spec import LocalShard, TensorSlice, TensorSpec, dtype_name, dtype_of
 
 __all__ = [
     "CheckpointEngineConfig",
@@ -60,14 +60,13 @@ __all__ = [
     "ExpectedTensor",
     "FailedAttempt",
     "IncomingDelta",
+    "LivePart",
     "LiveStream",
     "LocalShard",
     "Manifest",
     "Outcome",
-    "Piece",
     "Placement",
     "Publisher",
-    "Region",
     "Rendezvous",
     "RendezvousAddress",
     "Replica",
@@ -78,6 +77,7 @@ __all__ = [
     "Subscriber",
     "SyncConfig",
     "SyncReport",
+    "TensorSlice",
     "TensorSpec",
     "check_coverage",
     "dtype_name",

@@ -34,11 +34,11 @@ from .config import SyncConfig
 from .control.async_waits import to_its_end, wait_for_end
 from .control.commits import Commits, named_failure, not_there
 from .control.hub.hub import COORDINATOR
-from .control.message_queue import Correspondence, TroubleError
+from .control.message_queue import MessageQueue, TroubleError
 from .control.messages import Abort, Committed, Failed, Lost, Stop
 from .control.rendezvous import Rendezvous
-from .control.roster import Member, Replica, ReplicaState, Roster
-from .control.session import Connection, Streamed
+from .control.roster import Replica, ReplicaState, Roster, RosterEntry
+from .control.session import Session, Streamed
 from .report import CommitOutcome, FailedAttempt, Outcome, ReplicaReport, SyncReport
 from .send.publication import checked_version
 
@@ -98,8 +98,8 @@ class Coordinator:
     ) -> None:
         self._rendezvous = rendezvous
         self._roster = Roster(publishers, replicas, config.quorum)
-        self._letters = Correspondence(rendezvous, self._roster)
-        self._connection = Connection(self._letters, self._roster, config)
+        self._letters = MessageQueue(rendezvous, self._roster)
+        self._connection = Session(self._letters, self._roster, config)
         self._config = config
         self._hooks = hooks or process_hooks()
         self._committed = -1
@@ -373,7 +373,7 @@ class Coordinator:
                 tally.excluded |= streamed.refused
                 return streamed
 
-    def _targets(self, tally: _Tally) -> list[Member]:
+    def _targets(self, tally: _Tally) -> list[RosterEntry]:
         """Who is to get the version now. `QuorumError` when they are too few, `ProtocolError` for an old version."""
         version = tally.version
         everybody_has_it = all(member.version == version for member in self._roster.members.values())
@@ -417,7 +417,7 @@ class Coordinator:
 
     # -- versions that are taken in place -------------------------------------------------------------------------------
 
-    def _begin(self, member: Member, tally: _Tally, deadline: Deadline, loop: asyncio.AbstractEventLoop) -> None:
+    def _begin(self, member: RosterEntry, tally: _Tally, deadline: Deadline, loop: asyncio.AbstractEventLoop) -> None:
         """A replica takes the version in place: its commit goes on while the version is sent."""
         version, session = tally.version, self._connection.session
 
@@ -467,7 +467,7 @@ class Coordinator:
         failures: dict[str, WeightlaneError] = {}
         outcomes: dict[str, Outcome] = {}
 
-        async def settle(member: Member, error: WeightlaneError) -> None:
+        async def settle(member: RosterEntry, error: WeightlaneError) -> None:
             failures[member.name] = error
             outcomes[member.name] = await self._settle(member, error, version)
 
@@ -492,7 +492,9 @@ class Coordinator:
                 raise error
         return reports
 
-    async def _commit_one(self, member: Member, version: int, deadline: Deadline) -> CommitOutcome | WeightlaneError:
+    async def _commit_one(
+        self, member: RosterEntry, version: int, deadline: Deadline
+    ) -> CommitOutcome | WeightlaneError:
         limit = asyncio.timeout(deadline.remaining_s)
         try:
             async with limit:
@@ -504,7 +506,7 @@ class Coordinator:
                 return deadline.error(f"version {version} to be committed", part="coordinator", peer=member.name)
             return as_weightlane_error(error, member.name)
 
-    async def _settle(self, member: Member, error: WeightlaneError, version: int) -> Outcome:
+    async def _settle(self, member: RosterEntry, error: WeightlaneError, version: int) -> Outcome:
         """What a replica that failed in a commit is now."""
         if isinstance(error, WorkerDiedError):
             self._roster.lost(member, error)
@@ -515,7 +517,7 @@ class Coordinator:
             return Outcome.BEHIND
         return self._left_behind(member.name, error).outcome
 
-    async def _quarantine(self, member: Member, error: WeightlaneError, version: int) -> None:
+    async def _quarantine(self, member: RosterEntry, error: WeightlaneError, version: int) -> None:
         member.state, member.version, member.error = ReplicaState.QUARANTINED, -1, error
         try:
             async with asyncio.timeout(_QUARANTINE_S):
@@ -524,10 +526,10 @@ class Coordinator:
             self._warn("%s could not be told of its quarantine: %s", member.name, trouble)
         self._hooks.replica_quarantined(replica=member.name, facts={"version": version, "error": str(error)})
 
-    async def _roll_back(self, members: Sequence[Member], version: int, before: Mapping[str, int]) -> None:
+    async def _roll_back(self, members: Sequence[RosterEntry], version: int, before: Mapping[str, int]) -> None:
         """Take `version` back where it serves already. A replica that cannot is quarantined: no two versions serve."""
 
-        async def undo(member: Member) -> None:
+        async def undo(member: RosterEntry) -> None:
             try:
                 async with asyncio.timeout(self._config.deadline_s):
                     await member.replica.rollback(version)

@@ -2,7 +2,7 @@
 
 On every trainer rank there is one. Each copies what it is to send into a snapshot, on one thread, and sends what is there already
 on another: straight to the rollout ranks that need it. Engines that store get whole tensors from rank 0, to which the others
-hand their pieces over a process group of their own that the training never uses. See `weightlane.sync.send.sending`.
+hand their pieces over a process group of their own that the training never uses. See `weightlane.sync.send.send_session`.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from .control.tensor_lists import TensorLists, scope_of
 from .plan.session_plan import SessionPlan
 from .send.agreement.magnitudes import complete
 from .send.contribution import Contribution
-from .send.publication import Base, Publication, Slot, SnapshotSlots, checked_version
-from .send.sending import Outgoing, Sending
-from .send.sending_end import SendingEnd
+from .send.publication import DeltaBase, Publication, SnapshotSlot, SnapshotSlots, checked_version
+from .send.send_session import SendRequest, SendSession
+from .send.send_sessions import SendSessions
 from .send.snapshot.progress import Progress
 from .send.version_storing import VersionStoring
-from .version.manifest import CODEC_DELTA, CODEC_DENSE, Manifest, Segment
+from .version.manifest import CODEC_DELTA, CODEC_DENSE, DeltaSegment, Manifest
 from .version.placement import Placement
 from .version.tensor_spec import LocalShard
 
@@ -112,7 +112,7 @@ class Publisher(Participant):
         held = [Placement.of_shards(shards)] if placements is None else placements
         self._rank, self._deadline_s = rank, deadline_s
         self._ours = ours = Contribution(held, rank, shards, quantise)
-        self._end = SendingEnd(
+        self._end = SendSessions(
             name,
             rank,
             engine,
@@ -301,7 +301,7 @@ class Publisher(Participant):
             if held is None or held.version != version:
                 held = None
             elif self._chooser.uses_deltas and held.slot is not None:
-                self._slots.base = Base(version, held.identity, held.slot)
+                self._slots.base = DeltaBase(version, held.identity, held.slot)
         self._decided(version)
         self._chooser.committed(version)
         sending = self._end.sending
@@ -383,7 +383,7 @@ class Publisher(Participant):
         facts = {"seconds": seconds, "nbytes": self._snapshot.nbytes, "participant": self.name}
         self.hooks.snapshot_taken(version=publication.version, facts=facts)
 
-    def _have_memory(self, slot: Slot) -> None:
+    def _have_memory(self, slot: SnapshotSlot) -> None:
         """See to it that nobody looks at the memory: wait for the receivers, or take other memory where they cannot say."""
         try:
             for session, version in slot.exposed:
@@ -476,7 +476,7 @@ class Publisher(Participant):
             _log.warning("%s: version %d could not be offered: %s", self.name, held.version, cause)
             self._report(held.version, session, cause)
 
-    def _complete(self, held: Publication, sending: Sending, deadline: Deadline) -> None:
+    def _complete(self, held: Publication, sending: SendSession, deadline: Deadline) -> None:
         """See to it that the bytes of `held` depend on nobody else. Raises what its snapshot failed with, if it has."""
         if held.progress.error is not None:
             raise held.progress.error
@@ -496,7 +496,7 @@ class Publisher(Participant):
         """Whether it is still what is to be sent, and can be."""
         return self._held is held and held.progress.error is None
 
-    def _encode(self, held: Publication, sending: Sending) -> None:
+    def _encode(self, held: Publication, sending: SendSession) -> None:
         """Compare the snapshot, as far as it is there, with the base; it is sent in full if too much has changed."""
         assert held.base is not None
         assert held.slot is not None
@@ -518,8 +518,8 @@ class Publisher(Participant):
         self._chooser.encoded(time.perf_counter() - held.began, delta.density)
 
     def _manifest_of(
-        self, held: Publication, sending: Sending, deadline: Deadline
-    ) -> tuple[Manifest, list[tuple[Segment, ...]]]:
+        self, held: Publication, sending: SendSession, deadline: Deadline
+    ) -> tuple[Manifest, list[tuple[DeltaSegment, ...]]]:
         """What the held version is sent as, if all ranks can, and of a delta the segments of each."""
         if held.is_delta and held.delta is not None and held.base is not None:
             segments = [held.delta.segments]
@@ -553,16 +553,16 @@ class Publisher(Participant):
         error = SupersededError(f"version {version} was given up for a newer one.", part=self.name)
         self._report(version, self.session, error)
 
-    def _sending_in(self, session: str) -> Sending:
+    def _sending_in(self, session: str) -> SendSession:
         """What is sent through; `ClosedError` if another session has begun."""
         sending = self._end.sending
         if sending is None or sending.session != session:
             raise ClosedError("the connection was closed before the version was sent.", part=self.name)
         return sending
 
-    def _send(self, go: Go, held: Publication, sending: Sending, deadline: Deadline) -> int:
+    def _send(self, go: Go, held: Publication, sending: SendSession, deadline: Deadline) -> int:
         assert held.slot is not None, "its snapshot has begun"
-        memory, segments = held.slot.memory.data, list[tuple[Segment, ...]]()
+        memory, segments = held.slot.memory.data, list[tuple[DeltaSegment, ...]]()
         if go.codec == CODEC_DELTA:
             manifest, segments = self._manifest_of(held, sending, deadline)
             memory = self._delta_memory.data
@@ -577,7 +577,7 @@ class Publisher(Participant):
 
         if manifest.lasting:
             held.slot.exposed.add((sending.session, go.version))
-        return sending.send(Outgoing(manifest, segments, memory, ready, go.receivers, deadline, go.stall_s))
+        return sending.send(SendRequest(manifest, segments, memory, ready, go.receivers, deadline, go.stall_s))
 
     def _sent(self, version: int, index: int, nbytes: int, seconds: float) -> None:
         facts = {"seconds": seconds, "nbytes": nbytes, "participant": self.name}

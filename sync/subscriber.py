@@ -33,18 +33,18 @@ from weightlane.plugins import RunHooks
 from .codecs.delta.decoding import DeltaDecoding
 from .codecs.delta.staged_delta import IncomingDelta, StagedDelta
 from .codecs.quantised.restored import Restoring
-from .control.engine_links import LinkHalves
+from .control.engine_links import EngineLinks
 from .control.messages import Accepted, Connect, EngineTraits, Message, Open, Ready, Staged
 from .control.participant import Participant
 from .control.rendezvous import RendezvousAddress
 from .control.tensor_lists import TensorLists, scope_of
-from .plan.session_plan import PlanBoard, SessionPlan
-from .receive.links import Arrival, Inlet, Receiving, Source
+from .plan.session_plan import PlanExchange, SessionPlan
+from .receive.links import BucketSender, ExpectedBucket, ReceiveLink, ReceiveSession
 from .receive.live_stream import LiveStream
-from .receive.receive_loop import Intake, Job
-from .receive.relay import Relaying
+from .receive.receive_loop import ReceiveLoop, StageRequest
+from .receive.relay import Relay
 from .receive.staging import Staging, Stream, lacks_base, new_memory
-from .version.bucket_checksums import StoredSeals
+from .version.bucket_checksums import StoredChecksums
 from .version.expectation import Expectation, check_coverage
 from .version.manifest import Manifest
 from .version.placement import Placement
@@ -122,17 +122,17 @@ class Subscriber(Participant):
         self._decoding_stream = self._live_runtime.new_stream()
         self._receiver: ReceiverLink | None = None
         """Where one sender has everything."""
-        self._halves: LinkHalves | None = None
+        self._halves: EngineLinks | None = None
         """Where every trainer rank sends, and other rollout ranks hand on."""
-        self._receiving: Receiving | None = None
+        self._receiving: ReceiveSession | None = None
         """There while the session is up."""
-        self._intake = Intake(name, self._device, self.hooks)
+        self._intake = ReceiveLoop(name, self._device, self.hooks)
         self._tensor_lists = TensorLists()
         self._manifest: Manifest | None = None
         """The newest that was offered."""
         self._restorings: tuple[Manifest, Restoring] | None = None
         """How tensors of a manifest are handed out, and those of all that are like it."""
-        self._shown: dict[int, Receiving] = {}
+        self._shown: dict[int, ReceiveSession] = {}
         """Versions that are looked at in their sender's memory; the staging thread's."""
         self.prepare_delta: Callable[[IncomingDelta], Any] | None = None
         """Set by whoever commits, between two versions, if deltas can be put straight into the live weights.
@@ -146,7 +146,7 @@ class Subscriber(Participant):
         self._live = self._live_before = ""
         """Which publication the live weights are, and were before the last `take`; empty when that is not certain."""
         self._staged_identity = (-1, "")
-        self._jobs: queue.SimpleQueue[Job | _Settle | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[StageRequest | _Settle | None] = queue.SimpleQueue()
         self._worker = start_thread(f"weightlane-stage-{name}", self._run)
         self.start()
 
@@ -223,13 +223,13 @@ class Subscriber(Participant):
 
     def _open_half(self) -> tuple[dict[str, Any], EngineTraits | None]:
         if not self._engine.capabilities.persistent:
-            self._halves = LinkHalves(self.name, self._engine, self._device, copied_to=self._live_runtime.device)
+            self._halves = EngineLinks(self.name, self._engine, self._device, copied_to=self._live_runtime.device)
             return {}, None
         self._receiver = receiver_link(self._engine, self.name, self._device)
         return address_of(self._receiver, self.name), None
 
     def _said_need(self) -> str:
-        return PlanBoard(self.rendezvous.mailbox(f"plan/{self.session}")).need(self._needed)
+        return PlanExchange(self.rendezvous.mailbox(f"plan/{self.session}")).need(self._needed)
 
     @property
     def _can_relay(self) -> bool:
@@ -244,16 +244,16 @@ class Subscriber(Participant):
         planned: SessionPlan | None = None
         if receiver is not None:
             (sender,) = topology.senders
-            seals = StoredSeals(self.rendezvous.mailbox(f"seals/{session}"))
-            receiving = Receiving(session, (Inlet({sender: Source(receiver, sender)}),), seals)
+            seals = StoredChecksums(self.rendezvous.mailbox(f"seals/{session}"))
+            receiving = ReceiveSession(session, (ReceiveLink({sender: BucketSender(receiver, sender)}),), seals)
             receiver.connect(topology, deadline)
         elif halves is not None:
-            board = PlanBoard(self.rendezvous.mailbox(f"plan/{session}"))
+            board = PlanExchange(self.rendezvous.mailbox(f"plan/{session}"))
             supply = board.supplied(deadline)
             needed = board.needed(message.needs, supply, deadline)
             planned = SessionPlan(supply, needed, self._engine.capabilities, may_relay=message.relays)
             halves.connect(self.rendezvous, session, planned, deadline)
-            receiving = Receiving.by_plan(session, self.name, planned, halves)
+            receiving = ReceiveSession.by_plan(session, self.name, planned, halves)
         else:
             raise ClosedError("the connection was closed while connecting.", part=self.name)
         with self._turn:
@@ -322,8 +322,8 @@ class Subscriber(Participant):
             self._staging.reserve(manifest, lent=self._looks_at(manifest))
         relaying = None
         if receiving.onward:
-            relaying = Relaying(receiving.onward, sent, deadline, message.stall_s, self.name, self._handed_on)
-        self._jobs.put(Job(manifest, sent, receiving, deadline, message.stall_s, stream, relaying))
+            relaying = Relay(receiving.onward, sent, deadline, message.stall_s, self.name, self._handed_on)
+        self._jobs.put(StageRequest(manifest, sent, receiving, deadline, message.stall_s, stream, relaying))
         in_place = stream is not None
         self._tell(Accepted(name=self.name, session=self.session, version=message.version, in_place=in_place))
 
@@ -389,7 +389,7 @@ class Subscriber(Participant):
                 if job.stream is not None:
                     job.stream.fail(error)
 
-    def _stage(self, job: Job) -> None:
+    def _stage(self, job: StageRequest) -> None:
         self._intake.settle(job.deadline)
         if job.stream is not None:
             self._pass_on(job, job.stream)
@@ -414,7 +414,7 @@ class Subscriber(Participant):
                 self._staging.apply(delta)
             self._staged_identity = (manifest.version, manifest.identity)
 
-    def _pass_on(self, job: Job, stream: LiveStream) -> None:
+    def _pass_on(self, job: StageRequest, stream: LiveStream) -> None:
         """Hand one bucket after the other to whoever writes it into the live weights; see `take_stream`."""
         manifest, receiving = job.manifest, job.receiving
         looks = self._looks_at(manifest)
@@ -429,7 +429,7 @@ class Subscriber(Participant):
         ready = Ready(name=self.name, session=receiving.session, version=manifest.version)
         turn, told = threading.Lock(), False
 
-        def write(arrival: Arrival, data: torch.Tensor) -> None:
+        def write(arrival: ExpectedBucket, data: torch.Tensor) -> None:
             nonlocal told
             with turn:
                 if not told:
@@ -437,7 +437,7 @@ class Subscriber(Participant):
                     self._tell(ready)
                 stream.offer(arrival.index, data)
 
-        def place(arrival: Arrival) -> torch.Tensor:
+        def place(arrival: ExpectedBucket) -> torch.Tensor:
             return rooms[arrival.source][: job.length(arrival)]
 
         if looks:
@@ -454,33 +454,33 @@ class Subscriber(Participant):
         if looks:
             self._settle(manifest.version)
 
-    def _show_from(self, version: int, receiving: Receiving) -> None:
+    def _show_from(self, version: int, receiving: ReceiveSession) -> None:
         """`version` is looked at from now on."""
         # Of older sessions nothing can be given back: their senders take other memory.
         self._shown = {shown: other for shown, other in self._shown.items() if other.session == receiving.session}
         self._shown[version] = receiving
 
-    def _receive(self, job: Job) -> None:
+    def _receive(self, job: StageRequest) -> None:
         """Receive every bucket into memory of our own."""
         memory = self._staging.memory(job.manifest)
 
-        def place(arrival: Arrival) -> torch.Tensor:
+        def place(arrival: ExpectedBucket) -> torch.Tensor:
             start, stop = job.manifest.window(arrival.index)
             return memory[start:stop]
 
         self._intake.receive_all(job, place)
 
-    def _receive_delta(self, job: Job, prepare: Callable[[IncomingDelta], Any]) -> Any:
+    def _receive_delta(self, job: StageRequest, prepare: Callable[[IncomingDelta], Any]) -> Any:
         """What `prepare` makes of a delta: each segment is decoded while the buckets behind it are on their way."""
         manifest = job.manifest
         # What is prepared may be on the live model's device, wherever buckets come to.
         runtime, stream = self._live_runtime, self._decoding_stream
         decoding = DeltaDecoding(manifest, prepare, job.deadline, self.name, runtime, stream)
 
-        def place(arrival: Arrival) -> torch.Tensor:
+        def place(arrival: ExpectedBucket) -> torch.Tensor:
             return self._staging.bucket(job.length(arrival))
 
-        def decode(arrival: Arrival, data: torch.Tensor) -> None:
+        def decode(arrival: ExpectedBucket, data: torch.Tensor) -> None:
             decoding.arrived(arrival.index, data)
 
         try:
@@ -490,13 +490,13 @@ class Subscriber(Participant):
             raise
         return decoding.result()
 
-    def _look(self, job: Job) -> Stream | None:
+    def _look(self, job: StageRequest) -> Stream | None:
         """Look at every bucket; the stream where it lies, or None after copying it where a section is in pieces."""
         manifest = job.manifest
         self._show_from(manifest.version, job.receiving)
         shown: dict[int, torch.Tensor] = {}
 
-        def look(arrival: Arrival, data: torch.Tensor) -> None:
+        def look(arrival: ExpectedBucket, data: torch.Tensor) -> None:
             shown[arrival.index] = data
 
         self._intake.view_all(job, look)

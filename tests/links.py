@@ -22,8 +22,8 @@ from weightlane.ckpt_engines import (
     Delivery,
     EngineConfig,
     ReceiverLink,
-    ShowingSender,
     Topology,
+    ViewableSender,
     ViewingReceiver,
 )
 from weightlane.ckpt_engines.channels.channel import accept_receivers, welcome
@@ -76,7 +76,7 @@ class _Half:
         self.life.close()
 
 
-class StillSender(_Half, ShowingSender):
+class StillSender(_Half, ViewableSender):
     def reclaim(self, version: int, deadline: Deadline) -> None:
         self.wait("reclaim", deadline)
 

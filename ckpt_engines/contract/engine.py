@@ -89,7 +89,8 @@ class Capabilities:
     zero_copy: bool = False
     """Memory from `CheckpointEngine.allocate` is sent without another copy on the sender's side."""
     views: bool = False
-    """Receivers can look at a lasting bucket in the sender's memory: its halves are a `ShowingSender` and a `ViewingReceiver`."""
+    """Receivers can look at a lasting bucket in the sender's memory: its halves are a `ViewableSender` and a
+    `ViewingReceiver`."""
     collective: bool = False
     """All halves of a connection take part in one group whose operations must come in one order: the framework makes as few
     connections as it can, with several senders each, and has every half post what it takes part in in that order."""
@@ -180,7 +181,7 @@ class Bucket:
     """Said on both sides: it goes to every receiver of the connection, so that one broadcast may carry it."""
     lasting: bool = False
     """Said by the sender, to engines that declare `Capabilities.views`: receivers may look at the bytes where they lie, which
-    stay as they are until `ShowingSender.reclaim` of the version has returned."""
+    stay as they are until `ViewableSender.reclaim` of the version has returned."""
     part: FilePart | None = None
     """Said on both sides, to engines that declare `Capabilities.persistent`; None for a bucket with a file of its own."""
 

@@ -17,7 +17,7 @@ from ..runtime.devices import HOST
 from .engine import WeightReceiver, WeightSender
 
 
-class ShowingSender(WeightSender):
+class ViewableSender(WeightSender):
     """The sending half of an engine whose receivers can look at its memory."""
 
     @abstractmethod

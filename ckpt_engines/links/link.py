@@ -27,7 +27,7 @@ from ..channels.mac import proof, proves
 from ..channels.meeting import Listener
 from ..contract.engine import Bucket, CheckpointEngine, Delivery, Topology, WeightReceiver, WeightSender, engine_label
 from ..contract.storing import StoringSender, VersionFiles
-from ..contract.viewing import ShowingSender, ViewingReceiver
+from ..contract.viewing import ViewableSender, ViewingReceiver
 from ..deadline import Deadline
 from ..errors import (
     ClosedError,
@@ -240,9 +240,9 @@ class SenderLink(_Link[WeightSender]):
             self.half.flush(deadline, pending)
 
     def reclaim(self, version: int, deadline: Deadline) -> None:
-        """See `ShowingSender.reclaim`."""
+        """See `ViewableSender.reclaim`."""
         with self._call(final=False):  # other memory can be taken
-            cast("ShowingSender", self.half).reclaim(version, deadline)
+            cast("ViewableSender", self.half).reclaim(version, deadline)
 
     def open_version(self, files: VersionFiles, deadline: Deadline) -> None:
         """See `StoringSender.open_version`."""

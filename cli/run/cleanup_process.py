@@ -21,7 +21,7 @@ _RAY_ENDS_S = 15.0
 """How long Ray's own processes may go on writing when the run's has gone."""
 
 
-class Undertaker:
+class CleanupProcess:
     """The run's end: holds the pipe whose closing starts the work."""
 
     def __init__(self, files: Path, logs: Path) -> None:

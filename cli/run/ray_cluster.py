@@ -19,7 +19,7 @@ from typing import Any, Self
 from weightlane.ckpt_engines import ConfigError, Deadline, WorkerDiedError
 
 from ..config import RunConfig
-from .cleanup_process import Undertaker, keep_logs
+from .cleanup_process import CleanupProcess, keep_logs
 from .resources import Machines
 
 _QUIET = {
@@ -75,7 +75,7 @@ class RayCluster:
         self._logs = logs
         self._failed = True
         self._files: Path | None = None
-        self._undertaker: Undertaker | None = None
+        self._undertaker: CleanupProcess | None = None
         self._started = False
 
     def machines(self) -> Machines:
@@ -129,7 +129,7 @@ class RayCluster:
         )
         # Short: Ray puts Unix sockets below it, whose paths are limited to 107 characters.
         self._files = Path(tempfile.mkdtemp(prefix="weightlane-ray-"))
-        self._undertaker = Undertaker(self._files, self._logs)
+        self._undertaker = CleanupProcess(self._files, self._logs)
         self._keep_compiled_code(self._files)
         try:
             with patient_ray(self._config.ray.start_timeout_s):

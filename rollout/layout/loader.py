@@ -14,7 +14,7 @@ import torch
 from vllm.logger import init_logger
 
 from weightlane.ckpt_engines import CommitError, ConfigError
-from weightlane.sync import IncomingDelta, Piece, Placement, SlicedTensors
+from weightlane.sync import IncomingDelta, LivePart, Placement, SlicedTensors
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.sliced_tensors import without_data
 
@@ -125,7 +125,7 @@ class VersionLoader:
         self._writer.load(tensors)
         return self._verdict.way
 
-    def load_pieces(self, pieces: Iterator[Piece]) -> Way:
+    def load_pieces(self, pieces: Iterator[LivePart]) -> Way:
         """As `write`, for a version that comes in pieces, of which one is kept at a time.
 
         Raises:

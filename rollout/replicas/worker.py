@@ -32,7 +32,7 @@ from ..config import RolloutConfig
 from ..layout.loading.topology import in_short, refuse_division, why_not
 from ..vllm.environment import engine_arguments, prepare_environment
 from ..vllm.shared_memory import segments_of_trees
-from .janitor import Janitor
+from .shared_memory_cleaner import SharedMemoryCleaner
 
 _CLOSE_TIMEOUT_S = 10.0
 _WATCH_S = 0.5
@@ -78,7 +78,7 @@ class RolloutWorker:
         self._blocked_s = 0.0
         self._tellings: set[asyncio.Task[None]] = set()
         """Commits of which observers are still to be told."""
-        self._janitor: Janitor | None = None
+        self._janitor: SharedMemoryCleaner | None = None
         self._hooks = process_hooks()
 
     def subscriber_names(self) -> list[str]:
@@ -396,7 +396,7 @@ class RolloutWorker:
             vllm_config, enable_log_requests=asked.enable_log_requests, disable_log_stats=asked.disable_log_stats
         )
         processes = self._engine.engine_core.resources.engine_manager.processes
-        self._janitor = Janitor(segments_of_trees(process.pid for process in processes))
+        self._janitor = SharedMemoryCleaner(segments_of_trees(process.pid for process in processes))
 
     def _dead(self) -> WorkerDiedError:
         return WorkerDiedError(

@@ -10,7 +10,7 @@ from typing import Any
 from weightlane.ckpt_engines import CommitError, PeerLostError, QuarantinedError, WeightlaneError
 
 from ..report import CommitOutcome, Outcome, ReplicaReport
-from .roster import Member, ReplicaState
+from .roster import ReplicaState, RosterEntry
 
 Result = CommitOutcome | WeightlaneError
 
@@ -27,20 +27,20 @@ class Commits:
 
     def __init__(self, version: int) -> None:
         self._version = version
-        self._under_way: dict[str, tuple[Member, Future[Result]]] = {}
+        self._under_way: dict[str, tuple[RosterEntry, Future[Result]]] = {}
         self.reports: dict[str, ReplicaReport] = {}
         """One for each replica that has taken the version."""
         self.before: dict[str, int] = {}
         """The version that each of these served until then."""
 
     @property
-    def members(self) -> list[Member]:
+    def members(self) -> list[RosterEntry]:
         """The replicas whose commits have begun and are not settled."""
         return [member for member, _ in self._under_way.values()]
 
     def begin(
         self,
-        member: Member,
+        member: RosterEntry,
         commit: Coroutine[Any, Any, Result],
         loop: asyncio.AbstractEventLoop,
         failed: Callable[[WeightlaneError], None] = lambda _: None,
@@ -60,7 +60,7 @@ class Commits:
         if futures := [asyncio.wrap_future(ended) for _, ended in self._under_way.values()]:
             await asyncio.wait(futures, timeout=timeout_s)
 
-    async def end(self, settle: Callable[[Member, WeightlaneError], Awaitable[object]], patience_s: float) -> None:
+    async def end(self, settle: Callable[[RosterEntry, WeightlaneError], Awaitable[object]], patience_s: float) -> None:
         """Wait for all, and `settle` what becomes of those that failed; of those that have not ended by then, too."""
         await self.wait(patience_s)
         for name, (member, ended) in list(self._under_way.items()):

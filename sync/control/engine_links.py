@@ -20,11 +20,11 @@ from weightlane.ckpt_engines.links.bounded_calls import GRACE_S, address_of, clo
 from weightlane.ckpt_engines.links.link import receiver_link, sender_link
 from weightlane.ckpt_engines.runtime.daemon_threads import DaemonThreads
 
-from ..plan.session_plan import Link, SessionPlan
+from ..plan.session_plan import PlannedLink, SessionPlan
 from .rendezvous import Rendezvous
 
 
-class LinkHalves:
+class EngineLinks:
     """Of one participant in one session. `close` may be called from any thread, while it connects, too.
 
     Args:
@@ -73,14 +73,14 @@ class LinkHalves:
             self.close()  # the others need not go on, and nobody waits for them
             raise failure
 
-    def _make(self, link: Link) -> SenderLink | ReceiverLink:
+    def _make(self, link: PlannedLink) -> SenderLink | ReceiverLink:
         if self._name in link.senders:
             return self.senders.setdefault(link.number, sender_link(self._engine, self._name, self._device))
         receiver = receiver_link(self._engine, self._name, self._device)
         receiver.views_are_copied_to(self._copied_to)
         return self.receivers.setdefault(link.number, receiver)
 
-    def _connect(self, rendezvous: Rendezvous, session: str, link: Link, deadline: Deadline) -> None:
+    def _connect(self, rendezvous: Rendezvous, session: str, link: PlannedLink, deadline: Deadline) -> None:
         box, own = rendezvous.mailbox(f"links/{session}"), link.session(session)
 
         def addresses(names: Sequence[str]) -> Mapping[str, Mapping[str, object]]:

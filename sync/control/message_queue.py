@@ -70,7 +70,7 @@ class TroubleError(Exception):
         self.again = again
 
 
-class Correspondence:
+class MessageQueue:
     """Sends to and hears from the participants of a run. Used by one thread at a time.
 
     Args:

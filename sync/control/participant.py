@@ -70,7 +70,7 @@ class Participant(ABC):
         self.ready_session = ""
         """The session whose transport is up; empty while there is none."""
         self.hooks = hooks or process_hooks()
-        self._outcomes = OutcomeBoard()
+        self._outcomes = VersionOutcomes()
         self._closed = threading.Event()
         self._over = False
         """Whether the run has ended: nobody is there to be told that this participant leaves."""
@@ -256,7 +256,7 @@ class Participant(ABC):
             self._handle(message)
 
 
-class OutcomeBoard:
+class VersionOutcomes:
     """How versions ended, for threads that wait for it. Remembers the newest outcome only."""
 
     def __init__(self) -> None:

@@ -23,9 +23,9 @@ from weightlane.ckpt_engines.channels.mac import derive_key, new_secret
 from weightlane.ckpt_engines.engines.torch_distributed.process_group import host_store, join_store
 
 from ..config import SILENCE_S
-from .hub.frames import Connection, Frame, dial
+from .hub.client import HubClient, Mark, PendingReply, next_of
+from .hub.frames import ControlConnection, Frame, dial
 from .hub.hub import COORDINATOR, ControlHub, Kind, Member
-from .hub.member import Asked, ControlMember, Mark, next_of
 from .hub.plain_bytes import from_bytes, to_bytes
 from .messages import Message, Stop, decode, encode
 
@@ -75,7 +75,7 @@ class Rendezvous:
 
     def __init__(
         self,
-        member: ControlMember,
+        member: HubClient,
         address: RendezvousAddress,
         close: Callable[[], None],
         abandon: Callable[[], None],
@@ -95,7 +95,7 @@ class Rendezvous:
         """
         secret, store = new_secret(), _Store(host)
         hub = ControlHub(host, port, secret, silence_s, store.port)
-        member = ControlMember()
+        member = HubClient()
         local = Member(member.received)
         member.send = lambda frame, _digest=None: hub.handle(local, frame)
         return cls(member, RendezvousAddress(host, hub.port, secret), hub.close, hub.close, (hub, store))
@@ -106,8 +106,8 @@ class Rendezvous:
         if not isinstance(address, RendezvousAddress):
             address = RendezvousAddress.from_plain(address)
         sock, keys = dial(address.host, address.port, address.secret, Deadline.after(timeout_s))
-        member = ControlMember()
-        connection = Connection(sock, keys, member.received, lambda why: member.ended(_gone(address, why)))
+        member = HubClient()
+        connection = ControlConnection(sock, keys, member.received, lambda why: member.ended(_gone(address, why)))
         member.send = connection.send
         connection.start()
         return cls(member, address, connection.close, connection.abandon)
@@ -261,7 +261,7 @@ class Mailbox:
             raise deadline.error(what, part="mailbox")
         return from_bytes(value, what)
 
-    def gather(self, count: int) -> Asked:
+    def gather(self, count: int) -> PendingReply:
         """Ask for everything in this scope once there are `count` keys; see `control_hub.gathered`."""
         return self._member.ask(Frame(Kind.GATHER, 0, self.scope, str(count).encode()))
 

@@ -52,7 +52,7 @@ class ReplicaState(StrEnum):
 
 
 @dataclass(slots=True)
-class Member:
+class RosterEntry:
     """A replica and what is known of it."""
 
     replica: Replica
@@ -81,11 +81,11 @@ class Roster:
 
     def __init__(self, publishers: Sequence[str], replicas: Iterable[Replica], quorum: float) -> None:
         self.publishers = tuple(publishers)
-        self.members: dict[str, Member] = {}
+        self.members: dict[str, RosterEntry] = {}
         self.inboxes: dict[str, str] = {}
         """Where each participant that has joined reads its messages."""
         self._quorum = quorum
-        self._owners: dict[str, Member] = {}
+        self._owners: dict[str, RosterEntry] = {}
         """Each replica by the names of its subscribers."""
         self._names: dict[str, tuple[str, ...]] = {}
         """Replicas with their subscribers, as they will be when all changes are made."""
@@ -103,7 +103,7 @@ class Roster:
         self._names[replica.name] = names
 
         def enter() -> None:
-            member = self.members[replica.name] = Member(replica, names)
+            member = self.members[replica.name] = RosterEntry(replica, names)
             self._owners |= dict.fromkeys(names, member)
 
         self._changes.append(enter)
@@ -135,7 +135,7 @@ class Roster:
         """Names of all publishers and subscribers."""
         return [*self.publishers, *(name for member in self.members.values() for name in member.names)]
 
-    def reachable(self) -> list[Member]:
+    def reachable(self) -> list[RosterEntry]:
         """Members whose subscribers have all joined and that are not lost."""
         return [
             member
@@ -143,7 +143,7 @@ class Roster:
             if member.state is not ReplicaState.LOST and all(name in self.inboxes for name in member.names)
         ]
 
-    def owner(self, subscriber: str) -> Member | None:
+    def owner(self, subscriber: str) -> RosterEntry | None:
         """The replica that a subscriber belongs to."""
         return self._owners.get(subscriber)
 
@@ -165,7 +165,7 @@ class Roster:
             self.lost(member, PeerLostError("the subscriber was closed.", part="coordinator", peer=name))
         return True
 
-    def lost(self, member: Member, error: WeightlaneError) -> None:
+    def lost(self, member: RosterEntry, error: WeightlaneError) -> None:
         """A replica is gone, or does not answer."""
         member.state, member.version, member.error = ReplicaState.LOST, -1, error
 

@@ -18,9 +18,9 @@ from weightlane.ckpt_engines import (
 
 from ..codecs.quantised import QuantisationReport
 from ..config import SyncConfig
-from .message_queue import Correspondence, Reply, TroubleError
+from .message_queue import MessageQueue, Reply, TroubleError
 from .messages import Accepted, Connect, Connected, EngineTraits, Full, Go, Hello, Offer, Open, Ready, Sent, Staged
-from .roster import Member, Roster
+from .roster import Roster, RosterEntry
 
 # Whoever is closest to the cause of a stall gives up first, so that the reason everybody gets names the right peer.
 _PUBLISHER_SHARE = 0.9
@@ -32,7 +32,7 @@ class Streamed:
     """A version that `members` have complete: in their staging memory, or already written into their weights."""
 
     offer: Offer
-    members: list[Member]
+    members: list[RosterEntry]
     sent: list[Sent]
     staged: list[Staged]
     refused: dict[str, WeightlaneError]
@@ -45,10 +45,10 @@ class Streamed:
         return sum(errors, QuantisationReport()) if errors else None
 
 
-class Connection:
+class Session:
     """What the publishers and the subscribers are connected by at present. Used by one thread at a time."""
 
-    def __init__(self, letters: Correspondence, roster: Roster, config: SyncConfig) -> None:
+    def __init__(self, letters: MessageQueue, roster: Roster, config: SyncConfig) -> None:
         self._letters = letters
         self._roster = roster
         self._config = config
@@ -75,7 +75,7 @@ class Connection:
         """The connection is not to be used any more."""
         self._up = False
 
-    def ensure(self, targets: Sequence[Member], deadline: Deadline, *, everyone: bool = False) -> None:
+    def ensure(self, targets: Sequence[RosterEntry], deadline: Deadline, *, everyone: bool = False) -> None:
         """See to it that `targets` can be sent to, by as little new connecting as the engine allows.
 
         With `everyone` nobody may be missing; else replicas that do not answer are marked as lost, and the others go on.
@@ -165,10 +165,10 @@ class Connection:
     def stream(
         self,
         version: int,
-        targets: Sequence[Member],
+        targets: Sequence[RosterEntry],
         needed: int,
         deadline: Deadline,
-        begin: Callable[[Member], None],
+        begin: Callable[[RosterEntry], None],
     ) -> Streamed:
         """Carry `version` into the staging memory of `targets`, or of those who accept it if they are at least `needed`.
 
@@ -220,7 +220,7 @@ class Connection:
         staged = [message for message in replies if isinstance(message, Staged)]
         return Streamed(offer, members, sent, staged, refused)
 
-    def _receivers_of(self, targets: Sequence[Member]) -> list[str]:
+    def _receivers_of(self, targets: Sequence[RosterEntry]) -> list[str]:
         return [name for name in _names(targets) if name in self._receivers]
 
     def _offer(self, version: int, deadline: Deadline) -> Offer:
@@ -268,7 +268,7 @@ class Connection:
         return TroubleError(trouble.error, again=True)
 
     def _check_refusals(
-        self, version: int, members: Sequence[Member], refused: dict[str, WeightlaneError], needed: int
+        self, version: int, members: Sequence[RosterEntry], refused: dict[str, WeightlaneError], needed: int
     ) -> None:
         if not refused:
             return
@@ -304,7 +304,7 @@ def _check_plans(connected: Sequence[Connected], roster: Roster) -> None:
 class _Beginning:
     """Tells when all ranks of a replica are ready to take a version in place."""
 
-    def __init__(self, members: Sequence[Member], begin: Callable[[Member], None]) -> None:
+    def __init__(self, members: Sequence[RosterEntry], begin: Callable[[RosterEntry], None]) -> None:
         self._waiting = {member.name: (member, set(member.names)) for member in members}
         self._begin = begin
 
@@ -318,7 +318,7 @@ class _Beginning:
                     self._begin(member)
 
 
-def _names(members: Iterable[Member]) -> list[str]:
+def _names(members: Iterable[RosterEntry]) -> list[str]:
     return [name for member in members for name in member.names]
 
 
@@ -330,5 +330,5 @@ def _sent_as_delta(version: int) -> DeltaBaseError:
     )
 
 
-def _unreachable(member: Member) -> QuorumError:
+def _unreachable(member: RosterEntry) -> QuorumError:
     return QuorumError("it is not connected.", part="coordinator", peer=member.name)

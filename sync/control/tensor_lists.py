@@ -12,7 +12,7 @@ from typing import Any
 
 from weightlane.ckpt_engines import Deadline, ProtocolError
 
-from ..plan.session_plan import Board
+from ..plan.session_plan import PlanMailbox
 
 _PART = "manifest"
 
@@ -29,7 +29,7 @@ class TensorLists:
         self._session = self._digest = ""
         self._tensors: list[Any] = []
 
-    def referred_to(self, plain: dict[str, Any], board: Board, session: str) -> dict[str, Any]:
+    def referred_to(self, plain: dict[str, Any], board: PlanMailbox, session: str) -> dict[str, Any]:
         """[rank 0] A manifest as plain data, with its list replaced by the digest under which it is on the session's `board`."""
         tensors = plain["tensors"]
         if not tensors:
@@ -42,7 +42,7 @@ class TensorLists:
             self._session = session
         return plain | {"tensors": self._digest}
 
-    def looked_up(self, plain: dict[str, Any], board: Board, deadline: Deadline) -> dict[str, Any]:
+    def looked_up(self, plain: dict[str, Any], board: PlanMailbox, deadline: Deadline) -> dict[str, Any]:
         """[rollout ranks] The inverse. Raises `ProtocolError`, or as `Mailbox.get`."""
         digest = plain.get("tensors")
         if not isinstance(digest, str):

@@ -24,7 +24,7 @@ _OVERFLOW = 0.03
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SharedSlice:
     """Elements that several ranks hold."""
 
     tensor: int
@@ -39,7 +39,7 @@ class Piece:
         return self.box.numel * self.itemsize
 
 
-def deal(free: Mapping[Labels, Sequence[Piece]], load: Sequence[int]) -> Iterator[tuple[int, Piece]]:
+def balance(free: Mapping[Labels, Sequence[SharedSlice]], load: Sequence[int]) -> Iterator[tuple[int, SharedSlice]]:
     """Give every piece, or each of the rows that it is cut into, to one of its holders.
 
     Args:
@@ -91,8 +91,8 @@ def _pour(loads: Sequence[float], nbytes: float) -> list[float]:
 
 
 def _fill(
-    holders: Labels, pieces: Sequence[Piece], quota: Sequence[float], overflow: float
-) -> Iterator[tuple[int, Piece]]:
+    holders: Labels, pieces: Sequence[SharedSlice], quota: Sequence[float], overflow: float
+) -> Iterator[tuple[int, SharedSlice]]:
     """Deal pieces into quotas: the largest into the emptiest."""
     waiting = [(-piece.nbytes, piece.tensor, piece.box.starts, piece) for piece in pieces]
     room = [(-left, rank) for rank, left in zip(holders, quota, strict=True)]
@@ -115,7 +115,7 @@ def _fill(
         yield rank, given
 
 
-def _cut(piece: Piece, nbytes: float) -> tuple[Piece, Piece] | None:
+def _cut(piece: SharedSlice, nbytes: float) -> tuple[SharedSlice, SharedSlice] | None:
     """`piece` in two along its first axis that has more than one index, the first about `nbytes` large; None for one element."""
     starts, shape = piece.box.starts, piece.box.shape
     axis = next((axis for axis, size in enumerate(shape) if size > 1), None)
@@ -128,4 +128,4 @@ def _cut(piece: Piece, nbytes: float) -> tuple[Piece, Piece] | None:
         (*starts[:axis], starts[axis] + size, *starts[axis + 1 :]),
         (*shape[:axis], shape[axis] - size, *shape[axis + 1 :]),
     )
-    return Piece(piece.tensor, first, piece.itemsize), Piece(piece.tensor, second, piece.itemsize)
+    return SharedSlice(piece.tensor, first, piece.itemsize), SharedSlice(piece.tensor, second, piece.itemsize)

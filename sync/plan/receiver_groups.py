@@ -15,7 +15,7 @@ from .send_assignment import PART, some
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ReceiverGroup:
     """Rollout ranks that need the same slices."""
 
     placement: Placement
@@ -23,7 +23,7 @@ class Group:
     """In rank order."""
 
 
-def group_receivers(needed: Mapping[str, Placement]) -> tuple[Group, ...]:
+def group_receivers(needed: Mapping[str, Placement]) -> tuple[ReceiverGroup, ...]:
     """Put together who needs the same, in the order of each group's first rank.
 
     Placements are compared, not hashed: one that differs does so after a few tensors, and one object that serves many ranks is
@@ -43,7 +43,7 @@ def group_receivers(needed: Mapping[str, Placement]) -> tuple[Group, ...]:
                 found.append((placement, []))
             seen[id(placement)] = number
         found[number][1].append(receiver)
-    return tuple(Group(placement, tuple(receivers)) for placement, receivers in found)
+    return tuple(ReceiverGroup(placement, tuple(receivers)) for placement, receivers in found)
 
 
 def replica_of(receiver: str) -> str:
@@ -52,7 +52,10 @@ def replica_of(receiver: str) -> str:
 
 
 def check_replicas(
-    groups: Sequence[Group], sent: Mapping[str, str], replicas: Mapping[str, str] | None, unused: Collection[str]
+    groups: Sequence[ReceiverGroup],
+    sent: Mapping[str, str],
+    replicas: Mapping[str, str] | None,
+    unused: Collection[str],
 ) -> None:
     """Raise `ManifestError` where a replica needs nothing of a tensor.
 

@@ -10,7 +10,7 @@ from weightlane.ckpt_engines import ManifestError
 from ..version.box import Box, Labels, merge, overlay
 from ..version.placement import Placement
 from ..version.tensor_spec import TensorSpec, dtype_name
-from .load_balance import Piece, deal
+from .load_balance import SharedSlice, balance
 
 PART = "transfer plan"
 _SHOWN = 4
@@ -96,17 +96,17 @@ class Holdings:
         """What each rank sends, in the order of `specs`; see `shares`."""
         sent: list[dict[int, list[Box]]] = [{} for _ in self.ranks]
         load = [0] * len(self.ranks)
-        free: dict[Labels, list[Piece]] = {}
+        free: dict[Labels, list[SharedSlice]] = {}
         for index, (spec, cells, first) in enumerate(zip(self.specs, self.cells, self._named_by, strict=True)):
             for box, holders in cells:
                 if len(holders) == 1:
                     sent[holders[0]].setdefault(index, []).append(box)
                     load[holders[0]] += box.numel * spec.dtype.itemsize
                 else:
-                    free.setdefault(holders, []).append(Piece(index, box, spec.dtype.itemsize))
+                    free.setdefault(holders, []).append(SharedSlice(index, box, spec.dtype.itemsize))
             if not cells:  # an empty tensor: somebody says that it exists
                 sent[first][index] = []
-        for rank, piece in deal(free, load):
+        for rank, piece in balance(free, load):
             sent[rank].setdefault(piece.tensor, []).append(piece.box)
         return {rank: self._placement(boxes) for rank, boxes in zip(self.ranks, sent, strict=True)}
 

@@ -1,7 +1,7 @@
 """What everybody in a session works out alike: which slices of which tensors go from whom to whom, and as which stream.
 
-The trainer ranks say what each of them sends, the rollout ranks what they need (`PlanBoard`). From that every participant makes
-the same transfer plan, and the same routes for its lanes; the digests are compared before the first byte moves.
+The trainer ranks say what each of them sends, the rollout ranks what they need (`PlanExchange`). From that every participant
+makes the same transfer plan, and the same routes for its lanes; the digests are compared before the first byte moves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..codecs.quantised.quantised_needs import needed_on_the_wire
 from ..config import Network
 from ..version.manifest import Manifest, Slicing
 from ..version.placement import Placement
-from ..version.tensor_spec import Region, TensorSpec
+from ..version.tensor_spec import TensorSlice, TensorSpec
 from .routes import Route, plan_routes, straight
 from .transfer_plan import TransferPlan, plan_transfer
 
@@ -30,7 +30,7 @@ WHOLE = ""
 """What a rollout rank says that needs all of every tensor."""
 
 
-class Board(Protocol):
+class PlanMailbox(Protocol):
     """A mailbox of the session."""
 
     def put(self, key: str, value: Any) -> None:
@@ -110,14 +110,14 @@ def _network(plain: Any, bucket_bytes: int) -> Network | None:
     raise ProtocolError("not what links carry.", part=_PART)
 
 
-class PlanBoard:
+class PlanExchange:
     """Where a session's participants say what they have and need.
 
     Args:
         board: Private to the session.
     """
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: PlanMailbox) -> None:
         self._board = board
 
     def supply(self, supply: Supply) -> None:
@@ -150,7 +150,7 @@ class PlanBoard:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class PlannedLink:
     """One connection of the engine: its senders, their receivers, and the lanes that go through it.
 
     A sender is the trainer rank whose lanes these are, or a rollout rank that hands them on. There is one, unless the engine is a
@@ -221,7 +221,7 @@ class SessionPlan:
         self.specs = self.plan.specs
         """Every tensor of the checkpoint, as it is sent."""
         cells = [cell for lane in self.plan.lanes for cell in lane.cells]
-        regions = tuple(Region(self.specs[cell.tensor], cell.box) for cell in cells)
+        regions = tuple(TensorSlice(self.specs[cell.tensor], cell.box) for cell in cells)
         self.layout = Manifest(
             0,
             tuple(region.as_tensor for region in regions),
@@ -253,20 +253,20 @@ class SessionPlan:
         """Whether some rank gets what another one hands on."""
         return any(route.depth > 1 for route in self.routes)
 
-    def sent_by(self, name: str) -> list[Link]:
+    def sent_by(self, name: str) -> list[PlannedLink]:
         """The links through which a rank sends."""
         return [link for link in self.links if name in link.senders]
 
-    def received_by(self, name: str) -> list[Link]:
+    def received_by(self, name: str) -> list[PlannedLink]:
         """The links through which a rollout rank receives."""
         return [link for link in self.links if name in link.receivers]
 
-    def lanes_to(self, name: str, link: Link, sender: str) -> list[int]:
+    def lanes_to(self, name: str, link: PlannedLink, sender: str) -> list[int]:
         """The lanes that go from `sender` to a rollout rank through a link."""
         return [lane for lane in link.lanes[sender] if (sender, name) in self.routes[lane].hops]
 
 
-def _links(plan: TransferPlan, routes: Sequence[Route], *, apart: bool) -> list[Link]:
+def _links(plan: TransferPlan, routes: Sequence[Route], *, apart: bool) -> list[PlannedLink]:
     """One for each rank that sends and each trainer rank whose lanes it sends, none of which waits for another's.
 
     Where every send reaches everybody in a connection (`apart`), one for each set of receivers, too.
@@ -278,12 +278,12 @@ def _links(plan: TransferPlan, routes: Sequence[Route], *, apart: bool) -> list[
             receivers, lanes = found.setdefault(key, ({}, {}))
             receivers[receiver] = lanes[number] = None
     return [
-        Link(number, (sender,), tuple(receivers), {sender: tuple(lanes)})
+        PlannedLink(number, (sender,), tuple(receivers), {sender: tuple(lanes)})
         for number, ((sender, *_), (receivers, lanes)) in enumerate(found.items())
     ]
 
 
-def _collective_links(plan: TransferPlan, routes: Sequence[Route]) -> list[Link]:
+def _collective_links(plan: TransferPlan, routes: Sequence[Route]) -> list[PlannedLink]:
     """As few as there are groups of ranks that are independent of each other, at each number of hops from the trainer.
 
     What a rank hands on goes through another link than what it gets: it can be handed on only when it has come, and one link
@@ -320,5 +320,5 @@ def _collective_links(plan: TransferPlan, routes: Sequence[Route]) -> list[Link]
         ordered = sorted(group.items(), key=lambda item: min(item[1][1]))
         receivers = dict.fromkeys(name for _, (names, _) in ordered for name in names)
         lanes_of = {sender: tuple(sorted(lanes)) for (_, sender), (_, lanes) in ordered}
-        links.append(Link(number, tuple(lanes_of), tuple(receivers), lanes_of))
+        links.append(PlannedLink(number, tuple(lanes_of), tuple(receivers), lanes_of))
     return links

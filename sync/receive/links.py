@@ -12,18 +12,18 @@ from weightlane.ckpt_engines import Deadline, ReceiverLink
 from weightlane.ckpt_engines.links.bounded_calls import GRACE_S
 from weightlane.ckpt_engines.runtime.daemon_threads import DaemonThreads
 
-from ..control.engine_links import LinkHalves
-from ..plan.session_plan import Link, SessionPlan
-from ..version.bucket_checksums import StoredSeals
+from ..control.engine_links import EngineLinks
+from ..plan.session_plan import PlannedLink, SessionPlan
+from ..version.bucket_checksums import StoredChecksums
 from ..version.manifest import Manifest
-from .relay import Onward, onward_links
+from .relay import RelayLink, onward_links
 
 _PATIENCE = 0.2
 """By how much of the longest time for a bucket a receiver waits longer than whoever is one hop nearer to the trainer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class BucketSender:
     """One sender of this rank's."""
 
     link: ReceiverLink
@@ -37,10 +37,10 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class ExpectedBucket:
     """A bucket that is to come."""
 
-    source: Source
+    source: BucketSender
     index: int
     """In the rank's own stream."""
     sent_as: int
@@ -48,7 +48,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class Inlet:
+class ReceiveLink:
     """A link that ends here: its buckets come one after the other, while those of others come beside them.
 
     Attributes:
@@ -57,13 +57,13 @@ class Inlet:
         lanes: Those that come here from each of them.
     """
 
-    sources: Mapping[str, Source]
-    link: Link | None = None
+    sources: Mapping[str, BucketSender]
+    link: PlannedLink | None = None
     lanes: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Receiving:
+class ReceiveSession:
     """Of one rank in one session.
 
     Attributes:
@@ -76,32 +76,32 @@ class Receiving:
     """
 
     session: str
-    inlets: tuple[Inlet, ...]
-    stored_seals: StoredSeals | None = None
+    inlets: tuple[ReceiveLink, ...]
+    stored_seals: StoredChecksums | None = None
     planned: SessionPlan | None = None
     lanes: tuple[int, ...] = ()
-    onward: tuple[Onward, ...] = ()
+    onward: tuple[RelayLink, ...] = ()
 
     @classmethod
-    def by_plan(cls, session: str, name: str, planned: SessionPlan, halves: LinkHalves) -> Receiving:
+    def by_plan(cls, session: str, name: str, planned: SessionPlan, halves: EngineLinks) -> ReceiveSession:
         """Of the rank `name`, whose `halves` are connected."""
         inlets = []
         for link in planned.received_by(name):
             lanes = {sender: frozenset(planned.lanes_to(name, link, sender)) for sender in link.senders}
             sources = {
-                sender: Source(
+                sender: BucketSender(
                     halves.receivers[link.number], sender, max(planned.routes[lane].hops_to(name) for lane in theirs)
                 )
                 for sender, theirs in lanes.items()
                 if theirs
             }
-            inlets.append(Inlet(sources, link, lanes))
+            inlets.append(ReceiveLink(sources, link, lanes))
         everything = sorted({lane for inlet in inlets for theirs in inlet.lanes.values() for lane in theirs})
         onward = onward_links(name, planned, halves.senders)
         return cls(session, tuple(inlets), None, planned, tuple(everything), onward)
 
     @property
-    def sources(self) -> list[Source]:
+    def sources(self) -> list[BucketSender]:
         """Everybody from whom something comes."""
         return [source for inlet in self.inlets for source in inlet.sources.values()]
 
@@ -118,11 +118,11 @@ class Receiving:
         own = sent.only(self.lanes)
         return sent, replace(own, specs=self._own.specs, slicing=self._own.slicing)
 
-    def arrivals(self, sent: Manifest, own: Manifest, inlet: Inlet) -> Iterator[Arrival]:
+    def arrivals(self, sent: Manifest, own: Manifest, inlet: ReceiveLink) -> Iterator[ExpectedBucket]:
         """The buckets of a version that come through `inlet`, in the order in which they are sent."""
         if inlet.link is None:
             (source,) = inlet.sources.values()
-            yield from (Arrival(source, index, index) for index in range(own.bucket_count))
+            yield from (ExpectedBucket(source, index, index) for index in range(own.bucket_count))
             return
         # The lanes that come here are the sections of the own stream, bucket for bucket.
         mine = {
@@ -132,18 +132,18 @@ class Receiving:
         }
         for turn in inlet.link.turns(sent):
             if turn.lane in inlet.lanes[turn.sender]:
-                yield Arrival(inlet.sources[turn.sender], mine[turn.sent_as], turn.sent_as)
+                yield ExpectedBucket(inlet.sources[turn.sender], mine[turn.sent_as], turn.sent_as)
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class TransferTask:
     """What goes on between this rank and `peers` while a version comes."""
 
     peers: Sequence[str]
     run: Callable[[], None]
 
 
-class Ways:
+class TransferTasks:
     """Receives from several sources, and hands on to others, at the same time: each on a thread of its own.
 
     Args:
@@ -155,7 +155,7 @@ class Ways:
         self._running: list[Future[None]] = []
         """What has not ended though another one failed."""
 
-    def run(self, ways: Sequence[Way], deadline: Deadline) -> None:
+    def run(self, ways: Sequence[TransferTask], deadline: Deadline) -> None:
         """Return when all of `ways` have ended; raise what one first raised, at once.
 
         What else is running then ends when the session is closed: see `settle`. `DeadlineExceededError`, naming the peers, if a

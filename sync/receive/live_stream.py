@@ -18,7 +18,7 @@ _GRACE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class LivePart:
     """A run of one tensor's elements.
 
     Attributes:
@@ -121,7 +121,7 @@ class LiveStream:
             self._begun = True
             self._wait()
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[LivePart]:
         """[writer] Every element of the version, in the order of the stream. Raises as `begin`, half-way.
 
         To stop before the end is to give the version up.
@@ -160,7 +160,7 @@ class LiveStream:
             self._bucket = None
             self._changed.notify_all()
 
-    def _cut(self, start: int, data: torch.Tensor) -> Iterator[Piece]:
+    def _cut(self, start: int, data: torch.Tensor) -> Iterator[LivePart]:
         for entry, low, high in self.manifest.pieces(start, start + data.numel()):
             size = entry.spec.dtype.itemsize
             values = data[low - start : high - start].view(entry.spec.dtype)
@@ -168,5 +168,5 @@ class LiveStream:
             first, last = (low - entry.offset) // size, (high - entry.offset) // size
             at = 0
             for position, numel in region.box.runs(region.spec.shape, first, last):
-                yield Piece(region.spec.name, position, values[at : at + numel])
+                yield LivePart(region.spec.name, position, values[at : at + numel])
                 at += numel

@@ -17,36 +17,36 @@ from weightlane.plugins import RunHooks
 
 from ..version.bucket_checksums import compare, of_bucket, seal, verify
 from ..version.manifest import Manifest
-from .links import Arrival, Inlet, Receiving, Way, Ways
+from .links import ExpectedBucket, ReceiveLink, ReceiveSession, TransferTask, TransferTasks
 from .live_stream import LiveStream
-from .relay import Relaying
+from .relay import Relay
 
 _AT_A_TIME = 8
 """How many buckets that have a place of their own come through a link at a time."""
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class StageRequest:
     """A version to stage."""
 
     manifest: Manifest
     """Of what comes here."""
     sent: Manifest
     """Of all that is sent."""
-    receiving: Receiving
+    receiving: ReceiveSession
     deadline: Deadline
     stall_s: float
     stream: LiveStream | None = None
     """Where the buckets of a version go that is taken in place."""
-    relaying: Relaying | None = None
+    relaying: Relay | None = None
     """Who else gets buckets from here."""
 
-    def length(self, arrival: Arrival) -> int:
+    def length(self, arrival: ExpectedBucket) -> int:
         """Bytes of a bucket."""
         start, stop = self.manifest.window(arrival.index)
         return stop - start
 
-    def by(self, arrival: Arrival) -> Deadline:
+    def by(self, arrival: ExpectedBucket) -> Deadline:
         """When a bucket has to be there."""
         return self.deadline.within(arrival.source.patience_s(self.stall_s))
 
@@ -55,13 +55,13 @@ class Job:
 class _Posted:
     """A bucket that is to come to its place."""
 
-    arrival: Arrival
+    arrival: ExpectedBucket
     data: torch.Tensor
     sealed: str
     began: float
 
 
-class _Check:
+class _ChecksumCheck:
     """Compares the buckets of one version with their seals.
 
     Args:
@@ -69,11 +69,11 @@ class _Check:
         first: Whether the seals of a stored version are waited for at once, and not when all buckets are there.
     """
 
-    def __init__(self, job: Job, *, first: bool) -> None:
+    def __init__(self, job: StageRequest, *, first: bool) -> None:
         self._job = job
         self._stored = job.receiving.stored_seals if job.manifest.sealed else None
         self._seals: Sequence[object] | None = None
-        self._later: list[tuple[Arrival, str]] = []
+        self._later: list[tuple[ExpectedBucket, str]] = []
         if first:
             self._find()
 
@@ -102,7 +102,7 @@ class _Check:
             compare(found, sealed, self._job.manifest.version, arrival.sent_as, peer=arrival.source.sender)
 
 
-class Intake:
+class ReceiveLoop:
     """Of one rank; takes one version at a time.
 
     Args:
@@ -117,17 +117,17 @@ class Intake:
         self._hooks = hooks
         self._streams: list[Any] = []
         """One for each inlet, kept: torch has few, hands them out again and again, and keeps memory for each."""
-        self._ways = Ways(name)
+        self._ways = TransferTasks(name)
 
     def settle(self, deadline: Deadline) -> None:
-        """See `Ways.settle`."""
+        """See `TransferTasks.settle`."""
         self._ways.settle(deadline)
 
     def receive_all(
         self,
-        job: Job,
-        place: Callable[[Arrival], torch.Tensor],
-        took: Callable[[Arrival, torch.Tensor], None] = lambda *_: None,
+        job: StageRequest,
+        place: Callable[[ExpectedBucket], torch.Tensor],
+        took: Callable[[ExpectedBucket, torch.Tensor], None] = lambda *_: None,
         *,
         at_a_time: int = _AT_A_TIME,
         seals_first: bool = False,
@@ -138,7 +138,7 @@ class Intake:
         buckets that lie in a store come when all of them do; with `seals_first` they are waited for, so that `took` sees nothing
         that was not verified. Returns when all that others get from here was handed on, too.
         """
-        check = _Check(job, first=seals_first)
+        check = _ChecksumCheck(job, first=seals_first)
 
         def came(posted: _Posted) -> None:
             check.came(posted)
@@ -147,7 +147,7 @@ class Intake:
                 job.relaying.came(posted.arrival.sent_as, posted.data, posted.sealed)
             took(posted.arrival, posted.data)
 
-        def through(number: int, inlet: Inlet) -> None:
+        def through(number: int, inlet: ReceiveLink) -> None:
             with self._runtime.on(self._streams[number]):
                 self._receive(job, inlet, place, came, at_a_time)
 
@@ -156,9 +156,9 @@ class Intake:
 
     def _receive(
         self,
-        job: Job,
-        inlet: Inlet,
-        place: Callable[[Arrival], torch.Tensor],
+        job: StageRequest,
+        inlet: ReceiveLink,
+        place: Callable[[ExpectedBucket], torch.Tensor],
         came: Callable[[_Posted], None],
         at_a_time: int,
     ) -> None:
@@ -182,10 +182,10 @@ class Intake:
         while under_way:
             end_oldest()
 
-    def view_all(self, job: Job, took: Callable[[Arrival, torch.Tensor], None]) -> None:
+    def view_all(self, job: StageRequest, took: Callable[[ExpectedBucket, torch.Tensor], None]) -> None:
         """Look at every bucket in its sender's memory, verify it, and tell `took`."""
 
-        def through(_: int, inlet: Inlet) -> None:
+        def through(_: int, inlet: ReceiveLink) -> None:
             for arrival in job.receiving.arrivals(job.sent, job.manifest, inlet):
                 began, source = time.perf_counter(), arrival.source
                 version, nbytes = job.manifest.version, job.length(arrival)
@@ -197,22 +197,23 @@ class Intake:
 
         self._run(job, through)
 
-    def _run(self, job: Job, through: Callable[[int, Inlet], None]) -> None:
+    def _run(self, job: StageRequest, through: Callable[[int, ReceiveLink], None]) -> None:
         receiving, relaying = job.receiving, job.relaying
         self._streams += [self._runtime.new_stream() for _ in receiving.inlets[len(self._streams) :]]
         ways = [
-            Way(list(inlet.sources), partial(through, number, inlet)) for number, inlet in enumerate(receiving.inlets)
+            TransferTask(list(inlet.sources), partial(through, number, inlet))
+            for number, inlet in enumerate(receiving.inlets)
         ]
         if relaying is None:
             self._ways.run(ways, job.deadline)
             return
-        ways += [Way(link.receivers, partial(relaying.hand_on, link)) for link in receiving.onward]
+        ways += [TransferTask(link.receivers, partial(relaying.hand_on, link)) for link in receiving.onward]
         try:
             self._ways.run(ways, job.deadline)
         except Exception as error:
             relaying.give_up(error)
             raise
 
-    def _tell(self, job: Job, arrival: Arrival, data: torch.Tensor, began: float) -> None:
+    def _tell(self, job: StageRequest, arrival: ExpectedBucket, data: torch.Tensor, began: float) -> None:
         facts = {"seconds": time.perf_counter() - began, "nbytes": data.numel(), "participant": self._name}
         self._hooks.bucket_received(version=job.manifest.version, index=arrival.sent_as, facts=facts)

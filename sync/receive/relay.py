@@ -11,7 +11,7 @@ import torch
 from weightlane.ckpt_engines import Bucket, Deadline, SenderLink, WeightlaneError, as_weightlane_error
 
 from ..plan.session_plan import SessionPlan
-from ..send.pipeline import Destination, OnSent, Outflow
+from ..send.pipeline import BucketsInFlight, Destination, OnSent
 from ..version.manifest import Manifest
 
 _AT_A_TIME = 8
@@ -19,7 +19,7 @@ _AT_A_TIME = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Onward:
+class RelayLink:
     """A link through which a rank hands lanes on.
 
     Attributes:
@@ -31,10 +31,10 @@ class Onward:
     lanes: Mapping[int, Destination]
 
 
-def onward_links(name: str, planned: SessionPlan, senders: Mapping[int, SenderLink]) -> tuple[Onward, ...]:
+def onward_links(name: str, planned: SessionPlan, senders: Mapping[int, SenderLink]) -> tuple[RelayLink, ...]:
     """The links through which the rank `name` hands on, whose connected `senders` are given by link."""
     return tuple(
-        Onward(
+        RelayLink(
             link.receivers,
             {
                 lane: Destination(senders[link.number], planned.routes[lane].next_after(name))
@@ -45,7 +45,7 @@ def onward_links(name: str, planned: SessionPlan, senders: Mapping[int, SenderLi
     )
 
 
-class Relaying:
+class Relay:
     """Of one version at one rank.
 
     Whoever receives says with `came` what is there, and never waits; a thread for each link runs `hand_on`, in the order that its
@@ -63,7 +63,7 @@ class Relaying:
 
     def __init__(
         self,
-        links: Sequence[Onward],
+        links: Sequence[RelayLink],
         manifest: Manifest,
         deadline: Deadline,
         stall_s: float,
@@ -94,9 +94,9 @@ class Relaying:
             self._error = self._error or as_weightlane_error(error, self._part)
             self._changed.notify_all()
 
-    def hand_on(self, link: Onward) -> None:
+    def hand_on(self, link: RelayLink) -> None:
         """Hand everything on that goes through `link`. Raises what the engine raises, or what it was given up with."""
-        outflow = Outflow(self._deadline, self._stall_s, self._on_sent)
+        outflow = BucketsInFlight(self._deadline, self._stall_s, self._on_sent)
         for lane, destination in link.lanes.items():
             for index in self._manifest.buckets_of(lane):
                 while outflow and (len(outflow) >= _AT_A_TIME or not self._is_there(index)):

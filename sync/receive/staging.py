@@ -23,7 +23,7 @@ _DELTA_FACTOR = 4
 
 
 @dataclass(slots=True)
-class _Slot:
+class _StagingSlot:
     """A version's worth of memory."""
 
     data: torch.Tensor
@@ -68,7 +68,7 @@ class Stream:
 
 
 @dataclass(slots=True)
-class _Lent:
+class _ViewedVersion:
     """A version that lies in its senders' memory, who want it back."""
 
     stream: Stream
@@ -118,7 +118,7 @@ class Staging:
         self._lock = threading.Lock()
         self._incoming = self._empty()
         self._serving = self._empty()
-        self._lent: _Lent | None = None
+        self._lent: _ViewedVersion | None = None
         self._delta: StagedDelta | None = None
         """The delta that turned the serving slot into a version that does not serve yet; it turns the slot back, too."""
         self._delta_aborted = False
@@ -145,7 +145,7 @@ class Staging:
                 self._delta = None  # there is nothing to take it back from
                 self._serving = self._empty()
 
-    def _keeps(self, lent: _Lent) -> bool:
+    def _keeps(self, lent: _ViewedVersion) -> bool:
         return bool(lent.committed) and not 0 < self._limit < lent.stream.nbytes
 
     def reserve(self, manifest: Manifest, *, lent: bool = False) -> None:
@@ -198,7 +198,7 @@ class Staging:
             if lent is None:
                 self._incoming.manifest = manifest
             else:
-                self._lent = _Lent(lent, manifest)
+                self._lent = _ViewedVersion(lent, manifest)
 
     def apply(self, delta: StagedDelta) -> None:
         """Turn the version that is kept into the one that `delta` leads to.
@@ -231,7 +231,7 @@ class Staging:
             if self._delta is not None and self._delta.version == version and not self._delta_aborted:
                 self._taken = version
                 return self._handed_out(self._serving)
-            staged: list[_Slot | _Lent] = [self._incoming]
+            staged: list[_StagingSlot | _ViewedVersion] = [self._incoming]
             if self._lent is not None and self._lent.committed is None:
                 staged.insert(0, self._lent)
             for slot in staged:
@@ -246,7 +246,7 @@ class Staging:
             hint="Commit a version only after the coordinator reports it staged.",
         )
 
-    def _handed_out(self, slot: _Slot | _Lent) -> Mapping[str, torch.Tensor]:
+    def _handed_out(self, slot: _StagingSlot | _ViewedVersion) -> Mapping[str, torch.Tensor]:
         assert slot.manifest is not None
         return self._hand_out(slot.manifest, slot.tensors())
 
@@ -348,16 +348,16 @@ class Staging:
         with self._lock:
             self._incoming, self._serving, self._lent, self._delta = self._empty(), self._empty(), None, None
 
-    def _empty(self) -> _Slot:
-        return _Slot(torch.empty(0, dtype=torch.uint8, device=self._device))
+    def _empty(self) -> _StagingSlot:
+        return _StagingSlot(torch.empty(0, dtype=torch.uint8, device=self._device))
 
-    def _room(self, nbytes: int) -> _Slot:
+    def _room(self, nbytes: int) -> _StagingSlot:
         if self._live.has_streams:
             return self._new(nbytes)
-        return _Slot(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
+        return _StagingSlot(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
 
-    def _new(self, nbytes: int) -> _Slot:
-        return _Slot(new_memory(nbytes, self._device, self._live))
+    def _new(self, nbytes: int) -> _StagingSlot:
+        return _StagingSlot(new_memory(nbytes, self._device, self._live))
 
 
 def new_memory(nbytes: int, device: torch.device, live: DeviceRuntime) -> torch.Tensor:

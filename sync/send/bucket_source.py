@@ -10,7 +10,7 @@ import torch
 from weightlane.ckpt_engines import ProtocolError
 
 from ..version.manifest import Manifest
-from ..version.packing import RunTable, copy_runs
+from ..version.packing import CopyTable, copy_runs
 
 BUFFERS = 2
 """How many buckets that have to be packed are on their way at a time."""
@@ -47,7 +47,7 @@ class FromSnapshot(BucketSource):
     def __init__(
         self,
         snapshot: torch.Tensor,
-        table: RunTable,
+        table: CopyTable,
         layout: Manifest,
         ready: Callable[[int], None],
         buffers: Callable[[], Sequence[torch.Tensor]],

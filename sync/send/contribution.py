@@ -10,11 +10,11 @@ from ..codecs.quantised.quantisation import quantised_placement, wire_specs
 from ..config import Quantise
 from ..plan import Holdings
 from ..version.manifest import Manifest
-from ..version.packing import RunTable, compact_places, stream_places
+from ..version.packing import CopyTable, compact_places, stream_places
 from ..version.placement import Placement
 from ..version.stream_parts import parts_of
 from ..version.tensor_spec import Held, HeldSlice, LocalShard
-from .agreement.replica_check import ReplicaCheck
+from .agreement.replicated_shards import ReplicaCheck
 from .snapshot.quantised_snapshot import QuantisedShards
 from .snapshot.snapshot import Snapshot
 
@@ -84,7 +84,7 @@ class Contribution:
         """Taken into such places."""
         return Snapshot(self._shards, places) if self._quantised is None else self._quantised.snapshot(places)
 
-    def tables(self, layout: Manifest, places: Sequence[int]) -> list[RunTable]:
+    def tables(self, layout: Manifest, places: Sequence[int]) -> list[CopyTable]:
         """Where each rank's snapshot belongs in the stream of whole tensors `layout`; in this rank's, `held` are at `places`."""
         regions = layout.regions
         tables = []
@@ -93,7 +93,7 @@ class Contribution:
             where: Sequence[int] = compact_places(theirs)
             if rank == self.rank:
                 theirs, where = self.held, places
-            tables.append(RunTable.of(parts_of(theirs, where, regions), layout))
+            tables.append(CopyTable.of(parts_of(theirs, where, regions), layout))
         return tables
 
 

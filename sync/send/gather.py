@@ -29,7 +29,7 @@ from weightlane.ckpt_engines.runtime.devices import runtime_of
 
 from ..control.rendezvous import Rendezvous
 from ..version.manifest import Manifest
-from ..version.packing import RunTable, copy_runs, gather_runs, scatter_runs
+from ..version.packing import CopyTable, copy_runs, gather_runs, scatter_runs
 
 _PART = "shard gather"
 _PIECE_BYTES = 1 << 20
@@ -53,7 +53,7 @@ class ShardGather:
         names: Sequence[str],
         rank: int,
         layout: Manifest,
-        tables: Sequence[RunTable],
+        tables: Sequence[CopyTable],
         device: torch.device,
     ) -> None:
         self._group = group
@@ -75,7 +75,7 @@ class ShardGather:
         names: Sequence[str],
         rank: int,
         layout: Manifest,
-        tables: Sequence[RunTable],
+        tables: Sequence[CopyTable],
         device: torch.device,
         deadline: Deadline,
     ) -> ShardGather:
@@ -115,7 +115,7 @@ class ShardGather:
     def fill(
         self,
         manifest: Manifest,
-        tables: Sequence[RunTable],
+        tables: Sequence[CopyTable],
         snapshot: torch.Tensor,
         index: int,
         payload: torch.Tensor,
@@ -141,7 +141,7 @@ class ShardGather:
     def give(
         self,
         manifest: Manifest,
-        tables: Sequence[RunTable],
+        tables: Sequence[CopyTable],
         snapshot: torch.Tensor,
         ready: Callable[[int], None],
         deadline: Deadline,

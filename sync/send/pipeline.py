@@ -15,7 +15,7 @@ from weightlane.ckpt_engines.links.bounded_calls import GRACE_S, HINT, result_of
 from weightlane.ckpt_engines.runtime.daemon_threads import DaemonThreads
 from weightlane.ckpt_engines.runtime.devices import DeviceRuntime
 
-from ..version.bucket_checksums import SEALS_FILE, StoredSeals, seal, seals_document
+from ..version.bucket_checksums import SEALS_FILE, StoredChecksums, seal, seals_document
 from ..version.manifest import Manifest
 from ..version.safetensors_files import version_files
 from .bucket_source import BucketSource
@@ -37,7 +37,7 @@ class Destination:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ready:
+class _ReadyBucket:
     """A bucket that can be sent."""
 
     bucket: Bucket
@@ -45,7 +45,7 @@ class _Ready:
     seal: str
 
 
-class Outflow:
+class BucketsInFlight:
     """Buckets on their way through a rank's links. Used by one thread.
 
     Args:
@@ -101,7 +101,7 @@ class SendPipeline:
         session: str,
         links: Sequence[SenderLink],
         runtime: DeviceRuntime,
-        stored_seals: StoredSeals | None = None,
+        stored_seals: StoredChecksums | None = None,
         on_sent: OnSent | None = None,
     ) -> None:
         self.session = session
@@ -140,7 +140,7 @@ class SendPipeline:
         source raises.
         """
         version, stored = manifest.version, _is_stored(manifest)
-        going = _Going()
+        going = _ReadyQueue()
         sending = self.sending = self._thread.submit(self._send, going, manifest, deadline, stall_s)
         seals: list[str] = []
         total = 0
@@ -156,7 +156,7 @@ class SendPipeline:
                 seals.append(sealed)
                 after = self._runtime.recorded()
                 bucket = Bucket(version, index, data, after, lasting=manifest.lasting, part=manifest.part(index))
-                going.put(_Ready(bucket, to, sealed))
+                going.put(_ReadyBucket(bucket, to, sealed))
                 total += data.numel()
         except BaseException:
             going.end(complete=False)
@@ -171,9 +171,9 @@ class SendPipeline:
                     del self._seals[next(iter(self._seals))]
         return total
 
-    def _send(self, going: _Going, manifest: Manifest, deadline: Deadline, stall_s: float) -> None:
+    def _send(self, going: _ReadyQueue, manifest: Manifest, deadline: Deadline, stall_s: float) -> None:
         """[pipeline's thread] Send what is ready until there is no more; while nothing new is, wait for what is under way."""
-        outflow = Outflow(deadline, stall_s, self._on_sent)
+        outflow = BucketsInFlight(deadline, stall_s, self._on_sent)
         try:
             if _is_stored(manifest):
                 (link,) = self._links
@@ -245,12 +245,12 @@ class SendPipeline:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-class _Going:
+class _ReadyQueue:
     """Buckets that one thread makes ready and another one sends."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._ready: deque[_Ready] = deque()
+        self._ready: deque[_ReadyBucket] = deque()
         self._left = 0
         """How many were made ready and are not done."""
         self._over = False
@@ -267,7 +267,7 @@ class _Going:
                 raise deadline.error("the engine to send a bucket", part=_PART, hint=HINT)
             return not self._failed
 
-    def put(self, ready: _Ready) -> None:
+    def put(self, ready: _ReadyBucket) -> None:
         """[maker] A bucket can be sent."""
         with self._changed:
             self._ready.append(ready)
@@ -282,7 +282,7 @@ class _Going:
                 self._ready.clear()
             self._changed.notify_all()
 
-    def take(self, *, wait_by: Deadline | None, room: bool) -> _Ready | None:
+    def take(self, *, wait_by: Deadline | None, room: bool) -> _ReadyBucket | None:
         """[sender] The next one if there is one, or when there is one by `wait_by`; None also without `room`, or at the end."""
         with self._changed:
             if wait_by is not None:

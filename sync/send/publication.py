@@ -19,7 +19,7 @@ from ..codecs.delta.format import TooDense
 from ..version.manifest import CODEC_DELTA, CODEC_DENSE
 from .snapshot.progress import Progress
 from .snapshot.send_memory import SendMemory
-from .snapshot.steps import Remains
+from .snapshot.steps import Leftovers
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def checked_version(version: Any, part: str) -> int:
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
+class SnapshotSlot:
     """Memory for one snapshot."""
 
     memory: SendMemory
@@ -52,12 +52,12 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Base:
+class DeltaBase:
     """A version that serves, and its snapshot."""
 
     version: int
     identity: str
-    slot: Slot
+    slot: SnapshotSlot
 
 
 @dataclass(slots=True, eq=False)
@@ -74,9 +74,9 @@ class Publication:
     """Its place among all publications of this run."""
     choice: Choice = field(default_factory=lambda: Choice(CODEC_DENSE, "not chosen yet"))
     """What it is sent as."""
-    slot: Slot | None = None
+    slot: SnapshotSlot | None = None
     """Where its snapshot is; there once that is being taken."""
-    base: Base | None = None
+    base: DeltaBase | None = None
     """What a delta applies to."""
     began: float = 0.0
     """When its snapshot did."""
@@ -84,10 +84,10 @@ class Publication:
     """Once it is encoded."""
     encoded_for: str = ""
     """Digest of the layout that its segments are of."""
-    remains: Remains = field(default_factory=Remains)
+    remains: Leftovers = field(default_factory=Leftovers)
     """What quantising has left beside the snapshot."""
     replica_digests: dict[int, str] = field(default_factory=dict)
-    """Of slices that other ranks hold as well; see `weightlane.sync.send.agreement.replica_check`."""
+    """Of slices that other ranks hold as well; see `weightlane.sync.send.agreement.replicated_shards`."""
     is_complete: bool = False
     """Whether elements of blocks that other ranks have a part of are quantised, too."""
 
@@ -112,9 +112,9 @@ class SnapshotSlots:
     def __init__(self, make: Callable[[], SendMemory], part: str) -> None:
         self._make = make
         self._part = part
-        self._slots = [Slot(make())]
+        self._slots = [SnapshotSlot(make())]
         self._narrow = False
-        self.base: Base | None = None
+        self.base: DeltaBase | None = None
         """What the next delta applies to."""
         self.writing = Lock()
         """Held while memory is written to by another thread than the one that takes snapshots."""
@@ -124,7 +124,7 @@ class SnapshotSlots:
         """Where snapshots are."""
         return self._slots[0].memory.data.device
 
-    def free(self) -> Slot:
+    def free(self) -> SnapshotSlot:
         """A slot for the next snapshot: not the base's, unless there is no memory for two."""
         base = self.base
         for slot in self._slots:
@@ -132,7 +132,7 @@ class SnapshotSlots:
                 return slot
         if not self._narrow:
             try:
-                self._slots.append(Slot(self._make()))
+                self._slots.append(SnapshotSlot(self._make()))
             except StorageError as error:
                 self._narrow = True
                 _log.warning(

@@ -66,7 +66,7 @@ def seals_of_document(text: str, count: int) -> list[str]:
     return seals
 
 
-class SealBox(Protocol):
+class ChecksumMailbox(Protocol):
     """Where seals are put: a mailbox that can forget."""
 
     def put(self, key: str, value: Any) -> None:
@@ -79,14 +79,14 @@ class SealBox(Protocol):
         """Forget `key`."""
 
 
-class StoredSeals:
+class StoredChecksums:
     """The seals of versions that lie in a store, where no sender says them to a receiver: one message for each version.
 
     Args:
         mailbox: Private to the session.
     """
 
-    def __init__(self, mailbox: SealBox) -> None:
+    def __init__(self, mailbox: ChecksumMailbox) -> None:
         self._mailbox = mailbox
         self._put: list[int] = []
 

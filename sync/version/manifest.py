@@ -37,7 +37,7 @@ from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 from weightlane.ckpt_engines import FilePart, ProtocolError
 
 from .box import Box, overlap
-from .tensor_spec import Region, TensorSpec, dtype_of
+from .tensor_spec import TensorSlice, TensorSpec, dtype_of
 
 ALIGNMENT_BYTES = 64
 """Every tensor, or with whole tensors every file, starts at a multiple of this: enough for any dtype view."""
@@ -52,7 +52,7 @@ _LIMIT = 2**63
 _Count = Annotated[int, Field(ge=0, lt=_LIMIT), Strict()]
 _Counts = Annotated[list[_Count], Field(max_length=64)]
 PlainSegment = Annotated[tuple[_Count, _Counts, _Counts, _Count], Strict(strict=False)]
-"""What `Segment.to_plain` gives."""
+"""What `DeltaSegment.to_plain` gives."""
 
 
 class _ManifestOnWire(BaseModel):
@@ -88,7 +88,7 @@ class _ManifestOnWire(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class DeltaSegment:
     """The delta of a slice of one tensor, and how long it is."""
 
     tensor: int
@@ -108,7 +108,7 @@ class Segment:
         return [self.tensor, *self.box.to_plain(), self.nbytes]
 
     @classmethod
-    def from_plain(cls, plain: tuple[int, list[int], list[int], int]) -> Segment:
+    def from_plain(cls, plain: tuple[int, list[int], list[int], int]) -> DeltaSegment:
         """The inverse, of what was validated as `PlainSegment`."""
         tensor, starts, shape, nbytes = plain
         return cls(tensor, Box(tuple(starts), tuple(shape)), nbytes)
@@ -136,7 +136,7 @@ class Slicing:
     """The plan's digest."""
     specs: tuple[TensorSpec, ...]
     """Every tensor of the checkpoint."""
-    regions: tuple[Region, ...]
+    regions: tuple[TensorSlice, ...]
     """Which slice of which of them each tensor of the stream is."""
 
 
@@ -161,7 +161,7 @@ class Manifest:
     """Which publication this is, of all by all publishers; empty when no delta will be based on it."""
     base_identity: str = ""
     """The `identity` of the version that a delta applies to."""
-    segments: tuple[Segment, ...] = ()
+    segments: tuple[DeltaSegment, ...] = ()
     """What a delta consists of, in the order of the wire; empty for the dense codec."""
     quantised: str = ""
     """As what linear weights are quantised, ``"fp8"`` or ``"int8"``; empty when none are.
@@ -229,11 +229,11 @@ class Manifest:
         return "" if self.slicing is None else self.slicing.plan
 
     @cached_property
-    def regions(self) -> tuple[Region, ...]:
+    def regions(self) -> tuple[TensorSlice, ...]:
         """What each tensor of the stream is."""
         if self.slicing is not None:
             return self.slicing.regions
-        return tuple(Region(spec, Box.whole(spec.shape)) for spec in self.specs)
+        return tuple(TensorSlice(spec, Box.whole(spec.shape)) for spec in self.specs)
 
     @property
     def is_delta(self) -> bool:
@@ -479,7 +479,7 @@ class Manifest:
             wire.lasting,
             wire.identity,
             wire.base_identity,
-            tuple(map(Segment.from_plain, wire.segments)),
+            tuple(map(DeltaSegment.from_plain, wire.segments)),
             wire.quantised,
             like.slicing if planned and like is not None else None,
             like.sections if planned and like is not None else (),

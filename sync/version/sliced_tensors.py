@@ -14,7 +14,7 @@ from .box import Box
 from .manifest import Slicing
 
 
-class MadeTensors(Mapping[str, torch.Tensor]):
+class LazyTensors(Mapping[str, torch.Tensor]):
     """By name. Each takes memory of its own once it is asked for."""
 
     @abstractmethod
@@ -24,12 +24,12 @@ class MadeTensors(Mapping[str, torch.Tensor]):
 
 def without_data(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors with the shapes and types of `tensors`, without making any of those that are made when asked for."""
-    if isinstance(tensors, MadeTensors):
+    if isinstance(tensors, LazyTensors):
         return {name: tensors.without_data(name) for name in tensors}
     return dict(tensors)
 
 
-class SlicedTensors(MadeTensors):
+class SlicedTensors(LazyTensors):
     """Every tensor of the checkpoint by name. What has come in one piece is that piece, anything else a new tensor each time.
 
     Args:
@@ -90,12 +90,12 @@ class SlicedTensors(MadeTensors):
         return whole
 
     def without_data(self, name: str) -> torch.Tensor:
-        """See `MadeTensors`."""
+        """See `LazyTensors`."""
         spec = self._specs[name]
         return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
 
 
-class Pieces(MadeTensors):
+class Pieces(LazyTensors):
     """Some of what has come: slices under the names under which they came, and under a tensor's own what has come of it.
 
     Args:
@@ -121,5 +121,5 @@ class Pieces(MadeTensors):
         return len(self._names)
 
     def without_data(self, name: str) -> torch.Tensor:
-        """See `MadeTensors`."""
+        """See `LazyTensors`."""
         return self._kinds[name] if name in self._kinds else self._tensors.without_data(name)

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 
 from .box import Box, cut, row_major_strides
-from .strided_copy import Piece, Rows
-from .tensor_spec import Held, Region
+from .strided_copy import StridedCopy, StridedRun
+from .tensor_spec import Held, TensorSlice
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SnapshotPart:
     """Elements that one slice in a snapshot has of one tensor of the stream."""
 
     number: int
@@ -41,14 +41,14 @@ class Part:
         last = sum((size - 1) * stride for size, stride in zip(self.box.shape, self.strides, strict=True))
         return (self.place + last + 1) * self.dtype.itemsize
 
-    def cut(self, most: int) -> Iterator[Part]:
+    def cut(self, most: int) -> Iterator[SnapshotPart]:
         """It in parts of at most `most` elements, in the order of the elements."""
         for box in cut(self.box, most):
             steps = zip(box.within(self.box).starts, self.strides, strict=True)
             place = self.place + sum(start * stride for start, stride in steps)
-            yield Part(self.number, box, self.whole, place, self.strides, self.dtype)
+            yield SnapshotPart(self.number, box, self.whole, place, self.strides, self.dtype)
 
-    def pieces(self, offset: int) -> Iterator[Piece]:
+    def pieces(self, offset: int) -> Iterator[StridedCopy]:
         """Its bytes, where the stream has the tensor at byte `offset`."""
         strides = row_major_strides(self.whole)
         first = sum(start * stride for start, stride in zip(self.box.starts, strides, strict=True))
@@ -56,13 +56,13 @@ class Part:
         sides = list(zip(self.box.shape, strides, self.strides, strict=True))
         for stream, snapshot, run, count, steps in _paired(first, self.place, sides):
             rows = [
-                Rows(start * width, step * width, run * width, count)
+                StridedRun(start * width, step * width, run * width, count)
                 for start, step in zip((stream, snapshot), steps, strict=True)
             ]
-            yield Piece(rows[0].moved(offset), rows[1])
+            yield StridedCopy(rows[0].moved(offset), rows[1])
 
 
-def parts_of(held: Sequence[Held], places: Sequence[int], regions: Sequence[Region]) -> list[Part]:
+def parts_of(held: Sequence[Held], places: Sequence[int], regions: Sequence[TensorSlice]) -> list[SnapshotPart]:
     """What the slices `held`, row-major at bytes `places` of a snapshot, have of a stream of `regions`; in the stream's order."""
     having: dict[str, list[tuple[Held, int]]] = defaultdict(list)
     for mine, place in zip(held, places, strict=True):
@@ -76,11 +76,11 @@ def parts_of(held: Sequence[Held], places: Sequence[int], regions: Sequence[Regi
     ]
 
 
-def _part(number: int, region: Box, common: Box, mine: Held, place: int) -> Part:
+def _part(number: int, region: Box, common: Box, mine: Held, place: int) -> SnapshotPart:
     strides = row_major_strides(mine.box.shape)
     inside = sum(a * b for a, b in zip(common.within(mine.box).starts, strides, strict=True))
     dtype = mine.spec.dtype
-    return Part(number, common.within(region), region.shape, place // dtype.itemsize + inside, strides, dtype)
+    return SnapshotPart(number, common.within(region), region.shape, place // dtype.itemsize + inside, strides, dtype)
 
 
 def _paired(

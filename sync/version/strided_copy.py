@@ -11,7 +11,7 @@ from weightlane.ckpt_engines.runtime.host_copies import copy_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class StridedRun:
     """`count` rows of `nbytes` each, `step` bytes from one to the next, the first at byte `start`."""
 
     start: int
@@ -24,33 +24,33 @@ class Rows:
         """One past the last byte."""
         return self.start + (self.count - 1) * self.step + self.nbytes
 
-    def moved(self, nbytes: int) -> Rows:
+    def moved(self, nbytes: int) -> StridedRun:
         """The same, so many bytes further on."""
-        return Rows(self.start + nbytes, self.step, self.nbytes, self.count)
+        return StridedRun(self.start + nbytes, self.step, self.nbytes, self.count)
 
-    def part(self, row: int, count: int, skipped: int, nbytes: int) -> Rows:
+    def part(self, row: int, count: int, skipped: int, nbytes: int) -> StridedRun:
         """`count` of the rows from number `row` on, of each `nbytes` from byte `skipped` on."""
-        return Rows(self.start + row * self.step + skipped, self.step, nbytes, count)
+        return StridedRun(self.start + row * self.step + skipped, self.step, nbytes, count)
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StridedCopy:
     """Bytes of the stream and where they lie in their owner's snapshot: as many rows of the same length."""
 
-    stream: Rows
-    snapshot: Rows
+    stream: StridedRun
+    snapshot: StridedRun
 
     @classmethod
-    def run(cls, stream: int, snapshot: int, nbytes: int) -> Piece:
+    def run(cls, stream: int, snapshot: int, nbytes: int) -> StridedCopy:
         """One run."""
-        return cls(Rows(stream, nbytes, nbytes, 1), Rows(snapshot, nbytes, nbytes, 1))
+        return cls(StridedRun(stream, nbytes, nbytes, 1), StridedRun(snapshot, nbytes, nbytes, 1))
 
     @property
     def nbytes(self) -> int:
         """Of all rows."""
         return self.stream.nbytes * self.stream.count
 
-    def within(self, start: int, stop: int) -> Iterator[Piece]:
+    def within(self, start: int, stop: int) -> Iterator[StridedCopy]:
         """The part of it in the stream window [`start`, `stop`): whole rows, and what the window cuts of the first and last."""
         rows = self.stream
         step = max(rows.step, 1)
@@ -65,25 +65,27 @@ class Piece:
             else:
                 count = 1
             if low < high:
-                yield Piece(*(side.part(row, count, low - at, high - low) for side in (self.stream, self.snapshot)))
+                yield StridedCopy(
+                    *(side.part(row, count, low - at, high - low) for side in (self.stream, self.snapshot))
+                )
             row += count
 
 
 @dataclass(frozen=True, slots=True)
-class Strip:
+class PackedCopy:
     """Where a piece of a window lies."""
 
-    stream: Rows
-    snapshot: Rows
-    packed: Rows
+    stream: StridedRun
+    snapshot: StridedRun
+    packed: StridedRun
     """When a window's pieces lie back to back."""
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class BucketCopies:
     """A rank's pieces in one window of the stream."""
 
-    strips: Sequence[Strip]
+    strips: Sequence[PackedCopy]
     nbytes: int
     snapshot_end: int
     """One past the last byte of the snapshot that is needed."""
@@ -93,13 +95,13 @@ class Window:
     """How much further on in the snapshot than in the stream all of it lies; None where that is not one number."""
 
     @classmethod
-    def of(cls, pieces: Iterable[Piece]) -> Window:
+    def of(cls, pieces: Iterable[StridedCopy]) -> BucketCopies:
         """As few strips as neighbours allow."""
-        strips: list[Strip] = []
+        strips: list[PackedCopy] = []
         nbytes = 0
         for piece in _in_strips(_joined(pieces)):
             each, count = piece.stream.nbytes, piece.stream.count
-            strips.append(Strip(piece.stream, piece.snapshot, Rows(nbytes, each, each, count)))
+            strips.append(PackedCopy(piece.stream, piece.snapshot, StridedRun(nbytes, each, each, count)))
             nbytes += each * count
         whole = all(_is_run(strip.snapshot) for strip in strips)
         starts = [strip.snapshot.start for strip in strips[1:]]
@@ -110,7 +112,7 @@ class Window:
         return cls(strips, nbytes, end, unbroken, shifts.pop() if alike else None)
 
 
-def copy_rows(target: torch.Tensor, to: Rows, source: torch.Tensor, come: Rows) -> None:
+def copy_strided(target: torch.Tensor, to: StridedRun, source: torch.Tensor, come: StridedRun) -> None:
     """Copy rows of `source` over as many of `target`, both 1-D uint8."""
     if to.count == 1:
         copy_bytes(target[to.start : to.start + to.nbytes], source[come.start : come.start + come.nbytes])
@@ -122,13 +124,13 @@ def copy_rows(target: torch.Tensor, to: Rows, source: torch.Tensor, come: Rows) 
     into.copy_(out)
 
 
-def _is_run(rows: Rows) -> bool:
+def _is_run(rows: StridedRun) -> bool:
     return rows.count == 1 or rows.step == rows.nbytes
 
 
-def _in_strips(pieces: Iterable[Piece]) -> Iterator[Piece]:
+def _in_strips(pieces: Iterable[StridedCopy]) -> Iterator[StridedCopy]:
     """Runs of one length at equal distances, on both sides, as one."""
-    group: list[Piece] = []
+    group: list[StridedCopy] = []
     for piece in pieces:
         if group and not _goes_on(group, piece):
             yield _one(group)
@@ -138,7 +140,7 @@ def _in_strips(pieces: Iterable[Piece]) -> Iterator[Piece]:
         yield _one(group)
 
 
-def _goes_on(group: Sequence[Piece], piece: Piece) -> bool:
+def _goes_on(group: Sequence[StridedCopy], piece: StridedCopy) -> bool:
     """Whether `piece` can be the next row of `group`, whose rows may not lie over each other, nor go backwards."""
     last = group[-1]
     steps = piece.stream.start - last.stream.start, piece.snapshot.start - last.snapshot.start
@@ -153,24 +155,24 @@ def _goes_on(group: Sequence[Piece], piece: Piece) -> bool:
     )
 
 
-def _one(group: Sequence[Piece]) -> Piece:
+def _one(group: Sequence[StridedCopy]) -> StridedCopy:
     first, count = group[0], len(group)
     if count == 1:
         return first
-    return Piece(
+    return StridedCopy(
         *(
-            Rows(one.start, two.start - one.start, one.nbytes, count)
+            StridedRun(one.start, two.start - one.start, one.nbytes, count)
             for one, two in ((first.stream, group[1].stream), (first.snapshot, group[1].snapshot))
         )
     )
 
 
-def _joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
+def _joined(pieces: Iterable[StridedCopy]) -> Iterator[StridedCopy]:
     """Runs that go on where the one before ends, on both sides, as one."""
-    last: Piece | None = None
+    last: StridedCopy | None = None
     for piece in pieces:
         if last is not None and _adjoin(last, piece):
-            last = Piece.run(last.stream.start, last.snapshot.start, last.nbytes + piece.nbytes)
+            last = StridedCopy.run(last.stream.start, last.snapshot.start, last.nbytes + piece.nbytes)
             continue
         if last is not None:
             yield last
@@ -179,7 +181,7 @@ def _joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
         yield last
 
 
-def _adjoin(last: Piece, piece: Piece) -> bool:
+def _adjoin(last: StridedCopy, piece: StridedCopy) -> bool:
     return (
         last.stream.count == piece.stream.count == 1
         and last.stream.end == piece.stream.start

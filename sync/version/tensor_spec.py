@@ -112,7 +112,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class TensorSlice:
     """A slice of a tensor."""
 
     spec: TensorSpec

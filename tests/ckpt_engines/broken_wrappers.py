@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from weightlane.ckpt_engines import Bucket, Deadline, ShowingSender, StoringSender, ViewingReceiver
+from weightlane.ckpt_engines import Bucket, Deadline, StoringSender, ViewableSender, ViewingReceiver
 from weightlane.ckpt_engines.engines.filesystem.engine import FilesystemEngine
 from weightlane.ckpt_engines.engines.shared_memory.shm import ShmEngine
 from weightlane.ckpt_engines.engines.torch_distributed.gloo import GlooEngine
@@ -43,7 +43,7 @@ def _half(*contracts: type) -> type[Half]:
     return type(contracts[0].__name__, (Half, *contracts), calls)
 
 
-Sender: Any = _half(ShowingSender, StoringSender)
+Sender: Any = _half(ViewableSender, StoringSender)
 _Receiver: Any = _half(ViewingReceiver)
 
 

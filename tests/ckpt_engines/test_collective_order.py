@@ -21,7 +21,7 @@ from weightlane.ckpt_engines.engines.torch_distributed.device_group import Devic
 from weightlane.ckpt_engines.engines.torch_distributed.group_engine import TorchDistributedConfig
 from weightlane.ckpt_engines.runtime.devices import HOST, runtime_of
 from weightlane.sync.plan import Network
-from weightlane.sync.plan.session_plan import Link, SessionPlan, Supply
+from weightlane.sync.plan.session_plan import PlannedLink, SessionPlan, Supply
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.placement import Placement
 from weightlane.sync.version.tensor_spec import TensorSpec
@@ -58,7 +58,7 @@ def plans(draw: st.DrawFn) -> SessionPlan:
     return SessionPlan(supply, needed, FACTS, may_relay=True)
 
 
-def members(link: Link) -> list[str]:
+def members(link: PlannedLink) -> list[str]:
     return [*link.senders, *link.receivers]
 
 
@@ -115,7 +115,7 @@ def run_all(
             half.close()
 
 
-def connected_half(link: Link, name: str, device: int, fleet: Fleet) -> Any:
+def connected_half(link: PlannedLink, name: str, device: int, fleet: Fleet) -> Any:
     """A half that is connected to the others of its link."""
     kind = CollectiveSender if name in link.senders else CollectiveReceiver
     where = torch.device("cuda", device)
@@ -128,7 +128,7 @@ def connected_half(link: Link, name: str, device: int, fleet: Fleet) -> Any:
 
 def post_all(
     plan: SessionPlan,
-    link: Link,
+    link: PlannedLink,
     connected: Mapping[str, Any],
     device_of: Mapping[str, int],
     reordered: Callable[[str, deque[Any]], None] | None,

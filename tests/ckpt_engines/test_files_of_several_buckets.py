@@ -33,7 +33,7 @@ from weightlane.ckpt_engines import (
     StoringSender,
     VersionFiles,
 )
-from weightlane.ckpt_engines.engines.filesystem.partial_file import GrowingFile
+from weightlane.ckpt_engines.engines.filesystem.partial_file import PartialFile
 from weightlane.ckpt_engines.engines.filesystem.store_directory import StoreDirectory
 
 SIZES = [60_000, 60_000, 7]
@@ -144,7 +144,7 @@ def test_a_bucket_that_does_not_continue_its_file_is_refused(tmp_path: Path, wro
     assert place_of(tmp_path).files() == []
 
 
-class Stuck(GrowingFile):
+class Stuck(PartialFile):
     """One whose store answers only when it is told to."""
 
     def __init__(self, final: str) -> None:

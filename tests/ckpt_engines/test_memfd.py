@@ -12,7 +12,7 @@ import pytest
 from waiting import HANG_S
 
 from weightlane.ckpt_engines.engines.shared_memory import memfd as _memfd
-from weightlane.ckpt_engines.engines.shared_memory.memfd import MappedFile, Segment
+from weightlane.ckpt_engines.engines.shared_memory.memfd import MappedFile, MemfdSegment
 
 NBYTES = 8 << 20
 
@@ -41,7 +41,7 @@ def test_pages_are_there_once_a_segment_is_mapped_and_other_threads_get_on_meanw
 
     monkeypatch.setattr(_memfd._libc, "madvise", madvise)
     threading.Thread(target=other, daemon=True).start()
-    segment = Segment(NBYTES)
+    segment = MemfdSegment(NBYTES)
     segment.data.fill_(7)
     mapped = MappedFile(os.dup(segment.descriptor), NBYTES)
     assert went_on.is_set()

@@ -15,7 +15,7 @@ from weightlane.sync import Outcome, ReplicaReport, ReplicaState, SyncReport
 from weightlane.trainer import AlgorithmConfig, TrainBatch
 from weightlane.trainer.data.tasks import Task
 from weightlane.trainer.loop.config import LoopConfig
-from weightlane.trainer.loop.group import Group, to_batch
+from weightlane.trainer.loop.group import PromptGroup, to_batch
 from weightlane.trainer.loop.loop import AsyncLoop, LoopParts
 from weightlane.trainer.loop.protocols import Rollout, StepReport, Syncer
 from weightlane.trainer.loop.summary import RunSummary
@@ -150,12 +150,12 @@ def test_what_dropping_late_groups_does_to_long_ones_is_said() -> None:
     assert summary.trained_tokens < 0.7 * summary.drawn_tokens
 
 
-def group(*versions: Sequence[int], rewards: Sequence[float]) -> Group:
+def group(*versions: Sequence[int], rewards: Sequence[float]) -> PromptGroup:
     completions = [
         SimpleNamespace(token_ids=[7] * len(each), logprobs=[-float(n + 1) for n in range(len(each))], versions=each)
         for each in versions
     ]
-    return Group(Task("p", ""), [3], cast("Any", completions), [""] * len(versions), rewards, "rollout-0")
+    return PromptGroup(Task("p", ""), [3], cast("Any", completions), [""] * len(versions), rewards, "rollout-0")
 
 
 def test_tokens_that_are_too_old_are_left_out_of_the_loss_and_completions_without_others_altogether() -> None:

@@ -33,7 +33,7 @@ from weightlane.rollout.layout.proof.fresh_load import room_beside, set_aside
 from weightlane.rollout.layout.proof.rehearsal import Rehearsal
 from weightlane.rollout.layout.trace.loading_form import read_by_loading
 from weightlane.rollout.layout.write.writer import VersionWriter
-from weightlane.sync import Manifest, Piece, Region, SlicedTensors, TensorSpec
+from weightlane.sync import LivePart, Manifest, SlicedTensors, TensorSlice, TensorSpec
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.manifest import Slicing
 
@@ -190,7 +190,7 @@ def compare(path: str, dtype: str, impl: str = "auto", way: str = "") -> dict[st
         }
 
 
-def arriving(tensors: dict[str, torch.Tensor], bucket_bytes: int) -> Iterator[Piece]:
+def arriving(tensors: dict[str, torch.Tensor], bucket_bytes: int) -> Iterator[LivePart]:
     """A version as a rank that takes it in place sees it: every bucket lies where the one before lay."""
     specs = tuple(TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
     manifest = Manifest(2, specs, bucket_bytes)
@@ -203,7 +203,7 @@ def arriving(tensors: dict[str, torch.Tensor], bucket_bytes: int) -> Iterator[Pi
         bucket.fill_(0xA5)[: stop - start] = stream[start:stop]
         for entry, low, high in manifest.pieces(start, stop):
             values = bucket[low - start : high - start].view(entry.spec.dtype)
-            yield Piece(entry.spec.name, (low - entry.offset) // entry.spec.dtype.itemsize, values)
+            yield LivePart(entry.spec.name, (low - entry.offset) // entry.spec.dtype.itemsize, values)
     bucket.fill_(0xA5)
 
 
@@ -538,7 +538,7 @@ def quantised_slices(path: str, other_path: str, world: int) -> list[dict[str, A
             touched = differing(before, state(model))
             needed = loader.needed()
             assert needed is not None
-            slicing = Slicing("plan", needed.specs, tuple(Region(*each) for each in needed.slices))
+            slicing = Slicing("plan", needed.specs, tuple(TensorSlice(*each) for each in needed.slices))
             come = {
                 region.as_tensor.name: second[region.spec.name][region.box.index].clone() for region in slicing.regions
             }

@@ -29,7 +29,7 @@ from weightlane.rollout.commit.rank_agreement import RankGroup
 from weightlane.rollout.commit.token_clock import TokenClock
 from weightlane.rollout.commit.wire import RemoteFailure, RemoteFailureError, failure_from_text
 from weightlane.rollout.layout.loading.weight_loading import _refuse_modes, refuse_unsupported
-from weightlane.rollout.replicas.janitor import Janitor
+from weightlane.rollout.replicas.shared_memory_cleaner import SharedMemoryCleaner
 from weightlane.rollout.vllm import plugin as vllm_plugin
 from weightlane.rollout.vllm.shared_memory import mapped_segments, segments_of_trees
 from weightlane.rollout.vllm.watchdog import WATCH_ENV
@@ -156,7 +156,7 @@ def test_the_janitor_removes_what_a_killed_owner_leaves_and_waits_until_then() -
         assert path in segments_of_trees([os.getpid()])
         # Ours to remove, not the tracker's, which would complain.
         resource_tracker.unregister(f"/{segment.name}", "shared_memory")
-        janitor = Janitor([path])
+        janitor = SharedMemoryCleaner([path])
         time.sleep(0.3)
         assert path.exists()
         janitor.close()

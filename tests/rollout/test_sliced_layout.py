@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from weightlane.rollout.layout import LayoutMap, SourceSpec, TargetSpec
 from weightlane.rollout.layout.map.geometry import make_slice
 from weightlane.rollout.layout.map.sliced_layout import sliced_layout
-from weightlane.sync import Region, TensorSpec
+from weightlane.sync import TensorSlice, TensorSpec
 from weightlane.sync.version.box import Box
 
 WHOLE = "w"
@@ -72,7 +72,9 @@ def test_slices_are_written_where_the_whole_tensor_would_be(data: st.DataObject)
     piece = make_slice(WHOLE, int(view.storage_offset()), "t", 0, dimensions)
     layout = LayoutMap({WHOLE: spec}, {"t": target}, [piece])
     boxes = boxes_of(data.draw, shape)
-    regions = {f"cell {number}": Region(TensorSpec(WHOLE, shape, torch.int64), box) for number, box in enumerate(boxes)}
+    regions = {
+        f"cell {number}": TensorSlice(TensorSpec(WHOLE, shape, torch.int64), box) for number, box in enumerate(boxes)
+    }
 
     sliced = sliced_layout(layout, regions)
 
@@ -89,9 +91,9 @@ def test_rows_columns_and_heads_need_no_whole_tensor() -> None:
     columns = make_slice(WHOLE, 4, "t", 0, [(12, 8, 4), (4, 1, 1)])
     heads = make_slice(WHOLE, 0, "t", 0, [(2, 48, 16), (2, 8, 8), (8, 1, 1)])
     regions = {
-        "top": Region(TensorSpec(WHOLE, (12, 8), torch.float32), Box((0, 0), (5, 8))),
-        "left": Region(TensorSpec(WHOLE, (12, 8), torch.float32), Box((5, 0), (7, 3))),
-        "right": Region(TensorSpec(WHOLE, (12, 8), torch.float32), Box((5, 3), (7, 5))),
+        "top": TensorSlice(TensorSpec(WHOLE, (12, 8), torch.float32), Box((0, 0), (5, 8))),
+        "left": TensorSlice(TensorSpec(WHOLE, (12, 8), torch.float32), Box((5, 0), (7, 3))),
+        "right": TensorSlice(TensorSpec(WHOLE, (12, 8), torch.float32), Box((5, 3), (7, 5))),
     }
     for piece in (rows, columns, heads):
         sliced = sliced_layout(LayoutMap({WHOLE: spec}, {"t": target}, [piece]), regions)

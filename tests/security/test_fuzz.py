@@ -49,7 +49,7 @@ from weightlane.ckpt_engines.toolkit.handshake import expect
 from weightlane.rollout.commit.wire import failure_from_text
 from weightlane.rollout.layout.loading.expectation import expectation_of
 from weightlane.sync import Manifest, Rendezvous, RendezvousAddress
-from weightlane.sync.control.hub.frames import Connection, Frame, Keys
+from weightlane.sync.control.hub.frames import ControlConnection, Frame, Keys
 from weightlane.sync.control.hub.hub import Kind
 from weightlane.sync.control.hub.plain_bytes import full_text, to_bytes
 from weightlane.sync.control.messages import Stop, decode
@@ -508,7 +508,7 @@ def test_of_a_control_connection_nothing_is_believed_but_what_was_signed_for_its
     keys, other = Keys(b"k" * 32, b"o" * 32), Keys(b"o" * 32, b"k" * 32)
     frames = [Frame(Kind.POST, number, "inbox", b"body" * number) for number in range(3)]
     ours, theirs = socket.socketpair()
-    sending = Connection(theirs, keys, lambda _: None, lambda _: None)
+    sending = ControlConnection(theirs, keys, lambda _: None, lambda _: None)
     sent = []
     for each in frames:
         sending.send(each)
@@ -522,7 +522,7 @@ def test_of_a_control_connection_nothing_is_believed_but_what_was_signed_for_its
         far.setblocking(False)
         got: list[Frame] = []
         ended = threading.Event()
-        Connection(far, other, got.append, lambda _: ended.set()).start()
+        ControlConnection(far, other, got.append, lambda _: ended.set()).start()
         with one, contextlib.suppress(OSError):  # it hangs up on what is no frame
             one.sendall(data)
         assert ended.wait(HANG_S)

@@ -17,8 +17,8 @@ from weightlane.sync.send.bucket_source import FromSnapshot
 from weightlane.sync.send.pipeline import Destination, SendPipeline
 from weightlane.sync.send.snapshot.progress import Progress
 from weightlane.sync.send.snapshot.snapshot import Snapshot
-from weightlane.sync.version.bucket_checksums import StoredSeals
-from weightlane.sync.version.packing import RunTable, stream_places
+from weightlane.sync.version.bucket_checksums import StoredChecksums
+from weightlane.sync.version.packing import CopyTable, stream_places
 from weightlane.sync.version.stream_parts import parts_of
 
 
@@ -44,7 +44,7 @@ class Writer:
         self.sender = sender_link(CheckpointEngineRegistry().create("filesystem", options), "trainer-0", HOST)
         self.topology = Topology(session, {"trainer-0": self.sender.address()}, {})
         self._rendezvous = Rendezvous.host()
-        seals = StoredSeals(self._rendezvous.mailbox(session))
+        seals = StoredChecksums(self._rendezvous.mailbox(session))
         self.pipeline = SendPipeline(session, [self.sender], runtime_of(HOST), seals)
         self.pipeline.connect(self.topology, Deadline.after(HANG_S))
 
@@ -56,7 +56,7 @@ class Writer:
         memory = torch.zeros(self.layout.total_bytes, dtype=torch.uint8)
         snapshot.take(memory, None, progress)
         deadline = Deadline.after(HANG_S)
-        table = RunTable.of(parts_of(shards, places, self.layout.regions), self.layout)
+        table = CopyTable.of(parts_of(shards, places, self.layout.regions), self.layout)
         source = FromSnapshot(memory, table, self.layout, lambda until: progress.wait(until, deadline), list)
         nobody = Destination(self.sender, [])
         everything = dict.fromkeys(range(self.layout.bucket_count), nobody)

@@ -24,10 +24,10 @@ from weightlane.ckpt_engines.links import bounded_calls as engine_calls
 from weightlane.ckpt_engines.links.bounded_calls import address_of, close_all
 from weightlane.ckpt_engines.runtime.devices import HOST, runtime_of
 from weightlane.sync import CollectivePublisher, LocalShard, Manifest, Rendezvous, SyncConfig
-from weightlane.sync.receive.links import Way, Ways
+from weightlane.sync.receive.links import TransferTask, TransferTasks
 from weightlane.sync.send.gather import ShardGather
 from weightlane.sync.send.pipeline import Destination, SendPipeline
-from weightlane.sync.version.packing import RunTable
+from weightlane.sync.version.packing import CopyTable
 from weightlane.sync.version.stream_parts import parts_of
 from weightlane.sync.version.tensor_spec import TensorSpec
 
@@ -155,9 +155,11 @@ def test_an_address_that_is_never_said_and_a_half_that_never_closes_are_left_beh
 def test_a_receiver_whose_calls_never_return_is_named_and_waited_for_before_its_memory_is_used_again(
     stuck: Any, ways: int
 ) -> None:
-    receiving = Ways("rollout-0/0")
+    receiving = TransferTasks("rollout-0/0")
     with pytest.raises(DeadlineExceededError, match="trainer-0"):
-        receiving.run([Way([f"trainer-{number}"], stuck.flush) for number in range(ways)], Deadline.after(SOON))
+        receiving.run(
+            [TransferTask([f"trainer-{number}"], stuck.flush) for number in range(ways)], Deadline.after(SOON)
+        )
     with pytest.raises(DeadlineExceededError, match="to be given up"):
         receiving.settle(Deadline.after(SOON))
 
@@ -167,7 +169,7 @@ def test_a_gather_that_is_closed_lets_go_of_who_waits_for_another_rank() -> None
     layout = Manifest(1, (spec,), 4096, whole_tensors=True)
     row = torch.zeros(1, 64, dtype=torch.uint8)
     tables = [
-        RunTable.of(parts_of([LocalShard(spec, (rank, 0), row)], [0], layout.regions), layout) for rank in range(2)
+        CopyTable.of(parts_of([LocalShard(spec, (rank, 0), row)], [0], layout.regions), layout) for rank in range(2)
     ]
     rendezvous = Rendezvous.host()
 

@@ -34,11 +34,11 @@ from weightlane.ckpt_engines import (
 )
 from weightlane.ckpt_engines.channels.mac import new_secret
 from weightlane.sync import Manifest, Rendezvous, RendezvousAddress, SyncConfig, TensorSpec
-from weightlane.sync.control.hub.frames import Connection, Frame, dial
+from weightlane.sync.control.hub.frames import ControlConnection, Frame, dial
 from weightlane.sync.control.hub.hub import Kind
 from weightlane.sync.control.messages import Abort, Committed, Stop
 from weightlane.sync.control.tensor_lists import TensorLists
-from weightlane.sync.send.agreement.rank_talk import RankTalk
+from weightlane.sync.send.agreement.rank_agreement import RankAgreement
 
 NAMES = [f"t-{rank}" for rank in range(3)]
 
@@ -175,7 +175,7 @@ def test_a_member_that_does_not_read_gets_everything_later(rendezvous: Rendezvou
     address = rendezvous.address
     sock, keys = dial(address.host, address.port, address.secret, soon())
     came: list[Frame] = []
-    listening = Connection(sock, keys, came.append, lambda _: None)
+    listening = ControlConnection(sock, keys, came.append, lambda _: None)
     listening.send(Frame(Kind.LISTEN, 0, "lazy", b""))  # sends, and does not read yet
     listening.send(Frame(Kind.PUT, 0, "s\nready", b"1"))
     rendezvous.mailbox("s").get("ready", soon())
@@ -332,8 +332,8 @@ def test_of_a_session_that_is_over_nothing_is_left_and_nobody_waits(rendezvous: 
 # -- ranks that agree ----------------------------------------------------------------------------------------------------
 
 
-def talks(rendezvous: Rendezvous) -> list[RankTalk]:
-    return [RankTalk(rendezvous.mailbox("deltas/s"), NAMES, rank, "a delta") for rank in range(3)]
+def talks(rendezvous: Rendezvous) -> list[RankAgreement]:
+    return [RankAgreement(rendezvous.mailbox("deltas/s"), NAMES, rank, "a delta") for rank in range(3)]
 
 
 def test_ranks_hear_all_of_one_another_by_two_messages_each_and_old_versions_go(rendezvous: Rendezvous) -> None:

@@ -12,7 +12,7 @@ from weightlane.sync import IncomingDelta, LocalShard, Manifest, StagedDelta, Te
 from weightlane.sync.codecs.delta.encoding import DeltaEncoder, RankDelta, delta_manifest
 from weightlane.sync.codecs.delta.format.encoder import TooDense
 from weightlane.sync.version.box import Box
-from weightlane.sync.version.manifest import Segment
+from weightlane.sync.version.manifest import DeltaSegment
 from weightlane.sync.version.stream_parts import parts_of
 
 SPECS = (
@@ -98,6 +98,6 @@ def test_nothing_looks_at_a_snapshot_that_has_failed(encoder: DeltaEncoder, afte
 def test_a_delta_is_cut_so_that_there_is_something_to_decode_while_the_rest_comes(nbytes: int, buckets: int) -> None:
     spec = TensorSpec("w", (1 << 30,), torch.uint8)
     layout = Manifest(1, (spec,), 16 << 20, identity="t/1")
-    manifest = delta_manifest(layout, 2, (1, "t/1"), "t/2", [[Segment(0, Box.whole(spec.shape), nbytes)]])
+    manifest = delta_manifest(layout, 2, (1, "t/1"), "t/2", [[DeltaSegment(0, Box.whole(spec.shape), nbytes)]])
     assert manifest.bucket_count == buckets
     assert manifest.bucket_bytes <= layout.bucket_bytes

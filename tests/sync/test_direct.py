@@ -15,7 +15,7 @@ from weightlane.ckpt_engines import Delivery, ManifestError, ProtocolError, Quor
 from weightlane.ckpt_engines.engines.torch_distributed.gloo import GlooEngine
 from weightlane.sync import LocalShard, Placement, TensorSpec
 from weightlane.sync.plan import Holdings
-from weightlane.sync.send.agreement.replica_check import ReplicaCheck
+from weightlane.sync.send.agreement.replicated_shards import ReplicaCheck
 from weightlane.sync.version.box import Box
 
 

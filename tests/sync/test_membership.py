@@ -28,7 +28,7 @@ from weightlane.ckpt_engines import (
 from weightlane.sync import Expectation, Rendezvous, ReplicaState, Subscriber, SyncReport
 from weightlane.sync.control.hub.hub import COORDINATOR
 from weightlane.sync.control.messages import Connect, Hello, Joined, Reset
-from weightlane.sync.control.participant import OutcomeBoard
+from weightlane.sync.control.participant import VersionOutcomes
 from weightlane.sync.control.rendezvous import Inbox
 
 every_engine = pytest.mark.parametrize("backend", ["gloo", "shm", "filesystem"])
@@ -373,13 +373,13 @@ def test_a_sync_that_is_cancelled_while_it_is_sent_lets_the_next_one_begin_at_on
 def test_a_version_that_failed_is_waited_for_anew_when_it_comes_again_however_often_it_was_said_to_have_failed() -> (
     None
 ):
-    board = OutcomeBoard()
+    board = VersionOutcomes()
     for _ in range(2):
         board.begin(5, told=True)
         assert board.failure(5) is None
         for _ in range(2):
             board.fail(5, PeerLostError("gone.", part="trainer-0"))
-    late = OutcomeBoard()
+    late = VersionOutcomes()
     late.fail(5, PeerLostError("gone.", part="trainer-0"))
     late.begin(5)
     assert late.failure(5) is not None, "it came for this very try"

@@ -40,7 +40,7 @@ from weightlane.sync.send.snapshot import quantised_snapshot
 from weightlane.sync.send.snapshot.progress import Progress
 from weightlane.sync.send.snapshot.quantised_blocks import Magnitudes
 from weightlane.sync.send.snapshot.quantised_snapshot import QuantisedShards
-from weightlane.sync.send.snapshot.steps import Remains
+from weightlane.sync.send.snapshot.steps import Leftovers
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.packing import compact_places
 
@@ -228,9 +228,9 @@ def test_a_model_without_linear_layers_is_refused_when_the_publisher_is_made(ren
 
 def taken(
     shards: list[LocalShard], scheme: Scheme, *, pinned: bool = False
-) -> tuple[QuantisedShards, Remains, torch.Tensor]:
+) -> tuple[QuantisedShards, Leftovers, torch.Tensor]:
     """A snapshot of shards, in which parts of blocks are not there yet."""
-    ours, remains = QuantisedShards(shards, scheme), Remains()
+    ours, remains = QuantisedShards(shards, scheme), Leftovers()
     snapshot = ours.snapshot(compact_places(ours.held))
     device = "cpu" if pinned else shards[0].data.device if shards else "cpu"
     memory = torch.full((snapshot.nbytes,), 0xA5, dtype=torch.uint8, device=device, pin_memory=pinned)
@@ -239,7 +239,7 @@ def taken(
     return ours, remains, memory
 
 
-def complete_alone(remains: Remains, memory: torch.Tensor) -> None:
+def complete_alone(remains: Leftovers, memory: torch.Tensor) -> None:
     """Quantise parts of blocks as if there were no others."""
     merged = largest(remains.magnitudes, {cut.pair.weight.name: cut.pair.scales.shape for cut in remains.cuts})
     for cut in remains.cuts:

@@ -32,14 +32,14 @@ from weightlane.ckpt_engines import (
 from weightlane.ckpt_engines.runtime.devices import HOST
 from weightlane.plugins import RunHooks, hookimpl
 from weightlane.sync import Manifest, Outcome, Placement, Rendezvous, ReplicaState, SyncConfig, TensorSpec
-from weightlane.sync.control.message_queue import Correspondence
+from weightlane.sync.control.message_queue import MessageQueue
 from weightlane.sync.control.messages import Failed, Joined
 from weightlane.sync.control.roster import Roster
 from weightlane.sync.plan import Network
 from weightlane.sync.plan import send_assignment as shares
 from weightlane.sync.plan.session_plan import SessionPlan, Supply
-from weightlane.sync.receive.links import Inlet, Receiving, Source
-from weightlane.sync.receive.receive_loop import Intake, Job
+from weightlane.sync.receive.links import BucketSender, ReceiveLink, ReceiveSession
+from weightlane.sync.receive.receive_loop import ReceiveLoop, StageRequest
 from weightlane.sync.version.bucket_checksums import seal
 
 SLOW_SENDERS = Network(sender_bytes_per_s=1e8, receiver_bytes_per_s=1e9, bucket_bytes=8192)
@@ -201,9 +201,9 @@ def test_a_bucket_is_handed_on_once_it_was_verified() -> None:
 
     carrier: Any = Carrier()
     manifest = Manifest(3, (TensorSpec("t", (64,), torch.uint8),), 64, sealed=True)
-    receiving = Receiving("s", (Inlet({"trainer-0": Source(carrier, "trainer-0")}),))
-    job = Job(manifest, manifest, receiving, Deadline.after(NEVER_S), NEVER_S, relaying=carrier)
-    intake, data = Intake("r1/0", HOST, RunHooks()), torch.empty(64, dtype=torch.uint8)
+    receiving = ReceiveSession("s", (ReceiveLink({"trainer-0": BucketSender(carrier, "trainer-0")}),))
+    job = StageRequest(manifest, manifest, receiving, Deadline.after(NEVER_S), NEVER_S, relaying=carrier)
+    intake, data = ReceiveLoop("r1/0", HOST, RunHooks()), torch.empty(64, dtype=torch.uint8)
     carrier.damage = 1
     with pytest.raises(CorruptBucketError):
         intake.receive_all(job, lambda _: data)
@@ -327,7 +327,7 @@ def test_whoever_is_at_the_end_of_the_way_is_at_fault(
     rendezvous: Rendezvous, told: list[tuple[str, WeightlaneError]], culprits: set[str], peer: str
 ) -> None:
     roster = Roster(["t0"], [Replica(f"r{number}", dict.fromkeys([f"r{number}/0"])) for number in range(4)], 0.5)  # type: ignore[arg-type]
-    letters = Correspondence(rendezvous, roster)
+    letters = MessageQueue(rendezvous, roster)
     letters._note(Joined(name="t0", inbox="t0#1"))
     verdict = letters._verdict(
         [Failed(name=name, session="s", version=1, error=error.to_wire()) for name, error in told]

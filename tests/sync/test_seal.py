@@ -12,7 +12,7 @@ from weightlane.ckpt_engines import CorruptBucketError, Deadline, DeadlineExceed
 from weightlane.ckpt_engines.runtime.device_checksum import sums, xxh3
 from weightlane.sync.control.rendezvous import Rendezvous
 from weightlane.sync.version.bucket_checksums import (
-    StoredSeals,
+    StoredChecksums,
     of_bucket,
     seal,
     seals_document,
@@ -78,7 +78,7 @@ def test_a_document_of_seals_says_what_it_lists() -> None:
 
 def test_seals_of_stored_versions_are_one_message_and_those_of_older_versions_go() -> None:
     host = Rendezvous.host()
-    sender, receiver = (StoredSeals(host.mailbox("seals/s-1")) for _ in range(2))
+    sender, receiver = (StoredChecksums(host.mailbox("seals/s-1")) for _ in range(2))
     for version in (1, 2):
         sender.put(version, [f"xxh3:{version}{index}" for index in range(3)])
     assert receiver.get(2, Deadline.after(HANG_S)) == ["xxh3:20", "xxh3:21", "xxh3:22"]

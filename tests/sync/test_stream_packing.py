@@ -17,7 +17,7 @@ from weightlane.sync.send.snapshot.progress import Progress
 from weightlane.sync.send.snapshot.snapshot import Snapshot
 from weightlane.sync.version.manifest import ALIGNMENT_BYTES
 from weightlane.sync.version.packing import (
-    RunTable,
+    CopyTable,
     compact_places,
     copy_runs,
     gather_runs,
@@ -66,7 +66,7 @@ def test_sharded_tensors_arrive_bit_for_bit_through_buckets_of_any_size_and_cut(
         for rank in range(world)
     ]
     places = [compact_places(shards) for shards in by_rank]
-    tables = [RunTable.of(parts_of(by_rank[rank], places[rank], manifest.regions), manifest) for rank in range(world)]
+    tables = [CopyTable.of(parts_of(by_rank[rank], places[rank], manifest.regions), manifest) for rank in range(world)]
     snapshots = [taken(*held) for held in zip(by_rank, places, strict=True)]
 
     staging = torch.zeros(manifest.total_bytes, dtype=torch.uint8)

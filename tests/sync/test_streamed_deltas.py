@@ -29,11 +29,11 @@ from weightlane.sync.codecs.delta.format.encoder import Encoded
 from weightlane.sync.codecs.delta.staged_delta import StagedDelta
 from weightlane.sync.control.hub.hub import COORDINATOR
 from weightlane.sync.control.messages import Failed, Message, Open, Staged
-from weightlane.sync.receive.links import Inlet, Receiving, Source
+from weightlane.sync.receive.links import BucketSender, ReceiveLink, ReceiveSession
 from weightlane.sync.receive.staging import Staging
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.bucket_checksums import seal
-from weightlane.sync.version.manifest import Segment
+from weightlane.sync.version.manifest import DeltaSegment
 
 SPECS = tuple(TensorSpec(name, (8,), torch.float32) for name in "abc")
 BASE = Manifest(1, SPECS, 64, identity="t/1")
@@ -48,7 +48,7 @@ def delta_of(parts: list[torch.Tensor], version: int = 2) -> Manifest:
         base_version=1,
         base_identity="t/1",
         identity=f"t/{version}",
-        segments=tuple(Segment(number, Box((0,), (8,)), part.numel()) for number, part in enumerate(parts)),
+        segments=tuple(DeltaSegment(number, Box((0,), (8,)), part.numel()) for number, part in enumerate(parts)),
     )
 
 
@@ -134,7 +134,7 @@ class Rollout:
 
     def offer(self, line: Line) -> None:
         manifest = line.manifest
-        self.subscriber._receiving = Receiving("", (Inlet({"t-0": Source(line, "t-0")}),))  # type: ignore[arg-type]
+        self.subscriber._receiving = ReceiveSession("", (ReceiveLink({"t-0": BucketSender(line, "t-0")}),))  # type: ignore[arg-type]
         times = {"deadline_s": HANG_S, "stall_s": HANG_S}
         self.subscriber._dispatch(Open(session="", version=manifest.version, manifest=manifest.to_plain(), **times))
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightlane.sync import LocalShard, Manifest, TensorSpec
-from weightlane.sync.version.packing import RunTable, compact_places, copy_runs, gather_runs, scatter_runs
+from weightlane.sync.version.packing import CopyTable, compact_places, copy_runs, gather_runs, scatter_runs
 from weightlane.sync.version.stream_parts import parts_of
-from weightlane.sync.version.strided_copy import Piece, Rows, Window
+from weightlane.sync.version.strided_copy import BucketCopies, StridedCopy, StridedRun
 
 runs = st.lists(st.tuples(st.integers(0, 3), st.sampled_from([4, 4, 4, 8, 64])), min_size=0, max_size=30)
 
@@ -26,11 +26,11 @@ def test_runs_of_any_length_and_order_get_to_their_places(
     order = list(range(len(placed)))
     if shuffled:
         random.shuffle(order)  # type: ignore[attr-defined]
-    found: dict[int, Piece] = {}
+    found: dict[int, StridedCopy] = {}
     for index in order:
-        found[index] = Piece.run(placed[index][0], snapshot, placed[index][1])
+        found[index] = StridedCopy.run(placed[index][0], snapshot, placed[index][1])
         snapshot += placed[index][1]
-    table = RunTable(found.values())
+    table = CopyTable(found.values())
     held = torch.randint(256, (snapshot,), dtype=torch.uint8)
     stop = min(start + length, stream)
     start = min(start, stop)
@@ -53,7 +53,7 @@ def test_ten_thousand_halves_are_one_strip_and_are_sent_from_where_they_lie() ->
     data = torch.zeros(32, dtype=torch.bfloat16)
     shards = [LocalShard(spec, (32,), data) for spec in specs]
     manifest = Manifest(1, tuple(specs), 1 << 20)
-    table = RunTable.of(parts_of(shards, compact_places(shards), manifest.regions), manifest)
+    table = CopyTable.of(parts_of(shards, compact_places(shards), manifest.regions), manifest)
     start, stop = manifest.window(0)
     window = table.window(start, stop)
     assert len(window.strips) == 1
@@ -65,11 +65,11 @@ def test_ten_thousand_halves_are_one_strip_and_are_sent_from_where_they_lie() ->
 
 
 def test_runs_that_go_backwards_or_lie_over_each_other_are_no_rows() -> None:
-    backwards = [Piece.run(0, 8, 4), Piece.run(8, 4, 4), Piece.run(16, 0, 4)]
-    assert len(Window.of(backwards).strips) == 3
-    overlapping = [Piece.run(0, 0, 8), Piece.run(16, 4, 8), Piece.run(32, 8, 8)]
-    assert len(Window.of(overlapping).strips) == 3
-    assert Window.of([]).nbytes == 0
+    backwards = [StridedCopy.run(0, 8, 4), StridedCopy.run(8, 4, 4), StridedCopy.run(16, 0, 4)]
+    assert len(BucketCopies.of(backwards).strips) == 3
+    overlapping = [StridedCopy.run(0, 0, 8), StridedCopy.run(16, 4, 8), StridedCopy.run(32, 8, 8)]
+    assert len(BucketCopies.of(overlapping).strips) == 3
+    assert BucketCopies.of([]).nbytes == 0
 
 
 @given(
@@ -78,8 +78,8 @@ def test_runs_that_go_backwards_or_lie_over_each_other_are_no_rows() -> None:
 def test_a_window_takes_of_columns_what_lies_in_it(
     first: int, nbytes: int, gap: int, count: int, start: int, length: int
 ) -> None:
-    rows = Rows(first, nbytes + gap, nbytes, count)
-    piece = Piece(rows, Rows(1000, nbytes, nbytes, count))
+    rows = StridedRun(first, nbytes + gap, nbytes, count)
+    piece = StridedCopy(rows, StridedRun(1000, nbytes, nbytes, count))
     at = {
         rows.start + row * rows.step + byte: 1000 + row * nbytes + byte
         for row in range(count)

@@ -15,7 +15,7 @@ from .protocols import Completion
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class PromptGroup:
     """Completions of one task's prompt, judged."""
 
     task: Task
@@ -39,7 +39,7 @@ class Group:
         return sum(len(completion.token_ids) for completion in self.completions)
 
 
-def to_batch(groups: Sequence[Group], algorithm: AlgorithmConfig, oldest: int | None = None) -> TrainBatch:
+def to_batch(groups: Sequence[PromptGroup], algorithm: AlgorithmConfig, oldest: int | None = None) -> TrainBatch:
     """The groups as one training batch, advantages computed within each group.
 
     Samples with advantage 0 are left out, unless `algorithm` says otherwise: they have no gradient.
@@ -59,7 +59,7 @@ def to_batch(groups: Sequence[Group], algorithm: AlgorithmConfig, oldest: int | 
     return TrainBatch(tuple(kept), temperature=algorithm.temperature, left_out_tokens=left_out)
 
 
-def _samples(group: Group, algorithm: AlgorithmConfig, oldest: int | None) -> Iterator[Sample]:
+def _samples(group: PromptGroup, algorithm: AlgorithmConfig, oldest: int | None) -> Iterator[Sample]:
     """Those of a group that have a token in the loss."""
     rewards = torch.tensor([list(group.rewards)], dtype=torch.float64)
     (advantages,) = group_advantages(rewards, normalize_std=algorithm.normalize_std).tolist()
@@ -70,7 +70,7 @@ def _samples(group: Group, algorithm: AlgorithmConfig, oldest: int | None) -> It
             yield Sample(prompt, tuple(completion.token_ids), tuple(completion.logprobs), advantage, masked)
 
 
-def staleness(groups: Sequence[Group], step: int) -> tuple[float, int]:
+def staleness(groups: Sequence[PromptGroup], step: int) -> tuple[float, int]:
     """Mean over tokens, and maximum, of ``step`` minus the version that generated each token."""
     lags = [step - version for group in groups for completion in group.completions for version in completion.versions]
     return sum(lags) / len(lags), max(lags)

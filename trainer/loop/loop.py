@@ -24,7 +24,7 @@ from ..data.tasks import Task, TaskStream
 from .config import LoopConfig
 from .failures import STEP, Failures
 from .fleet import Fleet, Successor
-from .group import Group, staleness, to_batch
+from .group import PromptGroup, staleness, to_batch
 from .overlap import OverlapClock
 from .protocols import Newcomer, Rollout, StepReport, Syncer, Tokenizer, Trainers
 from .rollout_feeder import Judge, Lengths, RolloutFeeder
@@ -289,13 +289,15 @@ class AsyncLoop:
         """As `_evaluate`, with whatever version serves when a task is answered, and a few tasks at a time."""
         few = asyncio.Semaphore(_EVALUATED_BESIDE)
 
-        async def answer(task: Task, turn: int) -> Group:
+        async def answer(task: Task, turn: int) -> PromptGroup:
             async with few:
                 return await self._feeder.answer(task, turn)
 
         await self._evaluated(self._step, answer)
 
-    async def _evaluated(self, step: int, answer: Callable[[Task, int], Coroutine[Any, Any, Group]]) -> float | None:
+    async def _evaluated(
+        self, step: int, answer: Callable[[Task, int], Coroutine[Any, Any, PromptGroup]]
+    ) -> float | None:
         tasks = self._parts.heldout_tasks[: self._config.evaluate_tasks]
         if not tasks:
             return None
@@ -317,7 +319,7 @@ class AsyncLoop:
         self._parts.hooks.evaluated(step=step, facts=facts)
         return accuracy
 
-    def _report_step(self, groups: Sequence[Group], report: StepReport, waited_s: float) -> None:
+    def _report_step(self, groups: Sequence[PromptGroup], report: StepReport, waited_s: float) -> None:
         published = self._keeper.note_fence(report.fence_s)
         blocked_s = self._keeper.times.rollout_blocked_s
         blocked_before, self._blocked_told = self._blocked_told, len(blocked_s)

@@ -15,7 +15,7 @@ from ..config import AlgorithmConfig
 from ..data.tasks import Task, TaskStream
 from .failures import Failures
 from .fleet import Fleet
-from .group import Group
+from .group import PromptGroup
 from .overlap import OverlapClock
 from .protocols import Completion, Rollout, Tokenizer
 from .staleness_budget import StalenessBudget
@@ -37,7 +37,7 @@ class _Place:
     """A group's place in the line of those that were begun."""
 
     task: Task
-    group: Group | None = None
+    group: PromptGroup | None = None
     """Once it is complete."""
 
 
@@ -53,7 +53,7 @@ class Lengths:
         """Tokens of a completion; 0 when there is none."""
         return self.tokens / self.completions if self.completions else 0.0
 
-    def add(self, group: Group, oldest: int = -1) -> None:
+    def add(self, group: PromptGroup, oldest: int = -1) -> None:
         """Count those of `group`, without tokens of versions older than `oldest`."""
         for completion in group.completions:
             tokens = sum(version >= oldest for version in completion.versions)
@@ -76,7 +76,7 @@ class RolloutFeeder:
         stream: Where prompts come from.
         tokenizer: Turns prompts into tokens and completions into text.
         judge: The reward function.
-        algorithm: Group size, temperature and length.
+        algorithm: PromptGroup size, temperature and length.
         stop_token_ids: Tokens that end a completion.
         budget: How far ahead of the trainer groups may start.
         late: What becomes of a group that is late.
@@ -157,9 +157,9 @@ class RolloutFeeder:
             self._budget.committed = max(self._budget.committed, version)
             self._changed.notify_all()
 
-    async def take(self, step: int) -> list[Group]:
+    async def take(self, step: int) -> list[PromptGroup]:
         """The next groups to train parameters of version `step` on; waits for them."""
-        groups: list[Group] = []
+        groups: list[PromptGroup] = []
         while len(groups) < self._algorithm.prompts_per_step:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._next() is not None)
@@ -194,12 +194,12 @@ class RolloutFeeder:
         self._outstanding.remove(place.task)
         self._changed.notify_all()
 
-    def trained(self, groups: Sequence[Group]) -> None:
+    def trained(self, groups: Sequence[PromptGroup]) -> None:
         """The optimizer has used `groups`: their tasks are done."""
         for group in groups:
             self._outstanding.remove(group.task)
 
-    async def wasted(self, groups: Sequence[Group]) -> None:
+    async def wasted(self, groups: Sequence[PromptGroup]) -> None:
         """The step that was to use `groups` changed nothing: their tasks are done, and others may be begun."""
         async with self._changed:
             for group in groups:
@@ -214,7 +214,7 @@ class RolloutFeeder:
         self._waiting.extend(tasks)
         self._outstanding.extend(tasks)
 
-    async def answer(self, task: Task, turn: int, version: int | None = None) -> Group:
+    async def answer(self, task: Task, turn: int, version: int | None = None) -> PromptGroup:
         """A judged greedy completion of `task` by a replica that serves, `version` if that is given: the `turn`-th, in rotation.
 
         The group is empty when there is none.
@@ -228,7 +228,7 @@ class RolloutFeeder:
                 return group
             await asyncio.sleep(_PAUSE_S)
 
-    async def _generate(self, rollout: Rollout, task: Task, *, count: int, greedy: bool = False) -> Group | None:
+    async def _generate(self, rollout: Rollout, task: Task, *, count: int, greedy: bool = False) -> PromptGroup | None:
         """Judged completions of one task, at most `count`; None when the replica cannot be asked now, or not be trusted."""
         try:
             prompt_ids = self._encoded(task)
@@ -236,7 +236,7 @@ class RolloutFeeder:
             # A held-out prompt that is no good is so in every evaluation, and trains nothing.
             self._failures.failed("prompt", error, count, may_end=not greedy, task=task.prompt, place=task.place)
             await asyncio.sleep(0)  # where every prompt fails, others have their turn all the same
-            return Group(task, [], [], [], [], rollout.name)
+            return PromptGroup(task, [], [], [], [], rollout.name)
         try:
             answers = await rollout.generate_group(
                 prompt_ids,
@@ -255,7 +255,7 @@ class RolloutFeeder:
         judged = await asyncio.gather(*(self._judged(task, answer, rollout.name) for answer in answers))
         kept = [each for each in judged if each is not None]
         completions, texts, rewards = zip(*kept, strict=True) if kept else ((), (), ())
-        return Group(task, prompt_ids, completions, texts, rewards, rollout.name)
+        return PromptGroup(task, prompt_ids, completions, texts, rewards, rollout.name)
 
     def _encoded(self, task: Task) -> list[int]:
         """The prompt's tokens; `ConfigError` for one that is no text, or that leaves no room for a completion."""

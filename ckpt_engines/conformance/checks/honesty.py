@@ -12,7 +12,7 @@ import torch
 
 from ...contract.engine import Capabilities, WeightReceiver, WeightSender
 from ...contract.storing import StoringSender
-from ...contract.viewing import ShowingSender, ViewingReceiver
+from ...contract.viewing import ViewableSender, ViewingReceiver
 from ...errors import WeightlaneError
 from ...runtime.devices import HOST
 from ..processes.network import forget_peak, own_memory, sleeps
@@ -34,7 +34,7 @@ class HonestyChecks(ConformanceBase):
     ) -> None:
         """Who declares views, or that versions persist, has halves with the calls for that."""
         wanted: dict[str, tuple[type[WeightSender], type[WeightReceiver]]] = {
-            "views": (ShowingSender, ViewingReceiver),
+            "views": (ViewableSender, ViewingReceiver),
             "persistent": (StoringSender, WeightReceiver),
         }
         declared = [name for name in wanted if getattr(capabilities, name)]

@@ -64,7 +64,7 @@ from .file_names import (
     sender_text,
     version_directory,
 )
-from .partial_file import GrowingFile
+from .partial_file import PartialFile
 from .store_directory import Guard, StoreDirectory, byte_view, standalone_guard
 from .versions import (
     committed_versions,
@@ -115,7 +115,7 @@ class FilesystemConfig(EngineConfig):
 class _Growing:
     """A file of several buckets."""
 
-    file: GrowingFile
+    file: PartialFile
     version: int
     begun_with: FilePart
     size: int

@@ -16,7 +16,7 @@ Check = Callable[[], None]
 """Raises when it is time to stop."""
 
 
-class GrowingFile(ABC):
+class PartialFile(ABC):
     """A file on its way. Whoever begins one calls `finish` or `discard`; after any error only `discard`."""
 
     def __init__(self, final: str) -> None:
@@ -36,7 +36,7 @@ class GrowingFile(ABC):
         """Let nothing of it remain. Idempotent, never raises."""
 
 
-class LocalGrowingFile(GrowingFile):
+class LocalPartialFile(PartialFile):
     """On the operating system's file system: under a temporary name until it is renamed."""
 
     def __init__(self, final: str, *, fsync: bool) -> None:
@@ -48,7 +48,7 @@ class LocalGrowingFile(GrowingFile):
         self._file: BinaryIO = open(self._unfinished, "wb", buffering=0)  # noqa: SIM115, PTH123 - closed by finish and discard
 
     def write(self, content: Sequence[bytes | memoryview], check: Check) -> None:
-        """See `GrowingFile.write`. Looks at the deadline every few MiB."""
+        """See `PartialFile.write`. Looks at the deadline every few MiB."""
         for piece in content:
             rest = memoryview(piece)
             while rest:
@@ -56,7 +56,7 @@ class LocalGrowingFile(GrowingFile):
                 rest = rest[self._file.write(rest[:LOCAL_STEP_BYTES]) :]
 
     def finish(self) -> None:
-        """See `GrowingFile.finish`."""
+        """See `PartialFile.finish`."""
         if self._fsync:
             os.fsync(self._file.fileno())
         self._file.close()
@@ -69,14 +69,14 @@ class LocalGrowingFile(GrowingFile):
                 os.close(directory)
 
     def discard(self) -> None:
-        """See `GrowingFile.discard`."""
+        """See `PartialFile.discard`."""
         with contextlib.suppress(OSError):
             self._file.close()
         with contextlib.suppress(OSError):
             os.unlink(self._unfinished)  # noqa: PTH108
 
 
-class RemoteGrowingFile(GrowingFile):
+class RemotePartialFile(PartialFile):
     """On any other: an upload in parts, which is there once it was completed, or a file that is renamed then.
 
     Args:
@@ -94,19 +94,19 @@ class RemoteGrowingFile(GrowingFile):
         self._file = fs.open(self._target, "wb")
 
     def write(self, content: Sequence[bytes | memoryview], check: Check) -> None:
-        """See `GrowingFile.write`. What is written is copied, and uploaded when there is enough for a part."""
+        """See `PartialFile.write`. What is written is copied, and uploaded when there is enough for a part."""
         for piece in content:
             check()
             self._file.write(bytes(piece))
 
     def finish(self) -> None:
-        """See `GrowingFile.finish`."""
+        """See `PartialFile.finish`."""
         self._file.close()
         if self._target != self.final:
             self._fs.mv(self._target, self.final)
 
     def discard(self) -> None:
-        """See `GrowingFile.discard`."""
+        """See `PartialFile.discard`."""
         if self._target == self.final:
             with contextlib.suppress(Exception):
                 self._file.discard()

@@ -31,7 +31,7 @@ from ...errors import (
 )
 from ...runtime.lifecycle import Lifecycle
 from ...toolkit.waiting import run_bounded
-from .partial_file import LOCAL_STEP_BYTES, GrowingFile, LocalGrowingFile, RemoteGrowingFile
+from .partial_file import LOCAL_STEP_BYTES, LocalPartialFile, PartialFile, RemotePartialFile
 
 _T = TypeVar("_T")
 _LOCAL = frozenset({"file", "local"})
@@ -180,18 +180,18 @@ class StoreDirectory:
         """`write` for a small file."""
         self.write(path, [text.encode()], guard)
 
-    def begin(self, path: str, guard: Guard) -> GrowingFile:
+    def begin(self, path: str, guard: Guard) -> PartialFile:
         """Begin a file that is written piece by piece; see `append` and `finish`."""
         final = self.full(path)
         with self._typed("write", final):
             if self.is_local:
-                return LocalGrowingFile(final, fsync=self._fsync)
+                return LocalPartialFile(final, fsync=self._fsync)
             waiting_for = f"{final} to be begun"
             return self._remotely(
-                lambda: RemoteGrowingFile(self._fs, final, atomic=self._put_is_atomic), guard, waiting_for
+                lambda: RemotePartialFile(self._fs, final, atomic=self._put_is_atomic), guard, waiting_for
             )
 
-    def append(self, file: GrowingFile, content: Sequence[bytes | memoryview], guard: Guard) -> None:
+    def append(self, file: PartialFile, content: Sequence[bytes | memoryview], guard: Guard) -> None:
         """Write `content` behind what `file` has."""
         waiting_for = f"{file.final} to be written"
 
@@ -205,7 +205,7 @@ class StoreDirectory:
                 joined = b"".join(content)  # a copy: an abandoned upload must not read the caller's memory
                 self._remotely(lambda: file.write([joined], check), guard, waiting_for)
 
-    def finish(self, file: GrowingFile, guard: Guard) -> None:
+    def finish(self, file: PartialFile, guard: Guard) -> None:
         """Let `file` appear, in the place of any other of that name."""
         with self._typed("write", file.final):
             self._in_turn(file.final, file.finish, guard)
@@ -244,7 +244,7 @@ class StoreDirectory:
         else:
             guard.run(appear, waiting_for)
 
-    def discard(self, file: GrowingFile, part: str, deadline: Deadline) -> None:
+    def discard(self, file: PartialFile, part: str, deadline: Deadline) -> None:
         """Let nothing of `file` remain, for the half `part`. Never raises; where it takes longer it goes on behind the caller."""
         if self.is_local:
             file.discard()

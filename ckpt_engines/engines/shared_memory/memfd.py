@@ -27,7 +27,7 @@ _MADV_POPULATE_READ = 22
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Segment(OwnedSegment):
+class MemfdSegment(OwnedSegment):
     """A memory file. `data` is all of it as uint8, and keeps the mapping alive by itself.
 
     The mapping is never removed under a tensor that looks at it: the memory is given back when the last one is gone, here and
@@ -133,9 +133,9 @@ def _read_only(pages: mmap.mmap, device: torch.device) -> torch.Tensor:
 class MemfdSegments(SegmentKind):
     """Segments in memory files; the receiver maps the sender's descriptor."""
 
-    def create(self, nbytes: int, device: torch.device) -> Segment:  # noqa: ARG002
+    def create(self, nbytes: int, device: torch.device) -> MemfdSegment:  # noqa: ARG002
         """See `SegmentKind.create`. Buckets on other devices are copied here."""
-        return Segment(max(1, nbytes))
+        return MemfdSegment(max(1, nbytes))
 
     def adopt(
         self,

@@ -25,7 +25,7 @@ import torch
 
 from ...channels.channel import Address, Channel
 from ...contract.engine import Bucket, Topology
-from ...contract.viewing import ShowingSender
+from ...contract.viewing import ViewableSender
 from ...deadline import Deadline
 from ...errors import ProtocolError
 from ...runtime.lifecycle import Lifecycle
@@ -65,7 +65,7 @@ class _Posted:
     """What it was copied to."""
 
 
-class SegmentSender(ShowingSender):
+class SegmentSender(ViewableSender):
     """Tells receivers where buckets lie.
 
     Args:
@@ -217,7 +217,7 @@ class SegmentSender(ShowingSender):
         return self._arena.make(nbytes, self._device, generous_bytes=generous)
 
     def reclaim(self, version: int, deadline: Deadline) -> None:
-        """See `ShowingSender.reclaim`."""
+        """See `ViewableSender.reclaim`."""
         with self._life.call():
             shown = self._shown.get(version, {})
             while waiting := [name for name, showing in shown.items() if not showing.over]:

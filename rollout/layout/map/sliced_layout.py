@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from weightlane.sync import Region
+from weightlane.sync import TensorSlice
 from weightlane.sync.version.box import Box, row_major_strides
 
 from .layout_map import LayoutMap, Slice, SourceSpec
@@ -25,7 +25,7 @@ class _Step:
     """Elements of the target from one step to the next."""
 
 
-def sliced_layout(layout: LayoutMap, regions: Mapping[str, Region]) -> LayoutMap:
+def sliced_layout(layout: LayoutMap, regions: Mapping[str, TensorSlice]) -> LayoutMap:
     """What `layout` does with whole tensors, done with slices of them.
 
     Args:

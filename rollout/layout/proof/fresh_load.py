@@ -19,7 +19,7 @@ from vllm.config import LoadConfig
 
 from weightlane.ckpt_engines import ConfigError
 from weightlane.ckpt_engines.runtime.device_checksum import sums
-from weightlane.sync.version.sliced_tensors import MadeTensors
+from weightlane.sync.version.sliced_tensors import LazyTensors
 from weightlane.sync.version.tensor_spec import raw_bytes
 
 from ...vllm_internals.internals import BaseModelLoader, set_current_vllm_config
@@ -45,7 +45,7 @@ _ROOM = 1.3
 """Free memory that a second model needs, in sizes of the first; what layers take in passing after a load is in it."""
 
 
-class MadeUpValues(MadeTensors):
+class MadeUpValues(LazyTensors):
     """A version of given tensors whose values depend on name, place and `seed` alone; each is made when it is asked for.
 
     Every element differs between two seeds, also in bfloat16 and after a cast to it. What is called a scale is positive.
@@ -83,7 +83,7 @@ class MadeUpValues(MadeTensors):
         return (torch.where(codes > _MANTISSA, -size, size) if signed else size).to(dtype)
 
     def without_data(self, name: str) -> torch.Tensor:
-        """See `MadeTensors.without_data`."""
+        """See `LazyTensors.without_data`."""
         return torch.empty(self._specs[name].shape, dtype=self._specs[name].dtype, device="meta")
 
     def __iter__(self) -> Iterator[str]:

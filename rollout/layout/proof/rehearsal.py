@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from weightlane.ckpt_engines import WeightlaneError
-from weightlane.sync import Piece
+from weightlane.sync import LivePart
 from weightlane.sync.version.box import Box
 
 from ...commit.rank_agreement import RankGroup
@@ -172,10 +172,10 @@ class _NotShownError(Exception):
     """A written version differs from an ordinary load, or the two cannot be compared."""
 
 
-def _pieces_of(tensors: Mapping[str, torch.Tensor]) -> Iterator[Piece]:
+def _pieces_of(tensors: Mapping[str, torch.Tensor]) -> Iterator[LivePart]:
     """A version in pieces of which some are not whole rows."""
     for name, tensor in tensors.items():
         flat = tensor.reshape(-1)
         length = flat.numel() // _PARTS + 1
         for start in range(0, flat.numel(), length):
-            yield Piece(name, start, flat[start : start + length])
+            yield LivePart(name, start, flat[start : start + length])

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 
 from weightlane.ckpt_engines import CommitError
-from weightlane.sync.version.sliced_tensors import MadeTensors, without_data
+from weightlane.sync.version.sliced_tensors import LazyTensors, without_data
 from weightlane.sync.version.tensor_spec import raw_bytes
 
 from ..map.geometry import Cover, blocks_between, target_block
@@ -118,7 +118,7 @@ class CommitPlan:
             alike.run(memory)
             _copy_all((copy.live, _value(copy.piece, tensors[name])) for name, copy in self._by_torch)
             return
-        if isinstance(tensors, MadeTensors):
+        if isinstance(tensors, LazyTensors):
             for name, tensor in without_data(tensors).items():
                 if name in self.sources:
                     self._checked(name, {name: tensor})  # raises before anything is copied

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from weightlane.ckpt_engines import CommitError, WeightlaneError
-from weightlane.sync import Piece, SlicedTensors
+from weightlane.sync import LivePart, SlicedTensors
 from weightlane.sync.version.manifest import Slicing
 from weightlane.sync.version.sliced_tensors import Pieces
 
@@ -75,7 +75,7 @@ class VersionWriter:
             self.plan.commit(tensors)
         self._finish_copies(tensors)
 
-    def load_pieces(self, pieces: Iterator[Piece]) -> None:
+    def load_pieces(self, pieces: Iterator[LivePart]) -> None:
         """As `load`, for a version that comes in pieces, of which one is kept at a time.
 
         What goes through vLLM's own loading is put together first: all of it where the rest is copied, else a tensor at a time
@@ -131,7 +131,7 @@ class VersionWriter:
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)  # The piece's memory is received into as soon as it is dropped.
 
-    def _reload_arriving(self, pieces: Iterator[Piece]) -> None:
+    def _reload_arriving(self, pieces: Iterator[LivePart]) -> None:
         """Feed vLLM's own loading with whole tensors as they become complete."""
         failure: list[WeightlaneError] = []
 
@@ -162,7 +162,7 @@ class VersionWriter:
             pass
 
 
-def collect(piece: Piece, spec: SourceSpec, apart: dict[str, torch.Tensor], device: torch.device) -> None:
+def collect(piece: LivePart, spec: SourceSpec, apart: dict[str, torch.Tensor], device: torch.device) -> None:
     """Put a piece into the tensor of its name in `apart`."""
     if (whole := apart.get(piece.name)) is None:
         whole = apart[piece.name] = torch.empty(spec.shape, dtype=spec.dtype, device=device)

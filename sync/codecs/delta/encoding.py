@@ -16,10 +16,10 @@ from weightlane.ckpt_engines import ProtocolError
 from weightlane.ckpt_engines.runtime.daemon_threads import DaemonThreads
 from weightlane.ckpt_engines.runtime.devices import usable_cpus
 
-from ...version.manifest import ALIGNMENT_BYTES, CODEC_DELTA, Manifest, PlainSegment, Segment
-from ...version.packing import RunTable
-from ...version.stream_parts import Part
-from ...version.strided_copy import Piece
+from ...version.manifest import ALIGNMENT_BYTES, CODEC_DELTA, DeltaSegment, Manifest, PlainSegment
+from ...version.packing import CopyTable
+from ...version.stream_parts import SnapshotPart
+from ...version.strided_copy import StridedCopy
 from ...version.tensor_spec import Held, HeldSlice, LocalShard
 from .format import Encoded, TooDense, encode
 
@@ -48,7 +48,7 @@ _SEGMENTS: TypeAdapter[list[tuple[int, list[int], list[int], int]]] = TypeAdapte
 class RankDelta:
     """What one rank has to send of a delta."""
 
-    segments: tuple[Segment, ...]
+    segments: tuple[DeltaSegment, ...]
     parts: tuple[Encoded, ...]
     """The segments' bytes, in their order, until they were written somewhere."""
     changed: int
@@ -98,7 +98,7 @@ class DeltaEncoder:
 
     def encode(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[SnapshotPart],
         base: torch.Tensor,
         snapshot: torch.Tensor,
         capacity_bytes: int,
@@ -113,7 +113,7 @@ class DeltaEncoder:
         ``taken()`` one core is left to that, for which the optimizer waits.
         """
         pieces = [piece for part in parts for piece in part.cut(_PIECE_NUMEL)]
-        segments: list[Segment] = []
+        segments: list[DeltaSegment] = []
         encoded_parts: list[Encoded] = []
         room, compared = capacity_bytes, 0
         with closing(self._encoded(pieces, base, snapshot, capacity_bytes, ready, taken)) as encoded:
@@ -124,23 +124,23 @@ class DeltaEncoder:
                 compared += piece.box.numel
                 if room < 0:
                     return TooDense(capacity_bytes, capacity_bytes - room, compared / self._elements)
-                segments.append(Segment(piece.number, piece.box, part.nbytes))
+                segments.append(DeltaSegment(piece.number, piece.box, part.nbytes))
                 encoded_parts.append(part)
         changed = sum(part.changed for part in encoded_parts)
         return RankDelta(tuple(segments), tuple(encoded_parts), changed, self._elements)
 
     def _encoded(
         self,
-        pieces: Sequence[Part],
+        pieces: Sequence[SnapshotPart],
         base: torch.Tensor,
         snapshot: torch.Tensor,
         capacity_bytes: int,
         ready: Callable[[int], None],
         taken: Callable[[], bool],
-    ) -> Generator[tuple[Part, Encoded | TooDense], None, None]:
+    ) -> Generator[tuple[SnapshotPart, Encoded | TooDense], None, None]:
         """Every piece and its delta, in order; a few are encoded ahead of who asks."""
 
-        def one(piece: Part) -> Encoded | TooDense:
+        def one(piece: SnapshotPart) -> Encoded | TooDense:
             old, new = (piece.view(memory).contiguous().view(-1) for memory in (base, snapshot))
             return encode(old, new, capacity_bytes=capacity_bytes)
 
@@ -151,7 +151,7 @@ class DeltaEncoder:
             return
         if self._threads is None:
             self._threads = DaemonThreads(self._workers, "weightlane-encode")
-        begun: deque[tuple[Part, Future[Encoded | TooDense]]] = deque()
+        begun: deque[tuple[SnapshotPart, Future[Encoded | TooDense]]] = deque()
         try:
             for piece in pieces:
                 ready(piece.end)
@@ -218,7 +218,7 @@ def _sampled(old: torch.Tensor, live: torch.Tensor, step: int) -> float:
 
 
 def delta_manifest(
-    layout: Manifest, version: int, base: tuple[int, str], identity: str, segments: Sequence[Sequence[Segment]]
+    layout: Manifest, version: int, base: tuple[int, str], identity: str, segments: Sequence[Sequence[DeltaSegment]]
 ) -> Manifest:
     """The manifest of a delta to which every rank contributes `segments`, in rank order.
 
@@ -246,24 +246,24 @@ def delta_manifest(
     )
 
 
-def delta_tables(segments: Sequence[Sequence[Segment]]) -> list[RunTable]:
+def delta_tables(segments: Sequence[Sequence[DeltaSegment]]) -> list[CopyTable]:
     """Where each rank's segments, which lie back to back in its memory, belong on the wire; by rank."""
     tables, offset = [], 0
     for mine in segments:
         nbytes = sum(segment.nbytes for segment in mine)
-        tables.append(RunTable([Piece.run(offset, 0, nbytes)] if nbytes else []))
+        tables.append(CopyTable([StridedCopy.run(offset, 0, nbytes)] if nbytes else []))
         offset += nbytes
     return tables
 
 
-def segments_to_plain(segments: Sequence[Segment]) -> list[list[int]]:
+def segments_to_plain(segments: Sequence[DeltaSegment]) -> list[list[int]]:
     """As JSON."""
     return [segment.to_plain() for segment in segments]
 
 
-def segments_from_plain(plain: Any) -> tuple[Segment, ...]:
+def segments_from_plain(plain: Any) -> tuple[DeltaSegment, ...]:
     """Parse another rank's segments; `ProtocolError` for anything else."""
     try:
-        return tuple(map(Segment.from_plain, _SEGMENTS.validate_python(plain)))
+        return tuple(map(DeltaSegment.from_plain, _SEGMENTS.validate_python(plain)))
     except ValidationError as error:
         raise ProtocolError(f"not a list of segments: {error.errors()[0]['msg']}.", part=_PART) from None

@@ -10,8 +10,8 @@ import torch
 from weightlane.ckpt_engines import ProtocolError
 
 from ...version.box import Box
-from ...version.manifest import CODEC_DENSE, Manifest, Segment
-from ...version.tensor_spec import Region
+from ...version.manifest import CODEC_DENSE, DeltaSegment, Manifest
+from ...version.tensor_spec import TensorSlice
 from .format import Patch, decode
 
 
@@ -34,7 +34,7 @@ class IncomingDelta:
         """The version it leads to."""
         return self.manifest.version
 
-    def _decoded(self, next_bucket: Callable[[], torch.Tensor]) -> Iterator[tuple[Segment, Patch]]:
+    def _decoded(self, next_bucket: Callable[[], torch.Tensor]) -> Iterator[tuple[DeltaSegment, Patch]]:
         left = torch.empty(0, dtype=torch.uint8)
         for segment in self.manifest.segments:
             spec = self.manifest.specs[segment.tensor]
@@ -51,10 +51,10 @@ class IncomingDelta:
             if patch.carried:
                 yield segment, patch
 
-    def where(self, segment: Segment) -> Region:
+    def where(self, segment: DeltaSegment) -> TensorSlice:
         """Which elements of which tensor of the checkpoint a segment is of."""
         region = self.manifest.regions[segment.tensor]
-        return Region(region.spec, segment.box.inside(region.box))
+        return TensorSlice(region.spec, segment.box.inside(region.box))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class StagedDelta:
     """What turns one version into another, tensor by tensor."""
 
     manifest: Manifest
-    patches: tuple[tuple[Segment, Patch], ...]
+    patches: tuple[tuple[DeltaSegment, Patch], ...]
     """By segment; none for a segment without a change."""
 
     @classmethod

@@ -12,8 +12,8 @@ from weightlane.ckpt_engines import ManifestError
 from ...version.box import Box
 from ...version.expectation import Expectation
 from ...version.manifest import Manifest, Slicing
-from ...version.sliced_tensors import MadeTensors, SlicedTensors
-from ...version.tensor_spec import Region, TensorSpec
+from ...version.sliced_tensors import LazyTensors, SlicedTensors
+from ...version.tensor_spec import TensorSlice, TensorSpec
 from .checkpoint import DTYPES, Scheme
 from .quantisation import QuantisedPair, checked_scheme, quantised_pairs, touched_blocks
 from .quantiser import QUANTISERS
@@ -38,7 +38,7 @@ class Restoring:
         """The matrices that are restored, by name."""
         self.specs = tensors
         """What the version consists of once it is restored."""
-        self.regions: dict[str, Region] = {}
+        self.regions: dict[str, TensorSlice] = {}
         """Which slices of restored tensors come, by the names under which they come."""
         self.scales: dict[str, list[tuple[Box, str]]] = defaultdict(list)
         """Which slices of which scales come, with their names."""
@@ -70,7 +70,7 @@ class Restoring:
             if tensor in scales:
                 self.scales[tensor].append((box, name))
             else:
-                self.regions[name] = Region(restored[tensor], box)
+                self.regions[name] = TensorSlice(restored[tensor], box)
         if self._slicing is not None:
             self._slicing = Slicing(manifest.plan, self.specs, tuple(self.regions.values()))
 
@@ -88,7 +88,7 @@ class Restoring:
         return bool(self.pairs)
 
 
-class RestoredTensors(MadeTensors):
+class RestoredTensors(LazyTensors):
     """What came of a quantised version as it was before, as far as quantising leaves it.
 
     Args:
@@ -129,7 +129,7 @@ class RestoredTensors(MadeTensors):
         return len(self._how.regions)
 
     def without_data(self, name: str) -> torch.Tensor:
-        """See `MadeTensors`."""
+        """See `LazyTensors`."""
         region = self._how.regions[name]
         return torch.empty(region.box.shape, dtype=region.spec.dtype, device="meta")
 

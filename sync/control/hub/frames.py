@@ -262,7 +262,7 @@ def prepare(sock: socket.socket, silence_s: float) -> None:
         sock.setsockopt(level, option, value)
 
 
-class Connection:
+class ControlConnection:
     """One end of a connection whose ends know each other. Every method may be called from any thread.
 
     Args:

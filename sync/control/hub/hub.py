@@ -30,7 +30,7 @@ from weightlane.ckpt_engines.toolkit import listen_tcp
 from .frames import (
     ANSWER_BYTES,
     CLOSED_THERE,
-    Connection,
+    ControlConnection,
     Frame,
     admit,
     greeting,
@@ -135,7 +135,7 @@ class ControlHub:
         """For the coordinator, before it reads."""
         self._marks: dict[int, tuple[str, Callable[[str], None]]] = {}
         self._last_mark = 0
-        self._connections: set[Connection] = set()
+        self._connections: set[ControlConnection] = set()
         self._strangers: dict[int, _Stranger] = {}
         self._closed = False
         self.traffic = [0, 0]
@@ -212,7 +212,7 @@ class ControlHub:
             stranger.leave()
             return
         member = Member(send=lambda *_: None)
-        connection = Connection(
+        connection = ControlConnection(
             sock, keys, lambda frame: self.handle(member, frame), lambda why: self._gone(member, connection, why)
         )
         member.send = connection.send
@@ -220,7 +220,7 @@ class ControlHub:
             self._connections.add(connection)
         connection.start()
 
-    def _gone(self, member: Member, connection: Connection, why: str) -> None:
+    def _gone(self, member: Member, connection: ControlConnection, why: str) -> None:
         """[loop's thread] A member's connection has ended."""
         level = logging.DEBUG if why == CLOSED_THERE or self._closed else logging.WARNING
         _log.log(level, "the connection of %s has ended: %s", ", ".join(sorted(member.inboxes)) or "a member", why)

@@ -1,6 +1,6 @@
 """How trainer ranks agree on the scale of a block that a cut between them divides: each says how large its part is.
 
-The elements of such blocks wait in the ranks' `Remains.cuts`. What is said of a version is one number for each of them.
+The elements of such blocks wait in the ranks' `Leftovers.cuts`. What is said of a version is one number for each of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...version.box import Box
 from ..publication import Publication
 from ..snapshot.quantised_blocks import Magnitudes
 from ..snapshot.snapshot import Snapshot
-from .rank_talk import Board, RankTalk
+from .rank_agreement import AgreementMailbox, RankAgreement
 
 _PART = "block magnitudes"
 _Shapes = Mapping[str, tuple[int, ...]]
@@ -34,15 +34,15 @@ class MagnitudeAgreement:
         rank: This rank.
     """
 
-    def __init__(self, board: Board, names: Sequence[str], rank: int) -> None:
-        self._talk = RankTalk(board, names, rank, _PART)
+    def __init__(self, board: AgreementMailbox, names: Sequence[str], rank: int) -> None:
+        self._talk = RankAgreement(board, names, rank, _PART)
 
     def close(self) -> None:
         """The session is over: whoever waits need not any more. Idempotent."""
         self._talk.close()
 
     def look_again(self) -> None:
-        """As `RankTalk.look_again`."""
+        """As `RankAgreement.look_again`."""
         self._talk.look_again()
 
     def say(self, version: int, mine: Iterable[Magnitudes]) -> None:
@@ -52,7 +52,7 @@ class MagnitudeAgreement:
     def hear(
         self, version: int, shapes: _Shapes, deadline: Deadline, wanted: Callable[[], bool]
     ) -> dict[str, torch.Tensor]:
-        """As `largest`, of what all ranks say. Raises as `RankTalk.hear`, and `ProtocolError`."""
+        """As `largest`, of what all ranks say. Raises as `RankAgreement.hear`, and `ProtocolError`."""
         said = (_from_plain(plain) for mine in self._talk.hear(version, deadline, wanted) for plain in _listed(mine))
         return largest(said, shapes)
 

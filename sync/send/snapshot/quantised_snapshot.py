@@ -1,9 +1,9 @@
 """A snapshot of which the matrices are quantised on the way: the live parameters are read once, and one byte of each is kept.
 
-Blocks that lie whole in a shard are quantised straight from the live parameters. Those that a cut between two ranks divides have
-one scale, which depends on both: what a rank has of such blocks is copied as it is, so that parameters may change as soon as they
-were read, and quantised when every rank has said how large its part is (`Remains.cuts`). With blocks of 128 x 128 that is at most
-254 rows and 254 columns of each shard; where the rows of an int8 matrix are divided, it is all of the shard.
+Blocks that lie whole in a shard are quantised straight from the live parameters. Those that a cut between two ranks divides
+have one scale, which depends on both: what a rank has of such blocks is copied as it is, so that parameters may change as soon
+as they were read, and quantised when every rank has said how large its part is (`Leftovers.cuts`). With blocks of 128 x 128
+that is at most 254 rows and 254 columns of each shard; where the rows of an int8 matrix are divided, it is all of the shard.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ...version.tensor_spec import Held, HeldSlice, LocalShard
 from .progress import Progress
 from .quantised_blocks import CutBlocks, QuantisedMatrix, block_of, corner, regions_of
 from .snapshot import Snapshot, runtime_of_shards
-from .steps import Copy, Milestone, Remains, copies
+from .steps import Copy, Leftovers, Milestone, copies
 
 _Key = tuple[str, Box]
 _CHUNK_NUMEL = 4 << 20
@@ -41,7 +41,7 @@ class _Step:
     box: Box
     is_cut: bool
 
-    def run(self, memory: torch.Tensor, remains: Remains) -> None:
+    def run(self, memory: torch.Tensor, remains: Leftovers) -> None:
         matrix, box = self.matrix, self.box
         data = matrix.data(box)
         magnitudes = matrix.magnitudes(box, data)
@@ -91,7 +91,7 @@ class _QuantisedSnapshot(Snapshot):
         super().__init__([], [])
         self.runtime = runtime_of_shards(shards)
         self._stream = self.runtime.new_stream()
-        self._workers = 1  # steps add to `Remains`
+        self._workers = 1  # steps add to `Leftovers`
         plain: list[tuple[int, LocalShard]] = []
         steps: list[tuple[int, Copy | _Step]] = []
         """The first byte that it makes, and the step; in the order of the elements."""
@@ -129,7 +129,7 @@ class _QuantisedSnapshot(Snapshot):
         memory: torch.Tensor,
         after: Any,
         progress: Progress,
-        remains: Remains | None = None,
+        remains: Leftovers | None = None,
     ) -> None:
         """As `Snapshot.take`. A version that cannot be quantised fails alone: parameters may change then."""
         try:

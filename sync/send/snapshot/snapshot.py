@@ -15,7 +15,7 @@ from weightlane.ckpt_engines.runtime.devices import HOST, DeviceRuntime, runtime
 
 from ...version.tensor_spec import LocalShard
 from .progress import Progress
-from .steps import Milestone, Remains, Step, copies
+from .steps import Leftovers, Milestone, Step, copies
 
 _TURN_BYTES = 16 << 20
 """What a thread copies, at least, before it is told what to do next: to tell it costs as much as copying 1 MiB."""
@@ -66,10 +66,10 @@ class Snapshot:
         memory: torch.Tensor,
         after: Any,
         progress: Progress,
-        remains: Remains | None = None,
+        remains: Leftovers | None = None,
     ) -> None:
         """Copy every shard into `memory` (uint8), cast in the same pass. Blocks, and tells `progress` of what is there."""
-        remains = remains or Remains()
+        remains = remains or Leftovers()
         if not self.runtime.has_streams:
             with closing(self._reached(memory, remains)) as milestones:
                 for milestone in milestones:
@@ -85,7 +85,7 @@ class Snapshot:
                 self._tell(milestone.done_bytes, milestone.read, progress)
         self._tell(self.nbytes, self.read_end, progress)
 
-    def _reached(self, memory: torch.Tensor, remains: Remains) -> Generator[Milestone, None, None]:
+    def _reached(self, memory: torch.Tensor, remains: Leftovers) -> Generator[Milestone, None, None]:
         """Milestones in turn, when they are reached; steps run beside each other where torch itself uses one thread."""
         if self._workers == 1 or torch.get_num_threads() > 1:
             for milestone in self._milestones:

@@ -21,7 +21,7 @@ _SMALL_BYTES = 256 << 10
 
 
 @dataclass(slots=True)
-class Remains:
+class Leftovers:
     """What a snapshot leaves behind that is not in its memory; see `weightlane.sync.send.snapshot.quantised_snapshot`."""
 
     cuts: list[CutBlocks] = field(default_factory=list)
@@ -35,7 +35,7 @@ class Remains:
 class Step(Protocol):
     """A part of taking a snapshot."""
 
-    def run(self, memory: torch.Tensor, remains: Remains) -> None:
+    def run(self, memory: torch.Tensor, remains: Leftovers) -> None:
         """Do it. Whatever is left for later is added to `remains`."""
 
 
@@ -50,7 +50,7 @@ class Copy:
     end: int
     dtype: torch.dtype
 
-    def run(self, memory: torch.Tensor, remains: Remains) -> None:  # noqa: ARG002 - nothing is left
+    def run(self, memory: torch.Tensor, remains: Leftovers) -> None:  # noqa: ARG002 - nothing is left
         """See `Step`."""
         room = memory[self.start : self.end]
         into = room.view(self.dtype)

@@ -90,7 +90,7 @@ class Coordinates:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class CheckpointSlice:
     """A rectangle of a local parameter that is a rectangle of a checkpoint tensor."""
 
     name: str
@@ -156,7 +156,7 @@ def _attention_shapes(model: ModelShape) -> dict[str, tuple[int, ...]]:
     }
 
 
-def pieces_of(name: str, shape: tuple[int, ...], model: ModelShape, at: Coordinates) -> list[Piece]:
+def pieces_of(name: str, shape: tuple[int, ...], model: ModelShape, at: Coordinates) -> list[CheckpointSlice]:
     """The checkpoint tensors, or parts of them, in one local tensor; together they are all of it but vocabulary padding.
 
     Args:
@@ -177,7 +177,9 @@ def pieces_of(name: str, shape: tuple[int, ...], model: ModelShape, at: Coordina
     return _layer_pieces(f"model.layers.{match[1]}", match[2], shape, model, at)
 
 
-def _layer_pieces(layer: str, inner: str, shape: tuple[int, ...], model: ModelShape, at: Coordinates) -> list[Piece]:
+def _layer_pieces(
+    layer: str, inner: str, shape: tuple[int, ...], model: ModelShape, at: Coordinates
+) -> list[CheckpointSlice]:
     whole = _WHOLE | _LATENT_WHOLE if model.latent else _WHOLE
     if inner in whole:
         return [_all_of(f"{layer}.{whole[inner]}", shape)]
@@ -227,38 +229,40 @@ _ROWS = {
 """Parameters of a layer that tensor parallelism cuts by rows."""
 
 
-def _vocabulary(name: str, shape: tuple[int, ...], model: ModelShape, at: Coordinates) -> Piece:
+def _vocabulary(name: str, shape: tuple[int, ...], model: ModelShape, at: Coordinates) -> CheckpointSlice:
     first = min(at.tensor_rank * shape[0], model.vocab)
     rows = min(shape[0], model.vocab - first)
-    return Piece(name, (first, 0), Box((0, 0), (rows, shape[1])))
+    return CheckpointSlice(name, (first, 0), Box((0, 0), (rows, shape[1])))
 
 
-def _all_of(name: str, shape: tuple[int, ...]) -> Piece:
-    return Piece(name, (0,) * len(shape), Box.whole(shape))
+def _all_of(name: str, shape: tuple[int, ...]) -> CheckpointSlice:
+    return CheckpointSlice(name, (0,) * len(shape), Box.whole(shape))
 
 
-def _rows(name: str, shape: tuple[int, ...], rank: int) -> Piece:
-    return Piece(name, (rank * shape[0], 0), Box.whole(shape))
+def _rows(name: str, shape: tuple[int, ...], rank: int) -> CheckpointSlice:
+    return CheckpointSlice(name, (rank * shape[0], 0), Box.whole(shape))
 
 
-def _columns(name: str, shape: tuple[int, ...], rank: int) -> Piece:
-    return Piece(name, (0, rank * shape[1]), Box.whole(shape))
+def _columns(name: str, shape: tuple[int, ...], rank: int) -> CheckpointSlice:
+    return CheckpointSlice(name, (0, rank * shape[1]), Box.whole(shape))
 
 
-def _attention(prefix: str, shape: tuple[int, ...], model: ModelShape, rank: int) -> Iterator[Piece]:
+def _attention(prefix: str, shape: tuple[int, ...], model: ModelShape, rank: int) -> Iterator[CheckpointSlice]:
     columns, dim, queries = shape[1], model.head_dim, model.queries
     local_groups = shape[0] // (queries + 2 * dim)
     for local in range(local_groups):
         group, row = rank * local_groups + local, local * (queries + 2 * dim)
         for kind, rows in (("q", queries), ("k", dim), ("v", dim)):
-            yield Piece(f"{prefix}.{kind}_proj.weight", (group * rows, 0), Box((row, 0), (rows, columns)))
+            yield CheckpointSlice(f"{prefix}.{kind}_proj.weight", (group * rows, 0), Box((row, 0), (rows, columns)))
             row += rows
 
 
-def _feed_forward(prefix: str, inner: str, shape: tuple[int, ...], rank: int) -> Iterator[Piece]:
+def _feed_forward(prefix: str, inner: str, shape: tuple[int, ...], rank: int) -> Iterator[CheckpointSlice]:
     if inner == "linear_fc2.weight":
         yield _columns(f"{prefix}.down_proj.weight", shape, rank)
         return
     rows = shape[0] // 2
     for index, kind in enumerate(("gate", "up")):
-        yield Piece(f"{prefix}.{kind}_proj.weight", (rank * rows, 0), Box((index * rows, 0), (rows, shape[1])))
+        yield CheckpointSlice(
+            f"{prefix}.{kind}_proj.weight", (rank * rows, 0), Box((index * rows, 0), (rows, shape[1]))
+        )

@@ -19,7 +19,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from weightlane.ckpt_engines import ConfigError
 from weightlane.sync.version.box import Box, boxes_of_run
 
-from .checkpoint_names import Coordinates, ModelShape, Piece, checkpoint_shapes, pieces_of
+from .checkpoint_names import CheckpointSlice, Coordinates, ModelShape, checkpoint_shapes, pieces_of
 
 WEIGHT = "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -121,9 +121,11 @@ def copy_masters_to_model(chunks: Sequence[Any], optimizer: MegatronOptimizer) -
             chunk.start_param_sync(force_sync=True)
 
 
-def _pieces(chunks: Sequence[torch.nn.Module], model: ModelShape, at: Coordinates) -> dict[torch.Tensor, list[Piece]]:
+def _pieces(
+    chunks: Sequence[torch.nn.Module], model: ModelShape, at: Coordinates
+) -> dict[torch.Tensor, list[CheckpointSlice]]:
     """The pieces of every parameter, and of every buffer of a checkpoint, by itself."""
-    pieces: dict[torch.Tensor, list[Piece]] = {}
+    pieces: dict[torch.Tensor, list[CheckpointSlice]] = {}
     for wrapped in chunks:
         chunk: Any = wrapped
         while hasattr(chunk, "module"):
@@ -177,7 +179,7 @@ def _zipped(left: Iterable[Iterable[Any]], right: Iterable[Iterable[Any]]) -> It
         yield from zip(ours, theirs, strict=True)
 
 
-def _cut(master: _Master, pieces: Sequence[Piece]) -> Iterator[WeightSlice]:
+def _cut(master: _Master, pieces: Sequence[CheckpointSlice]) -> Iterator[WeightSlice]:
     """The parts of `pieces` that lie in the run that `master` is."""
     flats = [tensor.view(-1) for tensor in (master.weight, *(master.state[key] for key in MOMENTS))]
     at = 0

@@ -12,18 +12,18 @@ from weightlane.ckpt_engines import Deadline, SenderLink, Topology
 from weightlane.ckpt_engines.runtime.devices import runtime_of
 
 from ..codecs.delta.encoding import delta_manifest, delta_tables
-from ..control.engine_links import LinkHalves
+from ..control.engine_links import EngineLinks
 from ..control.messages import Connect
 from ..control.rendezvous import Rendezvous
 from ..plan.session_plan import SessionPlan
-from ..version.bucket_checksums import StoredSeals
-from ..version.manifest import Manifest, Segment
-from ..version.packing import RunTable
-from ..version.stream_parts import Part
-from ..version.strided_copy import Piece
-from .agreement.delta_agreement import DeltaAgreement
+from ..version.bucket_checksums import StoredChecksums
+from ..version.manifest import DeltaSegment, Manifest
+from ..version.packing import CopyTable
+from ..version.stream_parts import SnapshotPart
+from ..version.strided_copy import StridedCopy
+from .agreement.deltas import DeltaAgreement
 from .agreement.magnitudes import MagnitudeAgreement
-from .agreement.replica_check import ReplicaCheck, ReplicaTalk
+from .agreement.replicated_shards import ReplicaAgreement, ReplicaCheck
 from .bucket_source import BucketSource, FromSnapshot, Packed
 from .gather import ShardGather
 from .pipeline import Destination, OnSent, SendPipeline
@@ -36,7 +36,7 @@ Ready = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class SessionRequest:
     """A session that a publisher is to connect for."""
 
     name: str
@@ -62,34 +62,34 @@ class Opening:
         return len(self.message.publishers) == 1
 
     def agreement(self) -> DeltaAgreement | None:
-        """See `Sending.agreement`."""
+        """See `SendSession.agreement`."""
         if self.alone or not self.uses_deltas:
             return None
         return DeltaAgreement(self.rendezvous.mailbox(f"deltas/{self.session}"), self.message.publishers, self.rank)
 
     def magnitudes(self) -> MagnitudeAgreement | None:
-        """See `Sending.magnitudes`."""
+        """See `SendSession.magnitudes`."""
         if self.alone or not self.quantises:
             return None
         return MagnitudeAgreement(
             self.rendezvous.mailbox(f"magnitudes/{self.session}"), self.message.publishers, self.rank
         )
 
-    def replica_talk(self) -> ReplicaTalk | None:
-        """See `Sending.replicas`."""
+    def replica_talk(self) -> ReplicaAgreement | None:
+        """See `SendSession.replicas`."""
         if not self.replicas.needed:
             return None
         board = self.rendezvous.mailbox(f"replicas/{self.session}")
-        return ReplicaTalk(board, self.message.publishers, self.rank, self.replicas)
+        return ReplicaAgreement(board, self.message.publishers, self.rank, self.replicas)
 
     def pipeline(self, links: Sequence[SenderLink], *, stores: bool = False) -> SendPipeline:
         """What sends through `links`, to a store or straight to receivers."""
-        seals = StoredSeals(self.rendezvous.mailbox(f"seals/{self.session}")) if stores else None
+        seals = StoredChecksums(self.rendezvous.mailbox(f"seals/{self.session}")) if stores else None
         return SendPipeline(self.session, links, runtime_of(self.device), seals, self.on_sent)
 
 
 @dataclass(frozen=True, slots=True)
-class Outgoing:
+class SendRequest:
     """A version that one rank is to send what it has of.
 
     Attributes:
@@ -103,7 +103,7 @@ class Outgoing:
     """
 
     manifest: Manifest
-    segments: Sequence[Sequence[Segment]]
+    segments: Sequence[Sequence[DeltaSegment]]
     memory: torch.Tensor
     ready: Ready
     receivers: Sequence[str]
@@ -111,7 +111,7 @@ class Outgoing:
     stall_s: float
 
 
-class Sending(ABC):
+class SendSession(ABC):
     """Of one rank in one session. `close` may be called from any thread.
 
     Attributes:
@@ -124,9 +124,9 @@ class Sending(ABC):
 
     def __init__(
         self,
-        opening: Opening,
+        opening: SessionRequest,
         layout: Manifest,
-        parts: Sequence[Part],
+        parts: Sequence[SnapshotPart],
     ) -> None:
         self.session = opening.session
         self.layout = layout
@@ -136,7 +136,7 @@ class Sending(ABC):
         self.replicas = opening.replica_talk()
         self._buffers = opening.buffers
 
-    def delta(self, held: Publication, segments: Sequence[Sequence[Segment]]) -> Manifest:
+    def delta(self, held: Publication, segments: Sequence[Sequence[DeltaSegment]]) -> Manifest:
         """The manifest of `held` as a delta to which the ranks contribute `segments`, in rank order."""
         assert held.base is not None
         base = (held.base.version, held.base.identity)
@@ -147,7 +147,7 @@ class Sending(ABC):
         return self.layout.as_version(held.version, held.identity)
 
     @abstractmethod
-    def send(self, version: Outgoing) -> int:
+    def send(self, version: SendRequest) -> int:
         """Send what this rank has of `version`; returns the bytes."""
 
     @property
@@ -162,7 +162,7 @@ class Sending(ABC):
                 part.close()
 
 
-class GatheredSending(Sending):
+class GatheredSendSession(SendSession):
     """Rank 0 sends the one stream, filled from all ranks' snapshots.
 
     Making it connects.
@@ -182,10 +182,10 @@ class GatheredSending(Sending):
 
     def __init__(
         self,
-        opening: Opening,
+        opening: SessionRequest,
         layout: Manifest,
-        tables: Sequence[RunTable],
-        parts: Sequence[Part],
+        tables: Sequence[CopyTable],
+        parts: Sequence[SnapshotPart],
         *,
         sender: SenderLink | None,
         topology: Topology,
@@ -216,11 +216,11 @@ class GatheredSending(Sending):
 
     @property
     def pipeline(self) -> SendPipeline | None:
-        """See `Sending.pipeline`."""
+        """See `SendSession.pipeline`."""
         return self._pipeline
 
-    def send(self, version: Outgoing) -> int:
-        """See `Sending.send`."""
+    def send(self, version: SendRequest) -> int:
+        """See `SendSession.send`."""
         gather, manifest = self._gather, version.manifest
         memory, ready, deadline = version.memory, version.ready, version.deadline
         assert gather is not None, "connected"
@@ -242,13 +242,13 @@ class GatheredSending(Sending):
         return self._pipeline.send_version(manifest, source, deadline, destinations=everything, stall_s=version.stall_s)
 
     def close(self) -> None:
-        """See `Sending.close`."""
+        """See `SendSession.close`."""
         super().close()
         if self._gather is not None:
             self._gather.close()
 
 
-class DirectSending(Sending):
+class DirectSendSession(SendSession):
     """Every rank sends its slices straight to the ranks that need them, or to those of them that hand them on to the others.
 
     Making it connects.
@@ -263,7 +263,9 @@ class DirectSending(Sending):
         WeightlaneError: What kept it from connecting; nothing is left open.
     """
 
-    def __init__(self, opening: Opening, planned: SessionPlan, parts: Sequence[Part], halves: LinkHalves) -> None:
+    def __init__(
+        self, opening: SessionRequest, planned: SessionPlan, parts: Sequence[SnapshotPart], halves: EngineLinks
+    ) -> None:
         super().__init__(opening, planned.layout, parts)
         self._halves = halves
         try:
@@ -272,7 +274,7 @@ class DirectSending(Sending):
             halves.close()
             raise
         self._pipeline = opening.pipeline(list(halves.senders.values()))
-        self._table = RunTable.of(parts, planned.layout)
+        self._table = CopyTable.of(parts, planned.layout)
         self._lanes = {
             lane: Destination(halves.senders[link.number], planned.routes[lane].next_after(opening.name))
             for link in planned.sent_by(opening.name)
@@ -281,11 +283,11 @@ class DirectSending(Sending):
 
     @property
     def pipeline(self) -> SendPipeline:
-        """See `Sending.pipeline`."""
+        """See `SendSession.pipeline`."""
         return self._pipeline
 
-    def send(self, version: Outgoing) -> int:
-        """See `Sending.send`. The manifest of a delta says where the segments are."""
+    def send(self, version: SendRequest) -> int:
+        """See `SendSession.send`. The manifest of a delta says where the segments are."""
         manifest = version.manifest
         table = _delta_table(manifest, self._lanes) if manifest.is_delta else self._table
         to: dict[int, Destination] = {}
@@ -300,17 +302,17 @@ class DirectSending(Sending):
         )
 
     def close(self) -> None:
-        """See `Sending.close`."""
+        """See `SendSession.close`."""
         super().close()
         self._halves.close()
 
 
-def _delta_table(manifest: Manifest, lanes: Iterable[int]) -> RunTable:
+def _delta_table(manifest: Manifest, lanes: Iterable[int]) -> CopyTable:
     """Where the segments of `lanes`, back to back in a rank's memory, belong in a delta."""
     pieces, place = [], 0
     for lane in sorted(lanes):
         start, stop = manifest.bounds_of(lane)
         if start < stop:
-            pieces.append(Piece.run(start, place, stop - start))
+            pieces.append(StridedCopy.run(start, place, stop - start))
         place += stop - start
-    return RunTable(pieces)
+    return CopyTable(pieces)

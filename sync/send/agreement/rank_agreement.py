@@ -12,18 +12,18 @@ from typing import Any, Protocol
 
 from weightlane.ckpt_engines import ClosedError, Deadline, ProtocolError
 
+from ...control.hub.client import PendingReply
 from ...control.hub.hub import gathered
-from ...control.hub.member import Asked
 from ...control.hub.plain_bytes import from_bytes
 
 _REMEMBERED = 2
 """How many of its newest versions a rank leaves at the hub: others may still be sending the one before."""
 
 
-class Board(Protocol):
+class AgreementMailbox(Protocol):
     """Where the ranks say what they have; `weightlane.sync.control.rendezvous.Mailbox` is one."""
 
-    def within(self, part: str) -> Board:
+    def within(self, part: str) -> AgreementMailbox:
         """The board of a part of this one."""
 
     def put(self, key: str, value: Any) -> None:
@@ -32,11 +32,11 @@ class Board(Protocol):
     def delete(self, key: str) -> None:
         """Forget `key`."""
 
-    def gather(self, count: int) -> Asked:
+    def gather(self, count: int) -> PendingReply:
         """As `weightlane.sync.control.rendezvous.Mailbox.gather`."""
 
 
-class RankTalk:
+class RankAgreement:
     """What the ranks of one session tell each other about one thing.
 
     Args:
@@ -46,14 +46,14 @@ class RankTalk:
         about: The thing, for errors.
     """
 
-    def __init__(self, board: Board, names: Sequence[str], rank: int, about: str) -> None:
+    def __init__(self, board: AgreementMailbox, names: Sequence[str], rank: int, about: str) -> None:
         self._board = board
         self._names = list(names)
         self._rank = rank
         self._about = about
         self._said: list[int] = []
         self._closed = False
-        self._hearing: dict[Asked, Callable[[], bool]] = {}
+        self._hearing: dict[PendingReply, Callable[[], bool]] = {}
         """What is waited for, and whether it still is wanted."""
         self._lock = threading.Lock()
 

@@ -16,10 +16,10 @@ _CANCEL_S = 2.0
 _PART = "mailbox"
 
 
-class Asked:
+class PendingReply:
     """A question to the hub that is not answered yet. It may be given up, with an error, from any thread."""
 
-    def __init__(self, ends: ControlMember, number: int, question: Frame) -> None:
+    def __init__(self, ends: HubClient, number: int, question: Frame) -> None:
         self._ends, self._number, self._question = ends, number, question
         self._done = threading.Event()
         self._value = b""
@@ -60,7 +60,7 @@ class Mark:
 Item = bytes | Mark | WeightlaneError
 
 
-class ControlMember:
+class HubClient:
     """The inboxes and the open questions of one connection to the hub.
 
     `send` is set by whoever connects it. `received` and `ended` are called by the connection, `received` by the hub itself where
@@ -70,7 +70,7 @@ class ControlMember:
     def __init__(self) -> None:
         self.send: Send = lambda *_: None
         self._lock = threading.Lock()
-        self._asked: dict[int, Asked] = {}
+        self._asked: dict[int, PendingReply] = {}
         self._last = 0
         self._queues: dict[str, SimpleQueue[Item]] = {}
         self._over: WeightlaneError | None = None
@@ -108,13 +108,13 @@ class ControlMember:
             raise self._over
         self.send(frame)
 
-    def ask(self, question: Frame) -> Asked:
+    def ask(self, question: Frame) -> PendingReply:
         """Ask the hub something."""
         with self._lock:
             if self._over is not None:
                 raise self._over
             self._last += 1
-            asked = self._asked[self._last] = Asked(self, self._last, question)
+            asked = self._asked[self._last] = PendingReply(self, self._last, question)
             numbered = question._replace(number=self._last)
         self.send(numbered)
         return asked

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from weightlane.ckpt_engines import Deadline
 
 from ...codecs.delta.encoding import segments_from_plain, segments_to_plain
-from ...version.manifest import Segment
+from ...version.manifest import DeltaSegment
 from ..publication import Publication
-from .rank_talk import Board, RankTalk
+from .rank_agreement import AgreementMailbox, RankAgreement
 
 
 class DeltaAgreement:
@@ -24,15 +24,15 @@ class DeltaAgreement:
         rank: This rank.
     """
 
-    def __init__(self, board: Board, names: Sequence[str], rank: int) -> None:
-        self._talk = RankTalk(board, names, rank, "a delta")
+    def __init__(self, board: AgreementMailbox, names: Sequence[str], rank: int) -> None:
+        self._talk = RankAgreement(board, names, rank, "a delta")
 
     def close(self) -> None:
         """The session is over: whoever waits need not any more. Idempotent."""
         self._talk.close()
 
     def look_again(self) -> None:
-        """As `RankTalk.look_again`."""
+        """As `RankAgreement.look_again`."""
         self._talk.look_again()
 
     def say(self, held: Publication) -> None:
@@ -44,14 +44,14 @@ class DeltaAgreement:
 
     def hear(
         self, held: Publication, deadline: Deadline, wanted: Callable[[], bool] = lambda: True
-    ) -> list[tuple[Segment, ...]]:
+    ) -> list[tuple[DeltaSegment, ...]]:
         """The segments of every rank, in rank order; none at all unless every rank has a delta to the same version.
 
         Raises `DeadlineExceededError` when a rank says nothing, or `ClosedError` as soon as the session is over or the version
         not `wanted` any more: a rank that has gone on to a newer one says nothing of it.
         """
         base = held.base.version if held.base is not None else -1
-        segments: list[tuple[Segment, ...]] = []
+        segments: list[tuple[DeltaSegment, ...]] = []
         for said in self._talk.hear(held.version, deadline, wanted):
             if not isinstance(said, list) or len(said) != 2 or said[0] != base:  # noqa: PLR2004 - version and segments
                 return []

@@ -21,7 +21,7 @@ from ...plan import Replicated
 from ...version.box import Box
 from ...version.bucket_checksums import seal
 from ...version.tensor_spec import LocalShard, TensorSpec, raw_bytes
-from .rank_talk import Board, RankTalk
+from .rank_agreement import AgreementMailbox, RankAgreement
 
 _PART = "replica check"
 _BUDGET_BYTES = 4 << 20
@@ -117,7 +117,7 @@ def _in_turns(slices: Sequence[Replicated]) -> list[list[int]]:
     return turns
 
 
-class ReplicaTalk:
+class ReplicaAgreement:
     """What the ranks of a session tell each other of it.
 
     Args:
@@ -127,9 +127,9 @@ class ReplicaTalk:
         check: This rank's.
     """
 
-    def __init__(self, board: Board, names: Sequence[str], rank: int, check: ReplicaCheck) -> None:
+    def __init__(self, board: AgreementMailbox, names: Sequence[str], rank: int, check: ReplicaCheck) -> None:
         self._names = list(names)
-        self._talk = RankTalk(board, names, rank, _PART)
+        self._talk = RankAgreement(board, names, rank, _PART)
         self._check = check
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class ReplicaTalk:
         self._talk.close()
 
     def look_again(self) -> None:
-        """As `RankTalk.look_again`."""
+        """As `RankAgreement.look_again`."""
         self._talk.look_again()
 
     def say(self, version: int, digests: Mapping[int, str]) -> None:
@@ -145,7 +145,7 @@ class ReplicaTalk:
         self._talk.say(version, sorted(digests.items()))
 
     def hear(self, version: int, deadline: Deadline, wanted: Callable[[], bool]) -> None:
-        """Compare those of all ranks. Raises `ManifestError`, or as `RankTalk.hear`."""
+        """Compare those of all ranks. Raises `ManifestError`, or as `RankAgreement.hear`."""
         said = self._talk.hear(version, deadline, wanted)
         self._check.compare({name: _parsed(each) for name, each in zip(self._names, said, strict=True)}, version)
 

@@ -1,8 +1,8 @@
 """Outlives a replica by a moment and removes the shared memory it left behind.
 
 Ray ends a dead actor's whole process group at once, so none of the replica's own processes gets to clean up. The janitor is in
-a session of its own: ``python -m weightlane.rollout.replicas.janitor``, started with the segments' names as arguments, waits
-for the end of its standard input, which comes when the replica closes it or dies, however it dies.
+a session of its own: ``python -m weightlane.rollout.replicas.shared_memory_cleaner``, started with the segments' names as
+arguments, waits for the end of its standard input, which comes when the replica closes it or dies, however it dies.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..vllm.shared_memory import unlink
 _WAIT_S = 5.0
 
 
-class Janitor:
+class SharedMemoryCleaner:
     """The replica's end: holds the pipe whose closing starts the work."""
 
     def __init__(self, segments: Iterable[Path]) -> None:

@@ -17,20 +17,20 @@ from weightlane.ckpt_engines.links.link import sender_link
 from weightlane.ckpt_engines.runtime.devices import runtime_of
 
 from ..config import Network
-from ..control.engine_links import LinkHalves
+from ..control.engine_links import EngineLinks
 from ..control.messages import Connect, EngineTraits
 from ..control.rendezvous import Rendezvous
-from ..plan.session_plan import PlanBoard, SessionPlan, Supply
+from ..plan.session_plan import PlanExchange, SessionPlan, Supply
 from ..version.manifest import Manifest
 from ..version.stream_parts import parts_of
 from .bucket_source import BUFFERS
 from .contribution import Contribution
 from .pipeline import OnSent
-from .sending import DirectSending, GatheredSending, Opening, Sending
+from .send_session import DirectSendSession, GatheredSendSession, SendSession, SessionRequest
 from .snapshot.send_memory import SendMemory
 
 
-class SendingEnd:
+class SendSessions:
     """Of one trainer rank. `disconnect` may be called from any thread, the rest from one at a time.
 
     Args:
@@ -84,9 +84,9 @@ class SendingEnd:
         self._session = ""
         self._sender: SenderLink | None = None
         """Of rank 0, where it gathers."""
-        self._halves: LinkHalves | None = None
+        self._halves: EngineLinks | None = None
         """Where it does not."""
-        self._sending: Sending | None = None
+        self._sending: SendSession | None = None
         self.reading: list[Future[None]] = []
         """Of sessions that are over, what is still being sent: an engine's call may take a while to end."""
 
@@ -96,7 +96,7 @@ class SendingEnd:
         return self._stored is not None
 
     @property
-    def sending(self) -> Sending | None:
+    def sending(self) -> SendSession | None:
         """What is sent through; None while no session is up."""
         return self._sending
 
@@ -114,7 +114,7 @@ class SendingEnd:
         with self._changed:
             self._session = session
             if self._stored is None:
-                self._halves = LinkHalves(self._name, self._engine, self.device)
+                self._halves = EngineLinks(self._name, self._engine, self.device)
             elif self._rank == 0:
                 self._sender = sender_link(self._engine, self._name, self.device)
                 address = address_of(self._sender, self._name)
@@ -132,7 +132,7 @@ class SendingEnd:
         self, rendezvous: Rendezvous, message: Connect, topology: Topology, deadline: Deadline, on_sent: OnSent
     ) -> SessionPlan | None:
         """Connect; the session's plan, if there is one. Raises `ClosedError` if the session is over meanwhile."""
-        opening = Opening(
+        opening = SessionRequest(
             self._name,
             self._rank,
             rendezvous,
@@ -150,17 +150,17 @@ class SendingEnd:
             sender, halves = (self._sender, self._halves) if current else (None, None)
         held = self._ours.held
         planned: SessionPlan | None = None
-        sending: Sending | None = None
+        sending: SendSession | None = None
         if self._stored is not None and current:
             tables = self._ours.tables(self._stored, self.places)
             parts = parts_of(held, self.places, self._stored.regions)
-            sending = GatheredSending(
+            sending = GatheredSendSession(
                 opening, self._stored, tables, parts, sender=sender, topology=topology, device=self.device
             )
         elif halves is not None:
             planned = self._plan(rendezvous, message, deadline)
             parts = parts_of(held, self.places, planned.layout.regions)
-            sending = DirectSending(opening, planned, parts, halves)
+            sending = DirectSendSession(opening, planned, parts, halves)
         with self._changed:
             if kept := self._session == message.session and sending is not None:
                 self._sending = sending
@@ -171,7 +171,7 @@ class SendingEnd:
         return planned
 
     def _plan(self, rendezvous: Rendezvous, message: Connect, deadline: Deadline) -> SessionPlan:
-        board = PlanBoard(rendezvous.mailbox(f"plan/{message.session}"))
+        board = PlanExchange(rendezvous.mailbox(f"plan/{message.session}"))
         shares = dict(zip(message.publishers, self._ours.shares, strict=True))
         supply = Supply(shares, self._bucket_bytes, self._sealed, self._ours.scheme, self._network)
         if self._rank == 0:
