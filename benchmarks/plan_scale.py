@@ -21,9 +21,9 @@ import torch
 
 from benchmarks.command import Report, case_in_own_process, finish, options_of, say
 from weightlane.sync.plan import Network, plan_report, plan_transfer
-from weightlane.sync.plan import send_assignment as shares
 from weightlane.sync.plan.prediction.layouts import RolloutLayout, TrainerLayout
 from weightlane.sync.plan.prediction.shapes import Wire, shape_named, weights
+from weightlane.sync.plan.send_assignment import shares
 from weightlane.sync.version.placement import Placement
 
 CASES: dict[str, tuple[str, str, str, Wire, bool]] = {

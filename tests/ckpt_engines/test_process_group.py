@@ -231,7 +231,8 @@ LOST = """
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from weightlane.ckpt_engines import Bucket, CheckpointEngineRegistry, Deadline, Topology, gloo
+from weightlane.ckpt_engines import Bucket, CheckpointEngineRegistry, Deadline, Topology
+from weightlane.ckpt_engines.engines.torch_distributed import gloo
 
 engine = CheckpointEngineRegistry().create("gloo")
 sender, receiver = engine.make_sender("t", torch.device("cpu")), engine.make_receiver("r", torch.device("cpu"))

@@ -303,7 +303,7 @@ def test_a_run_whose_rewards_are_no_numbers_ends_when_too_many_samples_failed(
 ) -> None:
     (tmp_path / "nan_of_loop_test.py").write_text("def judge(completion, task):\n    return float('nan')\n")
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr("weightlane.trainer.loop._DEATH_NOTICE_S", 0.02)
+    monkeypatch.setattr("weightlane.trainer.loop.loop._DEATH_NOTICE_S", 0.02)
     world = World()
     with pytest.raises(TooManyFailuresError, match=r"11 of the last 100 samples.*nan_of_loop_test:judge returned nan"):
         run(world, Reward("nan_of_loop_test:judge", [tmp_path]))
@@ -320,7 +320,7 @@ def test_a_run_whose_rewards_are_no_numbers_ends_when_too_many_samples_failed(
 def test_a_process_that_died_is_named_rather_than_what_its_death_made_fail(
     monkeypatch: pytest.MonkeyPatch, died: bool, notice_s: float, error: type[WeightlaneError], said: str
 ) -> None:
-    monkeypatch.setattr("weightlane.trainer.loop._DEATH_NOTICE_S", notice_s)
+    monkeypatch.setattr("weightlane.trainer.loop.loop._DEATH_NOTICE_S", notice_s)
     world = World(fails_at_step=2, failure_is_a_death=died)
     with pytest.raises(error, match=said):
         run(world, first_is_better)
@@ -510,7 +510,7 @@ def test_a_step_whose_gradient_is_not_finite_costs_its_groups_and_no_version(max
 
 
 def test_a_run_whose_steps_change_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightlane.trainer.loop._DEATH_NOTICE_S", 0.02)
+    monkeypatch.setattr("weightlane.trainer.loop.loop._DEATH_NOTICE_S", 0.02)
     world = World(skips=set(range(100)))
     with pytest.raises(TooManyFailuresError, match=r"3 of the last 20 optimizer steps failed.*gradient norm is nan"):
         run(world, first_is_better)

@@ -37,8 +37,8 @@ def path(tmp_path: Path) -> Path:
 def clock(monkeypatch: pytest.MonkeyPatch) -> MovableClock:
     """The wall clock of the trace."""
     now = MovableClock()
-    for module in ("trace", "trace_part"):
-        monkeypatch.setattr(f"weightlane.plugins.{module}.now_us", lambda: round(1e6 * now()))
+    for module in ("observer", "part"):
+        monkeypatch.setattr(f"weightlane.plugins.trace.{module}.now_us", lambda: round(1e6 * now()))
     return now
 
 

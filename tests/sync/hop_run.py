@@ -32,8 +32,9 @@ from weightlane.sync.control.messages import Message
 
 # A server that has everything imported forks the participants: each would need two seconds of CPU time for that.
 _PROCESSES = multiprocessing.get_context("forkserver")
+_ENGINES = ("shared_memory.shm", "torch_distributed.gloo", "filesystem.engine")
 _PROCESSES.set_forkserver_preload(
-    ["weightlane.sync", *(f"weightlane.ckpt_engines.{name}" for name in ("shm", "gloo", "filesystem"))]
+    ["weightlane.sync", *(f"weightlane.ckpt_engines.engines.{name}" for name in _ENGINES)]
 )
 
 

@@ -20,7 +20,7 @@ from waiting import HANG_S, NEVER_S, wait_until
 from weightlane.ckpt_engines import ClosedError, Deadline, DeadlineExceededError, SenderLink, SyncAbortedError, Topology
 from weightlane.ckpt_engines.engines.shared_memory.segment_engine import SegmentEngine
 from weightlane.ckpt_engines.engines.shared_memory.sender import SegmentSender
-from weightlane.ckpt_engines.links import bounded_calls as engine_calls
+from weightlane.ckpt_engines.links import bounded_calls
 from weightlane.ckpt_engines.links.bounded_calls import address_of, close_all
 from weightlane.ckpt_engines.runtime.devices import HOST, runtime_of
 from weightlane.sync import CollectivePublisher, LocalShard, Manifest, Rendezvous, SyncConfig
@@ -34,9 +34,9 @@ from weightlane.sync.version.tensor_spec import TensorSpec
 
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("engine_calls", "receiving", "send_pipeline"):
-        monkeypatch.setattr(f"weightlane.sync.{module}.GRACE_S", 0.05)
-    monkeypatch.setattr(engine_calls, "_QUICK_S", 0.05)
+    for module in ("ckpt_engines.links.bounded_calls", "sync.receive.links", "sync.send.pipeline"):
+        monkeypatch.setattr(f"weightlane.{module}.GRACE_S", 0.05)
+    monkeypatch.setattr(bounded_calls, "_QUICK_S", 0.05)
 
 
 class Link(SimpleNamespace):

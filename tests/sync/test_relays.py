@@ -36,7 +36,7 @@ from weightlane.sync.control.message_queue import MessageQueue
 from weightlane.sync.control.messages import Failed, Joined
 from weightlane.sync.control.roster import Roster
 from weightlane.sync.plan import Network
-from weightlane.sync.plan import send_assignment as shares
+from weightlane.sync.plan.send_assignment import shares
 from weightlane.sync.plan.session_plan import SessionPlan, Supply
 from weightlane.sync.receive.links import BucketSender, ReceiveLink, ReceiveSession
 from weightlane.sync.receive.receive_loop import ReceiveLoop, StageRequest

@@ -25,7 +25,10 @@ def test_without_transformers_modules_import_and_an_engine_whose_library_is_miss
     program = (
         "import sys; sys.modules['megatron'] = sys.modules['transformers'] = None\n"
         "from weightlane.ckpt_engines import ConfigError\n"
-        "from weightlane.trainer import fsdp2, hf_model, losses, rewards, tasks\n"
+        "from weightlane.trainer.data import rewards, tasks\n"
+        "from weightlane.trainer.engines.fsdp2 import engine\n"
+        "from weightlane.trainer.engines.hf import model_dir\n"
+        "from weightlane.trainer.objectives import losses\n"
         "from weightlane.trainer.engines.registry import training_engine_class\n"
         "try:\n    training_engine_class('megatron')\n"
         "except ConfigError as error:\n    print(error.message, error.hint)\n"

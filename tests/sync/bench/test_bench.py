@@ -24,6 +24,7 @@ from weightlane.ckpt_engines import (
     WeightlaneError,
     WorkerDiedError,
 )
+from weightlane.cli.bench import measure
 from weightlane.cli.bench.measure import run_bench
 from weightlane.cli.bench.processes import participants
 from weightlane.cli.bench.processes.peak_memory import PeakMemory
@@ -31,7 +32,6 @@ from weightlane.cli.bench.processes.processes import Processes
 from weightlane.cli.bench.report.bench_report import BenchReport
 from weightlane.cli.bench.settings import BenchSettings
 from weightlane.cli.bench.workload.workload import named_workload
-from weightlane.cli.commands.bench import measure
 from weightlane.sync import Rendezvous
 
 SPREAD = {"median", "min", "max"}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from weightlane.ckpt_engines import ManifestError
 from weightlane.sync.plan import Holdings, TransferPlan, plan_transfer
-from weightlane.sync.plan import send_assignment as shares
+from weightlane.sync.plan.send_assignment import shares
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.placement import Placement
 from weightlane.sync.version.tensor_spec import TensorSpec

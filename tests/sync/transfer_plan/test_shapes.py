@@ -12,9 +12,9 @@ from cases import covering
 from weightlane.ckpt_engines import ConfigError
 from weightlane.sync.codecs.quantised.quantisation import wire_specs
 from weightlane.sync.plan import Network, plan_report, plan_transfer
-from weightlane.sync.plan import send_assignment as shares
 from weightlane.sync.plan.prediction.layouts import USUAL, RolloutLayout, TrainerLayout
 from weightlane.sync.plan.prediction.shapes import SHAPES, ModelShape, shape_named, weights
+from weightlane.sync.plan.send_assignment import shares
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.placement import Placement
 
