@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from weightlane.ckpt_engines import ConfigError
 from weightlane.sync.plan import Network, TransferPlan, plan_routes, plan_transfer
-from weightlane.sync.plan.prediction import predict, traffic
+from weightlane.sync.plan.prediction.predict import predict
+from weightlane.sync.plan.prediction.traffic import traffic
 from weightlane.sync.plan.send_assignment import shares
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.placement import Placement
