@@ -107,7 +107,7 @@ def _needed(case: Case, rank: int) -> tuple[str, Any]:
 @cache
 def _supply(case: Case) -> Any:
     shares = {case.trainers[0]: Placement.whole(case.specs)}
-    return Supply(shares, 1 << 25, sealed=True, quantised="none").to_plain()
+    return Supply(shares, 1 << 25, checksummed=True, quantised="none").to_plain()
 
 
 @cache

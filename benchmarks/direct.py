@@ -8,7 +8,7 @@ that are not counted.
 
 - *gathered* is what most frameworks do, in plain torch.distributed: rank 0 gathers whole tensors bucket by bucket and
   broadcasts each to all rollout ranks while it gathers the next; every rollout rank copies what it needs out of it.
-- *direct* is weightlane over its gloo engine: publish, transfer plan, commit. *direct, sealed* with checksums on both sides.
+- *direct* is weightlane over its gloo engine: publish, transfer plan, commit. *direct, checksummed* with checksums on both sides.
 
 A round changes every element, and every rollout weight is made wrong before it; both untimed. It ends when the last rollout
 rank has the new weights in place. They are then compared bit for bit. The memory is that of a run of its own for each way: by
@@ -181,7 +181,7 @@ class Direct:
     """From shard to shard."""
 
     def __init__(self, ranks: Ranks, bucket_bytes: int, integrity: str, timeout_s: float) -> None:
-        self.name = "direct, sealed" if integrity == "full" else "direct"
+        self.name = "direct, checksummed" if integrity == "full" else "direct"
         self._ranks, self._integrity, self._timeout_s = ranks, integrity, timeout_s
         self._settings = (integrity, bucket_bytes, timeout_s)
         self._version = 0

@@ -1,4 +1,4 @@
-"""`Publisher`: the trainer rank's end. Snapshots behind the optimizer's back, packs, seals and sends.
+"""`Publisher`: the trainer rank's end. Snapshots behind the optimizer's back, packs, checksums and sends.
 
 On every trainer rank there is one. Each copies what it is to send into a snapshot, on one thread, and sends what is there already
 on another: straight to the rollout ranks that need it. Engines that store get whole tensors from rank 0, to which the others
@@ -77,7 +77,7 @@ class Publisher(Participant):
         rank: This rank among the trainer ranks, which all publish the same versions in the same order.
         placements: What each trainer rank holds, in rank order; by default there is one rank.
         deadline_s: Longest time the fence waits for a snapshot, in seconds.
-        integrity: ``"full"`` to seal every bucket, ``"off"`` to leave it to the transport.
+        integrity: ``"full"`` to checksum every bucket, ``"off"`` to leave it to the transport.
         quantise: What linear weights are turned into; see `SyncConfig`.
         codec: What versions are sent as; see `SyncConfig`.
         full_every: With deltas, at the latest every so many versions one is sent in full.
@@ -118,7 +118,7 @@ class Publisher(Participant):
             engine,
             ours,
             bucket_bytes=bucket_bytes,
-            sealed=integrity == "full",
+            checksummed=integrity == "full",
             uses_deltas=codec != "dense",
             network=network,
         )
@@ -404,7 +404,7 @@ class Publisher(Participant):
     def _run(self) -> None:
         # Of the shards' device, also where snapshots are in host memory: what is left to be quantised is still on it.
         runtime = self._snapshot.runtime
-        with runtime.on(runtime.new_stream()):  # what is encoded, packed and sealed waits for no other work
+        with runtime.on(runtime.new_stream()):  # what is encoded, packed and checksummed waits for no other work
             self._publish_each()
 
     def _publish_each(self) -> None:

@@ -244,8 +244,8 @@ class Subscriber(Participant):
         planned: SessionPlan | None = None
         if receiver is not None:
             (sender,) = topology.senders
-            seals = StoredChecksums(self.rendezvous.mailbox(f"seals/{session}"))
-            receiving = ReceiveSession(session, (ReceiveLink({sender: BucketSender(receiver, sender)}),), seals)
+            checksums = StoredChecksums(self.rendezvous.mailbox(f"checksums/{session}"))
+            receiving = ReceiveSession(session, (ReceiveLink({sender: BucketSender(receiver, sender)}),), checksums)
             receiver.connect(topology, deadline)
         elif halves is not None:
             board = PlanExchange(self.rendezvous.mailbox(f"plan/{session}"))
@@ -443,7 +443,7 @@ class Subscriber(Participant):
         if looks:
             self._intake.view_all(job, write)
         else:  # a sender's bucket has to be written before its next one comes to the same place
-            self._intake.receive_all(job, place, write, at_a_time=1, seals_first=True)
+            self._intake.receive_all(job, place, write, at_a_time=1, checksums_first=True)
         if not told:
             self._tell(ready)
         with self._turn:
@@ -484,7 +484,7 @@ class Subscriber(Participant):
             decoding.arrived(arrival.index, data)
 
         try:
-            self._intake.receive_all(job, place, decode, at_a_time=_DELTA_BUCKETS, seals_first=True)
+            self._intake.receive_all(job, place, decode, at_a_time=_DELTA_BUCKETS, checksums_first=True)
         except Exception as error:
             decoding.give_up(error)
             raise

@@ -47,14 +47,14 @@ class Supply:
     Attributes:
         shares: Of each rank's publisher, in rank order, the slices that it sends; together every element once.
         bucket_bytes: Payload of a bucket.
-        sealed: As in `Manifest`.
+        checksummed: As in `Manifest`.
         quantised: As in `Manifest`.
         network: What links are said to carry, by which routes are chosen; None to have nobody hand anything on.
     """
 
     shares: Mapping[str, Placement]
     bucket_bytes: int
-    sealed: bool
+    checksummed: bool
     quantised: str
     network: Network | None = None
 
@@ -85,16 +85,16 @@ class Supply:
         shares = [[name, share.to_plain()] for name, share in self.shares.items()]
         network = self.network
         links = network and [network.sender_bytes_per_s, network.receiver_bytes_per_s, network.latency_s]
-        return [shares, self.bucket_bytes, self.sealed, self.quantised, links]
+        return [shares, self.bucket_bytes, self.checksummed, self.quantised, links]
 
     @classmethod
     def from_plain(cls, plain: Any) -> Supply:
         """Parse what rank 0 said; `ProtocolError` for anything else."""
         match plain:
-            case [[*shares], int() as bucket_bytes, bool() as sealed, str() as quantised, links]:
+            case [[*shares], int() as bucket_bytes, bool() as checksummed, str() as quantised, links]:
                 if all(isinstance(pair, list) and len(pair) == 2 for pair in shares):  # noqa: PLR2004 - name and share
                     pairs = [(str(name), Placement.from_plain(share)) for name, share in shares]
-                    return cls(dict(pairs), bucket_bytes, sealed, quantised, _network(links, bucket_bytes))
+                    return cls(dict(pairs), bucket_bytes, checksummed, quantised, _network(links, bucket_bytes))
         raise ProtocolError("not what trainer ranks send.", part=_PART)
 
 
@@ -226,7 +226,7 @@ class SessionPlan:
             0,
             tuple(region.as_tensor for region in regions),
             supply.bucket_bytes,
-            sealed=supply.sealed,
+            checksummed=supply.checksummed,
             lasting=facts.views,
             quantised=supply.quantised,
             slicing=Slicing(self.plan.digest, self.specs, regions),

@@ -69,7 +69,7 @@ class ReceiveSession:
     Attributes:
         session: Its name.
         inlets: Through which something comes.
-        stored_seals: Where the seals of buckets are found that lie in a store; None where they come ahead of each.
+        stored_checksums: Where the checksums of buckets are found that lie in a store; None where they come ahead of each.
         planned: The session's plan; None for one stream from one sender.
         lanes: The plan's lanes that come here, in order: the sections of this rank's own stream.
         onward: The links through which they are handed on.
@@ -77,7 +77,7 @@ class ReceiveSession:
 
     session: str
     inlets: tuple[ReceiveLink, ...]
-    stored_seals: StoredChecksums | None = None
+    stored_checksums: StoredChecksums | None = None
     planned: SessionPlan | None = None
     lanes: tuple[int, ...] = ()
     onward: tuple[RelayLink, ...] = ()

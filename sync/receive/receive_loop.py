@@ -15,7 +15,7 @@ from weightlane.ckpt_engines import Bucket, Deadline
 from weightlane.ckpt_engines.runtime.devices import runtime_of
 from weightlane.plugins import RunHooks
 
-from ..version.bucket_checksums import compare, of_bucket, seal, verify
+from ..version.bucket_checksums import checksum_of, checksum_of_bucket, compare, verify
 from ..version.manifest import Manifest
 from .links import ExpectedBucket, ReceiveLink, ReceiveSession, TransferTask, TransferTasks
 from .live_stream import LiveStream
@@ -57,49 +57,49 @@ class _Posted:
 
     arrival: ExpectedBucket
     data: torch.Tensor
-    sealed: str
+    checksum: str
     began: float
 
 
 class _ChecksumCheck:
-    """Compares the buckets of one version with their seals.
+    """Compares the buckets of one version with their checksums.
 
     Args:
         job: The version.
-        first: Whether the seals of a stored version are waited for at once, and not when all buckets are there.
+        first: Whether the checksums of a stored version are waited for at once, and not when all buckets are there.
     """
 
     def __init__(self, job: StageRequest, *, first: bool) -> None:
         self._job = job
-        self._stored = job.receiving.stored_seals if job.manifest.sealed else None
-        self._seals: Sequence[object] | None = None
+        self._stored = job.receiving.stored_checksums if job.manifest.checksummed else None
+        self._checksums: Sequence[object] | None = None
         self._later: list[tuple[ExpectedBucket, str]] = []
         if first:
             self._find()
 
     def _find(self) -> None:
         if self._stored is not None:
-            self._seals = self._stored.get(self._job.manifest.version, self._job.deadline)
+            self._checksums = self._stored.get(self._job.manifest.version, self._job.deadline)
 
     def came(self, posted: _Posted) -> None:
         """A bucket is there. Raises `CorruptBucketError`."""
         manifest, arrival = self._job.manifest, posted.arrival
-        if not manifest.sealed:
+        if not manifest.checksummed:
             return
-        if self._stored is not None and self._seals is None:
-            self._later.append((arrival, seal(posted.data)))
+        if self._stored is not None and self._checksums is None:
+            self._later.append((arrival, checksum_of(posted.data)))
             return
-        sealed = posted.sealed if self._seals is None else of_bucket(self._seals, arrival.sent_as)
-        verify(posted.data, sealed, manifest.version, arrival.sent_as, peer=arrival.source.sender)
+        checksum = posted.checksum if self._checksums is None else checksum_of_bucket(self._checksums, arrival.sent_as)
+        verify(posted.data, checksum, manifest.version, arrival.sent_as, peer=arrival.source.sender)
 
     def end(self) -> None:
-        """All are there. Raises `CorruptBucketError`, or `DeadlineExceededError` if no seals come."""
+        """All are there. Raises `CorruptBucketError`, or `DeadlineExceededError` if no checksums come."""
         if not self._later:
             return
         self._find()
         for arrival, found in self._later:
-            sealed = of_bucket(self._seals or (), arrival.sent_as)
-            compare(found, sealed, self._job.manifest.version, arrival.sent_as, peer=arrival.source.sender)
+            checksum = checksum_of_bucket(self._checksums or (), arrival.sent_as)
+            compare(found, checksum, self._job.manifest.version, arrival.sent_as, peer=arrival.source.sender)
 
 
 class ReceiveLoop:
@@ -130,21 +130,21 @@ class ReceiveLoop:
         took: Callable[[ExpectedBucket, torch.Tensor], None] = lambda *_: None,
         *,
         at_a_time: int = _AT_A_TIME,
-        seals_first: bool = False,
+        checksums_first: bool = False,
     ) -> None:
         """Receive every bucket into the memory that `place` gives, verify it, have it handed on, and tell `took`.
 
-        Those of one link come in their order, at most `at_a_time` of them, those of different links at the same time. Seals of
-        buckets that lie in a store come when all of them do; with `seals_first` they are waited for, so that `took` sees nothing
-        that was not verified. Returns when all that others get from here was handed on, too.
+        Those of one link come in their order, at most `at_a_time` of them, those of different links at the same time.
+        Checksums of buckets that lie in a store come when all of them do; with `checksums_first` they are waited for, so that
+        `took` sees nothing that was not verified. Returns when all that others get from here was handed on, too.
         """
-        check = _ChecksumCheck(job, first=seals_first)
+        check = _ChecksumCheck(job, first=checksums_first)
 
         def came(posted: _Posted) -> None:
             check.came(posted)
             self._tell(job, posted.arrival, posted.data, posted.began)
             if job.relaying is not None:
-                job.relaying.came(posted.arrival.sent_as, posted.data, posted.sealed)
+                job.relaying.came(posted.arrival.sent_as, posted.data, posted.checksum)
             took(posted.arrival, posted.data)
 
         def through(number: int, inlet: ReceiveLink) -> None:
@@ -177,8 +177,8 @@ class ReceiveLoop:
             data, began, index = place(arrival), time.perf_counter(), arrival.sent_as
             after, part = self._runtime.recorded(), job.sent.part(index)
             bucket = Bucket(job.manifest.version, index, data, after, part=part)
-            sealed = link.post(bucket, arrival.source.sender, job.by(arrival))
-            under_way.append(_Posted(arrival, data, sealed, began))
+            checksum = link.post(bucket, arrival.source.sender, job.by(arrival))
+            under_way.append(_Posted(arrival, data, checksum, began))
         while under_way:
             end_oldest()
 
@@ -189,9 +189,9 @@ class ReceiveLoop:
             for arrival in job.receiving.arrivals(job.sent, job.manifest, inlet):
                 began, source = time.perf_counter(), arrival.source
                 version, nbytes = job.manifest.version, job.length(arrival)
-                data, sealed = source.link.view(version, arrival.sent_as, nbytes, source.sender, job.by(arrival))
-                if job.manifest.sealed:
-                    verify(data, sealed, version, arrival.sent_as, peer=source.sender)
+                data, checksum = source.link.view(version, arrival.sent_as, nbytes, source.sender, job.by(arrival))
+                if job.manifest.checksummed:
+                    verify(data, checksum, version, arrival.sent_as, peer=source.sender)
                 self._tell(job, arrival, data, began)
                 took(arrival, data)
 

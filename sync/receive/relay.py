@@ -78,14 +78,14 @@ class Relay:
         self._wanted = {index for link in links for lane in link.lanes for index in manifest.buckets_of(lane)}
         self._changed = threading.Condition()
         self._there: dict[int, tuple[torch.Tensor, str]] = {}
-        """What has come and was not handed on yet, and its seal, by the index it was sent as."""
+        """What has come and was not handed on yet, and its checksum, by the index it was sent as."""
         self._error: WeightlaneError | None = None
 
-    def came(self, index: int, data: torch.Tensor, sealed: str) -> None:
+    def came(self, index: int, data: torch.Tensor, checksum: str) -> None:
         """Bucket `index`, as it was sent, is there and verified; it stays as it is until it was handed on."""
         if index in self._wanted:
             with self._changed:
-                self._there[index] = data, sealed
+                self._there[index] = data, checksum
                 self._changed.notify_all()
 
     def give_up(self, error: BaseException) -> None:
@@ -101,8 +101,8 @@ class Relay:
             for index in self._manifest.buckets_of(lane):
                 while outflow and (len(outflow) >= _AT_A_TIME or not self._is_there(index)):
                     outflow.end_oldest()
-                data, sealed = self._take(index)
-                outflow.post(Bucket(self._manifest.version, index, data), destination, sealed)
+                data, checksum = self._take(index)
+                outflow.post(Bucket(self._manifest.version, index, data), destination, checksum)
         outflow.end_all()
 
     def _is_there(self, index: int) -> bool:

@@ -10,7 +10,7 @@ import torch
 from weightlane.ckpt_engines import Bucket, Deadline, StagingMemoryError, StorageError
 from weightlane.ckpt_engines.engines.filesystem.stored_version import StoredVersion
 
-from ..version.bucket_checksums import SEALS_FILE, seals_of_document, verify
+from ..version.bucket_checksums import CHECKSUMS_FILE, checksums_of_document, verify
 from ..version.manifest import Manifest
 from ..version.safetensors_files import MANIFEST_FILE, manifest_of_document
 
@@ -62,13 +62,13 @@ def _read(stored: StoredVersion, deadline: Deadline) -> tuple[Manifest, dict[str
             f"there is no memory for the {manifest.total_bytes / 2**20:.0f} MiB of version {stored.version}.",
             part=f"stored version {stored.location}",
         ) from error
-    seals = None
-    if manifest.sealed:
-        seals = seals_of_document(stored.document(SEALS_FILE, deadline), manifest.bucket_count)
+    checksums = None
+    if manifest.checksummed:
+        checksums = checksums_of_document(stored.document(CHECKSUMS_FILE, deadline), manifest.bucket_count)
     for index in range(manifest.bucket_count):
         start, stop = manifest.window(index)
         data = memory[start:stop]
         stored.read(Bucket(stored.version, index, data, part=manifest.part(index)), deadline)
-        if seals is not None:
-            verify(data, seals[index], stored.version, index, peer=stored.location)
+        if checksums is not None:
+            verify(data, checksums[index], stored.version, index, peer=stored.location)
     return manifest, manifest.views(memory)

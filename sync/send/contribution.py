@@ -70,9 +70,9 @@ class Contribution:
         self.numel = sum(mine.numel for mine in self.held)
         """Elements that this rank sends."""
 
-    def layout(self, bucket_bytes: int, *, sealed: bool) -> Manifest:
+    def layout(self, bucket_bytes: int, *, checksummed: bool) -> Manifest:
         """The stream of whole tensors, as engines that store want it; see `Manifest`."""
-        return Manifest(0, self.specs, bucket_bytes, whole_tensors=True, sealed=sealed, quantised=self.scheme)
+        return Manifest(0, self.specs, bucket_bytes, whole_tensors=True, checksummed=checksummed, quantised=self.scheme)
 
     def places(self, layout: Manifest | None) -> list[int]:
         """First byte of each of `held` in the snapshot: where it is in the stream `layout`, if this rank alone sends that."""

@@ -1,4 +1,4 @@
-"""Several buckets on their way at a time: while the engine sends some, the next ones are made ready and sealed."""
+"""Several buckets on their way at a time: while the engine sends some, the next ones are made ready and checksummed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from weightlane.ckpt_engines.links.bounded_calls import GRACE_S, HINT, result_of
 from weightlane.ckpt_engines.runtime.daemon_threads import DaemonThreads
 from weightlane.ckpt_engines.runtime.devices import DeviceRuntime
 
-from ..version.bucket_checksums import SEALS_FILE, StoredChecksums, seal, seals_document
+from ..version.bucket_checksums import CHECKSUMS_FILE, StoredChecksums, checksum_of, checksums_document
 from ..version.manifest import Manifest
 from ..version.safetensors_files import version_files
 from .bucket_source import BucketSource
 
 _PART = "send pipeline"
-_KEPT_SEALS = 2
-"""Of how many versions that were sent last seals are kept: the one before the last may still be committed."""
+_KEPT_CHECKSUMS = 2
+"""Of how many versions that were sent last checksums are kept: the one before the last may still be committed."""
 
 OnSent = Callable[[int, int, int, float], None]
 """Told of every sent bucket: version, index, bytes, seconds."""
@@ -42,7 +42,7 @@ class _ReadyBucket:
 
     bucket: Bucket
     to: Destination
-    seal: str
+    checksum: str
 
 
 class BucketsInFlight:
@@ -64,9 +64,9 @@ class BucketsInFlight:
     def __len__(self) -> int:
         return len(self._under_way)
 
-    def post(self, bucket: Bucket, to: Destination, sealed: str) -> None:
+    def post(self, bucket: Bucket, to: Destination, checksum: str) -> None:
         """Begin to send a bucket. Raises what the link raises."""
-        to.link.post(bucket, to.receivers, self._deadline.within(self._stall_s), sealed)
+        to.link.post(bucket, to.receivers, self._deadline.within(self._stall_s), checksum)
         self._under_way.append((bucket, to.link, time.perf_counter()))
         self._on[to.link] += 1
 
@@ -91,8 +91,9 @@ class SendPipeline:
     Args:
         session: Name of the connection.
         links: Closed by their owner. Of an engine that stores there is one.
-        runtime: Of the device on which buckets live. Packing and seals are on the stream that is current for the calling thread.
-        stored_seals: Where readers of a store look for seals; None where receivers get them ahead of each bucket.
+        runtime: Of the device on which buckets live. Packing and checksums are on the stream that is current for the calling
+            thread.
+        stored_checksums: Where readers of a store look for checksums; None where receivers get them ahead of each bucket.
         on_sent: Called on the pipeline's thread.
     """
 
@@ -101,15 +102,15 @@ class SendPipeline:
         session: str,
         links: Sequence[SenderLink],
         runtime: DeviceRuntime,
-        stored_seals: StoredChecksums | None = None,
+        stored_checksums: StoredChecksums | None = None,
         on_sent: OnSent | None = None,
     ) -> None:
         self.session = session
         self._links = list(links)
         self._runtime = runtime
-        self._stored_seals = stored_seals
+        self._stored_checksums = stored_checksums
         self._on_sent = on_sent
-        self._seals: dict[int, list[str]] = {}
+        self._checksums: dict[int, list[str]] = {}
         """Of versions that may be committed, with a persistent engine."""
         self._thread = DaemonThreads(1, "weightlane-send")
         self.sending: Future[None] | None = None
@@ -133,7 +134,7 @@ class SendPipeline:
         buckets: Iterable[int] | None = None,
         stall_s: float = float("inf"),
     ) -> int:
-        """Seal and send `buckets` of `manifest`, by default all, each to where `destinations` says; returns the bytes sent.
+        """Checksum and send `buckets` of `manifest`, by default all, each to where `destinations` says; returns the bytes sent.
 
         A bucket that goes to nobody is not sent. If files hold whole tensors, the engine is a persistent one, and told of
         every version that is sent in full. No bucket may take longer than `stall_s` seconds. Raises what the engine or the
@@ -142,7 +143,7 @@ class SendPipeline:
         version, stored = manifest.version, _is_stored(manifest)
         going = _ReadyQueue()
         sending = self.sending = self._thread.submit(self._send, going, manifest, deadline, stall_s)
-        seals: list[str] = []
+        checksums: list[str] = []
         total = 0
         try:
             for index in range(manifest.bucket_count) if buckets is None else buckets:
@@ -152,23 +153,23 @@ class SendPipeline:
                 if not going.has_room(source.most_at_a_time, deadline):
                     break  # why it has failed is said below
                 data = source.bucket(index)
-                sealed = seal(data) if manifest.sealed else ""
-                seals.append(sealed)
+                checksum = checksum_of(data) if manifest.checksummed else ""
+                checksums.append(checksum)
                 after = self._runtime.recorded()
                 bucket = Bucket(version, index, data, after, lasting=manifest.lasting, part=manifest.part(index))
-                going.put(_ReadyBucket(bucket, to, sealed))
+                going.put(_ReadyBucket(bucket, to, checksum))
                 total += data.numel()
         except BaseException:
             going.end(complete=False)
             raise
         going.end(complete=True)
         result_of(sending, deadline, f"the engine to send version {version}", _PART)
-        if manifest.sealed and self._stored_seals is not None:
-            self._stored_seals.put(version, seals)
+        if manifest.checksummed and self._stored_checksums is not None:
+            self._stored_checksums.put(version, checksums)
             if stored:
-                self._seals[version] = seals
-                while len(self._seals) > _KEPT_SEALS:
-                    del self._seals[next(iter(self._seals))]
+                self._checksums[version] = checksums
+                while len(self._checksums) > _KEPT_CHECKSUMS:
+                    del self._checksums[next(iter(self._checksums))]
         return total
 
     def _send(self, going: _ReadyQueue, manifest: Manifest, deadline: Deadline, stall_s: float) -> None:
@@ -183,7 +184,7 @@ class SendPipeline:
                 ready = going.take(wait_by=None if outflow else deadline, room=len(outflow) < going.most)
                 if ready is not None:
                     with self._turn:
-                        outflow.post(ready.bucket, ready.to, ready.seal)
+                        outflow.post(ready.bucket, ready.to, ready.checksum)
                 elif outflow:
                     with self._turn:
                         outflow.end_oldest()
@@ -196,8 +197,10 @@ class SendPipeline:
 
     def committing(self, version: int) -> Callable[[int, Deadline], None]:
         """What commits `version`, which serves, however many others are sent before it is called; see `commit_version`."""
-        seals = self._seals.pop(version, None)
-        return partial(self.commit_version, documents={} if seals is None else {SEALS_FILE: seals_document(seals)})
+        checksums = self._checksums.pop(version, None)
+        return partial(
+            self.commit_version, documents={} if checksums is None else {CHECKSUMS_FILE: checksums_document(checksums)}
+        )
 
     def commit_version(self, version: int, deadline: Deadline, *, documents: Mapping[str, str]) -> None:
         """Have readers of a store find `version` from now on, with these `documents`. Raises what the engine raises.

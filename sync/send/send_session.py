@@ -84,8 +84,8 @@ class SessionRequest:
 
     def pipeline(self, links: Sequence[SenderLink], *, stores: bool = False) -> SendPipeline:
         """What sends through `links`, to a store or straight to receivers."""
-        seals = StoredChecksums(self.rendezvous.mailbox(f"seals/{self.session}")) if stores else None
-        return SendPipeline(self.session, links, runtime_of(self.device), seals, self.on_sent)
+        checksums = StoredChecksums(self.rendezvous.mailbox(f"checksums/{self.session}")) if stores else None
+        return SendPipeline(self.session, links, runtime_of(self.device), checksums, self.on_sent)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ class SendSessions:
         engine: The transport.
         ours: What is sent.
         bucket_bytes: Payload of a bucket.
-        sealed: Whether buckets are sealed.
+        checksummed: Whether buckets are checksummed.
         uses_deltas: Whether there may be deltas.
         network: What links carry; None to have nobody hand anything on.
     """
@@ -52,18 +52,18 @@ class SendSessions:
         ours: Contribution,
         *,
         bucket_bytes: int,
-        sealed: bool,
+        checksummed: bool,
         uses_deltas: bool,
         network: Network | None,
     ) -> None:
         self._name, self._rank, self._engine, self._ours = name, rank, engine, ours
         # By it everybody chooses routes, and rollout ranks know no buckets but those that are sent.
         self._network = network and replace(network, bucket_bytes=bucket_bytes)
-        self._bucket_bytes, self._sealed, self._uses_deltas = bucket_bytes, sealed, uses_deltas
+        self._bucket_bytes, self._checksummed, self._uses_deltas = bucket_bytes, checksummed, uses_deltas
         self._stored: Manifest | None = None
         """The stream of whole tensors that an engine gets which stores."""
         if engine.capabilities.persistent:
-            self._stored = ours.layout(bucket_bytes, sealed=sealed)
+            self._stored = ours.layout(bucket_bytes, checksummed=checksummed)
         alone = len(ours.shares) == 1
         self.places = ours.places(self._stored)
         """First byte of each slice in a snapshot."""
@@ -173,7 +173,7 @@ class SendSessions:
     def _plan(self, rendezvous: Rendezvous, message: Connect, deadline: Deadline) -> SessionPlan:
         board = PlanExchange(rendezvous.mailbox(f"plan/{message.session}"))
         shares = dict(zip(message.publishers, self._ours.shares, strict=True))
-        supply = Supply(shares, self._bucket_bytes, self._sealed, self._ours.scheme, self._network)
+        supply = Supply(shares, self._bucket_bytes, self._checksummed, self._ours.scheme, self._network)
         if self._rank == 0:
             board.supply(supply)
         needed = board.needed(message.needs, supply, deadline)

@@ -66,7 +66,7 @@ class _ManifestOnWire(BaseModel):
     segments: list[PlainSegment] = []
     bucket_bytes: Annotated[int, Field(gt=0, lt=_LIMIT)]
     whole_tensors: bool = False
-    sealed: bool = True
+    checksummed: bool = True
     lasting: bool = False
     quantised: Annotated[str, Field(max_length=200)] = ""
     plan: Annotated[str, Field(max_length=200)] = ""
@@ -83,8 +83,8 @@ class _ManifestOnWire(BaseModel):
         return self.codec == CODEC_DENSE and not self.segments and self.base_version is None and not self.base_identity
 
     def is_cut_as(self, other: Manifest) -> bool:
-        mine = (self.bucket_bytes, self.whole_tensors, self.sealed, self.lasting, self.quantised)
-        return mine == (other.bucket_bytes, other.whole_tensors, other.sealed, other.lasting, other.quantised)
+        mine = (self.bucket_bytes, self.whole_tensors, self.checksummed, self.lasting, self.quantised)
+        return mine == (other.bucket_bytes, other.whole_tensors, other.checksummed, other.lasting, other.quantised)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +153,8 @@ class Manifest:
     """The version a delta applies to; None for the dense codec."""
     whole_tensors: bool = False
     """Whether no tensor is in two files."""
-    sealed: bool = True
-    """Whether every bucket has a seal, which receivers verify."""
+    checksummed: bool = True
+    """Whether every bucket has a checksum, which receivers verify."""
     lasting: bool = False
     """Whether receivers may look at the buckets where they lie until they say that they are done."""
     identity: str = ""
@@ -412,7 +412,7 @@ class Manifest:
             "base_version": self.base_version,
             "bucket_bytes": self.bucket_bytes,
             "whole_tensors": self.whole_tensors,
-            "sealed": self.sealed,
+            "checksummed": self.checksummed,
             "lasting": self.lasting,
             "quantised": self.quantised,
             "identity": self.identity,
@@ -475,7 +475,7 @@ class Manifest:
             wire.codec,
             wire.base_version,
             wire.whole_tensors,
-            wire.sealed,
+            wire.checksummed,
             wire.lasting,
             wire.identity,
             wire.base_identity,

@@ -42,7 +42,7 @@ def test_all_ways_carry_the_same_weights_and_wrong_ones_are_noticed(
     assert wrong == [0, len(direct.named_workload("tiny").specs) * direct.ROLLOUTS]
     report = json.loads(to.read_text())
     assert report["verified"]
-    assert list(report["rows"]) == ["gathered", "direct", "direct, sealed"]
+    assert list(report["rows"]) == ["gathered", "direct", "direct, checksummed"]
     assert all(row["latency_s"]["median"] > 0 for row in report["rows"].values())
     held = sum(report["held_trainer_bytes"])
     assert held == report["payload_bytes"] <= sum(report["held_rollout_bytes"])
@@ -50,6 +50,6 @@ def test_all_ways_carry_the_same_weights_and_wrong_ones_are_noticed(
     for latency, said in ((0.9, "met"), (1.1, "MISSED")):
         told = copy.deepcopy(report) | {"verified": False}
         told["rows"]["direct"]["latency_of_gathered"] = latency
-        told["rows"]["direct, sealed"]["latency_of_gathered"] = 0.5
+        told["rows"]["direct, checksummed"]["latency_of_gathered"] = 0.5
         assert f"direct is never slower: {said} ({latency:.2f} of gathered)" in direct.text(told)
         assert "NOT VERIFIED" in direct.text(told)

@@ -34,7 +34,7 @@ from weightlane.ckpt_engines.links.link import ReceiverLink, SenderLink, receive
 from weightlane.ckpt_engines.runtime.device_checksum import sums
 from weightlane.ckpt_engines.runtime.devices import AcceleratorRuntime, runtime_of
 from weightlane.sync.codecs.delta.format import cuda_kernels
-from weightlane.sync.version.bucket_checksums import seal
+from weightlane.sync.version.bucket_checksums import checksum_of
 
 KINDS = {"nccl": "cuda", "hccl": "privateuseone", "cuda_ipc": "cuda"}
 """Type of the pretended devices. torch knows that of NPUs by another name as long as torch_npu is not there."""
@@ -348,7 +348,7 @@ def test_memory_that_its_owner_drops_stays_until_the_transfer_is_over(
 
 
 def checksum(old: torch.Tensor, new: torch.Tensor) -> object:
-    return seal(old), seal(new)
+    return checksum_of(old), checksum_of(new)
 
 
 def codec(old: torch.Tensor, new: torch.Tensor) -> object:

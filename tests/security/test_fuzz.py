@@ -55,7 +55,7 @@ from weightlane.sync.control.hub.plain_bytes import full_text, to_bytes
 from weightlane.sync.control.messages import Stop, decode
 from weightlane.sync.plan.session_plan import Supply
 from weightlane.sync.receive.stored_version import read_version
-from weightlane.sync.version.bucket_checksums import seal
+from weightlane.sync.version.bucket_checksums import checksum_of
 from weightlane.sync.version.bucket_checksums import verify as verify_bucket
 from weightlane.sync.version.placement import Placement
 from weightlane.sync.version.safetensors_files import MANIFEST_FILE, manifest_of_document
@@ -316,11 +316,11 @@ def payload(nbytes: int) -> bytes:
 @given(st.sampled_from([0, 1, 100]).flatmap(lambda nbytes: st.tuples(st.just(nbytes), mutated_bytes(payload(nbytes)))))
 def test_a_bucket_passes_its_check_only_unchanged(case: tuple[int, bytes]) -> None:
     nbytes, changed = case
-    sealed = seal(torch.tensor(list(payload(nbytes)), dtype=torch.uint8))
+    checksum = checksum_of(torch.tensor(list(payload(nbytes)), dtype=torch.uint8))
     # The engine fills a buffer of the right size, whatever came.
     changed = changed[:nbytes].ljust(nbytes, b"\0")
     try:
-        verify_bucket(torch.tensor(list(changed), dtype=torch.uint8), sealed, 7, 2, peer="p")
+        verify_bucket(torch.tensor(list(changed), dtype=torch.uint8), checksum, 7, 2, peer="p")
     except WeightlaneError:
         return
     assert changed == payload(nbytes)

@@ -42,7 +42,7 @@ from weightlane.sync.control.hub.frames import Frame, dial
 from weightlane.sync.control.hub.hub import Kind
 from weightlane.sync.control.messages import Stop, decode
 from weightlane.sync.plan.session_plan import Supply
-from weightlane.sync.version.bucket_checksums import seals_of_document, verify
+from weightlane.sync.version.bucket_checksums import checksums_of_document, verify
 from weightlane.sync.version.placement import Placement
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -274,15 +274,15 @@ def test_receivers_that_dial_something_hostile(engine_name: str, crater: Path, s
         receiver.close()
 
 
-def test_buckets_and_seals(crater: Path) -> None:
+def test_buckets_and_checksums(crater: Path) -> None:
     for bomb in bombs(crater):
         data = torch.frombuffer(bytearray(bomb), dtype=torch.uint8)
         text = bomb.decode(errors="replace")
-        for sealed in (bomb, text, f"xxh3:{text}"):
+        for checksum in (bomb, text, f"xxh3:{text}"):
             with pytest.raises(CorruptBucketError):
-                verify(data, sealed, 1, 0, peer="s")
+                verify(data, checksum, 1, 0, peer="s")
         with pytest.raises(ProtocolError):
-            seals_of_document(text, 1)
+            checksums_of_document(text, 1)
 
 
 def test_messages_manifests_tables_addresses_and_errors(crater: Path) -> None:

@@ -44,8 +44,8 @@ class Writer:
         self.sender = sender_link(CheckpointEngineRegistry().create("filesystem", options), "trainer-0", HOST)
         self.topology = Topology(session, {"trainer-0": self.sender.address()}, {})
         self._rendezvous = Rendezvous.host()
-        seals = StoredChecksums(self._rendezvous.mailbox(session))
-        self.pipeline = SendPipeline(session, [self.sender], runtime_of(HOST), seals)
+        checksums = StoredChecksums(self._rendezvous.mailbox(session))
+        self.pipeline = SendPipeline(session, [self.sender], runtime_of(HOST), checksums)
         self.pipeline.connect(self.topology, Deadline.after(HANG_S))
 
     def send(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -122,7 +122,7 @@ def send(
     stall_s: float = NEVER_S,
     bucket: Callable[[int], torch.Tensor] = zeros,
 ) -> None:
-    manifest = Manifest(7, (TensorSpec("t", (64 * buckets,), torch.uint8),), 64, sealed=False)
+    manifest = Manifest(7, (TensorSpec("t", (64 * buckets,), torch.uint8),), 64, checksummed=False)
     assert manifest.bucket_count == buckets
     source = SimpleNamespace(bucket=bucket, most_at_a_time=2)
     to = Destination(sender, ["rollout-0/0"])

@@ -426,7 +426,7 @@ def test_another_version_of_a_manifest_is_what_it_would_be_if_it_were_made_anew(
     assert first.version == 1
     same = Manifest.from_plain(first.as_version(7, "x").to_plain(), first)
     assert same == replace(first, version=7, identity="x")
-    for changed in ({"bucket_bytes": 2048}, {"sealed": False}, {"lasting": True}, {"quantised": "fp8"}):
+    for changed in ({"bucket_bytes": 2048}, {"checksummed": False}, {"lasting": True}, {"quantised": "fp8"}):
         other = replace(first, version=7, **changed)
         assert Manifest.from_plain(other.to_plain(), first) == other
 

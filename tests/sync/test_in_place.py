@@ -39,7 +39,7 @@ def test_versions_arrive_bit_for_bit_in_the_memory_of_a_bucket(make_run: MakeRun
         run.publish_next(version)
         run.sync(version)
         extra = run.rank().call("extra_memory")
-        # What the seals, messages and sockets of a hundred buckets take is not counted.
+        # What the checksums, messages and sockets of a hundred buckets take is not counted.
         assert extra < bucket + (12 << 20), f"{extra / 2**20:.1f} MiB"
     assert run.live() == [hop.digest(hop.weights(2, torch.float32, 96))]
 

@@ -40,7 +40,7 @@ from weightlane.sync.plan.send_assignment import shares
 from weightlane.sync.plan.session_plan import SessionPlan, Supply
 from weightlane.sync.receive.links import BucketSender, ReceiveLink, ReceiveSession
 from weightlane.sync.receive.receive_loop import ReceiveLoop, StageRequest
-from weightlane.sync.version.bucket_checksums import seal
+from weightlane.sync.version.bucket_checksums import checksum_of
 
 SLOW_SENDERS = Network(sender_bytes_per_s=1e8, receiver_bytes_per_s=1e9, bucket_bytes=8192)
 """What trainers send is what takes longest, by far."""
@@ -187,20 +187,20 @@ def test_a_bucket_is_handed_on_once_it_was_verified() -> None:
 
         def post(self, bucket: Bucket, _sender: str, _deadline: Deadline) -> str:
             bucket.data.copy_(sent ^ self.damage)
-            return seal(sent)
+            return checksum_of(sent)
 
         def flush(self, _deadline: Deadline, _pending: int) -> None:
             pass
 
-        def came(self, _index: int, data: torch.Tensor, sealed: str) -> None:
-            assert sealed == seal(sent)
+        def came(self, _index: int, data: torch.Tensor, checksum: str) -> None:
+            assert checksum == checksum_of(sent)
             handed_on.append(bytes(data.tolist()))
 
         def give_up(self, error: Exception) -> None:
             assert isinstance(error, CorruptBucketError)
 
     carrier: Any = Carrier()
-    manifest = Manifest(3, (TensorSpec("t", (64,), torch.uint8),), 64, sealed=True)
+    manifest = Manifest(3, (TensorSpec("t", (64,), torch.uint8),), 64, checksummed=True)
     receiving = ReceiveSession("s", (ReceiveLink({"trainer-0": BucketSender(carrier, "trainer-0")}),))
     job = StageRequest(manifest, manifest, receiving, Deadline.after(NEVER_S), NEVER_S, relaying=carrier)
     intake, data = ReceiveLoop("r1/0", HOST, RunHooks()), torch.empty(64, dtype=torch.uint8)

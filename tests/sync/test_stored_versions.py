@@ -188,8 +188,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("bucket-00000.safetensors", -1, CorruptBucketError, "changed bytes"),
         ("bucket-00000.safetensors", 0, ProtocolError, "safetensors header"),
-        ("seals.json", 5, CorruptBucketError, "no valid seal"),
-        ("seals.json", 12, CorruptBucketError, "changed bytes"),
+        ("checksums.json", 5, CorruptBucketError, "no valid checksum"),
+        ("checksums.json", 12, CorruptBucketError, "changed bytes"),
         ("manifest.json", 5, ProtocolError, "manifest"),
         ("../../../latest.json", 5, ProtocolError, "latest.json"),
     ],
@@ -207,7 +207,7 @@ def test_a_damaged_file_is_a_typed_error_with_what_is_wrong(
         read_version(str(path))
 
 
-@pytest.mark.parametrize("name", ["bucket-00001.safetensors", "seals.json", "manifest.json"])
+@pytest.mark.parametrize("name", ["bucket-00001.safetensors", "checksums.json", "manifest.json"])
 def test_a_missing_or_cut_off_file_is_a_typed_error_with_its_path(written: Path, tmp_path: Path, name: str) -> None:
     path = tmp_path / "store"
     shutil.copytree(written, path)

@@ -128,7 +128,7 @@ def test_a_manifest_says_how_it_is_cut_and_buckets_of_fixed_size_are_no_files_of
         ({"tensors": [["w", [1], "float32"], ["w", [2], "float32"]]}, "listed twice"),
         ({"tensors": {"w": 1}}, "tensors"),
         ({"whole_tensors": 1}, "whole_tensors"),
-        ({"sealed": 0}, "sealed"),
+        ({"checksummed": 0}, "checksummed"),
         ({"lasting": "no"}, "lasting"),
         ({"extra": 1}, "extra"),
     ],

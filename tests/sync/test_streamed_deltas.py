@@ -32,7 +32,7 @@ from weightlane.sync.control.messages import Failed, Message, Open, Staged
 from weightlane.sync.receive.links import BucketSender, ReceiveLink, ReceiveSession
 from weightlane.sync.receive.staging import Staging
 from weightlane.sync.version.box import Box
-from weightlane.sync.version.bucket_checksums import seal
+from weightlane.sync.version.bucket_checksums import checksum_of
 from weightlane.sync.version.manifest import DeltaSegment
 
 SPECS = tuple(TensorSpec(name, (8,), torch.float32) for name in "abc")
@@ -88,7 +88,7 @@ class Line:
         self.wire, self.manifest = wire, manifest
         self.passed: queue.SimpleQueue[WeightlaneError | None] = queue.SimpleQueue()
         self.posted: queue.SimpleQueue[Bucket] = queue.SimpleQueue()
-        self.seals = [seal(wire[slice(*manifest.window(index))]) for index in range(manifest.bucket_count)]
+        self.checksums = [checksum_of(wire[slice(*manifest.window(index))]) for index in range(manifest.bucket_count)]
 
     def let_through(self, buckets: int) -> None:
         for _ in range(buckets):
@@ -102,7 +102,7 @@ class Line:
 
     def post(self, bucket: Bucket, _sender: str, _deadline: Deadline) -> str:
         self.posted.put(bucket)
-        return self.seals[bucket.index]
+        return self.checksums[bucket.index]
 
     def flush(self, deadline: Deadline, pending: int) -> None:
         while self.posted.qsize() > pending:

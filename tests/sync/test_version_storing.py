@@ -94,7 +94,7 @@ def test_a_half_is_closed_when_its_own_versions_are_stored_however_many_others_f
     storing.close()
 
 
-def test_a_version_is_stored_with_its_seals_whatever_was_sent_before_it_could_be(tmp_path: Path) -> None:
+def test_a_version_is_stored_with_its_checksums_whatever_was_sent_before_it_could_be(tmp_path: Path) -> None:
     """Versions are steps of a training, and need not follow one another."""
     with closing(Writer({"path": str(tmp_path)}, tensors_of(0))) as writer:
         writer.send(10, tensors_of(10))
@@ -103,7 +103,7 @@ def test_a_version_is_stored_with_its_seals_whatever_was_sent_before_it_could_be
             writer.send(version, tensors_of(version))
         commit(10, Deadline.after(HANG_S))
     assert latest(tmp_path) == [10]
-    assert len(list(tmp_path.rglob("seals.json"))) == 1
+    assert len(list(tmp_path.rglob("checksums.json"))) == 1
 
 
 def latest(path: Path) -> list[int]:

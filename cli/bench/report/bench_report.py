@@ -91,7 +91,7 @@ class Phases(_Model):
     export: Spread
     """`publish` until the snapshot is complete."""
     pack: Spread
-    """Until the engine gets the first bucket: the manifest is accepted everywhere, the bucket filled and sealed."""
+    """Until the engine gets the first bucket: the manifest is accepted everywhere, the bucket filled, and its checksum taken."""
     transfer: Spread
     """Until the engine has sent the last bucket."""
     stage: Spread
@@ -134,7 +134,7 @@ class Row(_Model):
     payload_bytes: int
     """Of all tensors."""
     wire_bytes: int
-    """That the sender handed to the engine for a version, seals included; median."""
+    """That the sender handed to the engine for a version, checksums included; median."""
     trainer_blocked_s: Spread
     """`publish` and `fence`, with a step between them that is longer than the snapshot."""
     trainer_blocked_without_step_s: Spread

@@ -19,7 +19,7 @@ from weightlane.ckpt_engines import Deadline, ManifestError, ProtocolError
 
 from ...plan import Replicated
 from ...version.box import Box
-from ...version.bucket_checksums import seal
+from ...version.bucket_checksums import checksum_of
 from ...version.tensor_spec import LocalShard, TensorSpec, raw_bytes
 from .rank_agreement import AgreementMailbox, RankAgreement
 
@@ -48,7 +48,7 @@ class _Slice:
             wire = torch.empty(self.box.shape, dtype=self.spec.dtype, device=self.parts[0][1].device)
             for box, part in self.parts:
                 wire[box.index] = part.to(self.spec.dtype)
-        return seal(raw_bytes(wire))
+        return checksum_of(raw_bytes(wire))
 
 
 class ReplicaCheck:

@@ -1,4 +1,4 @@
-"""No changed byte, and no bucket in the place of another, passes its seal."""
+"""No changed byte, and no bucket in the place of another, passes its checksum."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from weightlane.ckpt_engines.runtime.device_checksum import sums, xxh3
 from weightlane.sync.control.rendezvous import Rendezvous
 from weightlane.sync.version.bucket_checksums import (
     StoredChecksums,
-    of_bucket,
-    seal,
-    seals_document,
-    seals_of_document,
+    checksum_of,
+    checksum_of_bucket,
+    checksums_document,
+    checksums_of_document,
     verify,
 )
 
@@ -46,45 +46,45 @@ def test_a_checksum_sees_a_changed_byte_anywhere_swapped_words_and_more_zeros(
 
 def test_the_seal_of_a_known_text_is_the_published_one() -> None:
     # XXH3 of nothing, with seed 0: https://github.com/Cyan4973/xxHash
-    assert seal(torch.empty(0, dtype=torch.uint8)) == "xxh3:2d06800538d394c2"
+    assert checksum_of(torch.empty(0, dtype=torch.uint8)) == "xxh3:2d06800538d394c2"
 
 
-@pytest.mark.parametrize("make", [seal, lambda data: f"sums:{sums(data)}"])
+@pytest.mark.parametrize("make", [checksum_of, lambda data: f"sums:{sums(data)}"])
 def test_a_damaged_bucket_is_refused_and_its_sender_named(make) -> None:  # type: ignore[no-untyped-def]
     data = torch.arange(256, dtype=torch.int64).view(torch.uint8)
-    sealed = make(data)
-    verify(data, sealed, 3, 1, peer="trainer-0")
+    checksum = make(data)
+    verify(data, checksum, 3, 1, peer="trainer-0")
     data[5] ^= 0x10
     with pytest.raises(CorruptBucketError, match="bucket 1 of version 3 arrived with changed bytes") as caught:
-        verify(data, sealed, 3, 1, peer="trainer-0")
+        verify(data, checksum, 3, 1, peer="trainer-0")
     assert caught.value.peer == "trainer-0"
 
 
-@pytest.mark.parametrize("sealed", ["", "xxh3", "md5:00", None, 7, ["xxh3:00"]])
-def test_what_is_no_seal_is_refused(sealed: object) -> None:
+@pytest.mark.parametrize("checksum", ["", "xxh3", "md5:00", None, 7, ["xxh3:00"]])
+def test_what_is_no_seal_is_refused(checksum: object) -> None:
     with pytest.raises(CorruptBucketError):
-        verify(torch.zeros(8, dtype=torch.uint8), sealed, 3, 1, peer="trainer-0")
+        verify(torch.zeros(8, dtype=torch.uint8), checksum, 3, 1, peer="trainer-0")
 
 
-def test_a_document_of_seals_says_what_it_lists() -> None:
-    text = seals_document(["xxh3:1", "xxh3:2"])
-    assert seals_of_document(text, 2) == ["xxh3:1", "xxh3:2"]
-    with pytest.raises(ProtocolError, match="2 seals of 3 buckets"):
-        seals_of_document(text, 3)
+def test_a_document_of_checksums_says_what_it_lists() -> None:
+    text = checksums_document(["xxh3:1", "xxh3:2"])
+    assert checksums_of_document(text, 2) == ["xxh3:1", "xxh3:2"]
+    with pytest.raises(ProtocolError, match="2 checksums of 3 buckets"):
+        checksums_of_document(text, 3)
     for broken in ("", "{}", "[1]", '["a"'):
-        with pytest.raises(ProtocolError, match=r"seals\.json"):
-            seals_of_document(broken, 1)
+        with pytest.raises(ProtocolError, match=r"checksums\.json"):
+            checksums_of_document(broken, 1)
 
 
-def test_seals_of_stored_versions_are_one_message_and_those_of_older_versions_go() -> None:
+def test_checksums_of_stored_versions_are_one_message_and_those_of_older_versions_go() -> None:
     host = Rendezvous.host()
-    sender, receiver = (StoredChecksums(host.mailbox("seals/s-1")) for _ in range(2))
+    sender, receiver = (StoredChecksums(host.mailbox("checksums/s-1")) for _ in range(2))
     for version in (1, 2):
         sender.put(version, [f"xxh3:{version}{index}" for index in range(3)])
     assert receiver.get(2, Deadline.after(HANG_S)) == ["xxh3:20", "xxh3:21", "xxh3:22"]
-    assert [of_bucket(["xxh3:20"], index) for index in range(2)] == ["xxh3:20", None]
+    assert [checksum_of_bucket(["xxh3:20"], index) for index in range(2)] == ["xxh3:20", None]
     with pytest.raises(DeadlineExceededError):
         receiver.get(1, Deadline.after(0.05))
-    host.mailbox("seals/s-1").put("3", "xxh3:30")
-    with pytest.raises(ProtocolError, match="no seals"):
+    host.mailbox("checksums/s-1").put("3", "xxh3:30")
+    with pytest.raises(ProtocolError, match="no checksums"):
         receiver.get(3, Deadline.after(HANG_S))
