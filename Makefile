@@ -8,13 +8,14 @@ STAMP := $(shell date +%Y%m%d-%H%M%S)
 # Further settings for the demo, e.g. make demo SET="--set checkpoint_engine.backend=gloo"
 SET ?=
 
-.PHONY: help setup demo test test-all test-zoo coverage lint types gpu
+.PHONY: help setup demo test test-all test-zoo coverage lint types docs gpu
 
 help:
 	@echo "make demo   set up (first time: a few minutes), then train an arithmetic policy: FSDP2 -> vLLM, fully async"
 	@echo "make test   set up, then run the tests that hold every promise;  make test-all   further cases of these, too"
-	@echo "make test-zoo   80 architectures beside vLLM's ordinary loading; writes the table of docs/models.md"
+	@echo "make test-zoo   80 architectures beside vLLM's ordinary loading; writes the table of docs/reference/models.md"
 	@echo "make gpu    what one GPU allows, in eight minutes; PYTHON=... names a Python with torch for CUDA, PARTS=multi,vllm more"
+	@echo "make docs   the documentation as a site, in build/site"
 	@echo "make lint   ruff;  make types   mypy"
 
 setup:
@@ -40,7 +41,7 @@ test-all: setup
 	@$(PYTEST)
 
 test-zoo: setup
-	@$(VENV)/python tests/rollout/zoo.py --document docs/models.md
+	@$(VENV)/python tests/rollout/zoo.py --document docs/reference/models.md
 
 # Lines and branches of the product that `make test` runs (TESTS=test-all: that all tests run), over all processes.
 TESTS ?= test
@@ -62,3 +63,10 @@ lint: setup
 
 types: setup
 	@$(VENV)/mypy
+
+# The site is built from text, in an environment of its own that is made in seconds. DOCS=serve shows it while you write.
+DOCS ?= build
+docs:
+	@.ci/setup-docs
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs $(DOCS) --quiet
+	@echo "== build/site/index.html"

@@ -20,7 +20,7 @@ As part of an engine's own tests, override two fixtures in a module that pytest 
 
 Halves run in processes of their own, as they do in real life, and are killed, frozen and closed there. The engine's
 `Capabilities` decide which checks run; the others are skipped with the reason. What an engine cannot do for a reason beyond
-it goes to `EngineConformance.expected_failures`. ``docs/conformance.md`` lists what each check proves.
+it goes to `EngineConformance.expected_failures`. ``docs/guides/conformance.md`` lists what each check proves.
 
 An engine's further multi-process tests can be made of the same parts: derive their class from `ConformanceBase`, override the
 same fixtures, and ask for ``connected`` or ``halves``.

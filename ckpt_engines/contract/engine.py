@@ -54,7 +54,7 @@ API_VERSION = 2
 WHAT_CHANGED = (
     "Since engine API 2 `make_sender` and `make_receiver` are told the device, `connect` gets connected channels in place of a"
     " mailbox, and `post` and `flush` take the place of `send` and `receive`; what was `toolkit.Door` and `dial_senders` is"
-    " `CheckpointEngine.meeting`. See docs/writing-an-engine.md."
+    " `CheckpointEngine.meeting`. See docs/guides/writing-an-engine.md."
 )
 """What the author of an engine for an older version has to change."""
 

@@ -1,4 +1,4 @@
-"""Trains a model with plain FSDP2 while stock vLLM servers serve the weights of every step; see docs/without-our-loop.md.
+"""Trains a model with plain FSDP2 while stock vLLM servers serve the weights of every step; see docs/guides/your-own-loop.md.
 
 torchrun --nproc-per-node 2 train_and_publish.py --model DIR --server http://127.0.0.1:8000 --engine shm --out trained
 """

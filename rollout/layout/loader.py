@@ -224,7 +224,7 @@ class VersionLoader:
             raise ConfigError(
                 f"new versions of this model would not be right: {trouble}.",
                 part=self._part,
-                hint="docs/models.md has the models that take versions. This one can only be served as it is.",
+                hint="docs/reference/models.md has the models that take versions. This one can only be served as it is.",
             )
         self._left_behind = rehearsal.left_behind
         self._rehearsed = self._signature, judged, verdict

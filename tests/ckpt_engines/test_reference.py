@@ -8,7 +8,7 @@ from weightlane.ckpt_engines import CheckpointEngineRegistry
 from weightlane.ckpt_engines.reference.engine_reference import engine_reference
 from weightlane.ckpt_engines.reference.evidence import EVIDENCE
 
-PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
+PAGE = Path(__file__).parents[2] / "docs/reference/engines.md"
 
 
 def built_in() -> list[str]:
@@ -18,7 +18,7 @@ def built_in() -> list[str]:
 
 def test_the_committed_page_is_what_the_engines_declare() -> None:
     assert PAGE.read_text(encoding="utf-8") == engine_reference("weightlane"), (
-        "run: weightlane engines --markdown --of weightlane > docs/engines.md"
+        "run: weightlane engines --markdown --of weightlane > docs/reference/engines.md"
     )
 
 

@@ -123,7 +123,7 @@ WRONG = {
 }
 """By engine, each in a module of its own: what is wrong in a class that is right otherwise, and what is said of it."""
 
-CHANGES = ["device", "channels", "`post` and `flush`", "docs/writing-an-engine.md"]
+CHANGES = ["device", "channels", "`post` and `flush`", "docs/guides/writing-an-engine.md"]
 """What the author of an engine for API 1 is told."""
 
 PROBE = """

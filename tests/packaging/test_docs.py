@@ -14,7 +14,7 @@ import pytest
 from waiting import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
-GUIDE = (ROOT / "docs/writing-an-engine.md").read_text()
+GUIDE = (ROOT / "docs/guides/writing-an-engine.md").read_text()
 TEMPLATE = ROOT / "plugins/packages/weightlane-engine-template/weightlane_engine_template.py"
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

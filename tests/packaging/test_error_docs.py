@@ -6,7 +6,7 @@ from pathlib import Path
 
 from weightlane.ckpt_engines import errors
 
-PAGE = Path(__file__).parents[2] / "docs" / "when-a-sync-fails.md"
+PAGE = Path(__file__).parents[2] / "docs/troubleshooting.md"
 
 
 def test_every_error_stands_in_the_page_about_failures() -> None:

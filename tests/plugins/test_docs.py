@@ -1,4 +1,4 @@
-"""`docs/hooks.md` is true: its example runs, its table is the specification, its series exist."""
+"""`docs/guides/hooks.md` is true: its example runs, its table is the specification, its series exist."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weightlane.plugins import HOOK_NAMES, RunHooks, make_hooks
 from weightlane.plugins.builtin import OBSERVERS
 from weightlane.plugins.prometheus import PrometheusObserver
 
-PAGE = (Path(__file__).parents[2] / "docs" / "hooks.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/guides/hooks.md").read_text()
 
 
 def blocks(language: str) -> list[str]:

@@ -1,0 +1,75 @@
+"""Lists every configuration key from the models that check it.
+
+``python docs/site/configuration.py`` writes the reference page.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from weightlane.cli.config import RunConfig
+
+PAGE = Path(__file__).resolve().parents[1] / "reference/configuration.md"
+HEAD = """# Configuration keys
+
+Every key of a run's TOML file, made from the models that check it by `python docs/site/configuration.py`.
+`weightlane config FILE` prints the same for a file, with the values that hold. How keys belong together:
+[Configuring a run](../guides/configuring-a-run.md).
+"""
+
+
+def sections(path: str, model: type[BaseModel]) -> Iterator[str]:
+    """A section's heading and table, and those of the sections inside it."""
+    inner: list[tuple[str, type[BaseModel]]] = []
+    rows = []
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            inner.append((f"{path}.{name}" if path else name, field.annotation))
+            continue
+        default = field.get_default(call_default_factory=True)
+        shown = "required" if default is PydanticUndefined else "not set" if default is None else f"`{default!r}`"
+        rows.append(f"| `{name}` | {_type_name(field.annotation)} | {shown} | {_cell(field.description or '')} |")
+    if path:
+        yield f"\n## [{path}]\n\n{(model.__doc__ or '').strip().splitlines()[0]}\n\n"
+    if rows:
+        yield "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows, ""])
+    for inner_path, section in inner:
+        yield from sections(inner_path, section)
+
+
+def _type_name(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return " or ".join(f"`{value}`" for value in arguments)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_type_name(each) for each in arguments if each is not type(None))
+    if origin is not None:
+        inside = ", ".join(_type_name(each) for each in arguments if each is not Ellipsis)
+        return f"{origin.__name__} of {inside}" if inside else origin.__name__
+    return {
+        "str": "text",
+        "Path": "path",
+        "bool": "true or false",
+        "int": "integer",
+        "float": "number",
+        "Any": "any value",
+    }.get(getattr(annotation, "__name__", ""), getattr(annotation, "__name__", str(annotation)))
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def page() -> str:
+    """The page's Markdown."""
+    return HEAD + "".join(sections("", RunConfig)).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
