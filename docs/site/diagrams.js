@@ -1,8 +1,8 @@
-// Diagrams keep their natural size and scroll sideways on a narrow screen, where they would shrink until nobody can read them.
+// On a narrow screen diagrams keep their natural size and scroll sideways: shrunk to its width nobody could read them.
 const initialize = window.mermaid?.initialize;
-if (initialize) {
+if (initialize && window.innerWidth < 720) {
   window.mermaid.initialize = (options) => {
     const natural = (kind) => ({ ...options[kind], useMaxWidth: false });
-    initialize({ ...options, flowchart: natural("flowchart"), sequence: natural("sequence"), state: natural("state") });
+    initialize({ ...options, flowchart: natural("flowchart"), sequence: natural("sequence") });
   };
 }
