@@ -28,7 +28,7 @@ class Sample:
     advantage: float
     """Advantage of the whole completion; every token of it carries the same."""
     masked: int = 0
-    """How many of the first completion tokens are left out of the loss; fewer than there are."""
+    """Number of leading completion tokens that are left out of the loss; at least one token counts."""
 
     def __post_init__(self) -> None:
         if not self.prompt_ids or not self.completion_ids:
@@ -70,7 +70,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What one forward pass sees: B right-padded sequences of T tokens, and their last A = T - `first_target` positions.
+    """The tensors of one forward pass: B right-padded sequences of T tokens, and their last A = T - `first_target` positions.
 
     A token is a *target* when the model is asked for its log-probability; only the tail that some completion reaches is
     kept. `first_target` is at least 1, since the first token has no logits.
@@ -168,12 +168,12 @@ class TrainBatch:
 
     @property
     def loss_tokens(self) -> int:
-        """What the sum of the loss is divided by: completion tokens, those that were left out included."""
+        """Divisor of the summed loss: all completion tokens, those that were left out included."""
         return self.computed_tokens + self.left_out_tokens
 
     @property
     def computed_tokens(self) -> int:
-        """Completion tokens that go through the loss: what the sums of its metrics are divided by."""
+        """Completion tokens that go through the loss; the divisor of its summed metrics."""
         return sum(sample.loss_tokens for sample in self.samples)
 
     def split(self, world: int) -> list[list[Sample]]:

@@ -29,16 +29,16 @@ class Task:
     """File and line, for messages."""
 
     def as_mapping(self) -> dict[str, Any]:
-        """What a reward function is given: ``prompt``, ``answer`` and every other key of the line."""
+        """The task as a reward function gets it: ``prompt``, ``answer`` and every other key of the line."""
         return {**self.extra, "prompt": self.prompt, "answer": self.answer}
 
     def to_plain(self) -> dict[str, Any]:
-        """As JSON."""
+        """This task as JSON-representable data."""
         return asdict(self)
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Task:
-        """Undo `to_plain`; `ConfigError` for anything else."""
+        """Make a task of what `to_plain` gave. Raises `ConfigError` for anything else."""
         try:
             return cls(str(plain["prompt"]), plain["answer"], dict(plain["extra"]), str(plain["place"]))
         except (KeyError, TypeError, ValueError) as error:

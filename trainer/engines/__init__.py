@@ -1,1 +1,1 @@
-"""Training engines: what holds the model and changes its weights."""
+"""Training engines: each holds a model, sharded over trainer ranks, and changes its weights."""

@@ -1,4 +1,4 @@
-"""The training engine contract: what the loop needs of whatever trains the model."""
+"""The training engine contract: `TrainingEngine`, which holds one rank's share of the model and trains it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TrainingEngine(ABC):
 
         1. [all]   ``Engine(config, rank, world, rendezvous)``   cheap, talks to nobody
         2. [all]   ``setup(model_dir, seed)``                     joins the other ranks, loads the weights
-        3. [all]   ``load(directory)``                            optional: go on from a saved state
+        3. [all]   ``load(directory)``                            optional: resume from a saved state
         4. [all]   ``forward_backward(batch, loss)``              } once or more, then
            [all]   ``optim_step(before_change)``                  } once: one training step
         5. [any]   ``local_shards(wire_dtype)``                   whenever no `optim_step` runs; never talks to a peer
@@ -145,7 +145,7 @@ class TrainingEngine(ABC):
 
     @abstractmethod
     def load(self, directory: Path) -> None:
-        """Go on from what `save` wrote. With the same number of ranks, training continues bit for bit."""
+        """Resume from what `save` wrote. With the same number of ranks, training continues bit for bit."""
 
     @abstractmethod
     def export_hf(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
@@ -156,7 +156,7 @@ class TrainingEngine(ABC):
 
     @classmethod
     def export_saved(cls, state: Path, model_dir: Path, directory: Path, dtype: torch.dtype) -> None:
-        """As `export_hf`, from what `save` wrote to `state`, in a process by itself, on the CPU.
+        """Write the saved training state in `state` as a Hugging Face model directory, in one process, on the CPU.
 
         By default an engine of one rank is made, and loads all of it; one that reads the weights only takes less memory.
         """

@@ -129,7 +129,7 @@ def on_rank_zero(action: Callable[[], None], rank: int, device: torch.device, pa
 
 
 def share_json(value: Any, device: torch.device) -> list[Any]:
-    """What every rank passed, in rank order. Collective; the values are plain data."""
+    """Gather one value from every rank, in rank order. Collective; values are plain data."""
     mine = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([len(mine)], device=device))

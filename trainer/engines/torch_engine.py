@@ -1,4 +1,4 @@
-"""What training engines on torch.distributed have in common: joining the ranks, the step's bookkeeping, and what it refuses."""
+"""`TorchEngine`, the base of training engines on torch.distributed: joins the ranks, counts steps, refuses what cannot work."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class TorchEngine(TrainingEngine):
 
     @property
     def step(self) -> int:
-        """As `TrainingEngine.step`."""
+        """See `TrainingEngine.step`."""
         return self._step
 
     @property
     def _compute_dtype(self) -> torch.dtype:
-        """Of forward and backward."""
+        """Dtype of forward and backward."""
         asked = self.config.compute_dtype
         if asked != "auto":
             return dtype_of(asked)
@@ -77,7 +77,7 @@ class TorchEngine(TrainingEngine):
         )
 
     def _leave(self) -> None:
-        """Undo `_join`. Idempotent, never raises.
+        """Leave the ranks that `_join` joined. Idempotent, never raises.
 
         What had a process group is garbage by now, most of it in cycles. It is collected at once: until then every group of
         gloo keeps three threads, one of which polls a hundred times a second.
@@ -109,7 +109,7 @@ class TorchEngine(TrainingEngine):
             )
 
     def _learning_rate(self) -> float:
-        """Of the step to come: it rises linearly over the warm-up."""
+        """Learning rate of the next step: it rises linearly over the warm-up."""
         return self.config.learning_rate * min(1.0, (self._step + 1) / max(1, self.config.lr_warmup_steps))
 
 

@@ -1,4 +1,4 @@
-"""What a user can set about the fully-async loop itself."""
+"""Settings of the fully-async loop itself."""
 
 from __future__ import annotations
 

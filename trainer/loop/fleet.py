@@ -61,7 +61,7 @@ class Fleet:
         self._doom: BaseException | None = None
         self._doomed = asyncio.Event()
         self._joining: dict[str, tuple[str, float]] = {}
-        """By successor: whose place it takes, and when that one died."""
+        """Replica that each successor replaces, and when that one died, by the successor's name."""
         self._versions: dict[str, int] = {}
         self.losses = 0
         """Replicas that died."""

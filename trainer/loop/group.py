@@ -1,4 +1,4 @@
-"""A group: one prompt, several completions, their rewards; the unit the loop generates and trains on."""
+"""`PromptGroup`: one prompt, several completions, their rewards; the unit that the loop generates and trains on."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class PromptGroup:
     task: Task
     prompt_ids: Sequence[int]
     completions: Sequence[Completion]
-    """Those that could be had and judged, of which there may be fewer than were asked for."""
+    """Completions that were generated and judged; there may be fewer than were asked for."""
     texts: Sequence[str]
-    """What they say."""
+    """Text of each completion."""
     rewards: Sequence[float]
     replica: str
     """Name of the replica that generated it."""
@@ -60,7 +60,7 @@ def to_batch(groups: Sequence[PromptGroup], algorithm: AlgorithmConfig, oldest: 
 
 
 def _samples(group: PromptGroup, algorithm: AlgorithmConfig, oldest: int | None) -> Iterator[Sample]:
-    """Those of a group that have a token in the loss."""
+    """Samples of a group that have a token in the loss."""
     rewards = torch.tensor([list(group.rewards)], dtype=torch.float64)
     (advantages,) = group_advantages(rewards, normalize_std=algorithm.normalize_std).tolist()
     prompt = tuple(group.prompt_ids)

@@ -34,12 +34,12 @@ from .summary import RunFigures, RunSummary
 from .version_keeper import VersionKeeper
 
 TRAINING = "training"
-"""Name of the activity on the `OverlapClock`."""
+"""Name of the training activity on the `OverlapClock`."""
 
 _EVALUATED_BESIDE = 16
-"""Requests of an evaluation at once while there is training: the others are what is trained on."""
+"""Most requests of an evaluation at once during training, so that most capacity is left to the requests that are trained on."""
 _DEATH_NOTICE_S = 5.0
-"""How long a failed call waits for the news that a process behind it died: the better explanation."""
+"""Seconds that a failed call waits for the news that a process died, which explains the failure better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,9 @@ class LoopParts:
     quorum: float = 1.0
     """Share of the replicas that must be left for the run to go on."""
     succeed: Successor | None = None
-    """Starts a replica in the place of one that died; None if nobody is replaced."""
+    """Starts a replica in the place of one that died; None if no replica is replaced."""
     max_successors: int = 0
-    """How many at most."""
+    """Most replicas that are started so."""
     max_model_len: int = 0
     """Most tokens of a prompt and its completion together; 0 if that is not known."""
 
@@ -78,7 +78,7 @@ class AsyncLoop:
         algorithm: Objective and sampling.
         seed: Order of the tasks.
         concurrency: Requests in flight per replica.
-        resume: State to go on from; the trainers must have loaded theirs already.
+        resume: State to resume from; the trainers must have loaded theirs already.
     """
 
     def __init__(
@@ -139,14 +139,14 @@ class AsyncLoop:
         self._timed = 0
         """Versions for which the trainer was to wait."""
         self._blocked_told = 0
-        """Versions of which observers know what they cost the replicas."""
+        """Number of versions whose cost to the replicas was reported to observers."""
         self._figures = RunFigures(self._keeper.times)
 
     async def run(self) -> RunSummary:
         """Run to the last step.
 
-        A replica that dies is missed by nobody while enough are left; see `Fleet`. Raises `WorkerDiedError` naming who died
-        otherwise, or what else ended the run.
+        The run survives the death of a replica while enough are left; see `Fleet`. Raises `WorkerDiedError` naming the dead
+        process otherwise, or the error that ended the run.
         """
         started = time.perf_counter()
         watched = [self._parts.trainers.watch(), self._fleet.watch()]
@@ -254,12 +254,12 @@ class AsyncLoop:
                 self._figures.steps += 1
 
     def _is_timed(self) -> bool:
-        """Whether the trainer is to wait for this version. Such versions are spread over the run: its first ones are slow."""
+        """Whether the trainer waits for this version, to time the blocking way; timed versions are spread over the run."""
         wanted, steps = self._config.blocking_syncs, self._config.steps - self._first
         return self._timed < wanted and self._step - self._first >= (self._timed + 1) * steps // (wanted + 1)
 
     def _is_due(self, every: int) -> bool:
-        """Whether what is done every so many steps is to be done now; at the end everything is."""
+        """Whether an action that happens every `every` steps is due now. At the end of a run all of them happen anyway."""
         return every > 0 and self._first < self._step < self._config.steps and self._step % every == 0
 
     def _begin_evaluation(self) -> None:
@@ -286,7 +286,7 @@ class AsyncLoop:
         return await self._evaluated(self._step, lambda task, turn: self._feeder.answer(task, turn, self._step))
 
     async def _evaluate_beside(self) -> None:
-        """As `_evaluate`, with whatever version serves when a task is answered, and a few tasks at a time."""
+        """Evaluate beside the training: a few tasks at a time, each with the version that serves when it is answered."""
         few = asyncio.Semaphore(_EVALUATED_BESIDE)
 
         async def answer(task: Task, turn: int) -> PromptGroup:
@@ -371,7 +371,7 @@ class AsyncLoop:
 
 
 def _innermost(error: BaseException | None) -> BaseException:
-    """The first real error inside the exception groups of task groups; one about a dead worker before any other."""
+    """The first real error inside the exception groups of task groups; an error about a dead worker comes before any other."""
     if isinstance(error, BaseExceptionGroup):
         errors = [_innermost(inner) for inner in error.exceptions]
         return next((inner for inner in errors if isinstance(inner, WorkerDiedError)), errors[0])

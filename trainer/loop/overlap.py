@@ -1,4 +1,4 @@
-"""How much of a run generation and training worked at the same time."""
+"""`OverlapClock`: measures how long generation and training work at the same time."""
 
 from __future__ import annotations
 

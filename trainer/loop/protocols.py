@@ -1,4 +1,4 @@
-"""What the fully-async loop asks of the parts around it. It knows these shapes and nothing behind them."""
+"""Protocols of the parts around the fully-async loop, which knows nothing behind them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..data.batch import TrainBatch
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one optimizer step did, the slowest trainer rank's figures where ranks differ."""
+    """The result of one optimizer step; where ranks differ, the figures of the slowest one."""
 
     step: int
     """Optimizer steps taken so far; also the trainer's weight version."""
@@ -26,7 +26,7 @@ class StepReport:
     seconds: float = 0.0
     """Seconds from the batch's arrival to the changed parameters."""
     skipped: str = ""
-    """Why no parameter was changed, and `step` is what it was; empty when all went well."""
+    """Reason why no parameter was changed and `step` is unchanged; empty when all went well."""
 
 
 class Trainers(Protocol):
@@ -112,17 +112,17 @@ class Syncer(Protocol):
         """The state of every replica by name; only those that serve may get requests."""
 
     def participant_lost(self, error: WeightlaneError, replica: str = "") -> None:
-        """A replica has died, or, if none is named, a trainer."""
+        """Tell the syncer that a replica has died, or, if none is named, a trainer."""
 
     def add(self, replica: Newcomer) -> None:
-        """A replica takes part from the next `sync` on. Not to be called during one."""
+        """Let a replica take part from the next `sync` on. Not to be called during a `sync`."""
 
     def remove(self, name: str) -> None:
-        """A replica does not count any more. Not to be called during a `sync`."""
+        """Stop counting a replica. Not to be called during a `sync`."""
 
 
 class Tokenizer(Protocol):
-    """Text to tokens and back."""
+    """Turns text into tokens and back."""
 
     def encode(self, text: str) -> Sequence[int]:
         """Token ids of a prompt."""

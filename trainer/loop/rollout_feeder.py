@@ -21,7 +21,7 @@ from .protocols import Completion, Rollout, Tokenizer
 from .staleness_budget import StalenessBudget
 
 GENERATION = "generation"
-"""Name of the activity on the `OverlapClock`."""
+"""Name of the generating activity on the `OverlapClock`."""
 
 _PAUSE_S = 0.2
 """How long after a failed request its replica is left alone."""
@@ -38,7 +38,7 @@ class _Place:
 
     task: Task
     group: PromptGroup | None = None
-    """Once it is complete."""
+    """The group once it is complete."""
 
 
 @dataclass(slots=True)
@@ -67,16 +67,16 @@ class RolloutFeeder:
     In any other order, by which comes first for example, short completions would be trained more often than they are drawn.
     What happens to a group that is not complete when it is its turn is for `late` to say: see `LoopConfig.late_groups`.
 
-    A group that its replica cannot finish, because it died or was taken out of service, is begun anew on another one. No
-    task is lost by that, and none used twice. A completion that cannot be had, or judged, costs itself, and its group
-    where fewer than two are left.
+    A group that its replica cannot finish, because it died or was taken out of service, starts over on another one. No
+    task is lost by that, and none used twice. A completion that fails, or cannot be judged, is left out; so is its group
+    where fewer than two completions remain.
 
     Args:
         fleet: The replicas.
         stream: Where prompts come from.
         tokenizer: Turns prompts into tokens and completions into text.
         judge: The reward function.
-        algorithm: PromptGroup size, temperature and length.
+        algorithm: Group size, temperature and length.
         stop_token_ids: Tokens that end a completion.
         budget: How far ahead of the trainer groups may start.
         late: What becomes of a group that is late.
@@ -116,21 +116,21 @@ class RolloutFeeder:
         self._max_model_len = max_model_len
         self._changed = asyncio.Condition()
         self._waiting: deque[Task] = deque()
-        """To be begun before any new one."""
+        """Tasks that are begun before any new one."""
         self._outstanding: list[Task] = []
         self._line: deque[_Place] = deque()
-        """Groups that were begun and not handed out, in this order."""
+        """Groups that were begun and not handed out yet, in the order in which they were begun."""
         self._again: deque[_Place] = deque()
-        """Of these, those whose replica could not finish them."""
+        """Places in `_line` whose replica could not finish the group."""
         self._workers: asyncio.TaskGroup | None = None
         self._news: set[asyncio.Task[None]] = set()
         self.generated_tokens = 0
         self.dropped_groups = 0
         self.drawn = Lengths()
-        """Of all completions whose turn has come."""
+        """Lengths of all completions whose turn to be trained has come."""
 
     async def run(self) -> None:
-        """Generate until cancelled. Raises what a replica cannot be excused for, and `TooManyFailuresError`."""
+        """Generate until cancelled. Raises errors of a replica that the fleet does not excuse, and `TooManyFailuresError`."""
         try:
             async with asyncio.TaskGroup() as self._workers:
                 for rollout in self._fleet.living:
@@ -140,25 +140,25 @@ class RolloutFeeder:
             self._workers = None
 
     def add(self, rollout: Rollout) -> None:
-        """A replica has joined; it gets requests once it serves."""
+        """Generate on a replica that has joined; it gets requests once it serves."""
         if self._workers is not None:  # else `run` begins with it
             for _ in range(self._groups_per_replica):
                 self._workers.create_task(self._work(rollout))
 
     def replicas_changed(self) -> None:
-        """Look again at who may get requests."""
+        """Check again which replicas may get requests."""
         task = asyncio.create_task(self._notify())
         self._news.add(task)
         task.add_done_callback(self._news.discard)
 
     async def version_committed(self, version: int) -> None:
-        """A newer version serves: there is room for more groups."""
+        """Make room for more groups: a newer version serves."""
         async with self._changed:
             self._budget.committed = max(self._budget.committed, version)
             self._changed.notify_all()
 
     async def take(self, step: int) -> list[PromptGroup]:
-        """The next groups to train parameters of version `step` on; waits for them."""
+        """Wait for the next groups to train parameters of version `step` on, and return them."""
         groups: list[PromptGroup] = []
         while len(groups) < self._algorithm.prompts_per_step:
             async with self._changed:
@@ -189,18 +189,18 @@ class RolloutFeeder:
         return self._line[0] if self._line and self._line[0].group is not None else None
 
     def _give_up(self, place: _Place) -> None:
-        """A group is not trained on: another one may be begun. Its task is done."""
+        """Give up a group that is not trained on, so that another one may begin. Its task is done."""
         self._budget.give_back()
         self._outstanding.remove(place.task)
         self._changed.notify_all()
 
     def trained(self, groups: Sequence[PromptGroup]) -> None:
-        """The optimizer has used `groups`: their tasks are done."""
+        """Mark the tasks of `groups` as done: the optimizer has used them."""
         for group in groups:
             self._outstanding.remove(group.task)
 
     async def wasted(self, groups: Sequence[PromptGroup]) -> None:
-        """The step that was to use `groups` changed nothing: their tasks are done, and others may be begun."""
+        """Give up `groups` whose step changed nothing: their tasks are done, and others may begin."""
         async with self._changed:
             for group in groups:
                 self._give_up(_Place(group.task))
@@ -215,9 +215,9 @@ class RolloutFeeder:
         self._outstanding.extend(tasks)
 
     async def answer(self, task: Task, turn: int, version: int | None = None) -> PromptGroup:
-        """A judged greedy completion of `task` by a replica that serves, `version` if that is given: the `turn`-th, in rotation.
+        """Have a serving replica answer `task` greedily, and judge the completion. Replicas take turns: `turn` says whose it is.
 
-        The group is empty when there is none.
+        With `version`, only replicas that serve that version are asked. The group is empty when the completion failed.
         """
         while True:
             async with self._changed:
@@ -229,7 +229,7 @@ class RolloutFeeder:
             await asyncio.sleep(_PAUSE_S)
 
     async def _generate(self, rollout: Rollout, task: Task, *, count: int, greedy: bool = False) -> PromptGroup | None:
-        """Judged completions of one task, at most `count`; None when the replica cannot be asked now, or not be trusted."""
+        """Generate and judge at most `count` completions of one task; None when the replica cannot be asked or trusted now."""
         try:
             prompt_ids = self._encoded(task)
         except ConfigError as error:
@@ -258,7 +258,7 @@ class RolloutFeeder:
         return PromptGroup(task, prompt_ids, completions, texts, rewards, rollout.name)
 
     def _encoded(self, task: Task) -> list[int]:
-        """The prompt's tokens; `ConfigError` for one that is no text, or that leaves no room for a completion."""
+        """Tokenize the prompt. Raises `ConfigError` for one that is no text, or that leaves no room for a completion."""
         try:
             prompt_ids = list(self._tokenizer.encode(task.prompt))
         except Exception as cause:  # a tokenizer's own
@@ -279,7 +279,7 @@ class RolloutFeeder:
     async def _judged(
         self, task: Task, answer: Completion | WeightlaneError, replica: str
     ) -> tuple[Completion, str, float] | None:
-        """A completion, its text and its reward; None when one of them cannot be had."""
+        """A completion, its text and its reward; None when the request or the reward failed."""
         facts: dict[str, Any] = {"task": task.prompt, "place": task.place, "replica": replica}
         if isinstance(answer, WeightlaneError):
             self._failures.failed("request", answer, **facts)

@@ -1,4 +1,4 @@
-"""How far rollouts may run ahead of the trainer."""
+"""`StalenessBudget`: bounds how far rollouts run ahead of the trainer."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class StalenessBudget:
 
     @property
     def room(self) -> int:
-        """How many more groups may start now."""
+        """Number of groups that may start now."""
         return (self.committed + self._max_staleness + 1) * self._groups_per_step - self._admitted
 
     def admit(self) -> None:
-        """A group starts."""
+        """Count a group that starts."""
         self._admitted += 1
 
     def give_back(self) -> None:
-        """An admitted group will not be trained on: it was dropped as too stale, or it failed."""
+        """Take back the admission of a group that will not be trained on."""
         self._admitted -= 1
 
     def is_too_stale(self, step: int, oldest_version: int) -> bool:

@@ -1,4 +1,4 @@
-"""Where a run stands between two optimizer steps."""
+"""`LoopState`: the position of a run between two optimizer steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weightlane.ckpt_engines import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class LoopState:
-    """What a resumed run needs beside the trainer's own state."""
+    """The loop's part of a saved state; the trainer saves its own."""
 
     step: int
     """Optimizer steps taken; also the weight version."""
@@ -21,7 +21,7 @@ class LoopState:
     """Tasks drawn from the stream and not trained on yet."""
 
     def to_plain(self) -> dict[str, Any]:
-        """As JSON."""
+        """This state as JSON-representable data."""
         return asdict(self)
 
     @classmethod

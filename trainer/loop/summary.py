@@ -1,4 +1,4 @@
-"""The figures a run ends with."""
+"""`RunSummary`: the figures that a run ends with."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Quantiles:
         return cls(ordered[round(0.5 * last)], ordered[round(0.95 * last)], ordered[last])
 
     def to_plain(self) -> dict[str, float]:
-        """As JSON."""
+        """These figures as JSON-representable data."""
         return {"p50": self.p50, "p95": self.p95, "max": self.max}
 
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """What ``summary.json`` holds; seconds unless the name says otherwise."""
+    """The figures of ``summary.json``, in seconds unless the name says otherwise."""
 
     accuracy_before: float | None
     """Mean greedy reward on held-out tasks before the first step; None when not measured."""
@@ -52,16 +52,16 @@ class RunSummary:
     latency_s: Quantiles
     """From the start of a sync until the last replica served the version."""
     trainer_lost_per_step_s: float
-    """What versions kept the trainer from training: publish plus fence of all of them, over all optimizer steps."""
+    """Time per optimizer step that versions kept the trainer from training: publish plus fence."""
     rollout_lost_per_step_s: float
-    """What they kept the replicas from decoding, of each version the replica that lost most, over all optimizer steps."""
+    """Time per optimizer step that versions kept replicas from decoding; the replica that lost most counts for each version."""
     blocking_way_s: float
-    """What each step would cost both sides if they waited until its version served: the median of the versions for which the
-    trainer did wait; 0 if there was none."""
+    """Time that a step would cost both sides if they waited until its version serves: the median over the versions for which
+    the trainer did wait; 0 if there was none."""
     replicas_lost: int = 0
     """Rollout replicas that died."""
     replicas_replaced: int = 0
-    """Of these, how many have a successor that serves."""
+    """Number of those replicas whose successor serves."""
     drawn_tokens: float = 0.0
     """Mean length, in tokens, of all completions whose turn to be trained has come."""
     trained_tokens: float = 0.0
@@ -72,7 +72,7 @@ class RunSummary:
     """Samples and steps that failed, by kind; see `RunHooks.item_failed`."""
 
     def to_plain(self) -> dict[str, Any]:
-        """As JSON."""
+        """These figures as JSON-representable data."""
         return {
             "accuracy_before": self.accuracy_before,
             "accuracy_after": self.accuracy_after,
@@ -103,7 +103,7 @@ class RunSummary:
 
 @dataclass(slots=True)
 class RunFigures:
-    """What a run collects on its way to a `RunSummary`."""
+    """Collects the figures of a `RunSummary` during a run."""
 
     times: SyncTimes
     steps: int = 0
@@ -123,7 +123,7 @@ class RunFigures:
 
     @property
     def blocking_way_median_s(self) -> float:
-        """Of the versions for which the trainer has waited so far; 0 if there was none."""
+        """Median over the versions for which the trainer has waited so far; 0 if there was none."""
         return Quantiles.of(self.blocking_way_s).p50
 
     def summary(self) -> RunSummary:

@@ -1,4 +1,4 @@
-"""Publishing and syncing versions beside the training, one at a time."""
+"""`VersionKeeper`: publishes and syncs versions beside the training, one at a time."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from weightlane.sync import Outcome, ReplicaState, SyncReport
 from .protocols import Newcomer, Syncer, Trainers
 
 _CATCH_UP_S = 1.0
-"""How long replicas that missed a version wait for a newer one before they are sent it again; doubled each time."""
+"""Seconds that replicas which missed a version wait for a newer one before they are sent it again; doubled each time."""
 _PAUSE_S = 0.1
-"""How long after an aborted version the next one waits; doubled each time."""
+"""Seconds that the next version waits after an aborted one; doubled each time."""
 _LONGEST_PAUSE_S = 30.0
 
 
@@ -79,13 +79,13 @@ class VersionKeeper:
         self._served = -1
         self._task: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()
-        """Held during a sync."""
+        """Lock that is held during a sync."""
         self._joining: list[tuple[str, Newcomer]] = []
         self._behind: set[str] = set()
         """Replicas that missed the newest version and serve an older one."""
         self._patience_s = _CATCH_UP_S
         self._catch_up_at = 0.0
-        """When replicas that missed the version are next sent it, if no newer one is due before."""
+        """Loop time at which replicas that missed the version are sent it again, if no newer one is due before."""
         self._timer: asyncio.TimerHandle | None = None
         self._broken = asyncio.Event()
         self.times = SyncTimes()
@@ -105,11 +105,11 @@ class VersionKeeper:
             seconds = time.perf_counter() - started
             self._served, self._failures = version, 0
             self.times.committed.append(version)
-            await self._settle(report)
+            await self._committed(report)
         return seconds
 
     async def time_blocking(self, version: int) -> float | None:
-        """As `publish_blocking`, but an aborted version counts as one in the background does, and gives None."""
+        """Publish `version`, wait until it serves, and return the seconds; None if it was aborted, which counts as a failure."""
         try:
             return await self.publish_blocking(version)
         except SyncAbortedError as error:
@@ -132,7 +132,7 @@ class VersionKeeper:
     async def between_steps(self, version: int) -> AsyncIterator[None]:
         """Mark the time in which the parameters are those of `version`; they may be published inside it.
 
-        Raises what a background sync could not recover from.
+        Raises the error of a background sync that failed for good.
         """
         self.raise_if_failed()
         self._offered = version
@@ -153,7 +153,7 @@ class VersionKeeper:
                     await asyncio.wait([self._task])
 
     def join(self, name: str, newcomer: Newcomer) -> None:
-        """`newcomer` takes the place of the replica `name` from the next sync on, which is due now."""
+        """Let `newcomer` take the place of the replica `name` from the next sync on, which is due now."""
         self._joining.append((name, newcomer))
         self.catch_up()
 
@@ -163,7 +163,7 @@ class VersionKeeper:
         self._start()
 
     def note_fence(self, seconds: float) -> dict[str, float]:
-        """An optimizer step waited `seconds` for the snapshot of the version published last.
+        """Note that an optimizer step waited `seconds` for the snapshot of the version published last.
 
         Returns what that version cost the trainer, once: ``published_version`` and ``trainer_blocked_s`` (publish plus fence).
         """
@@ -174,18 +174,18 @@ class VersionKeeper:
         return {"published_version": version, "trainer_blocked_s": self.times.publish_s[version] + seconds}
 
     async def watch(self) -> NoReturn:
-        """Raise what a background sync could not recover from, also while the trainer waits for groups that never come."""
+        """Raise the error of a background sync that failed for good, also while the trainer waits for groups that never come."""
         await self._broken.wait()
         self.raise_if_failed()
         raise AssertionError("a follower that has failed raises")
 
     def raise_if_failed(self) -> None:
-        """Raise what a background sync could not recover from."""
+        """Raise the error of a background sync that failed for good, if there is one."""
         if self._task is not None and self._task.done() and not self._task.cancelled():
             self._task.result()
 
     async def cancel(self) -> None:
-        """Stop following; for the end of a run."""
+        """Stop publishing and syncing, at the end of a run."""
         self._offered = self._published = -1
         if self._timer is not None:
             self._timer.cancel()
@@ -194,7 +194,7 @@ class VersionKeeper:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def _start(self) -> None:
-        """Begin to follow, if there is something to do and what was done before has not failed for good."""
+        """Start the background task, if there is something to do and the one before has not failed for good."""
         ready = self._task is None or (self._task.done() and not self._task.cancelled() and not self._task.exception())
         if ready and (self._newer() or self._due()):
             self._task = asyncio.create_task(self._follow(), name="version-keeper")
@@ -203,7 +203,7 @@ class VersionKeeper:
         return self._offered > self._served
 
     def _due(self) -> bool:
-        """Whether the version that serves is to be sent once more, and can be."""
+        """Whether the version that serves is due to be sent once more, and still held by the publishers."""
         now = asyncio.get_running_loop().time()
         return self._served >= 0 and self._published == self._served and now >= self._catch_up_at and self._lacking()
 
@@ -256,7 +256,7 @@ class VersionKeeper:
         self.times.committed.append(version)
         self.times.latency_s.append(report.latency_s)
         self.times.rollout_blocked_s.append(report.rollout_blocked_s)
-        await self._settle(report)
+        await self._committed(report)
         return True
 
     async def _publish(self, version: int) -> float:
@@ -267,7 +267,7 @@ class VersionKeeper:
         return seconds
 
     async def _repeat(self) -> bool:
-        """Sync the version that serves for those who miss it. Returns False when nobody serves it any more."""
+        """Sync the version that serves again, for replicas that miss it. Returns False when no replica serves it any more."""
         try:
             report = await self._sync(self._served)
         except SyncAbortedError as error:
@@ -277,7 +277,7 @@ class VersionKeeper:
                 return True
             self._failed(self._served, error)
             return False
-        await self._settle(report)
+        await self._committed(report)
         return True
 
     async def _sync(self, version: int) -> SyncReport:
@@ -287,8 +287,8 @@ class VersionKeeper:
             self._syncer.add(newcomer)
         return await self._syncer.sync(version)
 
-    async def _settle(self, report: SyncReport) -> None:
-        """Remember who missed a version that serves, and tell."""
+    async def _committed(self, report: SyncReport) -> None:
+        """Remember which replicas missed a version that serves, and call `on_commit`."""
         outcomes = {name: part.outcome for name, part in report.replicas.items()}
         self._behind = {name for name, outcome in outcomes.items() if outcome is Outcome.BEHIND}
         if self._behind or Outcome.QUARANTINED in outcomes.values():

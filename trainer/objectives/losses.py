@@ -21,7 +21,7 @@ _STD_FLOOR = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """What a loss says about one micro batch."""
+    """The result of a loss over one micro batch."""
 
     loss_sum: torch.Tensor
     """Scalar with gradient: the sum over loss tokens."""
@@ -33,7 +33,7 @@ class LossFn(Protocol):
     """An objective as the training engine calls it."""
 
     def __call__(self, logprobs: torch.Tensor, micro: MicroBatch) -> LossOutput:
-        """Judge one micro batch.
+        """Compute the loss of one micro batch.
 
         Args:
             logprobs: float32 [batch, targets] with gradient: the policy's log-probability of each target token, at the

@@ -1,4 +1,4 @@
-"""What every trainer rank will hold, found out before there are any: each rank's engine is built without data and asked.
+"""Placements of trainer ranks that do not run yet: each rank's engine is built without data and asked.
 
 A rank is a forked process that torch.distributed takes for that rank of so many, since process groups, and what engines and torch
 keep about them, are global to a process. All of them are children of one process that has imported everything already.
@@ -28,7 +28,7 @@ _PART = "trainer outline"
 def outlined_placements(
     config: TrainerConfig, model_dir: Path, wire_dtype: str, *, timeout_s: float = 600.0
 ) -> list[Placement]:
-    """What each rank of `config` will hold of the model, in rank order: exactly what `TrainerRank.placement` will say.
+    """The placement that `TrainerRank.placement` will give on each rank of `config`, in rank order.
 
     Needs the libraries of the training engine, and neither a GPU nor memory for weights.
 
@@ -87,7 +87,7 @@ def _start(
             stream.writelines(_outline(engine_class, config, rank, model_dir, wire_dtype))
         status = 0
     finally:
-        os._exit(status)  # what the parent does at its end is not this process's to do
+        os._exit(status)  # this process must not run the exit handlers of its parent
 
 
 def _outline(

@@ -22,11 +22,11 @@ from .trainer_rank import TrainerRank, publisher_name
 
 _CLOSE_S = 10.0
 _DEATH_NOTICE_S = 5.0
-"""How long a rank's error waits for the news that another rank died, which explains it better."""
+"""Seconds that a rank's error waits for the news that another rank died, which explains the error better."""
 
 
 class _RankActor:
-    """What runs in the Ray actor: the rank, and a call that lasts as long as the process."""
+    """The Ray actor of one trainer rank, with a call that lasts as long as the process."""
 
     def __init__(self, config: TrainerConfig, algorithm: AlgorithmConfig, rank: int, world: int) -> None:
         self._rank = TrainerRank(config, algorithm, rank, world)

@@ -23,7 +23,7 @@ from ..objectives.losses import LossFn, grpo_loss
 
 
 def publisher_name(rank: int) -> str:
-    """Under which name a trainer rank publishes."""
+    """The name under which a trainer rank publishes."""
     return f"trainer-{rank}"
 
 
@@ -46,7 +46,7 @@ class TrainerRank:
         self._reserved: socket.socket | None = None
 
     def free_address(self, host: str) -> tuple[str, int]:
-        """A port on `host` for the ranks' own process group. Nobody else can have it until `setup` of this rank listens there."""
+        """Reserve a port on `host` for the ranks' own process group, until `setup` of this rank listens there."""
         self._reserved = reserve_port(host)
         return host, int(self._reserved.getsockname()[1])
 

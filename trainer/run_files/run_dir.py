@@ -23,7 +23,7 @@ from weightlane.ckpt_engines import ConfigError, StorageError
 
 _PART = "run directory"
 _MADE_BEFORE_A_RUN_BEGINS = frozenset({"config.toml", "state", "logs"})
-"""What a run leaves that could not start; the next one may take its place."""
+"""Files of a run that could not start; the next run may use its directory."""
 _CHOOSE_ANOTHER = "Another directory is chosen with --set run.dir=..."
 
 
@@ -105,7 +105,7 @@ class RunDir:
         return place
 
     def finish_export(self, *, last: bool) -> None:
-        """What was written at the end takes the place of an earlier one, of which this run is the continuation."""
+        """Let the exported model appear as `model/`, in the place of that of the run that this one resumes."""
         if last:
             model = self.path / "model"
             try:
@@ -148,7 +148,7 @@ class RunDir:
             raise _storage_error(path, error) from error
 
     def write_json(self, name: str, data: Any) -> None:
-        """As `write_text`."""
+        """Write a JSON file so that it appears whole or not at all."""
         self.write_text(name, json.dumps(data, indent=2) + "\n")
 
 

@@ -41,11 +41,11 @@ class Fsdp2Engine(TorchEngine):
 
     @classmethod
     def check(cls, config: TrainerConfig, model_dir: Path) -> None:
-        """As `TrainingEngine.check`."""
+        """See `TrainingEngine.check`."""
         check_mesh(config, model_dir)
 
     def setup(self, model_dir: Path, seed: int) -> None:
-        """As `TrainingEngine.setup`."""
+        """See `TrainingEngine.setup`."""
         check_model_dir(model_dir)
         check_mesh(self.config, model_dir)
         self._join(model_dir, seed)
@@ -63,12 +63,12 @@ class Fsdp2Engine(TorchEngine):
         )
 
     def outline(self, model_dir: Path) -> None:
-        """As `TrainingEngine.outline`."""
+        """See `TrainingEngine.outline`."""
         check_mesh(self.config, model_dir)
         self._shard(_model_without_weights(model_dir), model_dir)
 
     def forward_backward(self, batch: TrainBatch, loss: LossFn) -> dict[str, float]:
-        """As `TrainingEngine.forward_backward`."""
+        """See `TrainingEngine.forward_backward`."""
         model = self._open_model()
         mesh, tokens = self._mesh, batch.loss_tokens
         sums: dict[str, torch.Tensor] = {}
@@ -84,7 +84,7 @@ class Fsdp2Engine(TorchEngine):
         return means(sums, totals, batch)
 
     def optim_step(self, before_change: Callable[[Collection[str]], None]) -> float:
-        """As `TrainingEngine.optim_step`."""
+        """See `TrainingEngine.optim_step`."""
         self._open_model()
         with self._collective("the gradient norm of the other ranks"):
             self._mesh.complete_gradients(self._loaded_model())
@@ -103,24 +103,24 @@ class Fsdp2Engine(TorchEngine):
         return norm_value
 
     def local_shards(self, wire_dtype: torch.dtype) -> list[LocalShard]:
-        """As `TrainingEngine.local_shards`."""
+        """See `TrainingEngine.local_shards`."""
         return local_shards(self._runs, checkpoint_tensors(self._open_model()), self.rank, wire_dtype, self._kept)
 
     def save(self, directory: Path) -> None:
-        """As `TrainingEngine.save`."""
+        """See `TrainingEngine.save`."""
         tensors = checkpoint_tensors(self._open_model())
         with self._collective("the trainer ranks to save"):
             save_state(directory, tensors, self._named_optimizer_state(), self._step, self.rank, self._device)
 
     def load(self, directory: Path) -> None:
-        """As `TrainingEngine.load`."""
+        """See `TrainingEngine.load`."""
         tensors = checkpoint_tensors(self._loaded_model())
         with self._collective("the trainer ranks to load"):
             self._step = load_state(directory, tensors, self._named_optimizer_state(), self.rank, self._device)
         self._torn = False
 
     def export_hf(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
-        """As `TrainingEngine.export_hf`."""
+        """See `TrainingEngine.export_hf`."""
         tensors = checkpoint_tensors(self._open_model())
         with self._collective("the trainer ranks to export the model"):
             kept = _sources(self._runs, self._kept)
@@ -128,14 +128,14 @@ class Fsdp2Engine(TorchEngine):
 
     @classmethod
     def export_saved(cls, state: Path, model_dir: Path, directory: Path, dtype: torch.dtype) -> None:
-        """As `TrainingEngine.export_saved`; reads the weights only."""
+        """See `TrainingEngine.export_saved`; reads the weights only."""
         model = _model_without_weights(model_dir)
         runs = checkpoint_runs(model, checkpoint_tensors(model))
         kept = kept_types(model_dir, (run.name for run in runs))
         export_saved(state, model_dir, directory, dtype, _sources(runs, kept))
 
     def close(self) -> None:
-        """As `TrainingEngine.close`."""
+        """See `TrainingEngine.close`."""
         self._model = None
         self._parameters = []
         self._optimizer = None  # type: ignore[assignment]  # nothing uses it once the model is gone
@@ -223,7 +223,7 @@ def _load_model(model_dir: Path) -> torch.nn.Module:
 
 
 def _model_without_weights(model_dir: Path) -> torch.nn.Module:
-    """What `_load_model` gives, on the meta device; of the directory, only ``config.json`` is read."""
+    """The model that `_load_model` would load, on the meta device. Only ``config.json`` is read."""
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - as above
 
     try:

@@ -1,4 +1,4 @@
-"""FSDP2 by itself, or over tensor parallelism: the mesh of ranks, who works on which samples, and gradients of both kinds."""
+"""The mesh of FSDP2 ranks, with or without tensor parallelism: shares of a batch, and the reduction of gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ...config import TrainerConfig
 _PART = "fsdp2 engine"
 _STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 _REDUCED = "replicated_with_grad_allreduce"
-"""What transformers calls a parameter that is whole everywhere and whose gradient is of a rank's own heads alone."""
+"""transformers' name for a replicated parameter whose gradient is partial on each rank and must be all-reduced."""
 
 
 def check_mesh(config: TrainerConfig, model_dir: Path) -> None:
@@ -69,7 +69,7 @@ class RankMesh:
 
     @classmethod
     def of(cls, device: torch.device, rank: int, world: int, tensor_parallel: int, timeout_s: float) -> RankMesh:
-        """Of `world` ranks, this one being `rank`; a collective between some of them fails after `timeout_s`. Collective."""
+        """Make the mesh of `world` ranks on rank `rank`. Collective; collectives in it fail after `timeout_s` seconds."""
         if tensor_parallel == 1:
             return cls(init_device_mesh(device.type, (world,), mesh_dim_names=("fsdp",)), None, rank, world)
         ranks = torch.arange(world).view(-1, tensor_parallel)
@@ -145,7 +145,7 @@ def _divide(model: torch.nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _style(model: torch.nn.Module, module: str) -> str | None:
-    """What transformers' plan says of a module, by name."""
+    """The style that transformers' plan gives a module, looked up by name."""
     plan: dict[str, str] = getattr(model.config, "base_model_tp_plan", None) or {}
     inner = module.removeprefix(f"{getattr(model, 'base_model_prefix', '')}.")
     return next((style for pattern, style in plan.items() if fnmatch.fnmatchcase(inner, pattern)), None)

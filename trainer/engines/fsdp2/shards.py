@@ -1,4 +1,4 @@
-"""What one rank holds of a Hugging Face model that FSDP2 has sharded, in the form that `weightlane.sync` publishes.
+"""The shards that one rank holds of a Hugging Face model under FSDP2, in the form that `weightlane.sync` publishes.
 
 Works on any model after ``fully_shard``, in the loop of this package or in a script of your own, and as well on a model that
 was not sharded at all, of which rank 0 then publishes everything.
@@ -89,7 +89,7 @@ def _local_slice(name: str, tensor: torch.Tensor) -> tuple[Box, torch.Tensor]:
 def _overlap(
     run: CheckpointRun, spec: TensorSpec, whole: tuple[int, ...], held: Box, data: torch.Tensor
 ) -> list[LocalShard]:
-    """What `data`, the slice `held` of a source of shape `whole`, has of `run`; a shard without elements when it has nothing."""
+    """The part of `run` inside `data`, the slice `held` of a source of shape `whole`; an empty shard if there is none."""
     (box,) = boxes_of_run(whole, run.offset, spec.numel) if spec.numel else (Box.whole(whole),)
     common = box.intersect(held)
     if common is None and spec.shape:

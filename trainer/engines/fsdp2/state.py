@@ -113,7 +113,7 @@ def export_model(
 
 
 def export_saved(state: Path, model_dir: Path, directory: Path, dtype: torch.dtype, kept: Collection[str]) -> None:
-    """As `export_model`, of the weights in what `save_state` wrote, in a process by itself."""
+    """Export the weights that `save_state` wrote as a Hugging Face directory, in one process."""
     if not (state / ".metadata").is_file():
         raise ConfigError(f"{state} holds no saved training state.", part=PART, hint="Check the path.")
     try:

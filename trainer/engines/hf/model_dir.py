@@ -18,7 +18,7 @@ from weightlane.sync.version.tensor_spec import SAFETENSORS_DTYPES, kept_in_floa
 
 _PART = "model"
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-"""What a model may be called on Hugging Face's hub: owner and name."""
+"""Pattern of a model's name on Hugging Face's hub: owner and name."""
 _FETCHED = ("*.json", "*.jinja", "*.safetensors", "*.model", "*.tiktoken", "*.txt")
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -29,7 +29,7 @@ _MAX_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a run needs to know of its model before loading it."""
+    """Facts about a model that a run needs before it loads it."""
 
     path: Path
     config: Mapping[str, Any]
@@ -43,7 +43,7 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     """Ids that end a completion, the tokenizer's own first."""
     dtype: str
-    """What its weights are in, e.g. ``"bfloat16"``."""
+    """Dtype of its weights, e.g. ``"bfloat16"``."""
 
 
 def find_model(name: str | Path) -> Path:
@@ -115,7 +115,7 @@ def kept_types(path: Path, names: Iterable[str]) -> frozenset[str]:
 
 
 def _headers(path: Path) -> list[dict[str, Any]]:
-    """Of all files with weights."""
+    """Size of all files with weights."""
     index = path / _INDEX
     names = [_SINGLE]
     if index.is_file():

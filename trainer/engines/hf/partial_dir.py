@@ -36,7 +36,7 @@ def discard_partial(directory: Path) -> None:
 
 
 def storage_error(verb: str, directory: Path, detail: object) -> StorageError:
-    """That `directory` could not be `verb` ("read", "written")."""
+    """A `StorageError` which says that `directory` could not be `verb` ("read", "written")."""
     return StorageError(f"{directory} could not be {verb}: {detail}.", part=PART, hint="Check space and permissions.")
 
 

@@ -27,11 +27,11 @@ class LatentShape:
     """The sizes of multi-latent attention (DeepSeek-V2, arXiv 2405.04434), per head where not said otherwise."""
 
     query_rank: int
-    """Of the queries' latent vector, for all heads; 0 where queries are projected at once."""
+    """Length of the queries' latent vector, for all heads; 0 where queries are projected at once."""
     rank: int
-    """Of the latent vector of keys and values, for all heads."""
+    """Length of the latent vector of keys and values, for all heads."""
     plain_dim: int
-    """Of queries and keys, the part without position."""
+    """Size of a head of queries and keys, without the part that has a position."""
     rotary_dim: int
     """The part with it, one for all heads of the keys."""
     value_dim: int
@@ -49,7 +49,7 @@ class ModelShape:
     layers: int
     hidden: int
     intermediate: int
-    """Of the dense feed-forward layers; 0 when every layer has experts."""
+    """Hidden size of the dense feed-forward layers; 0 when every layer has experts."""
     heads: int
     groups: int
     """Key and value heads."""
@@ -63,7 +63,7 @@ class ModelShape:
     dense_layers: int = 0
     """The first so many layers have no experts."""
     shared_intermediate: int = 0
-    """Of the experts that take every token, together; 0 without."""
+    """Hidden size of the shared experts, which take every token, together; 0 without."""
     expert_bias: bool = False
     """Whether the choice of experts has a bias, which is not trained."""
     latent: LatentShape | None = None
@@ -94,7 +94,7 @@ class CheckpointSlice:
     """A rectangle of a local parameter that is a rectangle of a checkpoint tensor."""
 
     name: str
-    """Of the checkpoint tensor."""
+    """Shape of the checkpoint tensor."""
     starts: tuple[int, ...]
     """First index in the checkpoint tensor, by dimension."""
     box: Box
@@ -134,7 +134,7 @@ def checkpoint_shapes(model: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def _attention_shapes(model: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Of the attention of one layer."""
+    """Checkpoint slices of the attention parameters of one layer."""
     hidden, heads, latent = model.hidden, model.heads, model.latent
     if latent is None:
         rows, groups = heads * model.head_dim, model.groups * model.head_dim

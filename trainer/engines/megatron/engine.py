@@ -65,11 +65,11 @@ class MegatronEngine(TorchEngine):
 
     @classmethod
     def check(cls, config: TrainerConfig, model_dir: Path) -> None:
-        """As `TrainingEngine.check`."""
+        """See `TrainingEngine.check`."""
         check_layout(config, read_model(model_dir).shape, config.ranks)
 
     def setup(self, model_dir: Path, seed: int) -> None:
-        """As `TrainingEngine.setup`."""
+        """See `TrainingEngine.setup`."""
         check_model_dir(model_dir)
         self._read(model_dir)
         self._join(model_dir, seed)
@@ -79,14 +79,14 @@ class MegatronEngine(TorchEngine):
             copy_masters_to_model(self._chunks, self._optimizer)
 
     def outline(self, model_dir: Path) -> None:
-        """As `TrainingEngine.outline`."""
+        """See `TrainingEngine.outline`."""
         self._read(model_dir)
         self._device = torch.device("meta")
         with self._megatron("the trainer ranks to build the model"):
             self._build(seed=0)
 
     def forward_backward(self, batch: TrainBatch, loss: LossFn) -> dict[str, float]:
-        """As `TrainingEngine.forward_backward`."""
+        """See `TrainingEngine.forward_backward`."""
         self._require_whole()
         micros = self._micro_batches(batch)
         sums: dict[str, torch.Tensor] = {}
@@ -118,7 +118,7 @@ class MegatronEngine(TorchEngine):
         return means(sums, totals, batch)
 
     def optim_step(self, before_change: Callable[[Collection[str]], None]) -> float:
-        """As `TrainingEngine.optim_step`. Steps everything at once: `before_change` is called once, with all names."""
+        """See `TrainingEngine.optim_step`. Everything is stepped at once: `before_change` is called once, with all names."""
         self._require_whole()
         with self._megatron("the gradients of the other ranks"):
             finalize_model_grads(self._chunks)
@@ -144,7 +144,7 @@ class MegatronEngine(TorchEngine):
         return norm
 
     def local_shards(self, wire_dtype: torch.dtype) -> list[LocalShard]:
-        """As `TrainingEngine.local_shards`; each is a view of the float32 master weights, whatever the compute dtype.
+        """See `TrainingEngine.local_shards`; each is a view of the float32 master weights, whatever the compute dtype.
 
         Ranks hold the same elements where megatron-core repeats them: data parallel copies without the distributed
         optimizer, norms and routers over tensor parallel ranks, a tied embedding on the first and last pipeline stage.
@@ -164,14 +164,14 @@ class MegatronEngine(TorchEngine):
         ]
 
     def save(self, directory: Path) -> None:
-        """As `TrainingEngine.save`."""
+        """See `TrainingEngine.save`."""
         self._require_whole()
         layout = {"ranks": self.world, "layout": self.config.megatron.model_dump()}
         with self._collective("the trainer ranks to save"):
             save_state(directory, self._slices, self._step, layout, self.rank, self._device)
 
     def load(self, directory: Path) -> None:
-        """As `TrainingEngine.load`; ranks in any number and layout can read what others saved."""
+        """See `TrainingEngine.load`; ranks in any number and layout can read what others saved."""
         self._require_open()
         with self._megatron("the trainer ranks to load"):
             try:
@@ -186,7 +186,7 @@ class MegatronEngine(TorchEngine):
         self._torn = False
 
     def export_hf(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
-        """As `TrainingEngine.export_hf`."""
+        """See `TrainingEngine.export_hf`."""
         self._require_whole()
         with self._collective("the trainer ranks to export the model"):
             export_model(
@@ -195,11 +195,11 @@ class MegatronEngine(TorchEngine):
 
     @classmethod
     def export_saved(cls, state: Path, model_dir: Path, directory: Path, dtype: torch.dtype) -> None:
-        """As `TrainingEngine.export_saved`; reads the weights only."""
+        """See `TrainingEngine.export_saved`; reads the weights only."""
         export_saved(state, model_dir, directory, dtype)
 
     def close(self) -> None:
-        """As `TrainingEngine.close`."""
+        """See `TrainingEngine.close`."""
         self._chunks = []
         self._slices = []
         self._optimizer = None
@@ -257,7 +257,7 @@ class MegatronEngine(TorchEngine):
         )
 
     def _read(self, model_dir: Path) -> None:
-        """What there is to know of the model and its checkpoint before it is built."""
+        """Facts about the model and its checkpoint that are known before it is built."""
         self._facts = read_model(model_dir)
         check_layout(self.config, self._facts.shape, self.world)
         self._shapes = checkpoint_shapes(self._facts.shape)
@@ -303,7 +303,7 @@ class MegatronEngine(TorchEngine):
             chunk.zero_grad_buffer()
 
     def _micro_batches(self, batch: TrainBatch) -> list[MicroBatch]:
-        """What this rank's pipeline works on, the same on all its stages."""
+        """This rank's share of the batch, the same on all stages of its pipeline."""
         layout = self.config.megatron
         micros = batch.micro_batches(
             parallel_state.get_data_parallel_rank(),

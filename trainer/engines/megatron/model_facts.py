@@ -15,9 +15,9 @@ from .checkpoint_names import LatentShape, ModelShape
 _PART = "megatron engine"
 _SUPPORTED = ("qwen3", "llama", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 _LATENT_EPS = 1e-6
-"""Of the norms of latent vectors, in transformers, whatever the configuration says; megatron-core has one for all."""
+"""Epsilon of the norms of latent vectors in transformers, whatever the configuration says; megatron-core has one for all."""
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What megatron-core's scaling of rotary frequencies has fixed; only ``factor`` can be set."""
+"""Settings that megatron-core's scaling of rotary frequencies fixes; only ``factor`` can be set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Routing:
     scores: str = "softmax"
     """``"softmax"`` or ``"sigmoid"``, of the router's logits."""
     scale: float = 1.0
-    """What the probabilities are multiplied by."""
+    """Factor by which routing probabilities are multiplied."""
     groups: int = 1
     """Experts are divided into so many groups, and a token chooses among those of `chosen_groups`."""
     chosen_groups: int = 1
@@ -50,7 +50,7 @@ class Yarn:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What there is to know of a model before it is built."""
+    """Facts about a model that are known before it is built."""
 
     shape: ModelShape
     norm_eps: float

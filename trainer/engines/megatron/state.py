@@ -179,7 +179,7 @@ def export_model(
 
 
 def export_saved(state: Path, model_dir: Path, directory: Path, dtype: torch.dtype) -> None:
-    """As `export_model`, of the weights in what `save_state` wrote, in a process by itself."""
+    """Export the weights that `save_state` wrote as a Hugging Face directory, in one process."""
     _, stored = _state_tensors(state)
     kept = kept_types(model_dir, (key.split("|")[1] for key in stored))
     full: dict[str, torch.Tensor] = {}
@@ -212,7 +212,7 @@ def _described(slices: Iterable[WeightSlice]) -> list[Any]:
 
 
 def _owned(slices: Sequence[WeightSlice], rank: int, device: torch.device) -> list[bool]:
-    """Of each slice, whether this is the first rank that holds it: replicas are written once."""
+    """Whether this is the first rank that holds a slice, for each slice: replicas are written once."""
     held = share_json(_described(slices), device)
     before = {f"{name} {plain}" for described in held[:rank] for name, plain in described}
     return [f"{name} {plain}" not in before for name, plain in held[rank]]

@@ -47,7 +47,7 @@ class WeightSlice:
 
 @dataclass(frozen=True, slots=True)
 class _Master:
-    """What an optimizer steps: all of a model's parameter, or a flat run of it."""
+    """The float32 tensor that an optimizer steps: a whole parameter of the model, or a flat run of one."""
 
     parameter: torch.nn.Parameter
     start: int

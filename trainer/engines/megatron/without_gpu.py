@@ -99,7 +99,7 @@ def _all_to_all_single(
     input_split_sizes: Any = None,
     **options: Any,
 ) -> Any:
-    """As torch's; NCCL's path also takes split sizes as tensors, gloo's only as lists."""
+    """All-to-all of torch with split sizes as lists: gloo takes no tensors there, as NCCL does."""
 
     def sizes(splits: Any) -> Any:
         return splits.tolist() if hasattr(splits, "tolist") else splits
