@@ -197,7 +197,7 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
             subscriber.restored()
             return error
         self._held, self._before, self._undo, self._intact = None, None, None, False
-        error = group.first_error(self._caught(lambda: loader.load_pieces(stream.pieces())))
+        error = group.first_error(self._caught(lambda: loader.load_pieces(stream.parts())))
         if error is None:
             self._held, self._intact = stream.version, True
             subscriber.prepare_delta = loader.live_delta if loader.takes_deltas else None

@@ -1,1 +1,15 @@
-"""The receiving side: from buckets in the engine to a verified version that waits for its commit."""
+"""The receiving side: from an engine's receiver links to staged memory.
+
+The `Subscriber` accepts a version on its control thread and hands a `StageRequest` to its staging thread, which calls the
+`VersionReceiver`. From there every bucket passes four steps:
+
+1. *Link*: the engine delivers the bucket through a `ReceiveLink` of the `ReceiveSession`.
+2. *Receive loop*: the `ReceiveLoop` posts buckets ahead, waits for the oldest, verifies its checksum, and shows it to the
+   `Relay`. Every link has its own thread (`TransferTasks`).
+3. *Sink*: a `BucketSink` names the memory for the bucket and takes the verified bucket: staging memory, views of the sender's
+   memory, the decoder of a delta, or a `LiveStream` into the live weights.
+4. *Staged version*: `Staging` keeps the version until its commit, and the version that serves until the next one;
+   `LiveWeights` keeps a prepared delta.
+
+`read_version` reads a stored version without taking part in a run.
+"""

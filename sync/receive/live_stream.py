@@ -1,9 +1,9 @@
-"""`LiveStream`: a version on its way into live weights, bucket after bucket, without being staged first."""
+"""`LiveStream`: passes a version into live weights, one bucket after another, without staging it."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from ..version.manifest import Manifest
 from ..version.tensor_spec import TensorSpec
 
 _GRACE_S = 2.0
-"""How much longer the writer waits than whoever receives, who knows better what has happened."""
+"""Extra seconds the writer waits after the deadline: the receiving thread fails first and knows the cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class LivePart:
 
     Attributes:
         name: The checkpoint tensor.
-        start: Its first element in the row-major flattened tensor.
-        values: The elements, 1-D, contiguous, in the tensor's wire dtype; valid until the next piece is asked for.
+        start: First element in the row-major flattened tensor.
+        values: The elements, 1-D, contiguous, in the tensor's wire dtype; valid until the next part is asked for.
     """
 
     name: str
@@ -33,32 +33,38 @@ class LivePart:
 
 
 class LiveStream:
-    """Hands verified buckets from the thread that receives them to the one that writes them, one at a time.
+    """Passes verified buckets from the receiving threads to the thread that writes them, one at a time.
 
-    The receiving thread calls `offer` with each bucket, which returns when it has been written, then `finish`, or `fail`.
-    The writing thread calls `begin`, then goes through `pieces`. Whichever of the two fails, the other one's call raises the
-    same error; `fail` from any third thread ends both. No call outlives the deadline by more than a moment.
+    Receiving threads call `offer` with each bucket, then one calls `finish`. The writing thread calls `begin`, then iterates
+    over `parts`. When one side fails, the other side's call raises the same error; `fail` from any thread ends both. No call
+    outlives the deadline by more than `_GRACE_S`.
 
     Args:
-        manifest: Of a version in full.
+        manifest: Manifest of a version in full.
         part: Name of the receiving participant, for error messages.
         deadline: When everything has to be written.
+        on_ready: Called once, before the first bucket is passed on.
     """
 
-    def __init__(self, manifest: Manifest, part: str, deadline: Deadline) -> None:
+    def __init__(self, manifest: Manifest, part: str, deadline: Deadline, on_ready: Callable[[], None]) -> None:
         self.manifest = manifest
         self._regions = {spec.name: region for spec, region in zip(manifest.specs, manifest.regions, strict=True)}
         self._part = part
         self._deadline = deadline
+        self._on_ready = on_ready
+        self._offering = threading.Lock()
+        """Held by the link whose bucket is being written."""
+        self._ready = False
         self._changed = threading.Condition()
         self._bucket: tuple[int, torch.Tensor] | None = None
+        """First byte in the stream and the bytes of the bucket to write."""
         self._begun = False
         self._complete = False
         self._error: WeightlaneError | None = None
 
     @property
     def version(self) -> int:
-        """The version it carries."""
+        """The version in the stream."""
         return self.manifest.version
 
     @property
@@ -66,14 +72,22 @@ class LiveStream:
         """Every tensor of the version by name."""
         return {spec.name: spec for spec in self.manifest.tensors}
 
-    # -- receiving thread, and whoever gives the version up ----------------------------------------------------------------
+    # -- receiving threads, and the thread that aborts ---------------------------------------------------------------------
+
+    def announce(self) -> None:
+        """[receiver] Call `on_ready` unless it was called before."""
+        with self._offering:
+            if not self._ready:
+                self._ready = True
+                self._on_ready()
 
     def offer(self, index: int, data: torch.Tensor) -> None:
-        """[receiver] Bucket `index`, verified, is there: return once it has been written.
+        """[receiver] Pass on the verified bucket `index`; returns once it has been written.
 
-        Raises what the stream was failed with, or `DeadlineExceededError` when nobody writes it in time.
+        Raises the error the stream failed with, or `DeadlineExceededError` when nobody writes the bucket in time.
         """
-        with self._changed:
+        self.announce()
+        with self._offering, self._changed:
             self._bucket = self.manifest.window(index)[0], data
             self._changed.notify_all()
             written = self._changed.wait_for(
@@ -87,7 +101,7 @@ class LiveStream:
                 raise self._error
 
     def finish(self) -> None:
-        """[receiver] Every bucket was written."""
+        """[receiver] Tell the writer that every bucket was written. Raises the error the stream failed with."""
         with self._changed:
             if self._error is not None:
                 raise self._error
@@ -95,7 +109,7 @@ class LiveStream:
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """The version is given up. Of no effect once it is complete, or has failed already."""
+        """Give the version up with `error`. Does nothing once the stream is complete or has failed."""
         with self._changed:
             self._fail(as_weightlane_error(error, self._part))
 
@@ -107,9 +121,9 @@ class LiveStream:
     # -- writing thread ----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """[writer] Wait until there is something to write. Nothing has been written when this raises.
+        """[writer] Wait until there is a bucket to write. Nothing has been written when this raises.
 
-        Raises what the stream was failed with, `DeadlineExceededError`, or `CommitError` if somebody writes it already.
+        Raises the error the stream failed with, `DeadlineExceededError`, or `CommitError` if writing has begun before.
         """
         with self._changed:
             if self._begun:
@@ -121,15 +135,15 @@ class LiveStream:
             self._begun = True
             self._wait()
 
-    def pieces(self) -> Iterator[LivePart]:
-        """[writer] Every element of the version, in the order of the stream. Raises as `begin`, half-way.
+    def parts(self) -> Iterator[LivePart]:
+        """[writer] Every element of the version, in the order of the stream. Raises as `begin`, at any part.
 
-        To stop before the end is to give the version up.
+        A writer that stops before the end gives the version up.
         """
         finished = False
         try:
             while (bucket := self._next()) is not None:
-                yield from self._cut(*bucket)
+                yield from self._parts_of(*bucket)
                 del bucket
                 self._written()
             finished = True
@@ -143,7 +157,7 @@ class LiveStream:
             return self._bucket
 
     def _wait(self) -> None:
-        """Until there is a bucket, or there will be none."""
+        """Wait until there is a bucket or the stream has ended."""
         ready = self._changed.wait_for(
             lambda: self._bucket is not None or self._complete or self._error is not None,
             self._deadline.remaining_s + _GRACE_S,
@@ -155,12 +169,12 @@ class LiveStream:
 
     def _written(self) -> None:
         with self._changed:
-            if self._error is not None:  # what was written may have been received over meanwhile
+            if self._error is not None:  # the receiver may have reused the bucket's memory while it was written
                 raise self._error
             self._bucket = None
             self._changed.notify_all()
 
-    def _cut(self, start: int, data: torch.Tensor) -> Iterator[LivePart]:
+    def _parts_of(self, start: int, data: torch.Tensor) -> Iterator[LivePart]:
         for entry, low, high in self.manifest.pieces(start, start + data.numel()):
             size = entry.spec.dtype.itemsize
             values = data[low - start : high - start].view(entry.spec.dtype)

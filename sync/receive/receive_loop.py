@@ -1,4 +1,4 @@
-"""How the buckets of one version come to a rollout rank: from all who send at once, verified, and handed on to others."""
+"""`ReceiveLoop`: posts, flushes and verifies the buckets of a version, on every link of the session at the same time."""
 
 from __future__ import annotations
 
@@ -12,208 +12,197 @@ from typing import Any
 import torch
 
 from weightlane.ckpt_engines import Bucket, Deadline
-from weightlane.ckpt_engines.runtime.devices import runtime_of
+from weightlane.ckpt_engines.runtime.devices import DeviceRuntime, runtime_of
 from weightlane.plugins import RunHooks
 
+from ..codecs.delta.staged_delta import IncomingDelta
 from ..version.bucket_checksums import checksum_of, checksum_of_bucket, compare, verify
 from ..version.manifest import Manifest
-from .links import ExpectedBucket, ReceiveLink, ReceiveSession, TransferTask, TransferTasks
+from .bucket_sinks import BucketSink
 from .live_stream import LiveStream
+from .receive_session import ExpectedBucket, ReceiveLink, ReceiveSession
 from .relay import Relay
-
-_AT_A_TIME = 8
-"""How many buckets that have a place of their own come through a link at a time."""
+from .transfer_tasks import TransferTask, TransferTasks
 
 
 @dataclass(frozen=True, slots=True)
 class StageRequest:
-    """A version to stage."""
+    """A version that the rank has accepted and is to receive."""
 
     manifest: Manifest
-    """Of what comes here."""
+    """Manifest of this rank's own stream."""
     sent: Manifest
-    """Of all that is sent."""
-    receiving: ReceiveSession
+    """Manifest of the version as sent."""
+    session: ReceiveSession
     deadline: Deadline
     stall_s: float
+    """The trainer's longest time for one bucket."""
+    viewed: bool = False
+    """Whether buckets are viewed in their senders' memory."""
     stream: LiveStream | None = None
-    """Where the buckets of a version go that is taken in place."""
-    relaying: Relay | None = None
-    """Who else gets buckets from here."""
+    """Destination of a version that is committed in place."""
+    prepare_delta: Callable[[IncomingDelta], Any] | None = None
+    """See `Subscriber.prepare_delta`."""
+    relay: Relay | None = None
 
-    def length(self, arrival: ExpectedBucket) -> int:
-        """Bytes of a bucket."""
-        start, stop = self.manifest.window(arrival.index)
-        return stop - start
-
-    def by(self, arrival: ExpectedBucket) -> Deadline:
-        """When a bucket has to be there."""
-        return self.deadline.within(arrival.source.patience_s(self.stall_s))
-
-
-@dataclass(frozen=True, slots=True)
-class _Posted:
-    """A bucket that is to come to its place."""
-
-    arrival: ExpectedBucket
-    data: torch.Tensor
-    checksum: str
-    began: float
-
-
-class _ChecksumCheck:
-    """Compares the buckets of one version with their checksums.
-
-    Args:
-        job: The version.
-        first: Whether the checksums of a stored version are waited for at once, and not when all buckets are there.
-    """
-
-    def __init__(self, job: StageRequest, *, first: bool) -> None:
-        self._job = job
-        self._stored = job.receiving.stored_checksums if job.manifest.checksummed else None
-        self._checksums: Sequence[object] | None = None
-        self._later: list[tuple[ExpectedBucket, str]] = []
-        if first:
-            self._find()
-
-    def _find(self) -> None:
-        if self._stored is not None:
-            self._checksums = self._stored.get(self._job.manifest.version, self._job.deadline)
-
-    def came(self, posted: _Posted) -> None:
-        """A bucket is there. Raises `CorruptBucketError`."""
-        manifest, arrival = self._job.manifest, posted.arrival
-        if not manifest.checksummed:
-            return
-        if self._stored is not None and self._checksums is None:
-            self._later.append((arrival, checksum_of(posted.data)))
-            return
-        checksum = posted.checksum if self._checksums is None else checksum_of_bucket(self._checksums, arrival.sent_as)
-        verify(posted.data, checksum, manifest.version, arrival.sent_as, peer=arrival.source.sender)
-
-    def end(self) -> None:
-        """All are there. Raises `CorruptBucketError`, or `DeadlineExceededError` if no checksums come."""
-        if not self._later:
-            return
-        self._find()
-        for arrival, found in self._later:
-            checksum = checksum_of_bucket(self._checksums or (), arrival.sent_as)
-            compare(found, checksum, self._job.manifest.version, arrival.sent_as, peer=arrival.source.sender)
+    def deadline_of(self, bucket: ExpectedBucket) -> Deadline:
+        """The deadline for `bucket` to arrive."""
+        return self.deadline.within(bucket.sender.stall_s(self.stall_s))
 
 
 class ReceiveLoop:
-    """Of one rank; takes one version at a time.
+    """Receives one version after another for one rollout rank.
 
     Args:
         name: The rank's participant.
-        device: Where buckets come to.
-        hooks: Told of every bucket that has come.
+        device: Device of the memory that buckets are received into.
+        hooks: Observers, told of every bucket received.
     """
 
     def __init__(self, name: str, device: torch.device, hooks: RunHooks) -> None:
         self._name = name
         self._runtime = runtime_of(device)
         self._hooks = hooks
-        self._streams: list[Any] = []
-        """One for each inlet, kept: torch has few, hands them out again and again, and keeps memory for each."""
-        self._ways = TransferTasks(name)
+        self._device_streams: list[Any] = []
+        """One for each link, kept: torch has few, reuses them, and caches memory for each."""
+        self._tasks = TransferTasks(name)
 
-    def settle(self, deadline: Deadline) -> None:
-        """See `TransferTasks.settle`."""
-        self._ways.settle(deadline)
+    def wait_until_idle(self, deadline: Deadline) -> None:
+        """See `TransferTasks.wait_until_idle`."""
+        self._tasks.wait_until_idle(deadline)
 
-    def receive_all(
-        self,
-        job: StageRequest,
-        place: Callable[[ExpectedBucket], torch.Tensor],
-        took: Callable[[ExpectedBucket, torch.Tensor], None] = lambda *_: None,
-        *,
-        at_a_time: int = _AT_A_TIME,
-        checksums_first: bool = False,
-    ) -> None:
-        """Receive every bucket into the memory that `place` gives, verify it, have it handed on, and tell `took`.
+    def receive(self, request: StageRequest, sink: BucketSink) -> None:
+        """Receive every bucket of a version, verify its checksum, and pass it to the relay and to `sink`.
 
-        Those of one link come in their order, at most `at_a_time` of them, those of different links at the same time.
-        Checksums of buckets that lie in a store come when all of them do; with `checksums_first` they are waited for, so that
-        `took` sees nothing that was not verified. Returns when all that others get from here was handed on, too.
+        Returns when the sink has every bucket and the relay has sent every bucket. Raises `CorruptBucketError`,
+        `DeadlineExceededError`, or the error of an engine, the relay or the sink.
         """
-        check = _ChecksumCheck(job, first=checksums_first)
-
-        def came(posted: _Posted) -> None:
-            check.came(posted)
-            self._tell(job, posted.arrival, posted.data, posted.began)
-            if job.relaying is not None:
-                job.relaying.came(posted.arrival.sent_as, posted.data, posted.checksum)
-            took(posted.arrival, posted.data)
-
-        def through(number: int, inlet: ReceiveLink) -> None:
-            with self._runtime.on(self._streams[number]):
-                self._receive(job, inlet, place, came, at_a_time)
-
-        self._run(job, through)
-        check.end()
-
-    def _receive(
-        self,
-        job: StageRequest,
-        inlet: ReceiveLink,
-        place: Callable[[ExpectedBucket], torch.Tensor],
-        came: Callable[[_Posted], None],
-        at_a_time: int,
-    ) -> None:
-        """Post bucket after bucket; see to the oldest while no further one can be posted at once."""
-        under_way: deque[_Posted] = deque()
-
-        def end_oldest() -> None:
-            arrival = under_way[0].arrival
-            arrival.source.link.flush(job.by(arrival), len(under_way) - 1)
-            came(under_way.popleft())
-
-        for arrival in job.receiving.arrivals(job.sent, job.manifest, inlet):
-            link = arrival.source.link
-            while under_way and (len(under_way) >= at_a_time or not link.announced(arrival.source.sender)):
-                end_oldest()
-            data, began, index = place(arrival), time.perf_counter(), arrival.sent_as
-            after, part = self._runtime.recorded(), job.sent.part(index)
-            bucket = Bucket(job.manifest.version, index, data, after, part=part)
-            checksum = link.post(bucket, arrival.source.sender, job.by(arrival))
-            under_way.append(_Posted(arrival, data, checksum, began))
-        while under_way:
-            end_oldest()
-
-    def view_all(self, job: StageRequest, took: Callable[[ExpectedBucket, torch.Tensor], None]) -> None:
-        """Look at every bucket in its sender's memory, verify it, and tell `took`."""
-
-        def through(_: int, inlet: ReceiveLink) -> None:
-            for arrival in job.receiving.arrivals(job.sent, job.manifest, inlet):
-                began, source = time.perf_counter(), arrival.source
-                version, nbytes = job.manifest.version, job.length(arrival)
-                data, checksum = source.link.view(version, arrival.sent_as, nbytes, source.sender, job.by(arrival))
-                if job.manifest.checksummed:
-                    verify(data, checksum, version, arrival.sent_as, peer=source.sender)
-                self._tell(job, arrival, data, began)
-                took(arrival, data)
-
-        self._run(job, through)
-
-    def _run(self, job: StageRequest, through: Callable[[int, ReceiveLink], None]) -> None:
-        receiving, relaying = job.receiving, job.relaying
-        self._streams += [self._runtime.new_stream() for _ in receiving.inlets[len(self._streams) :]]
-        ways = [
-            TransferTask(list(inlet.sources), partial(through, number, inlet))
-            for number, inlet in enumerate(receiving.inlets)
+        links, relay = request.session.links, request.relay
+        checksums = _ChecksumCheck(request, wait_first=sink.needs_verified)
+        transfer = _VersionTransfer(request, sink, checksums, self._name, self._runtime, self._hooks)
+        self._device_streams += [self._runtime.new_stream() for _ in links[len(self._device_streams) :]]
+        tasks = [
+            TransferTask(list(link.senders), partial(transfer.receive_link, link, stream))
+            for link, stream in zip(links, self._device_streams, strict=False)
         ]
-        if relaying is None:
-            self._ways.run(ways, job.deadline)
-            return
-        ways += [TransferTask(link.receivers, partial(relaying.hand_on, link)) for link in receiving.onward]
+        if relay is not None:
+            tasks += [TransferTask(link.receivers, partial(relay.send, link)) for link in request.session.relay_links]
         try:
-            self._ways.run(ways, job.deadline)
+            self._tasks.run(tasks, request.deadline)
         except Exception as error:
-            relaying.give_up(error)
+            if relay is not None:
+                relay.give_up(error)
             raise
+        checksums.verify_remaining()
 
-    def _tell(self, job: StageRequest, arrival: ExpectedBucket, data: torch.Tensor, began: float) -> None:
-        facts = {"seconds": time.perf_counter() - began, "nbytes": data.numel(), "participant": self._name}
-        self._hooks.bucket_received(version=job.manifest.version, index=arrival.sent_as, facts=facts)
+
+@dataclass(frozen=True, slots=True)
+class _ReceivedBucket:
+    """A bucket posted to its link or viewed."""
+
+    expected: ExpectedBucket
+    data: torch.Tensor
+    checksum: str
+    """The checksum its sender announced; empty for a bucket from a store."""
+    started: float
+
+
+@dataclass(frozen=True, slots=True)
+class _VersionTransfer:
+    """The transfer of one version. Each link has its own thread; see `ReceiveLoop` for the fields."""
+
+    request: StageRequest
+    sink: BucketSink
+    checksums: _ChecksumCheck
+    name: str
+    runtime: DeviceRuntime
+    hooks: RunHooks
+
+    def receive_link(self, link: ReceiveLink, device_stream: Any) -> None:
+        """Receive the buckets of `link`: post ahead while senders announce more, else wait for the oldest bucket."""
+        in_flight: deque[_ReceivedBucket] = deque()
+        request, most = self.request, self.sink.most_in_flight
+        with self.runtime.on(device_stream):
+            for expected in request.session.expected_buckets(request.sent, request.manifest, link):
+                sender = expected.sender
+                while in_flight and (len(in_flight) >= most or not sender.link.announced(sender.name)):
+                    self._finish_oldest(in_flight)
+                if (memory := self.sink.memory_for(expected)) is None:
+                    self._on_bucket(self._viewed(expected))
+                else:
+                    in_flight.append(self._posted(expected, memory))
+            while in_flight:
+                self._finish_oldest(in_flight)
+
+    def _viewed(self, expected: ExpectedBucket) -> _ReceivedBucket:
+        sender, started, version = expected.sender, time.perf_counter(), self.request.manifest.version
+        deadline = self.request.deadline_of(expected)
+        data, checksum = sender.link.view(version, expected.sent_as, expected.nbytes, sender.name, deadline)
+        return _ReceivedBucket(expected, data, checksum, started)
+
+    def _posted(self, expected: ExpectedBucket, memory: torch.Tensor) -> _ReceivedBucket:
+        sender, started, sent, index = expected.sender, time.perf_counter(), self.request.sent, expected.sent_as
+        bucket = Bucket(sent.version, index, memory, self.runtime.recorded(), part=sent.part(index))
+        checksum = sender.link.post(bucket, sender.name, self.request.deadline_of(expected))
+        return _ReceivedBucket(expected, memory, checksum, started)
+
+    def _finish_oldest(self, in_flight: deque[_ReceivedBucket]) -> None:
+        expected = in_flight[0].expected
+        expected.sender.link.flush(self.request.deadline_of(expected), len(in_flight) - 1)
+        self._on_bucket(in_flight.popleft())
+
+    def _on_bucket(self, received: _ReceivedBucket) -> None:
+        """Verify a bucket, then let observers, the relay and the sink have it."""
+        expected, data, relay = received.expected, received.data, self.request.relay
+        self.checksums.verify(received)
+        if relay is not None:
+            relay.on_bucket(expected.sent_as, data, received.checksum)
+        facts = {"seconds": time.perf_counter() - received.started, "nbytes": data.numel(), "participant": self.name}
+        self.hooks.bucket_received(version=self.request.manifest.version, index=expected.sent_as, facts=facts)
+        self.sink.on_bucket(expected, data)
+
+
+class _ChecksumCheck:
+    """Compares the buckets of one version with their checksums.
+
+    A stored version has its checksums in one message, sent once every bucket is stored. Buckets are hashed on arrival, and
+    compared once the message is here.
+
+    Args:
+        request: The version.
+        wait_first: Whether to wait for the message before the first bucket.
+    """
+
+    def __init__(self, request: StageRequest, *, wait_first: bool) -> None:
+        self._request = request
+        self._stored = request.session.stored_checksums if request.manifest.checksummed else None
+        self._checksums: Sequence[object] | None = None
+        self._remaining: list[tuple[ExpectedBucket, str]] = []
+        """Buckets to compare, with the checksums of their bytes."""
+        if wait_first:
+            self._wait_for_stored()
+
+    def _wait_for_stored(self) -> None:
+        if self._stored is not None:
+            self._checksums = self._stored.get(self._request.manifest.version, self._request.deadline)
+
+    def verify(self, received: _ReceivedBucket) -> None:
+        """Compare a bucket with its checksum, now or in `verify_remaining`. Raises `CorruptBucketError`."""
+        manifest, expected = self._request.manifest, received.expected
+        if not manifest.checksummed:
+            return
+        if self._stored is not None and self._checksums is None:
+            self._remaining.append((expected, checksum_of(received.data)))
+            return
+        index = expected.sent_as
+        checksum = received.checksum if self._checksums is None else checksum_of_bucket(self._checksums, index)
+        verify(received.data, checksum, manifest.version, index, peer=expected.sender.name)
+
+    def verify_remaining(self) -> None:
+        """Compare the buckets whose checksums were missing. Raises `CorruptBucketError` or `DeadlineExceededError`."""
+        if not self._remaining:
+            return
+        self._wait_for_stored()
+        for expected, found in self._remaining:
+            checksum = checksum_of_bucket(self._checksums or (), expected.sent_as)
+            compare(found, checksum, self._request.manifest.version, expected.sent_as, peer=expected.sender.name)

@@ -1,4 +1,4 @@
-"""What a rollout rank hands on to others: each bucket as soon as it has come and was verified, from the memory it came into."""
+"""`Relay`: forwards one version from a rollout rank to others, each bucket once it was verified, from the memory it is in."""
 
 from __future__ import annotations
 
@@ -9,56 +9,56 @@ from dataclasses import dataclass
 import torch
 
 from weightlane.ckpt_engines import Bucket, Deadline, SenderLink, WeightlaneError, as_weightlane_error
+from weightlane.plugins import RunHooks
 
 from ..plan.session_plan import SessionPlan
-from ..send.pipeline import BucketsInFlight, Destination, OnSent
+from ..send.pipeline import BucketsInFlight, Destination
 from ..version.manifest import Manifest
 
-_AT_A_TIME = 8
-"""How many buckets are on their way through a link at a time: they lie where they came to, and take no memory."""
+_MOST_IN_FLIGHT = 8
+"""Most buckets posted to a link at a time, as many as are received ahead. They are sent from where they are, without a copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class RelayLink:
-    """A link through which a rank hands lanes on.
+    """A sender link of a rollout rank.
 
     Attributes:
-        receivers: Whoever gets something.
-        lanes: Where each goes, by its number, in the order in which they are sent.
+        receivers: Every receiver on the link.
+        lanes: Destination of each lane, by the lane's number, in sending order.
     """
 
     receivers: tuple[str, ...]
     lanes: Mapping[int, Destination]
 
 
-def onward_links(name: str, planned: SessionPlan, senders: Mapping[int, SenderLink]) -> tuple[RelayLink, ...]:
-    """The links through which the rank `name` hands on, whose connected `senders` are given by link."""
+def relay_links(rank: str, planned: SessionPlan, senders: Mapping[int, SenderLink]) -> tuple[RelayLink, ...]:
+    """The links through which participant `rank` relays; `senders` are its connected sender links by number."""
     return tuple(
         RelayLink(
             link.receivers,
             {
-                lane: Destination(senders[link.number], planned.routes[lane].next_after(name))
-                for lane in link.lanes[name]
+                lane: Destination(senders[link.number], planned.routes[lane].next_after(rank))
+                for lane in link.lanes[rank]
             },
         )
-        for link in planned.sent_by(name)
+        for link in planned.sent_by(rank)
     )
 
 
 class Relay:
-    """Of one version at one rank.
+    """Relays one version from one rollout rank.
 
-    Whoever receives says with `came` what is there, and never waits; a thread for each link runs `hand_on`, in the order that its
-    receivers expect: that of the lanes. So a receiver that is slow holds up who is behind it on the way, and nobody else, and
-    no two ranks that hand different lanes on to one another can wait for each other.
+    Receiving threads call `on_bucket`, which never waits. A thread for each link runs `send`, which keeps the order of the
+    lanes. A slow receiver therefore delays only the receivers behind it, and no two ranks wait for each other.
 
     Args:
-        links: Through which it is handed on.
-        manifest: Of all that is sent.
-        deadline: For all of it.
+        links: The rank's sender links.
+        manifest: The version as sent.
+        deadline: For the whole version.
         stall_s: Longest time for one bucket, in seconds.
-        part: The rank, for error messages.
-        on_sent: Told of every bucket; called on the links' threads.
+        rank: The rank's participant.
+        hooks: Observers, told of every bucket sent.
     """
 
     def __init__(
@@ -67,53 +67,57 @@ class Relay:
         manifest: Manifest,
         deadline: Deadline,
         stall_s: float,
-        part: str,
-        on_sent: OnSent,
+        rank: str,
+        hooks: RunHooks,
     ) -> None:
         self._manifest = manifest
         self._deadline = deadline
         self._stall_s = stall_s
-        self._part = part
-        self._on_sent = on_sent
-        self._wanted = {index for link in links for lane in link.lanes for index in manifest.buckets_of(lane)}
+        self._rank = rank
+        self._hooks = hooks
+        self._relayed = {index for link in links for lane in link.lanes for index in manifest.buckets_of(lane)}
         self._changed = threading.Condition()
-        self._there: dict[int, tuple[torch.Tensor, str]] = {}
-        """What has come and was not handed on yet, and its checksum, by the index it was sent as."""
+        self._ready: dict[int, tuple[torch.Tensor, str]] = {}
+        """Verified buckets that wait to be sent, with their checksums, by index in the version as sent."""
         self._error: WeightlaneError | None = None
 
-    def came(self, index: int, data: torch.Tensor, checksum: str) -> None:
-        """Bucket `index`, as it was sent, is there and verified; it stays as it is until it was handed on."""
-        if index in self._wanted:
+    def on_bucket(self, index: int, data: torch.Tensor, checksum: str) -> None:
+        """Make the verified bucket `index` available; its bytes stay unchanged until it was sent."""
+        if index in self._relayed:
             with self._changed:
-                self._there[index] = data, checksum
+                self._ready[index] = data, checksum
                 self._changed.notify_all()
 
     def give_up(self, error: BaseException) -> None:
-        """Nothing more will come."""
+        """Make `send` raise `error`: no further bucket will be available."""
         with self._changed:
-            self._error = self._error or as_weightlane_error(error, self._part)
+            self._error = self._error or as_weightlane_error(error, self._rank)
             self._changed.notify_all()
 
-    def hand_on(self, link: RelayLink) -> None:
-        """Hand everything on that goes through `link`. Raises what the engine raises, or what it was given up with."""
-        outflow = BucketsInFlight(self._deadline, self._stall_s, self._on_sent)
+    def send(self, link: RelayLink) -> None:
+        """Send every bucket of the lanes of `link`. Raises the engine's error, or the one passed to `give_up`."""
+        in_flight = BucketsInFlight(self._deadline, self._stall_s, self._on_sent)
         for lane, destination in link.lanes.items():
             for index in self._manifest.buckets_of(lane):
-                while outflow and (len(outflow) >= _AT_A_TIME or not self._is_there(index)):
-                    outflow.end_oldest()
+                while in_flight and (len(in_flight) >= _MOST_IN_FLIGHT or not self._is_ready(index)):
+                    in_flight.end_oldest()
                 data, checksum = self._take(index)
-                outflow.post(Bucket(self._manifest.version, index, data), destination, checksum)
-        outflow.end_all()
+                in_flight.post(Bucket(self._manifest.version, index, data), destination, checksum)
+        in_flight.end_all()
 
-    def _is_there(self, index: int) -> bool:
+    def _is_ready(self, index: int) -> bool:
         with self._changed:
-            return index in self._there
+            return index in self._ready
 
     def _take(self, index: int) -> tuple[torch.Tensor, str]:
         with self._changed:
-            self._changed.wait_for(lambda: index in self._there or self._error is not None, self._deadline.remaining_s)
+            self._changed.wait_for(lambda: index in self._ready or self._error is not None, self._deadline.remaining_s)
             if self._error is not None:
                 raise self._error
-            if index not in self._there:
-                raise self._deadline.error(f"bucket {index} of version {self._manifest.version}", part=self._part)
-            return self._there.pop(index)
+            if index not in self._ready:
+                raise self._deadline.error(f"bucket {index} of version {self._manifest.version}", part=self._rank)
+            return self._ready.pop(index)
+
+    def _on_sent(self, version: int, index: int, nbytes: int, seconds: float) -> None:
+        facts = {"seconds": seconds, "nbytes": nbytes, "participant": self._rank, "relayed": True}
+        self._hooks.bucket_sent(version=version, index=index, facts=facts)

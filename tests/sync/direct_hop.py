@@ -141,7 +141,7 @@ class Rollout:
         """Put a version into the live weights piece by piece."""
         live = {name: torch.full(spec.shape, float("nan")) for name, spec in self._specs.items()}
         stream.begin()
-        for piece in stream.pieces():
+        for piece in stream.parts():
             live[piece.name].view(-1)[piece.start : piece.start + piece.values.numel()] = piece.values
         self.live = {(spec.name, box): live[spec.name][box.index].clone() for spec, box in self._needed.slices}
 

@@ -223,7 +223,7 @@ class Rollout:
         written = 0
         try:
             stream.begin()
-            for piece in stream.pieces():
+            for piece in stream.parts():
                 if written == self._trips_after:
                     if not self._victim:
                         raise CommitError("tripped, on purpose.", part="hop")

@@ -24,7 +24,7 @@ from weightlane.ckpt_engines.links import bounded_calls
 from weightlane.ckpt_engines.links.bounded_calls import address_of, close_all
 from weightlane.ckpt_engines.runtime.devices import HOST, runtime_of
 from weightlane.sync import CollectivePublisher, LocalShard, Manifest, Rendezvous, SyncConfig
-from weightlane.sync.receive.links import TransferTask, TransferTasks
+from weightlane.sync.receive.transfer_tasks import TransferTask, TransferTasks
 from weightlane.sync.send.gather import ShardGather
 from weightlane.sync.send.pipeline import Destination, SendPipeline
 from weightlane.sync.version.packing import CopyTable
@@ -34,7 +34,7 @@ from weightlane.sync.version.tensor_spec import TensorSpec
 
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("ckpt_engines.links.bounded_calls", "sync.receive.links", "sync.send.pipeline"):
+    for module in ("ckpt_engines.links.bounded_calls", "sync.receive.transfer_tasks", "sync.send.pipeline"):
         monkeypatch.setattr(f"weightlane.{module}.GRACE_S", 0.05)
     monkeypatch.setattr(bounded_calls, "_QUICK_S", 0.05)
 
@@ -161,7 +161,7 @@ def test_a_receiver_whose_calls_never_return_is_named_and_waited_for_before_its_
             [TransferTask([f"trainer-{number}"], stuck.flush) for number in range(ways)], Deadline.after(SOON)
         )
     with pytest.raises(DeadlineExceededError, match="to be given up"):
-        receiving.settle(Deadline.after(SOON))
+        receiving.wait_until_idle(Deadline.after(SOON))
 
 
 def test_a_gather_that_is_closed_lets_go_of_who_waits_for_another_rank() -> None:

@@ -165,7 +165,7 @@ def test_deltas_follow_versions_that_were_taken_in_place_and_a_mixture_is_no_bas
 
 def stream_within(seconds: float) -> LiveStream:
     manifest = Manifest(7, (TensorSpec("a", (5, 7), torch.float32),), 64)
-    return LiveStream(manifest, "r/0", Deadline.after(seconds))
+    return LiveStream(manifest, "r/0", Deadline.after(seconds), lambda: None)
 
 
 def test_whoever_fails_ends_both_sides_of_a_stream() -> None:
@@ -173,7 +173,7 @@ def test_whoever_fails_ends_both_sides_of_a_stream() -> None:
     with ThreadPoolExecutor(1) as receiver:
         offering = receiver.submit(stream.offer, 0, data)
         stream.begin()
-        next(stream.pieces())  # and no more
+        next(stream.parts())  # and no more
         with pytest.raises(ClosedError):
             offering.result(HANG_S)
     with pytest.raises(CommitError, match="written already"):

@@ -25,10 +25,10 @@ from weightlane.ckpt_engines import (
 from weightlane.ckpt_engines.engines.shared_memory.shm import ShmEngine
 from weightlane.ckpt_engines.links.buffer_device import buffer_device
 from weightlane.sync import LocalShard, Manifest, Publisher, Rendezvous, TensorSpec
-from weightlane.sync.receive.staging import Staging, Stream
+from weightlane.sync.receive.staged_version import ViewedVersion, adjoined
+from weightlane.sync.receive.staging import Staging
 from weightlane.sync.send.snapshot.progress import Progress
 from weightlane.sync.send.snapshot.snapshot import Snapshot
-from weightlane.sync.subscriber import adjoined
 
 SPEC = TensorSpec("w", (16,), torch.float32)
 
@@ -85,8 +85,8 @@ def staged(staging: Staging, version: int, lent: torch.Tensor | None = None, ide
     """`version` lies in its sender's memory, which is returned."""
     manifest = Manifest(version, (SPEC,), 64, lasting=True, identity=identity)
     lent = torch.full((64,), version, dtype=torch.uint8) if lent is None else lent
-    staging.reserve(manifest, lent=True)
-    staging.complete(manifest, Stream([(0, lent)]))
+    staging.reserve(manifest, viewed=True)
+    staging.complete_viewed(ViewedVersion(manifest, [(0, lent)]))
     return lent
 
 
@@ -97,31 +97,31 @@ def value(tensors: dict[str, torch.Tensor]) -> int:
 def test_lent_memory_is_needed_until_it_is_loaded_and_its_verdict_is_known() -> None:
     staging = Staging("rollout-0/0", 0, torch.device("cpu"))
     lent = staged(staging, 1)
-    assert not staging.settle(1)
-    assert value(staging.take(1)) == 1
+    assert not staging.clean_up(1)
+    assert value(staging.take(1)[1]) == 1
     staging.commit(1)
     staging.abort(1)  # its sync for others was given up, it serves nevertheless
-    assert not staging.settle(1), "it is being loaded"
+    assert not staging.clean_up(1), "it is being loaded"
     staging.release(1)
-    assert staging.settle(1)
+    assert staging.clean_up(1)
     lent.zero_()
     staged(staging, 2)
     previous, tensors = staging.take_previous(2)
-    assert (previous, value(tensors)) == (1, 1), "what a rollback needs was not copied"
+    assert (previous.version, value(tensors)) == (1, 1), "what a rollback needs was not copied"
     staging.release(1)
     staging.abort(2)
-    assert staging.settle(2)
-    assert staging.take_previous(2)[0] == 1, "a version that was given up took the place of the one that serves"
+    assert staging.clean_up(2)
+    assert staging.take_previous(2)[0].version == 1, "a version that was given up took the place of the one that serves"
 
 
 def test_a_rollback_never_loads_an_older_version_than_the_one_that_served() -> None:
     staging = Staging("rollout-0/0", 0, torch.device("cpu"))
     staged(staging, 1)
     staging.commit(1)
-    assert staging.settle(1)
+    assert staging.clean_up(1)
     staged(staging, 2, identity="a/2")
     staging.commit(2)
-    assert staging.settle(2, scatters=True), "no copy is kept where deltas go into the live weights"
+    assert staging.clean_up(2, keep=False), "no copy is kept where deltas go into the live weights"
     staged(staging, 3)
     with pytest.raises(CommitError, match="not kept here"):
         staging.take_previous(3)
@@ -135,8 +135,8 @@ def test_lent_memory_is_given_back_where_there_is_none_for_a_copy(monkeypatch: p
     def full(_: int) -> Any:
         raise RuntimeError("can't allocate memory")
 
-    monkeypatch.setattr(staging, "_room", full)
-    assert staging.settle(1)
+    monkeypatch.setattr(staging, "_new_copy_slot", full)
+    assert staging.clean_up(1)
     with pytest.raises(CommitError):
         staging.take_previous(2)
 
@@ -147,7 +147,7 @@ def test_closed_staging_keeps_no_memory_but_what_somebody_looks_at() -> None:
     alive = weakref.ref(memory)
     staged(staging, 1, torch.from_numpy(memory))
     del memory
-    tensors = staging.take(1)
+    _, tensors = staging.take(1)
     staging.close()
     assert value(tensors) == 1
     assert alive() is not None

@@ -38,8 +38,9 @@ from weightlane.sync.control.roster import Roster
 from weightlane.sync.plan import Network
 from weightlane.sync.plan.send_assignment import shares
 from weightlane.sync.plan.session_plan import SessionPlan, Supply
-from weightlane.sync.receive.links import BucketSender, ReceiveLink, ReceiveSession
+from weightlane.sync.receive.bucket_sinks import StagedBuckets
 from weightlane.sync.receive.receive_loop import ReceiveLoop, StageRequest
+from weightlane.sync.receive.receive_session import BucketSender, ReceiveLink, ReceiveSession
 from weightlane.sync.version.bucket_checksums import checksum_of
 
 SLOW_SENDERS = Network(sender_bytes_per_s=1e8, receiver_bytes_per_s=1e9, bucket_bytes=8192)
@@ -192,7 +193,7 @@ def test_a_bucket_is_handed_on_once_it_was_verified() -> None:
         def flush(self, _deadline: Deadline, _pending: int) -> None:
             pass
 
-        def came(self, _index: int, data: torch.Tensor, checksum: str) -> None:
+        def on_bucket(self, _index: int, data: torch.Tensor, checksum: str) -> None:
             assert checksum == checksum_of(sent)
             handed_on.append(bytes(data.tolist()))
 
@@ -202,14 +203,14 @@ def test_a_bucket_is_handed_on_once_it_was_verified() -> None:
     carrier: Any = Carrier()
     manifest = Manifest(3, (TensorSpec("t", (64,), torch.uint8),), 64, checksummed=True)
     receiving = ReceiveSession("s", (ReceiveLink({"trainer-0": BucketSender(carrier, "trainer-0")}),))
-    job = StageRequest(manifest, manifest, receiving, Deadline.after(NEVER_S), NEVER_S, relaying=carrier)
-    intake, data = ReceiveLoop("r1/0", HOST, RunHooks()), torch.empty(64, dtype=torch.uint8)
+    request = StageRequest(manifest, manifest, receiving, Deadline.after(NEVER_S), NEVER_S, relay=carrier)
+    loop, sink = ReceiveLoop("r1/0", HOST, RunHooks()), StagedBuckets(torch.empty(64, dtype=torch.uint8))
     carrier.damage = 1
     with pytest.raises(CorruptBucketError):
-        intake.receive_all(job, lambda _: data)
+        loop.receive(request, sink)
     assert handed_on == []
     carrier.damage = 0
-    intake.receive_all(job, lambda _: data)
+    loop.receive(request, sink)
     assert handed_on == [bytes(range(64))]
 
 

@@ -29,7 +29,7 @@ from weightlane.sync.codecs.delta.format.encoder import Encoded
 from weightlane.sync.codecs.delta.staged_delta import StagedDelta
 from weightlane.sync.control.hub.hub import COORDINATOR
 from weightlane.sync.control.messages import Failed, Message, Open, Staged
-from weightlane.sync.receive.links import BucketSender, ReceiveLink, ReceiveSession
+from weightlane.sync.receive.receive_session import BucketSender, ReceiveLink, ReceiveSession
 from weightlane.sync.receive.staging import Staging
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.bucket_checksums import checksum_of
@@ -120,7 +120,7 @@ class Rollout:
         self.inbox = rendezvous.inbox(COORDINATOR)
         self.seen: queue.SimpleQueue[str] = queue.SimpleQueue()
         stage(subscriber._staging, BASE, 1.0)
-        subscriber._staged_identity = (1, BASE.identity)
+        subscriber._live_weights.stage(BASE)
         subscriber._committed(1)
         if scatters:
             subscriber.prepare_delta = self.prepare
@@ -134,7 +134,7 @@ class Rollout:
 
     def offer(self, line: Line) -> None:
         manifest = line.manifest
-        self.subscriber._receiving = ReceiveSession("", (ReceiveLink({"t-0": BucketSender(line, "t-0")}),))  # type: ignore[arg-type]
+        self.subscriber._receive_session = ReceiveSession("", (ReceiveLink({"t-0": BucketSender(line, "t-0")}),))  # type: ignore[arg-type]
         times = {"deadline_s": HANG_S, "stall_s": HANG_S}
         self.subscriber._dispatch(Open(session="", version=manifest.version, manifest=manifest.to_plain(), **times))
 
@@ -327,20 +327,20 @@ def test_a_delta_that_is_given_up_while_it_is_loaded_is_taken_back_once_it_is_re
     subscriber.release(2)
     wait_until(lambda: bool(staging.kept_identity("")), "base for the next delta")
     assert staging.kept_identity("") == BASE.identity, "the next delta is refused"
-    version, tensors = staging.take_previous(2)
-    assert (version, float(tensors["a"][0])) == (1, 1.0)
+    manifest, tensors = staging.take_previous(2)
+    assert (manifest.version, float(tensors["a"][0])) == (1, 1.0)
 
 
 def test_only_what_was_taken_can_have_been_restored(subscriber: Subscriber) -> None:
     for version in (1, 2):
         manifest = replace(BASE, version=version, identity=f"t/{version}")
         stage(subscriber._staging, manifest, 1.0)
-        subscriber._staged_identity = (version, manifest.identity)
+        subscriber._live_weights.stage(manifest)
         subscriber.take(version)
         subscriber.release(version)
         subscriber._committed(version)
     subscriber.restored()  # of a commit that never began
-    assert subscriber._live != BASE.identity, "a delta to version 1 would be put into version 2"
+    assert subscriber._live_weights.identity != BASE.identity, "a delta to version 1 would be put into version 2"
 
 
 def test_the_staging_thread_outlives_what_goes_wrong_when_memory_is_given_back(
@@ -352,7 +352,7 @@ def test_the_staging_thread_outlives_what_goes_wrong_when_memory_is_given_back(
         asked.put(version)
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(subscriber._staging, "settle", fails)
+    monkeypatch.setattr(subscriber._staging, "clean_up", fails)
     for version in (1, 2):  # were the thread gone, nobody would ask for the second one
         subscriber.release(version)
         assert asked.get(timeout=HANG_S) == version

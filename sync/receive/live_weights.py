@@ -1,0 +1,48 @@
+"""`LiveWeights`: the publication that a rollout rank's live weights are, and the delta prepared for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..version.manifest import Manifest
+
+
+class LiveWeights:
+    """The state of live weights that a delta needs: a delta may only be put into its base."""
+
+    def __init__(self) -> None:
+        self.identity = ""
+        """Identity of the publication; empty while it is not certain."""
+        self._identity_before = ""
+        self._staged = (-1, "")
+        """Number and identity of the version staged last."""
+        self._delta: tuple[int, Any] | None = None
+        """Version and result of `Subscriber.prepare_delta` of the staged delta."""
+
+    def stage(self, manifest: Manifest, delta: Any = None) -> None:
+        """Note that a version was staged; `delta` is its prepared delta for the live weights."""
+        self._staged = manifest.version, manifest.identity
+        self._delta = None if delta is None else (manifest.version, delta)
+
+    def delta(self, version: int) -> Any | None:
+        """The prepared delta to `version`, if there is one."""
+        return self._delta[1] if self._delta is not None and self._delta[0] == version else None
+
+    def forget_delta(self, version: int | None = None) -> None:
+        """Free the prepared delta, if it leads to `version`; by default any."""
+        if self._delta is not None and version in (None, self._delta[0]):
+            self._delta = None
+
+    def take(self) -> None:
+        """Note that a version is being written into the weights."""
+        self.identity, self._identity_before = "", self.identity
+
+    def restore(self) -> None:
+        """Note that the weights are what they were before the last `take`."""
+        self.identity = self._identity_before
+
+    def commit(self, version: int) -> None:
+        """Note that `version` serves."""
+        staged, identity = self._staged
+        self.identity, self._identity_before = (identity if staged == version else ""), ""
+        self.forget_delta(version)

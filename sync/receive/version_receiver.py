@@ -1,0 +1,123 @@
+"""`VersionReceiver`: receives one version of a rollout rank, into staging memory, as a delta, or into the live weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from weightlane.ckpt_engines import Deadline
+from weightlane.ckpt_engines.runtime.devices import DeviceRuntime
+from weightlane.plugins import RunHooks
+
+from ..codecs.delta.decoding import DeltaDecoding
+from ..codecs.delta.staged_delta import StagedDelta
+from .bucket_sinks import DeltaBuckets, LiveBuckets, StagedBuckets, ViewedBuckets
+from .live_stream import LiveStream
+from .receive_loop import ReceiveLoop, StageRequest
+from .receive_session import BucketSender, ReceiveSession
+from .staged_version import ViewedVersion, new_receive_memory
+from .staging import Staging
+
+_RELEASE_S = 5.0
+"""Longest time to tell a sender that its memory is free. Later than that the sender has allocated other memory."""
+
+
+class VersionReceiver:
+    """Receives one version after another. Used by the rank's staging thread.
+
+    Args:
+        name: The rank's participant.
+        device: Device of the memory that buckets are received into.
+        live: Runtime of the live model's device.
+        staging: Memory for staged versions.
+        hooks: Observers.
+    """
+
+    def __init__(self, name: str, device: torch.device, live: DeviceRuntime, staging: Staging, hooks: RunHooks) -> None:
+        self._name = name
+        self._device = device
+        self._live = live
+        self._staging = staging
+        self._loop = ReceiveLoop(name, device, hooks)
+        self._decoding_stream = live.new_stream()
+        self._live_buffer = torch.empty(0, dtype=torch.uint8, device=device)
+        """Memory for one bucket of each sender of a version that is committed in place."""
+        self._viewed: dict[int, ReceiveSession] = {}
+        """Sessions of the versions that are viewed in their senders' memory."""
+
+    def receive(self, request: StageRequest) -> ViewedVersion | None:
+        """Receive a version in full into staging memory, or return it as views of its senders' memory.
+
+        Raises as `ReceiveLoop.receive`.
+        """
+        self._loop.wait_until_idle(request.deadline)
+        manifest = request.manifest
+        if not request.viewed:
+            self._loop.receive(request, StagedBuckets(self._staging.memory(manifest)))
+            return None
+        self._note_viewed(request)
+        buckets = ViewedBuckets()
+        self._loop.receive(request, buckets)
+        viewed = ViewedVersion.of(manifest, buckets.views)
+        if viewed is None:
+            memory = self._staging.memory(manifest)
+            for index, view in buckets.views.items():
+                start, stop = manifest.window(index)
+                memory[start:stop].copy_(view)
+        return viewed
+
+    def receive_delta(self, request: StageRequest) -> Any:
+        """Receive a delta, decoding each segment while later buckets are in flight.
+
+        Returns a `StagedDelta`, or the result of the request's `prepare_delta`. Raises as `ReceiveLoop.receive`, or the error
+        of decoding.
+        """
+        self._loop.wait_until_idle(request.deadline)
+        prepare = request.prepare_delta or StagedDelta.of
+        # The result may be on the live model's device, wherever buckets are received.
+        decoding = DeltaDecoding(
+            request.manifest, prepare, request.deadline, self._name, self._live, self._decoding_stream
+        )
+        try:
+            self._loop.receive(request, DeltaBuckets(decoding, self._device))
+        except Exception as error:
+            decoding.give_up(error)
+            raise
+        return decoding.result()
+
+    def receive_live(self, request: StageRequest, stream: LiveStream) -> None:
+        """Receive a version bucket by bucket into `stream`. Returns when all buckets were written.
+
+        Raises as `ReceiveLoop.receive`, or the error that `stream` failed with.
+        """
+        self._loop.wait_until_idle(request.deadline)
+        if request.viewed:
+            self._note_viewed(request)
+        self._loop.receive(request, LiveBuckets(stream, {} if request.viewed else self._buffers(request)))
+        stream.announce()  # a version without buckets is ready, too
+
+    def _buffers(self, request: StageRequest) -> dict[BucketSender, torch.Tensor]:
+        """One buffer for each sender and link: an engine that can only broadcast has several links between two ranks."""
+        senders, nbytes = request.session.senders, request.manifest.largest_bucket_bytes
+        if self._live_buffer.numel() < nbytes * len(senders):
+            self.free_buffer()  # before the new memory is allocated
+            self._live_buffer = new_receive_memory(nbytes * len(senders), self._device, self._live)
+        return {sender: self._live_buffer[number * nbytes :] for number, sender in enumerate(senders)}
+
+    def _note_viewed(self, request: StageRequest) -> None:
+        # Views of older sessions cannot be released: their senders have allocated other memory.
+        self._viewed = {
+            version: session for version, session in self._viewed.items() if session.name == request.session.name
+        }
+        self._viewed[request.manifest.version] = request.session
+
+    def release(self, version: int) -> None:
+        """Tell the senders of `version` that nobody here views their memory any more. Raises the engine's error."""
+        session = self._viewed.pop(version, None)
+        for sender in session.senders if session is not None else ():
+            sender.link.release(version, Deadline.after(_RELEASE_S))
+
+    def free_buffer(self) -> None:
+        """Free the memory kept between versions."""
+        self._live_buffer = self._live_buffer[:0].clone()
