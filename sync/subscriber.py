@@ -101,10 +101,11 @@ class Subscriber(Participant):
         self._limit = staging_limit_bytes
         self._in_place = commit == "in_place"
         self._device = buffer_device(engine, device, name)
-        self._live_device = device or HOST
-        live = runtime_of(self._live_device)
+        live = runtime_of(device or HOST)
+        self._live_device = live.device
         self._staging = Staging(name, staging_limit_bytes, self._device, live)
-        self._receiver = VersionReceiver(name, self._device, live, self._staging, self.hooks)
+        self._live_weights = LiveWeights()
+        self._receiver = VersionReceiver(name, self._device, live, self._staging, self._live_weights, self.hooks)
         self._stored_link: ReceiverLink | None = None
         """The only link, with an engine that stores versions."""
         self._engine_links: EngineLinks | None = None
@@ -125,7 +126,6 @@ class Subscriber(Participant):
         weights stay unchanged. `take_delta` gives the result once the whole delta was verified. Without `prepare_delta`, deltas
         are applied to the kept copy of the version that serves, and `take` gives the whole version.
         """
-        self._live_weights = LiveWeights()
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         """Calls for the staging thread; None ends it."""
         self._staging_thread = start_thread(f"weightlane-stage-{name}", self._run_calls)
@@ -218,7 +218,7 @@ class Subscriber(Participant):
 
     def _connect_half(self, message: Connect, topology: Topology, deadline: Deadline) -> SessionPlan | None:
         session = message.session
-        with self._turn:  # this thread may be late, and another session begun
+        with self._turn:  # another session may have begun before this thread ran
             current = self.session == session
             stored_link, engine_links = (self._stored_link, self._engine_links) if current else (None, None)
         planned: SessionPlan | None = None
@@ -346,8 +346,8 @@ class Subscriber(Participant):
     def _stage(self, request: StageRequest) -> None:
         """Receive one version, and tell the coordinator that it is staged, or why not."""
         version, session, nbytes = request.manifest.version, request.session.name, request.manifest.wire_bytes
+        started = time.perf_counter()
         try:
-            started = time.perf_counter()
             self._receive(request)
             seconds = time.perf_counter() - started
             facts = {"seconds": seconds, "nbytes": nbytes, "participant": self.name}
@@ -359,28 +359,14 @@ class Subscriber(Participant):
                 request.stream.fail(error)
 
     def _receive(self, request: StageRequest) -> None:
-        manifest, stream, viewed = request.manifest, request.stream, None
-        delta: Any = None
-        if stream is not None:
-            self._receiver.receive_live(request, stream)
-        elif manifest.is_delta:
-            delta = self._receiver.receive_delta(request)
-        else:
-            viewed = self._receiver.receive(request)
+        stage = self._receiver.receive(request)
         with self._turn:
             if request.session.name != self.session:
                 raise ClosedError("the connection was closed.", part=self.name)
-            if stream is not None:
-                stream.finish()
-            elif viewed is not None:
-                self._staging.complete_viewed(viewed)
-            elif not manifest.is_delta:
-                self._staging.complete(manifest)
-            elif request.prepare_delta is None:
-                self._staging.apply(delta)
-            self._live_weights.stage(manifest, delta if request.prepare_delta is not None else None)
-        if stream is not None and request.viewed:
-            self._clean_up(manifest.version)
+            stage()
+            self._live_weights.stage(request.manifest)
+        if request.stream is not None and request.viewed:
+            self._clean_up(request.manifest.version)
 
     def _clean_up_soon(self, version: int) -> None:
         self._calls.put(partial(self._clean_up, version))

@@ -53,7 +53,7 @@ class LiveStream:
         self._deadline = deadline
         self._on_ready = on_ready
         self._offering = threading.Lock()
-        """Held by the link whose bucket is being written."""
+        """Locked by the link whose bucket is being written."""
         self._ready = False
         self._changed = threading.Condition()
         self._bucket: tuple[int, torch.Tensor] | None = None
@@ -84,7 +84,7 @@ class LiveStream:
     def offer(self, index: int, data: torch.Tensor) -> None:
         """[receiver] Pass on the verified bucket `index`; returns once it has been written.
 
-        Raises the error the stream failed with, or `DeadlineExceededError` when nobody writes the bucket in time.
+        Raises the error the stream failed with, or `DeadlineExceededError` when the bucket is not written in time.
         """
         self.announce()
         with self._offering, self._changed:

@@ -19,10 +19,13 @@ class LiveWeights:
         self._delta: tuple[int, Any] | None = None
         """Version and result of `Subscriber.prepare_delta` of the staged delta."""
 
-    def stage(self, manifest: Manifest, delta: Any = None) -> None:
-        """Note that a version was staged; `delta` is its prepared delta for the live weights."""
+    def stage(self, manifest: Manifest) -> None:
+        """Note that a version was staged."""
         self._staged = manifest.version, manifest.identity
-        self._delta = None if delta is None else (manifest.version, delta)
+
+    def stage_delta(self, version: int, delta: Any) -> None:
+        """Keep the prepared delta to `version`."""
+        self._delta = version, delta
 
     def delta(self, version: int) -> Any | None:
         """The prepared delta to `version`, if there is one."""

@@ -21,17 +21,12 @@ _EXTRA_PER_HOP = 0.2
 
 @dataclass(frozen=True, slots=True)
 class BucketSender:
-    """A sender at the other end of a receiver link.
-
-    Attributes:
-        link: The connected link.
-        name: The sending participant.
-        hops: Hops on the longest route from a trainer rank that ends with this sender and this rank.
-    """
+    """The participant `name` at the other end of a receiver link."""
 
     link: ReceiverLink
     name: str
     hops: int = 1
+    """Hops on the longest route from a trainer rank that ends with this sender and this rank."""
 
     def stall_s(self, stall_s: float) -> float:
         """Longest time to wait for one bucket, in seconds, if the trainer's limit is `stall_s`."""
@@ -40,36 +35,27 @@ class BucketSender:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedBucket:
-    """A bucket that a receiver waits for.
-
-    Attributes:
-        sender: Its sender.
-        index: Index in this rank's own stream.
-        sent_as: Index in the version as it is sent.
-        offset: First byte in this rank's own stream, or in a delta's segments.
-        nbytes: Payload size.
-    """
+    """A bucket that a receiver waits for."""
 
     sender: BucketSender
     index: int
+    """Index in this rank's own stream."""
     sent_as: int
+    """Index in the version as sent."""
     offset: int
+    """First byte in this rank's own stream, or in a delta's segments."""
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiveLink:
-    """One receiver link: its buckets arrive in order, and links run beside each other.
-
-    Attributes:
-        senders: Senders with buckets for this rank, by name.
-        planned: The link in the session's plan; None for one stream from one sender.
-        lanes: Lanes for this rank, by sender.
-    """
+    """One receiver link, with the senders of buckets for this rank by name. Its buckets arrive in order."""
 
     senders: Mapping[str, BucketSender]
     planned: PlannedLink | None = None
+    """The link in the session's plan; None for one stream from one sender."""
     lanes: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    """Lanes for this rank, by sender."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +64,7 @@ class ReceiveSession:
 
     Attributes:
         name: The session's name.
-        links: The links with buckets for this rank.
+        links: Links with buckets for this rank; they run at the same time.
         stored_checksums: Checksums of versions in a store; None where each checksum arrives with its bucket.
         planned: The session's plan; None for one stream from one sender.
         lanes: Lanes for this rank, in the plan's order. They are the sections of the rank's own stream.

@@ -21,12 +21,7 @@ _MOST_IN_FLIGHT = 8
 
 @dataclass(frozen=True, slots=True)
 class RelayLink:
-    """A sender link of a rollout rank.
-
-    Attributes:
-        receivers: Every receiver on the link.
-        lanes: Destination of each lane, by the lane's number, in sending order.
-    """
+    """A sender link of a rollout rank, and the destinations of its lanes in sending order."""
 
     receivers: tuple[str, ...]
     lanes: Mapping[int, Destination]

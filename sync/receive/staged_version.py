@@ -15,15 +15,11 @@ from ..version.manifest import Manifest
 
 @dataclass(slots=True)
 class StagingSlot:
-    """Memory for one version.
-
-    Attributes:
-        data: 1-D uint8, at least as long as the version's stream.
-        manifest: Manifest of the complete version in `data`; None while there is none.
-    """
+    """Memory for one version: `data` is 1-D uint8, at least as long as the version's stream."""
 
     data: torch.Tensor
     manifest: Manifest | None = None
+    """Manifest of the complete version in `data`; None while there is none."""
 
     @property
     def version(self) -> int:
@@ -48,18 +44,13 @@ def new_receive_memory(nbytes: int, device: torch.device, live: DeviceRuntime) -
 
 @dataclass(slots=True)
 class ViewedVersion:
-    """A version whose tensors are views of its senders' memory, which the senders want back.
-
-    Attributes:
-        manifest: The version's manifest.
-        runs: First byte in the stream, and the bytes (1-D uint8), of each run in memory. Runs do not overlap. There is one, or
-            one for each section of the manifest.
-        committed: True once the version serves, False once it was given up, None before.
-    """
+    """A version whose tensors are views of its senders' memory, which the senders want back."""
 
     manifest: Manifest
     runs: Sequence[tuple[int, torch.Tensor]]
+    """First byte in the stream and the bytes (1-D uint8) of each run in memory: one, or one for each section."""
     committed: bool | None = None
+    """True once the version serves, False once it was given up."""
 
     @classmethod
     def of(cls, manifest: Manifest, buckets: Mapping[int, torch.Tensor]) -> ViewedVersion | None:

@@ -22,17 +22,13 @@ _DELTA_FACTOR = 4
 
 @dataclass(slots=True)
 class _AppliedDelta:
-    """A delta applied to the serving slot for a version that is not committed yet. Applying it again rolls the slot back.
-
-    Attributes:
-        delta: The delta, with the replaced elements.
-        base: Manifest of the version before.
-        aborted: Whether its version was given up while it was being loaded.
-    """
+    """The delta applied to the serving slot for a version that is not committed yet. Applying it again rolls the slot back."""
 
     delta: StagedDelta
     base: Manifest
+    """Manifest of the version before."""
     aborted: bool = False
+    """Whether the version was given up while it was being loaded."""
 
 
 class Staging:
@@ -112,7 +108,7 @@ class Staging:
             if self._viewed is not None and self._viewed.committed is None:
                 self._viewed = None
             if viewed or manifest.is_delta:
-                self._incoming = self._empty()  # nobody fills it
+                self._incoming = self._empty()  # not filled by this version
             if self._limit and needed + self._serving.data.numel() > self._limit:
                 self._serving = self._empty()
 
@@ -149,7 +145,7 @@ class Staging:
             self._serving.manifest, self._applied = delta.as_dense, _AppliedDelta(delta, kept)
 
     def _swap(self, delta: StagedDelta) -> None:
-        tensors, self._serving.manifest = self._serving.tensors(), None  # a mixture, should it stop half-way
+        tensors, self._serving.manifest = self._serving.tensors(), None  # a mixture, if the swap fails half-way
         delta.swap_staged(tensors)
         self._runtime.finish()  # the version is loaded on another stream
 
@@ -280,7 +276,7 @@ class Staging:
                 self._viewed = None
 
     def close(self) -> None:
-        """Free all memory, except memory that somebody still has views of."""
+        """Free all memory. Memory with views outside stays until the last view is gone."""
         with self._lock:
             self._incoming, self._serving, self._viewed, self._applied = self._empty(), self._empty(), None, None
 

@@ -1,4 +1,4 @@
-"""Reading the newest committed version of a persistent engine, without taking part in a run."""
+"""`read_version`: reads the newest committed version of the ``filesystem`` engine, without taking part in a run."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ from ..version.safetensors_files import MANIFEST_FILE, manifest_of_document
 def read_version(
     path_or_url: str, storage_options: Mapping[str, Any] | None = None, *, timeout_s: float = 600.0
 ) -> tuple[Manifest, dict[str, torch.Tensor]]:
-    """The newest committed version that the ``filesystem`` engine keeps at `path_or_url`, every checksum verified.
+    """Read the newest committed version that the ``filesystem`` engine keeps at `path_or_url`, and verify every checksum.
 
-    A version that was published with ``sync.integrity = "off"`` has none.
-
-    May be called while a run goes on, and after it has ended in whatever way.
+    Works during a run and after its end. A version published with ``sync.integrity = "off"`` has no checksums.
 
     Args:
         path_or_url: The engine's ``path``.
@@ -30,14 +28,14 @@ def read_version(
         timeout_s: Seconds after which to give up.
 
     Returns:
-        What the version consists of, and its tensors by name: CPU tensors that share one piece of memory.
+        The manifest of the version, and its tensors by name: CPU tensors that share memory.
 
     Raises:
-        StorageError: Nothing has been committed there, or a file is missing or cannot be read.
-        CorruptBucketError: A file's bytes are not those that were written.
-        ProtocolError: A file is not what it should be, for example too short.
+        StorageError: No version was committed there, or a file is missing or cannot be read.
+        CorruptBucketError: A file's bytes have changed.
+        ProtocolError: A file is malformed, for example too short.
         ConfigError: There is no such file system.
-        StagingMemoryError: It is larger than this machine's memory.
+        StagingMemoryError: The version is larger than this machine's memory.
         DeadlineExceededError: `timeout_s` has passed.
     """
     deadline = Deadline.after(timeout_s)
@@ -46,7 +44,7 @@ def read_version(
         try:
             return _read(stored, deadline)
         except StorageError:
-            # A run that goes on may have replaced it meanwhile.
+            # A run may have replaced the version meanwhile.
             newest = StoredVersion.newest(path_or_url, storage_options, deadline)
             if newest.location == stored.location:
                 raise

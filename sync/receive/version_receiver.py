@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,14 +15,14 @@ from weightlane.plugins import RunHooks
 from ..codecs.delta.decoding import DeltaDecoding
 from ..codecs.delta.staged_delta import StagedDelta
 from .bucket_sinks import DeltaBuckets, LiveBuckets, StagedBuckets, ViewedBuckets
-from .live_stream import LiveStream
+from .live_weights import LiveWeights
 from .receive_loop import ReceiveLoop, StageRequest
 from .receive_session import BucketSender, ReceiveSession
 from .staged_version import ViewedVersion, new_receive_memory
 from .staging import Staging
 
 _RELEASE_S = 5.0
-"""Longest time to tell a sender that its memory is free. Later than that the sender has allocated other memory."""
+"""Longest time to tell a sender that its memory is free: short, since the sender allocates other memory after a while."""
 
 
 class VersionReceiver:
@@ -30,15 +32,25 @@ class VersionReceiver:
         name: The rank's participant.
         device: Device of the memory that buckets are received into.
         live: Runtime of the live model's device.
-        staging: Memory for staged versions.
+        staging: Keeps staged versions.
+        live_weights: Keeps deltas prepared for the live weights.
         hooks: Observers.
     """
 
-    def __init__(self, name: str, device: torch.device, live: DeviceRuntime, staging: Staging, hooks: RunHooks) -> None:
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        live: DeviceRuntime,
+        staging: Staging,
+        live_weights: LiveWeights,
+        hooks: RunHooks,
+    ) -> None:
         self._name = name
         self._device = device
         self._live = live
         self._staging = staging
+        self._live_weights = live_weights
         self._loop = ReceiveLoop(name, device, hooks)
         self._decoding_stream = live.new_stream()
         self._live_buffer = torch.empty(0, dtype=torch.uint8, device=device)
@@ -46,36 +58,41 @@ class VersionReceiver:
         self._viewed: dict[int, ReceiveSession] = {}
         """Sessions of the versions that are viewed in their senders' memory."""
 
-    def receive(self, request: StageRequest) -> ViewedVersion | None:
-        """Receive a version in full into staging memory, or return it as views of its senders' memory.
+    def receive(self, request: StageRequest) -> Callable[[], None]:
+        """Receive and verify a version. Returns the call that stages it.
 
-        Raises as `ReceiveLoop.receive`.
+        Raises as `ReceiveLoop.receive`, and the error of decoding or of `request.stream`.
         """
+        manifest, stream, staging = request.manifest, request.stream, self._staging
         self._loop.wait_until_idle(request.deadline)
-        manifest = request.manifest
-        if not request.viewed:
-            self._loop.receive(request, StagedBuckets(self._staging.memory(manifest)))
-            return None
-        self._note_viewed(request)
-        buckets = ViewedBuckets()
-        self._loop.receive(request, buckets)
-        viewed = ViewedVersion.of(manifest, buckets.views)
-        if viewed is None:
-            memory = self._staging.memory(manifest)
+        if request.viewed:
+            self._note_viewed(manifest.version, request.session)
+        if stream is not None:
+            self._loop.receive(request, LiveBuckets(stream, {} if request.viewed else self._buffers(request)))
+            stream.announce()  # a version without buckets is ready, too
+            return stream.finish
+        if manifest.is_delta:
+            delta = self._receive_delta(request)
+            if request.prepare_delta is None:
+                return partial(staging.apply, delta)
+            return partial(self._live_weights.stage_delta, manifest.version, delta)
+        if request.viewed:
+            buckets = ViewedBuckets()
+            self._loop.receive(request, buckets)
+            if (viewed := ViewedVersion.of(manifest, buckets.views)) is not None:
+                return partial(staging.complete_viewed, viewed)
+            memory = staging.memory(manifest)
             for index, view in buckets.views.items():
                 start, stop = manifest.window(index)
                 memory[start:stop].copy_(view)
-        return viewed
+        else:
+            self._loop.receive(request, StagedBuckets(staging.memory(manifest)))
+        return partial(staging.complete, manifest)
 
-    def receive_delta(self, request: StageRequest) -> Any:
-        """Receive a delta, decoding each segment while later buckets are in flight.
-
-        Returns a `StagedDelta`, or the result of the request's `prepare_delta`. Raises as `ReceiveLoop.receive`, or the error
-        of decoding.
-        """
-        self._loop.wait_until_idle(request.deadline)
+    def _receive_delta(self, request: StageRequest) -> Any:
+        """Decode each segment of a delta while later buckets are in flight. Returns the prepared delta."""
         prepare = request.prepare_delta or StagedDelta.of
-        # The result may be on the live model's device, wherever buckets are received.
+        # A prepared delta may be on the live model's device, wherever buckets are received.
         decoding = DeltaDecoding(
             request.manifest, prepare, request.deadline, self._name, self._live, self._decoding_stream
         )
@@ -86,17 +103,6 @@ class VersionReceiver:
             raise
         return decoding.result()
 
-    def receive_live(self, request: StageRequest, stream: LiveStream) -> None:
-        """Receive a version bucket by bucket into `stream`. Returns when all buckets were written.
-
-        Raises as `ReceiveLoop.receive`, or the error that `stream` failed with.
-        """
-        self._loop.wait_until_idle(request.deadline)
-        if request.viewed:
-            self._note_viewed(request)
-        self._loop.receive(request, LiveBuckets(stream, {} if request.viewed else self._buffers(request)))
-        stream.announce()  # a version without buckets is ready, too
-
     def _buffers(self, request: StageRequest) -> dict[BucketSender, torch.Tensor]:
         """One buffer for each sender and link: an engine that can only broadcast has several links between two ranks."""
         senders, nbytes = request.session.senders, request.manifest.largest_bucket_bytes
@@ -105,15 +111,13 @@ class VersionReceiver:
             self._live_buffer = new_receive_memory(nbytes * len(senders), self._device, self._live)
         return {sender: self._live_buffer[number * nbytes :] for number, sender in enumerate(senders)}
 
-    def _note_viewed(self, request: StageRequest) -> None:
+    def _note_viewed(self, version: int, session: ReceiveSession) -> None:
         # Views of older sessions cannot be released: their senders have allocated other memory.
-        self._viewed = {
-            version: session for version, session in self._viewed.items() if session.name == request.session.name
-        }
-        self._viewed[request.manifest.version] = request.session
+        self._viewed = {viewed: other for viewed, other in self._viewed.items() if other.name == session.name}
+        self._viewed[version] = session
 
     def release(self, version: int) -> None:
-        """Tell the senders of `version` that nobody here views their memory any more. Raises the engine's error."""
+        """Tell the senders of a viewed `version` that their memory is free. Raises the engine's error."""
         session = self._viewed.pop(version, None)
         for sender in session.senders if session is not None else ():
             sender.link.release(version, Deadline.after(_RELEASE_S))

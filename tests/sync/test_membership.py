@@ -217,7 +217,7 @@ def test_a_transport_that_is_opened_while_its_participant_closes_is_closed_too(
         opening.set()
         assert closed.wait(HANG_S), "`close` closes what there is"
         answer = open_half(self)
-        opened.append(self._receiver)
+        opened.append(self._stored_link)
         return answer
 
     def close(self: Subscriber) -> None:
