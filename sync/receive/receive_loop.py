@@ -51,13 +51,7 @@ class StageRequest:
 
 
 class ReceiveLoop:
-    """Receives one version after another for one rollout rank.
-
-    Args:
-        name: The rank's participant.
-        device: Device of the memory that buckets are received into.
-        hooks: Observers, told of every bucket received.
-    """
+    """Receives one version after another for participant `name`, into memory on `device`."""
 
     def __init__(self, name: str, device: torch.device, hooks: RunHooks) -> None:
         self._name = name
@@ -165,12 +159,8 @@ class _VersionTransfer:
 class _ChecksumCheck:
     """Compares the buckets of one version with their checksums.
 
-    A stored version has its checksums in one message, sent once every bucket is stored. Buckets are hashed on arrival, and
-    compared once the message is here.
-
-    Args:
-        request: The version.
-        wait_first: Whether to wait for the message before the first bucket.
+    A stored version has its checksums in one message, sent once every bucket is stored. Buckets are hashed on arrival and
+    compared once the message is here, unless `wait_first` says to wait for the message before the first bucket.
     """
 
     def __init__(self, request: StageRequest, *, wait_first: bool) -> None:

@@ -42,18 +42,10 @@ def relay_links(rank: str, planned: SessionPlan, senders: Mapping[int, SenderLin
 
 
 class Relay:
-    """Relays one version from one rollout rank.
+    """Relays one version, whose `manifest` is as sent, from participant `rank`; one bucket may take `stall_s` seconds.
 
     Receiving threads call `on_bucket`, which never waits. A thread for each link runs `send`, which keeps the order of the
     lanes. A slow receiver therefore delays only the receivers behind it, and no two ranks wait for each other.
-
-    Args:
-        links: The rank's sender links.
-        manifest: The version as sent.
-        deadline: For the whole version.
-        stall_s: Longest time for one bucket, in seconds.
-        rank: The rank's participant.
-        hooks: Observers, told of every bucket sent.
     """
 
     def __init__(

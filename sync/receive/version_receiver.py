@@ -26,15 +26,9 @@ _RELEASE_S = 5.0
 
 
 class VersionReceiver:
-    """Receives one version after another. Used by the rank's staging thread.
+    """Receives one version after another for participant `name`, into memory on `device`. Used by the rank's staging thread.
 
-    Args:
-        name: The rank's participant.
-        device: Device of the memory that buckets are received into.
-        live: Runtime of the live model's device.
-        staging: Keeps staged versions.
-        live_weights: Keeps deltas prepared for the live weights.
-        hooks: Observers.
+    `live` is the runtime of the live model's device.
     """
 
     def __init__(
