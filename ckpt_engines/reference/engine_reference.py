@@ -23,7 +23,8 @@ _TITLE = """\
 
 An engine is chosen by `checkpoint_engine.backend` and set up by `checkpoint_engine.options`. `weightlane engines` lists what is
 installed, with the reason where an engine cannot run on this machine; `weightlane engines --markdown` prints this page for
-every installed engine, those of other distributions included. How to write one: [writing-an-engine.md](../guides/writing-an-engine.md).
+every installed engine, those of other distributions included. How to write one:
+[writing-an-engine.md](../guides/writing-an-engine.md).
 """
 _SAID = {
     "persistent": "buckets outlive the sender's process",
