@@ -44,7 +44,7 @@ from weightlane.sync.control.participant import Participant
 from weightlane.sync.control.rendezvous import Mailbox
 from weightlane.sync.control.tensor_lists import TensorLists, scope_of
 from weightlane.sync.plan.session_plan import SessionPlan, Supply
-from weightlane.sync.send.agreement.rank_agreement import RankAgreement
+from weightlane.sync.send.agreement.rank_agreement import Interrupt, RankAgreement
 from weightlane.sync.version.box import Box
 
 from .command import Report, finish, options_of, say
@@ -183,9 +183,8 @@ class LightPublisher(LightParticipant):
         del deadline
         if self._rank == 0:
             board.put("supply", _supply(self.case))
-        self._talk = RankAgreement(
-            self.rendezvous.mailbox(f"replicas/{self.session}"), self.case.trainers, self._rank, "copies"
-        )
+        mailbox = self.rendezvous.mailbox(f"agreement/{self.session}")
+        self._talk = RankAgreement(mailbox, self.case.trainers, self._rank)
         self.agree(0)
 
     def _handle(self, message: Message) -> None:
@@ -196,14 +195,14 @@ class LightPublisher(LightParticipant):
     def agree(self, version: int) -> None:
         """Tell the other trainer ranks the digests that this one has of a version."""
         assert self._talk is not None
-        self._talk.say(version, _SAID)
+        self._talk.say("digests", version, _SAID)
 
     def publish(self, version: int) -> None:
         """[rank 0] Hear what all ranks say of a version, and offer it."""
         assert self._talk is not None
         if len(self.case.trainers) > 1:
-            said = list(self._talk.hear(version, Deadline.after(_LIMIT_S)))
-            assert said == [_SAID] * len(self.case.trainers)
+            said = self._talk.hear("digests", version, Deadline.after(_LIMIT_S), Interrupt())
+            assert said == dict.fromkeys(self.case.trainers, _SAID)
         manifest = _manifest(self.case).as_version(version, "")
         board = self.rendezvous.mailbox(scope_of(self.session))
         plain = self._lists.referred_to(manifest.to_plain(), board, self.session)

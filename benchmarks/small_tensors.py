@@ -67,7 +67,7 @@ def ways(count: int, nbytes: int) -> tuple[dict[str, Callable[[], object]], Call
 
     shards = [LocalShard.whole(spec, data) for spec, data in zip(specs, sources, strict=True)]
     stream = torch.zeros(total, dtype=torch.uint8)
-    whole = Snapshot(shards, stream_places(shards, manifest) or [])
+    whole = Snapshot.of(shards, stream_places(shards, manifest) or [])
 
     cut = width // 2
     ranks = [
@@ -76,7 +76,7 @@ def ways(count: int, nbytes: int) -> tuple[dict[str, Callable[[], object]], Call
     ]
     places = [compact_places(held) for held in ranks]
     tables = [CopyTable.of(parts_of(*held, manifest.regions), manifest) for held in zip(ranks, places, strict=True)]
-    halves = [Snapshot(*held) for held in zip(ranks, places, strict=True)]
+    halves = [Snapshot.of(*held) for held in zip(ranks, places, strict=True)]
     memories = [torch.zeros(half.nbytes, dtype=torch.uint8) for half in halves]
     windows = [manifest.window(index) for index in range(manifest.bucket_count)]
     room, filled = torch.zeros(manifest.largest_bucket_bytes, dtype=torch.uint8), torch.zeros(total, dtype=torch.uint8)

@@ -56,7 +56,7 @@ def beside(
     runtime: DeviceRuntime, training: Training, shards: list[LocalShard], memory: SendMemory, deadline_s: float
 ) -> dict[str, float]:
     """Figures of steps with a snapshot into `memory`. Raises AssertionError when it is not what the parameters are."""
-    snapshot = Snapshot(shards, compact_places(shards))
+    snapshot = Snapshot.of(shards, compact_places(shards))
     errors: list[BaseException] = []
     alone, together, taken = [], [], []
 

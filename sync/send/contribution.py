@@ -1,4 +1,4 @@
-"""What one trainer rank contributes to the versions of a run, and the snapshot it does so from."""
+"""`Contribution`: the slices that one trainer rank sends of every version, and the snapshot that they are sent from."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from weightlane.ckpt_engines import ManifestError
 
 from ..codecs.quantised.quantisation import quantised_placement, wire_specs
-from ..config import Quantise
+from ..config import Network, Quantise
 from ..plan import Holdings
+from ..plan.session_plan import Supply
 from ..version.manifest import Manifest
 from ..version.packing import CopyTable, compact_places, stream_places
 from ..version.placement import Placement
-from ..version.stream_parts import parts_of
-from ..version.tensor_spec import Held, HeldSlice, LocalShard
-from .agreement.replicated_shards import ReplicaCheck
+from ..version.stream_parts import SnapshotPart, parts_of
+from ..version.tensor_spec import Held, HeldSlice, LocalShard, TensorSlice
+from .agreement.replicated_shards import ReplicatedShards
 from .snapshot.quantised_snapshot import QuantisedShards
 from .snapshot.snapshot import Snapshot
 
@@ -22,83 +23,105 @@ _PART = "publisher"
 
 
 class Contribution:
-    """What every rank sends of a version, and what this one does.
+    """The slices that every trainer rank sends of a version, and this rank's snapshot.
 
-    Who sends what follows from what the ranks hold, and from nothing else: it is the same for whatever receivers there are.
+    Which rank sends which slice follows from the placements alone: it is the same for all receivers.
 
     Args:
-        placements: What each trainer rank holds, in rank order.
+        placements: The slices that each trainer rank holds, in rank order.
         rank: This rank.
-        shards: What it holds.
-        quantise: What linear weights become; see `SyncConfig`.
+        shards: Its shards.
+        quantise: How linear weights are quantised; see `SyncConfig`.
+        bucket_bytes: Payload of a bucket.
+        checksummed: Whether buckets are checksummed.
+        stored: Whether the engine stores versions, and wants one stream of whole tensors.
 
     Raises:
-        ManifestError: The ranks together do not hold every element, or this one not what its placement says.
+        ManifestError: The ranks together do not hold every element, or this rank's shards are not those of its placement.
         ConfigError: Nothing can be quantised, or not as it is sharded.
     """
 
     def __init__(
-        self, placements: Sequence[Placement], rank: int, shards: Sequence[LocalShard], quantise: Quantise
+        self,
+        placements: Sequence[Placement],
+        rank: int,
+        shards: Sequence[LocalShard],
+        quantise: Quantise,
+        *,
+        bucket_bytes: int,
+        checksummed: bool,
+        stored: bool,
     ) -> None:
-        holdings = Holdings.of({str(number): each for number, each in enumerate(placements)})
-        sent = list(holdings.shares().values())
-        self.replicas = ReplicaCheck(holdings.replicated(), shards)
-        """What other ranks hold as well."""
-        # In the order of a plan's stream, so that what is looked at in a snapshot is the stream.
-        names = dict.fromkeys(spec.name for share in sent for spec in share.specs)
-        turns = {name: turn for turn, name in enumerate(names)}
-        self._shards = sorted(_cut(shards, sent[rank]), key=lambda shard: (turns[shard.spec.name], shard.starts))
-        specs = list({spec.name: spec for each in placements for spec in each.specs}.values())
-        self._quantised: QuantisedShards | None = None
-        if quantise == "none":
-            self.specs = tuple(specs)
-            """Every tensor of a version."""
-            self.shares = tuple(sent)
-            """What each rank sends of them, in rank order."""
-            self.held: Sequence[Held] = self._shards
-            """What this rank sends of them."""
-        else:
-            self._quantised = QuantisedShards(self._shards, quantise)
-            self.specs = tuple(wire_specs(specs, quantise))
-            self.shares = tuple(quantised_placement(each, quantise) for each in sent)
-            self.held = self._quantised.held
-        self.scheme = "" if quantise == "none" else quantise
-        """As what linear weights are quantised; see `Manifest`."""
         self.rank = rank
+        self.bucket_bytes, self._checksummed = bucket_bytes, checksummed
+        holdings = Holdings.of({str(number): each for number, each in enumerate(placements)})
+        self.replicated = ReplicatedShards(holdings.replicated(), shards)
+        """The slices that several ranks hold."""
         self.device = next((shard.data.device for shard in shards), None)
         """Where the parameters are."""
+        shares = list(holdings.shares().values())
+        # In the order of a plan's stream, so that a snapshot that is read in place is the stream.
+        names = dict.fromkeys(spec.name for share in shares for spec in share.specs)
+        turns = {name: turn for turn, name in enumerate(names)}
+        own = sorted(_cut(shards, shares[rank]), key=lambda shard: (turns[shard.spec.name], shard.starts))
+        specs = list({spec.name: spec for each in placements for spec in each.specs}.values())
+        self.scheme = "" if quantise == "none" else quantise
+        """How linear weights are quantised; see `Manifest`."""
+        self.held: Sequence[Held] = own
+        """The slices that this rank sends."""
+        quantised: QuantisedShards | None = None
+        if quantise != "none":
+            quantised = QuantisedShards(own, quantise)
+            specs = wire_specs(specs, quantise)
+            shares = [quantised_placement(each, quantise) for each in shares]
+            self.held = quantised.held
+        self._shares = shares
+        """The slices that each rank sends, in rank order."""
         self.numel = sum(mine.numel for mine in self.held)
         """Elements that this rank sends."""
+        self.stored_layout: Manifest | None = None
+        """The stream of whole tensors; None unless the engine stores versions."""
+        if stored:
+            self.stored_layout = Manifest(
+                0, tuple(specs), bucket_bytes, whole_tensors=True, checksummed=checksummed, quantised=self.scheme
+            )
+        self.places = compact_places(self.held)
+        """First byte of each of `held` in the snapshot: where it is in the stored stream, if this rank alone sends that."""
+        if self.stored_layout is not None and self.alone:
+            self.places = stream_places(self.held, self.stored_layout) or self.places
+        self.snapshot = Snapshot.of(own, self.places) if quantised is None else quantised.snapshot(self.places)
+        self.snapshot_bytes = self.snapshot.nbytes
+        """Size of a snapshot's memory."""
+        if self.stored_layout is not None and self.alone:
+            self.snapshot_bytes = max(self.snapshot_bytes, self.stored_layout.total_bytes)
 
-    def layout(self, bucket_bytes: int, *, checksummed: bool) -> Manifest:
-        """The stream of whole tensors, as engines that store want it; see `Manifest`."""
-        return Manifest(0, self.specs, bucket_bytes, whole_tensors=True, checksummed=checksummed, quantised=self.scheme)
+    @property
+    def alone(self) -> bool:
+        """Whether there is one trainer rank."""
+        return len(self._shares) == 1
 
-    def places(self, layout: Manifest | None) -> list[int]:
-        """First byte of each of `held` in the snapshot: where it is in the stream `layout`, if this rank alone sends that."""
-        alone = layout is not None and len(self.shares) == 1
-        in_stream = stream_places(self.held, layout) if layout is not None and alone else None
-        return compact_places(self.held) if in_stream is None else in_stream
+    def supply(self, publishers: Sequence[str], network: Network | None) -> Supply:
+        """The slices that all `publishers` send, for the session's plan; `network` as in `Supply`."""
+        shares = dict(zip(publishers, self._shares, strict=True))
+        return Supply(shares, self.bucket_bytes, self._checksummed, self.scheme, network)
 
-    def snapshot(self, places: Sequence[int]) -> Snapshot:
-        """Taken into such places."""
-        return Snapshot(self._shards, places) if self._quantised is None else self._quantised.snapshot(places)
+    def parts(self, regions: Sequence[TensorSlice]) -> list[SnapshotPart]:
+        """The parts of this rank's snapshot that belong in a stream of `regions`."""
+        return parts_of(self.held, self.places, regions)
 
-    def tables(self, layout: Manifest, places: Sequence[int]) -> list[CopyTable]:
-        """Where each rank's snapshot belongs in the stream of whole tensors `layout`; in this rank's, `held` are at `places`."""
+    def stored_tables(self, layout: Manifest) -> list[CopyTable]:
+        """Where each rank's snapshot belongs in the stream of whole tensors `layout`, by rank."""
         regions = layout.regions
-        tables = []
-        for rank, share in enumerate(self.shares):
-            theirs: Sequence[Held] = [HeldSlice(spec, box) for spec, box in share.slices]
-            where: Sequence[int] = compact_places(theirs)
-            if rank == self.rank:
-                theirs, where = self.held, places
-            tables.append(CopyTable.of(parts_of(theirs, where, regions), layout))
-        return tables
+        parts = []
+        for share in self._shares:
+            theirs = [HeldSlice(spec, box) for spec, box in share.slices]
+            parts.append(parts_of(theirs, compact_places(theirs), regions))
+        parts[self.rank] = self.parts(regions)
+        return [CopyTable.of(each, layout) for each in parts]
 
 
 def _cut(shards: Sequence[LocalShard], share: Placement) -> list[LocalShard]:
-    """The parts of `shards` that are in `share`. Raises `ManifestError` if the shards are not what they were said to be."""
+    """The parts of `shards` that are in `share`. Raises `ManifestError` if elements are missing."""
     by_name: dict[str, list[LocalShard]] = {}
     for shard in shards:
         by_name.setdefault(shard.spec.name, []).append(shard)

@@ -1,8 +1,8 @@
-"""Bringing every rank's pieces of a bucket to the sending rank, over a process group that the training never uses."""
+"""`ShardGather`: rank 0 fetches the other ranks' bytes of each bucket, over a process group that the training never uses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 import torch
@@ -30,39 +30,25 @@ from weightlane.ckpt_engines.runtime.devices import runtime_of
 from ..control.rendezvous import Rendezvous
 from ..version.manifest import Manifest
 from ..version.packing import CopyTable, copy_runs, gather_runs, scatter_runs
+from .snapshot.progress import SourceBytes
 
 _PART = "shard gather"
-_PIECE_BYTES = 1 << 20
-"""What one rank hands to another at once, a multiple of any alignment: all that is in memory beside snapshots and buckets."""
+_MESSAGE_BYTES = 1 << 20
+"""Bytes of a bucket that one message covers, a multiple of any alignment: no more is in memory beside snapshots and buckets."""
 
-_GROUP_HINT = "Check that every trainer rank and the coordinator are alive and can reach each other."
+_HINT = "Check that every trainer rank and the coordinator are alive and can reach each other."
 
 GROUP_BACKENDS: dict[str, BackendName] = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 """torch.distributed backend that moves bytes between the memories of a device type."""
 
 
 class ShardGather:
-    """Rank 0 fills buckets (`fill`), the other ranks give their pieces (`give`), bucket by bucket in lockstep.
+    """Rank 0 fills buckets (`fill`) with the bytes that the other ranks send it (`give`), bucket by bucket in lockstep."""
 
-    A rank sends only the bytes it holds, and no more than a piece of a bucket is in memory beside its snapshot.
-    """
-
-    def __init__(
-        self,
-        group: Group | None,
-        names: Sequence[str],
-        rank: int,
-        layout: Manifest,
-        tables: Sequence[CopyTable],
-        device: torch.device,
-    ) -> None:
+    def __init__(self, group: Group | None, names: Sequence[str], rank: int, device: torch.device) -> None:
         self._group = group
         self._names = list(names)
         self._rank = rank
-        self.layout = layout
-        """Of every version that is sent in full."""
-        self.tables = tables
-        """Where each rank's snapshot belongs in it, by rank."""
         self._packed = torch.empty(0, dtype=torch.uint8, device=device)
         self._moving = False
         """Whether a thread waits for another rank."""
@@ -75,11 +61,10 @@ class ShardGather:
         names: Sequence[str],
         rank: int,
         layout: Manifest,
-        tables: Sequence[CopyTable],
         device: torch.device,
         deadline: Deadline,
     ) -> ShardGather:
-        """Join the other ranks, which must have the same layout: `ManifestError` if one has another."""
+        """Join the other ranks. Raises `ManifestError` if one of them has another layout."""
         group = None
         if len(names) > 1:
             mailbox = rendezvous.mailbox(f"gather/{session}")
@@ -109,62 +94,47 @@ class ShardGather:
                     )
 
             # The store's questions have no timeout, so a coordinator that is frozen would hold this rank for ever.
-            group = result_of(begun(open_group), deadline, "the group of all trainer ranks", _PART, _GROUP_HINT)
-        return cls(group, names, rank, layout, tables, device)
+            group = result_of(begun(open_group), deadline, "the group of all trainer ranks", _PART, _HINT)
+        return cls(group, names, rank, device)
 
     def fill(
-        self,
-        manifest: Manifest,
-        tables: Sequence[CopyTable],
-        snapshot: torch.Tensor,
-        index: int,
-        payload: torch.Tensor,
-        ready: Callable[[int], None],
-        deadline: Deadline,
+        self, manifest: Manifest, tables: Sequence[CopyTable], source: SourceBytes, index: int, bucket: torch.Tensor
     ) -> None:
-        """Fill bucket `index` of a version from this rank's snapshot and the other ranks' pieces (rank 0).
+        """[rank 0] Fill bucket `index` of a version from this rank's `source` and the bytes that the other ranks give.
 
-        `tables` say, by rank, where what is in the ranks' memory belongs in the version's stream, or in a delta's segments.
-        ``ready(n)`` returns once the snapshot's first `n` bytes are there.
+        `tables` say, by rank, where the rank's bytes belong in the stream of `manifest`.
         """
         start, stop = manifest.window(index)
-        mine = tables[0]
-        ready(mine.snapshot_end(start, stop))
-        copy_runs(snapshot, mine, start, stop, payload)
+        source.wait(tables[0].snapshot_end(start, stop))
+        copy_runs(source.memory, tables[0], start, stop, bucket)
         for rank, table in enumerate(tables[1:], 1):
-            for low, high in _pieces(start, stop):
+            for low, high in _messages(start, stop):
                 if nbytes := table.bytes_within(low, high):
-                    piece = self._room(nbytes)
-                    self._run("recv", piece, rank, deadline)
-                    scatter_runs(piece, table, low, high, payload[low - start : high - start])
+                    packed = self._room(nbytes)
+                    self._run("recv", packed, rank, source.deadline)
+                    scatter_runs(packed, table, low, high, bucket[low - start : high - start])
 
-    def give(
-        self,
-        manifest: Manifest,
-        tables: Sequence[CopyTable],
-        snapshot: torch.Tensor,
-        ready: Callable[[int], None],
-        deadline: Deadline,
-    ) -> int:
-        """Send this rank's pieces of every bucket to rank 0; returns the bytes sent (every other rank). `ready` as for `fill`."""
+    def give(self, manifest: Manifest, tables: Sequence[CopyTable], source: SourceBytes) -> int:
+        """[other ranks] Send rank 0 this rank's bytes of every bucket; returns their number. `tables` as for `fill`."""
         table, total = tables[self._rank], 0
         for index in range(manifest.bucket_count):
-            for low, high in _pieces(*manifest.window(index)):
+            for low, high in _messages(*manifest.window(index)):
                 if nbytes := table.bytes_within(low, high):
-                    ready(table.snapshot_end(low, high))
-                    self._run("send", gather_runs(snapshot, table, low, high, self._room(nbytes)), 0, deadline)
+                    source.wait(table.snapshot_end(low, high))
+                    packed = gather_runs(source.memory, table, low, high, self._room(nbytes))
+                    self._run("send", packed, 0, source.deadline)
                     total += nbytes
         return total
 
     def close(self) -> None:
-        """Leave the group; who waits in `fill` or `give` raises `ClosedError`. Idempotent."""
+        """Leave the group; a thread that waits in `fill` or `give` raises `ClosedError`. Idempotent."""
         group, self._group = self._group, None
         if group is None or not self._moving:
             return
         if self._packed.is_cpu:
             abandon_gloo(group)
         else:
-            # From Python 3.12 on, a program that ends starts no threads, and its groups end with it.
+            # From Python 3.12 on, a program that ends starts no threads; its groups end with it.
             with suppress(RuntimeError):
                 start_thread("weightlane-abort", abort_accelerator_group, group)
 
@@ -175,12 +145,12 @@ class ShardGather:
 
     def _run(self, kind: str, data: torch.Tensor, rank: int, deadline: Deadline) -> None:
         peer = self._names[rank]
-        self._moving = True  # before it looks whether it is closed, which is the other way round in `close`
+        self._moving = True  # before `_group` is read: `close` clears that first, and then looks whether a thread waits
         try:
             group = self._group
             if group is None:
                 raise ClosedError("the gather was closed.", part=_PART)
-            with translated(_PART, deadline, f"{peer}'s pieces of a bucket", peer):
+            with translated(_PART, deadline, f"{peer}'s bytes of a bucket", peer):
                 operation = group.send if kind == "send" else group.recv
                 work = operation([data], rank, 0)
                 work.wait(deadline.timedelta())
@@ -192,7 +162,7 @@ class ShardGather:
             self._moving = False
 
 
-def _pieces(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """A window in parts."""
-    for low in range(start, stop, _PIECE_BYTES):
-        yield low, min(low + _PIECE_BYTES, stop)
+def _messages(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """The windows that one message each covers, of the window from `start` to `stop`."""
+    for low in range(start, stop, _MESSAGE_BYTES):
+        yield low, min(low + _MESSAGE_BYTES, stop)

@@ -1,11 +1,11 @@
-"""Several buckets on their way at a time: while the engine sends some, the next ones are made ready and checksummed."""
+"""`SendPipeline`: sends the buckets of a version. While the engine sends some, the next ones are packed and checksummed."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
@@ -22,15 +22,15 @@ from .bucket_source import BucketSource
 
 _PART = "send pipeline"
 _KEPT_CHECKSUMS = 2
-"""Of how many versions that were sent last checksums are kept: the one before the last may still be committed."""
+"""Newest versions whose checksums are kept: the one before the last may still be committed."""
 
 OnSent = Callable[[int, int, int, float], None]
-"""Told of every sent bucket: version, index, bytes, seconds."""
+"""Called for every sent bucket with its version, index, bytes, and the seconds in the engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where a bucket goes."""
+    """The link and the receivers of a bucket."""
 
     link: SenderLink
     receivers: Sequence[str]
@@ -46,42 +46,42 @@ class _ReadyBucket:
 
 
 class BucketsInFlight:
-    """Buckets on their way through a rank's links. Used by one thread.
+    """Buckets that a rank's links are sending. Used by one thread.
 
     Args:
-        deadline: For all of them.
-        stall_s: Longest time for one, in seconds.
-        on_sent: Told of each when its memory may be overwritten.
+        deadline: Limits all of them.
+        stall_s: Longest time for one bucket, in seconds.
+        on_sent: Called for each bucket when its memory may be overwritten.
     """
 
     def __init__(self, deadline: Deadline, stall_s: float, on_sent: OnSent | None = None) -> None:
         self._deadline = deadline
         self._stall_s = stall_s
         self._on_sent = on_sent
-        self._under_way: deque[tuple[Bucket, SenderLink, float]] = deque()
-        self._on: Counter[SenderLink] = Counter()
+        self._in_flight: deque[tuple[Bucket, SenderLink, float]] = deque()
+        self._count: Counter[SenderLink] = Counter()
 
     def __len__(self) -> int:
-        return len(self._under_way)
+        return len(self._in_flight)
 
     def post(self, bucket: Bucket, to: Destination, checksum: str) -> None:
         """Begin to send a bucket. Raises what the link raises."""
         to.link.post(bucket, to.receivers, self._deadline.within(self._stall_s), checksum)
-        self._under_way.append((bucket, to.link, time.perf_counter()))
-        self._on[to.link] += 1
+        self._in_flight.append((bucket, to.link, time.perf_counter()))
+        self._count[to.link] += 1
 
     def end_oldest(self) -> None:
-        """Wait until the oldest is done. Raises what the link raises."""
-        bucket, link, started = self._under_way[0]
-        link.flush(self._deadline.within(self._stall_s), self._on[link] - 1)
-        self._on[link] -= 1
-        self._under_way.popleft()
+        """Wait until the oldest bucket is sent. Raises what the link raises."""
+        bucket, link, started = self._in_flight[0]
+        link.flush(self._deadline.within(self._stall_s), self._count[link] - 1)
+        self._count[link] -= 1
+        self._in_flight.popleft()
         if self._on_sent is not None:
             self._on_sent(bucket.version, bucket.index, bucket.nbytes, time.perf_counter() - started)
 
     def end_all(self) -> None:
-        """Wait until all are done. Raises what the links raise."""
-        while self._under_way:
+        """Wait until all buckets are sent. Raises what the links raise."""
+        while self._in_flight:
             self.end_oldest()
 
 
@@ -89,37 +89,33 @@ class SendPipeline:
     """Sends versions through a rank's links, which are called one call at a time.
 
     Args:
-        session: Name of the connection.
-        links: Closed by their owner. Of an engine that stores there is one.
-        runtime: Of the device on which buckets live. Packing and checksums are on the stream that is current for the calling
-            thread.
-        stored_checksums: Where readers of a store look for checksums; None where receivers get them ahead of each bucket.
-        on_sent: Called on the pipeline's thread.
+        links: The owner closes them. An engine that stores has one.
+        runtime: That of the buckets' device. Packing and checksums are on the stream that is current for the calling thread.
+        stored_checksums: Where readers of a store find checksums; None where receivers get them ahead of each bucket.
+        on_sent: Called for every sent bucket, on the pipeline's thread.
     """
 
     def __init__(
         self,
-        session: str,
         links: Sequence[SenderLink],
         runtime: DeviceRuntime,
         stored_checksums: StoredChecksums | None = None,
         on_sent: OnSent | None = None,
     ) -> None:
-        self.session = session
         self._links = list(links)
         self._runtime = runtime
         self._stored_checksums = stored_checksums
         self._on_sent = on_sent
         self._checksums: dict[int, list[str]] = {}
-        """Of versions that may be committed, with a persistent engine."""
+        """By version that may be committed in a store."""
         self._thread = DaemonThreads(1, "weightlane-send")
         self.sending: Future[None] | None = None
-        """The version that is being sent, or was sent last. Until it is done somebody may read the memory it is sent from."""
+        """The newest version's sending. Until it is done the engine may read the memory it is sent from."""
         self._turn = threading.Lock()
-        """Held while an engine's half that stores is called: one call at a time."""
+        """Held while the link of a store is called: one call at a time."""
 
     def connect(self, topology: Topology, deadline: Deadline) -> None:
-        """Connect the link, if there is but one."""
+        """Connect the only link."""
         (link,) = self._links
         connecting = self._thread.submit(link.connect, topology, deadline)
         result_of(connecting, deadline, "the engine to connect", _PART)
@@ -128,41 +124,46 @@ class SendPipeline:
         self,
         manifest: Manifest,
         source: BucketSource,
-        deadline: Deadline,
-        *,
         destinations: Mapping[int, Destination],
-        buckets: Iterable[int] | None = None,
+        deadline: Deadline,
         stall_s: float = float("inf"),
     ) -> int:
-        """Checksum and send `buckets` of `manifest`, by default all, each to where `destinations` says; returns the bytes sent.
+        """Checksum and send buckets of `manifest`, in the order of `destinations`. Returns the bytes sent.
 
-        A bucket that goes to nobody is not sent. If files hold whole tensors, the engine is a persistent one, and told of
-        every version that is sent in full. No bucket may take longer than `stall_s` seconds. Raises what the engine or the
-        source raises.
+        A bucket without receivers is sent to a store only, which gets every version that is sent in full.
+
+        Args:
+            manifest: The version.
+            source: Its buckets.
+            destinations: The destination of each bucket to send, by its index.
+            deadline: Limits all of it.
+            stall_s: Longest time for one bucket, in seconds.
+
+        Raises:
+            WeightlaneError: The engine or the source has failed.
         """
         version, stored = manifest.version, _is_stored(manifest)
-        going = _ReadyQueue()
-        sending = self.sending = self._thread.submit(self._send, going, manifest, deadline, stall_s)
+        queue = _ReadyQueue()
+        sending = self.sending = self._thread.submit(self._send, queue, manifest, deadline, stall_s)
         checksums: list[str] = []
         total = 0
         try:
-            for index in range(manifest.bucket_count) if buckets is None else buckets:
-                to = destinations[index]
+            for index, to in destinations.items():
                 if not to.receivers and not stored:
                     continue
-                if not going.has_room(source.most_at_a_time, deadline):
-                    break  # why it has failed is said below
+                if not queue.has_room(source.most_at_a_time, deadline):
+                    break  # `result_of` below raises why
                 data = source.bucket(index)
                 checksum = checksum_of(data) if manifest.checksummed else ""
                 checksums.append(checksum)
                 after = self._runtime.recorded()
                 bucket = Bucket(version, index, data, after, lasting=manifest.lasting, part=manifest.part(index))
-                going.put(_ReadyBucket(bucket, to, checksum))
+                queue.put(_ReadyBucket(bucket, to, checksum))
                 total += data.numel()
         except BaseException:
-            going.end(complete=False)
+            queue.end(complete=False)
             raise
-        going.end(complete=True)
+        queue.end(complete=True)
         result_of(sending, deadline, f"the engine to send version {version}", _PART)
         if manifest.checksummed and self._stored_checksums is not None:
             self._stored_checksums.put(version, checksums)
@@ -172,47 +173,48 @@ class SendPipeline:
                     del self._checksums[next(iter(self._checksums))]
         return total
 
-    def _send(self, going: _ReadyQueue, manifest: Manifest, deadline: Deadline, stall_s: float) -> None:
-        """[pipeline's thread] Send what is ready until there is no more; while nothing new is, wait for what is under way."""
-        outflow = BucketsInFlight(deadline, stall_s, self._on_sent)
+    def _send(self, queue: _ReadyQueue, manifest: Manifest, deadline: Deadline, stall_s: float) -> None:
+        """[pipeline's thread] Send ready buckets until there are no more; while none is ready, wait for those in flight."""
+        in_flight = BucketsInFlight(deadline, stall_s, self._on_sent)
+        what = f"the next bucket of version {manifest.version} to be ready"
         try:
             if _is_stored(manifest):
                 (link,) = self._links
                 with self._turn:
                     link.open_version(version_files(manifest), deadline)
             while True:
-                ready = going.take(wait_by=None if outflow else deadline, room=len(outflow) < going.most)
+                is_full = len(in_flight) >= queue.most
+                ready = None if is_full else queue.take(wait_by=None if in_flight else deadline, what=what)
                 if ready is not None:
                     with self._turn:
-                        outflow.post(ready.bucket, ready.to, ready.checksum)
-                elif outflow:
+                        in_flight.post(ready.bucket, ready.to, ready.checksum)
+                elif in_flight:
                     with self._turn:
-                        outflow.end_oldest()
-                    going.ended_one()
-                elif going.ended(deadline, f"the next bucket of version {manifest.version} to be ready"):
+                        in_flight.end_oldest()
+                    queue.sent_one()
+                else:
                     return
         except BaseException:
-            going.fail()
+            queue.fail()
             raise
 
     def committing(self, version: int) -> Callable[[int, Deadline], None]:
-        """What commits `version`, which serves, however many others are sent before it is called; see `commit_version`."""
+        """The call that commits `version`, which serves, however many others are sent before the call; see `_commit`."""
         checksums = self._checksums.pop(version, None)
-        return partial(
-            self.commit_version, documents={} if checksums is None else {CHECKSUMS_FILE: checksums_document(checksums)}
-        )
+        documents = {} if checksums is None else {CHECKSUMS_FILE: checksums_document(checksums)}
+        return partial(self._commit, documents)
 
-    def commit_version(self, version: int, deadline: Deadline, *, documents: Mapping[str, str]) -> None:
-        """Have readers of a store find `version` from now on, with these `documents`. Raises what the engine raises.
+    def _commit(self, documents: Mapping[str, str], version: int, deadline: Deadline) -> None:
+        """Make readers of a store find `version` with these `documents`, even if the pipeline is closed meanwhile.
 
-        Unlike sending it goes on when the pipeline is closed meanwhile.
+        Raises what the engine raises.
         """
         (link,) = self._links
         what = f"version {version} to be committed"
 
         def commit() -> None:
             if not self._turn.acquire(timeout=deadline.remaining_s):
-                raise deadline.error(f"{what} after what is being sent", part=_PART)
+                raise deadline.error(f"{what} after the bucket that is being sent", part=_PART)
             try:
                 link.commit_version(version, documents, deadline)
             finally:
@@ -224,95 +226,87 @@ class SendPipeline:
         result_of(committing, deadline, what, _PART)
 
     def reclaim(self, version: int, deadline: Deadline) -> None:
-        """Return once no receiver looks at lasting buckets of `version`. Raises what the engine raises."""
+        """Return once no receiver reads lasting buckets of `version` any more. Raises what the engine raises."""
 
         def reclaim() -> None:
             for link in self._links:
                 link.reclaim(version, deadline)
 
-        self._wait_for(f"version {version} to be given back", reclaim, deadline)
-
-    def _wait_for(self, what: str, call: Callable[[], None], deadline: Deadline) -> None:
+        what = f"version {version} to be given back"
         closed = ClosedError(f"closed while waiting for {what}.", part=_PART)
         try:
-            done = self._thread.submit(call)
-        except RuntimeError as error:  # the executor takes nothing any more
+            reclaiming = self._thread.submit(reclaim)
+        except RuntimeError as error:  # the pipeline was closed
             raise closed from error
         try:
-            result_of(done, deadline, what, _PART)
+            result_of(reclaiming, deadline, what, _PART)
         except CancelledError as error:
             raise closed from error
 
     def close(self) -> None:
-        """Let the sending thread end; the links themselves are closed by their owner. Idempotent."""
+        """Let the sending thread end; the owner closes the links. Idempotent."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 class _ReadyQueue:
-    """Buckets that one thread makes ready and another one sends."""
+    """Buckets that the calling thread makes ready and the pipeline's thread sends."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._ready: deque[_ReadyBucket] = deque()
-        self._left = 0
-        """How many were made ready and are not done."""
-        self._over = False
+        self._unsent = 0
+        """Buckets made ready and not sent yet."""
+        self._ended = False
         self._failed = False
         self.most = 1
-        """How many may be under way."""
+        """Most buckets in flight."""
 
     def has_room(self, most: int, deadline: Deadline) -> bool:
-        """[maker] Wait until fewer than `most` are made ready and not done; False if sending has failed."""
+        """[caller] Wait until fewer than `most` buckets are ready or in flight; False if sending has failed."""
         with self._changed:
             self.most = most
-            self._changed.wait_for(lambda: self._left < most or self._failed, deadline.remaining_s + GRACE_S)
-            if self._left >= most and not self._failed:
+            self._changed.wait_for(lambda: self._unsent < most or self._failed, deadline.remaining_s + GRACE_S)
+            if self._unsent >= most and not self._failed:
                 raise deadline.error("the engine to send a bucket", part=_PART, hint=HINT)
             return not self._failed
 
     def put(self, ready: _ReadyBucket) -> None:
-        """[maker] A bucket can be sent."""
+        """[caller] Add a bucket."""
         with self._changed:
             self._ready.append(ready)
-            self._left += 1
+            self._unsent += 1
             self._changed.notify_all()
 
     def end(self, *, complete: bool) -> None:
-        """[maker] There are no more; if not `complete`, nor is anything worth sending that is ready."""
+        """[caller] Add no more buckets; unless the version is `complete`, drop the ready ones."""
         with self._changed:
-            self._over = True
+            self._ended = True
             if not complete:
                 self._ready.clear()
             self._changed.notify_all()
 
-    def take(self, *, wait_by: Deadline | None, room: bool) -> _ReadyBucket | None:
-        """[sender] The next one if there is one, or when there is one by `wait_by`; None also without `room`, or at the end."""
+    def take(self, *, wait_by: Deadline | None, what: str) -> _ReadyBucket | None:
+        """[pipeline] The next bucket; None if none is ready, or with `wait_by` if no more come. Raises if none comes by then."""
         with self._changed:
             if wait_by is not None:
-                self._changed.wait_for(lambda: self._ready or self._over, wait_by.remaining_s + GRACE_S)
-            return self._ready.popleft() if self._ready and room else None
+                timeout_s = wait_by.remaining_s + GRACE_S
+                if not self._changed.wait_for(lambda: self._ready or self._ended, timeout_s):
+                    raise wait_by.error(what, part=_PART)
+            return self._ready.popleft() if self._ready else None
 
-    def ended(self, deadline: Deadline, what: str) -> bool:
-        """[sender] Whether the maker has ended and everything was taken; raises if it has not by `deadline`."""
+    def sent_one(self) -> None:
+        """[pipeline] The oldest bucket in flight is sent."""
         with self._changed:
-            if self._ready or not self._over:
-                deadline.check(what, part=_PART)
-                return False
-            return True
-
-    def ended_one(self) -> None:
-        """[sender] The oldest that was taken is done."""
-        with self._changed:
-            self._left -= 1
+            self._unsent -= 1
             self._changed.notify_all()
 
     def fail(self) -> None:
-        """[sender] Nothing is sent any more."""
+        """[pipeline] No more buckets will be sent."""
         with self._changed:
             self._failed = True
             self._changed.notify_all()
 
 
 def _is_stored(manifest: Manifest) -> bool:
-    """Whether it is a version that readers of a store can find: a delta is of no use without its base."""
+    """Whether readers of a store can find the version: a delta is of no use without its base."""
     return manifest.whole_tensors and not manifest.is_delta

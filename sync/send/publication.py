@@ -1,34 +1,29 @@
-"""What a publisher keeps: the version under way, the memory of its snapshot, and the version that deltas apply to."""
+"""`PublicationQueue` says which `Publication`, a call of `publish`, is snapshot, offered and sent next, and in which session."""
 
 from __future__ import annotations
 
-import logging
 import operator
-from collections.abc import Callable
+import threading
+import time
 from dataclasses import dataclass, field
-from threading import Lock
 from typing import Any
 
-import torch
-
-from weightlane.ckpt_engines import ConfigError, StorageError
+from weightlane.ckpt_engines import ConfigError, WeightlaneError
 
 from ..codecs.codec_choice import Choice
 from ..codecs.delta.encoding import RankDelta
 from ..codecs.delta.format import TooDense
+from ..control.messages import Go
 from ..version.manifest import CODEC_DELTA, CODEC_DENSE
+from .agreement.rank_agreement import Interrupt
+from .send_session import SendSession
 from .snapshot.progress import Progress
-from .snapshot.send_memory import SendMemory
+from .snapshot.slots import DeltaBase, SnapshotSlot, SnapshotSlots
 from .snapshot.steps import Leftovers
-
-_log = logging.getLogger(__name__)
 
 
 def checked_version(version: Any, part: str) -> int:
-    """`version` as an int: whoever publishes may have it from NumPy.
-
-    Raises `ConfigError` for what is no whole number from 0.
-    """
+    """`version` as an int; it may be one of NumPy's. Raises `ConfigError` unless it is a whole number from 0."""
     try:
         number = operator.index(version)
     except TypeError:
@@ -43,24 +38,6 @@ def checked_version(version: Any, part: str) -> int:
 
 
 @dataclass(slots=True, eq=False)
-class SnapshotSlot:
-    """Memory for one snapshot."""
-
-    memory: SendMemory
-    exposed: set[tuple[str, int]] = field(default_factory=set)
-    """Sessions and versions in which receivers were shown it."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DeltaBase:
-    """A version that serves, and its snapshot."""
-
-    version: int
-    identity: str
-    slot: SnapshotSlot
-
-
-@dataclass(slots=True, eq=False)
 class Publication:
     """A version from `publish` on. Its fields change on the publisher's own threads only."""
 
@@ -68,28 +45,31 @@ class Publication:
     identity: str
     """See `Manifest.identity`."""
     mark: Any
+    """See `Snapshot.mark`."""
     progress: Progress
-    """Of its snapshot."""
-    number: int = 0
-    """Its place among all publications of this run."""
+    """The snapshot's."""
+    number: int
+    """Its number among all publications of this publisher."""
+    superseded: Interrupt = field(default_factory=Interrupt)
+    """Set once it is not to be sent any more: a newer one is, or its snapshot has failed."""
     choice: Choice = field(default_factory=lambda: Choice(CODEC_DENSE, "not chosen yet"))
-    """What it is sent as."""
+    """The codec it is sent with."""
     slot: SnapshotSlot | None = None
-    """Where its snapshot is; there once that is being taken."""
-    base: DeltaBase | None = None
-    """What a delta applies to."""
+    """The memory of its snapshot, once that has begun."""
     began: float = 0.0
-    """When its snapshot did."""
+    """When its snapshot began, `time.perf_counter()` seconds."""
+    base: DeltaBase | None = None
+    """The version that a delta applies to."""
     delta: RankDelta | None = None
-    """Once it is encoded."""
+    """This rank's segments, once they are encoded."""
     encoded_for: str = ""
-    """Digest of the layout that its segments are of."""
-    remains: Leftovers = field(default_factory=Leftovers)
-    """What quantising has left beside the snapshot."""
-    replica_digests: dict[int, str] = field(default_factory=dict)
-    """Of slices that other ranks hold as well; see `weightlane.sync.send.agreement.replicated_shards`."""
+    """Digest of the layout of the session in which `delta` was encoded."""
+    leftovers: Leftovers = field(default_factory=Leftovers)
+    """Results of quantising beside the snapshot."""
     is_complete: bool = False
-    """Whether elements of blocks that other ranks have a part of are quantised, too."""
+    """Whether blocks that other ranks have a part of are quantised, too."""
+    digests: dict[int, str] = field(default_factory=dict)
+    """Digests of slices that other ranks hold as well; see `weightlane.sync.send.agreement.replicated_shards`."""
 
     @property
     def is_delta(self) -> bool:
@@ -97,56 +77,214 @@ class Publication:
         return self.choice.codec == CODEC_DELTA
 
     def send_in_full(self, why: str | TooDense) -> None:
-        """Not as a delta, after all."""
+        """Give the delta up."""
         self.choice = Choice(CODEC_DENSE, str(why))
 
+    def fail(self, error: WeightlaneError) -> None:
+        """Its snapshot has failed: the fence raises `error`."""
+        self.progress.fail(error)
+        self.superseded.set()
 
-class SnapshotSlots:
-    """One slot, or two in turn where the version that serves is kept for deltas to apply to.
+
+class PublicationQueue:
+    """The publications of one publisher, and the session they are sent in. Thread-safe.
+
+    One publication is current: it is offered in the session, and sent when the coordinator says so. The newest one waits until
+    the current one is not being sent, and replaces it then; one that waits already is superseded.
 
     Args:
-        make: Gets memory for a snapshot; may raise `StorageError`.
-        part: Whose they are, for the log.
+        slots: The memory of snapshots.
+        uses_deltas: Whether versions may be deltas. A snapshot then waits for the verdict on the version before.
+        closed: Set when the publisher closes; `wake` must follow.
     """
 
-    def __init__(self, make: Callable[[], SendMemory], part: str) -> None:
-        self._make = make
-        self._part = part
-        self._slots = [SnapshotSlot(make())]
-        self._narrow = False
-        self.base: DeltaBase | None = None
-        """What the next delta applies to."""
-        self.writing = Lock()
-        """Held while memory is written to by another thread than the one that takes snapshots."""
+    def __init__(self, slots: SnapshotSlots, *, uses_deltas: bool, closed: threading.Event) -> None:
+        self._slots = slots
+        self._uses_deltas = uses_deltas
+        self._closed = closed
+        self._changed = threading.Condition()
+        self._waiting: Publication | None = None
+        self._current: Publication | None = None
+        self._unsent = -1
+        self._session: SendSession | None = None
+        self._ready_session = ""
+        """Name of the session whose connection is up."""
+        self._offered = False
+        """Whether the current publication was offered in the session."""
+        self._go: Go | None = None
+        self._sending = False
+        self._undecided = -1
+        """The version that was sent without a verdict yet; no snapshot waits for that beyond `_decided_by`."""
+        self._decided_by = 0.0
+        self.proven = False
+        """Whether the newest version with a verdict has committed."""
 
     @property
-    def device(self) -> torch.device:
-        """Where snapshots are."""
-        return self._slots[0].memory.data.device
+    def closed(self) -> bool:
+        """Whether the publisher is closed."""
+        return self._closed.is_set()
 
-    def free(self) -> SnapshotSlot:
-        """A slot for the next snapshot: not the base's, unless there is no memory for two."""
-        base = self.base
-        for slot in self._slots:
-            if base is None or slot is not base.slot:
-                return slot
-        if not self._narrow:
-            try:
-                self._slots.append(SnapshotSlot(self._make()))
-            except StorageError as error:
-                self._narrow = True
-                _log.warning(
-                    "%s: versions are sent in full, there is no memory to keep what deltas apply to: %s",
-                    self._part,
-                    error,
-                )
-        if self._narrow:
-            self.base = None
-            return self._slots[0]
-        return self._slots[-1]
+    @property
+    def busy(self) -> bool:
+        """Whether the newest published version is neither sent nor given up yet."""
+        return self._unsent >= 0
 
-    def close(self) -> None:
-        """Give all memory back."""
-        self.base = None
-        for slot in self._slots:
-            slot.memory.close()
+    @property
+    def session(self) -> SendSession | None:
+        """The session that is open; it may not be connected yet."""
+        return self._session
+
+    def wake(self) -> None:
+        """Make every thread look again whether it has something to do."""
+        with self._changed:
+            self._changed.notify_all()
+
+    # -- the training's thread ------------------------------------------------------------------------------------------
+
+    def put(self, publication: Publication) -> Publication | None:
+        """Add the newest publication. Returns the one that it supersedes before its snapshot."""
+        with self._changed:
+            superseded, self._waiting = self._waiting, publication
+            self._unsent = publication.version
+            if self._current is not None and self._current.progress.error is not None:
+                self._current = None  # its failure is no news any more, and the new one may have the same number
+            self._changed.notify_all()
+        return superseded
+
+    # -- control thread -------------------------------------------------------------------------------------------------
+
+    def open_session(self, session: SendSession) -> None:
+        """A session is open."""
+        with self._changed:
+            self._session = session
+
+    def session_ready(self, name: str) -> None:
+        """The connection of the session of that name is up: the current publication can be offered."""
+        with self._changed:
+            if name != self._ready_session:
+                self._ready_session, self._offered = name, False
+            self._changed.notify_all()
+
+    def end_session(self) -> SendSession | None:
+        """Forget the session, which is over, and return it."""
+        with self._changed:
+            session, self._session, self._go = self._session, None, None
+            return session
+
+    def go(self, message: Go) -> None:
+        """The coordinator says that a version is to be sent."""
+        with self._changed:
+            self._go = message
+            self._changed.notify_all()
+
+    def offer_in_full(self, version: int) -> None:
+        """Have `version` offered again, in full: a receiver lacks the base of the delta."""
+        with self._changed:
+            if self._current is not None and self._current.version == version:
+                self._current.send_in_full("a receiver lacks the version that a delta would apply to")
+                self._offered = False
+                self._changed.notify_all()
+
+    def committed(self, version: int) -> Publication | None:
+        """`version` serves: deltas apply to it from now on. Returns its publication if that is still current."""
+        with self._changed:
+            current = self._current
+            if current is not None and current.version != version:
+                current = None
+            if current is not None and current.slot is not None and self._uses_deltas:
+                self._slots.base = DeltaBase(version, current.identity, current.slot)
+            self._decided(version, proven=True)
+            return current
+
+    def aborted(self, version: int) -> None:
+        """`version` will never serve."""
+        with self._changed:
+            self._decided(version, proven=False)
+
+    def _decided(self, version: int, *, proven: bool) -> None:
+        self.proven = proven
+        if self._unsent == version:
+            self._unsent = -1
+        if self._undecided == version:
+            self._undecided = -1
+            self._changed.notify_all()
+
+    # -- snapshot thread ------------------------------------------------------------------------------------------------
+
+    def next_to_snapshot(self) -> Publication | None:
+        """Wait for the next publication whose snapshot can be taken; the current one is superseded. None once closed."""
+        with self._changed:
+            while not self.closed and not self._may_snapshot():
+                undecided = self._waiting is not None and not self._sending and self._undecided >= 0
+                self._changed.wait(max(0.0, self._decided_by - time.monotonic()) if undecided else None)
+            if self.closed:
+                return None
+            publication, self._waiting = self._waiting, None
+            superseded, self._current = self._current, None
+            self._offered = False
+        if superseded is not None:
+            superseded.superseded.set()
+        return publication
+
+    def _may_snapshot(self) -> bool:
+        if self._waiting is None or self._sending:
+            return False
+        # The verdict on the version before says what a delta can apply to.
+        return not self._uses_deltas or self._undecided < 0 or time.monotonic() >= self._decided_by
+
+    def begin(self, publication: Publication) -> None:
+        """Its snapshot begins: it is current, can be offered, and is sent as far as it is there."""
+        with self._changed:
+            self._current = publication
+            self._changed.notify_all()
+
+    def keep_failed(self, publication: Publication) -> None:
+        """Keep a publication whose snapshot has failed, so that later sessions hear of it, too; not if a newer one waits."""
+        with self._changed:
+            if self._waiting is None:
+                self._current = publication
+                self._changed.notify_all()
+
+    # -- send thread ----------------------------------------------------------------------------------------------------
+
+    def next_to_send(self) -> tuple[Publication, SendSession, Go | None] | None:
+        """Wait until the current publication can be sent or offered. Returns it, its session, and the message to send it.
+
+        Without a message it is to be offered. A message for an older version means that another rank has not published the newer
+        one yet. None once the publisher is closed. `sending_ended` must follow.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self.closed or self._may_send() or self._may_offer())
+            current, session = self._current, self._session
+            if self.closed or current is None or session is None:
+                return None
+            if not self._may_send():
+                self._offered = True
+                return current, session, None
+            go, self._go = self._go, None
+            if go is not None and go.version == current.version:
+                self._sending, self._undecided = True, go.version
+                self._decided_by = time.monotonic() + go.deadline_s
+            return current, session, go
+
+    def _may_send(self) -> bool:
+        # Another rank may have published, and the coordinator proceeded, before this one.
+        go, current = self._go, self._current
+        return go is not None and current is not None and self._session is not None and go.version <= current.version
+
+    def _may_offer(self) -> bool:
+        if self._current is None or self._session is None or self._offered:
+            return False
+        return self._session.name == self._ready_session
+
+    def sent(self, version: int) -> None:
+        """`version` was sent."""
+        with self._changed:
+            if self._unsent == version:
+                self._unsent = -1
+
+    def sending_ended(self) -> None:
+        """The send thread does nothing: the next snapshot may begin."""
+        with self._changed:
+            self._sending = False
+            self._changed.notify_all()

@@ -29,9 +29,9 @@ from weightlane.sync import (
     StagedDelta,
     Subscriber,
     TensorSpec,
-    publisher,
 )
 from weightlane.sync.control.messages import Message
+from weightlane.sync.send import snapshotter
 from weightlane.sync.version.placement import Placement
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -87,7 +87,7 @@ class Trainer:
         wire = getattr(torch, more.pop("wire_dtype", "float32"))
         self._big_mib = more.pop("big_mib", 0)
         # How long it waits for receivers that look at memory which it needs.
-        publisher._PATIENCE_S = more.pop("patience_s", publisher._PATIENCE_S)
+        snapshotter._PATIENCE_S = more.pop("patience_s", snapshotter._PATIENCE_S)
         self._values = weights(0, torch.float32, self._big_mib)
         specs = {key: TensorSpec(key, tuple(full.shape), wire) for key, full in self._values.items()}
         held = [

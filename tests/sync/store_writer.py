@@ -13,9 +13,10 @@ from weightlane.ckpt_engines import CheckpointEngineRegistry, Deadline, Topology
 from weightlane.ckpt_engines.links.link import sender_link
 from weightlane.ckpt_engines.runtime.devices import HOST, runtime_of
 from weightlane.sync import LocalShard, Manifest, Rendezvous, TensorSpec
-from weightlane.sync.send.bucket_source import FromSnapshot
+from weightlane.sync.send.bucket_source import SnapshotBuckets
 from weightlane.sync.send.pipeline import Destination, SendPipeline
-from weightlane.sync.send.snapshot.progress import Progress
+from weightlane.sync.send.snapshot.progress import Progress, SourceBytes
+from weightlane.sync.send.snapshot.send_memory import PackingBuffers
 from weightlane.sync.send.snapshot.snapshot import Snapshot
 from weightlane.sync.version.bucket_checksums import StoredChecksums
 from weightlane.sync.version.packing import CopyTable, stream_places
@@ -45,22 +46,23 @@ class Writer:
         self.topology = Topology(session, {"trainer-0": self.sender.address()}, {})
         self._rendezvous = Rendezvous.host()
         checksums = StoredChecksums(self._rendezvous.mailbox(session))
-        self.pipeline = SendPipeline(session, [self.sender], runtime_of(HOST), checksums)
+        self.pipeline = SendPipeline([self.sender], runtime_of(HOST), checksums)
         self.pipeline.connect(self.topology, Deadline.after(HANG_S))
 
     def send(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         shards = [LocalShard.whole(spec, tensors[spec.name]) for spec in self.layout.specs]
         places, progress = stream_places(shards, self.layout), Progress("a snapshot", "writer")
         assert places is not None
-        snapshot = Snapshot(shards, places)
+        snapshot = Snapshot.of(shards, places)
         memory = torch.zeros(self.layout.total_bytes, dtype=torch.uint8)
         snapshot.take(memory, None, progress)
         deadline = Deadline.after(HANG_S)
         table = CopyTable.of(parts_of(shards, places, self.layout.regions), self.layout)
-        source = FromSnapshot(memory, table, self.layout, lambda until: progress.wait(until, deadline), list)
+        source = SourceBytes(memory, progress, deadline)
+        buckets = SnapshotBuckets(source, table, self.layout, PackingBuffers(None, HOST))
         nobody = Destination(self.sender, [])
         everything = dict.fromkeys(range(self.layout.bucket_count), nobody)
-        self.pipeline.send_version(replace(self.layout, version=version), source, deadline, destinations=everything)
+        self.pipeline.send_version(replace(self.layout, version=version), buckets, everything, deadline)
 
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
         self.send(version, tensors_of(version) if tensors is None else tensors)

@@ -27,6 +27,7 @@ from weightlane.sync import CollectivePublisher, LocalShard, Manifest, Rendezvou
 from weightlane.sync.receive.transfer_tasks import TransferTask, TransferTasks
 from weightlane.sync.send.gather import ShardGather
 from weightlane.sync.send.pipeline import Destination, SendPipeline
+from weightlane.sync.send.snapshot.progress import SourceBytes
 from weightlane.sync.version.packing import CopyTable
 from weightlane.sync.version.stream_parts import parts_of
 from weightlane.sync.version.tensor_spec import TensorSpec
@@ -62,7 +63,7 @@ def stuck() -> Any:
 
 
 def pipeline(sender: Any) -> SendPipeline:
-    return SendPipeline("s", [cast("SenderLink", sender)], runtime_of(HOST))
+    return SendPipeline([cast("SenderLink", sender)], runtime_of(HOST))
 
 
 SOON = 0.1
@@ -127,9 +128,7 @@ def send(
     source = SimpleNamespace(bucket=bucket, most_at_a_time=2)
     to = Destination(sender, ["rollout-0/0"])
     deadline = Deadline.after(SOON)
-    sending.send_version(
-        manifest, cast("Any", source), deadline, destinations=dict.fromkeys(range(buckets), to), stall_s=stall_s
-    )
+    sending.send_version(manifest, cast("Any", source), dict.fromkeys(range(buckets), to), deadline, stall_s)
 
 
 def test_what_an_engine_raises_is_raised_also_if_it_is_a_timeout_of_its_own(stuck: Any) -> None:
@@ -175,14 +174,15 @@ def test_a_gather_that_is_closed_lets_go_of_who_waits_for_another_rank() -> None
 
     def join(rank: int) -> ShardGather:
         names, cpu, soon = ["t-0", "t-1"], torch.device("cpu"), Deadline.after(HANG_S)
-        return ShardGather.connect(rendezvous, "s", names, rank, layout, tables, cpu, soon)
+        return ShardGather.connect(rendezvous, "s", names, rank, layout, cpu, soon)
 
     bucket = torch.zeros(128, dtype=torch.uint8)
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(join, (0, 1))
 
         def fill() -> None:
-            first.fill(layout, tables, row.view(-1), 0, bucket, lambda _: None, Deadline.after(NEVER_S))
+            source = SourceBytes(row.view(-1), None, Deadline.after(NEVER_S))
+            first.fill(layout, tables, source, 0, bucket)
 
         waiting = threads.submit(fill)
         wait_until(lambda: first._moving, "rank 0 that waits for rank 1")
@@ -209,9 +209,7 @@ def test_a_gather_whose_store_does_not_answer_ends_with_the_deadline(monkeypatch
         for name in ("trainer-0", "trainer-1"):
             rendezvous.mailbox("gather/s").put(name, layout.layout_digest)
         with pytest.raises(DeadlineExceededError, match="the group of all trainer ranks") as caught:
-            ShardGather.connect(
-                rendezvous, "s", ["trainer-0", "trainer-1"], 0, layout, [], HOST, Deadline.after(10 * SOON)
-            )
+            ShardGather.connect(rendezvous, "s", ["trainer-0", "trainer-1"], 0, layout, HOST, Deadline.after(10 * SOON))
     assert "coordinator" in caught.value.hint
     over.set()
 

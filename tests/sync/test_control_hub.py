@@ -16,7 +16,7 @@ from weightlane.sync import Rendezvous
 from weightlane.sync.control.hub import hub as control_hub
 from weightlane.sync.control.hub.frames import Frame
 from weightlane.sync.control.hub.hub import COORDINATOR, ControlHub, Kind, Member
-from weightlane.sync.send.agreement.rank_agreement import RankAgreement
+from weightlane.sync.send.agreement.rank_agreement import Interrupt, RankAgreement
 
 
 @pytest.fixture
@@ -85,10 +85,12 @@ def test_the_hub_keeps_no_question_that_nobody_waits_for_any_more(
     rendezvous: Rendezvous, member: Rendezvous, where: str
 ) -> None:
     asking = member if where == "a member's" else rendezvous
-    talk = RankAgreement(asking.mailbox("talk/s"), ["a", "b"], 0, "the delta")
+    talk = RankAgreement(asking.mailbox("talk/s"), ["a", "b"], 0)
+    superseded = Interrupt()
+    superseded.set()
     for version in range(5):
         with pytest.raises(ClosedError):
-            talk.hear(version, soon(), wanted=lambda: False)
+            talk.hear("deltas", version, soon(), superseded)
     with pytest.raises(DeadlineExceededError, match="'key' in mailbox s"):
         asking.mailbox("s").get("key", Deadline.after(0.01))
     wait_until(lambda: waits(rendezvous) == 0, "end of the questions")

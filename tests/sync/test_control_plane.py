@@ -38,7 +38,7 @@ from weightlane.sync.control.hub.frames import ControlConnection, Frame, dial
 from weightlane.sync.control.hub.hub import Kind
 from weightlane.sync.control.messages import Abort, Committed, Stop
 from weightlane.sync.control.tensor_lists import TensorLists
-from weightlane.sync.send.agreement.rank_agreement import RankAgreement
+from weightlane.sync.send.agreement.rank_agreement import Interrupt, RankAgreement
 
 NAMES = [f"t-{rank}" for rank in range(3)]
 
@@ -333,7 +333,7 @@ def test_of_a_session_that_is_over_nothing_is_left_and_nobody_waits(rendezvous: 
 
 
 def talks(rendezvous: Rendezvous) -> list[RankAgreement]:
-    return [RankAgreement(rendezvous.mailbox("deltas/s"), NAMES, rank, "a delta") for rank in range(3)]
+    return [RankAgreement(rendezvous.mailbox("agreement/s"), NAMES, rank) for rank in range(3)]
 
 
 def test_ranks_hear_all_of_one_another_by_two_messages_each_and_old_versions_go(rendezvous: Rendezvous) -> None:
@@ -342,9 +342,11 @@ def test_ranks_hear_all_of_one_another_by_two_messages_each_and_old_versions_go(
     for version in range(1, 9):
         before, _ = rendezvous.traffic
         for rank, talk in enumerate(ranks):
-            talk.say(version, [version, rank])
+            talk.say("deltas", version, [version, rank])
         for talk in ranks:
-            assert talk.hear(version, soon()) == [[version, rank] for rank in range(3)]
+            assert list(talk.hear("deltas", version, soon(), Interrupt()).items()) == [
+                (name, [version, rank]) for rank, name in enumerate(NAMES)
+            ]
         assert rendezvous.traffic[0] - before <= 4 * len(ranks), "say, ask, answer, and one to forget"
         kept.append(sum(rendezvous.kept.values()))
     assert kept[-1] == kept[2], "it grows with every version"
@@ -352,39 +354,39 @@ def test_ranks_hear_all_of_one_another_by_two_messages_each_and_old_versions_go(
 
 def test_a_rank_that_says_nothing_is_named(rendezvous: Rendezvous) -> None:
     first, _, third = talks(rendezvous)
-    first.say(1, None)
-    third.say(1, None)
-    with pytest.raises(DeadlineExceededError) as caught:
-        first.hear(1, Deadline.after(0.05))
+    first.say("deltas", 1, None)
+    third.say("deltas", 1, None)
+    with pytest.raises(DeadlineExceededError, match="the deltas of version 1") as caught:
+        first.hear("deltas", 1, Deadline.after(0.05), Interrupt())
     assert caught.value.peer == "t-1"
 
 
 def test_a_rank_hears_the_others_no_longer_than_it_wants(rendezvous: Rendezvous) -> None:
     first, second, _ = talks(rendezvous)
-    wanted = True
-    thread, errors = raised_by(lambda: first.hear(1, never(), lambda: wanted))
-    wait_until(lambda: bool(first._hearing), "rank that hears")
-    first.look_again()
-    assert first._hearing, "it is wanted"
-    wanted = False
-    first.look_again()
+    superseded, other = Interrupt(), Interrupt()
+    thread, errors = raised_by(lambda: first.hear("deltas", 1, never(), superseded))
+    wait_until(lambda: bool(superseded._waits), "rank that hears")
+    other.set()
+    assert superseded._waits, "another version is superseded"
+    superseded.set()
     thread.join(HANG_S)
-    closed, others = raised_by(lambda: second.hear(1, never()))
-    wait_until(lambda: bool(second._hearing), "rank that hears")
+    closed, others = raised_by(lambda: second.hear("deltas", 1, never(), Interrupt()))
+    wait_until(lambda: bool(second._session_over._waits), "rank that hears")
     second.close()
     closed.join(HANG_S)
     assert [type(error) for error in (*errors, *others)] == [ClosedError, ClosedError]
-    with pytest.raises(ClosedError):
-        second.hear(1, never())
+    for rank, interrupt in ((first, superseded), (second, Interrupt())):
+        with pytest.raises(ClosedError):
+            rank.hear("deltas", 1, never(), interrupt)
 
 
 def test_others_than_the_ranks_are_not_listened_to(rendezvous: Rendezvous) -> None:
     first, second, _ = talks(rendezvous)
-    first.say(1, None)
-    second.say(1, None)
-    rendezvous.mailbox("deltas/s/1").put("t-9", None)
-    with pytest.raises(ProtocolError, match="others than the trainer ranks"):
-        first.hear(1, soon())
+    first.say("deltas", 1, None)
+    second.say("deltas", 1, None)
+    rendezvous.mailbox("agreement/s/deltas/1").put("t-9", None)
+    with pytest.raises(ProtocolError, match="no trainer ranks speak of it: t-9"):
+        first.hear("deltas", 1, soon(), Interrupt())
 
 
 # -- manifests by reference ----------------------------------------------------------------------------------------------

@@ -176,7 +176,7 @@ def publisher_of(rendezvous: Rendezvous, socket_dir: Any, *specs: TensorSpec, **
 
 def test_the_fence_does_not_wait_for_a_publisher_that_was_closed(rendezvous: Rendezvous, socket_dir: Any) -> None:
     publisher = publisher_of(rendezvous, socket_dir, SPEC)
-    publisher._streaming = True  # the version before
+    publisher._queue._sending = True  # the version before
     publisher.publish(1)
     threading.Timer(0.1, publisher.close).start()
     with pytest.raises(ClosedError):
@@ -200,9 +200,9 @@ def test_the_fence_waits_for_all_that_it_names_and_for_nothing_else(
     read_late = threading.Event()
 
     def take(snapshot: Snapshot, _memory: Any, _after: Any, progress: Progress, _remains: Any = None) -> None:
-        progress.advance(snapshot.ends["early"])
+        progress.advance(snapshot.ends["early"], snapshot.ends["early"])
         assert read_late.wait(HANG_S)
-        progress.advance(snapshot.nbytes)
+        progress.advance(snapshot.nbytes, snapshot.read_end)
 
     monkeypatch.setattr(Snapshot, "take", take)
     with closing(publisher_of(rendezvous, socket_dir, early, late)) as publisher:
@@ -225,9 +225,10 @@ def test_other_memory_is_taken_within_the_limit_that_one_snapshot_fills(
     with closing(publisher_of(rendezvous, socket_dir, replace(SPEC, shape=(200_000,)), max_shared_mib=1)) as publisher:
         publisher.publish(1)
         publisher.fence()
-        assert publisher._held is not None
-        assert publisher._held.slot is not None
-        publisher._held.slot.exposed.add(("a session that is over", 1))
+        current = publisher._queue._current
+        assert current is not None
+        assert current.slot is not None
+        current.slot.exposed.add(("a session that is over", 1))
         publisher.publish(2)
         publisher.fence()  # raised in the training loop, because a receiver had died
 

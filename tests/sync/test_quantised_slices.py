@@ -108,7 +108,7 @@ def test_what_is_sent_of_a_quantised_version_is_what_is_needed_and_no_more(
             least -= sum(box.numel for box in both) * spec.dtype.itemsize
     else:  # the memory of a share is shown to whoever needs something of it
         least = sum(spec.nbytes for spec in wire.values())
-    slices = len(run.publishers[0]._end.sending.layout.specs)  # up to 64 bytes each begin behind a gap
+    slices = len(run.publishers[0]._queue.session.layout.specs)  # up to 64 bytes each begin behind a gap
     assert least <= report.sent_bytes <= least + 64 * slices
 
 

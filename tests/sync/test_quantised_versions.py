@@ -14,7 +14,6 @@ from waiting import HANG_S, wait_until
 from weightlane.ckpt_engines import (
     CheckpointEngineRegistry,
     ConfigError,
-    Deadline,
     ManifestError,
     ProtocolError,
     StorageError,
@@ -35,10 +34,10 @@ from weightlane.sync.codecs.quantised import Scheme
 from weightlane.sync.codecs.quantised.quantisation import is_quantised, pair_of, wire_specs
 from weightlane.sync.codecs.quantised.restored import Restoring
 from weightlane.sync.plan import Network
-from weightlane.sync.send.agreement.magnitudes import MagnitudeAgreement, largest
+from weightlane.sync.send.agreement.magnitudes import magnitudes_from_plain, magnitudes_to_plain
 from weightlane.sync.send.snapshot import quantised_snapshot
 from weightlane.sync.send.snapshot.progress import Progress
-from weightlane.sync.send.snapshot.quantised_blocks import Magnitudes
+from weightlane.sync.send.snapshot.quantised_blocks import largest_magnitudes
 from weightlane.sync.send.snapshot.quantised_snapshot import QuantisedShards
 from weightlane.sync.send.snapshot.steps import Leftovers
 from weightlane.sync.version.box import Box
@@ -241,9 +240,7 @@ def taken(
 
 def complete_alone(remains: Leftovers, memory: torch.Tensor) -> None:
     """Quantise parts of blocks as if there were no others."""
-    merged = largest(remains.magnitudes, {cut.pair.weight.name: cut.pair.scales.shape for cut in remains.cuts})
-    for cut in remains.cuts:
-        cut.quantise(merged[cut.pair.weight.name], memory)
+    remains.quantise_cuts(remains.magnitudes, memory)
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -335,10 +332,10 @@ def test_only_blocks_that_a_border_divides_wait_for_other_ranks() -> None:
         [["a.weight"]],
     ],
 )
-def test_magnitudes_that_are_none_are_refused(rendezvous: Rendezvous, said: object) -> None:
-    board = rendezvous.mailbox("magnitudes")
-    board.within("1").put("other", said)
-    agreement = MagnitudeAgreement(board, ["me", "other"], 0)
-    agreement.say(1, [Magnitudes("a.weight", Box((0, 0), (1, 1)), torch.ones(1, 1))])
+def test_magnitudes_that_are_none_are_refused(said: object) -> None:
+    spec = TensorSpec("a.weight", (64, 64), torch.float32)
+    _, remains, _ = taken([LocalShard(spec, (0, 0), torch.ones(32, 32))], "fp8")
+    mine = magnitudes_from_plain(magnitudes_to_plain(remains.magnitudes))
+    assert largest_magnitudes(mine, remains.cuts)["a.weight"].tolist() == [[1.0]]
     with pytest.raises(ProtocolError):
-        agreement.hear(1, {"a.weight": (1, 1)}, Deadline.after(HANG_S), lambda: True)
+        largest_magnitudes(magnitudes_from_plain(said), remains.cuts)

@@ -24,7 +24,7 @@ def _threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_transposed_parameter_is_read_when_the_snapshot_is_taken_and_not_when_it_is_set_up() -> None:
     live = torch.zeros(30, 20)
-    snapshot = Snapshot([LocalShard(TensorSpec("t", (20, 30), torch.float32), (0, 0), live.t())], [0])
+    snapshot = Snapshot.of([LocalShard(TensorSpec("t", (20, 30), torch.float32), (0, 0), live.t())], [0])
     live.copy_(torch.randn(30, 20))
     memory = torch.zeros(snapshot.nbytes, dtype=torch.uint8)
     snapshot.take(memory, None, Progress("a snapshot", "test"))
@@ -34,7 +34,7 @@ def test_a_transposed_parameter_is_read_when_the_snapshot_is_taken_and_not_when_
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 def test_a_single_element_is_taken_whatever_its_strides_are(shape: tuple[int, ...]) -> None:
     live = torch.randn(8, 8, dtype=torch.bfloat16)[3:4, ::2][:, :1].as_strided(shape, (2,) * len(shape))
-    snapshot = Snapshot([LocalShard(TensorSpec("t", shape, torch.bfloat16), (0,) * len(shape), live)], [0])
+    snapshot = Snapshot.of([LocalShard(TensorSpec("t", shape, torch.bfloat16), (0,) * len(shape), live)], [0])
     memory = torch.zeros(snapshot.nbytes, dtype=torch.uint8)
     snapshot.take(memory, None, Progress("a snapshot", "test"))
     assert torch.equal(memory.view(torch.bfloat16).view(shape), live)
@@ -48,10 +48,10 @@ def test_progress_grows_over_a_large_tensor_and_ends_know_each_tensors_end() -> 
         LocalShard(TensorSpec("split", (8,), torch.float32), (4,), data[4:8]),
     ]
     places = [0, 80 << 20, (80 << 20) + 16]
-    snapshot = Snapshot(shards, places)
+    snapshot = Snapshot.of(shards, places)
     assert snapshot.ends == {"large": 80 << 20, "split": (80 << 20) + 32}
     progress, seen = Progress("a snapshot", "test"), []
-    progress.advance = seen.append  # type: ignore[method-assign]
+    progress.advance = lambda done, _: seen.append(done)  # type: ignore[method-assign]
     snapshot.take(torch.zeros(snapshot.nbytes, dtype=torch.uint8), None, progress)
     assert seen == sorted(seen)
     assert seen[0] == 64 << 20
@@ -61,12 +61,12 @@ def test_progress_grows_over_a_large_tensor_and_ends_know_each_tensors_end() -> 
 def test_of_many_tensors_is_there_what_progress_says_and_it_is_said_once_for_several() -> None:
     data = [torch.randint(256, ((2 << 20) + 64 * i,), dtype=torch.uint8) for i in range(20)]
     shards = [LocalShard.whole(TensorSpec(f"t{i}", x.shape, x.dtype), x) for i, x in enumerate(data)]
-    snapshot, progress = Snapshot(shards, compact_places(shards)), Progress("a snapshot", "test")
+    snapshot, progress = Snapshot.of(shards, compact_places(shards)), Progress("a snapshot", "test")
     memory, seen = torch.zeros(snapshot.nbytes, dtype=torch.uint8), [0]
     wanted = torch.cat(data)
     assert wanted.numel() == snapshot.nbytes
 
-    def advance(done_bytes: int) -> None:
+    def advance(done_bytes: int, _: int) -> None:
         assert torch.equal(memory[seen[-1] : done_bytes], wanted[seen[-1] : done_bytes])
         seen.append(done_bytes)
 
@@ -91,7 +91,7 @@ def test_nothing_is_read_any_more_when_a_copy_has_failed() -> None:
     data = [torch.ones(9 << 20), torch.ones(9 << 20).as_subclass(Tripping), *(torch.ones(9 << 20) for _ in range(4))]
     shards = [LocalShard.whole(TensorSpec(f"t{i}", (9 << 20,), torch.float32), x) for i, x in enumerate(data)]
     places = compact_places(shards)
-    snapshot, progress = Snapshot(shards, places), Progress("a snapshot", "test")
+    snapshot, progress = Snapshot.of(shards, places), Progress("a snapshot", "test")
     memory = torch.zeros(snapshot.nbytes, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="the device is gone"):
         snapshot.take(memory, None, progress)
@@ -107,10 +107,10 @@ def test_whoever_waits_for_a_part_goes_on_when_it_is_there_or_hears_why_nothing_
     progress = Progress("the snapshot of version 3", "trainer-0")
     waiting = threading.Thread(target=progress.wait, args=(10, Deadline.after(NEVER_S)))
     waiting.start()
-    progress.advance(9)
+    progress.advance(9, 9)
     with pytest.raises(DeadlineExceededError, match="the snapshot of version 3"):
         progress.wait(10, Deadline.after(0.01))
-    progress.advance(10)
+    progress.advance(10, 10)
     waiting.join(HANG_S)
     assert not waiting.is_alive()
     progress.fail(StorageError("no room.", part="p"))

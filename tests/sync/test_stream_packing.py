@@ -35,7 +35,7 @@ tensors = st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), min_size=0, max_s
 
 def taken(shards: list[LocalShard], places: list[int], nbytes: int = 0) -> torch.Tensor:
     """A snapshot of the shards."""
-    snapshot, progress = Snapshot(shards, places), Progress("a snapshot", "test")
+    snapshot, progress = Snapshot.of(shards, places), Progress("a snapshot", "test")
     memory = torch.zeros(nbytes or snapshot.nbytes, dtype=torch.uint8)
     snapshot.take(memory, snapshot.mark(), progress)
     assert progress.done_bytes == snapshot.nbytes

@@ -61,10 +61,10 @@ def test_what_cannot_be_stored_is_said_and_the_next_version_is(caplog: pytest.Lo
     store.go_on.set()
     for version in (-1, 0, 4):
         storing.commit(version, store.commit)
-        wait_until(lambda: not storing._running and storing._waiting is None, "end of storing")
+        wait_until(lambda: not storing._running and not storing._tasks, "end of storing")
     assert store.kept == [4]
-    assert "version -1 serves but could not be marked as committed: store: the disk is full." in caplog.text
-    assert "version 0 serves but could not be marked as committed" in caplog.text
+    assert "version -1 serves but could not be committed in the store: store: the disk is full." in caplog.text
+    assert "version 0 serves but could not be committed in the store" in caplog.text
     storing.close()
 
 
@@ -157,5 +157,5 @@ def test_a_commit_that_hangs_until_its_publisher_has_closed_is_never_published(
     assert hanging.begun.wait(HANG_S)
     run.publishers[0].close()
     hanging.go_on.set()
-    wait_until(lambda: "version 1 serves but could not be marked as committed" in caplog.text, "end of the commit")
+    wait_until(lambda: "version 1 serves but could not be committed in the store" in caplog.text, "end of the commit")
     assert latest(tmp_path / "store") == []

@@ -1,1 +1,1 @@
-"""What trainer ranks tell each other about a version before it is offered: deltas, magnitudes, and digests of copies."""
+"""Trainer ranks agree on a version before rank 0 offers it: on deltas, scales of divided blocks, and equal copies."""

@@ -1,1 +1,1 @@
-"""Snapshots: a rank's private copy of its shards, taken while the next training step already computes."""
+"""A snapshot: a rank's private copy of its shards in the wire dtype, taken while the next training step already computes."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
 import torch
+
+from weightlane.ckpt_engines import ProtocolError
 
 from ...codecs.quantised import QUANTISERS, QuantisationReport, Quantiser, Scheme
 from ...codecs.quantised.quantisation import QuantisedPair, scale_box, touched_blocks
@@ -16,27 +18,27 @@ from ...version.tensor_spec import LocalShard
 
 @dataclass(frozen=True, slots=True)
 class Magnitudes:
-    """How large some elements of a matrix are."""
+    """The largest magnitudes of some elements of a matrix."""
 
     name: str
-    """The matrix."""
+    """The matrix's name in the checkpoint."""
     blocks: Box
-    """In which of its blocks."""
+    """The blocks that the elements lie in."""
     values: torch.Tensor
-    """float32 of the shape of `blocks`: the largest magnitude in each."""
+    """float32 of the shape of `blocks`."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantisedMatrix:
-    """A slice of a matrix that a rank holds, and where in the snapshot it goes."""
+    """A rank's shard of a matrix, and where its elements and scales go in the snapshot."""
 
     shard: LocalShard
     pair: QuantisedPair
     scheme: Scheme
     weight_place: int
-    """First byte of its elements."""
+    """First byte of the elements."""
     scale_place: int
-    """First byte of the scales that are this rank's to send."""
+    """First byte of the scales that this rank sends."""
 
     @property
     def name(self) -> str:
@@ -49,23 +51,23 @@ class QuantisedMatrix:
         return QUANTISERS[self.scheme]
 
     @property
-    def own(self) -> Box:
-        """The scales that are this rank's to send."""
+    def _own(self) -> Box:
+        """The scales that this rank sends."""
         return scale_box(self.pair, self.shard.box, self.scheme)
 
     def data(self, box: Box) -> torch.Tensor:
-        """Some of its elements, as they are now."""
+        """The elements in `box`, as they are now."""
         return self.shard.data.detach()[box.within(self.shard.box).index]
 
     def magnitudes(self, box: Box, data: torch.Tensor) -> Magnitudes:
-        """Of `data`, which is in `box`."""
+        """The magnitudes of `data`, the elements in `box`."""
         values = self.quantiser.magnitudes(data, at=corner(box), name=self.name)
         return Magnitudes(self.name, touched_blocks(self.pair, box, self.scheme), values)
 
     def put(self, memory: torch.Tensor, box: Box, data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """Quantise `data`, which is in `box`, to where it goes, or on its device, and copy it. Returns what came out.
+        """Quantise `data`, the elements in `box`, into the snapshot, and copy the scales that this rank sends there, too.
 
-        `scales` are those of all blocks that it touches; those that are this rank's to send go to their place, too.
+        `scales` are those of all blocks that `box` touches. Returns the quantised elements.
         """
         at, out = corner(box), _place_of(memory, self.weight_place, self.pair.weight.dtype, self.shard.box, box)
         direct = out if out.device == data.device else None
@@ -74,22 +76,22 @@ class QuantisedMatrix:
             out.copy_(quantised, non_blocking=True)
         if (mine := scale_box(self.pair, box, self.scheme)).numel:
             touched = touched_blocks(self.pair, box, self.scheme)
-            into = _place_of(memory, self.scale_place, torch.float32, self.own, mine)
+            into = _place_of(memory, self.scale_place, torch.float32, self._own, mine)
             into.copy_(scales[mine.within(touched).index], non_blocking=True)
         return quantised
 
     def first_byte(self, box: Box) -> int:
-        """The first byte of the snapshot that quantising `box` makes."""
+        """The first byte of the snapshot that `put` writes for `box`."""
         first = self.weight_place + _offset(self.shard.box, box) * self.pair.weight.dtype.itemsize
         mine = scale_box(self.pair, box, self.scheme)
         if not mine.numel:
             return first
-        return min(first, self.scale_place + _offset(self.own, mine) * self.pair.scales.dtype.itemsize)
+        return min(first, self.scale_place + _offset(self._own, mine) * self.pair.scales.dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
 class CutBlocks:
-    """Elements of blocks of which this rank holds a part, as they were."""
+    """This rank's elements of blocks that a cut divides, copied from the live parameters."""
 
     matrix: QuantisedMatrix
     box: Box
@@ -97,7 +99,7 @@ class CutBlocks:
     data: torch.Tensor
 
     def quantise(self, largest: torch.Tensor, memory: torch.Tensor) -> QuantisationReport:
-        """Put them into the snapshot. Returns the error.
+        """Quantise the elements into the snapshot. Returns the error.
 
         `largest` is the largest magnitude in each block of the matrix, float32 of the shape of its scales.
         """
@@ -106,10 +108,21 @@ class CutBlocks:
         quantised = matrix.put(memory, self.box, self.data, scales)
         return matrix.quantiser.report(self.data, quantised, scales, at=corner(self.box))
 
-    @property
-    def pair(self) -> QuantisedPair:
-        """The matrix."""
-        return self.matrix.pair
+
+def largest_magnitudes(parts: Iterable[Magnitudes], cuts: Iterable[CutBlocks]) -> dict[str, torch.Tensor]:
+    """The largest magnitude in each block of the matrices of `cuts`, float32 of the scales' shape; 0 where no part says one.
+
+    Raises `ProtocolError` for a part with blocks that its matrix does not have.
+    """
+    merged = {cut.matrix.name: torch.zeros(cut.matrix.pair.scales.shape, dtype=torch.float32) for cut in cuts}
+    for part in parts:
+        if (whole := merged.get(part.name)) is None:
+            continue
+        if not part.blocks.fits(tuple(whole.shape)) or part.values.shape != part.blocks.shape:
+            raise ProtocolError(f"ranks disagree about the shape of {part.name}.", part="block magnitudes")
+        there = whole[part.blocks.index]
+        torch.maximum(there, part.values.to(whole.device), out=there)
+    return merged
 
 
 def block_of(pair: QuantisedPair, scheme: Scheme) -> tuple[int, int]:
@@ -118,7 +131,7 @@ def block_of(pair: QuantisedPair, scheme: Scheme) -> tuple[int, int]:
 
 
 def regions_of(box: Box, pair: QuantisedPair, scheme: Scheme) -> Iterator[tuple[Box, bool]]:
-    """A slice of a matrix cut at blocks: what consists of whole blocks, and parts of others; and whether it is such parts."""
+    """Cut a slice of a matrix at the borders of blocks: regions of whole blocks or of parts, and whether it is parts."""
     sides = zip(box.starts, box.stops, block_of(pair, scheme), pair.weight.shape, strict=True)
     rows, columns = (list(_runs(*side)) for side in sides)
     for (top, bottom, cut_above), (left, right, cut_beside) in product(rows, columns):
@@ -126,7 +139,7 @@ def regions_of(box: Box, pair: QuantisedPair, scheme: Scheme) -> Iterator[tuple[
 
 
 def _runs(start: int, stop: int, block: int, size: int) -> Iterator[tuple[int, int, bool]]:
-    """Indices cut at the borders of blocks: a part of one, whole ones together, a part of another; and whether it is a part."""
+    """Cut indices at the borders of blocks: a part of one, whole blocks, a part of another; and whether it is a part."""
     first = min(stop, -(-start // block) * block)
     last = stop if stop == size else max(first, stop // block * block)
     for begin, end, is_part in ((start, first, True), (first, last, False), (last, stop, True)):
@@ -147,6 +160,6 @@ def _offset(outer: Box, box: Box) -> int:
 
 
 def _place_of(memory: torch.Tensor, place: int, dtype: torch.dtype, outer: Box, box: Box) -> torch.Tensor:
-    """Where the elements of `box` go, if those of `outer` go to `memory`, 1-D uint8, from byte `place` on."""
+    """The memory of the elements of `box`, if those of `outer` begin at byte `place` of `memory`, 1-D uint8."""
     flat = memory[place : place + outer.numel * dtype.itemsize].view(dtype)
     return flat.view(outer.shape)[box.within(outer).index]

@@ -1,20 +1,25 @@
-"""Memory that a publisher sends from, got from its engine and kept over connections."""
+"""Memory that a publisher sends from, allocated by its engine and kept over sessions."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
 from weightlane.ckpt_engines import CheckpointEngine, StorageError
 from weightlane.ckpt_engines.runtime.devices import HOST, DeviceRuntime, runtime_of
 
+PACKING_BUFFERS = 2
+"""Buckets that have to be packed are sent so many at a time: one is packed while the engine sends the other."""
+
 
 class SendMemory:
-    """One run of the engine's memory; replaced where somebody may still look at the old one.
+    """One run of the engine's memory; replaced where receivers may still read the old one.
 
     Args:
-        engine: Whose memory; torch's own without one.
-        nbytes: How much, in bytes.
-        device: Where.
+        engine: Allocates the memory; None for torch's own.
+        nbytes: Size in bytes.
+        device: Where it is.
         copied_from: The runtime of a device that copies into it, if it is host memory.
     """
 
@@ -31,9 +36,9 @@ class SendMemory:
         self._device = device
         self._copied_from = copied_from if device == HOST else None
         self._registered: set[int] = set()
-        """Addresses of what was registered."""
+        """Addresses of registered memory."""
         self.data = self._new()
-        """1-D uint8, `nbytes` long. Zero where nothing was written, so that what lies between tensors is the same every time."""
+        """1-D uint8, `nbytes` long. Zero where nothing was written, so that gaps between tensors are the same every time."""
 
     def _new(self) -> torch.Tensor:
         # Filled once: first-touch page faults would otherwise land in the middle of the first version.
@@ -41,19 +46,15 @@ class SendMemory:
             data = torch.zeros(self._nbytes, dtype=torch.uint8, device=self._device)
         else:
             data = self._engine.allocate(self._nbytes, self._device).zero_()
-        runtime_of(self._device).finish()  # it is written to on other streams, which do not wait for the zeros
-        if (
-            self._copied_from is not None
-            and self._nbytes
-            and self._copied_from.register_host(data.data_ptr(), self._nbytes)
-        ):
+        runtime_of(self._device).finish()  # other streams write to it, and do not wait for the zeros
+        if self._copied_from and self._nbytes and self._copied_from.register_host(data.data_ptr(), self._nbytes):
             self._registered.add(data.data_ptr())
         return data
 
     def renew(self) -> None:
-        """Go on with other memory, of the same size. Raises `StorageError` when there is none; try again then.
+        """Replace the memory by other memory of the same size. Raises `StorageError` when there is none; try again then.
 
-        Where there is no room for both, the old goes first.
+        Where there is no room for both, the old memory is freed first.
         """
         try:
             new = self._new()
@@ -61,26 +62,52 @@ class SendMemory:
             self.close()
             new = self._new()
         old, self.data = self.data, new
-        self._give_back(old)
+        self._free(old)
 
     def grow(self, nbytes: int, *, exactly: bool = False) -> None:
-        """Have at least so much; what was there is lost then. Raises `StorageError` when there is too little.
+        """Have at least `nbytes`, and a quarter more for slowly growing needs unless `exactly` is set.
 
-        Unless it is to be `exactly` so much, there will be room for needs that grow slowly.
+        The content is lost if that takes other memory. Raises `StorageError` when there is too little.
         """
         if self._nbytes < nbytes:
             self._nbytes = nbytes if exactly else nbytes + nbytes // 4
             self.renew()
 
     def close(self) -> None:
-        """Give it back. Idempotent; `data` is empty then."""
+        """Free the memory; `data` is empty then. Idempotent."""
         old, self.data = self.data, self.data[:0].clone()
         if old.numel():
-            self._give_back(old)
+            self._free(old)
 
-    def _give_back(self, old: torch.Tensor) -> None:
+    def _free(self, old: torch.Tensor) -> None:
         if self._copied_from is not None and old.data_ptr() in self._registered:
             self._registered.discard(old.data_ptr())
             self._copied_from.unregister_host(old.data_ptr())
         if self._engine is not None:
             self._engine.free(old)
+
+
+class PackingBuffers:
+    """Buffers for buckets that do not lie in a snapshot as in the stream. Allocated when the first bucket is packed.
+
+    Args:
+        engine: Allocates the memory; None for torch's own.
+        device: Where it is.
+    """
+
+    def __init__(self, engine: CheckpointEngine | None, device: torch.device) -> None:
+        self._engine, self._device = engine, device
+        self._memories: list[SendMemory] = []
+
+    def of(self, nbytes: int) -> Sequence[torch.Tensor]:
+        """The buffers, 1-D uint8, each at least `nbytes` long. Raises `StorageError`."""
+        while len(self._memories) < PACKING_BUFFERS:
+            self._memories.append(SendMemory(self._engine, 0, self._device))
+        for memory in self._memories:
+            memory.grow(nbytes, exactly=True)
+        return [memory.data for memory in self._memories]
+
+    def close(self) -> None:
+        """Free the memory."""
+        for memory in self._memories:
+            memory.close()

@@ -1,53 +1,71 @@
-"""The snapshot: a rank's shards in the wire dtype, copied while the next step already computes."""
+"""`Snapshot`: runs the steps that copy a rank's shards into memory, and reports its progress."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
 
+from weightlane.ckpt_engines import WeightlaneError
 from weightlane.ckpt_engines.runtime.daemon_threads import DaemonThreads
-from weightlane.ckpt_engines.runtime.devices import HOST, DeviceRuntime, runtime_of, usable_cpus
+from weightlane.ckpt_engines.runtime.devices import HOST, runtime_of, usable_cpus
 
 from ...version.tensor_spec import LocalShard
 from .progress import Progress
-from .steps import Leftovers, Milestone, Step, copies
+from .steps import Leftovers, Milestone, copies
 
-_TURN_BYTES = 16 << 20
-"""What a thread copies, at least, before it is told what to do next: to tell it costs as much as copying 1 MiB."""
+_BATCH_BYTES = 16 << 20
+"""Bytes that a thread copies, at least, before it gets new steps: handing steps over costs as much as copying 1 MiB."""
 _MOST_THREADS = 2
-"""That copy. One core cannot saturate memory, two nearly can, and the training needs the others."""
+"""Threads that copy. One core cannot saturate memory, two nearly can, and the training needs the others."""
 
 
 class Snapshot:
-    """Copies shards to their places, on CPU with two threads.
+    """Runs the steps of a snapshot each time a version is published.
 
     Args:
-        shards: This rank's live shards; their storage must stay where it is.
-        places: First byte of each in the snapshot, without overlap.
+        device: Where the live shards are; their storage must stay in place.
+        milestones: The steps, in the order of the bytes that they write.
+        nbytes: Size of the snapshot.
+        ends: How far shards must have been read before a tensor may change, by its name: in bytes, or any other unit that grows.
+        read_end: The same for all tensors.
+        threads: Most threads that may run steps at the same time on a CPU.
+        is_cut: Whether elements depend on other ranks; see `weightlane.sync.send.agreement.magnitudes`.
     """
 
-    def __init__(self, shards: Sequence[LocalShard], places: Sequence[int]) -> None:
-        self.runtime = runtime_of_shards(shards)
-        """Of the device on which the shards are."""
+    def __init__(
+        self,
+        device: torch.device,
+        milestones: Sequence[Milestone],
+        nbytes: int,
+        ends: Mapping[str, int],
+        read_end: int,
+        *,
+        threads: int = 1,
+        is_cut: bool = False,
+    ) -> None:
+        self.runtime = runtime_of(device)
+        self.nbytes, self.ends, self.read_end, self.is_cut = nbytes, ends, read_end, is_cut
+        self._milestones = milestones
         self._stream = self.runtime.new_stream()
-        ordered = sorted(zip(places, shards, strict=True), key=lambda placed: placed[0])
-        self._milestones = [Milestone(copy, copy.end, copy.end) for copy in copies(ordered)]
-        self.ends = _ends(ordered)
-        """How far must have been read before a tensor may change, by its name; here one past the last byte of its shards."""
-        self.read_end = max(self.ends.values(), default=0)
-        """How far, before all may."""
-        self.nbytes = self.read_end
-        """One past the last byte of all."""
-        self._workers = 1 if self.runtime.has_streams else min(_MOST_THREADS, usable_cpus())
+        self._workers = 1 if self.runtime.has_streams else min(threads, usable_cpus())
         self._threads: DaemonThreads | None = None
-        """There from the first time on that they are needed."""
-        self.is_cut = False
-        """Whether other ranks must speak before it is complete; see `weightlane.sync.send.agreement.magnitudes`."""
+        """Started by the first snapshot that needs them."""
+
+    @classmethod
+    def of(cls, shards: Sequence[LocalShard], places: Sequence[int]) -> Snapshot:
+        """Copy live shards to first bytes `places`, without overlap."""
+        ordered = sorted(zip(places, shards, strict=True), key=lambda placed: placed[0])
+        ends: dict[str, int] = {}
+        for place, shard in ordered:
+            ends[shard.spec.name] = max(ends.get(shard.spec.name, 0), place + shard.nbytes)
+        milestones = [Milestone(copy, copy.end, copy.end) for copy in copies(ordered)]
+        nbytes = max(ends.values(), default=0)
+        return cls(device_of(shards), milestones, nbytes, ends, nbytes, threads=_MOST_THREADS)
 
     def mark(self) -> Any:
         """An event behind the work queued so far on the trainer's stream, for which the copy will wait; None on a CPU."""
@@ -55,98 +73,91 @@ class Snapshot:
 
     @contextmanager
     def reading(self, after: Any) -> Iterator[None]:
-        """Inside, what is read of the shards on this thread is what they are after `mark`."""
+        """Inside, this thread reads the shards as they are after `mark`."""
         with self.runtime.on(self._stream):
             self.runtime.wait_for(self._stream, after)
             yield
 
     @torch.no_grad()
-    def take(
-        self,
-        memory: torch.Tensor,
-        after: Any,
-        progress: Progress,
-        remains: Leftovers | None = None,
-    ) -> None:
-        """Copy every shard into `memory` (uint8), cast in the same pass. Blocks, and tells `progress` of what is there."""
-        remains = remains or Leftovers()
-        if not self.runtime.has_streams:
-            with closing(self._reached(memory, remains)) as milestones:
-                for milestone in milestones:
-                    self._tell(milestone.done_bytes, milestone.read, progress)
-        else:
-            queued: list[tuple[Any, Milestone]] = []
-            with self.reading(after):
-                for milestone in self._milestones:
-                    milestone.step.run(memory, remains)
-                    queued.append((self.runtime.recorded(self._stream), milestone))
-            for event, milestone in queued:
-                event.synchronize()
-                self._tell(milestone.done_bytes, milestone.read, progress)
-        self._tell(self.nbytes, self.read_end, progress)
+    def take(self, memory: torch.Tensor, after: Any, progress: Progress, leftovers: Leftovers | None = None) -> None:
+        """Copy every shard, as it is after `mark`, into `memory` (uint8), cast in the same pass. Blocks.
 
-    def _reached(self, memory: torch.Tensor, remains: Leftovers) -> Generator[Milestone, None, None]:
-        """Milestones in turn, when they are reached; steps run beside each other where torch itself uses one thread."""
+        A version that cannot be quantised fails alone: parameters may change then.
+        """
+        leftovers = leftovers or Leftovers()
+        try:
+            if self.runtime.has_streams:
+                self._take_on_stream(memory, after, progress, leftovers)
+            else:
+                with closing(self._reached(memory, leftovers)) as milestones:
+                    for milestone in milestones:
+                        progress.advance(milestone.done_bytes, milestone.read)
+        except WeightlaneError:
+            progress.advance(progress.done_bytes, self.read_end)
+            raise
+        progress.advance(self.nbytes, self.read_end)
+
+    def _take_on_stream(self, memory: torch.Tensor, after: Any, progress: Progress, leftovers: Leftovers) -> None:
+        queued: list[tuple[Any, Milestone]] = []
+        with self.reading(after):
+            for milestone in self._milestones:
+                milestone.step.run(memory, leftovers)
+                queued.append((self.runtime.recorded(self._stream), milestone))
+        for event, milestone in queued:
+            event.synchronize()
+            progress.advance(milestone.done_bytes, milestone.read)
+
+    def _reached(self, memory: torch.Tensor, leftovers: Leftovers) -> Generator[Milestone, None, None]:
+        """Run the steps, side by side where torch itself uses one thread. Yields each milestone, in order, once it is reached."""
         if self._workers == 1 or torch.get_num_threads() > 1:
             for milestone in self._milestones:
-                milestone.step.run(memory, remains)
+                milestone.step.run(memory, leftovers)
                 yield milestone
             return
         if self._threads is None:
             self._threads = DaemonThreads(self._workers, "weightlane-copy")
-        begun: deque[tuple[Milestone, Future[None]]] = deque()
+        running: deque[tuple[Milestone, Future[None]]] = deque()
 
-        def run(steps: Sequence[Step]) -> None:
-            for step in steps:
-                step.run(memory, remains)
+        def run(batch: Sequence[Milestone]) -> None:
+            for milestone in batch:
+                milestone.step.run(memory, leftovers)
 
         try:
-            for turn in _turns(self._milestones):
-                steps = [milestone.step for milestone in turn]
-                begun.append((turn[-1], self._threads.submit(run, steps)))
-                if len(begun) > self._workers:
-                    first, ran = begun.popleft()
+            for batch in _batches(self._milestones):
+                running.append((batch[-1], self._threads.submit(run, batch)))
+                if len(running) > self._workers:
+                    first, ran = running.popleft()
                     ran.result()
                     yield first
-            while begun:
-                first, ran = begun.popleft()
+            while running:
+                first, ran = running.popleft()
                 ran.result()
                 yield first
         finally:
             # Nobody may read the shards, or write to the memory, any more when this returns.
-            for _, ran in begun:
+            for _, ran in running:
                 ran.cancel()
-            wait([ran for _, ran in begun])
+            wait([ran for _, ran in running])
 
     def close(self) -> None:
         """Let the threads end. Idempotent."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _tell(self, done_bytes: int, read: int, progress: Progress) -> None:  # noqa: ARG002 - the same here
-        progress.advance(done_bytes)
+
+def device_of(shards: Sequence[LocalShard]) -> torch.device:
+    """The device of the shards that have elements."""
+    return next((shard.data.device for shard in shards if shard.numel), HOST)
 
 
-def runtime_of_shards(shards: Sequence[LocalShard]) -> DeviceRuntime:
-    """Of the device on which the shards are."""
-    return runtime_of(next((shard.data.device for shard in shards if shard.numel), HOST))
-
-
-def _turns(milestones: Iterable[Milestone]) -> Iterator[list[Milestone]]:
-    """Those that one thread reaches before it hears what to do next."""
-    turn: list[Milestone] = []
+def _batches(milestones: Iterable[Milestone]) -> Iterator[list[Milestone]]:
+    """The milestones whose steps one thread runs at once."""
+    batch: list[Milestone] = []
     start = 0
     for milestone in milestones:
-        turn.append(milestone)
-        if milestone.done_bytes - start >= _TURN_BYTES:
-            yield turn
-            turn, start = [], milestone.done_bytes
-    if turn:
-        yield turn
-
-
-def _ends(ordered: Sequence[tuple[int, LocalShard]]) -> dict[str, int]:
-    ends: dict[str, int] = {}
-    for place, shard in ordered:
-        ends[shard.spec.name] = max(ends.get(shard.spec.name, 0), place + shard.nbytes)
-    return ends
+        batch.append(milestone)
+        if milestone.done_bytes - start >= _BATCH_BYTES:
+            yield batch
+            batch, start = [], milestone.done_bytes
+    if batch:
+        yield batch

@@ -1,4 +1,4 @@
-"""The steps of which taking a snapshot consists: copies of shards, and what a step leaves for later."""
+"""The steps of taking a snapshot: copies of shards, and what a step leaves for later."""
 
 from __future__ import annotations
 
@@ -12,36 +12,54 @@ from weightlane.ckpt_engines.runtime.host_copies import copy_bytes
 
 from ...codecs.quantised import QuantisationReport
 from ...version.tensor_spec import LocalShard, raw_bytes
-from .quantised_blocks import CutBlocks, Magnitudes
+from .quantised_blocks import CutBlocks, Magnitudes, largest_magnitudes
 
 _CHUNK_BYTES = 64 << 20
-"""What is copied, at most, before those who wait for it hear of it."""
+"""Most bytes of one copy, so that waiting threads hear of progress within a large tensor."""
 _SMALL_BYTES = 256 << 10
-"""Tensors up to this size are copied together: a call of its own costs as much as copying 30 KiB."""
+"""Shards up to this size are copied together: a call of its own costs as much as copying 30 KiB."""
 
 
 @dataclass(slots=True)
 class Leftovers:
-    """What a snapshot leaves behind that is not in its memory; see `weightlane.sync.send.snapshot.quantised_snapshot`."""
+    """Results of a snapshot beside its memory; see `weightlane.sync.send.snapshot.quantised_snapshot`."""
 
     cuts: list[CutBlocks] = field(default_factory=list)
-    """Elements whose scales depend on what other ranks hold, until these have said it."""
+    """Elements whose scales depend on other ranks, until these have said their magnitudes."""
     magnitudes: list[Magnitudes] = field(default_factory=list)
-    """How large they are."""
+    """The magnitudes of the blocks in `cuts`."""
     error: QuantisationReport = field(default_factory=QuantisationReport)
-    """What quantising did to a sample of the elements."""
+    """The quantisation error of a sample of the elements."""
+
+    def quantise_cuts(self, magnitudes: Iterable[Magnitudes], memory: torch.Tensor) -> None:
+        """Quantise the elements of `cuts` into the snapshot, by the magnitudes of all ranks. Raises `ProtocolError`."""
+        largest = largest_magnitudes(magnitudes, self.cuts)
+        for cut in self.cuts:
+            self.error += cut.quantise(largest[cut.matrix.name], memory)
+        self.cuts.clear()  # where rows are divided that is as much as the shards themselves
 
 
 class Step(Protocol):
     """A part of taking a snapshot."""
 
-    def run(self, memory: torch.Tensor, remains: Leftovers) -> None:
-        """Do it. Whatever is left for later is added to `remains`."""
+    def run(self, memory: torch.Tensor, leftovers: Leftovers) -> None:
+        """Write into `memory`, and add to `leftovers` what cannot be written yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Milestone:
+    """A step, and how far the snapshot has come once all steps up to this one have run."""
+
+    step: Step
+    done_bytes: int
+    """Every byte before this one is final."""
+    read: int
+    """Shards have been read up to here; see `Snapshot.ends`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Elements to be copied by one call: a piece of a large shard, or small shards that lie back to back."""
+    """One call that copies a part of a large shard, or small shards that lie back to back."""
 
     sources: list[torch.Tensor]
     """In the trainer's dtype; 1-D if they are contiguous."""
@@ -50,7 +68,7 @@ class Copy:
     end: int
     dtype: torch.dtype
 
-    def run(self, memory: torch.Tensor, remains: Leftovers) -> None:  # noqa: ARG002 - nothing is left
+    def run(self, memory: torch.Tensor, leftovers: Leftovers) -> None:  # noqa: ARG002 - nothing is left
         """See `Step`."""
         room = memory[self.start : self.end]
         into = room.view(self.dtype)
@@ -66,23 +84,19 @@ class Copy:
             into.copy_(torch.cat(self.sources), non_blocking=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Milestone:
-    """A step, and how far the snapshot has come once all steps up to this one have run."""
-
-    step: Step
-    done_bytes: int
-    """Everything before this byte is there."""
-    read: int
-    """How far shards have been read, see `Snapshot.ends`."""
-
-
 def copies(ordered: Sequence[tuple[int, LocalShard]]) -> Iterator[Copy]:
-    """The calls that copy shards to their places; `ordered` by place."""
-    return _joined(_pieces(ordered))
+    """The copies of shards to their first bytes in the snapshot; `ordered` by that byte."""
+    group: list[Copy] = []
+    for copy in _chunks(ordered):
+        if group and not _fit(group[0], group[-1], copy):
+            yield _joined(group)
+            group = []
+        group.append(copy)
+    if group:
+        yield _joined(group)
 
 
-def _pieces(ordered: Sequence[tuple[int, LocalShard]]) -> Iterator[Copy]:
+def _chunks(ordered: Iterable[tuple[int, LocalShard]]) -> Iterator[Copy]:
     for place, shard in ordered:
         data, width = shard.data.detach(), shard.spec.dtype.itemsize
         if not data.is_contiguous():
@@ -91,24 +105,13 @@ def _pieces(ordered: Sequence[tuple[int, LocalShard]]) -> Iterator[Copy]:
         flat = data.view(-1)
         step = _CHUNK_BYTES // width
         for first in range(0, flat.numel(), step):
-            piece = flat[first : first + step]
+            chunk = flat[first : first + step]
             start = place + first * width
-            yield Copy([piece], start, start + piece.numel() * width, shard.spec.dtype)
-
-
-def _joined(copies: Iterable[Copy]) -> Iterator[Copy]:
-    group: list[Copy] = []
-    for copy in copies:
-        if group and not _fit(group[0], group[-1], copy):
-            yield _one(group)
-            group = []
-        group.append(copy)
-    if group:
-        yield _one(group)
+            yield Copy([chunk], start, start + chunk.numel() * width, shard.spec.dtype)
 
 
 def _fit(first: Copy, last: Copy, following: Copy) -> bool:
-    """Whether `following` can be copied in one call with those from `first` to `last`."""
+    """Whether one call can copy `following` together with the copies from `first` to `last`."""
     source, other = first.sources[0], following.sources[0]
     return (
         last.end == following.start
@@ -119,5 +122,5 @@ def _fit(first: Copy, last: Copy, following: Copy) -> bool:
     )
 
 
-def _one(group: Sequence[Copy]) -> Copy:
+def _joined(group: Sequence[Copy]) -> Copy:
     return Copy([copy.sources[0] for copy in group], group[0].start, group[-1].end, group[0].dtype)

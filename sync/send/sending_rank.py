@@ -1,0 +1,90 @@
+"""`SendingRank`: everything of one trainer rank's sending end that outlives its sessions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from weightlane.ckpt_engines import CheckpointEngine, Delivery
+from weightlane.ckpt_engines.links.buffer_device import buffer_device
+from weightlane.ckpt_engines.runtime.devices import runtime_of
+from weightlane.plugins import RunHooks
+
+from ..codecs.codec_choice import CodecChooser
+from ..codecs.delta.encoding import DeltaEncoder
+from ..config import CodecPolicy, Network
+from ..control.messages import EngineTraits
+from .contribution import Contribution
+from .snapshot.send_memory import PackingBuffers, SendMemory
+from .snapshot.slots import SnapshotSlots
+
+
+class SendingRank:
+    """One trainer rank's engine, contribution, codec and memory.
+
+    Args:
+        name: The publisher.
+        engine: The transport.
+        contribution: The slices that the rank sends.
+        codec: How versions are encoded; see `SyncConfig`.
+        full_every: With deltas, at the latest every so many versions one is sent in full.
+        network: The speed of links; None to have no rollout rank relay.
+        deadline_s: Limits each step before a version is sent, in seconds.
+        hooks: Observers.
+
+    Raises:
+        ConfigError: The engine cannot carry the parameters' memory.
+        StorageError: There is no room for a snapshot.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        engine: CheckpointEngine,
+        contribution: Contribution,
+        *,
+        codec: CodecPolicy,
+        full_every: int,
+        network: Network | None,
+        deadline_s: float,
+        hooks: RunHooks,
+    ) -> None:
+        self.name, self.engine, self.contribution, self.hooks = name, engine, contribution, hooks
+        self.number, self.deadline_s = contribution.rank, deadline_s
+        # The routes depend on the network, and rollout ranks know only the buckets that are sent.
+        self.network = network and replace(network, bucket_bytes=contribution.bucket_bytes)
+        self.device = buffer_device(engine, contribution.device, name)
+        """Where buckets and snapshots are."""
+        self.runtime = runtime_of(self.device)
+        # Where rank 0 gathers, the engine never reads a snapshot.
+        owner = engine if contribution.stored_layout is None or contribution.alone else None
+        nbytes, copied_from = contribution.snapshot_bytes, contribution.snapshot.runtime
+        self.slots = SnapshotSlots(lambda: SendMemory(owner, nbytes, self.device, copied_from=copied_from), name)
+        self.delta_memory = SendMemory(owner, 0, self.device)
+        """The segments of the newest delta; grows."""
+        self.buffers = PackingBuffers(engine, self.device)
+        self.encoder = DeltaEncoder(contribution.held, contribution.places)
+        self.chooser = CodecChooser(codec, contribution.numel, self.encoder.dense_bytes, full_every)
+
+    @property
+    def traits(self) -> EngineTraits | None:
+        """The engine's traits, which rank 0 says for all ranks."""
+        if self.number != 0:
+            return None
+        facts = self.engine.capabilities
+        return EngineTraits(
+            selective=not facts.delivery.isdisjoint({Delivery.POINT_TO_POINT, Delivery.STORE}),
+            elastic=facts.elastic,
+            persistent=facts.persistent,
+        )
+
+    def bucket_sent(self, version: int, index: int, nbytes: int, seconds: float) -> None:
+        """Tell the observers of a sent bucket."""
+        facts = {"seconds": seconds, "nbytes": nbytes, "participant": self.name}
+        self.hooks.bucket_sent(version=version, index=index, facts=facts)
+
+    def close(self) -> None:
+        """Free all memory, which nobody reads any more, and end the threads."""
+        self.contribution.snapshot.close()
+        self.slots.close()
+        self.delta_memory.close()
+        self.buffers.close()

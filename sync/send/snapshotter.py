@@ -1,0 +1,69 @@
+"""`Snapshotter`: prepares memory, codec and digests for a publication, and takes its snapshot."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from weightlane.ckpt_engines import ClosedError, Deadline, WeightlaneError
+
+from .publication import Publication, PublicationQueue
+from .sending_rank import SendingRank
+from .snapshot.slots import SnapshotSlot
+
+_log = logging.getLogger(__name__)
+_PATIENCE_S = 4.0
+_PATIENCE_SNAPSHOTS = 10.0
+"""Seconds, and times of a snapshot, that receivers may read memory that is needed before other memory replaces it: loading and
+copying a version takes about as long as a snapshot, and several times that at first, when the receiver's own memory is new. Other
+memory costs as much."""
+
+
+class Snapshotter:
+    """Takes the snapshots of one publisher, on its snapshot thread."""
+
+    def __init__(self, rank: SendingRank, queue: PublicationQueue) -> None:
+        self._rank = rank
+        self._queue = queue
+        self._snapshot_s = 0.0
+        """Seconds that the last snapshot took."""
+
+    def take(self, publication: Publication) -> None:
+        """Take the snapshot of `publication`, which can be offered and sent meanwhile. Raises the error that makes it fail."""
+        rank, contribution, snapshot = self._rank, self._rank.contribution, self._rank.contribution.snapshot
+        with rank.slots.writing:
+            pass  # a thread that writes to the memory looked before whether its version is superseded
+        slot = rank.slots.free()
+        self._wait_for_receivers(slot)
+        base, density = rank.slots.base, None
+        if base is not None and rank.chooser.wants_density:
+            with snapshot.reading(publication.mark):
+                density = rank.encoder.sampled_density(base.slot.memory.data)
+        publication.choice = rank.chooser.choose(density, has_base=base is not None)
+        if contribution.replicated:  # while no parameter changes
+            with snapshot.reading(publication.mark):
+                everything = not self._queue.proven
+                publication.digests = contribution.replicated.digests(publication.number, everything=everything)
+        publication.slot, publication.base, publication.began = slot, base, time.perf_counter()
+        self._queue.begin(publication)
+        snapshot.take(slot.memory.data, publication.mark, publication.progress, publication.leftovers)
+        self._snapshot_s = seconds = time.perf_counter() - publication.began
+        rank.chooser.snapshot_taken(seconds)
+        facts = {"seconds": seconds, "nbytes": snapshot.nbytes, "participant": rank.name}
+        rank.hooks.snapshot_taken(version=publication.version, facts=facts)
+
+    def _wait_for_receivers(self, slot: SnapshotSlot) -> None:
+        """Wait until no receiver reads the slot's memory, or replace the memory where receivers cannot say so."""
+        try:
+            for name, version in slot.exposed:
+                session = self._queue.session
+                if session is None or session.name != name or session.pipeline is None:
+                    raise ClosedError(f"session {name} is over.", part=self._rank.name)
+                patience_s = _PATIENCE_S + _PATIENCE_SNAPSHOTS * self._snapshot_s
+                session.pipeline.reclaim(version, Deadline.after(min(patience_s, self._rank.deadline_s)))
+        except WeightlaneError as error:
+            if self._queue.closed:
+                raise
+            _log.info("%s allocates other memory, since receivers may still read the old: %s", self._rank.name, error)
+            slot.memory.renew()
+        slot.exposed.clear()

@@ -1,0 +1,169 @@
+"""`VersionSender`: offers a publication in a session, in full or as a delta, and sends it once the rollout ranks accept it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from weightlane.ckpt_engines import ClosedError, Deadline, ProtocolError
+
+from ..codecs.delta.encoding import delta_manifest
+from ..codecs.delta.format import TooDense
+from ..control.messages import Go, Offer, Sent
+from ..control.rendezvous import Rendezvous
+from ..control.tensor_lists import TensorLists, scope_of
+from ..version.manifest import CODEC_DELTA, DeltaSegment, Manifest
+from .agreement.deltas import DELTAS, all_segments, delta_to_plain
+from .agreement.magnitudes import MAGNITUDES, magnitudes_from_plain, magnitudes_to_plain
+from .agreement.replicated_shards import DIGESTS, digests_from_plain
+from .publication import Publication
+from .send_session import SendRequest, SendSession
+from .sending_rank import SendingRank
+from .snapshot.progress import SourceBytes
+
+
+class VersionSender:
+    """Offers and sends the versions of one publisher, on its send thread."""
+
+    def __init__(self, rank: SendingRank, rendezvous: Rendezvous) -> None:
+        self._rank = rank
+        self._ours = rank.contribution
+        self._rendezvous = rendezvous
+        self._tensor_lists = TensorLists()
+
+    def offer(self, publication: Publication, session: SendSession) -> Offer | None:
+        """Prepare `publication` to be offered in `session`, and tell the other trainer ranks what they need to know of it.
+
+        Returns the offer, which rank 0 makes for all ranks; None on other ranks, and for a superseded publication. Raises the
+        error that makes the version fail.
+        """
+        version = publication.version
+        self._complete(publication, session, self._deadline())
+        if publication.is_delta and publication.encoded_for != session.layout.layout_digest:
+            self._encode(publication, session)
+        if session.agreement is not None:
+            if self._rank.chooser.uses_deltas:
+                session.agreement.say(DELTAS, version, _plain_delta(publication))
+            if self._ours.replicated:
+                session.agreement.say(DIGESTS, version, sorted(publication.digests.items()))
+        if self._rank.number != 0:
+            return None
+        if session.agreement is not None and self._ours.replicated:
+            said = session.agreement.hear(DIGESTS, version, self._deadline(), publication.superseded)
+            self._ours.replicated.compare({name: digests_from_plain(plain) for name, plain in said.items()}, version)
+        manifest, _ = self._manifest_of(publication, session, self._deadline())
+        if publication.superseded.is_set:  # while it was encoded
+            return None
+        lists = self._rendezvous.mailbox(scope_of(session.name))
+        return Offer(
+            name=self._rank.name,
+            session=session.name,
+            version=version,
+            manifest=self._tensor_lists.referred_to(manifest.to_plain(), lists, session.name),
+            reason=publication.choice.reason,
+        )
+
+    def send(self, publication: Publication, session: SendSession, go: Go) -> Sent:
+        """Send this rank's bytes as `go` says. Returns the report. Raises the error that makes the version fail."""
+        started, deadline = time.perf_counter(), Deadline.after(go.deadline_s)
+        self._complete(publication, session, deadline)
+        assert publication.slot is not None, "its snapshot has begun"
+        segments: Sequence[Sequence[DeltaSegment]] = ()
+        if go.codec == CODEC_DELTA:
+            manifest, segments = self._manifest_of(publication, session, deadline)
+            source = SourceBytes(self._rank.delta_memory.data, None, deadline)
+        else:
+            manifest = session.layout.as_version(publication.version, publication.identity)
+            source = SourceBytes(publication.slot.memory.data, publication.progress, deadline)
+        if manifest.codec != go.codec:
+            raise ProtocolError(f"version {go.version} cannot be sent as {go.codec} any more.", part=self._rank.name)
+        if manifest.lasting:
+            publication.slot.exposed.add((session.name, go.version))
+        nbytes = session.send(SendRequest(manifest, segments, source, go.receivers, go.stall_s))
+        seconds = time.perf_counter() - started
+        self._rank.chooser.sent(go.version, go.codec, seconds)
+        return Sent(
+            name=self._rank.name,
+            session=session.name,
+            version=go.version,
+            nbytes=nbytes,
+            seconds=seconds,
+            error=publication.leftovers.error.to_plain() if self._ours.scheme else None,
+        )
+
+    def _deadline(self) -> Deadline:
+        return Deadline.after(self._rank.deadline_s)
+
+    def _complete(self, publication: Publication, session: SendSession, deadline: Deadline) -> None:
+        """Quantise the blocks that a cut between ranks divides into the snapshot, unless that was done.
+
+        Raises:
+            WeightlaneError: The snapshot has failed.
+            ClosedError: The publication is superseded, or the session is over.
+            DeadlineExceededError: A rank has said nothing.
+        """
+        if publication.progress.error is not None:
+            raise publication.progress.error
+        if not self._ours.scheme:
+            return
+        snapshot, leftovers, version = self._ours.snapshot, publication.leftovers, publication.version
+        if snapshot.is_cut:
+            publication.progress.wait_read(snapshot.read_end, deadline)
+        if session.agreement is not None:  # in every session: other ranks may have missed it in the one before
+            session.agreement.say(MAGNITUDES, version, magnitudes_to_plain(leftovers.magnitudes))
+        if publication.is_complete or not snapshot.is_cut:
+            return
+        parts = leftovers.magnitudes
+        if session.agreement is not None:
+            said = session.agreement.hear(MAGNITUDES, version, deadline, publication.superseded)
+            parts = [part for plain in said.values() for part in magnitudes_from_plain(plain)]
+        with self._rank.slots.writing:
+            if publication.superseded.is_set or publication.slot is None:
+                raise ClosedError(f"version {version} was given up.", part=self._rank.name)
+            leftovers.quantise_cuts(parts, publication.slot.memory.data)
+            publication.is_complete = True
+
+    def _encode(self, publication: Publication, session: SendSession) -> None:
+        """Compare the snapshot, as far as it is there, with the base. The version is sent in full if too much has changed."""
+        assert publication.base is not None
+        assert publication.slot is not None
+        progress, nbytes, deadline = publication.progress, self._ours.snapshot.nbytes, self._deadline()
+        delta = self._rank.encoder.encode(
+            session.parts,
+            publication.base.slot.memory.data,
+            publication.slot.memory.data,
+            self._rank.chooser.capacity_bytes,
+            lambda until: progress.wait(until, deadline),
+            lambda: progress.done_bytes >= nbytes,
+        )
+        if isinstance(delta, TooDense):
+            publication.send_in_full(delta)
+            return
+        self._rank.delta_memory.grow(delta.nbytes)
+        delta.write_into(self._rank.delta_memory.data[: delta.nbytes])
+        publication.delta, publication.encoded_for = replace(delta, parts=()), session.layout.layout_digest
+        self._rank.chooser.encoded(time.perf_counter() - publication.began, delta.density)
+
+    def _manifest_of(
+        self, publication: Publication, session: SendSession, deadline: Deadline
+    ) -> tuple[Manifest, Sequence[Sequence[DeltaSegment]]]:
+        """The manifest of a delta and the segments of each rank, if all ranks have one; else the manifest in full."""
+        version, delta, base = publication.version, publication.delta, publication.base
+        if publication.is_delta and delta is not None and base is not None:
+            segments = [delta.segments]
+            if session.agreement is not None:
+                said = session.agreement.hear(DELTAS, version, deadline, publication.superseded)
+                segments = all_segments(said.values(), base.version)
+            if segments:
+                applies_to = (base.version, base.identity)
+                return delta_manifest(session.layout, version, applies_to, publication.identity, segments), segments
+            publication.send_in_full("another rank cannot send a delta")
+        return session.layout.as_version(version, publication.identity), ()
+
+
+def _plain_delta(publication: Publication) -> list[object] | None:
+    """This rank's segments for the other ranks; None if it has no delta."""
+    if not publication.is_delta or publication.delta is None or publication.base is None:
+        return None
+    return delta_to_plain(publication.base.version, publication.delta.segments)
