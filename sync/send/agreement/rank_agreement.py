@@ -96,7 +96,7 @@ class RankAgreement:
             silent = sorted(set(self._names).difference(reply.present()))
             raise deadline.error(f"the {topic} of version {version}", part=topic, peer=", ".join(silent))
         said = gathered(content)
-        if strangers := set(said) ^ set(self._names):
+        if strangers := set(said) - set(self._names):
             raise ProtocolError(
                 f"participants that are no trainer ranks speak of it: {', '.join(sorted(strangers))}.",
                 part=topic,
