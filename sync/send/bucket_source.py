@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 
 import torch
 
@@ -11,7 +10,6 @@ from weightlane.ckpt_engines import ProtocolError
 
 from ..version.manifest import Manifest
 from ..version.packing import CopyTable, copy_runs
-from .gather import ShardGather
 from .snapshot.progress import SourceBytes
 from .snapshot.send_memory import PACKING_BUFFERS, PackingBuffers
 
@@ -70,38 +68,4 @@ class SnapshotBuckets(BucketSource):
         data = buffers[self._packed % len(buffers)][: stop - start]
         self._packed += 1
         copy_runs(memory, self._table, start, stop, data)
-        return data
-
-
-class GatheredBuckets(BucketSource):
-    """[rank 0] Buckets filled from the bytes of several ranks, in two buffers in turn.
-
-    Args:
-        gather: Fetches the other ranks' bytes.
-        source: This rank's bytes.
-        tables: Where each rank's bytes belong in the stream, by rank.
-        manifest: Where the buckets lie in the stream.
-        buffers: Memory to fill.
-    """
-
-    def __init__(
-        self,
-        gather: ShardGather,
-        source: SourceBytes,
-        tables: Sequence[CopyTable],
-        manifest: Manifest,
-        buffers: PackingBuffers,
-    ) -> None:
-        self._gather = gather
-        self._source = source
-        self._tables = tables
-        self._manifest = manifest
-        self._buffers = buffers.of(manifest.largest_bucket_bytes)
-        self.most_at_a_time = PACKING_BUFFERS
-
-    def bucket(self, index: int) -> torch.Tensor:
-        """See `BucketSource.bucket`."""
-        start, stop = self._manifest.window(index)
-        data = self._buffers[index % len(self._buffers)][: stop - start]
-        self._gather.fill(self._manifest, self._tables, self._source, index, data)
         return data

@@ -67,17 +67,17 @@ class Contribution:
         specs = list({spec.name: spec for each in placements for spec in each.specs}.values())
         self.scheme = "" if quantise == "none" else quantise
         """How linear weights are quantised; see `Manifest`."""
-        self.held: Sequence[Held] = own
+        self.slices: Sequence[Held] = own
         """The slices that this rank sends."""
         quantised: QuantisedShards | None = None
         if quantise != "none":
             quantised = QuantisedShards(own, quantise)
             specs = wire_specs(specs, quantise)
             shares = [quantised_placement(each, quantise) for each in shares]
-            self.held = quantised.held
+            self.slices = quantised.slices
         self._shares = shares
         """The slices that each rank sends, in rank order."""
-        self.numel = sum(mine.numel for mine in self.held)
+        self.numel = sum(mine.numel for mine in self.slices)
         """Elements that this rank sends."""
         self.stored_layout: Manifest | None = None
         """The stream of whole tensors; None unless the engine stores versions."""
@@ -85,11 +85,11 @@ class Contribution:
             self.stored_layout = Manifest(
                 0, tuple(specs), bucket_bytes, whole_tensors=True, checksummed=checksummed, quantised=self.scheme
             )
-        self.places = compact_places(self.held)
-        """First byte of each of `held` in the snapshot: where it is in the stored stream, if this rank alone sends that."""
+        self.offsets = compact_places(self.slices)
+        """First byte of each of `slices` in the snapshot: where it is in the stored stream, if this rank alone sends that."""
         if self.stored_layout is not None and self.alone:
-            self.places = stream_places(self.held, self.stored_layout) or self.places
-        self.snapshot = Snapshot.of(own, self.places) if quantised is None else quantised.snapshot(self.places)
+            self.offsets = stream_places(self.slices, self.stored_layout) or self.offsets
+        self.snapshot = Snapshot.of(own, self.offsets) if quantised is None else quantised.snapshot(self.offsets)
         self.snapshot_bytes = self.snapshot.nbytes
         """Size of a snapshot's memory."""
         if self.stored_layout is not None and self.alone:
@@ -107,7 +107,7 @@ class Contribution:
 
     def parts(self, regions: Sequence[TensorSlice]) -> list[SnapshotPart]:
         """The parts of this rank's snapshot that belong in a stream of `regions`."""
-        return parts_of(self.held, self.places, regions)
+        return parts_of(self.slices, self.offsets, regions)
 
     def stored_tables(self, layout: Manifest) -> list[CopyTable]:
         """Where each rank's snapshot belongs in the stream of whole tensors `layout`, by rank."""

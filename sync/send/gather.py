@@ -30,7 +30,9 @@ from weightlane.ckpt_engines.runtime.devices import runtime_of
 from ..control.rendezvous import Rendezvous
 from ..version.manifest import Manifest
 from ..version.packing import CopyTable, copy_runs, gather_runs, scatter_runs
+from .bucket_source import BucketSource
 from .snapshot.progress import SourceBytes
+from .snapshot.send_memory import PACKING_BUFFERS, PackingBuffers
 
 _PART = "shard gather"
 _MESSAGE_BYTES = 1 << 20
@@ -43,7 +45,7 @@ GROUP_BACKENDS: dict[str, BackendName] = {"cpu": "gloo", "cuda": "nccl", "npu": 
 
 
 class ShardGather:
-    """Rank 0 fills buckets (`fill`) with the bytes that the other ranks send it (`give`), bucket by bucket in lockstep."""
+    """Rank 0 receives the bytes that the other ranks give, bucket by bucket in lockstep."""
 
     def __init__(self, group: Group | None, names: Sequence[str], rank: int, device: torch.device) -> None:
         self._group = group
@@ -97,26 +99,15 @@ class ShardGather:
             group = result_of(begun(open_group), deadline, "the group of all trainer ranks", _PART, _HINT)
         return cls(group, names, rank, device)
 
-    def fill(
-        self, manifest: Manifest, tables: Sequence[CopyTable], source: SourceBytes, index: int, bucket: torch.Tensor
-    ) -> None:
-        """[rank 0] Fill bucket `index` of a version from this rank's `source` and the bytes that the other ranks give.
+    def receive(self, rank: int, nbytes: int, deadline: Deadline) -> torch.Tensor:
+        """[rank 0] The next `nbytes` that another rank gives; they stay as they are until the next call."""
+        packed = self._room(nbytes)
+        self._run("recv", packed, rank, deadline)
+        return packed
 
-        `tables` say, by rank, where the rank's bytes belong in the stream of `manifest`.
-        """
-        start, stop = manifest.window(index)
-        source.wait(tables[0].snapshot_end(start, stop))
-        copy_runs(source.memory, tables[0], start, stop, bucket)
-        for rank, table in enumerate(tables[1:], 1):
-            for low, high in _messages(start, stop):
-                if nbytes := table.bytes_within(low, high):
-                    packed = self._room(nbytes)
-                    self._run("recv", packed, rank, source.deadline)
-                    scatter_runs(packed, table, low, high, bucket[low - start : high - start])
-
-    def give(self, manifest: Manifest, tables: Sequence[CopyTable], source: SourceBytes) -> int:
-        """[other ranks] Send rank 0 this rank's bytes of every bucket; returns their number. `tables` as for `fill`."""
-        table, total = tables[self._rank], 0
+    def give(self, manifest: Manifest, table: CopyTable, source: SourceBytes) -> int:
+        """[other ranks] Send rank 0 this rank's bytes, which `table` places in the stream, bucket by bucket. Returns their number."""
+        total = 0
         for index in range(manifest.bucket_count):
             for low, high in _messages(*manifest.window(index)):
                 if nbytes := table.bytes_within(low, high):
@@ -127,7 +118,7 @@ class ShardGather:
         return total
 
     def close(self) -> None:
-        """Leave the group; a thread that waits in `fill` or `give` raises `ClosedError`. Idempotent."""
+        """Leave the group; a thread that waits in `receive` or `give` raises `ClosedError`. Idempotent."""
         group, self._group = self._group, None
         if group is None or not self._moving:
             return
@@ -160,6 +151,44 @@ class ShardGather:
             raise
         finally:
             self._moving = False
+
+
+class GatheredBuckets(BucketSource):
+    """[rank 0] Buckets filled from the bytes of all ranks, in two buffers in turn.
+
+    Args:
+        gather: Receives the other ranks' bytes.
+        source: This rank's bytes.
+        tables: Where each rank's bytes belong in the stream, by rank.
+        manifest: Where the buckets lie in the stream.
+        buffers: Memory to fill.
+    """
+
+    def __init__(
+        self,
+        gather: ShardGather,
+        source: SourceBytes,
+        tables: Sequence[CopyTable],
+        manifest: Manifest,
+        buffers: PackingBuffers,
+    ) -> None:
+        self._gather, self._source, self._tables, self._manifest = gather, source, tables, manifest
+        self._buffers = buffers.of(manifest.largest_bucket_bytes)
+        self.most_at_a_time = PACKING_BUFFERS
+
+    def bucket(self, index: int) -> torch.Tensor:
+        """See `BucketSource.bucket`."""
+        start, stop = self._manifest.window(index)
+        data = self._buffers[index % len(self._buffers)][: stop - start]
+        source, (own, *others) = self._source, self._tables
+        source.wait(own.snapshot_end(start, stop))
+        copy_runs(source.memory, own, start, stop, data)
+        for rank, table in enumerate(others, 1):
+            for low, high in _messages(start, stop):
+                if nbytes := table.bytes_within(low, high):
+                    packed = self._gather.receive(rank, nbytes, source.deadline)
+                    scatter_runs(packed, table, low, high, data[low - start : high - start])
+        return data
 
 
 def _messages(start: int, stop: int) -> Iterator[tuple[int, int]]:

@@ -22,8 +22,8 @@ from ..version.packing import CopyTable
 from ..version.stream_parts import SnapshotPart
 from ..version.strided_copy import StridedCopy
 from .agreement.rank_agreement import RankAgreement
-from .bucket_source import BucketSource, GatheredBuckets, SnapshotBuckets
-from .gather import ShardGather
+from .bucket_source import BucketSource, SnapshotBuckets
+from .gather import GatheredBuckets, ShardGather
 from .pipeline import Destination, SendPipeline
 from .sending_rank import SendingRank
 from .snapshot.progress import SourceBytes
@@ -160,7 +160,7 @@ class GatheredSendSession(SendSession):
         manifest, source = version.manifest, version.source
         tables = delta_tables(version.segments) if manifest.is_delta else self._tables
         if self.pipeline is None or self._store_link is None:
-            return self._gather.give(manifest, tables, source)
+            return self._gather.give(manifest, tables[self._rank.number], source)
         buckets: BucketSource
         if self._rank.contribution.alone:
             buckets = SnapshotBuckets(source, tables[0], manifest, self._rank.buffers)
@@ -216,12 +216,12 @@ class DirectSendSession(SendSession):
 
     def _delta_table(self, manifest: Manifest) -> CopyTable:
         """Where the segments of this rank's lanes, back to back in its memory, belong in a delta."""
-        copies, place = [], 0
+        copies, offset = [], 0
         for lane in sorted(self._lanes):
             start, stop = manifest.bounds_of(lane)
             if start < stop:
-                copies.append(StridedCopy.run(start, place, stop - start))
-            place += stop - start
+                copies.append(StridedCopy.run(start, offset, stop - start))
+            offset += stop - start
         return CopyTable(copies)
 
     def close(self) -> None:

@@ -62,7 +62,7 @@ class SendingRank:
         self.delta_memory = SendMemory(owner, 0, self.device)
         """The segments of the newest delta; grows."""
         self.buffers = PackingBuffers(engine, self.device)
-        self.encoder = DeltaEncoder(contribution.held, contribution.places)
+        self.encoder = DeltaEncoder(contribution.slices, contribution.offsets)
         self.chooser = CodecChooser(codec, contribution.numel, self.encoder.dense_bytes, full_every)
 
     @property

@@ -25,9 +25,10 @@ from weightlane.ckpt_engines.links.bounded_calls import address_of, close_all
 from weightlane.ckpt_engines.runtime.devices import HOST, runtime_of
 from weightlane.sync import CollectivePublisher, LocalShard, Manifest, Rendezvous, SyncConfig
 from weightlane.sync.receive.transfer_tasks import TransferTask, TransferTasks
-from weightlane.sync.send.gather import ShardGather
+from weightlane.sync.send.gather import GatheredBuckets, ShardGather
 from weightlane.sync.send.pipeline import Destination, SendPipeline
 from weightlane.sync.send.snapshot.progress import SourceBytes
+from weightlane.sync.send.snapshot.send_memory import PackingBuffers
 from weightlane.sync.version.packing import CopyTable
 from weightlane.sync.version.stream_parts import parts_of
 from weightlane.sync.version.tensor_spec import TensorSpec
@@ -176,13 +177,12 @@ def test_a_gather_that_is_closed_lets_go_of_who_waits_for_another_rank() -> None
         names, cpu, soon = ["t-0", "t-1"], torch.device("cpu"), Deadline.after(HANG_S)
         return ShardGather.connect(rendezvous, "s", names, rank, layout, cpu, soon)
 
-    bucket = torch.zeros(128, dtype=torch.uint8)
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(join, (0, 1))
 
         def fill() -> None:
             source = SourceBytes(row.view(-1), None, Deadline.after(NEVER_S))
-            first.fill(layout, tables, source, 0, bucket)
+            GatheredBuckets(first, source, tables, layout, PackingBuffers(None, HOST)).bucket(0)
 
         waiting = threads.submit(fill)
         wait_until(lambda: first._moving, "rank 0 that waits for rank 1")

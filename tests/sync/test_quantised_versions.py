@@ -230,7 +230,7 @@ def taken(
 ) -> tuple[QuantisedShards, Leftovers, torch.Tensor]:
     """A snapshot of shards, in which parts of blocks are not there yet."""
     ours, remains = QuantisedShards(shards, scheme), Leftovers()
-    snapshot = ours.snapshot(compact_places(ours.held))
+    snapshot = ours.snapshot(compact_places(ours.slices))
     device = "cpu" if pinned else shards[0].data.device if shards else "cpu"
     memory = torch.full((snapshot.nbytes,), 0xA5, dtype=torch.uint8, device=device, pin_memory=pinned)
     snapshot.take(memory, snapshot.mark(), Progress("it", "test"), remains)
@@ -255,7 +255,7 @@ def test_a_snapshot_is_offered_as_far_as_it_is_there_and_parameters_may_change_o
     ours = QuantisedShards([LocalShard.whole(spec, values[spec.name]) for spec in specs], scheme)
     layout = Manifest(0, tuple(wire_specs(specs, scheme)), 1 << 20, whole_tensors=whole)
     offsets = {entry.spec.name: entry.offset for entry in layout.entries}
-    snapshot = ours.snapshot([offsets[run.spec.name] for run in ours.held])
+    snapshot = ours.snapshot([offsets[run.spec.name] for run in ours.slices])
     memory = torch.full((layout.total_bytes,), 0xA5, dtype=torch.uint8)
     progress, seen = Progress("it", "test"), []
     progress.advance = lambda done, read: seen.append((done, memory[:done].clone(), read))  # type: ignore[misc, method-assign]
@@ -307,7 +307,7 @@ def test_a_sample_tells_about_how_much_a_delta_would_hold(scheme: str) -> None:
         live = data[box.index].clone()
         ours, remains, base = taken([LocalShard(spec, box.starts, live)], scheme)
         complete_alone(remains, base)
-        encoder = DeltaEncoder(ours.held, compact_places(ours.held))
+        encoder = DeltaEncoder(ours.slices, compact_places(ours.slices))
         assert encoder.sampled_density(base) == 0.0
         live[:, ::8] *= -1
         assert encoder.sampled_density(base) == pytest.approx(1 / 8, rel=0.05)

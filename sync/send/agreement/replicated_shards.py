@@ -58,15 +58,15 @@ class ReplicatedShards:
     """
 
     def __init__(self, replicated: Sequence[Replicated], shards: Sequence[LocalShard]) -> None:
-        held: dict[str, list[LocalShard]] = defaultdict(list)
+        by_name: dict[str, list[LocalShard]] = defaultdict(list)
         for shard in shards:
-            held[shard.spec.name].append(shard)
+            by_name[shard.spec.name].append(shard)
         self._all = list(replicated)
         self._mine: dict[int, _Slice] = {}
         for number, each in enumerate(replicated):
             parts = tuple(
                 (common.within(each.box), shard.data[common.within(shard.box).index])
-                for shard in held[each.spec.name]
+                for shard in by_name[each.spec.name]
                 if (common := each.box.intersect(shard.box)) is not None
             )
             if parts:

@@ -35,9 +35,9 @@ class QuantisedMatrix:
     shard: LocalShard
     pair: QuantisedPair
     scheme: Scheme
-    weight_place: int
+    weight_offset: int
     """First byte of the elements."""
-    scale_place: int
+    scale_offset: int
     """First byte of the scales that this rank sends."""
 
     @property
@@ -69,24 +69,24 @@ class QuantisedMatrix:
 
         `scales` are those of all blocks that `box` touches. Returns the quantised elements.
         """
-        at, out = corner(box), _place_of(memory, self.weight_place, self.pair.weight.dtype, self.shard.box, box)
+        at, out = corner(box), _elements_of(memory, self.weight_offset, self.pair.weight.dtype, self.shard.box, box)
         direct = out if out.device == data.device else None
         quantised = self.quantiser.quantise(data, scales, at=at, name=self.name, out=direct)
         if direct is None:
             out.copy_(quantised, non_blocking=True)
         if (mine := scale_box(self.pair, box, self.scheme)).numel:
             touched = touched_blocks(self.pair, box, self.scheme)
-            into = _place_of(memory, self.scale_place, torch.float32, self._own, mine)
+            into = _elements_of(memory, self.scale_offset, torch.float32, self._own, mine)
             into.copy_(scales[mine.within(touched).index], non_blocking=True)
         return quantised
 
     def first_byte(self, box: Box) -> int:
         """The first byte of the snapshot that `put` writes for `box`."""
-        first = self.weight_place + _offset(self.shard.box, box) * self.pair.weight.dtype.itemsize
+        first = self.weight_offset + _number_in(self.shard.box, box) * self.pair.weight.dtype.itemsize
         mine = scale_box(self.pair, box, self.scheme)
         if not mine.numel:
             return first
-        return min(first, self.scale_place + _offset(self._own, mine) * self.pair.scales.dtype.itemsize)
+        return min(first, self.scale_offset + _number_in(self._own, mine) * self.pair.scales.dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +153,13 @@ def corner(box: Box) -> tuple[int, int]:
     return row, column
 
 
-def _offset(outer: Box, box: Box) -> int:
+def _number_in(outer: Box, box: Box) -> int:
     """Number of the first element of `box` among those of `outer`."""
     strides = row_major_strides(outer.shape)
     return sum(start * stride for start, stride in zip(box.within(outer).starts, strides, strict=True))
 
 
-def _place_of(memory: torch.Tensor, place: int, dtype: torch.dtype, outer: Box, box: Box) -> torch.Tensor:
-    """The memory of the elements of `box`, if those of `outer` begin at byte `place` of `memory`, 1-D uint8."""
-    flat = memory[place : place + outer.numel * dtype.itemsize].view(dtype)
+def _elements_of(memory: torch.Tensor, offset: int, dtype: torch.dtype, outer: Box, box: Box) -> torch.Tensor:
+    """The memory of the elements of `box`, if those of `outer` begin at byte `offset` of `memory`, 1-D uint8."""
+    flat = memory[offset : offset + outer.numel * dtype.itemsize].view(dtype)
     return flat.view(outer.shape)[box.within(outer).index]

@@ -65,30 +65,30 @@ class QuantisedShards:
     def __init__(self, shards: Sequence[LocalShard], scheme: Scheme) -> None:
         self._shards = list(shards)
         self._scheme = scheme
-        self.held: list[Held] = []
+        self.slices: list[Held] = []
         """The slices of the version's tensors that the rank sends."""
         for shard in shards:
             if not is_quantised(shard.spec):
-                self.held.append(shard)
+                self.slices.append(shard)
                 continue
             pair = pair_of(shard.spec, scheme)
             differing = _differing(shard, pair, scheme) if shard.numel else None
-            self.held.append(HeldSlice(pair.weight, shard.box, differing))
-            self.held.append(HeldSlice(pair.scales, scale_box(pair, shard.box, scheme)))
+            self.slices.append(HeldSlice(pair.weight, shard.box, differing))
+            self.slices.append(HeldSlice(pair.scales, scale_box(pair, shard.box, scheme)))
 
-    def snapshot(self, places: Sequence[int]) -> Snapshot:
-        """The snapshot in which each slice of `held` begins at one of `places`. It counts steps to say how far it has read."""
-        first_bytes = dict(zip(map(_key, self.held), places, strict=True))
+    def snapshot(self, offsets: Sequence[int]) -> Snapshot:
+        """The snapshot in which each slice begins at one of `offsets`. It counts steps to say how far it has read."""
+        first_bytes = dict(zip(map(_key, self.slices), offsets, strict=True))
         plain = sorted(
             ((first_bytes[_key(shard)], shard) for shard in self._shards if not is_quantised(shard.spec)),
-            key=lambda placed: placed[0],
+            key=lambda pair: pair[0],
         )
         starts: list[tuple[int, Copy | _Quantise]] = [(copy.start, copy) for copy in copies(plain)]
         for shard in self._shards:
             if is_quantised(shard.spec):
                 starts += _steps(shard, first_bytes, self._scheme)
         starts.sort(key=lambda step: step[0])
-        nbytes = max((place + held.nbytes for place, held in zip(places, self.held, strict=True)), default=0)
+        nbytes = max((offset + each.nbytes for offset, each in zip(offsets, self.slices, strict=True)), default=0)
         # A step may write scales ahead of elements that an earlier step has not reached: bytes are final up to the first byte
         # that some later step writes.
         unfinished = accumulate((start for start, _ in reversed(starts)), min, initial=nbytes)
@@ -99,16 +99,16 @@ class QuantisedShards:
         ]
         ends = {step.matrix.name: number for number, step in enumerate(steps, 1) if isinstance(step, _Quantise)}
         copied = [(step.start, number) for number, step in enumerate(steps, 1) if isinstance(step, Copy)]
-        for place, shard in plain:
-            numbers = (number for start, number in copied if start < place + shard.nbytes)
+        for offset, shard in plain:
+            numbers = (number for start, number in copied if start < offset + shard.nbytes)
             ends[shard.spec.name] = max(numbers, default=0)
         is_cut = any(isinstance(step, _Quantise) and step.is_cut for step in steps)
         # On one thread: steps add to `Leftovers`.
         return Snapshot(device_of(self._shards), milestones, nbytes, ends, len(steps), is_cut=is_cut)
 
 
-def _key(held: Held) -> _Key:
-    return held.spec.name, held.box
+def _key(each: Held) -> _Key:
+    return each.spec.name, each.box
 
 
 def _differing(shard: LocalShard, pair: QuantisedPair, scheme: Scheme) -> Callable[[torch.Tensor], float] | None:

@@ -57,12 +57,12 @@ class Snapshot:
         """Started by the first snapshot that needs them."""
 
     @classmethod
-    def of(cls, shards: Sequence[LocalShard], places: Sequence[int]) -> Snapshot:
-        """Copy live shards to first bytes `places`, without overlap."""
-        ordered = sorted(zip(places, shards, strict=True), key=lambda placed: placed[0])
+    def of(cls, shards: Sequence[LocalShard], offsets: Sequence[int]) -> Snapshot:
+        """Copy live shards to first bytes `offsets`, without overlap."""
+        ordered = sorted(zip(offsets, shards, strict=True), key=lambda pair: pair[0])
         ends: dict[str, int] = {}
-        for place, shard in ordered:
-            ends[shard.spec.name] = max(ends.get(shard.spec.name, 0), place + shard.nbytes)
+        for offset, shard in ordered:
+            ends[shard.spec.name] = max(ends.get(shard.spec.name, 0), offset + shard.nbytes)
         milestones = [Milestone(copy, copy.end, copy.end) for copy in copies(ordered)]
         nbytes = max(ends.values(), default=0)
         return cls(device_of(shards), milestones, nbytes, ends, nbytes, threads=_MOST_THREADS)

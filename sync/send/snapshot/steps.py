@@ -97,16 +97,16 @@ def copies(ordered: Sequence[tuple[int, LocalShard]]) -> Iterator[Copy]:
 
 
 def _chunks(ordered: Iterable[tuple[int, LocalShard]]) -> Iterator[Copy]:
-    for place, shard in ordered:
+    for offset, shard in ordered:
         data, width = shard.data.detach(), shard.spec.dtype.itemsize
         if not data.is_contiguous():
-            yield Copy([data], place, place + shard.nbytes, shard.spec.dtype)
+            yield Copy([data], offset, offset + shard.nbytes, shard.spec.dtype)
             continue
         flat = data.view(-1)
         step = _CHUNK_BYTES // width
         for first in range(0, flat.numel(), step):
             chunk = flat[first : first + step]
-            start = place + first * width
+            start = offset + first * width
             yield Copy([chunk], start, start + chunk.numel() * width, shard.spec.dtype)
 
 
