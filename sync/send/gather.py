@@ -40,7 +40,7 @@ _MESSAGE_BYTES = 1 << 20
 
 _HINT = "Check that every trainer rank and the coordinator are alive and can reach each other."
 
-GROUP_BACKENDS: dict[str, BackendName] = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+_BACKENDS: dict[str, BackendName] = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 """torch.distributed backend that moves bytes between the memories of a device type."""
 
 
@@ -80,12 +80,12 @@ class ShardGather:
                         hint="Every trainer rank must be given the same placements.",
                     )
             store = rendezvous.store(f"gather-group/{session}")
-            backend = GROUP_BACKENDS.get(device.type)
+            backend = _BACKENDS.get(device.type)
             if backend is None:
                 raise ConfigError(
                     f"trainer ranks cannot hand each other {device.type} memory.",
                     part=_PART,
-                    hint=f"Choose a checkpoint engine for one of: {', '.join(GROUP_BACKENDS)}.",
+                    hint=f"Choose a checkpoint engine for one of: {', '.join(_BACKENDS)}.",
                 )
             host = rendezvous.local_host
 
@@ -106,7 +106,7 @@ class ShardGather:
         return packed
 
     def give(self, manifest: Manifest, table: CopyTable, source: SourceBytes) -> int:
-        """[other ranks] Send rank 0 this rank's bytes, which `table` places in the stream, bucket by bucket. Returns their number."""
+        """[other ranks] Send rank 0 this rank's bytes, which `table` places in the stream. Returns their number."""
         total = 0
         for index in range(manifest.bucket_count):
             for low, high in _messages(*manifest.window(index)):

@@ -107,7 +107,7 @@ class SendPipeline:
         self._stored_checksums = stored_checksums
         self._on_sent = on_sent
         self._checksums: dict[int, list[str]] = {}
-        """By version that may be committed in a store."""
+        """The checksums of versions that may be committed in a store."""
         self._thread = DaemonThreads(1, "weightlane-send")
         self.sending: Future[None] | None = None
         """The newest version's sending. Until it is done the engine may read the memory it is sent from."""
