@@ -81,7 +81,7 @@ class Publication:
         self.choice = Choice(CODEC_DENSE, str(why))
 
     def fail(self, error: WeightlaneError) -> None:
-        """Its snapshot has failed: the fence raises `error`."""
+        """Give it up because its snapshot has failed: the fence raises `error`."""
         self.progress.fail(error)
         self.superseded.set()
 
@@ -154,12 +154,12 @@ class PublicationQueue:
     # -- control thread -------------------------------------------------------------------------------------------------
 
     def open_session(self, session: SendSession) -> None:
-        """A session is open."""
+        """Begin a session, which is not connected yet."""
         with self._changed:
             self._session = session
 
     def session_ready(self, name: str) -> None:
-        """The connection of the session of that name is up: the current publication can be offered."""
+        """Have the current publication offered in the session of that name, whose connection is up."""
         with self._changed:
             if name != self._ready_session:
                 self._ready_session, self._offered = name, False
@@ -172,7 +172,7 @@ class PublicationQueue:
             return session
 
     def go(self, message: Go) -> None:
-        """The coordinator says that a version is to be sent."""
+        """Have a version sent, as the coordinator's message says."""
         with self._changed:
             self._go = message
             self._changed.notify_all()
@@ -186,7 +186,7 @@ class PublicationQueue:
                 self._changed.notify_all()
 
     def committed(self, version: int) -> Publication | None:
-        """`version` serves: deltas apply to it from now on. Returns its publication if that is still current."""
+        """Make `version`, which serves, the base of deltas. Returns its publication if that is still current."""
         with self._changed:
             current = self._current
             if current is not None and current.version != version:
@@ -197,7 +197,7 @@ class PublicationQueue:
             return current
 
     def aborted(self, version: int) -> None:
-        """`version` will never serve."""
+        """Stop waiting for the verdict on `version`, which will not serve."""
         with self._changed:
             self._decided(version, proven=False)
 
@@ -220,10 +220,9 @@ class PublicationQueue:
             if self.closed:
                 return None
             publication, self._waiting = self._waiting, None
-            superseded, self._current = self._current, None
-            self._offered = False
-        if superseded is not None:
-            superseded.superseded.set()
+            replaced, self._current, self._offered = self._current, None, False
+        if replaced is not None:
+            replaced.superseded.set()
         return publication
 
     def _may_snapshot(self) -> bool:
@@ -233,7 +232,7 @@ class PublicationQueue:
         return not self._uses_deltas or self._undecided < 0 or time.monotonic() >= self._decided_by
 
     def begin(self, publication: Publication) -> None:
-        """Its snapshot begins: it is current, can be offered, and is sent as far as it is there."""
+        """Make a publication current whose snapshot begins: it can be offered, and sent as far as it is there."""
         with self._changed:
             self._current = publication
             self._changed.notify_all()
@@ -278,13 +277,13 @@ class PublicationQueue:
         return self._session.name == self._ready_session
 
     def sent(self, version: int) -> None:
-        """`version` was sent."""
+        """Note that `version` was sent."""
         with self._changed:
             if self._unsent == version:
                 self._unsent = -1
 
     def sending_ended(self) -> None:
-        """The send thread does nothing: the next snapshot may begin."""
+        """Let the next snapshot begin: the send thread reads no memory."""
         with self._changed:
             self._sending = False
             self._changed.notify_all()
