@@ -98,7 +98,7 @@ def _step(
     first = number % len(rows)
     carried = {}
     for position, row in enumerate([*rows[first:], *rows[:first]]):
-        figures = row.carry(0.0)
+        figures = row.sync(0.0)
         if position == 0:  # later ones find in place what the first one wrote
             row.verify()
         assert row.last is not None, "a version was carried"

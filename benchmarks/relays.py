@@ -145,7 +145,7 @@ def run(
                     for row in rows if number % 2 == 0 else rows[::-1]:
                         processes.sender.call("change", 1.0, timeout_s=timeout_s)
                         before = [sent_bytes(host) for host in hosts]
-                        figures = row.carry(0.0)
+                        figures = row.sync(0.0)
                         after = [sent_bytes(host) for host in hosts]
                         row.verify()
                         say(f"round {number + 1} of {rounds}: {row.name} {figures['latency_s']:.3f} s")

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry
-from weightlane.ckpt_engines.conformance.processes.json_line import Line
 from weightlane.ckpt_engines.runtime.devices import numbered_device, runtime_of
+from weightlane.ckpt_engines.runtime.json_socket import JsonSocket
 from weightlane.sync import (
     CommitReport,
     Coordinator,
@@ -96,7 +96,7 @@ def fingerprint(tensors: dict[str, torch.Tensor]) -> list[int]:
 
 def receive(engine: str, device: torch.device) -> None:
     """Serve the other process, which says on standard input what is to be done."""
-    line = Line(socket.socket(fileno=0))
+    line = JsonSocket(socket.socket(fileno=0))
     asked = line.receive()
     assert asked is not None
     rollout = Rollout(asked["address"], engine, device)
@@ -111,7 +111,7 @@ class Replica:
 
     name = "rollout-0"
 
-    def __init__(self, line: Line, deadline_s: float) -> None:
+    def __init__(self, line: JsonSocket, deadline_s: float) -> None:
         self._line, self._deadline_s = line, deadline_s
         self.fingerprint: list[int] = []
 
@@ -147,7 +147,7 @@ def sync(engine: str, codec: str, device: torch.device, deadline_s: float) -> in
     command = [sys.executable, "-m", "benchmarks.gpu.sanitizer", "--receive", engine, "--device", device.type]
     with theirs:
         child = subprocess.Popen(command, stdin=theirs.fileno(), stdout=sys.stderr.fileno(), env=dict(os.environ))  # noqa: S603
-    line = Line(ours)
+    line = JsonSocket(ours)
     closing: list[Any] = []
     try:
         rendezvous = Rendezvous.host()

@@ -33,19 +33,8 @@ try:
 except ImportError as error:
     raise ImportError("the conformance suite needs pytest: pip install 'weightlane[conformance]'") from error
 
-for _module in (
-    "base",
-    "connection",
-    "deadlines",
-    "deaths",
-    "declaration",
-    "delivery",
-    "honesty",
-    "reuse",
-    "strangers",
-    "views",
-):
-    pytest.register_assert_rewrite(f"{__name__}.{_module}")
+# Failed assertions of every check then show the compared values.
+pytest.register_assert_rewrite(f"{__name__}.checks", f"{__name__}.processes")
 
 from .checks.base import ConformanceBase, ConnectionMaker  # noqa: E402 - after the rewriting
 from .processes.connection import Connection  # noqa: E402

@@ -1,7 +1,7 @@
-"""What carrying a model across costs here, against what the machine allows and against the way that stops both sides.
+"""The benchmark measures what a sync of a model costs on this machine, beside the machine's limits and a blocking sync.
 
-One sender and some receivers, each a process of its own; every figure is taken in turn with the limits, and every version is
-compared bit for bit.
+The sender and each receiver are processes of their own. Each round also measures the limits. Every version is compared bit for
+bit.
 
 >>> from weightlane.cli.bench import BenchSettings, run_bench
 >>> report = run_bench(BenchSettings(engines=("shm",), model="tiny", receivers=1, rounds=1))

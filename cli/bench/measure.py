@@ -1,4 +1,4 @@
-"""A benchmark from beginning to end: rounds of everything in turn, so that whatever disturbs the machine hits all alike."""
+"""Runs a benchmark. Each round measures every contender once, so that a disturbance of the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -31,44 +31,44 @@ from .workload.workload import Workload, named_workload
 
 _PART = "benchmark"
 _NOISY = 1.25
+"""Longest over shortest time of one copy above which the report says that the machine was busy."""
 _SHARE_OF_MEMORY = 0.7
-"""What may be taken of what is free, with all rows open: transports need some, too."""
+"""Share of the free memory that all open rows may take together. Transports need the rest."""
 _STAGED_VERSIONS = 2
-"""That a subscriber may keep."""
-Say = Callable[[str], None]
+"""Versions that a subscriber may stage at a time."""
 
 
-def run_bench(settings: BenchSettings, say: Say = lambda _: None) -> BenchReport | dict[str, str]:
-    """Measure what `settings` ask for.
+def run_bench(settings: BenchSettings, say: Callable[[str], None] = lambda _: None) -> BenchReport | dict[str, str]:
+    """Run the benchmark that `settings` describe.
 
     Args:
-        settings: What to measure.
-        say: Told in words what is going on.
+        settings: Engines, model and rounds.
+        say: Called with each line about the progress.
 
     Returns:
-        The report; where none of the engines can run here, only the reasons by engine.
+        The report; if none of the engines can run here, only the reasons by engine.
 
     Raises:
-        ConfigError: There is no such model or directory, or there is no such codec or level of integrity.
-        RegistryError: There is no such engine, or it is broken.
+        ConfigError: A setting is wrong, or model, directory or device do not exist.
+        RegistryError: An engine does not exist or is broken.
         StagingMemoryError: The model is too large for this machine's memory.
-        WorkerDiedError: One of the processes died; the others were ended.
-        WeightlaneError: A version could not be carried over.
+        WorkerDiedError: One of the processes died. The others were ended.
+        WeightlaneError: A sync failed.
     """
     check_offered("codec", settings.codecs)
     lossy = sorted(set(settings.codecs).intersection(LOSSY))
     if lossy and (deltas := sorted(set(settings.codecs).difference(LOSSY, ["dense"]))):
         raise ConfigError(
-            f"receivers that were sent {' and '.join(lossy)} hold rounded weights, to which {' and '.join(deltas)} cannot apply.",
+            f"after {' and '.join(lossy)} the receivers hold rounded weights, to which {' and '.join(deltas)} cannot be applied.",
             part=_PART,
             hint="Measure them in two runs.",
         )
     check_offered("integrity", settings.integrity)
     if not is_available(settings.device):
-        raise ConfigError("there is no CUDA device.", part=_PART, hint="Measure with --device cpu.")
+        raise ConfigError("there is no CUDA device.", part=_PART, hint="Use --device cpu.")
     if settings.devices > (there := device_count(settings.device)):
         raise ConfigError(
-            f"there is no device number {settings.devices}, but {there}.", part=_PART, hint="Lower --devices."
+            f"--devices is {settings.devices}, but this machine has {there}.", part=_PART, hint="Lower --devices."
         )
     workload = named_workload(settings.model)
     if settings.directory is not None and not settings.directory.is_dir():
@@ -109,12 +109,12 @@ def _rows(settings: BenchSettings, directory: Path) -> tuple[list[RowFacts], dic
             continue
         if cls.capabilities.devices.isdisjoint({"cpu", settings.device}):
             unavailable[engine] = (
-                f"it carries no {settings.device.upper()} memory, where the benchmark keeps parameters"
+                f"it cannot send {settings.device.upper()} memory, where the benchmark keeps its parameters"
             )
             continue
         for codec in settings.codecs:
             for integrity in settings.integrity:
-                # One directory each: one run at a time may write to a store.
+                # One directory for each row, because only one run at a time may write to a store.
                 more = {"path": str(own / f"{codec}-{integrity}")} if needs_path and "path" not in given else {}
                 config = sync_config(
                     codec=codec,
@@ -127,25 +127,25 @@ def _rows(settings: BenchSettings, directory: Path) -> tuple[list[RowFacts], dic
 
 
 def _keep_open(settings: BenchSettings, workload: Workload, rows: int) -> bool:
-    """Whether all rows can stay connected; `StagingMemoryError` when there is not enough memory even for one."""
+    """Return whether memory suffices to keep all rows connected. Raises `StagingMemoryError` if it does not even for one."""
     receivers = settings.receivers
-    parameters = (1 + receivers) + (1 + receivers)  # live ones, and what they are copied to for the limits
+    parameters = (1 + receivers) + (1 + receivers)  # the live ones, and the targets of the plain copies
     row = 1 + _STAGED_VERSIONS * receivers
-    room = available_bytes(settings.device)
-    if room is None:
+    free = available_bytes(settings.device)
+    if free is None:
         return False
     needed = (parameters + row) * workload.nbytes
-    if needed > room:
+    if needed > free:
         raise StagingMemoryError(
-            f"{workload.name} with {receivers} receivers needs {needed / 2**30:.1f} GiB, {room / 2**30:.1f} GiB are left.",
+            f"{workload.name} with {receivers} receivers needs {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free.",
             part=_PART,
-            hint="Measure a smaller model, or with fewer --receivers.",
+            hint="Measure a smaller model, or lower --receivers.",
         )
-    return (parameters + rows * row) * workload.nbytes < _SHARE_OF_MEMORY * room
+    return (parameters + rows * row) * workload.nbytes < _SHARE_OF_MEMORY * free
 
 
 class _Bench:
-    """One run."""
+    """One run of the benchmark."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class _Bench:
         directory: Path,
         *,
         keep_open: bool,
-        say: Say,
+        say: Callable[[str], None],
     ) -> None:
         self._settings = settings
         self._workload = workload
@@ -177,7 +177,7 @@ class _Bench:
         self._rounds: dict[str, list[Figures]] = {contender.name: [] for contender in self._contenders}
 
     def report(self, unavailable: dict[str, str]) -> BenchReport:
-        """Measure, and say what was found."""
+        """Measure all contenders and return the report."""
         settings = self._settings
         plain = self._workload.to_plain()
         finite = not set(LOSSY).isdisjoint(settings.codecs)
@@ -186,8 +186,8 @@ class _Bench:
         for number in range(settings.rounds + 1):
             self._say(f"round {number} of {settings.rounds}" if number else "warming up")
             for contender in self._contenders:
-                figures = self._ask(contender, contender.round)
-                if number:  # the first one is slower: memory is touched, connections find their pace
+                figures = self._measure(contender, contender.round)
+                if number:  # the first round is slower: it touches new memory, and TCP still adapts
                     self._rounds[contender.name].append(figures)
         slowdowns = {row.name: self._slowdown(row) for row in self._rows} if settings.loops else {}
         for contender in self._contenders:
@@ -216,19 +216,20 @@ class _Bench:
             notes=notes,
         )
 
-    def _ask(self, contender: Contender, what: Callable[[], Figures]) -> Figures:
+    def _measure(self, contender: Contender, measurement: Callable[[], Figures]) -> Figures:
+        """Open `contender` if it is closed, run `measurement`, and close it again if memory is scarce."""
         if contender.name not in self._open:
             contender.open()
             self._open.add(contender.name)
-        figures = what()
+        figures = measurement()
         if not self._keep_open and contender in self._rows:
             contender.close()
             self._open.discard(contender.name)
         return figures
 
     def _slowdown(self, row: RowContender) -> Slowdown:
-        self._say(f"loops beside {row.name}")
-        return Slowdown.model_validate(self._ask(row, lambda: row.slowdown(self._settings.loop_s)))
+        self._say(f"measuring how {row.name} slows down training and decoding")
+        return Slowdown.model_validate(self._measure(row, lambda: row.slowdown(self._settings.loop_s)))
 
     def _row(self, row: RowContender, slowdown: Slowdown | None) -> Row:
         figures = self._rounds[row.name]
@@ -261,16 +262,16 @@ class _Bench:
         copy = limits.memcpy_s
         if copy.max > _NOISY * copy.min:
             notes.append(
-                f"The machine was not quiet: one copy took {1e3 * copy.min:.1f} to {1e3 * copy.max:.1f} ms."
-                " Use ratios within this run, not seconds, and repeat it."
+                f"The machine was busy: the time of one copy varied from {1e3 * copy.min:.2f} to {1e3 * copy.max:.2f} ms."
+                " Compare ratios within this run rather than times, and repeat the run."
             )
         busy = 1 + self._settings.receivers
         if this_machine().cores < busy:
-            notes.append(f"{busy} processes share {this_machine().cores} cores.")
+            notes.append(f"{busy} processes share {this_machine().cores} cores, which makes every time longer.")
         if not self._keep_open:
             notes.append(
-                "Memory does not allow all rows at once: each was connected anew, and warmed up, for every round."
+                "Memory is too small for all rows at once: each row was reconnected and warmed up again for every round."
             )
         if any(row.facts.engine == "filesystem" for row in self._rows) and not has_safetensors():
-            notes.append("safetensors is not installed: the filesystem rows have no bare transport to be held against.")
+            notes.append("safetensors is not installed, so the filesystem rows have no bare transport to compare with.")
         return notes

@@ -37,6 +37,8 @@ from weightlane.ckpt_engines.engines.shared_memory.memfd import MappedFile, Memf
 from weightlane.ckpt_engines.links.link import receiver_link, sender_link
 from weightlane.ckpt_engines.runtime.available_memory import available_memory_bytes
 from weightlane.ckpt_engines.runtime.devices import HOST
+from weightlane.ckpt_engines.runtime.fork_server import ForkedProcess
+from weightlane.ckpt_engines.runtime.json_socket import JsonSocket
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -327,7 +329,8 @@ def test_sender_and_receivers_in_containers_of_their_own_need_to_share_nothing_b
         launch = f"import os; os.execvp({command[0]!r}, {command!r})"
         ours, theirs = socket.socketpair()
         with theirs:
-            halves.append(RemoteHalf(ours, children.start(["-c", launch], stdin=theirs).pid, Path(os.devnull)))
+            process = children.start(["-c", launch], stdin=theirs)
+            halves.append(RemoteHalf(ForkedProcess(process.pid, JsonSocket(ours))))
     sender, receiver = halves
     for half in halves:
         half.grace_s = HANG_S

@@ -41,7 +41,7 @@ def test_tables_json_and_a_plot_come_of_one_run(tmp_path: Path) -> None:
         (["--engine", "shn"], 2, "Did you mean 'shm'?"),
         (["--codec", "morse"], 2, "there is no codec 'morse'"),
         (["--integrity", "half"], 2, "there is no integrity 'half'"),
-        (["--model", "nowhere"], 2, "'nowhere' is neither a model the benchmark knows nor a directory"),
+        (["--model", "nowhere"], 2, "'nowhere' is neither a model that the benchmark knows nor a directory"),
         (["--rounds", "0"], 2, "rounds: Input should be greater than or equal to 1 (got 0)"),
         (["--density", "2"], 2, "density: Input should be less than or equal to 1"),
         (["--engine", ","], 2, "engines: "),
@@ -49,7 +49,7 @@ def test_tables_json_and_a_plot_come_of_one_run(tmp_path: Path) -> None:
         (["--set", "gloo.host=1"], 2, "options are given for gloo, which is not measured"),
         (["--json", "/nowhere/at/all.json"], 2, "there is no directory /nowhere/at"),
         (["--dir", "/nowhere/at/all"], 2, "there is no directory /nowhere/at/all"),
-        (["--plot", "report.docx"], 2, "report.docx names no format that a plot can have. Endings: "),
+        (["--plot", "report.docx"], 2, "report.docx does not end with a format that matplotlib can write. Formats: "),
         (["--rounds", "many"], 2, "Usage: "),
     ],
 )

@@ -66,7 +66,7 @@ def test_a_class_that_declares_itself_wrongly_is_refused_with_what_to_write(tmp_
         "class Wrong(CheckpointEngine):\n"
         "    capabilities = Capabilities('cpu', Delivery.BROADCAST)\n"
     )
-    said = f"{engine}:Wrong declares what is none: Capabilities: devices is 'cpu'. Write devices=frozenset("
+    said = f"{engine}:Wrong has an invalid declaration: Capabilities: devices is 'cpu'. Write devices=frozenset("
     assert_refused(said, "conformance", f"{engine}:Wrong")
 
 

@@ -63,6 +63,17 @@ def test_the_loop_knows_the_registry_and_protocols_only() -> None:
     assert engines <= {"__init__.py"}, "the loop knows no training engine"
 
 
+def test_only_the_conformance_command_needs_pytest() -> None:
+    """pytest is an extra: importing anything of the suite without it fails."""
+    importing = {
+        str(path.relative_to(ROOT))
+        for folder in MAY_IMPORT
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if "packages" not in path.parts and any("ckpt_engines.conformance" in name for name in imported(path))
+    }
+    assert importing == {"cli/commands/conformance.py"}
+
+
 def relative(path: Path) -> set[Path]:
     """Modules that a module imports relatively, or for its types."""
     found = set()

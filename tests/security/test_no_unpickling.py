@@ -70,7 +70,7 @@ ALLOWED = {
     ("trainer/data/rewards.py", "multiprocessing"): "how its own processes are started",
     ("trainer/data/rewards.py", "pebble"): "a pool of its own processes",
     # Hooks into the module, so that the suite notices an engine that unpickles.
-    ("ckpt_engines/conformance/processes/half_process.py", "pickle"): "watches for unpickling",
+    ("ckpt_engines/conformance/processes/unpickling.py", "pickle"): "watches for unpickling",
     ("benchmarks/direct.py", "multiprocessing"): "processes of a benchmark",
     ("benchmarks/direct_ranks.py", "multiprocessing"): "processes of a benchmark",
     # What is measured there is what others do; none of it is installed.

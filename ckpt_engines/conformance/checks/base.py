@@ -14,9 +14,9 @@ from ...errors import WeightlaneError
 from ...registry import why_unavailable
 from ...runtime.devices import is_available
 from ..processes.connection import DEADLINE_S, Connection, waits_for_receivers
+from ..processes.errors_as_json import UntypedError
 from ..processes.pool import GRACE_S, Pool, RemoteHalf, first_answers
 from ..processes.resolve import engine_class
-from ..processes.wire import UntypedError
 
 MIB = 1 << 20
 LARGE = 48 * MIB

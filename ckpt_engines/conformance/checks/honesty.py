@@ -15,13 +15,14 @@ from ...contract.storing import StoringSender
 from ...contract.viewing import ViewableSender, ViewingReceiver
 from ...errors import WeightlaneError
 from ...runtime.devices import HOST
-from ..processes.network import forget_peak, own_memory, sleeps
+from ..processes.network import reset_peak, resident_memory, sleeps
 from ..processes.payload import Parcel
 from ..processes.pool import RemoteHalf, first_answers
 from ..processes.resolve import create_engine
 from .base import LARGE, ConformanceBase, ConnectionMaker
 
 _STEADY_LOOKS = 4
+"""Equal measurements of a sleeping sender's memory after which it counts as waiting."""
 _LOOK_S = 0.04
 _NEXT = str.maketrans(digits + ascii_lowercase, digits[1:] + digits[0] + ascii_lowercase[1:] + ascii_lowercase[0])
 
@@ -32,14 +33,14 @@ class HonestyChecks(ConformanceBase):
     def test_halves_implement_what_the_engine_declares(
         self, engine_name: str, engine_options: Mapping[str, Any], capabilities: Capabilities, device: str
     ) -> None:
-        """Who declares views, or that versions persist, has halves with the calls for that."""
+        """An engine that declares views or persistence has halves with the methods for that."""
         wanted: dict[str, tuple[type[WeightSender], type[WeightReceiver]]] = {
             "views": (ViewableSender, ViewingReceiver),
             "persistent": (StoringSender, WeightReceiver),
         }
         declared = [name for name in wanted if getattr(capabilities, name)]
         if not declared:
-            pytest.skip("the engine declares nothing that takes further calls")
+            pytest.skip("the engine declares nothing that needs further methods")
         engine = create_engine(engine_name, engine_options)
         where = torch.device(device) if device == HOST.type else torch.device(device, 0)
         halves = engine.make_sender("trainer/0", where), engine.make_receiver("rollout/0", where)
@@ -51,19 +52,19 @@ class HonestyChecks(ConformanceBase):
             for half, kind in zip(halves, wanted[name], strict=True)
             if not isinstance(half, kind)
         ]
-        assert not lacking, f"expected halves with the calls that were declared: {'; '.join(lacking)}"
+        assert not lacking, f"expected halves with the methods that were declared: {'; '.join(lacking)}"
 
     def test_zero_copy_takes_no_room_for_a_second_copy(
         self, connected: ConnectionMaker, capabilities: Capabilities, device: str
     ) -> None:
-        """While an allocated bucket leaves, the sender's process grows by less than half of it.
+        """While an allocated bucket is sent, the sender's process grows by less than half of it.
 
-        Finds a copy that is made once the receiver is ready. One in small pieces looks like none.
+        The check finds a copy that is made once the receiver is ready. It does not find one that is made in small parts.
         """
         if not capabilities.zero_copy:
             pytest.skip("the engine does not declare zero copy")
         if device != "cpu":
-            pytest.skip("the memory of a process says nothing of copies on a device")
+            pytest.skip("the memory of a process does not show copies on a device")
         self.needs_waiting_sender(capabilities)
         connection = connected(1)
         (receiver,) = connection.receivers
@@ -72,37 +73,37 @@ class HonestyChecks(ConformanceBase):
         connection.start_send([parcel])
         if unclear := self._keeps_waiting(connection.sender):
             receiver.resume()
-            pytest.skip(f"{unclear}, so a copy cannot be told from none")
+            pytest.skip(f"{unclear}, so a copy cannot be distinguished from none")
         try:
-            forget_peak(connection.sender.pid)
+            reset_peak(connection.sender.pid)
         except OSError as error:
             receiver.resume()
-            pytest.skip(f"this kernel does not tell the peak of a process's memory: {error}")
-        before, _ = own_memory(connection.sender.pid)
+            pytest.skip(f"this kernel does not report the peak of a process's memory: {error}")
+        before, _ = resident_memory(connection.sender.pid)
         receiver.resume()
         connection.start_receive(receiver, [parcel])
         connection.check_received([receiver], connection.sender)
-        _, peak = own_memory(connection.sender.pid)
+        _, peak = resident_memory(connection.sender.pid)
         grown = max(0, peak - before)
         assert grown < LARGE // 2, (
             f"expected no further copy of {LARGE} allocated bytes, the sender's process grew by {grown} while it sent them"
         )
 
     def _keeps_waiting(self, sender: RemoteHalf) -> str:
-        """Look until `sender` waits in its call: it sleeps, and its memory stays as it is. Why not, if it never does."""
+        """Wait until `sender` sleeps in its call with constant memory. Returns why that never happened; empty if it did."""
         steady, last, end = 0, -1, time.monotonic() + self.deadline_s
         while steady < _STEADY_LOOKS and time.monotonic() < end:
             if first_answers([sender], _LOOK_S):
                 return "send was over while its receiver was frozen"
-            now, _ = own_memory(sender.pid)
+            now, _ = resident_memory(sender.pid)
             steady = steady + 1 if sleeps(sender.pid) and now == last else 0
             last = now
-        return "" if steady == _STEADY_LOOKS else "the sender did not come to rest"
+        return "" if steady == _STEADY_LOOKS else "the sender did not stop working"
 
     def test_an_engine_of_one_host_refuses_an_address_of_another_in_words(
         self, halves: ConnectionMaker, capabilities: Capabilities
     ) -> None:
-        """A part of the sender's address tells hosts apart: with another value there, a receiver says that it is about hosts."""
+        """A part of the sender's address identifies its host; a receiver's error for another value mentions another host."""
         if not capabilities.same_host_only:
             pytest.skip("the engine does not declare that both halves run on one host")
         connection = halves(1)
@@ -122,13 +123,13 @@ class HonestyChecks(ConformanceBase):
             connection.make()
             connection.exchange_addresses()
         assert any("another host" in text for text in said), (
-            "expected connect to refuse the address of a sender on another host, in words with 'another host';"
-            f" with another text in each place of the address it said: {'; '.join(said) or 'nothing, there is no text'}"
+            "expected connect to refuse the address of a sender on another host, with 'another host' in the message;"
+            f" with each text of the address changed in turn, the errors were: {'; '.join(said) or 'none, there is no text'}"
         )
 
 
 def _with_another_text(address: Any) -> Iterator[Any]:
-    """The address, once for each text in it, with that text changed."""
+    """Yield the address once for each text in it, with that text changed."""
     if isinstance(address, str):
         yield address.translate(_NEXT)
     pairs = address.items() if isinstance(address, dict) else enumerate(address) if isinstance(address, list) else ()

@@ -1,4 +1,4 @@
-"""`Connection`: senders and receivers of one session, each in a process of its own, and what checks do with them."""
+"""`Connection`: senders and receivers of one session, each in a process of its own, and the operations that checks do on them."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from .payload import Parcel
 from .pool import Pool, RemoteHalf, first_answers
 
 DEADLINE_S = 20.0
-"""What a call gets that is expected to succeed, in seconds."""
-_AFTERMATH_S = 0.5
+"""Seconds for a call that is expected to succeed: far more than any engine needs, so that a busy machine does not fail it."""
+_FURTHER_FAILURES_S = 0.5
+"""Seconds that `check_received` waits, after a first failure, for the other halves to report theirs."""
 _sessions = itertools.count()
 
 
 class Connection:
-    """One sender, or several, and their receivers. Made unconnected.
+    """One or more senders and their receivers, made but not connected.
 
     Args:
-        pool: Where the processes come from.
+        pool: Lends the processes.
         engine: Name of the engine, as `resolve.engine_class` takes it.
         options: The engine's options.
-        device: torch device type on which buckets live.
-        receivers: How many.
-        senders: How many.
-        deadline_s: What a call gets that is expected to succeed, in seconds.
-        grace_s: See `RemoteHalf`.
+        device: torch device type of the buckets.
+        receivers: Number of receivers.
+        senders: Number of senders.
+        deadline_s: Seconds for a call that is expected to succeed.
+        grace_s: Seconds after its deadline at which a call counts as hanging.
     """
 
     def __init__(
@@ -63,11 +64,11 @@ class Connection:
 
     @property
     def halves(self) -> list[RemoteHalf]:
-        """Senders, then receivers."""
+        """All senders, then all receivers."""
         return [*self.senders, *self.receivers]
 
     def make(self) -> None:
-        """New halves in the same processes."""
+        """Make new halves in the same processes."""
         for number, half in enumerate(self.senders):
             half.name = f"trainer/{number}"
             self._start_make(half, "sender")
@@ -85,11 +86,11 @@ class Connection:
             options=self._options,
             name=half.name,
             device=self._device,
-            place=half.place,
+            index=half.index,
         )
 
     def exchange_addresses(self, session: str = "") -> None:
-        """Fill in `topology` for a fresh session."""
+        """Fill in `topology` for a new session."""
         for half in self.halves:
             half.start("address")
         self.topology = {
@@ -100,7 +101,7 @@ class Connection:
         }
 
     def start_connect(self, half: RemoteHalf, deadline_s: float | None = None) -> None:
-        """Start connecting one half."""
+        """Start to connect one half."""
         half.start("connect", topology=self.topology, deadline_s=deadline_s or self._deadline_s)
 
     def connect(self) -> Connection:
@@ -121,7 +122,7 @@ class Connection:
         deadline_s: float | None = None,
         **more: Any,
     ) -> None:
-        """Start sending `parcels`, to all receivers unless told; `more` goes to `HalfProcess.send`."""
+        """Start to send `parcels`, to all receivers by default; `more` are arguments of `HalfProcess.send`."""
         names = [half.name for half in (self.receivers if to is None else to)]
         (sender or self.sender).start(
             "send", parcels=parcels, receivers=names, deadline_s=deadline_s or self._deadline_s, **more
@@ -136,7 +137,7 @@ class Connection:
         deadline_s: float | None = None,
         **more: Any,
     ) -> None:
-        """Start receiving `parcels`; `more` goes to `HalfProcess.receive`."""
+        """Start to receive `parcels`; `more` are arguments of `HalfProcess.receive`."""
         name = (sender or self.sender).name
         half.start("receive", parcels=parcels, sender=name, deadline_s=deadline_s or self._deadline_s, **more)
 
@@ -156,23 +157,23 @@ class Connection:
         self.check_received(self.receivers, sender or self.sender)
 
     def show(self, parcels: Sequence[Parcel], **more: Any) -> None:
-        """Have every receiver view `parcels` and check every byte; `more` goes to `HalfProcess.show`."""
+        """Have every receiver view `parcels` and check every byte; `more` are arguments of `HalfProcess.show`."""
         for half in self.receivers:
             self.start_view(half, parcels)
         self.start_show(parcels, **more)
         self.check_received(self.receivers, self.sender)
 
     def start_show(self, parcels: Sequence[Parcel], **more: Any) -> None:
-        """Start sending `parcels` as lasting buckets to all receivers; `more` goes to `HalfProcess.show`."""
+        """Start to send `parcels` as lasting buckets to all receivers; `more` are arguments of `HalfProcess.show`."""
         names = [half.name for half in self.receivers]
         self.sender.start("show", parcels=parcels, receivers=names, **{"deadline_s": self._deadline_s, **more})
 
     def start_view(self, half: RemoteHalf, parcels: Sequence[Parcel], *, deadline_s: float | None = None) -> None:
-        """Start viewing `parcels`."""
+        """Start to view `parcels`."""
         half.start("view", parcels=parcels, sender=self.sender.name, deadline_s=deadline_s or self._deadline_s)
 
     def check_views(self, parcels: Sequence[Parcel]) -> None:
-        """What receivers have viewed must still be there."""
+        """Check that every receiver's views of `parcels` still hold the right bytes."""
         for half in self.receivers:
             half.start("look", parcels=parcels)
         self.check_received(self.receivers)
@@ -186,16 +187,16 @@ class Connection:
         self.sender.call("reclaim", version=version, deadline_s=self._deadline_s)
 
     def check_received(self, receivers: Sequence[RemoteHalf], sender: RemoteHalf | None = None) -> None:
-        """Take the results of receivers, and of `sender` if given: what arrived must be right.
+        """Take the results of receivers, and of `sender` if given, and fail unless every byte is right.
 
-        After the first failure the others get a moment to say more; what is wrong with the bytes is told rather than an
-        error of another half that may have followed from it.
+        After the first failure the other halves get a moment to report theirs. Wrong bytes are reported rather than an error of
+        another half that may follow from them.
         """
         failures: list[BaseException] = []
         complaints: list[str] = []
         pending = [*receivers, *([sender] if sender else [])]
         while pending:
-            ready = first_answers(pending, _AFTERMATH_S if failures or complaints else math.inf)
+            ready = first_answers(pending, _FURTHER_FAILURES_S if failures or complaints else math.inf)
             for half in ready:
                 pending.remove(half)
                 try:
@@ -211,10 +212,10 @@ class Connection:
             raise failures[0]
 
     def late_receiver(self) -> RemoteHalf:
-        """One more receiver, unconnected, in a topology that has grown by it."""
+        """Make one more receiver, unconnected, and add it to the topology."""
         (late,) = self._pool.lend(1, self._engine, self._grace_s)
         late.name = f"rollout-{len(self.receivers)}/tp0"
-        late.place = len(self.halves)
+        late.index = len(self.halves)
         self._start_make(late, "receiver")
         late.result()
         receivers = {**self.topology["receivers"], late.name: late.call("address")}
@@ -230,5 +231,5 @@ class Connection:
 
 
 def waits_for_receivers(capabilities: Capabilities) -> bool:
-    """Whether a sender needs its receivers. A store's does not: it writes, and they read when they like."""
+    """Whether a sender waits for its receivers. The sender of a store only writes; receivers read when they like."""
     return Delivery.STORE not in capabilities.delivery

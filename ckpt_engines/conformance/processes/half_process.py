@@ -1,7 +1,7 @@
-"""One half of a checkpoint engine in a process of its own: the operations that checks ask of it.
+"""One half of a checkpoint engine in a process of its own, and the operations that checks request from it.
 
-A request is ``{"op": name, ...arguments}``, its answer ``{"ok": result, "s": seconds}`` or ``{"error": ..., "s": seconds}``.
-Buckets are named by `Parcel`; both sides make the same bytes from its seed. Processes come from the `nursery`; run as a
+A request is ``{"op": name, ...arguments}``. Its answer is ``{"ok": result, "s": seconds}`` or ``{"error": ..., "s": seconds}``.
+A `Parcel` describes a bucket, and both sides generate the same bytes from its seed. A fork server starts the processes. Run as a
 program, this module serves on its standard input, which must be a socket.
 """
 
@@ -9,62 +9,66 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import socket
-import struct
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...contract.engine import Bucket, CheckpointEngine, Delivery, Topology
-from ...contract.storing import VersionFiles
 from ...deadline import Deadline
 from ...links.link import ReceiverLink, SenderLink, receiver_link, sender_link
 from ...runtime.devices import runtime_of
+from ...runtime.json_socket import JsonSocket
 from . import leftovers
-from .json_line import Line
-from .payload import OVERWRITTEN, UNTOUCHED, Parcel, complaint, payload
+from .errors_as_json import error_to_json
+from .payload import OVERWRITTEN, UNTOUCHED, Parcel, complaint, payload, version_files
 from .resolve import create_engine
-from .wire import error_to_line
+from .send_buffers import SendBuffers
+from .unpickling import UnpicklingCounter
 
 _COMMIT_DOCUMENT = "checksums.json"
 
 
 class HalfProcess:
-    """The operations. At most one half lives at a time."""
+    """The operations of the process. At most one half is open at a time."""
 
     def __init__(self) -> None:
         self._engines: dict[str, CheckpointEngine] = {}
         self._engine: CheckpointEngine | None = None
         self._link: SenderLink | ReceiverLink | None = None
-        self._persistent = False
-        self._meets = True
-        """Whether senders and receivers of the engine are connected, so that a checksum comes ahead of each bucket."""
         self._opened: set[int] = set()
-        self._buffers: dict[tuple[bool, int], torch.Tensor] = {}
-        """Memory to send from, by whether the engine allocated it and its number."""
-        self._shown: dict[int, torch.Tensor] = {}
-        """Memory of the engine's that receivers may look at, by a number that the check gives it."""
+        """Versions that a persistent engine was told of."""
+        self._buffers: SendBuffers | None = None
+        self._lasting: dict[int, torch.Tensor] = {}
+        """Engine memory whose buckets receivers may view, by the slot number that the check chose."""
         self._views: dict[tuple[int, int], torch.Tensor] = {}
-        """What this half looks at, by version and index."""
+        """Buckets that this half views, by version and index."""
         self._device = torch.device("cpu")
-        self._unpickled = 0
-        _watch_pickle(self._count_unpickled)
-
-    def _count_unpickled(self) -> None:
-        self._unpickled += 1
+        self._unpickling = UnpicklingCounter()
 
     @property
     def engine(self) -> CheckpointEngine:
-        """The engine of the half that was made last; it stays when its halves close."""
+        """The engine of the half that was made last. The engine stays when the half closes."""
         assert self._engine is not None, "no engine"
         return self._engine
+
+    @property
+    def buffers(self) -> SendBuffers:
+        """The memory that the half sends from."""
+        assert self._buffers is not None, "no half"
+        return self._buffers
+
+    @property
+    def link(self) -> SenderLink | ReceiverLink:
+        """The half's link."""
+        assert self._link is not None, "no half"
+        return self._link
 
     @property
     def sender(self) -> SenderLink:
@@ -79,26 +83,25 @@ class HalfProcess:
         return self._link
 
     def make(
-        self, side: str, engine: str, options: dict[str, Any], name: str, device: str = "cpu", place: int = 0
+        self, side: str, engine: str, options: dict[str, Any], name: str, device: str = "cpu", index: int = 0
     ) -> None:
-        """A new half; `place` chooses among the devices of this machine, none of which is made the current one."""
+        """Make a new half. `index` chooses among this machine's devices, none of which becomes the current one."""
         key = json.dumps([engine, options])
         if key not in self._engines:
             self._engines[key] = create_engine(engine, options)
-        self._free_buffers()
-        made = self._engine = self._engines[key]
+        if self._buffers is not None:
+            self._buffers.free()
+        self._engine = self._engines[key]
         self._device = torch.device(device)
         if device != "cpu":
-            self._device = torch.device(device, place % torch.get_device_module(device).device_count())
-        self._persistent = made.capabilities.persistent
-        self._meets = Delivery.STORE not in made.capabilities.delivery
+            self._device = torch.device(device, index % torch.get_device_module(device).device_count())
+        self._buffers = SendBuffers(self._engine, self._device)
         self._opened.clear()
-        self._link = (sender_link if side == "sender" else receiver_link)(made, name, self._device)
+        self._link = (sender_link if side == "sender" else receiver_link)(self._engine, name, self._device)
 
     def address(self) -> dict[str, Any]:
-        """The half's address, which must survive JSON unchanged."""
-        assert self._link is not None
-        address = dict(self._link.address())
+        """Return the half's address, which must survive JSON unchanged."""
+        address = dict(self.link.address())
         try:
             unchanged = json.loads(json.dumps(address, allow_nan=False)) == address
         except (TypeError, ValueError):
@@ -107,15 +110,15 @@ class HalfProcess:
         return address
 
     def connect(self, topology: dict[str, Any], deadline_s: float) -> None:
-        """Connect; `topology` has its key in hexadecimal."""
-        assert self._link is not None
-        plain = Topology(
-            topology["session"], topology["senders"], topology["receivers"], key=bytes.fromhex(topology["key"])
+        """Connect the half; `topology` has its key in hexadecimal."""
+        key = bytes.fromhex(topology["key"])
+        self.link.connect(
+            Topology(topology["session"], topology["senders"], topology["receivers"], key=key),
+            Deadline.after(deadline_s),
         )
-        self._link.connect(plain, Deadline.after(deadline_s))
 
     def allocate(self, sizes: list[int]) -> list[dict[str, Any]]:
-        """What buffers of these sizes look like, and whether they are memory of their own."""
+        """Allocate buffers of these sizes, all at once, and describe them. ``intact``: no other one overwrote the buffer."""
         buffers = [self.engine.allocate(nbytes, self._device) for nbytes in sizes]
         for number, buffer in enumerate(buffers):
             buffer.fill_(number + 1)
@@ -135,60 +138,58 @@ class HalfProcess:
 
     def send(
         self,
-        parcels: list[list[int]],
+        parcels: list[Parcel],
         receivers: list[str],
         deadline_s: float,
         allocated: bool = True,
-        plan: list[list[int]] | None = None,
+        plan: list[Parcel] | None = None,
         commit: bool = True,
         at_once: int = 1,
     ) -> None:
-        """Send `parcels`, at most so many of them `at_once`, overwriting the memory of each as soon as it is done.
+        """Send `parcels`, at most `at_once` at a time, and overwrite the memory of each as soon as it is sent.
 
-        An engine that is persistent is told of each version before, with `plan` as what the version consists of, and
-        after. The deadline, which is that of all, has its time start when the first payload is made, so that all of it is the
+        A persistent engine learns of each version before, with `plan` as the version's buckets, and commits it after if `commit`
+        is true. One deadline holds for everything. Its time starts after the first payload is made, so that all of it is the
         engine's.
         """
-        everything = [Parcel(*parcel) for parcel in plan or parcels]
-        mine = [Parcel(*parcel) for parcel in parcels]
-        largest = max(parcel.nbytes for parcel in mine)
-        buffers = [self._buffer(number, largest, allocated=allocated) for number in range(at_once)]
-        buffers[0][: mine[0].nbytes].copy_(payload(mine[0].nbytes, mine[0].seed))
+        largest = max(parcel.nbytes for parcel in parcels)
+        buffers = [self.buffers.get(number, largest, allocated=allocated) for number in range(at_once)]
+        buffers[0][: parcels[0].nbytes].copy_(payload(parcels[0].nbytes, parcels[0].seed))
         deadline = Deadline.after(deadline_s)
-        under_way: deque[torch.Tensor] = deque()
+        posted: deque[torch.Tensor] = deque()
 
-        def leave(pending: int) -> None:
+        def flush(pending: int) -> None:
             self.sender.flush(deadline, pending)
-            while len(under_way) > pending:
-                under_way.popleft().fill_(OVERWRITTEN)
+            while len(posted) > pending:
+                posted.popleft().fill_(OVERWRITTEN)
 
-        for place, parcel in enumerate(mine):
-            self._open(parcel.version, everything, deadline)
-            leave(at_once - 1)
-            data = buffers[place % at_once][: parcel.nbytes]
-            if place:
+        for number, parcel in enumerate(parcels):
+            self._open(parcel.version, plan or parcels, deadline)
+            flush(at_once - 1)
+            data = buffers[number % at_once][: parcel.nbytes]
+            if number:
                 data.copy_(payload(parcel.nbytes, parcel.seed))
             self.sender.post(self._bucket(parcel, data), receivers, deadline, str(parcel.seed))
-            under_way.append(data)
-            last = place + 1 == len(mine) or mine[place + 1].version != parcel.version
+            posted.append(data)
+            last = number + 1 == len(parcels) or parcels[number + 1].version != parcel.version
             if last or at_once == 1:
-                leave(0)
-            if self._persistent and last and commit:
+                flush(0)
+            if self.engine.capabilities.persistent and last and commit:
                 self.sender.commit_version(parcel.version, {_COMMIT_DOCUMENT: str(parcel.version)}, deadline)
 
     def _bucket(self, parcel: Parcel, data: torch.Tensor, *, lasting: bool = False) -> Bucket:
-        """`parcel` in `data`, whose memory was used last by what this thread has started."""
+        """Return `parcel` in `data`. Work on the memory that this thread has started precedes the bucket."""
         after = runtime_of(self._device).recorded()
         return Bucket(parcel.version, parcel.number, data, after, lasting=lasting, part=parcel.part)
 
     def _open(self, version: int, plan: Sequence[Parcel], deadline: Deadline) -> None:
-        if self._persistent and version not in self._opened:
+        if self.engine.capabilities.persistent and version not in self._opened:
             self._opened.add(version)
-            self.sender.open_version(_files(version, plan), deadline)
+            self.sender.open_version(version_files(version, plan), deadline)
 
     def show(
         self,
-        parcels: list[list[int]],
+        parcels: list[Parcel],
         receivers: list[str],
         deadline_s: float,
         slot: int = 0,
@@ -197,48 +198,47 @@ class HalfProcess:
     ) -> None:
         """Send `parcels` as lasting buckets that lie side by side in the engine's memory, and leave them there.
 
-        Another `slot` is other memory. Without `fill` the memory is sent as it is; with `own` every bucket lies in memory of the
-        caller's own.
+        Each `slot` is separate memory. Without `fill` the memory is sent as it is. With `own` every bucket lies in memory that
+        the engine did not allocate.
         """
         deadline = Deadline.after(deadline_s)
-        plan = [Parcel(*parcel) for parcel in parcels]
-        total = sum(parcel.nbytes for parcel in plan)
-        if slot not in self._shown or self._shown[slot].numel() < total:
+        total = sum(parcel.nbytes for parcel in parcels)
+        if slot not in self._lasting or self._lasting[slot].numel() < total:
             self.free_shown(slot)
-            self._shown[slot] = self.engine.allocate(total, self._device)
-        place = 0
-        for parcel in plan:
-            data = self._shown[slot][place : place + parcel.nbytes]
-            place += parcel.nbytes
+            self._lasting[slot] = self.engine.allocate(total, self._device)
+        offset = 0
+        for parcel in parcels:
+            data = self._lasting[slot][offset : offset + parcel.nbytes]
+            offset += parcel.nbytes
             if own:
                 data = payload(parcel.nbytes, parcel.seed, self._device)
             elif fill:
                 data.copy_(payload(parcel.nbytes, parcel.seed))
-            self._open(parcel.version, plan, deadline)
+            self._open(parcel.version, parcels, deadline)
             bucket = self._bucket(parcel._replace(file=-1), data, lasting=True)
             self.sender.post(bucket, receivers, deadline, str(parcel.seed))
             self.sender.flush(deadline)
 
     def reclaim(self, version: int, deadline_s: float) -> None:
-        """Wait until nobody looks at `version` any more."""
+        """Wait until every receiver has released `version`."""
         self.sender.reclaim(version, Deadline.after(deadline_s))
 
     def free_shown(self, slot: int = 0) -> None:
-        """Give memory that `show` took back to the engine."""
-        if slot in self._shown:
-            self.engine.free(self._shown.pop(slot))
+        """Return the memory that `show` took to the engine."""
+        if slot in self._lasting:
+            self.engine.free(self._lasting.pop(slot))
 
     def send_while_overwriting(
         self, parcel: list[int], receivers: list[str], deadline_s: float, after_s: float, seed: int, done: str
     ) -> str:
-        """Send from an allocated buffer and write other bytes into it `after_s` seconds later, under the send's hands.
+        """Send from an allocated buffer, and write the bytes of another `seed` into it `after_s` seconds later.
 
-        Makes the file `done` then. Returns ``"blocked"`` when the send was still going on then, else ``"over"``.
+        Creates the file `done` after that. Returns ``"blocked"`` when the send was still running then, else ``"over"``.
         """
-        what = Parcel(*parcel)
-        data = self._buffer(0, what.nbytes, allocated=True)[: what.nbytes]
-        data.copy_(payload(what.nbytes, what.seed))
-        other = payload(what.nbytes, seed).to(data.device)
+        bucket = Parcel(*parcel)
+        data = self.buffers.get(0, bucket.nbytes, allocated=True)[: bucket.nbytes]
+        data.copy_(payload(bucket.nbytes, bucket.seed))
+        other = payload(bucket.nbytes, seed).to(data.device)
         over = threading.Event()
         seen: list[str] = []
 
@@ -251,7 +251,7 @@ class HalfProcess:
         thread.start()
         deadline = Deadline.after(deadline_s)
         try:
-            self.sender.post(self._bucket(what, data), receivers, deadline, str(what.seed))
+            self.sender.post(self._bucket(bucket, data), receivers, deadline, str(bucket.seed))
             self.sender.flush(deadline)
         finally:
             over.set()
@@ -260,114 +260,114 @@ class HalfProcess:
 
     def receive(
         self,
-        parcels: list[list[int]],
+        parcels: list[Parcel],
         sender: str,
         deadline_s: float,
         pause_s: float = 0.0,
         seeds: Sequence[int] = (),
         at_once: int = 1,
     ) -> list[str]:
-        """Receive `parcels`, at most so many `at_once`, by one deadline; for each a `complaint`, empty when it is right.
+        """Receive `parcels`, at most `at_once` at a time, by one deadline, and return a `complaint` for each; empty if right.
 
-        Pauses for `pause_s` seconds ahead of each. With `seeds`, the answer is instead which of these seeds the last byte
-        comes from.
+        Pauses for `pause_s` seconds before each. With `seeds`, each answer lists instead those seeds that fit the last byte.
         """
         deadline = Deadline.after(deadline_s)
-        plan = [Parcel(*parcel) for parcel in parcels]
+        # A store has no connection on which a checksum could precede the bucket.
+        checksummed = Delivery.STORE not in self.engine.capabilities.delivery
         answers: list[str] = []
-        under_way: deque[tuple[Parcel, torch.Tensor]] = deque()
+        posted: deque[tuple[Parcel, torch.Tensor]] = deque()
 
-        def leave(pending: int) -> None:
+        def flush(pending: int) -> None:
             self.receiver.flush(deadline, pending)
-            while len(under_way) > pending:
-                parcel, data = under_way.popleft()
+            while len(posted) > pending:
+                parcel, data = posted.popleft()
                 if seeds:
                     last = int(data[-1])
-                    right = [str(seed) for seed in seeds if int(payload(parcel.nbytes, seed)[-1]) == last]
-                    answers.append(",".join(right))
+                    fitting = [str(seed) for seed in seeds if int(payload(parcel.nbytes, seed)[-1]) == last]
+                    answers.append(",".join(fitting))
                 else:
-                    answers.append(complaint(data, parcel, plan))
+                    answers.append(complaint(data, parcel, parcels))
 
-        for parcel in plan:
+        for parcel in parcels:
             time.sleep(pause_s)
-            leave(at_once - 1)
+            flush(at_once - 1)
             data = torch.full((parcel.nbytes,), UNTOUCHED, dtype=torch.uint8, device=self._device)
-            said = self.receiver.post(self._bucket(parcel, data), sender, deadline)
-            wanted = str(parcel.seed) if self._meets else ""
-            assert said == wanted, f"expected the checksum {wanted!r} with bucket {parcel.number}, it was {said!r}"
-            under_way.append((parcel, data))
+            checksum = self.receiver.post(self._bucket(parcel, data), sender, deadline)
+            wanted = str(parcel.seed) if checksummed else ""
+            assert checksum == wanted, (
+                f"expected the checksum {wanted!r} with bucket {parcel.number}, it was {checksum!r}"
+            )
+            posted.append((parcel, data))
             if at_once == 1:
-                leave(0)
-        leave(0)
+                flush(0)
+        flush(0)
         return answers
 
-    def view(self, parcels: list[list[int]], sender: str, deadline_s: float) -> list[str]:
-        """View `parcels` one after the other by one deadline; for each a `complaint`, empty when it is right."""
+    def view(self, parcels: list[Parcel], sender: str, deadline_s: float) -> list[str]:
+        """View `parcels` one after the other by one deadline, and return a `complaint` for each; empty if right."""
         deadline = Deadline.after(deadline_s)
-        for parcel in (Parcel(*parcel) for parcel in parcels):
+        for parcel in parcels:
             view, _ = self.receiver.view(parcel.version, parcel.number, parcel.nbytes, sender, deadline)
             self._views[parcel.version, parcel.number] = view
         return self.look(parcels)
 
-    def look(self, parcels: list[list[int]]) -> list[str]:
-        """What is wrong now with what was viewed, for each of `parcels`."""
-        plan = [Parcel(*parcel) for parcel in parcels]
-        return [complaint(self._views[parcel.version, parcel.number], parcel, plan) for parcel in plan]
+    def look(self, parcels: list[Parcel]) -> list[str]:
+        """Compare the present views of `parcels` with their payloads, and return a `complaint` for each; empty if right."""
+        return [complaint(self._views[parcel.version, parcel.number], parcel, parcels) for parcel in parcels]
 
-    def join(self, parcels: list[list[int]]) -> str:
-        """What is wrong with the views of `parcels`, which adjoin, as one tensor; empty when it is right."""
-        plan = [Parcel(*parcel) for parcel in parcels]
-        views = [self._views[parcel.version, parcel.number] for parcel in plan]
+    def join(self, parcels: list[Parcel]) -> str:
+        """Compare the views of `parcels`, which adjoin, as one tensor. Returns how they differ; empty if right."""
+        views = [self._views[parcel.version, parcel.number] for parcel in parcels]
         storage, start = views[0].untyped_storage(), views[0].storage_offset()
-        place = start
+        end = start
         for view in views:
-            if view.untyped_storage().data_ptr() != storage.data_ptr() or view.storage_offset() != place:
+            if view.untyped_storage().data_ptr() != storage.data_ptr() or view.storage_offset() != end:
                 return "two views of buckets that adjoin do not adjoin in one storage"
-            place += view.numel()
-        joined = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, start, (place - start,), (1,))
-        expected = torch.cat([payload(parcel.nbytes, parcel.seed, self._device) for parcel in plan])
-        return "" if torch.equal(joined, expected) else "what the joined views show is wrong"
+            end += view.numel()
+        joined = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, start, (end - start,), (1,))
+        expected = torch.cat([payload(parcel.nbytes, parcel.seed, self._device) for parcel in parcels])
+        return "" if torch.equal(joined, expected) else "the joined views hold wrong bytes"
 
     def release(self, version: int, deadline_s: float) -> None:
-        """Look at no bucket of `version` any more, and say so."""
+        """Drop the views of `version` and release it."""
         for key in [key for key in self._views if key[0] == version]:
             del self._views[key]
         self.receiver.release(version, Deadline.after(deadline_s))
 
     def close_after(self, seconds: float) -> None:
-        """Close from another thread, some time later."""
-        assert self._link is not None
-        threading.Timer(seconds, self._link.close).start()
+        """Close the link from another thread after `seconds`."""
+        threading.Timer(seconds, self.link.close).start()
 
     def close(self, keep: bool = False) -> None:
-        """Close twice: the second time must not matter. Memory goes back to the engine, which stays.
+        """Close the link twice, since the second close must change nothing, and return its memory to the engine.
 
-        With `keep`, what was shown and what is viewed is left.
+        With `keep`, lasting buckets and views stay.
         """
-        self._free_buffers()
-        for slot in [] if keep else list(self._shown):
-            self.free_shown(slot)
+        if self._buffers is not None:
+            self._buffers.free()
         if not keep:
+            for slot in list(self._lasting):
+                self.free_shown(slot)
             self._views.clear()
         if self._link is not None:
             self._link.close()
             self._link.close()
 
     def resources(self) -> dict[str, int]:
-        """What could leak from this process."""
+        """Return counts of everything that could leak from this process."""
         return leftovers.of_this_process()
 
     def links(self) -> int:
-        """How many open descriptors could reach another host."""
+        """Return how many open descriptors could reach another host."""
         return leftovers.network_descriptors()
 
     def unpickled(self) -> int:
-        """How often anything was unpickled in this process."""
-        return self._unpickled
+        """Return how often anything was unpickled in this process."""
+        return self._unpickling.count
 
     def make_and_close(self, engine: str, options: dict[str, Any]) -> dict[str, dict[str, int]]:
-        """Resources before making an engine and two halves, while they are there, and after they were closed."""
-        create_engine(engine, options)  # whatever the first one loads
+        """Return `resources` before an engine and two halves are made, while they are there, and after they were closed."""
+        create_engine(engine, options)  # the first one loads libraries
         before = leftovers.of_this_process()
         made = create_engine(engine, options)
         links = sender_link(made, "trainer/0", self._device), receiver_link(made, "rollout/0", self._device)
@@ -376,76 +376,23 @@ class HalfProcess:
             link.close()
         return {"before": before, "during": during, "after": leftovers.of_this_process()}
 
-    def _buffer(self, number: int, nbytes: int, *, allocated: bool) -> torch.Tensor:
-        have = self._buffers.get((allocated, number))
-        if have is None or have.numel() < nbytes:
-            if have is not None and allocated:
-                self.engine.free(have)
-            own = torch.empty(0 if allocated else nbytes, dtype=torch.uint8, device=self._device)
-            have = self.engine.allocate(nbytes, self._device) if allocated else own
-            self._buffers[allocated, number] = have
-        return have
 
-    def _free_buffers(self) -> None:
-        for (allocated, _), buffer in self._buffers.items():
-            if allocated:
-                self.engine.free(buffer)
-        self._buffers.clear()
-
-
-def _files(version: int, plan: Iterable[Parcel]) -> VersionFiles:
-    """A version whose every file is a safetensors file of one tensor."""
-    parcels = [parcel for parcel in plan if parcel.version == version]
-    sizes = {parcel.number: parcel.total if parcel.part else parcel.nbytes for parcel in parcels}
-    continuing = {parcel.number for parcel in parcels if parcel.offset}
-    prefixes: list[bytes] = []
-    for index in range(max(sizes) + 1):
-        if index in continuing:
-            prefixes.append(b"")
-            continue
-        nbytes = sizes.get(index, 0)
-        entry = {f"bytes.{index}": {"dtype": "U8", "shape": [nbytes], "data_offsets": [0, nbytes]}}
-        header = json.dumps(entry).encode()
-        header += b" " * (-len(header) % 8)
-        prefixes.append(struct.pack("<Q", len(header)) + header)
-    return VersionFiles(version, prefixes, {"manifest.json": json.dumps({"version": version})})
-
-
-def _watch_pickle(seen: Callable[[], None]) -> None:
-    """Call `seen` whenever Python code of this process unpickles something."""
-
-    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(*arguments: Any, **options: Any) -> Any:
-            seen()
-            return function(*arguments, **options)
-
-        return wrapper
-
-    pickle.load, pickle.loads = watched(pickle.load), watched(pickle.loads)
-
-    class Watched(pickle.Unpickler):
-        def load(self) -> Any:
-            seen()
-            return super().load()
-
-    pickle.Unpickler = Watched  # type: ignore[misc]
-
-
-def serve(sock: socket.socket) -> None:
-    """Answer requests until the other end closes, then end the process."""
-    line = Line(sock)
+def serve(requests: JsonSocket) -> None:
+    """Answer requests until the other end of the socket closes."""
     half = HalfProcess()
-    while (request := line.receive()) is not None:
+    while (request := requests.receive()) is not None:
         started = time.monotonic()
         answer: dict[str, Any]
         try:
+            for key in ("parcels", "plan"):
+                if request.get(key) is not None:
+                    request[key] = [Parcel(*parcel) for parcel in request[key]]
             answer = {"ok": getattr(half, request.pop("op"))(**request)}
-        except Exception as error:  # noqa: BLE001 - crosses to the check
-            answer = {"error": error_to_line(error)}
-        line.send({**answer, "s": time.monotonic() - started})
-    sys.stdout.flush()
-    os._exit(0)
+        except Exception as error:  # noqa: BLE001 - the check raises it
+            answer = {"error": error_to_json(error)}
+        requests.send({**answer, "s": time.monotonic() - started})
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=sys.stdin.fileno()))
+    serve(JsonSocket(socket.socket(fileno=sys.stdin.fileno())))
+    os._exit(0)  # threads that an engine left behind must not keep the process

@@ -1,4 +1,4 @@
-"""What a process holds, as counts that must not grow (Linux: read from ``/proc``)."""
+"""Counts of a process's resources, which must not grow. Read from ``/proc``: Linux only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FABRIC_DEVICES = ("/dev/infiniband", "/dev/cxi", "/dev/hfi1", "/dev/efa")
 
 
 def of_this_process() -> dict[str, int]:
-    """Open descriptors, listening ports, threads, child processes and shared mappings of this process."""
+    """Count the open descriptors, listening ports, threads, child processes and shared mappings of this process."""
     targets = _descriptors()
     listening = {inode for table in _NETWORK_TABLES[:2] for inode, state in _sockets(table).items() if state == _LISTEN}
     maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -26,7 +26,7 @@ def of_this_process() -> dict[str, int]:
 
 
 def network_descriptors() -> int:
-    """How many descriptors of this process could reach another host: internet sockets, and devices of a fabric."""
+    """Count the descriptors of this process that could reach another host: internet sockets, and devices of a fabric."""
     targets = _descriptors()
     internet = {inode for table in _NETWORK_TABLES for inode in _sockets(table)}
     return sum(target in internet or target.startswith(_FABRIC_DEVICES) for target in targets)
@@ -35,13 +35,13 @@ def network_descriptors() -> int:
 def _descriptors() -> list[str]:
     targets = []
     for descriptor in list(Path("/proc/self/fd").iterdir()):
-        with contextlib.suppress(OSError):  # the one that lists the directory
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
             targets.append(str(descriptor.readlink()))
     return targets
 
 
 def _sockets(table: str) -> dict[str, str]:
-    """State of every internet socket by its name in ``/proc/self/fd``."""
+    """Return the state of every internet socket by its name in ``/proc/self/fd``."""
     try:
         rows = Path(f"/proc/self/net/{table}").read_text(encoding="ascii").splitlines()[1:]
     except OSError:  # no IPv6 here

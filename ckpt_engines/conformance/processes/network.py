@@ -1,4 +1,4 @@
-"""Looks at a half's process from outside: finds its listening sockets, connects to them, and records what goes through them."""
+"""Examines a half's process from outside: finds its listening sockets, connects to them, and records their traffic."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ _TCP_LISTEN = "0A"
 _UNIX_LISTEN = "00010000"
 _UNIX_STREAM = "0001"
 _POLL_S = 0.005
-_PATIENCE_S = 0.2
-"""How long a stranger waits for a connection: a listener whose queue is full answers nobody."""
+_CONNECT_S = 0.2
+"""Seconds that a stranger waits for a connection. A listener whose queue is full never answers."""
 _FLOOD = 300
+"""Connections of a flood: more than the queue of a listener takes."""
 _CHUNK_BYTES = 1 << 16
 _RESET = struct.pack("ii", 1, 0)
-"""`SO_LINGER`: closing sends a reset instead of a farewell."""
+"""Value of `SO_LINGER` with which closing sends a reset instead of an orderly end."""
 _PORT = re.compile(r"(?:(?<=:)|^)\d+$")
+"""A port number in a text: all of it, or its part after the last colon."""
 
 
 class Listener(NamedTuple):
@@ -35,17 +37,17 @@ class Listener(NamedTuple):
 
     @property
     def everywhere(self) -> bool:
-        """Whether every interface of the machine leads to it."""
+        """Whether the socket listens on every interface of the machine."""
         return self.host in ("0.0.0.0", "::")  # noqa: S104 - looked for
 
     def dial(self) -> socket.socket:
-        """A connection to it. Raises OSError."""
+        """Connect to the listener. Raises OSError."""
         if self.port:
             host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # noqa: S104 - looked for
-            return socket.create_connection((host, self.port), timeout=_PATIENCE_S)
+            return socket.create_connection((host, self.port), timeout=_CONNECT_S)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            sock.settimeout(_PATIENCE_S)
+            sock.settimeout(_CONNECT_S)
             sock.connect(self.host.replace("@", "\0", 1) if self.host.startswith("@") else self.host)
         except BaseException:
             sock.close()
@@ -54,7 +56,7 @@ class Listener(NamedTuple):
 
 
 def listeners(pid: int) -> set[Listener]:
-    """Every stream socket on which the process `pid`, one of this user's, listens."""
+    """Return every stream socket on which the process `pid`, which must be the same user's, listens."""
     inodes = set()
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):  # closed meanwhile
@@ -80,19 +82,19 @@ def _rows(pid: int, table: str) -> Iterable[list[str]]:
 
 
 def _host(digits: str) -> str:
-    """An address as the kernel prints it: 32-bit words in this machine's byte order."""
+    """Return the address that the kernel prints as `digits`: 32-bit words in this machine's byte order."""
     words = [int(digits[place : place + 8], 16) for place in range(0, len(digits), 8)]
     packed = struct.pack(f"={len(words)}I", *words)
     return socket.inet_ntop(socket.AF_INET if len(words) == 1 else socket.AF_INET6, packed)
 
 
 class Strangers:
-    """Visit every listening socket of some processes, as it appears, until the end of the block.
+    """Connect to every listening socket of some processes as soon as it appears, until the end of the block.
 
     Args:
-        manner: ``silent`` ones connect and say nothing, ``garbage`` is what others send, those ``hanging up`` leave in the middle
-            of a message, and a ``flood`` is a few hundred silent ones at once.
-        pids: The processes.
+        manner: ``silent`` strangers connect and send nothing, ``garbage`` is sent by others, those ``hanging up`` close in the
+            middle of a message, and a ``flood`` is a few hundred silent ones at once.
+        pids: Ids of the processes.
     """
 
     def __init__(self, manner: str, pids: Iterable[int]) -> None:
@@ -100,7 +102,7 @@ class Strangers:
         self._pids = tuple(pids)
         self._connections: list[socket.socket] = []
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._knock, daemon=True)
+        self._thread = threading.Thread(target=self._visit_all, daemon=True)
         self.visited: set[tuple[int, Listener]] = set()
 
     def __enter__(self) -> Self:
@@ -116,12 +118,12 @@ class Strangers:
             sock.close()
 
     def wait(self, at_most_s: float) -> None:
-        """Wait until a first listener was visited, for so long at most."""
+        """Wait until a first listener was visited, for `at_most_s` seconds at most."""
         end = time.monotonic() + at_most_s
         while not self.visited and time.monotonic() < end:
             time.sleep(_POLL_S)
 
-    def _knock(self) -> None:
+    def _visit_all(self) -> None:
         while not self._over.wait(_POLL_S):
             for pid in self._pids:
                 with contextlib.suppress(OSError):  # the process has ended
@@ -134,10 +136,10 @@ class Strangers:
         for number in range(_FLOOD if self._manner == "flood" else 2):
             try:
                 sock = listener.dial()
-            except OSError:  # refused, which is a good answer, or its queue is full
+            except OSError:  # refused, which is allowed, or the queue is full
                 return
             self._connections.append(sock)
-            with contextlib.suppress(OSError):  # hung up on
+            with contextlib.suppress(OSError):  # the listener has closed the connection
                 if self._manner == "garbage":
                     sock.sendall(b"GET / HTTP/1.1\r\n\r\n" if number else random.Random(0).randbytes(4096))  # noqa: S311
                 elif self._manner == "hanging up":
@@ -147,10 +149,10 @@ class Strangers:
 
 
 class Recorder:
-    """A TCP proxy in front of a listener that keeps what goes either way.
+    """A TCP proxy in front of a listener that records both directions.
 
     Args:
-        target: The listener, of this machine.
+        target: A listener of this machine.
     """
 
     def __init__(self, target: Listener) -> None:
@@ -160,11 +162,11 @@ class Recorder:
             self._own = socket.create_server((probe.getpeername()[0], 0), family=probe.family)
         self.port: int = self._own.getsockname()[1]
         self.streams: list[bytearray] = []
-        """One for each direction of each connection."""
+        """The bytes of each direction of each connection."""
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        """Cut every connection."""
+        """Close the proxy and every connection."""
         for sock in (self._own, *self._sockets):
             with contextlib.suppress(OSError):  # it is closed already
                 sock.shutdown(socket.SHUT_RDWR)
@@ -192,7 +194,7 @@ class Recorder:
 
 
 def rerouted(address: Any, ports: Mapping[int, int]) -> Any:
-    """Plain data with every port number that is a key of `ports` replaced, also as a text and behind a colon."""
+    """Return plain data with every port number that is a key of `ports` replaced, also in a text after a colon."""
     if isinstance(address, dict):
         return {key: rerouted(value, ports) for key, value in address.items()}
     if isinstance(address, list):
@@ -202,19 +204,19 @@ def rerouted(address: Any, ports: Mapping[int, int]) -> Any:
     return ports.get(address, address) if type(address) is int else address
 
 
-def own_memory(pid: int) -> tuple[int, int]:
-    """Resident memory of the process `pid`, and its peak since `forget_peak`, in bytes."""
+def resident_memory(pid: int) -> tuple[int, int]:
+    """Return the resident memory of the process `pid` and its peak since `reset_peak`, in bytes."""
     lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines())
     now, peak = (int(lines[key].split()[0]) << 10 for key in ("VmRSS", "VmHWM"))
     return now, peak
 
 
-def forget_peak(pid: int) -> None:
-    """Count the peak of the process's memory from now on. Raises OSError where the kernel does not let us."""
+def reset_peak(pid: int) -> None:
+    """Restart the record of the process's peak memory. Raises OSError where the kernel forbids it."""
     Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="ascii")
 
 
 def sleeps(pid: int) -> bool:
-    """Whether the main thread of the process waits for something."""
+    """Whether the main thread of the process sleeps in a system call."""
     stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     return stat.rpartition(")")[2].split()[0] == "S"

@@ -1,4 +1,4 @@
-"""From the name that a suite is given to an engine: an installed one, or a class in a file that is not installed yet."""
+"""Finds the engine that a suite's user names: an installed one, or a class in a file that is not installed yet."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from ...registry import CheckpointEngineRegistry, contract_breach, why_unavailab
 
 _PART = "conformance"
 _REGISTRY_PREFIXES = ("faulty",)
+"""Names with a colon that are not ``module:Class``: ``faulty:shm`` is an installed engine."""
 
 
 def engine_class(name: str) -> type[CheckpointEngine]:
-    """The class behind `name`.
+    """Return the engine class that `name` names.
 
     Args:
         name: Name of an installed engine, or ``module:Class``, or ``path/to/file.py:Class``.
 
     Raises:
-        RegistryError: As `CheckpointEngineRegistry.engine_class` does.
+        RegistryError: There is no such engine, or it cannot be used.
     """
     place, colon, attribute = name.rpartition(":")
     if not colon or place in _REGISTRY_PREFIXES:
@@ -36,7 +37,7 @@ def engine_class(name: str) -> type[CheckpointEngine]:
     try:
         loaded = getattr(_module(place), attribute)
     except EngineContractError as error:  # the class could not even be defined
-        raise EngineContractError(f"{name} declares what is none: {error}", part=_PART) from error
+        raise EngineContractError(f"{name} has an invalid declaration: {error}", part=_PART) from error
     except KeyboardInterrupt:
         raise
     except BaseException as cause:  # a module may call sys.exit
@@ -52,7 +53,7 @@ def engine_class(name: str) -> type[CheckpointEngine]:
 
 
 def create_engine(name: str, options: Mapping[str, Any]) -> CheckpointEngine:
-    """An engine from `options`; raises what `CheckpointEngineRegistry.create` raises."""
+    """Make an engine from `options`. Raises the errors of `CheckpointEngineRegistry.create`."""
     cls = engine_class(name)
     if reason := why_unavailable(cls):
         raise EngineUnavailableError(f"{name} cannot run here: {reason}.", part=_PART)
@@ -77,6 +78,6 @@ def _module(place: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pydantic look themselves up there
+    sys.modules[name] = module  # dataclasses and pydantic look up their own module there
     spec.loader.exec_module(module)
     return module

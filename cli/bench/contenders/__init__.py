@@ -1,1 +1,1 @@
-"""What ``weightlane bench`` measures against each other."""
+"""The contenders of a benchmark: weightlane's rows, and the references they are compared with."""

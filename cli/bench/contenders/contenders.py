@@ -1,6 +1,6 @@
-"""What is measured against each other, except weightlane itself: plain copies, bare transports, the blocking way.
+"""The references that weightlane is measured against: plain copies, bare transports, and a blocking sync.
 
-A contender is opened, asked for any number of rounds, and closed; where memory is tight it is opened for one round only.
+A contender is opened, measured for any number of rounds, and closed. Where memory is scarce it is opened for one round only.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ Figures = dict[str, float]
 
 
 class Contender(Protocol):
-    """Something whose rounds are measured."""
+    """A way of moving the weights whose rounds are measured."""
 
     @property
     def name(self) -> str:
-        """What its figures are kept under."""
+        """The key of its figures."""
 
     def open(self) -> None:
-        """Connect, and warm up."""
+        """Connect and warm up."""
 
     def round(self) -> Figures:
-        """Measure once."""
+        """Measure one round."""
 
     def close(self) -> None:
-        """Give back what `open` took."""
+        """Free everything that `open` took."""
 
 
 class Copies:
-    """The limits: copies of the whole payload within memory."""
+    """Copies of the whole payload within memory, which no transport can beat."""
 
     name = "limits"
 
@@ -58,7 +58,7 @@ class Copies:
         out = processes.every_receiver("copy_out", meeting_point(), timeout_s=timeout_s)
         return {
             "memcpy_s": duration_s([alone]),
-            # As a commit is timed: how long the slowest one takes, whenever each begins.
+            # As for commits: the duration of the slowest copy, whenever each starts.
             "memcpy_all_receivers_s": max(end - start for start, end in together),
             "copy_in_then_out_s": duration_s([into]) + duration_s(out),
         }
@@ -69,12 +69,12 @@ class Copies:
 
 
 class Gloo:
-    """A flat gloo broadcast, which is what bounds that engine, and the blocking way on the same group.
+    """A flat gloo broadcast, the limit of the engine `gloo`, and a blocking sync on the same group.
 
     Args:
-        processes: Who takes part.
-        timeout_s: For everything.
-        bucket_bytes: Of the blocking way.
+        processes: The participants.
+        timeout_s: Longest time of each call, in seconds.
+        bucket_bytes: Size of the blocking sync's buckets.
     """
 
     name = "blocking"
@@ -97,13 +97,13 @@ class Gloo:
 
     def round(self) -> Figures:
         """See `Contender.round`."""
-        flat = self._together("broadcast")
-        sender, *receivers = stopped = self._together("block")
-        begun = min(start for start, _ in stopped)
+        flat = self._every("broadcast")
+        sender, *receivers = blocked = self._every("block")
+        started = min(start for start, _ in blocked)
         return {
             "broadcast_s": duration_s(flat),
-            "trainer_blocked_s": sender[1] - begun,
-            "rollout_blocked_s": max(end for _, end in receivers) - begun,
+            "trainer_blocked_s": sender[1] - started,
+            "rollout_blocked_s": max(end for _, end in receivers) - started,
             "latency_s": max(end for _, end in receivers) - sender[0],
         }
 
@@ -112,13 +112,13 @@ class Gloo:
         self._processes.every("close_gloo", timeout_s=self._timeout_s)
         self._rendezvous = None
 
-    def _together(self, method: str) -> list[Span]:
+    def _every(self, method: str) -> list[Span]:
         spans: list[Span] = self._processes.every(method, meeting_point(), timeout_s=self._timeout_s + 5)
         return spans
 
 
 class Files:
-    """Saving a safetensors file and loading it everywhere, through the page cache."""
+    """A safetensors file that the sender saves and every receiver loads, through the page cache."""
 
     name = "files"
 
@@ -143,7 +143,7 @@ class Files:
 
 
 def duration_s(spans: list[Span]) -> float:
-    """From the first beginning to the last end."""
+    """Return the time from the first start to the last end."""
     return max(end for _, end in spans) - min(start for start, _ in spans)
 
 
@@ -153,9 +153,9 @@ RAW: dict[str, tuple[str, Callable[[Figures], float]]] = {
     "cuda_ipc": (Copies.name, lambda figures: figures["memcpy_s"] + figures["memcpy_all_receivers_s"]),
     "filesystem": (Files.name, lambda figures: figures["files_s"]),
 }
-"""The bare form of an engine: whose rounds hold it, and where in them."""
+"""The bare transport of each engine: the contender that measures it, and its seconds among the figures of a round."""
 
 
 def plain_options(options: dict[str, Any]) -> dict[str, Any]:
-    """A copy of an engine's options that JSON can hold."""
+    """Return a copy of an engine's options that JSON can represent."""
     return {key: str(value) if isinstance(value, Path) else value for key, value in options.items()}

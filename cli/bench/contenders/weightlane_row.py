@@ -1,4 +1,4 @@
-"""A row: weightlane itself, with one engine, codec and level of integrity."""
+"""A row of the benchmark: weightlane with one engine, one codec and one level of integrity."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ from ..report.bench_report import PHASES
 from .contenders import Figures
 
 _WARM_UP_VERSIONS = 2
-"""Both of the two places in which a subscriber may keep a version get their memory, and are watched while they do."""
+"""A subscriber may stage two versions; both allocations belong into the peak memory."""
 _STEP_PER_SNAPSHOT = 1.5
+"""Length of a default step over that of a snapshot: the fence then finds the snapshot complete."""
 _GRACE_S = 10.0
+"""Seconds that a publish call may take beyond deadline and step before its process counts as hanging."""
 _SLOWDOWN_TURNS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class RowFacts:
-    """What distinguishes a row."""
+    """The settings of a row."""
 
     engine: str
     codec: str
@@ -39,13 +41,13 @@ class RowFacts:
 
     @property
     def name(self) -> str:
-        """For people, and as a key."""
+        """The row's name in tables, and the key of its figures."""
         return f"{self.engine} {self.codec} {self.integrity}"
 
 
 @dataclass(slots=True)
 class _Receiver:
-    """A receiver as the coordinator sees it: one replica of one rank."""
+    """The coordinator's view of a receiver: a replica of one rank."""
 
     row: str
     worker: Worker
@@ -64,18 +66,18 @@ class _Receiver:
         return CommitReport(version, self.committed[1] - self.committed[0])
 
     async def rollback(self, version: int) -> None:
-        """Never asked for anything: whatever fails here ends the benchmark."""
+        """Do nothing: any failure ends the benchmark."""
 
     async def quarantine(self, error: WeightlaneError) -> None:
-        """As `rollback`."""
+        """Do nothing: any failure ends the benchmark."""
 
 
 @dataclass(slots=True)
 class RowContender:
     """Measures one row.
 
-    Every round sends two versions. The first carries whatever changed since this row was last measured and has no step between
-    publication and fence; the second carries a change of exactly `density`, and its figures are the row's.
+    Every round sends two versions. The first has no step between publication and fence; it carries everything that changed since
+    the row's last round. The second carries a change of exactly `density`, and its figures are the row's.
     """
 
     facts: RowFacts
@@ -88,7 +90,7 @@ class RowContender:
     peak_trainer_bytes: int = 0
     peak_rollout_bytes: int = 0
     last: SyncReport | None = None
-    """Of the newest version."""
+    """The report of the newest version."""
     _versions: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     _receivers: list[_Receiver] = field(default_factory=list)
     _meeting: Meeting | None = None
@@ -110,10 +112,10 @@ class RowContender:
         config = self.facts.config.model_dump(mode="json")
         opened = (self.name, self._meeting.address, self.facts.engine, dict(self.facts.options), config)
         self.processes.every("open_row", *opened, timeout_s=self.timeout_s)
-        # One is enough from the second time on: the first version of a round warms up, too, what is measured in it.
+        # When a row is opened again, one is enough: the first version of each round warms up too.
         for _ in range(1 if self.peak_trainer_bytes else _WARM_UP_VERSIONS):
             self.processes.sender.call("change", self.density, timeout_s=self.timeout_s)
-            self.carry(step_s=0.0)
+            self.sync(step_s=0.0)
         trainer, *rollouts = self.processes.every("peak_bytes", self.name, timeout_s=self.timeout_s)
         self.peak_trainer_bytes = max(self.peak_trainer_bytes, trainer)
         self.peak_rollout_bytes = max(self.peak_rollout_bytes, *rollouts)
@@ -135,16 +137,16 @@ class RowContender:
             self.processes.every("close_row", self.name, timeout_s=self.timeout_s)
 
     def slowdown(self, seconds: float) -> Figures:
-        """How many steps loops take while versions follow each other, as a share of what they take alone.
+        """Measure the loops' steps per second beside versions that follow each other, as a share of those without any.
 
-        Alone and beside take turns, so that a machine that changes meanwhile changes for both; the medians are compared.
+        Both are measured in turns for `seconds` each, so that a change of the machine affects both. Medians are compared.
         """
         self.processes.on_death(self._died)
         self.processes.every("start_loop", timeout_s=self.timeout_s)
         alone: list[list[float]] = []
         beside: list[list[float]] = []
         try:
-            self._rates(lambda: self._versions_for(0.0))  # one version: both loops and the row are under way
+            self._rates(lambda: self._versions_for(0.0))  # one version, to warm up
             for _ in range(_SLOWDOWN_TURNS):
                 alone.append(self._rates(lambda: time.sleep(seconds / _SLOWDOWN_TURNS)))
                 beside.append(self._rates(lambda: self._versions_for(seconds / _SLOWDOWN_TURNS)))
@@ -166,17 +168,17 @@ class RowContender:
 
     def _versions_for(self, seconds: float) -> None:
         end = time.monotonic() + seconds
-        while True:  # one at least
-            if self.facts.codec != "dense":  # which costs the same whatever changed
+        while True:  # at least one version
+            if self.facts.codec != "dense":  # a dense version costs the same whatever changed
                 self.processes.sender.call("change", self.density, timeout_s=self.timeout_s)
-            self.carry(step_s=0.0)
+            self.sync(step_s=0.0)
             if time.monotonic() >= end:
                 return
 
     def _changed_version(self, step_s: float) -> Figures:
-        """Change the parameters, carry them over, and compare."""
+        """Change the parameters, sync them, and compare them."""
         self.processes.sender.call("change", self.density, timeout_s=self.timeout_s)
-        figures = self.carry(step_s)
+        figures = self.sync(step_s)
         self.verify()
         return figures
 
@@ -186,33 +188,33 @@ class RowContender:
         expected, *found = self.processes.every("crc", quantise, timeout_s=self.timeout_s)
         self.verified = self.verified and found == [expected] * len(found)
 
-    def carry(self, step_s: float) -> Figures:
-        """Carry the parameters over as they are, with a step of so many seconds between publication and fence."""
+    def sync(self, step_s: float) -> Figures:
+        """Sync the present parameters, with a step of `step_s` seconds between publication and fence."""
         version = next(self._versions)
-        published, self.last = self.runner.run(self._carry(version, step_s))
+        published, self.last = self.runner.run(self._sync(version, step_s))
         sender, *receivers = self.processes.every("moments", self.name, version, timeout_s=self.timeout_s)
         self._snapshot_s = sender.get("snapshot_s", 0.0)
         commits = [receiver.committed for receiver in self._receivers]
-        begun, ended = published["started"], max(end for _, end in commits)
+        started, ended = published["started"], max(end for _, end in commits)
         moments = [  # an engine may have had nothing to send
-            sender.get("snapshot_ended", begun),
-            sender.get("send_began", begun),
-            sender.get("send_ended", begun),
-            max(receiver.get("staged", begun) for receiver in receivers),
+            sender.get("snapshot_ended", started),
+            sender.get("send_started", started),
+            sender.get("send_ended", started),
+            max(receiver.get("staged", started) for receiver in receivers),
             min(start for start, _ in commits),
             ended,
         ]
-        # A phase that another one covers takes no time of its own.
-        ends = list(itertools.accumulate([begun, *moments], max))
+        # A phase that runs beside another one counts only as far as it ends later.
+        ends = list(itertools.accumulate([started, *moments], max))
         return {
             "trainer_blocked_s": published["publish_s"] + published["fence_s"],
             "rollout_blocked_s": max(end - start for start, end in commits),
-            "latency_s": ended - begun,
+            "latency_s": ended - started,
             "wire_bytes": self.last.sent_bytes,
             **{name: after - before for name, before, after in zip(PHASES, ends, ends[1:], strict=False)},
         }
 
-    async def _carry(self, version: int, step_s: float) -> tuple[dict[str, float], SyncReport]:
+    async def _sync(self, version: int, step_s: float) -> tuple[dict[str, float], SyncReport]:
         assert self._meeting is not None
         timeout_s = self.timeout_s + step_s + _GRACE_S
         publishing = asyncio.create_task(
@@ -222,12 +224,12 @@ class RowContender:
         try:
             await asyncio.wait({publishing, syncing}, return_when=asyncio.FIRST_EXCEPTION)
         except asyncio.CancelledError:
-            # Interrupted: threads that wait for the processes must not keep the command from ending.
+            # Threads that wait for the processes would keep an interrupted command from ending.
             self.processes.close()
             self._meeting.close()
             raise
         if publishing.done() and (error := publishing.exception()) is not None:
-            self._meeting.close()  # or the coordinator would wait for an offer
+            self._meeting.close()  # otherwise the coordinator would wait for the publisher
             await asyncio.gather(syncing, return_exceptions=True)
             raise error
         await asyncio.gather(publishing, return_exceptions=True)

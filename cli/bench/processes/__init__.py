@@ -1,1 +1,1 @@
-"""The processes of a benchmark, and what they do."""
+"""The processes of a benchmark, and the methods that they run."""

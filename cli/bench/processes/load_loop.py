@@ -1,4 +1,4 @@
-"""What training and decoding do to a machine meanwhile: small products in a loop, counted."""
+"""A load like that of training or decoding: matrix products in a loop, counted."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from weightlane.ckpt_engines.runtime.devices import DeviceRuntime
 
 _TRAINING_SIDE = 256
 _DECODING_SIDE = 4096
-"""64 MiB of float32, more than caches hold: as in decoding, every step reads the weights from memory. A GPU trains
-with it, too."""
+"""64 MiB of float32, more than caches hold, so that every step reads the matrix from memory as decoding does. A GPU also trains
+with it, because a smaller product would only measure launches."""
 
 
 class Loop:
-    """Multiplies on a thread of its own until stopped.
+    """Multiplies matrices on a thread of its own until it is stopped.
 
     Args:
-        decoding: A matrix by a vector, which memory bandwidth limits, instead of by a matrix.
-        turn: Held for each step: who holds it meanwhile stops the loop.
-        runtime: Of the device on which it computes.
+        turn: Held during each step, so that another holder stops the loop.
+        decoding: Multiply a matrix by a vector, which memory bandwidth limits, instead of by a matrix.
+        runtime: Runtime of the device that computes.
     """
 
     def __init__(self, turn: threading.Lock, *, decoding: bool, runtime: DeviceRuntime) -> None:
@@ -29,7 +29,7 @@ class Loop:
         self._left = torch.ones(side, side, device=runtime.device)
         self._right = torch.ones(side, 1 if decoding else side, device=runtime.device)
         self._runtime = runtime
-        runtime.finish()  # the loop has a stream of its own
+        runtime.finish()  # before the loop reads them on another stream
         self._turn = turn
         self._steps = 0
         self._stopped = threading.Event()
@@ -37,16 +37,16 @@ class Loop:
         self._thread.start()
 
     def steps(self) -> tuple[int, float]:
-        """Steps so far, and `time.monotonic` now."""
+        """Return the number of steps so far and `time.monotonic`."""
         return self._steps, time.monotonic()
 
     def stop(self) -> None:
-        """End."""
+        """End the thread."""
         self._stopped.set()
         self._thread.join()
 
     def _run(self) -> None:
-        # On the stream that the worker's other thread has, too, its commits would wait for the loop's steps.
+        # On the stream of the worker's main thread, commits would wait for the loop's steps.
         with self._runtime.on(self._runtime.new_stream()):
             into = torch.empty(self._left.shape[0], self._right.shape[1], device=self._left.device)
             while not self._stopped.is_set():

@@ -1,4 +1,4 @@
-"""An observer that notes when things happened to each version in its process, on the clock that all processes share."""
+"""An observer that records when events of each version happened in its process, on the clock that all processes share."""
 
 from __future__ import annotations
 
@@ -8,36 +8,38 @@ from typing import Any
 
 from weightlane.plugins import hookimpl
 
+_KEPT_VERSIONS = 4
+"""Nobody reads older versions; two may be in progress."""
+
 
 class Moments:
-    """`time.monotonic` of what the hooks tell, by version."""
+    """Records `time.monotonic` of the hooks' events by version."""
 
     def __init__(self) -> None:
-        self._noted: dict[int, dict[str, float]] = {}
+        self._recorded: dict[int, dict[str, float]] = {}
 
     def of(self, version: int) -> dict[str, float]:
-        """What is known of `version`: ``snapshot_ended``, ``snapshot_s``, ``send_began``, ``send_ended``, ``staged``."""
-        return dict(self._noted.get(version, {}))
+        """Return the moments of `version`: ``snapshot_ended``, ``snapshot_s``, ``send_started``, ``send_ended``, ``staged``."""
+        return dict(self._recorded.get(version, {}))
 
     @hookimpl
     def snapshot_taken(self, version: int, facts: Mapping[str, Any]) -> None:
-        """The sender's parameters may change."""
-        self._note(version, snapshot_ended=time.monotonic(), snapshot_s=facts["seconds"])
+        """Record that the sender's parameters may change."""
+        self._record(version, snapshot_ended=time.monotonic(), snapshot_s=facts["seconds"])
 
     @hookimpl
     def bucket_sent(self, version: int, facts: Mapping[str, Any]) -> None:
-        """The engine had a bucket for ``facts["seconds"]``."""
+        """Record when the engine sent a bucket, which took ``facts["seconds"]``."""
         now = time.monotonic()
-        before = self._noted.get(version, {})
-        self._note(version, send_began=before.get("send_began", now - facts["seconds"]), send_ended=now)
+        before = self._recorded.get(version, {})
+        self._record(version, send_started=before.get("send_started", now - facts["seconds"]), send_ended=now)
 
     @hookimpl
     def version_staged(self, version: int) -> None:
-        """Everything has arrived here."""
-        self._note(version, staged=time.monotonic())
+        """Record that the version is complete in this receiver."""
+        self._record(version, staged=time.monotonic())
 
-    def _note(self, version: int, **moments: float) -> None:
-        noted = self._noted.setdefault(version, {})
-        noted.update(moments)
-        for old in sorted(self._noted)[:-4]:  # nobody asks for them any more
-            del self._noted[old]
+    def _record(self, version: int, **moments: float) -> None:
+        self._recorded.setdefault(version, {}).update(moments)
+        for old in sorted(self._recorded)[:-_KEPT_VERSIONS]:
+            del self._recorded[old]

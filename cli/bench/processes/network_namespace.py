@@ -1,4 +1,4 @@
-"""Which network a thread sees: Linux's network namespaces, for a benchmark whose two sides are joined by a link of its own."""
+"""Linux network namespaces, for benchmarks that connect sender and receivers by a link of their own."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _PART = "benchmark network"
 
 
 def new_network() -> int:
-    """Put the calling thread into a network namespace of its own, and return a descriptor of that.
+    """Move the calling thread into a new network namespace and return a descriptor of the namespace.
 
-    The system removes the namespace with the last process in it and the last descriptor of it: nothing is left behind, however
-    a program ends. `ConfigError` where it may not be made.
+    The system removes the namespace with its last process and last descriptor, however the program ends. Raises `ConfigError`
+    where the namespace may not be made.
     """
     _call("unshare", _CLONE_NEWNET)
     return os.open("/proc/thread-self/ns/net", os.O_RDONLY)
 
 
 def enter_network(path: str) -> None:
-    """Put the calling thread, and those it starts later, into the namespace whose descriptor is at `path`.
+    """Move the calling thread, and threads that it starts later, into the namespace whose descriptor is at `path`.
 
-    Sockets that exist stay where they are. `ConfigError` where it may not be entered.
+    Existing sockets stay in their namespace. Raises `ConfigError` where the namespace may not be entered.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY)
@@ -37,7 +37,7 @@ def enter_network(path: str) -> None:
 
 
 def _call(function: str, *arguments: int) -> None:
-    """One that Python's os has from version 3.12 on."""
+    """Call a function of the C library that Python's `os` has only from version 3.12 on."""
     try:
         call = getattr(ctypes.CDLL(None, use_errno=True), function)
     except AttributeError:
@@ -47,5 +47,5 @@ def _call(function: str, *arguments: int) -> None:
         raise ConfigError(
             f"{function} of a network namespace failed: {reason}.",
             part=_PART,
-            hint="It takes root, or the capability CAP_SYS_ADMIN.",
+            hint="Run as root, or with the capability CAP_SYS_ADMIN.",
         )

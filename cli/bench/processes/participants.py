@@ -1,7 +1,4 @@
-"""The one place where the benchmark makes publishers, subscribers and coordinators: what they are asked to do, and when.
-
-Everything here is the public interface of `weightlane.sync`, used as a training loop and a rollout use it.
-"""
+"""The benchmark's publishers, subscribers and coordinators, used as a training loop and a rollout use them."""
 
 from __future__ import annotations
 
@@ -32,12 +29,12 @@ from .moments import Moments
 
 SENDER = "trainer-0"
 LOSSY = tuple(scheme for scheme in get_args(Quantise) if scheme != "none")
-"""Values of the setting ``quantise`` that are measured as codecs: dense versions of quantised weights."""
+"""Values of the setting ``quantise``. The benchmark measures them as codecs: dense versions of quantised weights."""
 _OFFERED = {"integrity": get_args(Integrity), "codec": (*get_args(CodecPolicy), *LOSSY)}
 
 
 def check_offered(setting: str, values: Sequence[str]) -> None:
-    """Raise a `ConfigError` that says which values ``integrity`` or ``codec`` can have unless all `values` are such."""
+    """Raise a `ConfigError` unless all `values` are possible for `setting`, which is ``integrity`` or ``codec``."""
     choices = _OFFERED[setting]
     for value in values:
         if value not in choices:
@@ -49,7 +46,7 @@ def check_offered(setting: str, values: Sequence[str]) -> None:
 
 
 def sync_config(*, codec: str, integrity: str, bucket_mib: float | None, deadline_s: float) -> SyncConfig:
-    """Settings under which a row is measured: whatever fails ends the run instead of being tried again."""
+    """Return the settings of a row. Nothing is retried: any failure ends the run."""
     chosen: dict[str, Any] = {"deadline_s": deadline_s, "connect_timeout_s": deadline_s, "stall_s": deadline_s}
     chosen |= {"retries": 0, "quorum": 1.0}
     if bucket_mib is not None:
@@ -63,11 +60,11 @@ class SendingSide:
     """A row's publisher, in the sender's process.
 
     Args:
-        rendezvous: Where the row's participants meet, as plain data.
+        rendezvous: Address of the row's rendezvous, as plain data.
         engine: Name of the checkpoint engine.
-        options: Its options.
+        options: The engine's options.
         config: The row's `SyncConfig`, as plain data.
-        specs: What is carried.
+        specs: The tensors.
         tensors: The live parameters by name.
     """
 
@@ -99,7 +96,7 @@ class SendingSide:
         )
 
     def publish(self, version: int, step_s: float) -> dict[str, float]:
-        """Publish, let a step of `step_s` seconds pass, and pass the fence: when it began, and how long each call blocked."""
+        """Publish, sleep for a step of `step_s` seconds, and pass the fence. Returns the start and how long each call blocked."""
         started = time.monotonic()
         self._publisher.publish(version)
         publish_s = time.monotonic() - started
@@ -109,12 +106,15 @@ class SendingSide:
         return {"started": started, "publish_s": publish_s, "fence_s": time.monotonic() - before}
 
     def close(self) -> None:
-        """Leave."""
+        """Close the publisher."""
         self._publisher.close()
 
 
 class ReceivingSide:
-    """A row's subscriber, in a receiver's process. As for `SendingSide`, with a `name`, and the `runtime` of the live device."""
+    """A row's subscriber, in a receiver's process.
+
+    Args are those of `SendingSide`, with the subscriber's `name` and the `runtime` of the parameters' device.
+    """
 
     def __init__(
         self,
@@ -147,14 +147,13 @@ class ReceivingSide:
     def commit(self, version: int, live: Mapping[str, torch.Tensor], pause: Lock) -> tuple[float, float]:
         """Copy the staged version over the `live` parameters, holding `pause` from the first byte to the last.
 
-        Where the staged tensors are is found out before: nothing needs to stand still for that. Of a delta, only what has changed
-        is written; what came quantised is restored tensor by tensor. Returns `time.monotonic` when the pause began and
-        when it ended.
+        The staged tensors are located before that, since decoding need not stop for it. Of a delta only the changed elements are
+        written. Quantised tensors are restored one by one. Returns `time.monotonic` at the start and at the end of the pause.
         """
         if not self._live:
             self._live = dict(live)
             if not self._quantised:
-                self._subscriber.prepare_delta = self._prepared
+                self._subscriber.prepare_delta = self._prepare
         if (delta := self._subscriber.take_delta(version)) is not None:
             with pause:
                 started = time.monotonic()
@@ -166,27 +165,20 @@ class ReceivingSide:
                 self._runtime.finish()
                 return started, time.monotonic()
         staged = self._subscriber.take(version)
-        if self._quantised:
-            with pause:
-                started = time.monotonic()
-                for name, tensor in live.items():
-                    tensor.copy_(staged[name])
-                self._runtime.finish()
-                ended = time.monotonic()
-            self._subscriber.release(version)
-            return started, ended
-        copies = [(_flat_bytes(tensor), _flat_bytes(staged[name])) for name, tensor in live.items()]
+        copies = [] if self._quantised else [(_flat_bytes(live[name]), _flat_bytes(staged[name])) for name in live]
         with pause:
             started = time.monotonic()
             for target, source in copies:
                 copy_bytes(target, source)
+            for name in live if self._quantised else ():
+                live[name].copy_(staged[name])
             self._runtime.finish()
             ended = time.monotonic()
         self._subscriber.release(version)
         return started, ended
 
-    def _prepared(self, delta: IncomingDelta) -> list[tuple[torch.Tensor, ...]]:
-        """For each segment what is written to, where, what, and what is there now, as a replica needs it to take it back."""
+    def _prepare(self, delta: IncomingDelta) -> list[tuple[torch.Tensor, ...]]:
+        """Return target, offsets, new values and old values of each segment. A replica keeps the old ones to roll back."""
         prepared: list[tuple[torch.Tensor, ...]] = []
         for segment, patch in delta.patches:
             part = delta.where(segment)
@@ -199,7 +191,7 @@ class ReceivingSide:
         return prepared
 
     def close(self) -> None:
-        """Leave."""
+        """Close the subscriber."""
         self._subscriber.close()
 
 
@@ -208,7 +200,7 @@ class Meeting:
 
     Args:
         config: The row's settings.
-        replicas: Who commits.
+        replicas: The replicas that commit.
     """
 
     def __init__(self, config: SyncConfig, replicas: Sequence[Replica]) -> None:
@@ -217,11 +209,11 @@ class Meeting:
         self.coordinator = Coordinator(self._rendezvous, [SENDER], replicas, config, RunHooks())
 
     async def sync(self, version: int) -> SyncReport:
-        """Carry `version` into service everywhere, or raise why not."""
+        """Sync `version` to all replicas. Raises the coordinator's errors."""
         return await self.coordinator.sync(version)
 
     def close(self) -> None:
-        """Let everybody go."""
+        """Close the coordinator, which dismisses all participants."""
         self.coordinator.close()
 
 

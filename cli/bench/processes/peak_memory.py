@@ -1,9 +1,8 @@
-"""How much memory a process takes at its peak, against what it took before.
+"""Measures a process's peak memory above a start value.
 
-Counted is what the process itself brought into being (Linux, ``/proc/self/status``): its private memory (``RssAnon``) and, in
-the sender, also the shared segments it maps (``RssShmem``). A receiver that maps a sender's segment does not count it again.
-Files in the page cache are the kernel's and not counted. On a GPU what torch has allocated there is added; what an engine has
-from the driver itself (``cuda_ipc``) is not seen.
+The measured memory (Linux, ``/proc/self/status``) is private memory (``RssAnon``) and, in the sender, shared segments
+(``RssShmem``). A receiver that maps a sender's segment does not count it again. Files in the page cache do not count. On a GPU
+the memory that torch has allocated is added; memory that an engine has from the driver itself (``cuda_ipc``) is not.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ _PERIOD_S = 0.005
 
 
 class PeakMemory:
-    """Watches from its making on, until `stop`. Looks every few milliseconds, so watch what is not timed.
+    """Measures from its construction until `stop`, every few milliseconds: do not use it while something is timed.
 
     Args:
         shared: Whether shared segments count.
-        runtime: Of the device whose memory counts beside the host's.
+        runtime: Runtime of the device whose memory counts in addition to the host's.
     """
 
     def __init__(self, *, shared: bool, runtime: DeviceRuntime | None = None) -> None:
@@ -35,7 +34,7 @@ class PeakMemory:
         self._thread.start()
 
     def stop(self) -> int:
-        """End, and return by how many bytes the peak was above the start."""
+        """Stop measuring and return by how many bytes the peak was above the start value."""
         self._stopped.set()
         self._thread.join()
         return max(self._peak, self._now()) - self._before

@@ -1,6 +1,6 @@
-"""Transports without weightlane: the limits that rows are held against, and the blocking way that they replace.
+"""Transports without weightlane: the limits of the rows, and the blocking sync that weightlane replaces.
 
-Both ends of each live here; rank 0 is the sender's. Everything is timed on `time.monotonic`, which all processes share.
+This module holds both ends of each transport. Rank 0 is the sender.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class RawGloo:
     """A gloo group of the sender and all receivers.
 
     Args:
-        rendezvous: Where they meet, as plain data.
+        rendezvous: Address of the group's rendezvous, as plain data.
         rank: 0 for the sender.
-        world: Processes in the group.
-        timeout_s: For the meeting and for each operation.
+        world: Number of processes in the group.
+        timeout_s: Longest time of the start and of each operation, in seconds.
     """
 
     def __init__(self, rendezvous: Mapping[str, Any], rank: int, world: int, timeout_s: float) -> None:
@@ -41,20 +41,20 @@ class RawGloo:
         self._group = open_process_group("gloo", store, rank, world, Deadline.after(timeout_s))
 
     def broadcast(self, data: torch.Tensor) -> None:
-        """Rank 0's `data` (1-D uint8) into everybody's, in one piece."""
+        """Broadcast rank 0's `data` (1-D uint8) into that of every other rank."""
         for start in range(0, data.numel(), _LARGEST_BROADCAST_BYTES):
             self._broadcast(data[start : start + _LARGEST_BROADCAST_BYTES])
 
     def broadcast_in_buckets(self, tensors: Mapping[str, torch.Tensor], bucket: torch.Tensor) -> None:
-        """Every tensor of rank 0 into everybody's: one bucket at a time is filled, sent, and emptied."""
-        for pieces, nbytes in _buckets(tensors, bucket.numel()):
+        """Broadcast every tensor of rank 0 into those of every other rank. One bucket at a time is filled, sent and emptied."""
+        for slices, nbytes in _buckets(tensors, bucket.numel()):
             if self._rank == 0:
-                for place, piece in pieces:
-                    bucket[place : place + piece.numel()].copy_(piece)
+                for offset, part in slices:
+                    bucket[offset : offset + part.numel()].copy_(part)
             self._broadcast(bucket[:nbytes])
             if self._rank:
-                for place, piece in pieces:
-                    piece.copy_(bucket[place : place + piece.numel()])
+                for offset, part in slices:
+                    part.copy_(bucket[offset : offset + part.numel()])
 
     def close(self) -> None:
         """Leave the group."""
@@ -69,25 +69,25 @@ class RawGloo:
 def _buckets(
     tensors: Mapping[str, torch.Tensor], bucket_bytes: int
 ) -> Iterator[tuple[list[tuple[int, torch.Tensor]], int]]:
-    """Pieces of tensors (uint8 views) with their places in a bucket, and how full that is."""
-    pieces: list[tuple[int, torch.Tensor]] = []
+    """Yield for each bucket its slices of tensors (offset in the bucket, uint8 view) and its size in bytes."""
+    slices: list[tuple[int, torch.Tensor]] = []
     used = 0
     for tensor in tensors.values():
         left = tensor.view(-1).view(torch.uint8)
         while left.numel():
-            piece = left[: bucket_bytes - used]
-            pieces.append((used, piece))
-            used += piece.numel()
-            left = left[piece.numel() :]
+            part = left[: bucket_bytes - used]
+            slices.append((used, part))
+            used += part.numel()
+            left = left[part.numel() :]
             if used == bucket_bytes:
-                yield pieces, used
-                pieces, used = [], 0
-    if pieces:
-        yield pieces, used
+                yield slices, used
+                slices, used = [], 0
+    if slices:
+        yield slices, used
 
 
 def has_safetensors() -> bool:
-    """Whether files can be measured against."""
+    """Whether the safetensors library is installed."""
     try:
         importlib.import_module("safetensors.torch")
     except ImportError:
@@ -96,12 +96,12 @@ def has_safetensors() -> bool:
 
 
 def save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Write `tensors` as a safetensors file; `ConfigError` where the library is missing."""
+    """Write `tensors` as a safetensors file. Raises `ConfigError` where the library is missing."""
     _safetensors().save_file(dict(tensors), str(path))
 
 
 def load(path: Path, into: Mapping[str, torch.Tensor]) -> None:
-    """Read a safetensors file into tensors of the same names."""
+    """Read a safetensors file into the tensors of the same names. Raises `ConfigError` where the library is missing."""
     loaded = _safetensors().load_file(str(path))
     torch._foreach_copy_(list(into.values()), [loaded[name] for name in into])
 
@@ -110,4 +110,6 @@ def _safetensors() -> Any:
     try:
         return importlib.import_module("safetensors.torch")
     except ImportError as error:
-        raise ConfigError("safetensors is not installed.", part="benchmark", hint="pip install safetensors.") from error
+        raise ConfigError(
+            "safetensors is not installed.", part="benchmark", hint="Install it with: pip install safetensors."
+        ) from error

@@ -1,20 +1,19 @@
-"""What the benchmark's processes do: the sender and the receivers, driven call by call from the benchmark's own process."""
+"""The methods of the benchmark's sender and receivers. The benchmark's own process calls them one by one."""
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from weightlane.ckpt_engines import StorageError, as_weightlane_error
-from weightlane.ckpt_engines.conformance.processes.json_line import Line
 from weightlane.ckpt_engines.runtime.devices import HOST, DeviceRuntime, numbered_device, runtime_of
+from weightlane.ckpt_engines.runtime.json_socket import JsonSocket
 from weightlane.sync.config import Quantise
 
 from ..workload.workload import Payload, Workload, restored_crc
@@ -27,14 +26,23 @@ from .raw_transports import RawGloo, load, save
 Span = tuple[float, float]
 """`time.monotonic` at the beginning and at the end."""
 _SPIN_S = 0.001
+"""Seconds before a common start that are spent spinning, because a sleep may end late by about as much."""
+
+Side = TypeVar("Side", SendingSide, ReceivingSide)
 
 
-class WorkerMethods:
-    """What both sides have. Public methods are called by name; arguments and results are JSON."""
+class WorkerMethods(Generic[Side]):
+    """The methods of both sides. Public methods are called by name; arguments and results are JSON.
+
+    Args:
+        index: 0 for the sender, from 1 on for a receiver.
+        shared: Memory that all workers share.
+    """
 
     def __init__(self, index: int, shared: mmap.mmap) -> None:
         self._index = index
         self._mapping = shared
+        self._rows: dict[str, Side] = {}
         self._workload = Workload("", ())
         self._payload = Payload(())
         self._scratch: torch.Tensor | None = None
@@ -42,11 +50,11 @@ class WorkerMethods:
         self._bucket: torch.Tensor | None = None
         self._runtime: DeviceRuntime = runtime_of(HOST)
         self._on_host: torch.Tensor | None = None
-        """Of a GPU's parameters, for gloo."""
+        """A copy of a GPU's parameters, which gloo cannot send itself."""
         self._memory: dict[str, PeakMemory] = {}
         self._loop: Loop | None = None
         self._decoding = threading.Lock()
-        """Held for a step of the decode loop, and for a commit."""
+        """Held during a step of the decode loop, and during a commit."""
 
     def prepare(
         self,
@@ -57,9 +65,9 @@ class WorkerMethods:
         device: str = "cpu",
         devices: int = 1,
     ) -> None:
-        """Make the parameters: random ones in the sender, numbers if they shall be `finite`; zeros in receivers.
+        """Make the parameters: random bits in the sender, or finite numbers if `finite`; zeros in receivers.
 
-        Of several `devices` the processes take one each in turn.
+        With several `devices`, the processes use them in turn.
         """
         torch.set_num_threads(threads)
         self._runtime = runtime_of(numbered_device(device, self._index % devices))
@@ -70,11 +78,11 @@ class WorkerMethods:
             self._payload.fill(seed, finite=finite)
 
     def enter_network(self, path: str) -> None:
-        """See `network.enter_network`; everything that is opened from now on is there."""
+        """Enter a network namespace: see `network_namespace.enter_network`."""
         enter_network(path)
 
     def crc(self, quantise: Quantise = "none") -> int:
-        """Of the parameters as they are now; in the sender, of what quantising leaves of them."""
+        """Return the CRC-32 of the present parameters; in the sender, of the parameters after quantising and restoring."""
         if self._index or quantise == "none":
             return self._payload.crc()
         return restored_crc(self._workload.specs, self._payload, quantise)
@@ -82,12 +90,12 @@ class WorkerMethods:
     # -- limits: plain copies -------------------------------------------------------------------------------------------
 
     def open_copies(self) -> None:
-        """Make the memory that is copied to, and touch it."""
+        """Allocate the target of the copies, and touch every page of it."""
         if self._index:
             self._scratch = torch.empty_like(self._payload.flat).zero_()
         else:
             self._shared().zero_()
-        if self._runtime.has_streams:  # at full speed only between a device and memory that it knows
+        if self._runtime.has_streams:  # a device copies at full speed only to registered memory
             shared = self._shared()
             if not self._runtime.register_host(shared.data_ptr(), shared.numel()):
                 raise StorageError(
@@ -97,7 +105,7 @@ class WorkerMethods:
                 )
 
     def close_copies(self) -> None:
-        """Give it back."""
+        """Free the target of the copies."""
         self._scratch = None
         if self._runtime.has_streams:
             self._runtime.unregister_host(self._shared().data_ptr())
@@ -105,7 +113,7 @@ class WorkerMethods:
             self._mapping.madvise(mmap.MADV_REMOVE)
 
     def copy_aside(self, at: float) -> Span:
-        """One copy of all parameters within this process."""
+        """Copy all parameters once within this process, starting at the time `at`."""
         assert self._scratch is not None
         started = _wait_until(at)
         self._scratch.copy_(self._payload.flat)
@@ -113,7 +121,7 @@ class WorkerMethods:
         return started, time.monotonic()
 
     def copy_in(self) -> Span:
-        """One copy of all parameters into the shared memory."""
+        """Copy all parameters into the shared memory."""
         shared = self._shared()
         started = time.monotonic()
         shared.copy_(self._payload.flat)
@@ -121,7 +129,7 @@ class WorkerMethods:
         return started, time.monotonic()
 
     def copy_out(self, at: float) -> Span:
-        """One copy out of the shared memory."""
+        """Copy all parameters out of the shared memory, starting at the time `at`."""
         assert self._scratch is not None
         shared = self._shared()
         started = _wait_until(at)
@@ -132,23 +140,23 @@ class WorkerMethods:
     def _shared(self) -> torch.Tensor:
         return torch.frombuffer(self._mapping, dtype=torch.uint8, count=self._payload.flat.numel())
 
-    # -- limits: raw transports, and the blocking way ---------------------------------------------------------------------
+    # -- limits: bare transports, and a blocking sync ---------------------------------------------------------------------
 
     def open_gloo(self, rendezvous: Mapping[str, Any], world: int, bucket_bytes: int, timeout_s: float) -> None:
-        """Everybody connects at the same time."""
+        """Join the gloo group. All workers must call this at the same time."""
         self._gloo = RawGloo(rendezvous, self._index, world, timeout_s)
         self._bucket = self._runtime.host_memory(bucket_bytes)
         if self._runtime.has_streams:
             self._on_host = self._runtime.host_memory(self._payload.flat.numel())
 
     def close_gloo(self) -> None:
-        """Leave the group."""
+        """Leave the gloo group."""
         gloo, self._gloo, self._bucket, self._on_host = self._gloo, None, None, None
         if gloo is not None:
             gloo.close()
 
     def broadcast(self, at: float) -> Span:
-        """All parameters in one flat broadcast, over those of the receivers."""
+        """Broadcast all parameters in one flat tensor into those of the receivers."""
         assert self._gloo is not None
         started = _wait_until(at)
         if self._on_host is None:
@@ -163,7 +171,7 @@ class WorkerMethods:
         return started, time.monotonic()
 
     def block(self, at: float) -> Span:
-        """The blocking way: everything stops, and the parameters go across bucket by bucket."""
+        """Do a blocking sync: both sides stop, and the parameters are sent bucket by bucket."""
         assert self._gloo is not None
         assert self._bucket is not None
         with self._decoding:
@@ -173,49 +181,55 @@ class WorkerMethods:
             return started, time.monotonic()
 
     def save(self, path: str) -> Span:
-        """All parameters as one safetensors file."""
+        """Write all parameters to one safetensors file."""
         started = time.monotonic()
         save(self._payload.tensors, Path(path))
         return started, time.monotonic()
 
     def load(self, path: str, at: float) -> Span:
-        """Such a file over the parameters."""
+        """Read a safetensors file into the parameters."""
         started = _wait_until(at)
         load(Path(path), self._payload.tensors)
         return started, time.monotonic()
 
-    # -- what runs meanwhile ----------------------------------------------------------------------------------------------
+    # -- load beside the syncs --------------------------------------------------------------------------------------------
 
     def start_loop(self) -> None:
-        """Train, or decode."""
+        """Start the training loop in the sender, the decode loop in a receiver."""
         turn = self._decoding if self._index else threading.Lock()
         self._loop = Loop(turn, decoding=self._index > 0, runtime=self._runtime)
 
     def loop_steps(self) -> tuple[int, float]:
-        """See `Loop.steps`."""
+        """Return the number of steps so far and `time.monotonic`."""
         assert self._loop is not None
         return self._loop.steps()
 
     def stop_loop(self) -> None:
-        """Neither."""
+        """Stop the loop."""
         loop, self._loop = self._loop, None
         if loop is not None:
             loop.stop()
 
     def peak_bytes(self, row: str) -> int:
-        """Most memory the row took since it was opened; from now on it is not watched any more."""
+        """Return the most memory that the row took since it was opened, and stop measuring it."""
         return self._memory.pop(row).stop()
 
+    # -- rows -------------------------------------------------------------------------------------------------------------
 
-class Sender(WorkerMethods):
-    """The trainer's side."""
+    def moments(self, row: str, version: int) -> dict[str, float]:
+        """See `Moments.of`."""
+        return self._rows[row].moments.of(version)
 
-    def __init__(self, index: int, shared: mmap.mmap) -> None:
-        super().__init__(index, shared)
-        self._rows: dict[str, SendingSide] = {}
+    def close_row(self, row: str) -> None:
+        """Close the row's publisher or subscriber."""
+        self._rows.pop(row).close()
+
+
+class Sender(WorkerMethods[SendingSide]):
+    """The methods of the trainer's side."""
 
     def change(self, density: float) -> None:
-        """Change that share of the parameters."""
+        """Change the share `density` of the parameters."""
         self._payload.change(density, self._seed)
 
     def open_row(
@@ -226,7 +240,7 @@ class Sender(WorkerMethods):
         options: Mapping[str, Any],
         config: Mapping[str, Any],
     ) -> None:
-        """Make the row's publisher."""
+        """Make the row's publisher, and measure the memory it takes."""
         self._memory[row] = PeakMemory(shared=True, runtime=self._runtime)
         specs, tensors = self._workload.specs, self._payload.tensors
         self._rows[row] = SendingSide(rendezvous, engine, options, config, specs, tensors)
@@ -235,21 +249,9 @@ class Sender(WorkerMethods):
         """See `SendingSide.publish`."""
         return self._rows[row].publish(version, step_s)
 
-    def moments(self, row: str, version: int) -> dict[str, float]:
-        """See `Moments.of`."""
-        return self._rows[row].moments.of(version)
 
-    def close_row(self, row: str) -> None:
-        """End the row's publisher."""
-        self._rows.pop(row).close()
-
-
-class Receiver(WorkerMethods):
-    """A rollout's side."""
-
-    def __init__(self, index: int, shared: mmap.mmap) -> None:
-        super().__init__(index, shared)
-        self._rows: dict[str, ReceivingSide] = {}
+class Receiver(WorkerMethods[ReceivingSide]):
+    """The methods of a rollout's side."""
 
     def open_row(
         self,
@@ -259,52 +261,44 @@ class Receiver(WorkerMethods):
         options: Mapping[str, Any],
         config: Mapping[str, Any],
     ) -> None:
-        """Make the row's subscriber."""
+        """Make the row's subscriber, and measure the memory it takes."""
         self._memory[row] = PeakMemory(shared=False, runtime=self._runtime)
         name = subscriber_name(self._index - 1)
         self._rows[row] = ReceivingSide(name, rendezvous, engine, options, config, self._workload.specs, self._runtime)
 
     def commit(self, row: str, version: int) -> Span:
-        """See `ReceivingSide.commit`; between two steps of the decode loop."""
+        """Commit a version between two steps of the decode loop: see `ReceivingSide.commit`."""
         return self._rows[row].commit(version, self._payload.tensors, self._decoding)
-
-    def moments(self, row: str, version: int) -> dict[str, float]:
-        """See `Moments.of`."""
-        return self._rows[row].moments.of(version)
-
-    def close_row(self, row: str) -> None:
-        """End the row's subscriber."""
-        self._rows.pop(row).close()
 
 
 def subscriber_name(receiver: int) -> str:
-    """Under which name a receiver subscribes."""
+    """Return the name under which a receiver subscribes."""
     return f"rollout-{receiver}/0"
 
 
-def serve(line: Line, index: int, shared: mmap.mmap) -> None:
-    """Answer calls until the other end is gone.
+def serve(requests: JsonSocket, index: int, shared: int) -> None:
+    """Answer calls until the other end of the socket closes.
 
     Args:
-        line: Where they come from.
-        index: 0 for the sender, else a receiver.
-        shared: Memory that all workers share.
+        requests: The socket on which calls arrive.
+        index: 0 for the sender, from 1 on for a receiver.
+        shared: File descriptor of the memory that all workers share.
     """
-    target = Receiver(index, shared) if index else Sender(index, shared)
+    mapping = mmap.mmap(shared, 0)
+    target = Receiver(index, mapping) if index else Sender(index, mapping)
     methods: dict[str, Callable[..., Any]] = {
         name: getattr(target, name) for name in dir(target) if not name.startswith("_")
     }
-    while (request := line.receive()) is not None:
+    while (request := requests.receive()) is not None:
         try:
             answer = {"value": methods[request["method"]](*request["arguments"])}
-        except Exception as error:  # noqa: BLE001 - whatever it was, the benchmark reports it
+        except Exception as error:  # noqa: BLE001 - the benchmark raises it
             answer = {"error": as_weightlane_error(error, f"benchmark worker {index}").to_wire()}
-        with contextlib.suppress(OSError):
-            line.send(answer)
+        requests.send(answer)
 
 
 def _wait_until(at: float) -> float:
-    """Return at that moment, however roughly the system sleeps."""
+    """Return at the time `at`, even though the system ends a sleep late."""
     while (left := at - time.monotonic()) > 0:
         if left > _SPIN_S:
             time.sleep(left - _SPIN_S)

@@ -1,1 +1,1 @@
-"""What a benchmark found: JSON, table and plot."""
+"""The report of a benchmark: its data, tables and plot."""

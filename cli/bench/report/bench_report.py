@@ -1,4 +1,4 @@
-"""What a benchmark found, as it stands in its JSON: times in seconds, sizes in bytes."""
+"""The report of a benchmark as it is written to JSON. Times are in seconds, sizes in bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class _Model(BaseModel):
 
 
 class Spread(_Model):
-    """A figure over all measured rounds."""
+    """Median, minimum and maximum of a figure over all measured rounds."""
 
     median: float
     min: float
@@ -22,21 +22,21 @@ class Spread(_Model):
 
     @classmethod
     def over(cls, values: Sequence[float]) -> Self:
-        """Of at least one value."""
+        """Make the spread of one or more values."""
         return cls(median=statistics.median(values), min=min(values), max=max(values))
 
 
 class Machine(_Model):
-    """Where it was measured."""
+    """The machine that was measured."""
 
     cpu: str
-    """Model name; empty where the system does not tell."""
+    """Model name; empty if the system does not report it."""
     cores: int
-    """That this process may use."""
+    """CPU cores that this process may use."""
     memory_bytes: int
-    """Of the machine or the container, 0 where unknown."""
+    """Memory of the machine or the container; 0 if unknown."""
     gpu: str = ""
-    """Name of the one that was measured; empty where none was."""
+    """Name of the measured GPU; empty if none was measured."""
     system: str
     python: str
     torch: str
@@ -44,37 +44,37 @@ class Machine(_Model):
 
 
 class Setup(_Model):
-    """What was measured."""
+    """The settings of the run."""
 
     date: str
-    """ISO, UTC."""
+    """ISO date, in UTC."""
     model: str
     device: str = "cpu"
-    """Where parameters lay."""
+    """The parameters' device."""
     tensors: int
     payload_bytes: int
     receivers: int
     rounds: int
-    """Measured ones; one round before them is left out."""
+    """Measured rounds. One round before them warms up."""
     seed: int
     threads: int
-    """Of torch, in every process."""
+    """Threads of torch in every process."""
     bucket_bytes: int
 
 
 class Limits(_Model):
-    """What no transport on this machine can beat."""
+    """Times that no transport on this machine can beat."""
 
     memcpy_s: Spread
-    """One process copies the payload, once, memory warm."""
+    """One process copies the payload once, in memory that it has used before."""
     memcpy_all_receivers_s: Spread
-    """Every receiver does so at the same time; the slowest one."""
+    """Every receiver copies the payload at the same time; the slowest one."""
     copy_in_then_out_s: Spread
     """The sender copies into shared memory; then every receiver copies out at the same time."""
 
 
 class Blocking(_Model):
-    """The way that stops both sides: one bucket after the other is filled, sent by gloo, and emptied into live parameters."""
+    """A blocking sync: both sides stop while each bucket is filled, sent by gloo, and copied into live parameters."""
 
     trainer_blocked_s: Spread
     rollout_blocked_s: Spread
@@ -82,40 +82,40 @@ class Blocking(_Model):
 
 
 class Phases(_Model):
-    """Where the latency went: these add up to it.
+    """The phases of the latency, which add up to it.
 
-    What is done beside something longer takes no time here: checksums of a bucket, for example, that are made while another
-    one travels.
+    Work beside something longer takes no time here. An example is the checksum of a bucket that is computed while another bucket
+    is sent.
     """
 
     export: Spread
-    """`publish` until the snapshot is complete."""
+    """From the call of `publish` until the snapshot is complete."""
     pack: Spread
-    """Until the engine gets the first bucket: the manifest is accepted everywhere, the bucket filled, and its checksum taken."""
+    """Until the engine gets the first bucket: receivers accept the manifest, and the bucket is filled and checksummed."""
     transfer: Spread
     """Until the engine has sent the last bucket."""
     stage: Spread
-    """Until the last receiver has everything, each bucket checked."""
+    """Until the last receiver has verified every bucket."""
     verify: Spread
-    """Until the first copy of a commit begins: every receiver has said that it is complete, and knows where things lie."""
+    """Until the first copy of a commit starts: every receiver has reported the version and located its tensors."""
     commit: Spread
     """Until the last receiver serves the version."""
 
 
 PHASES = tuple(Phases.model_fields)
-"""Their names, in order."""
+"""Names of the phases, in order."""
 
 
 class ExtraBytes(_Model):
-    """Most memory that a side took beyond its parameters, measured over the first versions; see `memory`."""
+    """Peak memory of each side beyond its parameters, measured over the first versions: see `peak_memory`."""
 
     trainer: int
     rollout: int
-    """Of the receiver that took most."""
+    """The receiver that took most."""
 
 
 class Slowdown(_Model):
-    """Steps per second while versions follow each other without a pause, as a share of those without any."""
+    """Steps per second beside versions that follow each other without a pause, as a share of those without any version."""
 
     trainer: float
     """A loop of small matrix products in the sender."""
@@ -130,37 +130,37 @@ class Row(_Model):
     codec: str
     integrity: str
     density: float
-    """Share of the elements that changed from the version before."""
+    """Share of the elements that differ from the previous version."""
     payload_bytes: int
-    """Of all tensors."""
+    """Bytes of all tensors."""
     wire_bytes: int
-    """That the sender handed to the engine for a version, checksums included; median."""
+    """Bytes that the sender gave to the engine for a version, checksums included; median."""
     trainer_blocked_s: Spread
-    """`publish` and `fence`, with a step between them that is longer than the snapshot."""
+    """Time in `publish` and `fence`, with a step between them that is longer than the snapshot."""
     trainer_blocked_without_step_s: Spread
-    """The same with nothing between them."""
+    """Time in `publish` and `fence` with nothing between them."""
     rollout_blocked_s: Spread
-    """Copying the staged version over the live parameters, slowest receiver."""
+    """Time in which the slowest receiver copies the staged version over the live parameters."""
     latency_s: Spread
-    """`publish` until the last receiver has committed."""
+    """From the call of `publish` until the last receiver has committed."""
     raw_transport_s: Spread | None
-    """The bare transport in the same rounds, from the sender's memory into the receivers'; null where there is none."""
+    """The bare transport in the same rounds, from the sender's memory into the receivers'; null if the engine has none."""
     phases: Phases
     extra_bytes: ExtraBytes
     slowdown: Slowdown | None
-    """Null unless asked for."""
+    """Null unless the run measured it."""
     rounds: int
     verified: bool
-    """Every receiver's parameters were those of the sender, bit for bit, after every version."""
+    """Whether every receiver's parameters equalled those of the sender, bit for bit, after every version."""
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The row's name in tables."""
         return f"{self.engine} {self.codec} {self.integrity}"
 
 
 class BenchReport(_Model):
-    """A run of ``weightlane bench``."""
+    """The report of a run of ``weightlane bench``."""
 
     machine: Machine
     setup: Setup
@@ -168,20 +168,20 @@ class BenchReport(_Model):
     blocking: Blocking
     rows: list[Row]
     unavailable: dict[str, str] = Field(default_factory=dict)
-    """Engines that were asked for and cannot run here, with the reason."""
+    """Requested engines that cannot run here, with the reason."""
     notes: list[str] = Field(default_factory=list)
-    """What a reader should know before believing the figures."""
+    """Warnings about the figures."""
 
     @property
     def verified(self) -> bool:
-        """Whether every row is."""
+        """Whether every row is verified."""
         return all(row.verified for row in self.rows)
 
     def limit_s(self, row: Row) -> float:
-        """The latency that `row` is held against (median): its bare transport, and a copy more where it takes one.
+        """Return the lower bound (median) of the latency of `row`: its bare transport, and one more copy where it needs one.
 
-        Shared memory is copied out of straight into the parameters, and so is a file in the page cache; what gloo brings has to
-        be copied once more. An engine that has no bare form is held against a copy in and a copy out.
+        Shared memory and files in the page cache are copied directly into the parameters. Buckets from gloo need one more
+        copy. The bound for an engine without a bare transport is a copy in and a copy out.
         """
         if row.raw_transport_s is None:
             return self.limits.copy_in_then_out_s.median

@@ -1,4 +1,4 @@
-"""Facts about the machine that figures depend on."""
+"""Properties of the machine that affect the figures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .bench_report import Machine
 
 
 def this_machine(device: str = "cpu") -> Machine:
-    """Of this process, and of the GPU that is measured, if one is; no names of hosts or users."""
+    """Describe this machine, and its GPU if `device` is one, without names of hosts or users."""
     return Machine(
         cpu=_cpu(),
         cores=usable_cpus(),
@@ -28,7 +28,7 @@ def this_machine(device: str = "cpu") -> Machine:
 
 
 def available_bytes(device: str = "cpu") -> int | None:
-    """Memory that can still be had where parameters lie; None where the system does not tell."""
+    """Return the free memory of `device`; None if the system does not report it."""
     free = runtime_of(numbered_device(device)).free_bytes()
     return _meminfo("MemAvailable:") if free is None else free
 
@@ -60,5 +60,5 @@ def _meminfo(field: str) -> int | None:
 def _own_version() -> str:
     try:
         return version("weightlane")
-    except PackageNotFoundError:  # run from a source tree
+    except PackageNotFoundError:  # weightlane runs from a source tree
         return "unknown"

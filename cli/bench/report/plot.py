@@ -1,4 +1,4 @@
-"""A report as a picture: where the latency of each row goes, beside what the machine allows."""
+"""Draws a report: the phases of each row's latency, and the limits of the machine."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _COLOURS = dict(zip(PHASES, ("#4e79a7", "#f28e2b", "#59a14f", "#76b7b2", "#edc94
 
 
 def check_plot(path: Path) -> None:
-    """Raise `ConfigError` where there is no matplotlib to draw with, or it cannot write a file of that name."""
+    """Raise `ConfigError` unless matplotlib is installed and can write the format that `path` ends with."""
     known = _figure().canvas.get_supported_filetypes()
     if path.suffix.removeprefix(".") not in known:
         raise ConfigError(
-            f"{path.name} names no format that a plot can have.",
+            f"{path.name} does not end with a format that matplotlib can write.",
             part=_PART,
-            hint=f"Endings: {', '.join(sorted(known))}.",
+            hint=f"Formats: {', '.join(sorted(known))}.",
         )
 
 
@@ -31,24 +31,26 @@ def _figure(**how: Any) -> Any:
         return importlib.import_module("matplotlib.figure").Figure(**how)
     except ImportError as error:
         raise ConfigError(
-            "a plot needs matplotlib, which is not installed.", part=_PART, hint="pip install matplotlib."
+            "a plot needs matplotlib, which is not installed.",
+            part=_PART,
+            hint="Install it with: pip install matplotlib.",
         ) from error
 
 
 def plot_title(report: BenchReport) -> str:
-    """What there is to see, about the row whose rollout stops for the shortest time."""
+    """Summarise the row whose rollout stops for the shortest time."""
     best = min(report.rows, key=lambda row: row.rollout_blocked_s.median)
     copies = best.rollout_blocked_s.median / max(1e-9, report.limits.memcpy_all_receivers_s.median)
     blocking_s = report.blocking.trainer_blocked_s.median
     share = best.trainer_blocked_s.median / max(1e-9, blocking_s)
     return (
-        f"{best.engine}: rollout stops for {copies:.2f}x one copy, trainer for {100 * share:.2g} % of the blocking way\n"
+        f"{best.engine}: rollout stops for {copies:.2f}x one copy, trainer for {100 * share:.2g} % of a blocking sync\n"
         f"{report.setup.model}, {report.setup.payload_bytes / 1e6:.0f} MB, {report.setup.receivers} receivers"
     )
 
 
 def plot_report(report: BenchReport, path: Path) -> None:
-    """Draw `report` into `path`; raises what `check_plot` raises, or `StorageError` when the file cannot be written."""
+    """Draw `report` into `path`. Raises the errors of `check_plot`, or `StorageError` when the file cannot be written."""
     check_plot(path)
     figure = _figure(figsize=(9, 2.4 + _INCHES_PER_ROW * len(report.rows)), layout="constrained")
     axes = figure.subplots()
@@ -63,7 +65,7 @@ def plot_report(report: BenchReport, path: Path) -> None:
         label = "limit of the row" if number == 0 else None
         axes.plot([limit_ms, limit_ms], [number - 0.4, number + 0.4], color="black", linewidth=2, label=label)
     blocking_ms = 1e3 * report.blocking.latency_s.median
-    axes.axvline(blocking_ms, color="gray", linestyle="--", label="blocking way, both sides stopped")
+    axes.axvline(blocking_ms, color="gray", linestyle="--", label="blocking sync, both sides stopped")
     axes.invert_yaxis()
     axes.set_xlabel("ms from publishing to the last receiver's commit (medians)")
     axes.set_title(plot_title(report), fontsize=10)

@@ -1,4 +1,4 @@
-"""A report as a person reads it."""
+"""A benchmark's report as tables for a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .bench_report import PHASES, BenchReport, Spread
 
 
 def report_tables(report: BenchReport) -> Iterator[RenderableType]:
-    """What to print, in order."""
+    """Yield the parts of the report in the order in which they are printed."""
     setup, limits, blocking = report.setup, report.limits, report.blocking
     yield (
         f"{escape(setup.model)}: {setup.tensors} tensors, {setup.payload_bytes / 1e6:.1f} MB; {setup.receivers} receivers;"
@@ -24,18 +24,18 @@ def report_tables(report: BenchReport) -> Iterator[RenderableType]:
         yield unavailable_table(report.unavailable)
     yield _phases(report)
     yield _costs(report)
-    floor = _table("limits, and the way that stops both sides", ("ms", "min", "max"))
-    floor.add_row("one copy of the payload", *_three(limits.memcpy_s))
-    floor.add_row("every receiver copies it at once", *_three(limits.memcpy_all_receivers_s))
-    floor.add_row("copy into shared memory, then all copy out", *_three(limits.copy_in_then_out_s))
-    floor.add_row("blocking: trainer stopped", *_three(blocking.trainer_blocked_s))
-    floor.add_row("blocking: rollout stopped", *_three(blocking.rollout_blocked_s))
+    floor = _table("limits, and a blocking sync", ("ms", "min", "max"))
+    floor.add_row("one copy of the payload", *_cells(limits.memcpy_s))
+    floor.add_row("every receiver copies it at once", *_cells(limits.memcpy_all_receivers_s))
+    floor.add_row("copy into shared memory, then all copy out", *_cells(limits.copy_in_then_out_s))
+    floor.add_row("blocking sync: trainer stops", *_cells(blocking.trainer_blocked_s))
+    floor.add_row("blocking sync: rollout stops", *_cells(blocking.rollout_blocked_s))
     yield floor
     yield from (f"[yellow]note:[/yellow] {escape(note)}" for note in report.notes)
 
 
 def unavailable_table(reasons: Mapping[str, str]) -> Table:
-    """Engines that cannot run here, and why."""
+    """Return a table of the engines that cannot run here, with the reasons."""
     table = Table("engine", "cannot run here")
     for engine, reason in reasons.items():
         table.add_row(escape(engine), escape(reason))
@@ -45,7 +45,7 @@ def unavailable_table(reasons: Mapping[str, str]) -> Table:
 def _rows(report: BenchReport) -> Table:
     columns = (
         "trainer\nstops",
-        "no step\nbetween",
+        "without\na step",
         "rollout\nstops",
         "x one\ncopy",
         "latency",
@@ -79,7 +79,7 @@ def _costs(report: BenchReport) -> Table:
 
 
 def _phases(report: BenchReport) -> Table:
-    table = _table("of the latency", PHASES)
+    table = _table("phases of the latency", PHASES)
     for row in report.rows:
         table.add_row(escape(row.name), *(_ms(getattr(row.phases, name)) for name in PHASES))
     return table
@@ -95,7 +95,7 @@ def _table(name: str, columns: Sequence[str]) -> Table:
     )
 
 
-def _three(spread: Spread) -> tuple[str, str, str]:
+def _cells(spread: Spread) -> tuple[str, str, str]:
     return _ms(spread), _number(spread.min), _number(spread.max)
 
 

@@ -1,1 +1,1 @@
-"""The tensors that a benchmark carries."""
+"""The tensors that a benchmark sends."""

@@ -1,6 +1,7 @@
-"""Names, shapes and dtypes of the tensors in a directory of safetensors files; their values are not read.
+"""Reads names, shapes and dtypes of the tensors in a directory of safetensors files, but not their values.
 
-The format: https://github.com/huggingface/safetensors (the length of the header in eight bytes, then the header as JSON).
+A safetensors file starts with the length of its header in eight bytes, then the header as JSON:
+https://github.com/huggingface/safetensors
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from weightlane.sync.version.tensor_spec import SAFETENSORS_DTYPES, TensorSpec
 _PART = "benchmark model"
 _LENGTH = struct.Struct("<Q")
 _LONGEST_HEADER_BYTES = 100_000_000
+"""The safetensors library's own limit. A longer header means a damaged file."""
 _METADATA = "__metadata__"
 _DTYPES = {name: dtype for name, dtype in SAFETENSORS_DTYPES.items() if dtype is not torch.bool}
-"""Without bool: it has two values, and a benchmark counts up."""
+"""All dtypes but bool, which has only two values: the benchmark changes an element by counting up."""
 
 
 class _Entry(BaseModel):
@@ -33,10 +35,10 @@ class _Entry(BaseModel):
 
 
 def read_headers(directory: Path) -> list[TensorSpec]:
-    """The tensors of every ``*.safetensors`` file in `directory`, in the order of files and headers.
+    """Return the tensors of every ``*.safetensors`` file in `directory`, in the order of files and headers.
 
     Raises:
-        ConfigError: There is no such file, one is damaged, two hold the same tensor, or a dtype cannot be carried.
+        ConfigError: There is no such file, a file is damaged, two files hold the same tensor, or a dtype cannot be sent.
     """
     files = sorted(directory.glob("*.safetensors"))
     if not files:
@@ -76,15 +78,18 @@ def _spec(path: Path, name: str, plain: Any) -> TensorSpec:
         raise _damaged(path, f"{name}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     if (dtype := _DTYPES.get(entry.dtype)) is None:
         raise ConfigError(
-            f"{name} in {path.name} is {entry.dtype}, which the benchmark cannot change and carry.",
+            f"{name} in {path.name} is {entry.dtype}, which the benchmark cannot change and send.",
             part=_PART,
-            hint=f"It knows {', '.join(_DTYPES)}.",
+            hint=f"Possible dtypes: {', '.join(_DTYPES)}.",
         )
     if any(size < 0 for size in entry.shape):
         raise _damaged(path, f"{name} has shape {entry.shape}")
     spec = TensorSpec(name, tuple(entry.shape), dtype)
     if entry.data_offsets[1] - entry.data_offsets[0] != spec.nbytes:
-        raise _damaged(path, f"{name} has {spec.nbytes} bytes by its shape and other offsets")
+        raise _damaged(
+            path,
+            f"{name} has {spec.nbytes} bytes by its shape, but {entry.data_offsets[1] - entry.data_offsets[0]} by its offsets",
+        )
     return spec
 
 

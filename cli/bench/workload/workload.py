@@ -1,4 +1,4 @@
-"""What is carried: the tensors of a model, random bits in them, and a change of some of them every round."""
+"""The workload of a benchmark: a model's tensors, filled with random bits, of which some change every round."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from .safetensors_headers import read_headers
 
 _ALIGNMENT_BYTES = 64
 _CHUNK_NUMEL = 1 << 24
-"""Elements of which changed positions are drawn at a time; bounds the memory that takes."""
+"""Number of elements whose changes are drawn at a time, which limits the memory for the draws."""
 _DENSE = 1 / 32
-"""Above this share, asking every element is faster than finding those that change."""
+"""Share above which one draw per element is faster than drawing the positions of the changes."""
 _EXPONENTS = {
     torch.bfloat16: (~0x7800, 0x3800),
     torch.float16: (~0x4000, 0),
     torch.float32: (~0x7800_0000, 0x3800_0000),
 }
-"""Bits to clear and to set for finite numbers, by type."""
+"""Bits to clear and to set so that random bits become finite numbers, by dtype."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A model as far as a transport sees it."""
+    """Names, shapes and dtypes of a model's tensors."""
 
     name: str
     specs: tuple[TensorSpec, ...]
@@ -51,46 +51,46 @@ class Workload:
         return sum(_aligned(spec.nbytes) for spec in self.specs)
 
     def to_plain(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the workload as plain data."""
         return {"name": self.name, "specs": [spec.to_plain() for spec in self.specs]}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Workload:
-        """What `to_plain` gave."""
+        """Return the workload that `to_plain` turned into plain data."""
         specs = (TensorSpec(name, tuple(shape), dtype_of(dtype)) for name, shape, dtype in plain["specs"])
         return cls(plain["name"], tuple(specs))
 
 
 class Payload:
-    """The tensors of a workload in one piece of zeroed memory, all pages touched.
+    """The tensors of a workload in one zeroed block of memory, all of whose pages were touched.
 
     Args:
-        specs: What it holds.
-        device: Where it lies. What is drawn is drawn on the CPU, and is the same everywhere.
+        specs: The tensors.
+        device: Device of the memory. Random bits are drawn on the CPU, so that they are the same on every device.
     """
 
     def __init__(self, specs: Sequence[TensorSpec], device: torch.device | None = None) -> None:
-        places = [0]
+        offsets = [0]
         for spec in specs:
-            places.append(places[-1] + _aligned(spec.nbytes))
-        self.flat = torch.zeros(places[-1], dtype=torch.uint8, device=device)
+            offsets.append(offsets[-1] + _aligned(spec.nbytes))
+        self.flat = torch.zeros(offsets[-1], dtype=torch.uint8, device=device)
         self.flat.zero_()
         """1-D uint8; the gaps between tensors stay zero."""
         self.tensors = {
-            spec.name: self.flat[place : place + spec.nbytes].view(spec.dtype).view(spec.shape)
-            for spec, place in zip(specs, places, strict=False)
+            spec.name: self.flat[offset : offset + spec.nbytes].view(spec.dtype).view(spec.shape)
+            for spec, offset in zip(specs, offsets, strict=False)
         }
         """A view for every tensor, by name."""
         self._changes = 0
 
     def fill(self, seed: int, *, finite: bool = False) -> None:
-        """Random bits in every tensor: NaN, denormals and -0.0 among them. The same for the same seed.
+        """Fill every tensor with random bits, among them NaN, denormals and -0.0. The seed determines all of them.
 
-        What has to be `finite` gets numbers between 2**-15 and 2 instead, either sign, in every type that can be quantised.
+        With `finite`, tensors of every dtype that can be quantised get numbers of either sign between 2**-15 and 2 instead.
         """
         generator = torch.Generator().manual_seed(seed)
         for values in self._integers():
-            # The widest integers make the fewest draws; what is left over gets its own.
+            # Drawing 64-bit integers needs the fewest draws. The last bytes are drawn separately.
             drawn = whole = values.view(torch.uint8) if values.is_cpu else torch.empty(values.nbytes, dtype=torch.uint8)
             body = whole.numel() // 8 * 8
             if whole.storage_offset() % 8 == 0 and body:
@@ -105,10 +105,10 @@ class Payload:
                 tensor.view(_INTEGERS[tensor.dtype.itemsize]).bitwise_and_(clear).bitwise_or_(put)
 
     def change(self, density: float, seed: int) -> None:
-        """Change that share of the elements, at random positions; the same ones for the same seed and number of calls.
+        """Change the share `density` of the elements. Seed and number of calls determine the positions.
 
-        Elements are counted up as integers, so that none returns to an earlier value within a benchmark: what changed
-        since a version differs from it, however many changes lie between.
+        Elements are incremented as integers, so that none returns to an earlier value within a benchmark. An element that changed
+        since a version therefore differs from it, however many changes lie between.
         """
         self._changes += 1
         generator = torch.Generator().manual_seed((seed << 20) + self._changes)
@@ -125,7 +125,7 @@ class Payload:
                     chunk.index_add_(0, positions, torch.ones_like(positions, dtype=chunk.dtype))
 
     def crc(self) -> int:
-        """CRC-32 over all bytes."""
+        """Return the CRC-32 of all bytes."""
         return _crc(self.flat.cpu())
 
     def _integers(self) -> list[torch.Tensor]:
@@ -133,7 +133,7 @@ class Payload:
 
 
 def restored_crc(specs: Sequence[TensorSpec], payload: Payload, scheme: Scheme) -> int:
-    """The `Payload.crc` of what quantising leaves of a payload."""
+    """Return the `Payload.crc` of `payload` after quantising and restoring."""
     crc = 0
     for spec in specs:
         tensor = payload.tensors[spec.name]
@@ -153,30 +153,31 @@ def _restored(matrix: torch.Tensor, scheme: Scheme) -> torch.Tensor:
 def _crc(data: torch.Tensor, so_far: int = 0) -> int:
     if not data.numel():
         return so_far
-    # numpy would do, but torch does not require it.
+    # Not by numpy, which torch does not require.
     return zlib.crc32((ctypes.c_char * data.numel()).from_address(data.data_ptr()), so_far)
 
 
 def _coins(numel: int, density: float, generator: torch.Generator) -> torch.Tensor:
-    """For each of `numel` elements whether it changes: bool, drawn with probability `density` to within 1/65536."""
+    """Draw for each of `numel` elements whether it changes: bool, with probability `density` to within 1/65536."""
     draws = torch.empty(-(-numel // 4), dtype=torch.int64).random_(-(2**63), None, generator=generator)
     return draws.view(torch.int16)[:numel] < min(round(density * 2**16), 2**16 - 1) - 2**15
 
 
 def _positions(numel: int, density: float, generator: torch.Generator) -> torch.Tensor:
-    """Ascending positions below `numel`, each drawn with probability `density`: the gaps between them are geometric."""
+    """Draw ascending positions below `numel`, each with probability `density`: the gaps between them are geometric."""
     expected = numel * density
     draws = int(expected + 6 * math.sqrt(expected) + 8) if density > 0 else 0
-    waits = torch.empty(draws, dtype=torch.float64).exponential_(generator=generator)
-    gaps = waits.div_(-math.log1p(-density)).clamp_(max=numel).floor_() if draws else waits
+    gaps = torch.empty(draws, dtype=torch.float64).exponential_(generator=generator)
+    if draws:
+        gaps = gaps.div_(-math.log1p(-density)).clamp_(max=numel).floor_()
     positions = (gaps.to(torch.int64) + 1).cumsum(0) - 1
     return positions[positions < numel]
 
 
 def named_workload(model: str) -> Workload:
-    """The workload called `model`, or the tensors of the safetensors files in the directory of that name.
+    """Return the workload called `model`, or that of the safetensors files in the directory `model`.
 
-    Raises `ConfigError` when there is neither.
+    Raises `ConfigError` if neither exists.
     """
     if model in _NAMED:
         return Workload(model, tuple(_NAMED[model]()))
@@ -184,9 +185,9 @@ def named_workload(model: str) -> Workload:
     if path.is_dir():
         return Workload(path.resolve().name, tuple(read_headers(path)))
     raise ConfigError(
-        f"{model!r} is neither a model the benchmark knows nor a directory.",
+        f"{model!r} is neither a model that the benchmark knows nor a directory.",
         part="benchmark model",
-        hint=f"Known: {', '.join(_NAMED)}; or a directory of safetensors files.",
+        hint=f"Use one of {', '.join(_NAMED)}, or a directory of safetensors files.",
     )
 
 
@@ -201,7 +202,7 @@ def _qwen3(
     vocabulary: int = 151936,
     tied: bool = True,
 ) -> list[TensorSpec]:
-    """Qwen3, as in its config.json on the Hugging Face Hub."""
+    """Return the tensors of a Qwen3 with the given sizes, which are in its config.json on the Hugging Face Hub."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
     for layer in range(layers):
         prefix = f"model.layers.{layer}."

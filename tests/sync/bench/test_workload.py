@@ -103,7 +103,10 @@ def framed(header: Any) -> bytes:
         (framed([]), "not an object"),
         (framed({"w": 3}), "is damaged: w"),
         (framed({"w": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}), "w has shape [-1]"),
-        (framed({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}), "other offsets"),
+        (
+            framed({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}),
+            "8 bytes by its shape, but 4 by its offsets",
+        ),
         (framed({"w": {"dtype": "BOOL", "shape": [2], "data_offsets": [0, 2]}}), "w in m.safetensors is BOOL"),
         (framed({"w": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}), "hold no values"),
     ],

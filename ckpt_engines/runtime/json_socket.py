@@ -1,4 +1,4 @@
-"""How the conformance suite and the benchmark talk to the processes they start: JSON objects over a Unix socket, a line each."""
+"""A Unix socket that carries JSON objects, one per line, between a program and the processes that it starts."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from typing import Any
 _CHUNK_BYTES = 1 << 16
 
 
-class Line:
-    """One end of a connection that carries JSON objects, a line each."""
+class JsonSocket:
+    """One end of a stream socket that carries JSON objects, one per line."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._heard = bytearray()
+        self._buffer = bytearray()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send one object; a peer that is gone is noticed by the next `receive`."""
+        """Send one object. Never raises for a peer that is gone: the next `receive` reports it."""
         with contextlib.suppress(OSError):
             self._sock.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, timeout_s: float | None = None) -> dict[str, Any] | None:
-        """The next object, or None when the peer is gone; `TimeoutError` after `timeout_s` seconds."""
+        """Return the next object, or None when the peer is gone. Raises `TimeoutError` after `timeout_s` seconds."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
-        while b"\n" not in self._heard:
+        while not self.buffered:
             left = None if end is None else max(0.0, end - time.monotonic())
             if not select.select([self._sock], [], [], left)[0]:
                 raise TimeoutError
@@ -37,9 +37,9 @@ class Line:
                 chunk = b""
             if not chunk:
                 return None
-            self._heard += chunk
-        line, _, rest = bytes(self._heard).partition(b"\n")
-        self._heard = bytearray(rest)
+            self._buffer += chunk
+        line, _, rest = self._buffer.partition(b"\n")
+        self._buffer = rest
         message: dict[str, Any] = json.loads(line)
         return message
 
@@ -49,8 +49,8 @@ class Line:
 
     @property
     def buffered(self) -> bool:
-        """Whether `receive` has an object already, whatever the socket says."""
-        return b"\n" in self._heard
+        """Whether `receive` has a complete object already, so that `select` on the socket need not report one."""
+        return b"\n" in self._buffer
 
     def close(self) -> None:
         """Close the socket."""

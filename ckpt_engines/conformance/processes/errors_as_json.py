@@ -1,4 +1,4 @@
-"""Errors of the suite's processes as plain data, with what a check asks of them."""
+"""Errors that the suite's processes send as JSON to the check that asked them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ... import errors
 from ...errors import WeightlaneError, error_from_wire
 
 _EXPECTED = "expected "
-"""How every failure of the suite begins; what an engine asserts itself is an error like any other."""
+"""The first word of every failure of the suite. An assertion of an engine itself is an untyped error."""
 
 
 class UntypedError(AssertionError):
@@ -16,7 +16,7 @@ class UntypedError(AssertionError):
 
     Args:
         who: The call and the half.
-        said: What it raised, as the end of a sentence.
+        said: The end of a sentence about what the engine raised.
     """
 
     def __init__(self, who: str, said: str) -> None:
@@ -24,8 +24,8 @@ class UntypedError(AssertionError):
         self.said = said
 
 
-def error_to_line(error: BaseException) -> dict[str, Any]:
-    """An error as plain data. One of an engine's own types travels as the nearest of weightlane's that it derives from."""
+def error_to_json(error: BaseException) -> dict[str, Any]:
+    """Return `error` as plain data. An engine's own error type becomes the nearest weightlane type that it derives from."""
     if isinstance(error, AssertionError) and str(error).startswith(_EXPECTED):
         return {"failed": str(error)}
     if not isinstance(error, WeightlaneError):
@@ -34,8 +34,8 @@ def error_to_line(error: BaseException) -> dict[str, Any]:
     return {**error.to_wire(), "type": known}
 
 
-def error_from_line(data: dict[str, Any], who: str) -> WeightlaneError | AssertionError:
-    """The error that `error_to_line` turned into plain data."""
+def error_from_json(data: dict[str, Any], who: str) -> WeightlaneError | AssertionError:
+    """Return the error that `error_to_json` turned into plain data."""
     if "failed" in data:
         return AssertionError(data["failed"])
     if "untyped" in data:
