@@ -1,1 +1,1 @@
-"""The ``weightlane`` command: composes the parts of a run. Nothing else imports it."""
+"""The ``weightlane`` command, which composes the parts of a run. No other package imports it."""

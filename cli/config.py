@@ -1,4 +1,4 @@
-"""The configuration of a run: one TOML file, typed, with every default described."""
+"""The configuration of a run: a TOML file with typed keys."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ from weightlane.trainer.config import AlgorithmConfig, DataConfig, RewardConfig,
 from weightlane.trainer.loop.config import LoopConfig
 
 VERSIONS_DIR = "versions"
-"""Where in the run directory an engine keeps versions that needs a directory and is given none."""
+"""Directory inside the run directory for an engine that needs one and has none configured."""
 
 _PART = "configuration"
 _CHECK_S = 20.0
-"""How long an engine may take to find out whether it would work."""
+"""Seconds in which an engine has to find out whether it works here. Some start libraries or reach a store for it."""
 
 
 class ModelSection(BaseModel):
-    """Which model is trained."""
+    """The model that is trained."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     path: str = Field(
         min_length=1,
-        description="Hugging Face directory of a causal language model with its tokenizer, or the name of one on the hub,"
-        " such as Qwen/Qwen3-0.6B: taken from the local cache, or fetched into it.",
+        description="Hugging Face directory of a causal language model with its tokenizer, or a model's name on the hub,"
+        " such as Qwen/Qwen3-0.6B, which is read from the local cache or downloaded into it.",
     )
 
 
 class RunSection(BaseModel):
-    """Where a run keeps its files, and its seed."""
+    """The run's directory and seed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    dir: Path = Field(description="Directory of the run; must be new, or hold a run to go on with (--resume).")
-    seed: int = Field(0, ge=0, description="Seeds the order of tasks and every rank's random generators.")
+    dir: Path = Field(description="Directory of the run's files; must be new, or hold a run to resume (--resume).")
+    seed: int = Field(0, ge=0, description="Seed of the order of tasks and of every rank's random generators.")
 
 
 class RaySection(BaseModel):
-    """Where trainer ranks and rollout replicas are placed."""
+    """The Ray cluster that trainer ranks and rollout replicas run on."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -60,32 +60,32 @@ class RaySection(BaseModel):
     start_timeout_s: float = Field(
         120.0,
         ge=30,
-        description="Seconds for a Ray that is started on this machine to come up; at least 30, as Ray waits that long anyway.",
+        description="Seconds in which a Ray on this machine has to start; at least 30, since Ray itself waits that long.",
     )
 
 
 class ObserversSection(BaseModel):
-    """What watches a run besides the display and metrics.jsonl; nothing unless asked for."""
+    """Observers of a run beside the display and metrics.jsonl; by default none."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     trace: Path | None = Field(
-        None, description="Chrome/Perfetto trace to write, relative to run.dir; a second one gets a number."
+        None, description="Path of a Chrome/Perfetto trace, relative to run.dir; a number is added if it exists."
     )
-    trace_limit_mib: float = Field(32.0, gt=0, description="Most MiB of events each process adds to the trace.")
-    tensorboard: Path | None = Field(None, description="Directory for TensorBoard's event files, relative to run.dir.")
+    trace_limit_mib: float = Field(32.0, gt=0, description="Most MiB of events that each process adds to the trace.")
+    tensorboard: Path | None = Field(None, description="Directory of TensorBoard event files, relative to run.dir.")
     prometheus_port: int | None = Field(
-        None, ge=0, le=65535, description="Port of an HTTP endpoint for Prometheus; 0 takes a free one and prints it."
+        None, ge=0, le=65535, description="Port of an HTTP endpoint for Prometheus; 0 chooses a free one and prints it."
     )
     prometheus_host: str = Field(
         LOOPBACK,
         min_length=1,
-        description=f"Address of that endpoint; beyond loopback {PROMETHEUS_TOKEN_ENV} must hold a bearer token.",
+        description=f"Address of that endpoint; if not loopback, {PROMETHEUS_TOKEN_ENV} must hold a bearer token.",
     )
 
 
 class RunConfig(BaseModel):
-    """Everything ``weightlane train`` needs."""
+    """The configuration of ``weightlane train``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -104,9 +104,9 @@ class RunConfig(BaseModel):
 
 
 def load_config(path: Path, overrides: Sequence[str] = (), *, runs_here: bool = True) -> RunConfig:
-    """Read a TOML file, apply ``a.b=c`` overrides, and validate; the checkpoint engine must be able to run here if `runs_here`.
+    """Read a TOML file, apply ``a.b=c`` overrides, and validate them. With `runs_here` the checkpoint engine must run here.
 
-    Raises `ConfigError` naming the file and line of a syntax error, or the path of a bad key and the nearest valid one.
+    Raises `ConfigError`, which names the file and line of a syntax error, or a wrong key and the nearest valid one.
     """
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -114,7 +114,7 @@ def load_config(path: Path, overrides: Sequence[str] = (), *, runs_here: bool = 
         raise ConfigError(f"there is no configuration file {path}.", part=_PART) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}.", part=_PART) from None
-    except (ValueError, RecursionError) as error:  # numbers too long, brackets too deep
+    except (ValueError, RecursionError) as error:  # also for numbers too long and brackets too deep
         raise ConfigError(f"{path} is not valid TOML: {error}.", part=_PART) from None
     for override in overrides:
         _apply(raw, override)
@@ -129,27 +129,25 @@ def load_config(path: Path, overrides: Sequence[str] = (), *, runs_here: bool = 
 
 
 def wire_dtype(config: RunConfig, computes: str) -> str:
-    """The dtype in which floating-point tensors travel: that rollouts compute in, unless the configuration says otherwise.
+    """Return the dtype of floating-point tensors on the wire: the configured one, or `computes`.
 
-    `computes` is what vLLM has chosen, which need not be the checkpoint's: it takes bfloat16 for one in float32.
+    `computes` is the dtype that vLLM chose to compute in. It may differ from the checkpoint's, such as bfloat16 for float32.
     """
-    asked: str = config.sync.wire_dtype
-    return computes if asked == "auto" else asked
+    configured: str = config.sync.wire_dtype
+    return computes if configured == "auto" else configured
 
 
 def check_engine(config: RunConfig) -> None:
-    """Raise `ConfigError` when the checkpoint engine, as it is configured, would not work on this machine."""
-    transport = config.checkpoint_engine
+    """Raise `ConfigError` if the configured checkpoint engine would not work on this machine."""
+    engine = config.checkpoint_engine
     try:
-        CheckpointEngineRegistry().create(transport.backend, transport.options).check(Deadline.after(_CHECK_S))
+        CheckpointEngineRegistry().create(engine.backend, engine.options).check(Deadline.after(_CHECK_S))
     except WeightlaneError as error:
-        raise ConfigError(
-            f"checkpoint_engine {transport.backend!r} would not work here: {error}", part=_PART
-        ) from error
+        raise ConfigError(f"checkpoint_engine {engine.backend!r} does not work here: {error}", part=_PART) from error
 
 
 def _with_store_in_run_dir(config: RunConfig) -> RunConfig:
-    """An engine that needs a directory and is given none gets one in the run's, which every machine of a run sees."""
+    """Give an engine that needs a directory, and has none, one in the run's directory, which every machine of a run sees."""
     engine = CheckpointEngineRegistry().engine_class(config.checkpoint_engine.backend)
     options = config.checkpoint_engine.options
     if Delivery.STORE not in engine.capabilities.delivery or "path" in options:
@@ -158,28 +156,28 @@ def _with_store_in_run_dir(config: RunConfig) -> RunConfig:
     if field is None or not field.is_required():
         return config
     options = {**options, "path": str(config.run.dir.resolve() / VERSIONS_DIR)}
-    transport = config.checkpoint_engine.model_copy(update={"options": options})
-    return config.model_copy(update={"checkpoint_engine": transport})
+    with_path = config.checkpoint_engine.model_copy(update={"options": options})
+    return config.model_copy(update={"checkpoint_engine": with_path})
 
 
 def _check_together(config: RunConfig, *, runs_here: bool) -> None:
-    """What no section can check alone; the engine's options by the engine's own config type."""
-    registry, transport = CheckpointEngineRegistry(), config.checkpoint_engine
-    if config.ray.address or not runs_here:  # the machine that starts a cluster's run need not have its accelerators
-        registry.validate_options(transport.backend, transport.options)
+    """Check values that depend on several sections, and the engine's options by the engine's own config type."""
+    registry, engine = CheckpointEngineRegistry(), config.checkpoint_engine
+    if config.ray.address or not runs_here:  # this machine need not have the accelerators of the cluster
+        registry.validate_options(engine.backend, engine.options)
     else:
-        registry.create(transport.backend, transport.options)
+        registry.create(engine.backend, engine.options)
     _check_observers(config.observers)
     if config.algorithm.max_new_tokens >= config.rollout.max_model_len:
         raise ConfigError(
-            f"rollout.max_model_len ({config.rollout.max_model_len}) leaves no room for a prompt beside"
-            f" algorithm.max_new_tokens ({config.algorithm.max_new_tokens}).",
+            f"rollout.max_model_len ({config.rollout.max_model_len}) is not above algorithm.max_new_tokens"
+            f" ({config.algorithm.max_new_tokens}), so a prompt has no room.",
             part=_PART,
-            hint="Raise rollout.max_model_len to the longest prompt plus completion.",
+            hint="Raise rollout.max_model_len to the length of the longest prompt plus its completion.",
         )
     if config.rollout.commit == "in_place" and config.sync.quantise != "none":
         raise ConfigError(
-            f"rollout.commit = in_place cannot restore weights that come as {config.sync.quantise} (sync.quantise).",
+            f"rollout.commit = in_place cannot restore weights that are sent as {config.sync.quantise} (sync.quantise).",
             part=_PART,
             hint='Set rollout.commit to "staged", or sync.quantise to "none".',
         )
@@ -188,7 +186,7 @@ def _check_together(config: RunConfig, *, runs_here: bool) -> None:
             f"rollout.concurrency ({config.rollout.concurrency}) is below algorithm.group_size"
             f" ({config.algorithm.group_size}).",
             part=_PART,
-            hint="A replica generates whole groups: raise rollout.concurrency.",
+            hint="A replica generates whole groups. Raise rollout.concurrency.",
         )
 
 
@@ -214,17 +212,17 @@ def _apply(raw: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     names = key.strip().split(".")
     if not equals or not all(names):
-        raise ConfigError(f"--set {override!r} is not of the form a.b=value.", part=_PART)
+        raise ConfigError(f"--set {override!r} does not have the form a.b=value.", part=_PART)
     table = raw
     for name in names[:-1]:
         table = table.setdefault(name, {})
         if not isinstance(table, dict):
             raise ConfigError(f"--set {override!r}: {name} is a value, not a section.", part=_PART)
-    table[names[-1]] = _toml_value(text.strip())
+    table[names[-1]] = toml_value(text.strip())
 
 
-def _toml_value(text: str) -> Any:
-    """`text` as a TOML value (``3``, ``true``, ``[1, 2]``), or itself: strings need no quotes on a command line."""
+def toml_value(text: str) -> Any:
+    """Parse `text` as a TOML value (``3``, ``true``, ``[1, 2]``). Other text is a string, which thus needs no quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
@@ -238,12 +236,12 @@ def _describe(item: Mapping[str, Any]) -> str:
         nearest = difflib.get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.4)
         guess = f" Did you mean {'.'.join([*section, nearest[0]])}?" if nearest else ""
         where = f"[{'.'.join(section)}]" if section else "The file"
-        return f"{path}: no such key.{guess} {where} knows: {', '.join(known)}."
+        return f"there is no key {path}.{guess} {where} has the keys {', '.join(known)}."
     if item["type"] == "missing":
-        return f"{path}: missing."
+        return f"{path} is missing."
     if item["type"] == "model_type":
         _, known = _known_keys(item["loc"])
-        return f"{path}: a section with {', '.join(known)} is expected (got {item['input']!r})."
+        return f"{path} must be a section with the keys {', '.join(known)} (got {item['input']!r})."
     return f"{path}: {item['msg']} (got {item['input']!r})."
 
 
@@ -269,7 +267,7 @@ def _model_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def explain(config: RunConfig) -> str:
-    """`config` as TOML in which every key stands under its meaning and its default."""
+    """Return `config` as TOML with the meaning and the default above every key."""
     lines: list[str] = []
     for name in RunConfig.model_fields:
         lines += _explain_section(name, getattr(config, name))
@@ -282,7 +280,7 @@ def _explain_section(path: str, section: BaseModel) -> Iterator[str]:
     inner: list[tuple[str, BaseModel]] = []
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
-        if isinstance(value, BaseModel):  # a table in TOML ends the keys of the one around it
+        if isinstance(value, BaseModel):  # in TOML a table ends the keys of its parent
             inner.append((f"{path}.{name}", value))
             continue
         default = field.get_default(call_default_factory=True)
@@ -296,7 +294,7 @@ def _explain_section(path: str, section: BaseModel) -> Iterator[str]:
 
 
 def _toml(value: Any) -> str:
-    """A TOML literal; empty for None, which TOML cannot say."""
+    """Return `value` as a TOML literal; empty for None, which TOML cannot express."""
     if value is None:
         return ""
     if isinstance(value, dict):
@@ -307,7 +305,7 @@ def _toml(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, int | float):
         return repr(value)
-    # A JSON string is a TOML string, but for surrogate pairs and a bare DEL.
+    # A JSON string is a TOML string, except for surrogate pairs and a bare DEL.
     return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

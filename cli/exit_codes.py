@@ -1,4 +1,4 @@
-"""Exit codes of the command: by them a scheduler can tell a typing error from a machine that is gone."""
+"""Exit codes of the command. A scheduler can distinguish a typing error from a lost machine by them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from weightlane.ckpt_engines import (
 )
 
 FAILED = 1
-"""What was asked for was begun, and failed: a run, a check, a measurement."""
+"""A run, a check or a measurement started and failed."""
 REFUSED = 2
-"""What was typed or configured is wrong, or cannot be had here: nothing was begun. To try again changes nothing."""
+"""The command line or the configuration is wrong or impossible here. Nothing started, and a retry changes nothing."""
 PROCESS_LOST = 3
-"""A process or a machine of the run is gone. To try again, with ``--resume`` if there is a saved state, may help."""
+"""A process or a machine of the run is lost. A retry may help, with ``--resume`` if there is a saved state."""
 INTERRUPTED = 128 + signal.SIGINT
 TERMINATED = 128 + signal.SIGTERM
 
@@ -29,7 +29,7 @@ _LOSSES = (WorkerDiedError, PeerLostError)
 
 
 def exit_code_of(error: WeightlaneError) -> int:
-    """The code for a command that ends with `error`."""
+    """Return the exit code of a command that ends with `error`."""
     while isinstance(error, SyncAbortedError) and error.reason is not None:
         error = error.reason
     if isinstance(error, _LOSSES):

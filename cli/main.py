@@ -1,4 +1,4 @@
-"""The command line."""
+"""The command line of ``weightlane``: commands, options and exit codes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .output import console, own_stdout
 
 
 class _TerminatedError(BaseException):
-    """SIGTERM, as Ctrl-C is `KeyboardInterrupt`."""
+    """The process got SIGTERM. Like `KeyboardInterrupt` for Ctrl-C."""
 
 
 def _end_by_sigterm(*_: object) -> NoReturn:
@@ -36,10 +36,10 @@ def _end_by_sigterm(*_: object) -> NoReturn:
 
 
 class _Commands(TyperGroup):
-    """Ends with one line on standard error and an exit code for whatever a user can cause; typer does so for wrong usage."""
+    """Reports every expected error as one line on standard error and an exit code. Typer reports wrong usage."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that `ctx`, a click context, names."""
+        """Run the command that the click context `ctx` names."""
         errors = console(stderr=True)
         try:
             return super().invoke(ctx)
@@ -56,24 +56,28 @@ class _Commands(TyperGroup):
 
 app = typer.Typer(
     cls=_Commands,
-    help="Carries freshly trained weights from trainers to rollout workers while both keep working.",
+    help="Send freshly trained weights from trainers to rollout workers while both keep working.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 ConfigArgument = Annotated[Path, typer.Argument(help="TOML file of the run.", show_default=False)]
-SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override one key; repeatable.")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a key of the configuration; repeatable.")
+]
 
 
 @app.command()
 def engines(
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print the engine reference: options too.")] = False,
-    of: Annotated[str, typer.Option(metavar="DIST", help="With --markdown: engines of this distribution only.")] = "",
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print a reference of all engines and options as Markdown.")
+    ] = False,
+    of: Annotated[str, typer.Option(metavar="DIST", help="With --markdown: only engines of this distribution.")] = "",
 ) -> None:
-    """List every installed checkpoint engine, and why it cannot be used here where it cannot."""
+    """List the installed checkpoint engines, and why some of them cannot run here."""
     with own_stdout() as out:
         if markdown:
             typer.echo(engine_reference(of), file=out, nl=False)
@@ -88,37 +92,43 @@ def engines(
 @app.command()
 def new_engine(
     name: Annotated[
-        str, typer.Argument(help="What users will write as checkpoint_engine.backend.", show_default=False)
+        str, typer.Argument(help="Name of the new engine, for checkpoint_engine.backend.", show_default=False)
     ],
     *,
     directory: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where to; weightlane-NAME here by default.", show_default=False)
+        Path | None,
+        typer.Option(metavar="DIR", help="New directory; by default weightlane-NAME in this one.", show_default=False),
     ] = None,
 ) -> None:
-    """Make a package for a checkpoint engine of your own: a small one that works, to put your transport into."""
+    """Create a package with a small working checkpoint engine, in which you replace the transport by yours."""
     where = make_engine_package(name, directory)
-    typer.echo(f"{where} is an engine called {name} that passes the conformance suite. Next:")
+    typer.echo(f"{where} contains an engine called {name} that passes the conformance suite. Next:")
     typer.echo(f"    python -m pip install -e {shlex.quote(f'{where.absolute()}[test]')}")
     typer.echo(f"    weightlane conformance {name}")
 
 
 @app.command()
 def conformance(
-    name: Annotated[str, typer.Argument(help="An installed engine, or file.py:Class.", show_default=False)],
+    name: Annotated[
+        str, typer.Argument(help="An installed engine, module:Class, or file.py:Class.", show_default=False)
+    ],
     *,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", "--options", metavar="K=V", help="An option of the engine; repeatable.")
+        list[str] | None,
+        typer.Option("--set", "--options", metavar="K=V", help="Set an option of the engine; repeatable."),
     ] = None,
-    check: Annotated[list[str] | None, typer.Option(help="Run only this check, by its name; repeatable.")] = None,
+    check: Annotated[list[str] | None, typer.Option(help="Run only the check of this name; repeatable.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
-    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a JUnit report too.")] = None,
+    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a JUnit report.")] = None,
 ) -> None:
-    """Check that a checkpoint engine keeps every promise of the contract; exit code 1 when it does not."""
+    """Check that a checkpoint engine keeps every promise of the engine contract. Exit code 1 if it does not."""
     try:
         from .commands.conformance import check_engine  # noqa: PLC0415 - needs an extra
     except ImportError as error:
         raise ConfigError(
-            "pytest is not installed.", part="conformance", hint="pip install 'weightlane[conformance]'."
+            "pytest is not installed.",
+            part="conformance",
+            hint="Install it with: pip install 'weightlane[conformance]'.",
         ) from error
     if not check_engine(name, settings or [], checks=check or [], as_json=as_json, junit=junit):
         raise typer.Exit(FAILED)
@@ -134,40 +144,41 @@ def bench(
         str,
         typer.Option(help="tiny, qwen3-0.6b, -1.7b, -4b, -8b, many-small, or a directory of safetensors files."),
     ] = "tiny",
-    device: Annotated[str, typer.Option(help="Where parameters lie: cpu, or cuda.")] = "cpu",
-    devices: Annotated[int, typer.Option(help="GPUs, of which the processes take one each in turn.")] = 1,
-    receivers: Annotated[int, typer.Option(help="Processes that take the weights.")] = 2,
-    density: Annotated[float, typer.Option(help="Share of the elements that changes from version to version.")] = 0.01,
-    rounds: Annotated[int, typer.Option(help="How often everything is measured; one more is left out.")] = 5,
+    device: Annotated[str, typer.Option(help="Device of the parameters: cpu or cuda.")] = "cpu",
+    devices: Annotated[int, typer.Option(help="Number of GPUs, which the processes use in turn.")] = 1,
+    receivers: Annotated[int, typer.Option(help="Number of receiving processes.")] = 2,
+    density: Annotated[float, typer.Option(help="Share of the elements that change from version to version.")] = 0.01,
+    rounds: Annotated[int, typer.Option(help="Measured rounds; one more round warms up.")] = 5,
     step_s: Annotated[
         float | None,
         typer.Option(
             help="Seconds from publishing to the fence; by default 1.5 times the snapshot.", show_default=False
         ),
     ] = None,
-    loops: Annotated[bool, typer.Option("--loops", help="Measure, too, how loops of computation slow down.")] = False,
+    loops: Annotated[bool, typer.Option("--loops", help="Also measure how training and decoding slow down.")] = False,
     bucket_mib: Annotated[
-        float | None, typer.Option(help="Size of a bucket; by default that of sync.bucket_mib.", show_default=False)
+        float | None,
+        typer.Option(help="Size of a bucket in MiB; by default that of sync.bucket_mib.", show_default=False),
     ] = None,
     threads: Annotated[int, typer.Option(help="Threads of torch in every process.")] = 1,
-    seed: Annotated[int, typer.Option(help="Of the weights and of what changes.")] = 0,
-    deadline_s: Annotated[float, typer.Option(help="Seconds any single thing may take.")] = 120.0,
+    seed: Annotated[int, typer.Option(help="Seed of the weights and of their changes.")] = 0,
+    deadline_s: Annotated[float, typer.Option(help="Longest time of any single operation in seconds.")] = 120.0,
     directory: Annotated[
-        Path | None, typer.Option("--dir", help="For files; a temporary one by default.", show_default=False)
+        Path | None, typer.Option("--dir", help="Directory for files; a temporary one by default.", show_default=False)
     ] = None,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="ENGINE.K=V", help="An option of an engine; repeatable.")
+        list[str] | None, typer.Option("--set", metavar="ENGINE.K=V", help="Set an option of an engine; repeatable.")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON.")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw them.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw the report.")] = None,
 ) -> None:
-    """Measure what a sync costs here, against plain copies, bare transports and the way that stops both sides.
+    """Measure what a sync costs on this machine, beside plain copies, bare transports and a blocking sync.
 
-    Exit code 1 when no engine could run, or when what arrived was not what was sent.
+    Exit code 1 if no engine can run, or if a receiver got wrong bytes.
     """
     from .commands.bench import listed, measure  # noqa: PLC0415 - loads torch
 
-    done = measure(
+    verified = measure(
         settings or [],
         json_file=json_file,
         plot_file=plot_file,
@@ -188,22 +199,26 @@ def bench(
         deadline_s=deadline_s,
         directory=directory,
     )
-    if not done:
+    if not verified:
         raise typer.Exit(FAILED)
 
 
 @app.command()
 def layout(
     model: Annotated[
-        str, typer.Argument(help="Checkpoint directory, or a model whose files are here.", show_default=False)
+        str, typer.Argument(help="Checkpoint directory, or the name of a model in the local cache.", show_default=False)
     ],
     *,
     tp: Annotated[int, typer.Option(metavar="N", help="Tensor-parallel ranks of a replica.")] = 1,
-    ep: Annotated[bool, typer.Option("--ep", help="Whole experts on each rank: rollout.expert_parallel.")] = False,
-    dtype: Annotated[str, typer.Option(help="Data type the replica computes in; auto: the checkpoint's.")] = "auto",
+    ep: Annotated[
+        bool, typer.Option("--ep", help="Whole experts on each rank, as with rollout.expert_parallel.")
+    ] = False,
+    dtype: Annotated[
+        str, typer.Option(help="Data type that the replica computes in; auto is the checkpoint's.")
+    ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Show where vLLM puts each tensor of a model, rank by rank, and what cannot be committed by copies."""
+    """Show where vLLM puts each tensor of a model on each rank, and which tensors cannot be committed by copies."""
     from weightlane.rollout.layout.offline.layout_report import layout_report  # noqa: PLC0415 - loads torch
 
     from .commands.layout import print_layout  # noqa: PLC0415 - for this command only
@@ -217,7 +232,7 @@ def layout(
 
 @app.command()
 def plan(
-    what: Annotated[
+    target: Annotated[
         str,
         typer.Argument(
             metavar="CONFIG|SHAPE", help="TOML file of a run, or a known shape: 30b, 235b or 1t.", show_default=False
@@ -227,46 +242,48 @@ def plan(
     *,
     trainer: Annotated[
         str,
-        typer.Option(metavar="LAYOUT", help="Of a shape: trainer ranks, e.g. 'pp8 ep32', 'tp2 pp4 dp8' or 'fsdp64'."),
+        typer.Option(metavar="LAYOUT", help="For a shape: trainer ranks, e.g. 'pp8 ep32', 'tp2 pp4 dp8' or 'fsdp64'."),
     ] = "",
     rollout: Annotated[
-        str, typer.Option(metavar="LAYOUT", help="Of a shape: rollout ranks, e.g. '8x tp16 ep16'.")
+        str, typer.Option(metavar="LAYOUT", help="For a shape: rollout ranks, e.g. '8x tp16 ep16'.")
     ] = "",
-    wire: Annotated[str, typer.Option(help="Of a shape: bf16 by default, or fp8 with its scales.")] = "",
-    gb_per_s: Annotated[float, typer.Option(help="GB/s of every rank's network card.")] = 50.0,
+    wire: Annotated[str, typer.Option(help="For a shape: bf16 by default, or fp8 with its scales.")] = "",
+    gb_per_s: Annotated[float, typer.Option(help="Speed of every rank's network card in GB/s.")] = 50.0,
     sender_gbps: Annotated[
-        float | None, typer.Option(help="Gbit/s of a trainer rank's card instead.", show_default=False)
+        float | None, typer.Option(help="Speed of a trainer rank's card in Gbit/s instead.", show_default=False)
     ] = None,
     receiver_gbps: Annotated[
-        float | None, typer.Option(help="Gbit/s of a rollout rank's card instead.", show_default=False)
+        float | None, typer.Option(help="Speed of a rollout rank's card in Gbit/s instead.", show_default=False)
     ] = None,
-    latency_us: Annotated[float, typer.Option(help="Microseconds that a bucket is on its way.")] = 20.0,
+    latency_us: Annotated[float, typer.Option(help="Latency of a bucket in microseconds.")] = 20.0,
     bucket_mib: Annotated[
-        float | None, typer.Option(help="Size of a bucket; by default sync.bucket_mib.", show_default=False)
+        float | None, typer.Option(help="Size of a bucket in MiB; by default sync.bucket_mib.", show_default=False)
     ] = None,
     cut: Annotated[
-        str, typer.Option(help="Of a shape: exact by default, or shares where receivers look at senders' memory.")
+        str, typer.Option(help="For a shape: exact by default, or shares if receivers view senders' memory.")
     ] = "",
-    relay: Annotated[bool, typer.Option("--relay", help="Receivers may hand on what they get.")] = False,
-    links: Annotated[int, typer.Option(help="How many of the busiest links are listed.", min=0)] = 5,
+    relay: Annotated[bool, typer.Option("--relay", help="Let receivers relay buckets to other receivers.")] = False,
+    links: Annotated[int, typer.Option(help="Number of busiest links to list.", min=0)] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Show who would send what to whom, and how long it should take: for a run, or for a model and layouts of its ranks."""
+    """Show the transfer plan and its predicted duration, for a run or for a model with given layouts."""
     from .commands.plan import network_of, print_plan, run_report, shape_report  # noqa: PLC0415 - loads torch
 
     network = network_of(gb_per_s, sender_gbps, receiver_gbps, latency_us, bucket_mib)
-    path, of_shapes = Path(what), {"trainer": trainer, "rollout": rollout, "wire": wire, "cut": cut}
+    path, of_shapes = Path(target), {"trainer": trainer, "rollout": rollout, "wire": wire, "cut": cut}
     if path.suffix == ".toml" or path.is_file():
         if given := next((name for name, value in of_shapes.items() if value), None):
             raise ConfigError(
-                f"--{given} is for shapes; a run's configuration says it.", part="plan", hint="Use --set."
+                f"--{given} is for shapes, and {target!r} is the configuration of a run.",
+                part="plan",
+                hint="Use --set.",
             )
         report = run_report(path, override or [], network, keep_bucket=bucket_mib is not None, relay=relay, links=links)
     else:
         if override:
-            raise ConfigError(f"--set is for the configuration of a run, and {what!r} is none.", part="plan")
+            raise ConfigError(f"--set is for the configuration of a run, and {target!r} is not a file.", part="plan")
         report = shape_report(
-            what,
+            target,
             trainer=trainer,
             rollout=rollout,
             wire=wire or "bf16",
@@ -283,7 +300,7 @@ def plan(
 
 @app.command()
 def config(path: ConfigArgument, override: SetOption = None) -> None:
-    """Print the resolved configuration as TOML, every key with its meaning and default."""
+    """Print the resolved configuration as TOML, with the meaning and default of every key."""
     typer.echo(explain(load_config(path, override or [])))
 
 
@@ -291,11 +308,13 @@ def config(path: ConfigArgument, override: SetOption = None) -> None:
 def export(
     run: Annotated[Path, typer.Argument(help="Directory of a run.", show_default=False)],
     *,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to; must not exist.", show_default=False)],
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="New directory of the model; must not exist.", show_default=False)
+    ],
     step: Annotated[int | None, typer.Option(help="A saved step; by default the newest.", show_default=False)] = None,
-    dtype: Annotated[str, typer.Option(help="Of the weights; auto: that of the model the run began with.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Dtype of the weights; auto is that of the initial model.")] = "auto",
 ) -> None:
-    """Write a state that a run has saved as a Hugging Face model, in one process, whatever ranks saved it."""
+    """Write a saved state of a run as a Hugging Face model. One process suffices for any number of trainer ranks."""
     from .commands.export import export_state  # noqa: PLC0415 - loads torch and transformers
 
     typer.echo(f"step {export_state(run, step, out, dtype)} of {run} is in {out}")
@@ -303,7 +322,7 @@ def export(
 
 @app.command()
 def check(path: ConfigArgument, override: SetOption = None) -> None:
-    """Say before anything is started what a run would take, and what is wrong or does not fit; exit code 2 then."""
+    """Check a run without starting anything, and show the resources it needs. Exit code 2 if it cannot run."""
     from .commands.check import check_run  # noqa: PLC0415 - loads torch and transformers
 
     check_run(path.resolve(), override or [], console())
@@ -314,14 +333,14 @@ def train(
     path: ConfigArgument,
     override: SetOption = None,
     *,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last saved step of run.dir.")] = False,
-    plain: Annotated[bool, typer.Option("--plain", help="Print lines instead of a live display.")] = False,
-    address: Annotated[str, typer.Option(help="Ray cluster to run on; the same as ray.address.")] = "",
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the last saved step in run.dir.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Print lines instead of a live table.")] = False,
+    address: Annotated[str, typer.Option(help="Address of a Ray cluster, as with ray.address.")] = "",
 ) -> None:
-    """Run fully-async RL: rollouts generate, the trainer trains, new weights stream across in the background."""
+    """Run fully asynchronous RL: rollouts generate while the trainer trains, and weights are synced in the background."""
     from .commands.train import run_training  # noqa: PLC0415 - loads torch, Ray and transformers
 
-    # What is worth knowing is on the display; without a handler Python would print warnings beside it.
+    # Without a handler Python would print warnings into the display, which shows everything important itself.
     logging.getLogger("weightlane").addHandler(logging.NullHandler())
     overrides = [*(override or []), *([f'ray.address="{address}"'] if address else [])]
     asyncio.run(run_training(path.resolve(), overrides, resume=resume, live=not plain and sys.stdout.isatty()))
@@ -349,6 +368,6 @@ def _plain(row: EngineListing) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Entry point of the ``weightlane`` command."""
+    """Run the ``weightlane`` command."""
     signal.signal(signal.SIGTERM, _end_by_sigterm)
     app()

@@ -1,4 +1,4 @@
-"""Prints the command's own output, keeps what other modules print out of it, and shows foreign text unchanged."""
+"""Consoles for the command's output. Prints of other modules stay out of it, and foreign text is shown unchanged."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from rich.console import Console
 
 
 def console(file: IO[str] | None = None, *, stderr: bool = False, soft_wrap: bool = True) -> Console:
-    """A console that colours what the command marks, and nothing else; ``:X:`` is no picture.
+    """Return a console that colours the command's own markup only, and shows ``:X:`` as text rather than as an emoji.
 
-    Square brackets are markup in every text but a `rich.text.Text`: what is not the command's own goes through `escape`.
+    Square brackets are markup in every text but a `rich.text.Text`: pass foreign text through `escape`.
     """
     return Console(file=file, stderr=stderr, soft_wrap=soft_wrap, highlight=False, emoji=False)
 
 
 @contextlib.contextmanager
 def own_stdout() -> Iterator[TextIO]:
-    """Standard output for what the command says; whatever else is printed meanwhile goes to standard error.
+    """Yield standard output for the command. Everything else that is printed meanwhile goes to standard error.
 
-    An engine's module may print when it is imported, in Python or, from a library, straight to file descriptor 1: neither may
-    end up in the middle of JSON.
+    An engine's module may print when it is imported, from Python or from a library directly to file descriptor 1. Neither may
+    corrupt the command's JSON.
     """
     before = sys.stdout
     before.flush()
-    diverted = before is not sys.__stdout__
-    if diverted:  # by a caller, whose descriptor 1 is none of ours
+    redirected = before is not sys.__stdout__
+    if redirected:  # by a caller, which may need descriptor 1 itself
         with contextlib.redirect_stdout(sys.stderr):
             yield before
         return
@@ -38,6 +38,6 @@ def own_stdout() -> Iterator[TextIO]:
         try:
             yield ours
         finally:
-            before.flush()  # what was printed into its buffer, while it still ends in standard error
+            before.flush()  # text in its buffer, while descriptor 1 still is standard error
             ours.flush()
             os.dup2(ours.fileno(), 1)

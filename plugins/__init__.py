@@ -1,7 +1,7 @@
-"""Observing weightlane: hook specifications, what calls the observers, and the observers that come with it.
+"""Hooks for observers of weightlane: their specifications, the code that calls observers, and the built-in observers.
 
-Observers are plain objects whose methods carry `hookimpl`; they are called at the points `RunHooks` lists. They watch, they
-do not steer.
+An observer is an object whose methods have the decorator `hookimpl`. `RunHooks` lists the hooks and calls the observers, which
+cannot change what weightlane does.
 
     >>> from weightlane.plugins import hookimpl, make_hooks
     >>> class Printer:

@@ -1,4 +1,4 @@
-"""The built-in observers, by name, and the environment variables that ask for them."""
+"""The built-in observers, and the environment variables that request them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .trace.observer import TRACE_ENV, trace_from_environment
 
 @dataclass(frozen=True, slots=True)
 class BuiltinObserver:
-    """One built-in observer."""
+    """A built-in observer."""
 
     name: str
     variable: str
-    """The environment variable that asks for it; its value says where to."""
+    """Name of the environment variable that requests the observer. Its value is a path or an address."""
     make: Callable[[str], object]
-    """Makes it from that value."""
+    """Makes the observer from that value."""
 
 
 OBSERVERS = (
@@ -26,4 +26,4 @@ OBSERVERS = (
     BuiltinObserver("tensorboard", TENSORBOARD_ENV, tensorboard_from_environment),
     BuiltinObserver("prometheus", PROMETHEUS_ENV, prometheus_from_environment),
 )
-"""Every built-in observer. None is active that nobody asked for."""
+"""Every built-in observer. Each is active only if its variable is set."""

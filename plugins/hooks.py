@@ -1,4 +1,4 @@
-"""Hook specifications (pluggy), and what calls the observers of a process."""
+"""`RunHooks`: the hook specifications (pluggy), and the calls of a process's observers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 
 Facts = Mapping[str, Any]
-"""JSON-representable facts about an event; keys carry their unit (``_s``, ``_bytes``, or are one: ``seconds``, ``nbytes``)."""
+"""Facts about an event, which JSON can represent. Keys end with their unit (``_s``, ``_bytes``) or are one (``seconds``)."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class _Implementation:
-    """One plugin's function for one hook, and which of the hook's arguments it takes."""
+    """One plugin's function for one hook, and the hook's arguments that it takes."""
 
     plugin: str
     function: Callable[..., object]
@@ -34,21 +34,21 @@ class _Implementation:
 
 
 class RunHooks:
-    """The points at which weightlane calls its observers: each method is a specification, and calls those who implement it.
+    """The hooks of weightlane. Each method specifies a hook, and calls the observers that implement it.
 
-    A hook is called when its event has ended; ``facts["seconds"]`` says how long it took, where it took time. It is called by
-    keyword, on whatever thread the event ended, possibly on several at once, in the process that its docstring names:
+    A hook is called after its event; ``facts["seconds"]`` is the duration of an event that takes time. The calls happen on the
+    event's thread, possibly on several threads at once, in the process that the hook's docstring names:
 
-    - *driver*: runs the coordinator, and the training loop where there is one
+    - *driver*: runs the coordinator, and the training loop if there is one
     - *trainer rank*: runs a publisher
     - *rollout rank*: runs a subscriber; with vLLM a worker process
     - *replica*: takes a replica's requests; with vLLM the process that owns the engine, or the server
 
-    Observers watch, they do not steer: return values are ignored, and one that raises an `Exception` is reported once and not
-    called again in this process, while the others are. An observer must not block: the event's own thread waits for it. It may
-    implement any subset, and take any subset of a hook's arguments. Facts may gain keys.
+    Observers cannot change what weightlane does: return values are ignored. An observer that raises an `Exception` is reported
+    once and not called again in this process; the others are. An observer must not block, because the event's thread waits for
+    it. It may implement any subset of the hooks, and take any subset of a hook's arguments. Later versions may add facts.
 
-    Observers are called in pluggy's order: the one registered last comes first, but for ``tryfirst`` and ``trylast``.
+    Observers are called in pluggy's order: the last registered one first, except for ``tryfirst`` and ``trylast``.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class RunHooks:
     def run_started(self, facts: Facts) -> None:
         """Every participant is connected and the first version serves. Called by the driver.
 
-        Facts: ``step`` (optimizer steps taken before), ``steps`` (to be reached).
+        Facts: ``step`` (optimizer steps taken before), ``steps`` (optimizer steps of the whole run).
         """
         self._call("run_started", facts=facts)
 
@@ -72,29 +72,32 @@ class RunHooks:
     def training_step(self, step: int, facts: Facts) -> None:
         """All trainer ranks took optimizer step `step`. Called by the driver.
 
-        Facts: ``seconds`` (forward, backward, fence and optimizer, slowest rank), ``fence_s`` (of it, waiting for a
-        snapshot), ``waited_for_rollouts_s`` (before it), ``reward`` (mean of the batch), ``staleness_mean`` and ``staleness_max``
-        (versions), ``grad_norm``, ``tokens`` (of the batch); since the start ``tokens_per_s`` (generated), ``dropped_groups``,
-        ``failed_items``, ``length_ratio`` (mean length of what was trained to that of what was drawn), ``overlap_share``; the
-        metrics of the loss; ``rollout_blocked_s`` (longest time any replica generated nothing, of the versions that have come
-        to serve since the step before); in the first step after a publication ``published_version`` and ``trainer_blocked_s``
-        (publish plus fence of that version); once it is known ``blocking_way_s`` (what either side would have lost if it had
-        waited for the version: see ``loop.blocking_syncs``).
+        Facts: ``seconds`` (forward, backward, fence and optimizer on the slowest rank), ``fence_s`` (the part that waited for a
+        snapshot), ``waited_for_rollouts_s`` (before the step), ``reward`` (mean of the batch), ``staleness_mean`` and
+        ``staleness_max`` (versions), ``grad_norm``, ``tokens`` (of the batch), and the metrics of the loss. ``rollout_blocked_s``
+        is the longest time that a replica generated nothing, over the versions committed since the previous step.
+
+        Since the start of the run: ``tokens_per_s`` (generated), ``dropped_groups``, ``failed_items``, ``length_ratio`` (mean
+        length of trained completions over that of drawn ones), ``overlap_share``.
+
+        In the first step after a publication: ``published_version``, ``trainer_blocked_s`` (publish plus fence of that version).
+        When it is known: ``blocking_way_s`` (time that either side would lose if it waited for the version, see
+        ``loop.blocking_syncs``).
         """
         self._call("training_step", step=step, facts=facts)
 
     @hookspec
     def evaluated(self, step: int, facts: Facts) -> None:
-        """Held-out tasks were answered by the version of `step`. Called by the driver.
+        """The version of `step` answered the held-out tasks. Called by the driver.
 
-        Beside the training, newer versions may have answered some of them. Facts: ``accuracy``, ``tasks`` (that could be judged),
-        ``failed`` (the others), ``version_min`` and ``version_max`` (that answered), ``seconds``.
+        Newer versions may have answered some of them, because training continues meanwhile. Facts: ``accuracy``, ``tasks``
+        (judged ones), ``failed`` (the others), ``version_min`` and ``version_max`` (versions that answered), ``seconds``.
         """
         self._call("evaluated", step=step, facts=facts)
 
     @hookspec
     def samples_trained(self, step: int, facts: Facts) -> None:
-        """Some of the completions that optimizer step `step` used. Called by the driver.
+        """Optimizer step `step` used completions, of which some are reported. Called by the driver.
 
         Facts: ``samples``, each with ``prompt``, ``completion`` (texts), ``reward`` and ``versions`` (that generated its tokens).
         """
@@ -102,30 +105,30 @@ class RunHooks:
 
     @hookspec
     def item_failed(self, kind: str, facts: Facts) -> None:
-        """Samples, or an optimizer step, are left out of the run, which goes on without. Called by the driver.
+        """Samples or an optimizer step failed, and the run continues without them. Called by the driver.
 
-        `kind` is ``prompt`` (too long), ``request`` (could not be answered), ``reward`` (could not be judged) or ``step`` (its
-        gradient is not finite: no parameter changed). Facts: ``error`` (its text), ``count`` (samples, or 1 for a step); of
-        samples ``task`` (the prompt) and ``place`` (file and line), ``replica`` but for prompts, ``completion`` (the text) for
-        rewards; of a step ``step`` and ``tasks`` (its prompts).
+        `kind` is ``prompt`` (too long), ``request`` (not answered), ``reward`` (not judged) or ``step`` (the gradient is not
+        finite, and no parameter changed). Facts: ``error`` (its text), ``count`` (samples, or 1 for a step). Facts of samples:
+        ``task`` (the prompt), ``place`` (file and line), ``replica`` except for prompts, ``completion`` (the text) for rewards.
+        Facts of a step: ``step``, ``tasks`` (its prompts).
         """
         self._call("item_failed", kind=kind, facts=facts)
 
     @hookspec
     def run_ended(self, facts: Facts) -> None:
-        """The run is over. Called by the driver.
+        """The run has ended. Called by the driver.
 
-        Facts: the summary (the keys of ``summary.json``) of a run that ended well, else ``error``.
+        Facts: the summary (the keys of ``summary.json``) if the run succeeded, else ``error``.
         """
         self._call("run_ended", facts=facts)
 
-    # -- a version's life, as the coordinator sees it: driver ------------------------------------------------------------
+    # -- versions in the coordinator: driver -------------------------------------------------------------------------------
 
     @hookspec
     def version_opened(self, version: int, facts: Facts) -> None:
-        """The coordinator begins to carry `version`; ``version_committed`` or ``version_aborted`` follows. Called by the driver.
+        """The coordinator starts to sync `version`. ``version_committed`` or ``version_aborted`` follows. Called by the driver.
 
-        Facts: ``replicas`` (names of those that take part).
+        Facts: ``replicas`` (names of the participating ones).
         """
         self._call("version_opened", version=version, facts=facts)
 
@@ -133,19 +136,18 @@ class RunHooks:
     def version_committed(self, version: int, facts: Facts) -> None:
         """Enough replicas serve `version`. Called by the driver.
 
-        Facts: ``seconds`` and ``latency_s`` (from the start of the sync until the last replica served it),
-        ``rollout_blocked_s`` (longest time any replica generated nothing), ``sent_bytes``, where weights travel quantised
-        ``quantisation_error`` (root mean square of the error over that of the weights, of a sample), ``failures`` (of
-        earlier attempts: ``session``, ``error``, ``excluded``), ``replicas``
-        (by name ``outcome``, ``blocked_s``, ``staged_s``, ``nbytes``).
+        Facts: ``seconds`` and ``latency_s`` (from the start of the sync until the last replica served the version),
+        ``rollout_blocked_s`` (longest time that a replica generated nothing), ``sent_bytes``, ``failures`` (of earlier attempts:
+        ``session``, ``error``, ``excluded``), ``replicas`` (by name ``outcome``, ``blocked_s``, ``staged_s``, ``nbytes``). For
+        quantised weights ``quantisation_error`` (root mean square of the error over that of the weights, of a sample).
         """
         self._call("version_committed", version=version, facts=facts)
 
     @hookspec
     def version_aborted(self, version: int, facts: Facts) -> None:
-        """`version` was given up; the one before goes on serving. Called by the driver.
+        """`version` was aborted, and the previous one still serves. Called by the driver.
 
-        Facts: ``error`` (its text), ``seconds`` (since the sync began), ``failures`` (as for `version_committed`).
+        Facts: ``error`` (its text), ``seconds`` (since the start of the sync), ``failures`` (as for `version_committed`).
         """
         self._call("version_aborted", version=version, facts=facts)
 
@@ -153,43 +155,43 @@ class RunHooks:
     def replica_quarantined(self, replica: str, facts: Facts) -> None:
         """`replica` gets no traffic until a complete version has committed on it. Called by the driver.
 
-        Facts: ``version`` (that it failed to take), ``error`` (its text).
+        Facts: ``version`` (the failed one), ``error`` (its text).
         """
         self._call("replica_quarantined", replica=replica, facts=facts)
 
     @hookspec
     def replica_lost(self, replica: str, facts: Facts) -> None:
-        """`replica` died, or could not start in the place of one that did; the loop goes on without it. Called by the driver.
+        """`replica` died, or could not replace a dead one, and the loop continues without it. Called by the driver.
 
-        Facts: ``error`` (its text), ``left`` (replicas), ``needed`` (fewer end the run), ``successor`` (name of the replica that
-        is being started in its place; empty if there is none).
+        Facts: ``error`` (its text), ``left`` (remaining replicas), ``needed`` (fewer end the run), ``successor`` (name of the
+        replica that starts to replace it; empty if there is none).
         """
         self._call("replica_lost", replica=replica, facts=facts)
 
     @hookspec
     def replica_joined(self, replica: str, facts: Facts) -> None:
-        """`replica` took the place of one that died, and serves. Called by the driver.
+        """`replica` replaced a dead one, and serves. Called by the driver.
 
-        Facts: ``instead_of`` (the dead replica's name), ``version`` (that it serves), ``seconds`` (since the death).
+        Facts: ``instead_of`` (the dead replica's name), ``version`` (the served one), ``seconds`` (since the death).
         """
         self._call("replica_joined", replica=replica, facts=facts)
 
-    # -- on the way: trainer ranks ----------------------------------------------------------------------------------------
+    # -- trainer ranks ----------------------------------------------------------------------------------------------------
 
     @hookspec
     def rank_stepped(self, rank: int, step: int, facts: Facts) -> None:
         """Trainer rank `rank` took optimizer step `step`. Called by every trainer rank.
 
-        Facts: ``seconds``, and what it consists of: ``forward_backward_s`` (gradient clipping included), ``fence_s`` (waiting for
-        a snapshot), ``optimizer_s``; ``participant``.
+        Facts: ``seconds`` and its parts ``forward_backward_s`` (with gradient clipping), ``fence_s`` (waiting for a snapshot) and
+        ``optimizer_s``; ``participant`` (the rank's name).
         """
         self._call("rank_stepped", rank=rank, step=step, facts=facts)
 
     @hookspec
     def snapshot_taken(self, version: int, facts: Facts) -> None:
-        """A rank's shards were copied: its parameters may change. Called by every trainer rank.
+        """A rank's shards were copied, so its parameters may change. Called by every trainer rank.
 
-        Facts: ``seconds``, ``nbytes``, ``participant`` (its name).
+        Facts: ``seconds``, ``nbytes``, ``participant`` (the rank's name).
         """
         self._call("snapshot_taken", version=version, facts=facts)
 
@@ -197,58 +199,58 @@ class RunHooks:
     def bucket_sent(self, version: int, index: int, facts: Facts) -> None:
         """The engine sent bucket `index` to every receiver. Called by the trainer rank or relay that sends.
 
-        Facts: ``seconds`` (in the engine), ``nbytes``, ``participant``, and from a rollout rank ``relayed`` (true).
+        Facts: ``seconds`` (in the engine), ``nbytes``, ``participant``, and ``relayed`` (true) on a rollout rank.
         """
         self._call("bucket_sent", version=version, index=index, facts=facts)
 
-    # -- on the way: rollout ranks and replicas -----------------------------------------------------------------------------
+    # -- rollout ranks and replicas ---------------------------------------------------------------------------------------
 
     @hookspec
     def bucket_received(self, version: int, index: int, facts: Facts) -> None:
-        """Bucket `index` came and its checksum holds. Called by every rollout rank.
+        """Bucket `index` arrived and passed its checksum. Called by every rollout rank.
 
-        Facts: ``seconds`` (waiting included), ``nbytes``, ``participant``.
+        Facts: ``seconds`` (with waiting), ``nbytes``, ``participant``.
         """
         self._call("bucket_received", version=version, index=index, facts=facts)
 
     @hookspec
     def version_staged(self, version: int, facts: Facts) -> None:
-        """Every byte of `version` lies ready, nothing of it is in use. Called by every rollout rank.
+        """`version` is staged: complete, verified, and not in use. Called by every rollout rank.
 
-        Facts: ``seconds`` (from the first byte asked for to the last one verified), ``nbytes``, ``participant``.
+        Facts: ``seconds`` (from the request for the first byte until the last one was verified), ``nbytes``, ``participant``.
         """
         self._call("version_staged", version=version, facts=facts)
 
     @hookspec
     def replica_committed(self, replica: str, version: int, facts: Facts) -> None:
-        """`replica` took `version` between two decode steps. Called by the replica.
+        """`replica` committed `version` between two decode steps. Called by the replica.
 
-        Facts: ``seconds`` (from the call until requests in flight had their next token), ``waited_s`` (its first part, until the
-        engine took the call), ``blocked_s`` (the next part, in which no decode step began), ``load_s`` (of that, replacing
-        weights), ``in_flight`` (requests that were generating), ``max_token_gap_s`` (longest wait for a next token that spans the
+        Facts: ``seconds`` (from the call until running requests had their next token), ``waited_s`` (its first part, until the
+        engine took the call), ``blocked_s`` (its next part, in which no decode step started), ``load_s`` (replacing weights, a
+        part of the blocked time), ``in_flight`` (running requests), ``max_token_gap_s`` (longest wait for a token across the
         commit).
         """
         self._call("replica_committed", replica=replica, version=version, facts=facts)
 
     @hookspec
     def generation_finished(self, facts: Facts) -> None:
-        """A request was answered, well. Called by the replica.
+        """A request was answered without an error. Called by the replica.
 
         Facts: ``replica``, ``request`` (the caller's id), ``tokens`` (generated), ``prompt_tokens``, ``seconds``,
-        ``version_min`` and ``version_max`` (oldest and newest version that generated one of its tokens), ``finish_reason``
-        (``stop`` or ``length``).
+        ``version_min`` and ``version_max`` (oldest and newest version that generated a token), ``finish_reason`` (``stop`` or
+        ``length``).
         """
         self._call("generation_finished", facts=facts)
 
     # -- observers --------------------------------------------------------------------------------------------------------
 
     def register(self, observer: object, name: str = "") -> bool:
-        """Call `observer` from now on; reports, and returns False, if it cannot be: see `reports`."""
+        """Call `observer` from now on. Returns False, and reports it, if it cannot be called: see `reports`."""
         name = self._unused(name or f"{type(observer).__module__}.{type(observer).__qualname__}")
         with self._lock:
             try:
                 self._manager.register(observer, name)
-            except Exception as error:  # noqa: BLE001 - pluggy looks at every attribute of a third party's object
+            except Exception as error:  # noqa: BLE001 - pluggy reads every attribute of a third-party object
                 self._forget(name)
                 refused: Exception | None = error
             else:
@@ -261,7 +263,7 @@ class RunHooks:
         return refused is None
 
     def report(self, plugin: str, hook: str, error: Exception) -> None:
-        """Tell the user, in the log and in `reports`, that `plugin` is not called any more, or not at all."""
+        """Report in the log and in `reports` that `plugin` was disabled, or could not be loaded."""
         report = HookReport(plugin, hook, f"{type(error).__name__}: {error}")
         with self._lock:
             self._reports.append(report)
@@ -269,12 +271,12 @@ class RunHooks:
 
     @property
     def reports(self) -> tuple[HookReport, ...]:
-        """Which observers were disabled in this process, and why."""
+        """The observers that were disabled in this process, and why."""
         with self._lock:
             return tuple(self._reports)
 
     def _call(self, hook: str, **arguments: Any) -> None:
-        # Hooks of single buckets come here too: with nobody listening this must cost next to nothing.
+        # Every bucket calls hooks, so this must be fast without observers.
         for implementation in self._implementations.get(hook, ()):
             try:
                 implementation.function(*[arguments[name] for name in implementation.takes])
@@ -284,7 +286,7 @@ class RunHooks:
     def _disable(self, plugin: str, hook: str, error: Exception) -> None:
         with self._lock:
             if not self._manager.has_plugin(plugin):
-                return  # another thread was faster
+                return  # another thread has disabled it
             self._forget(plugin)
             self._collect()
         self.report(plugin, hook, error)
@@ -294,7 +296,7 @@ class RunHooks:
             self._manager.unregister(name=plugin)
 
     def _collect(self) -> None:
-        """Callers read the mapping without the lock, so it is replaced, never changed."""
+        """Replace the mapping of implementations, which callers read without the lock."""
         found: dict[str, tuple[_Implementation, ...]] = {}
         for hook in HOOK_NAMES:
             caller: pluggy.HookCaller = getattr(self._manager.hook, hook)
@@ -306,18 +308,18 @@ class RunHooks:
         self._implementations = found
 
     def _unsuitable(self, plugin: str, observer: object) -> Exception | None:
-        """Why an observer that pluggy took cannot be called; a hook that does not exist here is only pointed out."""
+        """Return why a registered observer cannot be called, or None. An unknown hook is only logged."""
         for caller in self._manager.get_hookcallers(observer) or []:
             for item in caller.get_hookimpls():
                 if item.plugin_name != plugin:
                     continue
                 function = item.function
                 if item.wrapper or item.hookwrapper:
-                    return TypeError(f"{caller.name} is a wrapper; observers watch, they do not steer")
+                    return TypeError(f"{caller.name} is a hook wrapper, which could change what weightlane does")
                 if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
                     return TypeError(f"{caller.name} must be a plain function, neither async nor a generator")
                 if caller.name not in HOOK_NAMES and not item.optionalhook:
-                    _log.warning("plugin %s implements %s, which this weightlane does not call", plugin, caller.name)
+                    _log.warning("plugin %s implements %s, which is no hook of this weightlane", plugin, caller.name)
         return None
 
     def _unused(self, name: str) -> str:

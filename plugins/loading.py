@@ -1,4 +1,4 @@
-"""Finds the observers that installed distributions and the environment ask for."""
+"""Loads the observers that installed distributions register and that environment variables request."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .builtin import OBSERVERS
 from .hooks import RunHooks
 
 ENTRY_POINT_GROUP = "weightlane.plugins"
-"""Installed distributions register observers here: a module, an object, or a class, which is instantiated without arguments."""
+"""Entry-point group of observers. An entry is a module, an object, or a class, which is instantiated without arguments."""
 
 
 def make_hooks(observers: Iterable[object] = ()) -> RunHooks:
-    """Hooks that call `observers` and those that distributions register under ``weightlane.plugins``.
+    """Return hooks that call `observers` and those that distributions register under ``weightlane.plugins``.
 
-    A plugin that cannot be loaded is reported and left out: see `RunHooks.reports`.
+    A plugin that cannot be loaded is reported and skipped: see `RunHooks.reports`.
     """
     hooks = RunHooks()
     for entry_point in _installed():
@@ -35,37 +35,36 @@ def make_hooks(observers: Iterable[object] = ()) -> RunHooks:
 
 
 def process_hooks() -> RunHooks:
-    """The hooks of this process, made at the first call: installed plugins, and built-in observers the environment asks for.
+    """Return the hooks of this process, for parts of weightlane that were given none of their own.
 
-    What a part of weightlane calls that was given no hooks of its own. The variables are those of
-    `weightlane.plugins.builtin.OBSERVERS`.
+    They call installed plugins, and the built-in observers whose environment variables are set: see
+    `weightlane.plugins.builtin.OBSERVERS`. The first call makes them.
     """
     return _PROCESS.get()
 
 
-class _Process:
+class _ProcessHooks:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._hooks: RunHooks | None = None
 
     def get(self) -> RunHooks:
-        if self._hooks is None:
-            with self._lock:
-                if self._hooks is None:
-                    self._hooks = _from_environment()
-        return self._hooks
+        with self._lock:
+            if self._hooks is None:
+                self._hooks = _from_environment()
+            return self._hooks
 
 
-_PROCESS = _Process()
+_PROCESS = _ProcessHooks()
 
 
-def _forked() -> None:
-    """A forked child is a process of its own, with observers of its own."""
-    global _PROCESS  # noqa: PLW0603 - one per process is the point
-    _PROCESS = _Process()
+def _replace_in_child() -> None:
+    """Give a forked child hooks of its own."""
+    global _PROCESS  # noqa: PLW0603 - each process has one
+    _PROCESS = _ProcessHooks()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_replace_in_child)
 
 
 def _from_environment() -> RunHooks:
@@ -74,8 +73,8 @@ def _from_environment() -> RunHooks:
         if value := os.environ.get(builtin.variable):
             try:
                 observer = builtin.make(value)
-            except Exception as error:  # noqa: BLE001 - a library that is not installed, a port that is taken
-                hooks.report(f"{builtin.name} (asked for by {builtin.variable})", "", error)
+            except Exception as error:  # noqa: BLE001 - for example a missing library or a port in use
+                hooks.report(f"{builtin.name} (requested by {builtin.variable})", "", error)
             else:
                 hooks.register(observer, builtin.name)
     return hooks

@@ -1,4 +1,4 @@
-"""An HTTP endpoint for Prometheus, by prometheus_client, on loopback unless told otherwise."""
+"""An observer that serves metrics to Prometheus over HTTP, by default on loopback."""
 
 from __future__ import annotations
 
@@ -15,27 +15,29 @@ from typing import Any
 from .hooks import Facts, hookimpl
 
 PROMETHEUS_ENV = "WEIGHTLANE_PROMETHEUS"
-"""``PORT`` or ``HOST:PORT`` to serve on; port 0 takes a free one, which the log names."""
+"""Environment variable with the address, ``PORT`` or ``HOST:PORT``. Port 0 chooses a free one, which is logged."""
 PROMETHEUS_TOKEN_ENV = "WEIGHTLANE_PROMETHEUS_TOKEN"  # noqa: S105 - a name, not a token
-"""The bearer token that clients must send; needed when the address is not loopback."""
+"""Environment variable with the bearer token that clients must send; required unless the address is loopback."""
 
 LOOPBACK = "127.0.0.1"
 _REQUEST_TIMEOUT_S = 5.0
+"""Longest time a client may leave its connection silent."""
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+"""Bounds of the histograms' buckets, in seconds."""
 
 _log = logging.getLogger(__name__)
 
 
 class PrometheusObserver:
-    """Serves what the driver's hooks tell at ``http://<host>:<port>/metrics``.
+    """Serves the events of the driver's hooks as metrics at ``http://<host>:<port>/metrics``.
 
     Args:
-        port: TCP port; 0 takes a free one: see `url`.
+        port: TCP port; 0 chooses a free one: see `url`.
         host: Address to listen on.
-        token: What clients must send as ``Authorization: Bearer <token>``; empty lets everybody in.
+        token: Token that clients must send as ``Authorization: Bearer <token>``; empty allows every client.
 
-    Raises `ImportError` when prometheus_client is not installed (extra ``observability``), and `ValueError` when the address is
-    not loopback and there is no token.
+    Raises `ImportError` if prometheus_client is not installed (extra ``observability``), and `ValueError` if the address is not
+    loopback and there is no token.
     """
 
     def __init__(self, port: int = 0, host: str = LOOPBACK, token: str = "") -> None:
@@ -50,12 +52,12 @@ class PrometheusObserver:
 
     @property
     def url(self) -> str:
-        """Where it serves; empty before `start` and after `close`."""
+        """The URL of the metrics; empty before `start` and after `close`."""
         server = self._server
         return f"http://{_bracketed(self._address[0])}:{server.server_address[1]}/metrics" if server else ""
 
     def start(self) -> str:
-        """Serve; returns the URL. The first event does so, too. Raises `OSError`, for example when the port is taken."""
+        """Start to serve and return the URL. The first event also does. Raises `OSError`, for example if the port is in use."""
         with self._lock:
             if self._server is None and not self._closed:
                 self._server = _Server(self._address, self._metrics, self._token)
@@ -73,13 +75,13 @@ class PrometheusObserver:
 
     @hookimpl
     def run_started(self, facts: Facts) -> None:
-        """Where the run begins."""
+        """Set the step at which the run starts."""
         self.start()
         self._metrics.step.set(facts.get("step", 0))
 
     @hookimpl
     def training_step(self, step: int, facts: Facts) -> None:
-        """Steps, tokens, staleness, waits."""
+        """Update the metrics of optimizer steps."""
         self.start()
         metrics = self._metrics
         metrics.step.set(step)
@@ -94,18 +96,18 @@ class PrometheusObserver:
 
     @hookimpl
     def evaluated(self, facts: Facts) -> None:
-        """The accuracy."""
+        """Set the accuracy."""
         self.start()
         self._metrics.accuracy.set(facts.get("accuracy", 0.0))
 
     @hookimpl
     def version_opened(self) -> None:
-        """Serve from the first version on."""
+        """Start to serve, at the latest with the first version."""
         self.start()
 
     @hookimpl
     def version_committed(self, version: int, facts: Facts) -> None:
-        """Count it, with its times and bytes."""
+        """Count the version, its times and its bytes."""
         self.start()
         metrics = self._metrics
         metrics.committed.inc()
@@ -118,19 +120,19 @@ class PrometheusObserver:
 
     @hookimpl
     def version_aborted(self) -> None:
-        """Count it."""
+        """Count the aborted version."""
         self.start()
         self._metrics.aborted.inc()
 
     @hookimpl
     def replica_quarantined(self, replica: str) -> None:
-        """Count it."""
+        """Count the quarantine."""
         self.start()
         self._metrics.quarantined.labels(replica).inc()
 
 
 class _Metrics:
-    """All series, in a registry of their own: the process may have another endpoint for other things, as vLLM does."""
+    """All metrics, in a registry of their own, because a process may have another endpoint, as vLLM's does."""
 
     def __init__(self) -> None:
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram  # noqa: PLC0415 - optional
@@ -147,21 +149,23 @@ class _Metrics:
         def histogram(name: str, text: str, *labels: str) -> Histogram:
             return Histogram(f"weightlane_{name}", text, labels, registry=registry, buckets=_SECONDS)
 
-        self.committed = counter("versions_committed", "Weight versions that were put into service.")
-        self.aborted = counter("versions_aborted", "Weight versions that were given up.")
+        self.committed = counter("versions_committed", "Weight versions that were committed.")
+        self.aborted = counter("versions_aborted", "Weight versions that were aborted.")
         self.quarantined = counter("replica_quarantines", "Times a replica was taken out of service.", "replica")
         self.version = gauge("serving_version", "The newest weight version in service.")
         self.latency = histogram("sync_latency_seconds", "From the start of a sync until the last replica served it.")
-        self.rollout_blocked = histogram("rollout_blocked_seconds", "A commit kept a replica from decoding.", "replica")
-        self.trainer_blocked = histogram(
-            "trainer_blocked_seconds", "A publication kept the trainer: publish plus fence."
+        self.rollout_blocked = histogram(
+            "rollout_blocked_seconds", "Time in which a commit kept a replica from decoding.", "replica"
         )
-        self.sent_bytes = counter("sent_bytes", "Bytes the trainer ranks handed on.")
-        self.staged_bytes = counter("staged_bytes", "Bytes a replica staged, over all its ranks.", "replica")
+        self.trainer_blocked = histogram(
+            "trainer_blocked_seconds", "Time in which a publication blocked the trainer: publish plus fence."
+        )
+        self.sent_bytes = counter("sent_bytes", "Bytes that trainer ranks sent.")
+        self.staged_bytes = counter("staged_bytes", "Bytes that a replica staged, over all its ranks.", "replica")
         self.step = gauge("training_step", "Optimizer steps taken.")
-        self.step_seconds = histogram("training_step_seconds", "Forward, backward, fence and optimizer.")
-        self.trained_tokens = counter("trained_tokens", "Generated tokens the trainer used.")
-        self.waited = counter("waited_for_rollouts_seconds", "The trainer waited for groups.")
+        self.step_seconds = histogram("training_step_seconds", "Time of forward, backward, fence and optimizer.")
+        self.trained_tokens = counter("trained_tokens", "Generated tokens that the trainer used.")
+        self.waited = counter("waited_for_rollouts_seconds", "Time in which the trainer waited for groups.")
         self.accuracy = gauge("heldout_accuracy", "Mean reward of greedy answers to held-out tasks.")
         self.gauges = {
             gauge("reward", "Mean reward of the last batch."): "reward",
@@ -173,7 +177,7 @@ class _Metrics:
 
 
 class _Server(http.server.ThreadingHTTPServer):
-    """One endpoint; each request has a thread of its own that ends by a time limit."""
+    """The HTTP server. Each request has a thread of its own, which a timeout ends."""
 
     daemon_threads = True
 
@@ -188,22 +192,22 @@ class _Server(http.server.ThreadingHTTPServer):
         )
 
     def start(self) -> None:
-        """Serve in the background."""
+        """Serve on a thread of its own."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End, and free the port."""
+        """Stop serving and free the port."""
         self.shutdown()
         self.server_close()
         self._thread.join(_REQUEST_TIMEOUT_S)
 
     def server_bind(self) -> None:
-        """Without the look-up of the host's name that the base class makes, which may take long."""
+        """Bind the socket without looking up the host's name, which the base class does and which may be slow."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 - the library's signature
-        """A client that goes away in the middle is no news."""
+        """Log a failed request, such as one whose client disconnected, for debugging only."""
         _log.debug("a request of %s failed", client_address, exc_info=True)
 
 
@@ -212,13 +216,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:
-        """The metrics, to those who may have them."""
+        """Answer with the metrics if the client may read them."""
         if not self._allowed():
             self._answer(401, b"a bearer token is needed\n", {"WWW-Authenticate": "Bearer"})
         elif self.path.partition("?")[0] != "/metrics":
             self._answer(404, b"the metrics are at /metrics\n", {})
         else:
-            from prometheus_client.exposition import choose_encoder  # noqa: PLC0415 - as above
+            from prometheus_client.exposition import choose_encoder  # noqa: PLC0415 - optional
 
             encode, kind = choose_encoder(self.headers.get("Accept", ""))
             self._answer(200, encode(self.server.metrics.registry), {"Content-Type": kind})
@@ -237,7 +241,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the library's name
-        """Requests are not logged."""
+        """Log nothing about a request."""
 
 
 def is_loopback(host: str) -> bool:
@@ -249,7 +253,7 @@ def is_loopback(host: str) -> bool:
 
 
 def prometheus_from_environment(address: str) -> PrometheusObserver:
-    """The observer that `PROMETHEUS_ENV` asks for."""
+    """Make the observer for a value of `PROMETHEUS_ENV`."""
     host, _, port = address.rpartition(":")
     return PrometheusObserver(int(port), host.strip("[]") or LOOPBACK, os.environ.get(PROMETHEUS_TOKEN_ENV, ""))
 

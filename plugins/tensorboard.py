@@ -1,4 +1,4 @@
-"""Scalars of a run for TensorBoard, by tensorboardX: the format needs neither TensorBoard nor TensorFlow to be written."""
+"""An observer that writes scalars for TensorBoard with tensorboardX, which needs neither TensorBoard nor TensorFlow."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 from .hooks import Facts, hookimpl
 
 TENSORBOARD_ENV = "WEIGHTLANE_TENSORBOARD"
-"""Directory of the event files."""
+"""Environment variable with the directory of the event files."""
 
 
 class TensorBoardObserver:
-    """Writes what the driver's hooks tell to an event file in `directory`, which it makes at the first event.
+    """Writes the events of the driver's hooks to an event file in `directory`, which the first event creates.
 
     Curves over optimizer steps are called ``train/...`` and ``eval/...``, those over weight versions ``sync/...``.
 
-    Raises `ImportError` when tensorboardX is not installed (extra ``observability``).
+    Raises `ImportError` if tensorboardX is not installed (extra ``observability``).
     """
 
     def __init__(self, directory: Path) -> None:
@@ -30,31 +30,31 @@ class TensorBoardObserver:
 
     @hookimpl
     def training_step(self, step: int, facts: Facts) -> None:
-        """Every number of the step."""
+        """Write every number of the step."""
         self._add(
             "train", step, {key: value for key, value in facts.items() if key not in ("seconds", "published_version")}
         )
 
     @hookimpl
     def evaluated(self, step: int, facts: Facts) -> None:
-        """The accuracy."""
+        """Write the accuracy."""
         self._add("eval", step, {"accuracy": facts.get("accuracy")})
 
     @hookimpl
     def version_committed(self, version: int, facts: Facts) -> None:
-        """What the version cost, and the times of every replica."""
+        """Write the cost of the version, and the times of every replica."""
         replicas = facts.get("replicas", {}).items()
         per_replica = {f"{name}/{key}": value for name, replica in replicas for key, value in replica.items()}
         self._add("sync", version, {**facts, **per_replica, "aborted": 0})
 
     @hookimpl
     def version_aborted(self, version: int, facts: Facts) -> None:
-        """A one on the curve ``sync/aborted``, and the reason as text."""
+        """Write a one to the curve ``sync/aborted``, and the reason as text."""
         self._add("sync", version, {"aborted": 1}, {"abort reason": str(facts.get("error", ""))})
 
     @hookimpl
     def replica_quarantined(self, replica: str, facts: Facts) -> None:
-        """The reason as text."""
+        """Write the reason as text."""
         self._add("sync", int(facts.get("version", -1)), {}, {f"{replica}/quarantined": str(facts.get("error", ""))})
 
     @hookimpl
@@ -63,7 +63,7 @@ class TensorBoardObserver:
         self.close()
 
     def close(self) -> None:
-        """Write what is still to be written. Idempotent; a later event begins another file."""
+        """Write the remaining events and close the file. Idempotent; a later event starts another file."""
         with self._lock:
             writer, self._writer = self._writer, None
         if writer is not None:
@@ -81,5 +81,5 @@ class TensorBoardObserver:
 
 
 def tensorboard_from_environment(directory: str) -> TensorBoardObserver:
-    """The observer that `TENSORBOARD_ENV` asks for."""
+    """Make the observer for a value of `TENSORBOARD_ENV`."""
     return TensorBoardObserver(Path(directory))

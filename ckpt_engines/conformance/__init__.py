@@ -5,7 +5,7 @@ Install it with ``pip install 'weightlane[conformance]'``. For an installed engi
     weightlane conformance shm
     weightlane conformance ./my_engine.py:MyEngine --set host=127.0.0.1
 
-As part of an engine's own tests, override two fixtures in a module that pytest collects:
+To run it as part of an engine's own tests, override two fixtures in a module that pytest collects:
 
 >>> import pytest
 >>> from weightlane.ckpt_engines.conformance import EngineConformance
@@ -18,14 +18,14 @@ As part of an engine's own tests, override two fixtures in a module that pytest 
 ...     def engine_options(self, tmp_path):
 ...         return {"socket_dir": str(tmp_path)}
 
-Halves run in processes of their own, as they do in real life, and are killed, frozen and closed there. The engine's
-`Capabilities` decide which checks run; the others are skipped with the reason. What an engine cannot do for a reason beyond
-it goes to `EngineConformance.expected_failures`. ``docs/guides/conformance.md`` lists what each check proves.
+The suite runs each half of the engine in a process of its own, and kills, freezes and closes it there. The engine's
+`Capabilities` decide which checks run; the others are skipped with the reason. `EngineConformance.expected_failures` lists checks
+that an engine cannot pass for a reason outside of it. ``docs/guides/conformance.md`` lists what each check proves.
 
-An engine's further multi-process tests can be made of the same parts: derive their class from `ConformanceBase`, override the
-same fixtures, and ask for ``connected`` or ``halves``.
+Further multi-process tests of an engine can use the same parts: derive their class from `ConformanceBase`, override the same
+fixtures, and use the fixtures ``connected`` or ``halves``.
 
-Needs Linux and pytest, and nothing else but what weightlane itself needs.
+The suite needs Linux and pytest, beside the requirements of weightlane itself.
 """
 
 try:

@@ -1,4 +1,4 @@
-"""What ``weightlane conformance`` runs for built-in engines that need more than a name."""
+"""The suites that ``weightlane conformance`` runs for built-in engines that need options or limits."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from .suite import EngineConformance
 
 
 class FilesystemConformance(EngineConformance):
-    """On a directory of its own for each check."""
+    """The suite for `filesystem`, with a new store for each check."""
 
     @pytest.fixture
     def engine_options(self, tmp_path: Path) -> dict[str, Any]:
-        """A place to keep versions in."""
+        """Options with the path of a store."""
         return {"path": str(tmp_path / "store")}
 
 
 class NcclConformance(EngineConformance):
-    """NCCL refuses two ranks on one device."""
+    """The suite for `nccl`, which refuses two ranks on one device."""
 
     most_halves: ClassVar[int | None] = device_count("cuda")
 
 
 class HcclConformance(EngineConformance):
-    """HCCL refuses two ranks on one device."""
+    """The suite for `hccl`, which refuses two ranks on one device."""
 
     most_halves: ClassVar[int | None] = device_count("npu")

@@ -1,4 +1,4 @@
-"""Runs the suite without a test file: what ``weightlane conformance`` does, as a function."""
+"""Runs the suite without a test file, as ``weightlane conformance`` does."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .processes.resolve import create_engine, engine_class
 from .suite import EngineConformance
 
 GROUP = "weightlane.conformance"
-"""Entry-point group by which a distribution offers its own subclass of the suite under its engine's name."""
+"""Entry-point group in which a distribution registers its own subclass of the suite under its engine's name."""
 _PART = "conformance"
 _NO_PLUGINS = "PYTEST_DISABLE_PLUGIN_AUTOLOAD"
 _LIMITS = (
@@ -64,34 +64,35 @@ _OPTIONS = """
 
 
 _FAILED_CHECKS = ("AssertionError", "Failed", "HungError", "UntypedError")
+"""Exceptions that report a broken promise. A reason omits their names."""
 
 
 class Outcome(StrEnum):
-    """How a check ended."""
+    """The outcome of a check."""
 
     PASSED = "passed"
     FAILED = "failed"
     SKIPPED = "skipped"
     EXPECTED_FAILURE = "expected failure"
-    """It failed as `EngineConformance.expected_failures` says."""
+    """The check failed, as `EngineConformance.expected_failures` predicts."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """One check."""
+    """The result of one check."""
 
     name: str
     outcome: Outcome
     seconds: float
     reason: str
-    """Why it failed or was skipped, in one line; empty when it passed."""
+    """Why the check failed or was skipped, in one line; empty if it passed."""
     detail: str
-    """For a failure the whole report."""
+    """The whole report of a failure; empty for other outcomes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConformanceReport:
-    """What a run of the suite found."""
+    """The report of a run of the suite."""
 
     engine: str
     capabilities: Capabilities
@@ -100,12 +101,12 @@ class ConformanceReport:
 
     @property
     def passed(self) -> bool:
-        """Whether something ran and nothing failed."""
+        """Whether at least one check ran and none failed."""
         outcomes = {check.outcome for check in self.checks}
         return Outcome.FAILED not in outcomes and bool(outcomes & {Outcome.PASSED, Outcome.EXPECTED_FAILURE})
 
     def count(self, outcome: Outcome) -> int:
-        """How many checks ended so."""
+        """Return the number of checks with this outcome."""
         return sum(check.outcome == outcome for check in self.checks)
 
 
@@ -119,21 +120,23 @@ def run_conformance(
     pool: Pool | None = None,
     limits: Mapping[str, float] | None = None,
 ) -> ConformanceReport:
-    """Run the suite against an engine and return what it found.
+    """Run the suite against an engine.
 
-    An engine whose distribution offers a subclass of the suite of its own, by entry point, is checked with that one.
+    The engine's distribution may register its own subclass of the suite by an entry point, which then runs instead.
 
     Args:
         engine: Name of an installed engine, ``module:Class`` or ``file.py:Class``.
-        options: The engine's options; None for those of the distribution's own suite, or none.
-        checks: Names of checks, such as ``test_nothing_is_unpickled``; all when empty.
-        junit: A file for a JUnit report.
-        on_check: Called with each result as it comes.
-        pool: Processes to use; by default the run starts and ends its own.
+        options: The engine's options; None for those of the distribution's own suite, if it has one.
+        checks: Names of checks to run, such as ``test_nothing_is_unpickled``; all if empty.
+        junit: File to write a JUnit report to.
+        on_check: Called with each result at once.
+        pool: Processes to use; by default the run starts its own.
         limits: Other values for the suite's limits, such as ``{"slack_s": 5.0}`` on a slow machine.
 
     Raises:
-        RegistryError, EngineUnavailableError, ConfigError: The engine cannot be made from these options here.
+        RegistryError: There is no such engine, or it is broken.
+        EngineUnavailableError: The engine cannot run here.
+        ConfigError: The options are wrong, or there is no such check or limit.
     """
     cls, suite = engine_class(engine), _suite_of(engine)
     if reason := why_unavailable(cls):
@@ -142,7 +145,11 @@ def run_conformance(
         create_engine(engine, options or {})
     unknown = [name for name in checks if not callable(getattr(suite, name.partition("[")[0], None))]
     if unknown:
-        raise ConfigError(f"there is no check called {', '.join(unknown)}.", part=_PART)
+        raise ConfigError(
+            f"there is no check called {', '.join(unknown)}.",
+            part=_PART,
+            hint="docs/guides/conformance.md lists the checks; their names begin with test_.",
+        )
     if wrong := [limit for limit in limits or {} if limit not in _LIMITS]:
         raise ConfigError(
             f"there is no limit called {', '.join(wrong)}.", part=_PART, hint=f"Limits: {', '.join(_LIMITS)}."
@@ -153,23 +160,23 @@ def run_conformance(
         source = _SOURCE.format(module=suite.__module__, suite=suite.__qualname__, name=engine, limits=lines)
         if options is not None:
             source += _OPTIONS.format(options=dict(options))
-        # pytest imports by name: a second run in this process must not find the first one's module
+        # pytest imports by name, and a second run in this process must not find the first one's module.
         file = Path(folder, f"test_{Path(folder).name.replace('-', '_')}.py")
         file.write_text(source, encoding="utf-8")
         Path(folder, "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
         arguments = ["-c", f"{folder}/pytest.ini", "--rootdir", folder, "-s", "-q", "--import-mode=importlib"]
         arguments += ["-p", "no:cacheprovider", "-p", "no:faulthandler", "--basetemp", str(Path(folder, "basetemp"))]
-        # Collects garbage several times to find what nobody could raise; halves, which could, are in other processes.
+        # That plugin collects garbage several times to find unraisable exceptions, but the halves are in other processes.
         arguments += ["-p", "no:unraisableexception"]
         arguments += [f"--junitxml={junit.resolve()}"] if junit else []
         arguments += [f"{file}::TestEngine::{name}" for name in checks] or [str(file)]
         output = io.StringIO()
-        with _alone(), contextlib.redirect_stdout(output):
+        with _without_plugins(), contextlib.redirect_stdout(output):
             status = pytest.main(arguments, plugins=[observer])
         sys.modules.pop(file.stem, None)
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         raise WeightlaneError(
-            f"the suite could not run to its end (pytest says {status}): {output.getvalue().strip()[-2000:]}",
+            f"the suite did not complete (pytest says {status}): {output.getvalue().strip()[-2000:]}",
             part=_PART,
         )
     return ConformanceReport(engine, cls.capabilities, observer.results, observer.seconds)
@@ -190,7 +197,7 @@ def _suite_of(engine: str) -> type[ConformanceBase]:
 
 
 class _Observer:
-    """A pytest plugin that turns reports into results."""
+    """A pytest plugin that turns pytest's reports into results."""
 
     def __init__(self, on_check: Callable[[CheckResult], None] | None, pool: Pool | None) -> None:
         self._on_check = on_check
@@ -200,12 +207,12 @@ class _Observer:
         self.seconds = 0.0
 
     def pytest_configure(self, config: pytest.Config) -> None:
-        """Lend the pool that the caller has."""
+        """Use the caller's pool."""
         if self._pool is not None:
             config.stash[POOL] = self._pool
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Collect the three reports of a check."""
+        """Collect the three reports of a check, and make its result from them."""
         self._reports.setdefault(report.nodeid, []).append(report)
         if report.when != "teardown":
             return
@@ -223,8 +230,8 @@ def _result(reports: Sequence[pytest.TestReport]) -> CheckResult:
         expected = getattr(report, "wasxfail", None)
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
-            said = _one_line(str(crash.message if crash else report.longrepr))
-            reason = said if said.startswith(("expected ", "[XPASS")) else f"expected no error, got {said}"
+            message = _one_line(str(crash.message if crash else report.longrepr))
+            reason = message if message.startswith(("expected ", "[XPASS")) else f"expected no error, got {message}"
             return CheckResult(name, Outcome.FAILED, seconds, reason, report.longreprtext)
         if report.skipped and expected is not None:
             return CheckResult(name, Outcome.EXPECTED_FAILURE, seconds, _one_line(expected), "")
@@ -236,7 +243,7 @@ def _result(reports: Sequence[pytest.TestReport]) -> CheckResult:
 
 
 def _one_line(text: str) -> str:
-    """The first line of a message, without the exception's module path, and without its name where a check has failed."""
+    """Return the first line of a message, without the exception's module, and without its name if a check has failed."""
     first = text.strip().splitlines()[0] if text.strip() else ""
     kind, colon, rest = first.partition(": ")
     kind = kind.rpartition(".")[2] if " " not in kind else kind
@@ -244,8 +251,8 @@ def _one_line(text: str) -> str:
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """Without plugins that happen to be installed, and without byte code of a file that goes again."""
+def _without_plugins() -> Iterator[None]:
+    """Run pytest without installed plugins, and without writing byte code of the temporary file."""
     bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     autoload = os.environ.get(_NO_PLUGINS)
     os.environ[_NO_PLUGINS] = "1"

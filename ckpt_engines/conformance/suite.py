@@ -1,4 +1,4 @@
-"""`EngineConformance`: every check of the suite in one class."""
+"""`EngineConformance` combines every check of the suite in one class."""
 
 from __future__ import annotations
 
@@ -22,4 +22,4 @@ class EngineConformance(
     StrangerChecks,
     ReuseChecks,
 ):
-    """Derive a test class from this one and override `engine_name`, and `engine_options` where the engine needs some."""
+    """The suite. Derive a test class and override `engine_name`, and `engine_options` if the engine needs some."""

@@ -1,1 +1,1 @@
-"""The commands of ``weightlane``, a module each."""
+"""The commands of ``weightlane``, one module each."""

@@ -1,4 +1,4 @@
-"""``weightlane bench``: the benchmark of `weightlane.cli.bench`, as tables, JSON and a plot."""
+"""``weightlane bench`` runs the benchmark and shows its report as tables, JSON and a plot."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import contextlib
 import json
 import signal
 import threading
-import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,19 +15,20 @@ from weightlane.ckpt_engines import ConfigError, StorageError
 
 from ..bench import BenchReport, BenchSettings, report_tables, run_bench, unavailable_table
 from ..bench.report.plot import check_plot, plot_report
+from ..config import toml_value
 from ..output import console
 
 _PART = "benchmark"
 
 
 def measure(settings: Sequence[str], *, json_file: Path | None, plot_file: Path | None, **values: Any) -> bool:
-    """Run it and print what it finds; False when nothing could run, or something arrived that was not what was sent.
+    """Run the benchmark and print its report. Returns False if no engine could run, or a receiver got wrong bytes.
 
     Args:
         settings: Options of engines, each ``engine.key=value`` with a TOML value or plain text.
-        json_file: Where to write the report as JSON.
-        plot_file: Where to write a picture of it; the ending says which format.
-        values: Of `BenchSettings`, as the user gave them.
+        json_file: File to write the report to as JSON.
+        plot_file: File to draw the report into; its ending chooses the format.
+        values: Values of `BenchSettings`, as the user gave them.
     """
     shown = console(soft_wrap=False)
     chosen = BenchSettings.checked(options=_options(settings), **values)
@@ -56,7 +56,7 @@ def measure(settings: Sequence[str], *, json_file: Path | None, plot_file: Path 
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM ends the block as an interrupt does: with everything it started."""
+    """Let SIGTERM end the block, and everything that it started, as Ctrl-C does."""
 
     def end(*_: object) -> None:
         raise asyncio.CancelledError
@@ -72,7 +72,7 @@ def _terminable() -> Iterator[None]:
 
 
 def listed(text: str) -> tuple[str, ...]:
-    """``"a,b"`` as names."""
+    """Split ``"a,b"`` into names."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
@@ -82,10 +82,6 @@ def _options(settings: Sequence[str]) -> dict[str, dict[str, Any]]:
         path, equals, text = setting.partition("=")
         engine, dot, key = path.rpartition(".")
         if not (equals and dot and engine and key):
-            raise ConfigError(f"--set {setting!r} is not of the form engine.key=value.", part=_PART)
-        try:
-            value = tomllib.loads(f"value = {text}")["value"]
-        except (ValueError, RecursionError):
-            value = text
-        options.setdefault(engine, {})[key] = value
+            raise ConfigError(f"--set {setting!r} does not have the form engine.key=value.", part=_PART)
+        options.setdefault(engine, {})[key] = toml_value(text)
     return options

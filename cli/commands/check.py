@@ -1,4 +1,4 @@
-"""``weightlane check``: what a run would take, and what is wrong with it, before anything is started."""
+"""``weightlane check`` shows what a run would need, or what is wrong with it, without starting anything."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ..run.resources import Machines, Sizes, described, fitted
 
 
 def check_run(path: Path, overrides: Sequence[str], console: Console) -> None:
-    """Print what a run of the configuration at the absolute `path` takes. Raises what `weightlane train` would refuse it with.
+    """Print the resources that the configuration at the absolute `path` needs. Raises the errors of `weightlane train`.
 
-    With ``ray.address`` the machines of the cluster are not asked: what they have is taken to be what this one has.
+    With ``ray.address``, the machines of the cluster are assumed to have the GPUs of this machine.
     """
     ready = prepare(path, overrides)
     config = ready.config
@@ -26,6 +26,6 @@ def check_run(path: Path, overrides: Sequence[str], console: Console) -> None:
     machines, sizes = Machines.here(), Sizes.of(config, ready.model)
     config = fitted(config, sizes, machines, counted=not config.ray.address)
     table = Table(title=f"{escape(str(path))} can run", title_justify="left", show_header=False)
-    for what, how_much in described(config, sizes, machines):
-        table.add_row(what, escape(how_much))
+    for name, amount in described(config, sizes, machines):
+        table.add_row(name, escape(amount))
     console.print(table)

@@ -1,9 +1,8 @@
-"""``weightlane conformance``: the conformance suite against an engine, as a table, JSON or JUnit."""
+"""``weightlane conformance`` runs the conformance suite against an engine and prints lines, JSON or JUnit."""
 
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +14,7 @@ from rich.text import Text
 from weightlane.ckpt_engines import ConfigError
 from weightlane.ckpt_engines.conformance import CheckResult, ConformanceReport, Outcome, run_conformance
 
+from ..config import toml_value
 from ..output import console, own_stdout
 
 _STYLES = {
@@ -29,14 +29,14 @@ _OUTCOME_WIDTH = max(len(outcome) for outcome in Outcome)
 def check_engine(
     name: str, settings: Sequence[str], *, checks: Sequence[str], as_json: bool, junit: Path | None
 ) -> bool:
-    """Run the suite, print what it finds, and return whether the engine passed.
+    """Run the suite, print its results, and return whether the engine passed.
 
     Args:
-        name: The engine.
-        settings: Its options, each ``key=value`` with a TOML value or plain text.
-        checks: Names of the checks to run; all when empty.
-        as_json: Print one JSON document in place of a line per check.
-        junit: A file for a JUnit report.
+        name: Name of the engine.
+        settings: The engine's options, each ``key=value`` with a TOML value or plain text.
+        checks: Names of the checks to run; all if empty.
+        as_json: Print one JSON document instead of a line per check.
+        junit: File to write a JUnit report to.
     """
     options = _parsed(settings) if settings else None
     with own_stdout() as out:
@@ -58,7 +58,7 @@ def _print_verdict(shown: Console, report: ConformanceReport, *, partial: bool) 
     if not report.passed:
         verdict = ("does not conform", "bold red")
     elif partial:
-        verdict = ("passes what was asked for; whether it conforms, all checks together say", "")
+        verdict = ("passes the requested checks; run all checks to see whether it conforms", "")
     else:
         verdict = ("conforms", "green")
     shown.print(Text.assemble(f"\n{report.engine} ", verdict, f": {counts} in {report.seconds:.1f} s"))
@@ -76,17 +76,14 @@ def _parsed(settings: Sequence[str]) -> dict[str, Any]:
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not (key and equals):
-            raise ConfigError(f"{setting!r} is not of the form key=value.", part="conformance")
+            raise ConfigError(f"--set {setting!r} does not have the form key=value.", part="conformance")
         *path, last = key.split(".")
         table = options
         for part in path:
             table = table.setdefault(part, {})
             if not isinstance(table, dict):
-                raise ConfigError(f"{setting!r} contradicts an earlier setting.", part="conformance")
-        try:
-            table[last] = tomllib.loads(f"value = {text}")["value"]
-        except (ValueError, RecursionError):
-            table[last] = text
+                raise ConfigError(f"--set {setting!r} contradicts an earlier --set.", part="conformance")
+        table[last] = toml_value(text)
     return options
 
 

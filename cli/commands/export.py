@@ -1,4 +1,4 @@
-"""``weightlane export``: a model that others load, from a state that a run has saved."""
+"""``weightlane export`` writes a saved state of a run as a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -19,17 +19,23 @@ _DTYPES = ("auto", "float32", "bfloat16", "float16")
 def export_state(run: Path, step: int | None, out: Path, dtype: str) -> int:
     """Write the model of a saved `step`, by default the newest, of the run in `run` to `out`; returns the step."""
     if dtype not in _DTYPES:
-        raise ConfigError(f"{dtype!r} is none of {', '.join(_DTYPES)}.", part=_PART, hint="Choose one for --dtype.")
-    settings = run / "config.toml"
-    if not settings.is_file():
-        raise ConfigError(f"{run} holds no run: there is no config.toml.", part=_PART)
-    config = load_config(settings, runs_here=False)
+        raise ConfigError(
+            f"there is no dtype {dtype!r}.",
+            part=_PART,
+            hint=f"Set --dtype to {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}.",
+        )
+    config_file = run / "config.toml"
+    if not config_file.is_file():
+        raise ConfigError(f"{run} is not the directory of a run: it has no config.toml.", part=_PART)
+    config = load_config(config_file, runs_here=False)
     run_dir = _with_states(run)
     saved = run_dir.saved_steps()
     chosen = run_dir.latest_step() if step is None else step
     if chosen not in saved:
         raise ConfigError(
-            f"{run} holds no state of step {chosen}.", part=_PART, hint=f"There are: {', '.join(map(str, saved))}."
+            f"{run} has no saved state of step {chosen}.",
+            part=_PART,
+            hint=f"Saved steps: {', '.join(map(str, saved))}.",
         )
     if out.exists():
         raise ConfigError(f"{out} already exists.", part=_PART, hint="Choose another --out.")
@@ -45,7 +51,7 @@ def _with_states(run: Path) -> RunDir:
         return RunDir(run, resume=True)
     except ConfigError as error:
         raise ConfigError(
-            f"{run} holds no state to export.",
+            f"{run} has no saved state.",
             part=_PART,
-            hint="A run saves one every loop.save_every steps, and when it ends.",
+            hint="A run saves its state every loop.save_every steps, and when it ends.",
         ) from error

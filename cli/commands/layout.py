@@ -1,4 +1,4 @@
-"""``weightlane layout``: where a model's tensors go on each rollout rank, as a table or JSON."""
+"""``weightlane layout`` shows where each tensor of a model goes on each rollout rank, as a table or JSON."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-_WAYS = {
+_COMMITS = {
     "traced": "[green]every version is committed by copies[/green]",
-    "mixed": "[yellow]versions are committed by copies, some layers through vLLM's own loading[/yellow]",
-    "reload": "[red]versions go through vLLM's own loading[/red]",
+    "mixed": "[yellow]versions are committed by copies, but some layers by vLLM's own loading[/yellow]",
+    "reload": "[red]versions are committed by vLLM's own loading[/red]",
 }
 _SHOWN = 20
+"""Tensors that are not copied and are listed for each rank; JSON has all of them."""
 
 
 def print_layout(console: Console, report: Mapping[str, Any]) -> None:
-    """Print what `weightlane.rollout.layout.offline.layout_report.layout_report` returned."""
+    """Print the result of `weightlane.rollout.layout.offline.layout_report.layout_report`."""
     for line in _verdict(report):
         console.print(line)
-    table = Table("rank", "tensors", "copies", "MB copied", "parameters", "padding", "learned in", "way")
+    table = Table("rank", "tensors", "copies", "MB copied", "parameters", "padding", "learned in", "commit")
     for rank in report["ranks"]:
         table.add_row(
             str(rank["rank"]),
@@ -39,10 +40,10 @@ def print_layout(console: Console, report: Mapping[str, Any]) -> None:
             whole = "" if report["expert_parallel"] or report["tensor_parallel"] == 1 else "a slice of "
             console.print(f"rank {rank['rank']} holds {whole}experts {_experts(rank['experts'])}")
     union = report["union"]
-    used = "all used" if not union["unused"] else f"[red]{len(union['unused'])} tensors not used whole[/red]"
+    used = "all used" if not union["unused"] else f"[red]{len(union['unused'])} tensors not used completely[/red]"
     console.print(f"over all ranks: {union['tensors']} tensors, {union['elements']} elements, {used}")
     if report["tied"]:
-        console.print(f"may be left out, or sent and ignored: {escape(', '.join(report['tied']))}")
+        console.print(f"optional in a version: {escape(', '.join(report['tied']))}")
     for rank in report["ranks"]:
         for line in _beside_copies(rank):
             console.print(f"rank {rank['rank']} {line}")
@@ -52,12 +53,12 @@ def _verdict(report: Mapping[str, Any]) -> Iterator[str]:
     divided = ", experts divided between them" if report["expert_parallel"] else ""
     ranks = f"{report['tensor_parallel']} rank(s){divided}"
     quantised = f" ({escape(report['quantization'])})" if report["quantization"] else ""
-    way = "[red]no versions are taken[/red]" if report["refusal"] else _WAYS[report["way"]]
-    yield f"{escape(report['architecture'])} in {report['dtype']}{quantised} on {ranks}: {way}"
+    commit = "[red]versions are refused[/red]" if report["refusal"] else _COMMITS[report["way"]]
+    yield f"{escape(report['architecture'])} in {report['dtype']}{quantised} on {ranks}: {commit}"
     if report["refusal"]:
-        yield f"[red]new versions would not be right: {escape(report['refusal'])}[/red]"
+        yield f"[red]committed versions would be wrong: {escape(report['refusal'])}[/red]"
     if why := report["not_rehearsed"]:
-        yield f"[yellow]a worker also lays versions beside ordinary loads; here that was not done: {escape(why)}[/yellow]"
+        yield f"[yellow]a worker also compares versions with ordinary loads, which was not done here: {escape(why)}[/yellow]"
 
 
 def _beside_copies(rank: Mapping[str, Any]) -> Iterator[str]:
@@ -72,12 +73,12 @@ def _beside_copies(rank: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _experts(found: Sequence[Mapping[str, Any]]) -> str:
-    """Which experts a rank holds, such as ``0-3 of 8``."""
+    """Format the experts that a rank holds, such as ``0-3 of 8``."""
     return "; ".join(f"{_runs(entry['held'])} of {entry['of']}" for entry in found)
 
 
 def _runs(numbers: Sequence[int]) -> str:
-    """Ascending numbers, those in a row as a range."""
+    """Format ascending numbers, successive ones as a range."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

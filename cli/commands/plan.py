@@ -1,4 +1,4 @@
-"""``weightlane plan``: who would send what to whom, and how long it should take, as a table or JSON."""
+"""``weightlane plan`` shows the transfer plan of a run and its predicted duration, as tables or JSON."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ from weightlane.trainer.placement.trainer_rank import publisher_name
 from ..config import load_config, wire_dtype
 
 _BUCKET_MIB = 32.0
+"""Size of buckets for a shape: the default of ``sync.bucket_mib``."""
 _DIRECT = (
     ("busiest network card", "bound_s"),
     ("direct, by this plan", "direct_s"),
     ("gathered, one stream per replica", "one_stream_per_replica_s"),
-    ("gathered, handed on by all ranks", "broadcast_tree_s"),
+    ("gathered, relayed by all ranks", "broadcast_tree_s"),
 )
 _STORED = (
     ("gathered by the first rank", "gather_s"),
-    ("written by it", "write_s"),
+    ("written by the first rank", "write_s"),
     ("read by every rollout rank", "read_s"),
-    ("all of it, bucket by bucket", "stored_s"),
+    ("all steps, bucket by bucket", "stored_s"),
 )
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
@@ -47,7 +48,7 @@ def network_of(
     latency_us: float,
     bucket_mib: float | None,
 ) -> Network:
-    """What the command's options say of links: GB/s of all cards, or Gbit/s of either side's. Raises `ConfigError`."""
+    """Make a `Network` from the command's options: GB/s of all cards, or Gbit/s of either side. Raises `ConfigError`."""
     return Network(
         1e9 * gb_per_s if sender_gbps is None else BYTES_PER_GBIT * sender_gbps,
         1e9 * gb_per_s if receiver_gbps is None else BYTES_PER_GBIT * receiver_gbps,
@@ -59,13 +60,13 @@ def network_of(
 def run_report(
     path: Path, overrides: Sequence[str], network: Network, *, keep_bucket: bool, relay: bool, links: int
 ) -> dict[str, Any]:
-    """What `planned_session` says of the run that is configured at `path`; its buckets are the run's unless `keep_bucket`.
+    """Return the `planned_session` of the run configured at `path`. Buckets have the run's size unless `keep_bucket`.
 
-    Needs neither weights in memory nor a GPU, nor that the checkpoint engine can run here.
+    The report needs no weights in memory and no GPU, and the checkpoint engine need not run here.
 
     Raises:
-        WeightlaneError: As ``weightlane train`` before it starts anything; or the training engine cannot say what its ranks will
-            hold.
+        WeightlaneError: An error of ``weightlane train`` before it starts anything, or the training engine cannot tell which
+            shards its ranks will hold.
     """
     config = load_config(path, overrides, runs_here=False)
     model = check_model_dir(find_model(config.model.path))
@@ -79,7 +80,7 @@ def run_report(
         computes = needs.dtype or computes
         if computes == config.sync.wire_dtype == "auto":
             raise ConfigError(
-                f"what the rollout computes in cannot be found out: {needs.why_whole}",
+                f"the dtype that the rollout computes in is unknown: {needs.why_whole}",
                 part="plan",
                 hint="Set rollout.dtype or sync.wire_dtype.",
             )
@@ -117,13 +118,13 @@ def shape_report(
     may_relay: bool,
     links: int,
 ) -> dict[str, Any]:
-    """What `plan_report` says of a known shape; empty layouts are the usual ones.
+    """Return the `plan_report` of a known shape. An empty layout means the shape's usual one.
 
     Raises:
-        ConfigError: There is no such shape, type or cut, or the shape cannot be laid out so.
+        ConfigError: There is no such shape, wire type or cut, or the layout does not fit the shape.
     """
     if cut not in ("exact", "shares"):
-        raise ConfigError(f"{cut!r} is no way to cut.", part="plan", hint="--cut is exact or shares.")
+        raise ConfigError(f"there is no cut {cut!r}.", part="plan", hint="Set --cut to exact or shares.")
     shape = shape_named(name)
     usual = USUAL[name.lower()]
     holding, needing = TrainerLayout.parse(trainer or usual[0]), RolloutLayout.parse(rollout or usual[1])
@@ -141,7 +142,7 @@ def shape_report(
 
 
 def print_plan(console: Console, report: Mapping[str, Any]) -> None:
-    """Print what `shape_report` returned, or `run_report`."""
+    """Print the result of `shape_report` or `run_report`."""
     if "run" in report:
         console.print(
             f"{escape(report['run'])}: {escape(report['model'])} in {report['wire']}, trained by"
@@ -159,9 +160,9 @@ def print_plan(console: Console, report: Mapping[str, Any]) -> None:
     if "gathered_by" not in report:
         _print_lanes(console, report)
     table = Table("busiest", "rank", "bytes", "of the mean")
-    for what in ("sender", "receiver"):
-        most = report[f"busiest_{what}"]
-        table.add_row(what, escape(most["rank"]), _size(most["bytes"]), f"{most['over_mean']:.3f}")
+    for side in ("sender", "receiver"):
+        most = report[f"busiest_{side}"]
+        table.add_row(side, escape(most["rank"]), _size(most["bytes"]), f"{most['over_mean']:.3f}")
     if "largest_share_bytes" in report:
         table.add_row("share", "", _size(report["largest_share_bytes"]), f"{report['largest_share_over_mean']:.3f}")
     console.print(table)
@@ -179,26 +180,26 @@ def _print_lanes(console: Console, report: Mapping[str, Any]) -> None:
     routes = ", ".join(f"{count} {kind}" for kind, count in report["routes"].items())
     console.print(
         f"plan {report['digest']}: {report['cells']} cells in {report['lanes']} lanes ({routes}),"
-        f" made in {report['planning_s']:.2f} s"
+        f" planned in {report['planning_s']:.2f} s"
     )
     crossing, least = report["crossing_bytes"], report["minimum_bytes"]
-    beyond = "" if crossing == least else f", {_size(crossing - least)} more than is needed"
+    beyond = "" if crossing == least else f", {_size(crossing - least)} more than necessary"
     console.print(
-        f"{_size(crossing)} cross the wire{beyond}; {_size(report['replicated_bytes'])} are held more than once"
+        f"{_size(crossing)} cross the wire{beyond}; {_size(report['replicated_bytes'])} are on several trainer ranks"
     )
 
 
 def _print_seconds(console: Console, predicted: Mapping[str, Any], network: Mapping[str, Any]) -> None:
     stored = "stored_s" in predicted
-    table = Table("way", "predicted s", "of all" if stored else "of direct")
+    table = Table("step" if stored else "route", "predicted s", "of all" if stored else "of direct")
     whole = predicted["stored_s" if stored else "direct_s"]
-    for way, key in _STORED if stored else _DIRECT:
-        table.add_row(way, f"{predicted[key]:.3f}", f"{predicted[key] / whole:.2f}" if whole else "")
+    for name, key in _STORED if stored else _DIRECT:
+        table.add_row(name, f"{predicted[key]:.3f}", f"{predicted[key] / whole:.2f}" if whole else "")
     console.print(table)
-    busiest = "the store is taken to keep up" if stored else f"busiest: {escape(predicted['bound_by'])}"
+    busiest = "the store is assumed to be fast enough" if stored else f"busiest: {escape(predicted['bound_by'])}"
     console.print(
         f"senders {_size(network['sender_bytes_per_s'])}/s, receivers {_size(network['receiver_bytes_per_s'])}/s,"
-        f" {1e6 * network['latency_s']:g} us; {busiest}. Links alone: no packing, no commit."
+        f" {1e6 * network['latency_s']:g} us; {busiest}. Predictions cover links only, without packing and commit."
     )
 
 

@@ -1,4 +1,4 @@
-"""``weightlane train``: composes a run from its configuration, and takes it apart again however it ends."""
+"""``weightlane train`` composes a run from its configuration, and ends everything it started."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from ..run.resources import Sizes, fitted
 from ..run.run_description import about_run
 
 _SIGNALS_S = 0.05
-"""Seconds in which a signal that came while the event loop was held up is heard of."""
+"""Seconds in which the event loop handles a signal that arrived while it was blocked."""
 
 
 async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, live: bool) -> RunSummary:
-    """Run the configuration at the absolute `path`. Raises a typed error for whatever is wrong with it or goes wrong."""
+    """Run the configuration at the absolute `path`. Raises a typed error for every problem of configuration or run."""
     _cancel_on_sigterm()
     ready = prepare(path, overrides)
     config, model = ready.config, ready.model
@@ -55,19 +55,19 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
     async with AsyncExitStack() as stack:
         stack.enter_context(_point_to_logs(run_dir.path / "logs", display))
         stack.callback(display.stop)
-        # Before the cluster: the trace is complete when every process has ended.
+        # The observers close after the cluster, because the trace is complete when every process has ended.
         samples, failures = SamplesFile(run_dir.path / "samples.jsonl"), FailuresFile(run_dir.path / "failures.jsonl")
         own = [MetricsFile(metrics), samples, failures, display]
         observers = RunObservers(config.observers, run_dir.path.resolve(), own, display.say)
         hooks = stack.enter_context(observers)
         cluster = await _start_ray(stack, RayCluster(config, run_dir.path / "logs", observers.environment))
-        _cancel_on_sigterm()  # again: Ray has set a handler of its own
+        _cancel_on_sigterm()  # again, because Ray sets a handler of its own
         config = fitted(config, Sizes.of(config, model), cluster.machines())
         run_dir.write_text("config.toml", explain(config))
         stack.callback(shutil.rmtree, run_dir.path / VERSIONS_DIR, ignore_errors=True)
         trainers, replicas, coordinator = await _start(config, model, run_dir, state, rendezvous, hooks, display, stack)
         await coordinator.connect()
-        # Collections that go through everything start-up made would stop the loop for a third of a second at a time.
+        # Otherwise each collection would traverse every object of the start, and stop the loop for a third of a second.
         gc.collect()
         gc.freeze()
         judge = RewardPool(ready.reward, config.reward)
@@ -111,7 +111,7 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
         if not summary.replicas_lost:
             cluster.succeeded()
     run_dir.write_json("summary.json", {"run": about_run(config, model, path), **summary.to_plain()})
-    if metrics.is_file():  # its observer is disabled when it cannot write
+    if metrics.is_file():  # its observer is disabled if it cannot write
         draw_curves(metrics, run_dir.path / "curves.png")
     print_summary(shown, summary, str(run_dir.path))
     if summary.replicas_lost:
@@ -129,7 +129,7 @@ async def _start(
     display: RunDisplay,
     stack: AsyncExitStack,
 ) -> tuple[TrainerGroup, list[RolloutReplica], Coordinator]:
-    """Start trainer ranks and replicas side by side, and connect them."""
+    """Start trainer ranks and replicas at the same time, and connect them."""
     started = time.perf_counter()
     version = state.step if state else 0
     display.say(
@@ -156,20 +156,20 @@ async def _start(
     await starting_trainers
     coordinator = Coordinator(rendezvous, trainers.publisher_names(), replicas, config.sync, hooks=hooks)
     stack.callback(coordinator.close)
-    transport = config.checkpoint_engine
+    engine = config.checkpoint_engine
     address = rendezvous.address.to_plain()
     computes = dtype_of(replicas[0].dtype)
     wire = dtype_of(wire_dtype(config, replicas[0].dtype))
     if wire.itemsize > computes.itemsize:
         display.say(
-            f"weights travel as {dtype_name(wire)} and the rollouts compute in {dtype_name(computes)}: every version takes"
-            f" {wire.itemsize / computes.itemsize:.0f} times the bytes that they need; sync.wire_dtype = auto would not"
+            f"weights are sent as {dtype_name(wire)}, but the rollouts compute in {dtype_name(computes)}: every version has"
+            f" {wire.itemsize / computes.itemsize:.0f} times the necessary bytes. Set sync.wire_dtype = auto to avoid that"
         )
     await asyncio.gather(
-        trainers.connect(address, transport, config.sync, wire),
-        *(replica.connect(address, transport.backend, transport.options) for replica in replicas),
+        trainers.connect(address, engine, config.sync, wire),
+        *(replica.connect(address, engine.backend, engine.options) for replica in replicas),
     )
-    display.say(f"everything is up after {time.perf_counter() - started:.1f} s")
+    display.say(f"all processes are connected after {time.perf_counter() - started:.1f} s")
     return trainers, replicas, coordinator
 
 
@@ -181,17 +181,17 @@ def _successors(
     replicas: Sequence[RolloutReplica],
     stack: AsyncExitStack,
 ) -> Successor:
-    """Starts replicas as those of the beginning were started."""
+    """Return a function that starts a replica in the place of a dead one."""
     known = {replica.name: replica for replica in replicas}
-    transport = config.checkpoint_engine
+    engine = config.checkpoint_engine
 
     async def succeed(dead: str, name: str) -> RolloutReplica:
-        await known.pop(dead).close()  # its actor may have outlived its engine, and hold a GPU
+        await known.pop(dead).close()  # its actor may have outlived its engine and still hold a GPU
         version = state.step if state else 0
         replica = RolloutReplica.place(name, config.rollout, model.path, initial_version=version)
         stack.push_async_callback(replica.close)
         await replica.start()
-        await replica.connect(rendezvous.address.to_plain(), transport.backend, transport.options)
+        await replica.connect(rendezvous.address.to_plain(), engine.backend, engine.options)
         known[name] = replica
         return replica
 
@@ -200,7 +200,7 @@ def _successors(
 
 @contextmanager
 def _point_to_logs(logs: Path, display: RunDisplay) -> Iterator[None]:
-    """Say where the cluster has kept them when the run fails."""
+    """Print the directory of the cluster's logs when the run fails."""
     try:
         yield
     except Exception:
@@ -210,31 +210,31 @@ def _point_to_logs(logs: Path, display: RunDisplay) -> Iterator[None]:
 
 
 def _saved_state(run_dir: RunDir, config: RunConfig, train_tasks: Sequence[Task]) -> LoopState:
-    """Where the run stands; `ConfigError` when it is over, or was made with other tasks."""
+    """Return the saved state. Raises `ConfigError` if the run is complete, or its tasks have changed."""
     step = run_dir.latest_step()
     assert step is not None, "RunDir checked it"
     state = LoopState.from_plain(run_dir.loop_state(step))
     if state.step >= config.loop.steps:
         raise ConfigError(
-            f"the run in {run_dir.path} has taken {state.step} of its {config.loop.steps} steps.",
+            f"the run in {run_dir.path} is complete: it has taken {state.step} of {config.loop.steps} steps.",
             part="resume",
-            hint="Raise loop.steps to go on.",
+            hint="Raise loop.steps to continue it.",
         )
     TaskStream(train_tasks, config.run.seed).restore(state.stream)
     return state
 
 
 async def _start_ray(stack: AsyncExitStack, cluster: RayCluster) -> RayCluster:
-    """Enter `cluster`. A signal that comes meanwhile is what ends the run, and not what it made of Ray's start."""
+    """Enter `cluster`. A signal that arrives meanwhile ends the run as a signal, even if Ray's start fails from it."""
     try:
         return stack.enter_context(cluster)
     except WeightlaneError:
-        await asyncio.sleep(_SIGNALS_S)  # which raises, if there was one
+        await asyncio.sleep(_SIGNALS_S)  # raises CancelledError if there was a signal
         raise
 
 
 def _cancel_on_sigterm() -> None:
-    """Let SIGTERM end a run as Ctrl-C does."""
+    """Let SIGTERM end the run as Ctrl-C does."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)

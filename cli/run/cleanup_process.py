@@ -1,9 +1,8 @@
-"""Outlives a run that ends without a word, says so, and clears up behind it.
+"""A process that reports a killed run and removes the files of its Ray.
 
-Ray ends the process of a run whose raylet is gone at once: no handler and no clean-up of it runs. Nor does any when the process
-is killed. The undertaker is in a session of its own: ``python -m weightlane.cli.run.cleanup_process``, with the directory of
-the run's Ray and that for its logs as arguments, waits for the end of its standard input. Unless it is dismissed before, it
-speaks.
+Ray kills the process of a run whose raylet is gone, so that no handler or clean-up of the run itself can do this. The cleanup
+process is in a session of its own: ``python -m weightlane.cli.run.cleanup_process``, with the directory of the run's Ray and the
+directory for its logs as arguments, waits for the end of its standard input. It acts unless the run dismissed it before.
 """
 
 from __future__ import annotations
@@ -15,14 +14,20 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-_DISMISSED = b"all is done\n"
-_WAIT_S = 5.0
+_DISMISSED = b"dismissed\n"
+_END_S = 5.0
+"""Seconds that the dismissed process may take to end."""
 _RAY_ENDS_S = 15.0
-"""How long Ray's own processes may go on writing when the run's has gone."""
+"""Seconds for which Ray's own processes may keep writing after the run has ended."""
 
 
 class CleanupProcess:
-    """The run's end: holds the pipe whose closing starts the work."""
+    """Starts the cleanup process, and holds the pipe whose end makes it act.
+
+    Args:
+        files: Directory of the run's Ray, which is removed.
+        logs: Directory that Ray's logs are copied to.
+    """
 
     def __init__(self, files: Path, logs: Path) -> None:
         self._process = subprocess.Popen(  # noqa: S603 - this interpreter, this module, paths of the run
@@ -33,17 +38,17 @@ class CleanupProcess:
         )
 
     def dismiss(self) -> None:
-        """The run has cleared up itself. Idempotent, never raises; ends within seconds."""
+        """End the process within seconds, because the run has cleaned up itself. Idempotent, never raises."""
         assert self._process.stdin is not None
-        with suppress(OSError, ValueError):  # closed before
+        with suppress(OSError, ValueError):  # it was dismissed before
             self._process.stdin.write(_DISMISSED)
             self._process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_WAIT_S)
+            self._process.wait(_END_S)
 
 
 def keep_logs(files: Path, logs: Path, *names: str) -> None:
-    """Copy what the cluster in `files` has logged under `names`, patterns, to `logs`, but for what is empty. Never raises."""
+    """Copy the logs of the cluster in `files` that match the patterns `names` to `logs`, without empty ones. Never raises."""
     with suppress(OSError):
         logs.mkdir(parents=True, exist_ok=True)
         for name in names:
@@ -53,14 +58,14 @@ def keep_logs(files: Path, logs: Path, *names: str) -> None:
 
 
 def main() -> None:
-    """Wait for the end of standard input; then, unless dismissed, say that the run has ended and remove what it left."""
+    """Wait for the end of standard input. Then, unless dismissed, report the end of the run and remove its files."""
     if sys.stdin.buffer.read() == _DISMISSED:
         return
     files, logs = map(Path, sys.argv[1:])
     keep_logs(files, logs, "worker-*", "raylet.*", "python-core-driver-*")
     print(  # noqa: T201 - on the terminal of the run
-        "error: ray: the run's process has ended without a word: it was killed, or ended by Ray, which ends it when its raylet"
-        f" on this machine is gone. Logs of the run's processes: {logs}. A run that has saved a state goes on with --resume.",
+        "error: ray: the process of the run was killed, perhaps by Ray itself, which does so when its raylet on this machine"
+        f" has died. Logs of the run's processes: {logs}. Use --resume to continue from the last saved state.",
         file=sys.stderr,
         flush=True,
     )

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live table on a terminal, plain lines elsewhere, and the closing summary."""
+"""Shows a run to its user: a live table on a terminal, lines elsewhere, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from weightlane.trainer.loop.summary import RunSummary
 
 
 class RunDisplay:
-    """Shows progress while a run goes on.
+    """An observer that shows the progress of a run.
 
     Args:
-        console: Where to.
+        console: The console to print to.
         steps: Optimizer steps of the whole run.
-        live: A table that is redrawn in place; otherwise a line per optimizer step.
+        live: Show a table that is redrawn in place, instead of a line per optimizer step.
     """
 
     def __init__(self, console: Console, steps: int, *, live: bool) -> None:
@@ -41,11 +41,11 @@ class RunDisplay:
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4) if live else None
 
     def say(self, text: str) -> None:
-        """Print one line about what is going on."""
+        """Print one line about the run."""
         self._console.print(text, highlight=False, soft_wrap=True, markup=False)
 
     def stop(self) -> None:
-        """Leave the terminal as it is now."""
+        """Stop redrawing the table."""
         if self._live is not None and self._live.is_started:
             self._live.stop()
 
@@ -56,7 +56,7 @@ class RunDisplay:
 
     @hookimpl
     def run_started(self, facts: Mapping[str, Any]) -> None:
-        """Begin the live table."""
+        """Start the live table."""
         self._step = facts["step"]
         self._progress.update(self._task, completed=self._step)
         if self._live is not None:
@@ -64,7 +64,7 @@ class RunDisplay:
 
     @hookimpl
     def training_step(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Refresh, or print a line."""
+        """Refresh the table, or print a line."""
         self._step, self._last = step, facts
         self._progress.update(self._task, completed=step)
         if "published_version" in facts:
@@ -80,57 +80,51 @@ class RunDisplay:
 
     @hookimpl
     def version_committed(self, version: int, facts: Mapping[str, Any]) -> None:
-        """Remember the figures."""
+        """Keep the figures of the version for the next line."""
         self._version, self._sync = version, facts
 
     @hookimpl
     def version_aborted(self, version: int, facts: Mapping[str, Any]) -> None:
-        """Say so at once."""
-        error = escape(str(facts["error"]))
-        self._console.print(f"[yellow]version {version} aborted:[/yellow] {error}", highlight=False, soft_wrap=True)
+        """Print the error."""
+        self._warn(f"version {version} aborted", facts["error"])
 
     @hookimpl
     def replica_quarantined(self, replica: str, facts: Mapping[str, Any]) -> None:
-        """As `version_aborted`."""
-        error = escape(str(facts["error"]))
-        name = escape(replica)
-        self._console.print(f"[yellow]{name} is out of service:[/yellow] {error}", highlight=False, soft_wrap=True)
+        """Print the error."""
+        self._warn(f"{replica} is out of service", facts["error"])
 
     @hookimpl
     def replica_lost(self, replica: str, facts: Mapping[str, Any]) -> None:
-        """As `version_aborted`."""
-        what = f"{facts['left']} left, {facts['needed']} needed"
-        what += f"; {escape(facts['successor'])} starts in its place" if facts["successor"] else ""
-        error = escape(str(facts["error"]))
-        self._console.print(
-            f"[yellow]{escape(replica)} is lost:[/yellow] {error} ({what})", highlight=False, soft_wrap=True
+        """Print the error, and whether another replica replaces the lost one."""
+        successor = f"; {facts['successor']} starts to replace it" if facts["successor"] else ""
+        self._warn(
+            f"{replica} is lost", f"{facts['error']} ({facts['left']} left, {facts['needed']} needed{successor})"
         )
 
     @hookimpl
     def replica_joined(self, replica: str, facts: Mapping[str, Any]) -> None:
-        """As `version_aborted`."""
+        """Print the replacement."""
         self.say(
-            f"{replica} serves version {facts['version']} in the place of {facts['instead_of']},"
-            f" {facts['seconds']:.0f} s after its death"
+            f"{replica} replaces {facts['instead_of']} {facts['seconds']:.0f} s after its death, and serves version"
+            f" {facts['version']}"
         )
 
     @hookimpl
     def item_failed(self, kind: str, facts: Mapping[str, Any]) -> None:
-        """Say so at once, of each kind the first time; the others are counted."""
+        """Print the first failure of each kind, and count the others."""
         self._failed[kind] += facts["count"]
         if self._failed[kind] == facts["count"]:
-            error = escape(str(facts["error"]))
-            what = "an optimizer step" if kind == "step" else f"a sample ({escape(kind)})"
-            self._console.print(
-                f"[yellow]{what} failed:[/yellow] {error} (further ones are counted; all are in failures.jsonl)",
-                highlight=False,
-                soft_wrap=True,
-            )
+            item = "an optimizer step" if kind == "step" else f"a sample ({kind})"
+            self._warn(f"{item} failed", f"{facts['error']} (later ones are only counted here; see failures.jsonl)")
 
     @hookimpl
     def run_ended(self) -> None:
-        """Stop drawing."""
+        """Stop the table."""
         self.stop()
+
+    def _warn(self, event: str, details: object) -> None:
+        text = f"[yellow]{escape(event)}:[/yellow] {escape(str(details))}"
+        self._console.print(text, highlight=False, soft_wrap=True)
 
     def _failures(self) -> str:
         return f"  failed: {_counted(self._failed)}" if self._failed else ""
@@ -158,7 +152,7 @@ def _counted(failures: Mapping[str, int]) -> str:
 
 
 def print_summary(console: Console, summary: RunSummary, directory: str) -> None:
-    """The closing summary."""
+    """Print the summary of a run whose files are in `directory`."""
     table = Table(title="summary", show_header=False, title_justify="left")
     if summary.accuracy_before is not None and summary.accuracy_after is not None:
         rise = summary.accuracy_after - summary.accuracy_before
@@ -183,8 +177,8 @@ def print_summary(console: Console, summary: RunSummary, directory: str) -> None
     if summary.blocking_way_s:
         trainer, rollout = (side / summary.blocking_way_s for side in lost)
         table.add_row(
-            "the same, the blocking way",
-            f"{1e3 * summary.blocking_way_s:.1f} ms each: above is {trainer:.1%}, {rollout:.1%} of it",
+            "the same with blocking syncs",
+            f"{1e3 * summary.blocking_way_s:.1f} ms each, of which the above is {trainer:.1%} and {rollout:.1%}",
         )
     if summary.drawn_tokens:
         bias = summary.trained_tokens / summary.drawn_tokens - 1

@@ -1,4 +1,4 @@
-"""The observers of a run: those its configuration asks for, and what the user is told of them."""
+"""Opens and closes the observers that a run's configuration requests, and reports their problems to the user."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from weightlane.plugins.prometheus import PROMETHEUS_TOKEN_ENV, PrometheusObserv
 from weightlane.plugins.tensorboard import TensorBoardObserver
 from weightlane.plugins.trace.merge import claim, merge
 from weightlane.plugins.trace.observer import TRACE_ENV, TRACE_LIMIT_ENV, TraceObserver
+from weightlane.plugins.trace.part import parts_dir
 
 from ..config import ObserversSection
 
 
 class RunObservers:
-    """Context manager: gives the hooks of a run, and at its end closes what they opened and merges the trace.
+    """A context manager with the hooks of a run. Its end closes the observers and merges the trace.
 
     Args:
-        section: What the configuration asks for.
-        run_dir: The run's directory, absolute.
+        section: The requested observers.
+        run_dir: Absolute path of the run's directory.
         own: Observers that every run has.
         say: Prints a line.
     """
@@ -40,12 +41,12 @@ class RunObservers:
         self._reports = run_dir / "logs" / "plugins.log"
         self._stack = ExitStack()
         self.environment = {
-            # Empty, not absent: what the shell asks for is for programs without a configuration.
+            # Empty rather than absent: the shell's variable is for programs without a configuration.
             TRACE_ENV: str(self._trace or ""),
             TRACE_LIMIT_ENV: str(section.trace_limit_mib),
             REPORT_FILE_ENV: str(self._reports),
         }
-        """What the other processes of the run need to know."""
+        """Environment variables for the other processes of the run."""
 
     def __enter__(self) -> RunHooks:
         with ExitStack() as stack:
@@ -53,7 +54,7 @@ class RunObservers:
             stack.callback(_set_environment, before)
             _set_environment(self.environment)
             hooks = make_hooks(self._own)
-            stack.callback(self._tell_of_reports, hooks, len(reported_in(self._reports)))
+            stack.callback(self._say_reports, hooks, len(reported_in(self._reports)))
             if self._trace is not None:
                 stack.callback(self._merge, self._trace)
                 hooks.register(TraceObserver(self._trace, self._section.trace_limit_mib), "trace")
@@ -90,15 +91,17 @@ class RunObservers:
         try:
             merged = merge(trace)
         except OSError as error:
-            self._say(f"the trace could not be written: {error}; its parts stay where they are")
+            self._say(f"the trace could not be written: {error}. Its parts are kept in {parts_dir(trace)}")
             return
         if merged is not None:
             self._say(f"trace of {merged.processes} processes, {merged.events} events: {merged.path}")
             if merged.incomplete:
-                self._say(f"observers.trace_limit_mib was reached by: {', '.join(merged.incomplete)}")
+                self._say(
+                    f"the trace is incomplete: observers.trace_limit_mib was reached by {', '.join(merged.incomplete)}"
+                )
 
-    def _tell_of_reports(self, hooks: RunHooks, earlier: int) -> None:
-        """Each once, though every process of the run may have it."""
+    def _say_reports(self, hooks: RunHooks, earlier: int) -> None:
+        """Print each report of a disabled plugin once, even if every process of the run has it."""
         for text in dict.fromkeys([*map(str, hooks.reports), *reported_in(self._reports)[earlier:]]):
             self._say(f"{text} (details: {self._reports})")
 

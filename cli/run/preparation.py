@@ -1,4 +1,4 @@
-"""Finds and checks everything that a run needs, before it starts a process or writes a file."""
+"""Checks everything that a run needs before it starts a process or writes a file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..config import RunConfig, check_engine, load_config
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """Everything a user can get wrong, found to be right."""
+    """The checked configuration of a run, and everything that it names."""
 
     config: RunConfig
     model: ModelInfo
@@ -28,10 +28,10 @@ class Preparation:
 
 
 def prepare(path: Path, overrides: Sequence[str]) -> Preparation:
-    """Read the configuration at the absolute `path`, and whatever it names. Raises a typed error for the first thing wrong."""
+    """Read the configuration at the absolute `path`, and everything that it names. Raises a typed error for the first problem."""
     config = load_config(path, overrides)
     training_engine = training_engine_class(config.trainer.engine)
-    if not config.ray.address:  # else its processes are elsewhere
+    if not config.ray.address:  # with an address, its processes run on other machines
         check_engine(config)
     model = check_model_dir(find_model(config.model.path))
     training_engine.check(config.trainer, model.path)

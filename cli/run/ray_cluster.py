@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: one on this machine, or a running one."""
+"""The Ray cluster of a run: a new one on this machine, or a running one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .cleanup_process import CleanupProcess, keep_logs
 from .resources import Machines
 
 _QUIET = {
-    # Ray would print its own account of every process that dies.
+    # Otherwise Ray would print its own report of every process that dies.
     "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # The C++ side of torch's stores logs a stack trace for every connection that ends.
@@ -34,22 +34,22 @@ _POLL_S = 0.1
 
 @contextmanager
 def patient_ray(timeout_s: float) -> Iterator[None]:
-    """Inside, a Ray that starts may take `timeout_s` to come up.
+    """Let a Ray that starts inside take up to `timeout_s`.
 
-    It gives its node 30 seconds, which no setting changes, and beside other work the processes of that alone need as long.
+    Ray gives its node 30 seconds, and no setting changes that. On a busy machine the node's processes alone need as long.
     """
-    from ray._private import services  # noqa: PLC0415 - as below
+    from ray._private import services  # noqa: PLC0415 - optional
 
-    look, deadline = getattr(services, "get_node", None), Deadline.after(timeout_s)
-    if look is None:  # another Ray, which is left to itself
+    get_node, deadline = getattr(services, "get_node", None), Deadline.after(timeout_s)
+    if get_node is None:  # another version of Ray
         yield
         return
 
     def wait_for_node(*arguments: Any, **named: Any) -> Any:
         while True:
             try:
-                return look(*arguments, **named)
-            except RuntimeError:  # it has not registered yet
+                return get_node(*arguments, **named)
+            except RuntimeError:  # the node has not registered yet
                 if deadline.expired:
                     raise
                 time.sleep(_POLL_S)
@@ -58,14 +58,14 @@ def patient_ray(timeout_s: float) -> Iterator[None]:
     try:
         yield
     finally:
-        services.get_node = look
+        services.get_node = get_node
 
 
 class RayCluster:
-    """Context manager: Ray is initialized inside, and every process of a local cluster has ended after it.
+    """A context manager in which Ray is initialized. Its end ends every process of a local cluster.
 
-    A local cluster keeps its files in a temporary directory, which is removed; after a failure the logs of its workers, or of
-    Ray's own processes if these did not come up, are copied to `logs` first. Every process of the run has the variables of
+    A local cluster keeps its files in a temporary directory, which is removed. After a failure, the logs of its workers are first
+    copied to `logs`, or those of Ray's own processes if these did not start. Every process of the run gets the variables in
     `environment`.
     """
 
@@ -75,18 +75,18 @@ class RayCluster:
         self._logs = logs
         self._failed = True
         self._files: Path | None = None
-        self._undertaker: CleanupProcess | None = None
+        self._cleanup: CleanupProcess | None = None
         self._started = False
 
     def machines(self) -> Machines:
-        """What there is to run on."""
-        import ray  # noqa: PLC0415 - as below
+        """Return the GPUs of the cluster."""
+        import ray  # noqa: PLC0415 - optional, and reads the environment when imported
 
         here = Machines.here()
         return Machines(int(ray.cluster_resources().get("GPU", 0)), here.gpu_bytes)
 
     def succeeded(self) -> None:
-        """The run ended well: its logs are not needed."""
+        """Note that the run succeeded, so that its logs are not kept."""
         self._failed = False
 
     def __enter__(self) -> Self:
@@ -109,16 +109,16 @@ class RayCluster:
         self._leave()
 
     def _leave(self) -> None:
-        import ray  # noqa: PLC0415 - as below
+        import ray  # noqa: PLC0415 - optional
 
-        with suppress(Exception):  # whatever Ray thinks of its own end, the files below must go
+        with suppress(Exception):  # the files below must be removed even if Ray's shutdown fails
             ray.shutdown()
         if self._files is not None:
             if self._failed:
                 keep_logs(self._files, self._logs, *(("worker-*",) if self._started else ("gcs_server.*", "raylet.*")))
             shutil.rmtree(self._files, ignore_errors=True)
-        if self._undertaker is not None:
-            self._undertaker.dismiss()
+        if self._cleanup is not None:
+            self._cleanup.dismiss()
 
     def _start(self) -> None:
         import ray  # noqa: PLC0415 - optional, and reads the environment when imported
@@ -127,35 +127,35 @@ class RayCluster:
         cpus = (
             trainer.ranks * trainer.cpus_per_rank + rollout.replicas * rollout.tensor_parallel * rollout.cpus_per_rank
         )
-        # Short: Ray puts Unix sockets below it, whose paths are limited to 107 characters.
+        # A short path, because Ray creates Unix sockets in it, and their paths may have 107 characters at most.
         self._files = Path(tempfile.mkdtemp(prefix="weightlane-ray-"))
-        self._undertaker = CleanupProcess(self._files, self._logs)
+        self._cleanup = CleanupProcess(self._files, self._logs)
         self._keep_compiled_code(self._files)
         try:
             with patient_ray(self._config.ray.start_timeout_s):
                 ray.init(
-                    address="local",  # not the one that RAY_ADDRESS may name
-                    # Logical CPUs: a run on a small machine shares its cores instead of waiting for more of them.
+                    address="local",  # even if RAY_ADDRESS names another cluster
+                    # Ray's CPUs are logical: a run on a small machine shares cores instead of waiting for more.
                     num_cpus=max(int(cpus) + 1, os.cpu_count() or 1),
                     include_dashboard=False,
                     log_to_driver=False,
                     logging_level="ERROR",
                     _temp_dir=str(self._files),
                     _node_ip_address=self._config.sync.host,
-                    # vLLM leaves files and sockets in the temporary directory, however its processes end.
+                    # vLLM leaves files and sockets in the temporary directory when its processes are killed.
                     runtime_env={"env_vars": {"TMPDIR": str(self._files), **self._environment}},
                 )
-        except Exception as error:  # Ray raises it bare for a raylet that is slow
+        except Exception as error:  # Ray raises a plain Exception for a slow raylet
             raise WorkerDiedError(
-                f"Ray does not start on this machine: {str(error).rstrip('.')}.",
+                f"Ray did not start on this machine: {str(error).rstrip('.')}.",
                 part="ray",
-                hint="Look at gcs_server.* and raylet.* in the run's logs for what its own processes ran into; if they were"
-                " only slow, raise ray.start_timeout_s.",
+                hint="See gcs_server.* and raylet.* in the run's logs for the errors of Ray's own processes. If they were only"
+                " slow, raise ray.start_timeout_s.",
             ) from error
         self._started = True
 
     def _join(self) -> None:
-        import ray  # noqa: PLC0415 - as above
+        import ray  # noqa: PLC0415 - optional, and reads the environment when imported
 
         if ipaddress.ip_address(socket.gethostbyname(self._config.sync.host)).is_loopback:
             raise ConfigError(
@@ -170,7 +170,7 @@ class RayCluster:
                 logging_level="ERROR",
                 runtime_env={"env_vars": self._environment},
             )
-        except Exception as error:  # as above
+        except Exception as error:  # Ray raises many types
             raise ConfigError(
                 f"cannot join the Ray cluster at {self._config.ray.address!r}: {str(error).rstrip('.')}.",
                 part="ray",
@@ -179,7 +179,7 @@ class RayCluster:
 
     @staticmethod
     def _keep_compiled_code(files: Path) -> None:
-        """What torch compiles, which it keeps in the temporary directory too, is there again for the next run."""
+        """Keep the code that torch compiles, which it also stores in the temporary directory, for the next run."""
         cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
         with suppress(OSError):
             cache.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Fills in settings that nobody gave, from the model's size and from the GPUs that there are, and refuses what does not fit."""
+"""Fills in missing settings from the model's size and the available GPUs, and refuses a run that does not fit."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ..config import RunConfig
 _PART = "resources"
 _GB = 1e9
 _START_S_PER_GB = 30.0
-"""Loading, and two loads more to rehearse, from a disk that gives 100 MB/s."""
-_BESIDE_BYTES = 2 << 30
-"""Memory of a device that the CUDA context, communicators and libraries keep."""
+"""Seconds to load a model, and twice more to rehearse, from a disk that reads 100 MB/s."""
+_OVERHEAD_BYTES = 2 << 30
+"""Memory of a device that the CUDA context, communicators and libraries take."""
 _KV_BYTES = 1 << 30
-"""The least that is worth serving with."""
+"""Smallest KV cache with which serving is useful."""
 _STATE_BYTES = 16
-"""Per parameter, over all ranks that share the model: float32 weight and gradient, and AdamW's two moments."""
+"""Bytes per parameter over all ranks that share the model: float32 weight and gradient, and AdamW's two moments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,12 @@ class Machines:
 
     gpus: int
     gpu_bytes: int = 0
-    """Memory of the smallest GPU; 0 if that is not known."""
+    """Memory of the smallest GPU; 0 if it is unknown."""
 
     @classmethod
     def here(cls) -> Machines:
-        """This machine."""
-        import torch  # noqa: PLC0415 - seconds
+        """Return the GPUs of this machine."""
+        import torch  # noqa: PLC0415 - takes seconds
 
         count = torch.cuda.device_count()
         return cls(count, min((torch.cuda.get_device_properties(n).total_memory for n in range(count)), default=0))
@@ -44,34 +44,34 @@ class Machines:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How large the run's model is, in bytes where not said otherwise."""
+    """Sizes of the run's model, in bytes unless stated otherwise."""
 
     parameters: int
-    """Elements, not bytes."""
+    """Number of elements."""
     version: int
-    """A version as it is sent."""
+    """Bytes of a version on the wire."""
     share: int
-    """The part of a version that one rollout rank has, about."""
+    """Approximate bytes of a version on one rollout rank."""
     trained: int
-    """Weights, gradients and optimizer state of one trainer rank, where these are split over all ranks."""
+    """Weights, gradients and optimizer state of one trainer rank, if they are split over all ranks."""
 
     @classmethod
     def of(cls, config: RunConfig, model: ModelInfo) -> Sizes:
-        """Sizes of `model` as configured; weights travel in the checkpoint's dtype unless the configuration names another."""
+        """Return the sizes of `model`. Weights are sent in the checkpoint's dtype unless the configuration names another."""
         parameters = weight_elements(model.path)
-        asked = (config.sync.wire_dtype, config.rollout.dtype, model.dtype)
-        dtype = next(name for name in asked if name != "auto")
+        configured = (config.sync.wire_dtype, config.rollout.dtype, model.dtype)
+        dtype = next(name for name in configured if name != "auto")
         version = parameters * dtype_of(dtype).itemsize
         share = -(-version // config.rollout.tensor_parallel)
         return cls(parameters, version, share, -(-parameters * _STATE_BYTES // config.trainer.ranks))
 
 
 def fitted(config: RunConfig, sizes: Sizes, machines: Machines, *, counted: bool = True) -> RunConfig:
-    """`config` with every setting that follows from the model's size and from what there is.
+    """Return `config` with every setting that follows from the model's size and the GPUs.
 
-    GPUs are held against what is asked for if they are `counted`: if `machines` are those of the run.
+    The number of GPUs is only checked if `counted`, that is if `machines` are those of the run.
 
-    Raises `ConfigError` naming what does not fit, and what to do.
+    Raises `ConfigError`, which says what does not fit and which settings to change.
     """
     trainer, rollout = config.trainer, config.rollout
     trainer_gpus = trainer.gpus_per_rank
@@ -102,59 +102,57 @@ def fitted(config: RunConfig, sizes: Sizes, machines: Machines, *, counted: bool
 
 
 def _check_gpus(config: RunConfig, trainer_gpus: float, rollout_gpus: float, machines: Machines) -> None:
-    """Ray would wait for ever for GPUs that there are not."""
+    """Raise `ConfigError` if there are too few GPUs, for which Ray would wait for ever."""
     trainer, rollout = config.trainer, config.rollout
     ranks = rollout.replicas * rollout.tensor_parallel
     needed = trainer.ranks * trainer_gpus + ranks * rollout_gpus
     if needed > machines.gpus:
         raise ConfigError(
-            f"{trainer.ranks} trainer ranks x {trainer_gpus:g} and {ranks} rollout ranks x {rollout_gpus:g} GPUs are {needed:g},"
-            f" and there are {machines.gpus}.",
+            f"{trainer.ranks} trainer ranks x {trainer_gpus:g} and {ranks} rollout ranks x {rollout_gpus:g} GPUs need {needed:g}"
+            f" GPUs, but there are {machines.gpus}.",
             part=_PART,
-            hint="Lower trainer.ranks, rollout.replicas or rollout.tensor_parallel; or let ranks share devices by a"
-            " gpus_per_rank below 1, in trainer and rollout, and set rollout.gpu_memory_utilization to what each replica gets.",
+            hint="Lower trainer.ranks, rollout.replicas or rollout.tensor_parallel. Or let ranks share GPUs: set gpus_per_rank"
+            " of trainer and rollout below 1, and rollout.gpu_memory_utilization to the share of each replica.",
         )
 
 
 def _staging(config: RunConfig, sizes: Sizes, gpu_bytes: int) -> tuple[int, float]:
-    """Memory for staged versions, and the share of the device that is left to vLLM."""
+    """Return the bytes for staged versions, and the share of the device that vLLM gets."""
     rollout = config.rollout
     engine = CheckpointEngineRegistry().engine_class(config.checkpoint_engine.backend)
     bucket = 2 * config.sync.bucket_bytes
-    rooms = [rollout.staging_limit_bytes] if rollout.staging_limit_bytes is not None else []
-    if not rooms and rollout.commit == "in_place":
-        rooms = [bucket]
-    # Slices end where kernels want them to, and what every rank has whole counts once more.
+    choices = [rollout.staging_limit_bytes] if rollout.staging_limit_bytes is not None else []
+    if not choices and rollout.commit == "in_place":
+        choices = [bucket]
+    # Padding for kernels, and tensors that every rank holds completely, make a staged version larger than the share.
     one = sizes.share + sizes.share // 8 + bucket
-    rooms = rooms or [2 * one, one]
+    choices = choices or [2 * one, one]
     if not gpu_bytes or "cuda" not in engine.capabilities.devices:
-        return rooms[0], rollout.gpu_memory_utilization or GPU_SHARE
-    for room in rooms:
-        most = (gpu_bytes - room - _BESIDE_BYTES) / gpu_bytes
+        return choices[0], rollout.gpu_memory_utilization or GPU_SHARE
+    for staging in choices:
+        most = (gpu_bytes - staging - _OVERHEAD_BYTES) / gpu_bytes
         share = rollout.gpu_memory_utilization or min(GPU_SHARE, most)
         if share <= most and share * gpu_bytes >= sizes.share + _KV_BYTES:
-            return room, round(share, 3)
+            return staging, round(share, 3)
     raise ConfigError(
-        f"a rollout rank has {sizes.share / _GB:.1f} GB of the model, and a version needs {rooms[-1] / _GB:.1f} GB more while it"
-        f" is staged: with vLLM's cache that is more than the {gpu_bytes / _GB:.0f} GB of a device.",
+        f"a rollout rank holds {sizes.share / _GB:.1f} GB of the model, and a staged version needs {choices[-1] / _GB:.1f} GB"
+        f" more. With vLLM's cache that exceeds the {gpu_bytes / _GB:.0f} GB of a GPU.",
         part=_PART,
-        hint='Raise rollout.tensor_parallel, or set rollout.commit = "in_place", which needs room for a bucket only.',
+        hint='Raise rollout.tensor_parallel, or set rollout.commit = "in_place", which only needs memory for a bucket.',
     )
 
 
 def vllm_is_for_cpus() -> bool:
-    """Whether the vLLM that is installed was built for CPUs."""
+    """Whether the installed vLLM was built for CPUs."""
     names = importlib.metadata.packages_distributions().get("vllm", [])
     return any("cpu" in name or "cpu" in importlib.metadata.version(name) for name in names)
 
 
 def described(config: RunConfig, sizes: Sizes, machines: Machines) -> Sequence[tuple[str, str]]:
-    """Name and amount of everything that a run of the `fitted` configuration takes."""
+    """Return name and amount of each resource that a run of the `fitted` configuration needs."""
     trainer, rollout = config.trainer, config.rollout
     ranks = rollout.replicas * rollout.tensor_parallel
-    state = (
-        f"{sizes.trained / _GB:.3g} GB each for weights, gradients and optimizer, if split over all; activations on top"
-    )
+    state = f"{sizes.trained / _GB:.3g} GB each for weights, gradients and optimizer if split over all ranks, plus activations"
     gpus = f"{machines.gpus} GPUs" + (f" of {machines.gpu_bytes / _GB:.0f} GB" if machines.gpu_bytes else "")
     return [
         ("model", f"{sizes.parameters / _GB:.3g} billion parameters, {sizes.version / _GB:.3g} GB a version"),
@@ -162,9 +160,9 @@ def described(config: RunConfig, sizes: Sizes, machines: Machines) -> Sequence[t
         ("trainer", f"{trainer.ranks} ranks x {trainer.gpus_per_rank:g} GPUs, {state}"),
         (
             "rollout",
-            f"{ranks} ranks x {rollout.gpus_per_rank:g} GPUs, {sizes.share / _GB:.3g} GB of the model each, and room for"
-            f" {(rollout.staging_limit_bytes or 0) / _GB:.3g} GB of staged versions"
-            + (f"; {rollout.gpu_memory_utilization:.0%} of a device for vLLM" if rollout.gpus_per_rank else ""),
+            f"{ranks} ranks x {rollout.gpus_per_rank:g} GPUs, {sizes.share / _GB:.3g} GB of the model each, plus"
+            f" {(rollout.staging_limit_bytes or 0) / _GB:.3g} GB for staged versions"
+            + (f"; {rollout.gpu_memory_utilization:.0%} of a GPU for vLLM" if rollout.gpus_per_rank else ""),
         ),
         ("start-up", f"a replica may take {rollout.start_limit_s:.0f} s"),
     ]

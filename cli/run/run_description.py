@@ -1,4 +1,4 @@
-"""Notes seed, model, engines, library versions and commit of a run, so that it can be understood and repeated."""
+"""Describes a run by seed, model, engines, library versions and commit, so that it can be repeated."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from weightlane.trainer.engines.hf.model_dir import ModelInfo
 from ..config import RunConfig
 
 _LIBRARIES = ("weightlane", "torch", "vllm", "transformers", "ray", "megatron", "triton")
-"""By what is imported: distributions of vLLM for other platforms are called otherwise."""
+"""Names of modules, because vLLM's distributions have other names on other platforms."""
 
 
 def about_run(config: RunConfig, model: ModelInfo, config_file: Path) -> dict[str, Any]:
-    """Seed, model, engines, versions of libraries, and the commit of the repository that `config_file` is in, as JSON."""
+    """Return seed, model, engines, library versions, and the commit of the repository with `config_file`, as plain data."""
     return {
         "seed": config.run.seed,
         "model": config.model.path,
@@ -31,17 +31,17 @@ def about_run(config: RunConfig, model: ModelInfo, config_file: Path) -> dict[st
 
 
 def _versions() -> dict[str, str]:
-    """By distribution."""
+    """Return the versions of the installed libraries by distribution."""
     installed = importlib.metadata.packages_distributions()
     named = sorted({distribution for name in _LIBRARIES for distribution in installed.get(name, ())})
     return {name: importlib.metadata.version(name) for name in named}
 
 
 def _commit(folder: Path) -> str:
-    """With ``-dirty`` behind it where files differ from it; empty where there is no repository, or no git."""
+    """Return the commit, with ``-dirty`` if files differ from it; empty without a repository or git."""
     try:
         said = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],  # noqa: S607 - whichever is there
+            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],  # noqa: S607 - the git on the path
             cwd=folder,
             capture_output=True,
             text=True,

@@ -1,1 +1,1 @@
-"""One trace of trainer, sync and generation, for ui.perfetto.dev or chrome://tracing."""
+"""A trace of trainer, sync and generation, for ui.perfetto.dev or chrome://tracing."""

@@ -1,6 +1,6 @@
-"""Makes one trace of the parts that a run's processes wrote.
+"""Merges the parts that a run's processes wrote into one trace.
 
-The command does so at the end of a run. For programs of one's own: ``python -m weightlane.plugins.trace.merge PATH``.
+``weightlane train`` does so at the end of a run. Other programs use ``python -m weightlane.plugins.trace.merge PATH``.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from .part import FULL, parts_dir
+from .part import FULL, LAST, parts_dir
 
 
 @dataclass(frozen=True, slots=True)
 class MergedTrace:
-    """A trace that was written."""
+    """A merged trace."""
 
     path: Path
     events: int
-    """Without the metadata."""
+    """Number of events without metadata."""
     processes: int
     incomplete: tuple[str, ...]
-    """Names of the processes that reached their limit."""
+    """Names of the processes that reached their limit, so that later events are missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class _Process:
 
 
 def claim(trace: Path) -> Path:
-    """Where a new run may write the trace that it wants at `trace`: an earlier one is kept, and the new one gets a number.
+    """Return a free path for a new trace: `trace`, or `trace` with a number if an earlier trace exists.
 
     Parts that a killed run left behind are merged first.
     """
@@ -48,14 +48,14 @@ def claim(trace: Path) -> Path:
 
 
 def merge(trace: Path) -> MergedTrace | None:
-    """Write `trace` from its parts and remove them; None, and no file, when there is no event.
+    """Write `trace` from its parts and remove them. Returns None, and writes no file, if there is no event.
 
-    A JSON object with ``traceEvents``; times are microseconds since the earliest event, and ``otherData`` says when that was.
-    The file appears whole or not at all. Raises `OSError`.
+    The file is a JSON object with ``traceEvents``. Times are microseconds since the earliest event, whose time is in
+    ``otherData``. The file appears complete or not at all. Raises `OSError`.
     """
     directory = parts_dir(trace)
     parts = sorted(directory.glob("*.jsonl"))
-    processes, origin, events = _look_through(parts)
+    processes, origin, events = _scan(parts)
     if events:
         partial = trace.with_name(f".{trace.name}.partial")
         try:
@@ -72,24 +72,24 @@ def merge(trace: Path) -> MergedTrace | None:
     return MergedTrace(trace, events, len(processes), incomplete) if events else None
 
 
-def _look_through(parts: Sequence[Path]) -> tuple[list[_Process], int, int]:
-    """The processes in their order on the screen, the earliest time in microseconds, and the number of events."""
+def _scan(parts: Sequence[Path]) -> tuple[list[_Process], int, int]:
+    """Return the processes in display order, the earliest time in microseconds, and the number of events."""
     found: list[tuple[int, str, Path, bool]] = []
     origin, events = sys.maxsize, 0
     for part in parts:
-        name, order, incomplete, mine = part.stem, 9, False, 0
+        name, order, incomplete, count = part.stem, LAST, False, 0
         for event in _events(part):
             if event["name"] == "process_name":
                 name = event["args"]["name"]
             elif event["name"] == "process_sort_index":
                 order = min(order, event["args"]["sort_index"])
             elif event["ph"] != "M":
-                mine += 1
+                count += 1
                 origin = min(origin, event["ts"])
                 incomplete = incomplete or event["name"] == FULL
-        if mine:
+        if count:
             found.append((order, name, part, incomplete))
-            events += mine
+            events += count
     found.sort(key=lambda item: item[:2])
     return [_Process(item[2], number, item[1], item[3]) for number, item in enumerate(found, 1)], origin, events
 
@@ -99,14 +99,14 @@ def _write(file: IO[str], processes: Sequence[_Process], origin: int) -> None:
     file.write(f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(started)}, "traceEvents": [')
     separator = "\n"
     for process in processes:
-        for event in _placed(process, origin):
+        for event in _numbered(process, origin):
             file.write(separator + json.dumps(event))
             separator = ",\n"
     file.write("\n]}\n")
 
 
-def _placed(process: _Process, origin: int) -> Iterator[dict[str, Any]]:
-    """The events of a part, numbered by order instead of by the system's process id, which two hosts may share."""
+def _numbered(process: _Process, origin: int) -> Iterator[dict[str, Any]]:
+    """Yield the events of a part. Process numbers replace the system's process ids, which two hosts may share."""
     for name, value in (("process_name", process.name), ("process_sort_index", process.number)):
         key = name.removeprefix("process_")
         yield {"ph": "M", "name": name, "pid": process.number, "tid": 0, "args": {key: value}}
@@ -125,17 +125,17 @@ def _events(part: Path) -> Iterator[dict[str, Any]]:
             try:
                 yield json.loads(line)
             except ValueError:
-                return  # its process was killed in the middle of its last line
+                return  # the process was killed while it wrote its last line
 
 
 def main() -> int:
-    """``python -m weightlane.plugins.trace.merge PATH``."""
+    """Usage: python -m weightlane.plugins.trace.merge PATH."""
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):  # noqa: PLR2004 - the program and its argument
         sys.stderr.write(f"{main.__doc__}\n")
         return 2
     merged = merge(Path(sys.argv[1]))
     if merged is None:
-        sys.stderr.write(f"there are no parts in {parts_dir(Path(sys.argv[1]))}\n")
+        sys.stderr.write(f"error: there are no parts of a trace in {parts_dir(Path(sys.argv[1]))}\n")
         return 1
     sys.stdout.write(f"{merged.path}: {merged.events} events of {merged.processes} processes\n")
     return 0

@@ -1,7 +1,7 @@
-"""A trace of trainer, sync and generation on one time line, for ui.perfetto.dev or chrome://tracing.
+"""An observer that traces trainer, sync and generation on one time line, for ui.perfetto.dev or chrome://tracing.
 
-Every process appends its events to a part file of its own beside the trace; `weightlane.plugins.trace.merge` makes one
-file of them. Format: "Trace Event Format" (Google), as JSON.
+Every process appends its events to a part file of its own beside the trace, and `weightlane.plugins.trace.merge` merges the
+parts. The format is Google's "Trace Event Format" as JSON.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from ..hooks import Facts, hookimpl
 from .part import DRIVER, Part, Track, as_us, now_us
 
 TRACE_ENV = "WEIGHTLANE_TRACE"
-"""Path of the trace to write."""
+"""Environment variable with the path of the trace."""
 TRACE_LIMIT_ENV = "WEIGHTLANE_TRACE_LIMIT_MIB"
-"""Most MiB a process writes."""
+"""Environment variable with the most MiB that a process writes."""
 DEFAULT_LIMIT_MIB = 32
+"""Most MiB that a process writes by default, so that a long run does not fill the disk."""
 
 
 class TraceObserver:
     """Writes this process's part of a trace.
 
-    Times are the host's wall clock, so that the parts of its processes fit together; those of other hosts fit as well as the
-    clocks agree. An event is written, unbuffered, when it has ended: what a killed process had written stays.
+    Times are those of the host's wall clock, which its processes share. Parts of other hosts are as exact as the clocks agree. An
+    event is written unbuffered when it ends, so that the part of a killed process is complete until then.
 
     Args:
         trace: Path of the merged trace. Nothing is created before the first event.
-        limit_mib: Most MiB this process writes. Beyond it, a mark in the trace says that its later events are missing.
+        limit_mib: Most MiB that this process writes. At the limit, a mark says that later events are missing.
     """
 
     def __init__(self, trace: Path, limit_mib: float = DEFAULT_LIMIT_MIB) -> None:
@@ -39,12 +40,12 @@ class TraceObserver:
 
     @hookimpl
     def run_started(self, facts: Facts) -> None:
-        """A mark."""
+        """Write a mark."""
         self._driver("training").mark("run started", facts)
 
     @hookimpl
     def training_step(self, step: int, facts: Facts) -> None:
-        """The step, the wait for groups before it, and what is worth a curve."""
+        """Write the step, the wait for groups before it, and the curves."""
         end = now_us()
         start = end - as_us(facts, "seconds")
         track = self._driver("training")
@@ -57,39 +58,39 @@ class TraceObserver:
 
     @hookimpl
     def evaluated(self, step: int, facts: Facts) -> None:
-        """The evaluation."""
+        """Write the evaluation."""
         self._driver("training").took(f"evaluation at step {step}", facts)
 
     @hookimpl
     def version_opened(self, version: int) -> None:
-        """Where the version's span begins."""
+        """Keep the start of the version's span."""
         self._opened = {version: now_us()}
 
     @hookimpl
     def version_committed(self, version: int, facts: Facts) -> None:
-        """From the start of the sync until the version serves."""
+        """Write the span from the start of the sync until the version serves."""
         self._version(f"version {version}", version, facts)
 
     @hookimpl
     def version_aborted(self, version: int, facts: Facts) -> None:
-        """As `version_committed`, with the error."""
+        """Write the span from the start of the sync until the abort, with the error."""
         self._version(f"version {version} aborted", version, facts)
 
     @hookimpl
     def replica_quarantined(self, replica: str, facts: Facts) -> None:
-        """A mark."""
+        """Write a mark."""
         self._driver("versions").mark(f"{replica} quarantined", facts)
 
     @hookimpl
     def run_ended(self, facts: Facts) -> None:
-        """A mark."""
+        """Write a mark."""
         self._driver("training").mark("run ended", facts)
 
     # -- trainer ranks --------------------------------------------------------------------------------------------------
 
     @hookimpl
     def rank_stepped(self, step: int, facts: Facts) -> None:
-        """The step, and inside it forward and backward, fence and optimizer."""
+        """Write the step, and inside it forward and backward, fence and optimizer."""
         end = now_us()
         start = end - as_us(facts, "seconds")
         fence = min(end, start + as_us(facts, "forward_backward_s"))
@@ -102,12 +103,12 @@ class TraceObserver:
 
     @hookimpl
     def snapshot_taken(self, version: int, facts: Facts) -> None:
-        """The copy that the fence waits for."""
+        """Write the copy that the fence waits for."""
         self._track("trainer", facts, "snapshot").took(f"snapshot v{version}", facts, version=version)
 
     @hookimpl
     def bucket_sent(self, version: int, index: int, facts: Facts) -> None:
-        """One bucket in the engine."""
+        """Write the time of a bucket in the engine."""
         role = "rollout" if facts.get("relayed") else "trainer"
         self._track(role, facts, "send").took(f"bucket {index}", facts, version=version, index=index)
 
@@ -115,17 +116,17 @@ class TraceObserver:
 
     @hookimpl
     def bucket_received(self, version: int, index: int, facts: Facts) -> None:
-        """One bucket, waiting for it included."""
+        """Write the time of a bucket, including the wait for it."""
         self._track("rollout", facts, "receive").took(f"bucket {index}", facts, version=version, index=index)
 
     @hookimpl
     def version_staged(self, version: int, facts: Facts) -> None:
-        """All buckets of a version."""
+        """Write the time of all buckets of a version."""
         self._track("rollout", facts, "stage").took(f"stage v{version}", facts, version=version)
 
     @hookimpl
     def replica_committed(self, replica: str, version: int, facts: Facts) -> None:
-        """The time without decoding."""
+        """Write the time without decoding."""
         start = now_us() - as_us(facts, "seconds") + as_us(facts, "waited_s")
         end = start + as_us(facts, "blocked_s")
         track = self._part.track("rollout", replica, "commit")
@@ -133,7 +134,7 @@ class TraceObserver:
 
     @hookimpl
     def generation_finished(self, facts: Facts) -> None:
-        """One request; those that ran at the same time stand below each other."""
+        """Write a request. Concurrent requests are displayed below each other."""
         end = now_us()
         track = self._part.track("rollout", str(facts["replica"]), "generation", parallel=True)
         track.span(f"{facts['tokens']} tokens", end - as_us(facts, "seconds"), end, facts)
@@ -158,5 +159,5 @@ _CURVES = {
 
 
 def trace_from_environment(path: str) -> TraceObserver:
-    """The observer that `TRACE_ENV` asks for."""
+    """Make the observer for a value of `TRACE_ENV`."""
     return TraceObserver(Path(path), float(os.environ.get(TRACE_LIMIT_ENV) or DEFAULT_LIMIT_MIB))

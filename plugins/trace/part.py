@@ -1,4 +1,4 @@
-"""The part of a trace that one process writes: one JSON event per line, on rows that nest."""
+"""The part of a trace that one process writes: a file with one JSON event per line."""
 
 from __future__ import annotations
 
@@ -15,27 +15,29 @@ from typing import Any
 from ..hooks import Facts
 
 FULL = "trace full: later events of this process are missing"
-"""Name of the mark at the limit."""
+"""Name of the mark that is written at the limit."""
 
 DRIVER = "driver"
 _ROLES = {DRIVER: 0, "trainer": 1, "rollout": 2}
-"""Their order on the screen."""
+"""Display order of the processes' roles."""
+LAST = 9
+"""Display order of processes of any other role."""
 _SLACK_US = 2_000
-"""Events of one track that overlap by less did follow each other: a hook is called a moment after its event has ended."""
+"""Overlap up to which two events of a track count as successive: a hook is called a moment after its event ended."""
 
 
 def parts_dir(trace: Path) -> Path:
-    """Where the processes of a run keep their parts of `trace`."""
+    """Return the directory in which the processes of a run keep their parts of `trace`."""
     return trace.with_name(f"{trace.name}.parts")
 
 
 def now_us() -> int:
-    """The wall clock in microseconds."""
+    """Return the wall clock in microseconds."""
     return time.time_ns() // 1000
 
 
 def as_us(facts: Facts, key: str) -> int:
-    """The seconds that `facts` have under `key`, as microseconds; 0 when they have none."""
+    """Return the seconds in ``facts[key]`` as microseconds; 0 if there are none."""
     return int(1e6 * facts.get(key, 0.0))
 
 
@@ -47,7 +49,7 @@ def _json(event: dict[str, Any]) -> bytes:
 
 
 def _finite(value: Any) -> Any:
-    """`value` with what JSON has no number for written out: readers refuse a bare NaN."""
+    """Return `value` with numbers that JSON does not have as text, because readers refuse NaN."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -56,7 +58,7 @@ def _finite(value: Any) -> Any:
 
 
 class Part:
-    """The part file of one process: one JSON event per line, and the tracks on which its spans stand."""
+    """The part file of one process, and the tracks of its spans."""
 
     def __init__(self, trace: Path, limit_bytes: int) -> None:
         self._trace = trace
@@ -74,7 +76,7 @@ class Part:
         self._threads = 0
 
     def track(self, role: str, participant: str, name: str, *, parallel: bool = False) -> Track:
-        """The track called `name` of a participant of this process."""
+        """Return the track called `name` of a participant of this process."""
         with self.lock:
             if self._pid != os.getpid():  # a forked child must not write into its parent's part
                 self._reset()
@@ -84,7 +86,9 @@ class Part:
                     self._participants[participant] = None
                     names = ", ".join(self._participants)
                     self.write({"ph": "M", "name": "process_name", "args": {"name": names}})
-                    self.write({"ph": "M", "name": "process_sort_index", "args": {"sort_index": _ROLES.get(role, 9)}})
+                    self.write(
+                        {"ph": "M", "name": "process_sort_index", "args": {"sort_index": _ROLES.get(role, LAST)}}
+                    )
                     label = f"pid {self._pid} on {socket.gethostname()}"
                     self.write({"ph": "M", "name": "process_labels", "args": {"labels": label}})
                 alone = participant == next(iter(self._participants))
@@ -93,7 +97,7 @@ class Part:
             return track
 
     def new_thread(self, name: str) -> int:
-        """The trace's "thread id" of a new row on the screen."""
+        """Return the "thread id" of a new row in the display."""
         self._threads += 1
         self.write({"ph": "M", "name": "thread_name", "tid": self._threads, "args": {"name": name}})
         order = {"sort_index": self._threads}
@@ -101,7 +105,7 @@ class Part:
         return self._threads
 
     def write(self, event: dict[str, Any]) -> None:
-        """Append an event, or nothing when the part is full."""
+        """Append an event, unless the part is full."""
         if self._full:
             return
         event = {"pid": self._pid, "tid": 0, **event}
@@ -125,7 +129,7 @@ class Part:
 
 
 class Track:
-    """Spans that follow each other stand in one row; where `parallel` ones overlap, in as many as it takes."""
+    """Successive spans in one row of the display. A `parallel` track has more rows where spans overlap."""
 
     def __init__(self, part: Part, name: str, *, parallel: bool) -> None:
         self._part = part
@@ -136,30 +140,30 @@ class Track:
         self._row = 0
 
     def took(self, name: str, facts: Facts, **more: Any) -> None:
-        """A span that ends now and took ``facts["seconds"]``."""
+        """Write a span that ends now and took ``facts["seconds"]``."""
         end = now_us()
         self.span(name, end - as_us(facts, "seconds"), end, facts, **more)
 
     def span(self, name: str, start: int, end: int, facts: Facts, **more: Any) -> int:
-        """A span; returns its start as it was written: never before the end of the one before in its row."""
+        """Write a span and return its start, which is moved to the end of the previous span in its row if that is later."""
         with self._part.lock:
             start = self._place(start, end)
             self._complete(name, start, end, {**facts, **more})
         return start
 
     def inside(self, name: str, start: int, end: int) -> None:
-        """A span within the last one."""
+        """Write a span within the last one."""
         with self._part.lock:
             self._complete(name, start, max(start, end), {})
 
     def mark(self, name: str, facts: Facts) -> None:
-        """A moment."""
+        """Write a mark at this moment."""
         with self._part.lock:
             self._place(now := now_us(), now)
             self._part.write(self._event("i", name, now, {"s": "g", "args": dict(facts)}))
 
     def curve(self, name: str, at: int, values: dict[str, Any]) -> None:
-        """A point of one or more curves."""
+        """Write a point of one or more curves."""
         with self._part.lock:
             self._part.write(self._event("C", name, at, {"args": values}))
 

@@ -101,11 +101,11 @@ SPLIT = configured("trainer", **{"engine": "megatron", "ranks": 2, "megatron.ten
         (configured("reward", function="no_such_module:judge"), ["could not be imported", "no_such_module"]),
         (configured("trainer", engine="fsdp"), ["no training engine is called 'fsdp'", "Did you mean 'fsdp2'?"]),
         (configured("sync", host="203.0.113.7"), ["203.0.113.7"]),
-        (engine("gloo", host="203.0.113.7"), ["checkpoint_engine 'gloo' would not work", "host", "203.0.113.7"]),
-        (engine("gloo", interface="wl-none0"), ["checkpoint_engine 'gloo' would not work", "interface 'wl-none0'"]),
+        (engine("gloo", host="203.0.113.7"), ["checkpoint_engine 'gloo' does not work here", "host", "203.0.113.7"]),
+        (engine("gloo", interface="wl-none0"), ["checkpoint_engine 'gloo' does not work here", "interface 'wl-none0'"]),
         (
             engine("filesystem", path="/proc/nowhere"),
-            ["checkpoint_engine 'filesystem' would not work", "/proc/nowhere"],
+            ["checkpoint_engine 'filesystem' does not work here", "/proc/nowhere"],
         ),
         (deep_config, ["config.json is not valid JSON"]),
         pytest.param(
@@ -135,7 +135,7 @@ def test_resuming_needs_a_run_that_is_not_over(trial: Trial) -> None:
     loop = trial.run_dir / "state" / "step-3" / "loop.json"
     stream = {"seed": 0, "tasks": 40, "epoch": 0, "position": 12}
     loop.write_text(json.dumps({"step": 3, "stream": stream, "outstanding": []}))
-    trial.fails(ConfigError, "3 of its 3 steps", "Raise loop.steps", resume=True)
+    trial.fails(ConfigError, "has taken 3 of 3 steps", "Raise loop.steps", resume=True)
     loop.write_text(json.dumps({"step": 2, "stream": stream | {"tasks": 7}, "outstanding": []}))
     trial.fails(ConfigError, "tasks = 7, this one has 40", resume=True)
     loop.write_text("{}")

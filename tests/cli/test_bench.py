@@ -45,7 +45,7 @@ def test_tables_json_and_a_plot_come_of_one_run(tmp_path: Path) -> None:
         (["--rounds", "0"], 2, "rounds: Input should be greater than or equal to 1 (got 0)"),
         (["--density", "2"], 2, "density: Input should be less than or equal to 1"),
         (["--engine", ","], 2, "engines: "),
-        (["--set", "shm"], 2, "is not of the form engine.key=value"),
+        (["--set", "shm"], 2, "does not have the form engine.key=value"),
         (["--set", "gloo.host=1"], 2, "options are given for gloo, which is not measured"),
         (["--json", "/nowhere/at/all.json"], 2, "there is no directory /nowhere/at"),
         (["--dir", "/nowhere/at/all"], 2, "there is no directory /nowhere/at/all"),

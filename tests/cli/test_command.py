@@ -135,7 +135,7 @@ def test_reasons_and_names_with_brackets_and_colons_are_shown_as_they_are() -> N
     display.say("in [/tmp/y] :X:")
     assert file.getvalue() == (
         "version 3 aborted: cannot write [/tmp/x]: [Errno 28] no :X: space\n"
-        "a sample ([red]odd[/red]) failed: [/] :X: (further ones are counted; all are in failures.jsonl)\n"
+        "a sample ([red]odd[/red]) failed: [/] :X: (later ones are only counted here; see failures.jsonl)\n"
         "in [/tmp/y] :X:\n"
     )
 

@@ -26,9 +26,9 @@ def test_checks_that_pass_end_with_0_and_a_line_each_and_are_not_taken_for_all(t
     (passed,) = (line for line in lines if line.startswith("passed "))
     assert passed.endswith("s  an address is plain data")
     (skipped,) = (line for line in lines if line.startswith("skipped "))
-    assert skipped.endswith("sending to somebody unknown is refused  nobody waits for the receivers of a store")
+    assert skipped.endswith("sending to somebody unknown is refused  the sender of a store does not wait for receivers")
     verdict = (
-        "filesystem passes what was asked for; whether it conforms, all checks together say: 1 passed, 1 skipped in "
+        "filesystem passes the requested checks; run all checks to see whether it conforms: 1 passed, 1 skipped in "
     )
     assert lines[-1].startswith(verdict)
     (suite,) = ET.parse(tmp_path / "junit.xml").getroot()
@@ -76,7 +76,7 @@ def test_a_class_that_declares_itself_wrongly_is_refused_with_what_to_write(tmp_
         (["smh"], "no checkpoint engine is called 'smh'. Did you mean 'shm'?"),
         (["hccl"], "hccl cannot run here: torch_npu is not installed"),
         (["filesystem", "--set", "path=x", "--set", "pth=x"], "pth: Extra inputs are not permitted"),
-        (["shm", "--set", "socket_dir"], "'socket_dir' is not of the form key=value"),
+        (["shm", "--set", "socket_dir"], "'socket_dir' does not have the form key=value"),
         (["shm", "--check", "test_nothing"], "there is no check called test_nothing"),
         (["nowhere.py:Engine"], "could not be loaded from nowhere.py: FileNotFoundError"),
         ([f"{BROKEN}:Sender"], "is not a CheckpointEngine class"),

@@ -59,7 +59,7 @@ def test_of_a_quantised_checkpoint_each_rank_needs_what_vllms_loading_reads(
     console = Console(width=200, record=True, file=io.StringIO())
     print_layout(console, report)
     shown = console.export_text()
-    assert f"in bfloat16 ({told}) on 2 rank(s): versions go through vLLM's own loading" in shown
+    assert f"in bfloat16 ({told}) on 2 rank(s): versions are committed by vLLM's own loading" in shown
     assert f"rank 1 needs {report['ranks'][1]['needed_elements']} of these elements for its loading" in shown
 
 

@@ -62,13 +62,16 @@ def test_whole_shares_cross_more_than_is_needed_and_relays_are_asked_for() -> No
     [
         (["7b"], "'7b' is no shape that is known. Known: 30b, 235b, 1t."),
         (["nowhere.toml"], "there is no configuration file nowhere.toml"),
-        (["nowhere.toml", "--trainer", "pp2"], "--trainer is for shapes; a run's configuration says it. Use --set."),
-        (["30b", "--set", "trainer.ranks=2"], "--set is for the configuration of a run, and '30b' is none."),
+        (
+            ["nowhere.toml", "--trainer", "pp2"],
+            "--trainer is for shapes, and 'nowhere.toml' is the configuration of a run. Use --set.",
+        ),
+        (["30b", "--set", "trainer.ranks=2"], "--set is for the configuration of a run, and '30b' is not a file."),
         (["30b", "--trainer", "pp2 zz4"], "'zz4' is no part of a layout. Write it like pp8 ep32"),
         (["30b", "--trainer", "ep7"], "128 experts are not shared by 7 ranks. Change ep of --trainer."),
         (["30b", "--rollout", "tp4 ep2"], "ep is 1 or the same as tp"),
         (["30b", "--wire", "int4"], "'int4' is no type on the wire. Known: bf16, fp8."),
-        (["30b", "--cut", "thin"], "'thin' is no way to cut. --cut is exact or shares."),
+        (["30b", "--cut", "thin"], "there is no cut 'thin'. Set --cut to exact or shares."),
         (["30b", "--gb-per-s", "0"], "must be more than nothing"),
     ],
 )
@@ -79,7 +82,7 @@ def test_what_a_user_can_cause_is_one_line_and_exit_code_2(arguments: list[str],
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("trainer.rank=2", "trainer.rank: no such key. Did you mean trainer.ranks?"),
+        ("trainer.rank=2", "there is no key trainer.rank. Did you mean trainer.ranks?"),
         ("model.path=nowhere", "there is no model directory nowhere."),
         ("trainer.engine=fsdp3", "no training engine is called 'fsdp3'. Did you mean 'fsdp2'?"),
         (

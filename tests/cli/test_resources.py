@@ -62,7 +62,7 @@ def test_where_there_is_no_room_for_two_versions_there_is_for_one_and_what_does_
     one = fitted(config, sized(14, config), Machines(2, H100)).rollout.staging_limit_bytes
     assert one is not None
     assert 28 * GB < one < 2 * 28 * GB
-    with pytest.raises(ConfigError, match=r"64\.0 GB of the model.*more than the 80 GB of a device") as caught:
+    with pytest.raises(ConfigError, match=r"64\.0 GB of the model.*exceeds the 80 GB of a GPU") as caught:
         fitted(config, sized(32, config), Machines(2, H100))
     assert "in_place" in caught.value.hint
     in_place = configured(rollout={"commit": "in_place"})
@@ -75,7 +75,9 @@ def test_where_there_is_no_room_for_two_versions_there_is_for_one_and_what_does_
 
 def test_ranks_that_no_gpu_is_left_for_are_refused_before_ray_waits_for_one() -> None:
     config = configured(trainer={"ranks": 4}, rollout={"replicas": 2, "tensor_parallel": 2})
-    with pytest.raises(ConfigError, match=r"4 trainer ranks x 1 and 4 rollout ranks x 1 GPUs are 8, and there are 4\."):
+    with pytest.raises(
+        ConfigError, match=r"4 trainer ranks x 1 and 4 rollout ranks x 1 GPUs need 8 GPUs, but there are 4\."
+    ):
         fitted(config, sized(1, config), Machines(4, H100))
     shared = configured(
         trainer={"ranks": 2, "gpus_per_rank": 0.5}, rollout={"gpus_per_rank": 0.5, "gpu_memory_utilization": 0.4}

@@ -20,7 +20,7 @@ from weightlane.cli.run.ray_cluster import patient_ray
 @pytest.mark.parametrize(
     ("sent", "raised", "said"),
     [
-        (None, WorkerDiedError, "Ray does not start on this machine: the current node timed out. Look at"),
+        (None, WorkerDiedError, "Ray did not start on this machine: the current node timed out. See gcs_server"),
         (signal.SIGINT, KeyboardInterrupt, "^$"),
         (signal.SIGTERM, asyncio.CancelledError, "^$"),
     ],

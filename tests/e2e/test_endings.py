@@ -74,7 +74,7 @@ def test_when_rays_own_process_dies_the_run_does_and_it_is_said_and_nothing_is_l
     if ended.code == 3:
         assert re.search(r"error: .* died", line)
     else:
-        assert "the run's process has ended without a word" in line
+        assert "the process of the run was killed" in line
         assert str(tmp_path / "run" / "logs") in line
     assert list((tmp_path / "run" / "logs").glob("worker-*"))
 
@@ -125,7 +125,7 @@ def test_a_ray_that_does_not_come_up_ends_the_run_with_the_logs_that_say_why(
     run = endless("run")
     ended = run.end()
     assert ended.code == 3
-    assert only_line(ended).startswith("error: ray: Ray does not start on this machine: ")
+    assert only_line(ended).startswith("error: ray: Ray did not start on this machine: ")
     assert f"logs of the run's processes: {tmp_path / 'run' / 'logs'}" in ended.out
     assert any("nowhere" in log.read_text() for log in (tmp_path / "run" / "logs").glob("gcs_server.*"))
     RunDir(tmp_path / "run", resume=False)  # can be used again

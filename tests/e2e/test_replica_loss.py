@@ -96,7 +96,7 @@ def test_a_killed_replica_is_replaced_by_one_that_has_the_current_version_before
     victim = actors[0].pid
     run.kill_process(victim)
     run.wait_for("is lost:")
-    run.wait_for("in the place of")
+    run.wait_for(" replaces ")
     run.note_segments()
     slow.unlink()
     ended = run.end()
@@ -111,7 +111,7 @@ def test_a_killed_replica_is_replaced_by_one_that_has_the_current_version_before
     assert (newcomer, joined["instead_of"]) == (f"{dead}.1", dead)
     assert joined["version"] >= 9
     other = "rollout-1" if dead == "rollout-0" else "rollout-0"
-    assert f"{newcomer} serves version {joined['version']} in the place of {dead}" in ended.out
+    assert f"{newcomer} replaces {dead} " in ended.out
 
     notes = lines(observer)
     mine = [note for note in notes if note["replica"] == newcomer]

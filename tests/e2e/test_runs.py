@@ -103,7 +103,7 @@ def test_a_run_ends_with_every_promised_file_and_a_resumed_one_goes_on_where_it_
     assert last.keys() == exported.keys()
     assert all(torch.equal(tensor, exported[name]) for name, tensor in last.items())
     for arguments, says in (
-        (("--step", "3", "--out", "x"), "holds no state of step 3. There are: 2, 4."),
+        (("--step", "3", "--out", "x"), "has no saved state of step 3. Saved steps: 2, 4."),
         (("--out", str(out)), "already exists"),
     ):
         refused = run_command("export", str(run_dir), *arguments)

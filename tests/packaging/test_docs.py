@@ -69,7 +69,7 @@ def test_from_the_template_to_a_green_suite_and_a_telling_failure(
     )
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
-    assert ("pigeon passes what was asked for" if checks else "pigeon conforms") in said
+    assert ("pigeon passes the requested checks" if checks else "pigeon conforms") in said
     assert re.search(r"pigeon.*weightlane-pigeon", said), "not in the list of engines"
     assert "as expected" in done.stdout
     assert "was not written from byte 0 on" in said

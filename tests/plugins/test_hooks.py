@@ -153,7 +153,7 @@ def greedy(self: object, facts: Facts, version: int) -> None: ...
 @pytest.mark.parametrize(
     ("run_ended", "said"),
     [
-        (hookimpl(wrapper=True)(wrapper), "run_ended is a wrapper; observers watch, they do not steer"),
+        (hookimpl(wrapper=True)(wrapper), "run_ended is a hook wrapper, which could change what weightlane does"),
         (hookimpl(asynchronous), "run_ended must be a plain function"),
         (hookimpl(greedy), "{'version'} are declared in the hookimpl but can not be found"),
     ],
@@ -178,7 +178,7 @@ def test_a_hook_that_does_not_exist_is_pointed_out_and_the_rest_is_called(caplog
     hooks = RunHooks()
     with caplog.at_level(logging.WARNING):
         assert hooks.register(plugin(**{name: hookimpl(method) for name, method in methods.items()}), "typo")
-    assert "plugin typo implements version_comitted, which this weightlane does not call" in caplog.text
+    assert "plugin typo implements version_comitted, which is no hook of this weightlane" in caplog.text
     hooks.run_ended(facts={})
     assert heard == ["ended"]
 

@@ -104,7 +104,7 @@ def test_a_program_gets_its_hooks_once_with_the_observers_its_environment_asks_f
     assert (found["same"], found["forked"]) == (1, 0)
     (report,) = found["reports"]
     assert report.startswith(
-        "plugin prometheus (asked for by WEIGHTLANE_PROMETHEUS) is not used: ValueError: 0.0.0.0 is not"
+        "plugin prometheus (requested by WEIGHTLANE_PROMETHEUS) is not used: ValueError: 0.0.0.0 is not"
     )
     assert "WEIGHTLANE_PROMETHEUS_TOKEN" in report
     assert report in err, "without a handler Python prints warnings"
@@ -112,4 +112,4 @@ def test_a_program_gets_its_hooks_once_with_the_observers_its_environment_asks_f
     code, out, err = children.run(["-m", "weightlane.plugins.trace.merge", str(trace)], cwd=tmp_path)
     assert (code, out) == (0, f"{trace}: 3 events of 3 processes\n"), err
     code, out, err = children.run(["-m", "weightlane.plugins.trace.merge", str(trace)], cwd=tmp_path)
-    assert (code, out, err) == (1, "", f"there are no parts in {trace}.parts\n")
+    assert (code, out, err) == (1, "", f"error: there are no parts of a trace in {trace}.parts\n")

@@ -90,7 +90,7 @@ def test_the_trace_is_merged_after_an_error_with_what_other_processes_wrote(tmp_
     trace = load(tmp_path / "trace.json")
     assert sorted(trace.processes.values()) == ["driver", "trainer-0"]
     assert said[0].endswith(f"events: {tmp_path}/trace.json")
-    assert said[1] == "observers.trace_limit_mib was reached by: trainer-0"
+    assert said[1] == "the trace is incomplete: observers.trace_limit_mib was reached by trainer-0"
     assert os.environ.get(TRACE_ENV) is None
 
 
@@ -138,4 +138,4 @@ def test_a_trace_that_cannot_be_written_is_said_and_does_not_hide_the_runs_own_e
         (tmp_path / "trace.json").mkdir()
     (line,) = said
     assert line.startswith("the trace could not be written: ")
-    assert line.endswith("its parts stay where they are")
+    assert line.endswith(f"Its parts are kept in {tmp_path}/trace.json.parts")

@@ -1,1 +1,1 @@
-"""The checks of the conformance suite, by promise."""
+"""The checks of the conformance suite, grouped by promise."""

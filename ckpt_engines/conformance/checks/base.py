@@ -1,4 +1,4 @@
-"""What all checks of the suite share: the two fixtures that its user overrides, and processes to run halves in."""
+"""The fixtures and helpers that all checks of the suite share."""
 
 from __future__ import annotations
 
@@ -20,41 +20,42 @@ from ..processes.resolve import engine_class
 
 MIB = 1 << 20
 LARGE = 48 * MIB
-"""More than the sockets between two processes hold."""
+"""Bytes of a bucket that does not fit into the socket buffers between two processes."""
 EARLY_S = 0.1
-"""How much too early a deadline may be noticed."""
+"""Seconds by which a call may end before its deadline: clocks of two processes and libraries round differently."""
 _PAUSE_S = 0.05
+"""Seconds between two counts of a process's resources."""
 
 ConnectionMaker = Callable[..., Connection]
 POOL = pytest.StashKey[Pool]()
-"""Where a pytest session keeps its processes."""
+"""Key of the processes that a pytest session keeps."""
 
 
 class ConformanceBase:
-    """Fixtures of the suite."""
+    """Fixtures of the suite. Its user overrides `engine_name`, and `engine_options` if the engine needs some."""
 
     expected_failures: ClassVar[Mapping[str, str]] = {}
-    """Checks, by name, that the engine cannot pass, each with the reason. One that passes after all fails the suite."""
+    """Names of checks that the engine cannot pass, each with the reason. The suite fails if one of them passes."""
     deadline_s: ClassVar[float] = DEADLINE_S
-    """What a call gets that is expected to succeed, in seconds."""
+    """Deadline of calls that are expected to succeed, in seconds."""
     interrupted_s: ClassVar[float] = 2.5
-    """The deadline of calls that the death of a peer interrupts, in seconds."""
+    """Deadline of calls that the death of a peer interrupts, in seconds."""
     expiring_s: ClassVar[float] = 0.6
-    """The deadline of calls that nothing else is meant to end, in seconds."""
+    """Deadline of calls that only the deadline ends, in seconds."""
     settle_s: ClassVar[float] = 0.15
-    """After so long, in seconds, a process that was told to call something is in that call."""
+    """Seconds after which a process that was told to start a call is inside of it."""
     slack_s: ClassVar[float] = 2.0
-    """How long after its deadline a call may end, in seconds."""
+    """Seconds by which a call may end after its deadline."""
     prompt_s: ClassVar[float] = 5.0
-    """How soon the death of a peer must be noticed where it must be noticed at once, in seconds."""
+    """Seconds within which a half must notice the death of a peer where it has to notice it at once."""
     grace_s: ClassVar[float] = GRACE_S
-    """How long after its deadline a call counts as hanging and its process is killed, in seconds."""
+    """Seconds after its deadline at which a call counts as hanging and its process is killed."""
     rounds: ClassVar[int] = 50
-    """How many connections, one after the other, must leave nothing behind."""
+    """Number of successive connections that must leave nothing behind."""
     preload: ClassVar[Sequence[str]] = ()
-    """Slow modules, without threads of their own, that processes shall have loaded from the start. Only saves time."""
+    """Modules that are imported once for all processes, to save time. Importing them must not start a thread."""
     most_halves: ClassVar[int | None] = None
-    """How many halves can live on this machine, e.g. its number of devices. Checks that need more are skipped."""
+    """Number of halves that this machine can run, e.g. its number of devices. Checks that need more are skipped."""
 
     @pytest.fixture
     def engine_name(self) -> str:
@@ -68,7 +69,7 @@ class ConformanceBase:
 
     @pytest.fixture
     def capabilities(self, engine_name: str) -> Capabilities:
-        """What the engine declares. Skips where the engine cannot run."""
+        """The engine's declared capabilities. Skips the check where the engine cannot run."""
         cls = engine_class(engine_name)
         if reason := why_unavailable(cls):
             pytest.skip(f"{engine_name} cannot run here: {reason}")
@@ -76,11 +77,11 @@ class ConformanceBase:
 
     @pytest.fixture
     def device(self, capabilities: Capabilities) -> str:
-        """Torch device type on which the checks' buckets live."""
+        """Torch device type of the checks' buckets."""
         present = [name for name in ("cpu", *sorted(capabilities.devices)) if name in capabilities.devices]
         usable = [name for name in present if is_available(name)]
         if not usable:
-            pytest.skip(f"no device here of those declared: {', '.join(present)}")
+            pytest.skip(f"this machine has none of the declared devices: {', '.join(present)}")
         return usable[0]
 
     @pytest.fixture(autouse=True)
@@ -91,7 +92,7 @@ class ConformanceBase:
 
     @pytest.fixture
     def pool(self, request: pytest.FixtureRequest) -> Iterator[Pool]:
-        """The session's processes, those that this check borrowed being taken back after it."""
+        """The session's processes. Those lent to a check are taken back after it."""
         stash = request.config.stash
         if POOL not in stash:
             stash[POOL] = Pool()
@@ -102,11 +103,11 @@ class ConformanceBase:
 
     @pytest.fixture
     def halves(self, pool: Pool, engine_name: str, engine_options: dict[str, Any], device: str) -> ConnectionMaker:
-        """Makes an unconnected sender and so many receivers: ``halves(2)``, ``halves(2, senders=2)``."""
+        """A function that makes unconnected senders and receivers: ``halves(2)``, ``halves(2, senders=2)``."""
 
         def make(receivers: int, *, senders: int = 1, device: str = device) -> Connection:
             if self.most_halves is not None and receivers + senders > self.most_halves:
-                pytest.skip(f"needs {receivers + senders} halves, this machine has room for {self.most_halves}")
+                pytest.skip(f"the check needs {receivers + senders} halves, this machine can run {self.most_halves}")
             return Connection(
                 pool,
                 engine_name,
@@ -122,7 +123,7 @@ class ConformanceBase:
 
     @pytest.fixture
     def connected(self, halves: ConnectionMaker) -> ConnectionMaker:
-        """As `halves`, and connected."""
+        """A function like `halves` that also connects them."""
 
         def make(receivers: int, **more: Any) -> Connection:
             return halves(receivers, **more).connect()
@@ -136,7 +137,7 @@ class ConformanceBase:
         names: str = "",
         between_s: tuple[float, float] = (0.0, math.inf),
     ) -> WeightlaneError:
-        """The error of `half`'s oldest running operation, which must be one of `types`, name a peer, and come in time."""
+        """Return the error of `half`'s oldest operation. It must be one of `types`, name the peer `names`, and be in time."""
         expected = f"expected {' or '.join(cls.__name__ for cls in types)} from {half.name}"
         try:
             answer = half.result()
@@ -156,19 +157,19 @@ class ConformanceBase:
         return error
 
     def not_yet(self, half: RemoteHalf, seconds: float, event: str) -> None:
-        """Let `half`'s oldest running operation go on for so many seconds, in which it must not end: `event` is still to come."""
+        """Check that `half`'s oldest operation does not end for `seconds`, since `event` has not happened yet."""
         assert not first_answers([half], seconds), f"expected {half.name} to wait, it returned before {event}"
 
     def late(self, deadline_s: float) -> tuple[float, float]:
-        """When a call may end whose deadline passes: `failure`'s ``between_s``."""
+        """Return the seconds between which a call may end whose deadline passes, for `failure`."""
         return deadline_s - EARLY_S, deadline_s + self.slack_s
 
     def in_time(self, deadline_s: float) -> tuple[float, float]:
-        """When a call may end that fails for another reason, at its deadline at the latest."""
+        """Return the seconds between which a call may end that fails earlier than its deadline, for `failure`."""
         return 0.0, deadline_s + self.slack_s
 
     def no_more_than(self, before: Sequence[Mapping[str, int]], connection: Connection, when: str) -> None:
-        """The halves' processes must come back to the resources that they had; threads may take a moment to end."""
+        """Check that the processes hold no more resources than `before`; threads may need a moment to end."""
         end = time.monotonic() + self.slack_s
         while True:
             found = [
@@ -182,11 +183,11 @@ class ConformanceBase:
 
     @staticmethod
     def needs_waiting_sender(capabilities: Capabilities) -> None:
-        """Skip for engines whose sender does not wait for receivers."""
+        """Skip the check for engines whose sender does not wait for receivers."""
         if not waits_for_receivers(capabilities):
-            pytest.skip("nobody waits for the receivers of a store")
+            pytest.skip("the sender of a store does not wait for receivers")
 
 
 def grown(before: Mapping[str, int], after: Mapping[str, int]) -> str:
-    """In words what `after` has more of than `before`; empty when it has nothing."""
+    """Describe the resources of which `after` has more than `before`; empty if there are none."""
     return ", ".join(f"{after[kind]} {kind} instead of {before[kind]}" for kind in before if after[kind] > before[kind])

@@ -1,4 +1,4 @@
-"""Every blocking call ends by its deadline, says whom it waited for, and can be ended by a close from another thread."""
+"""Checks that every blocking call ends by its deadline, names the peer, and ends when another thread closes the half."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from .base import LARGE, ConformanceBase, ConnectionMaker
 
 
 class DeadlineChecks(ConformanceBase):
-    """Silence, and closing."""
+    """Checks of silent peers and of closing."""
 
     def test_connect_of_the_sender_ends_by_its_deadline_when_a_receiver_never_comes(
         self, halves: ConnectionMaker, capabilities: Capabilities
     ) -> None:
-        """The error names who did not come, and those who did come are not left waiting."""
+        """The error names the absent receiver, and the other receivers do not wait for the sender any longer."""
         connection = halves(2)
         connection.exchange_addresses()
         present, absent = connection.receivers
-        patience_s = self.expiring_s + self.grace_s + 1.0  # longer than it takes to see that the sender hangs
+        patience_s = self.expiring_s + self.grace_s + 1.0  # longer than the check waits for a sender that hangs
         waits = waits_for_receivers(capabilities)
         connection.start_connect(connection.sender, self.expiring_s if waits else self.deadline_s)
         connection.start_connect(present, patience_s)
-        if not waits:  # a store is there without its receivers
+        if not waits:  # a store connects without its receivers
             connection.sender.result()
             present.result()
             return
@@ -38,7 +38,7 @@ class DeadlineChecks(ConformanceBase):
     def test_connect_of_a_receiver_ends_by_its_deadline_when_the_sender_never_comes(
         self, halves: ConnectionMaker
     ) -> None:
-        """The sender has an address and is alive, but never connects."""
+        """The sender has an address and lives, but never connects."""
         connection = halves(1)
         connection.exchange_addresses()
         (receiver,) = connection.receivers
@@ -71,7 +71,7 @@ class DeadlineChecks(ConformanceBase):
     def test_receive_ends_by_its_deadline_when_the_sender_freezes_in_mid_bucket(
         self, connected: ConnectionMaker, capabilities: Capabilities
     ) -> None:
-        """Some of the bucket may have come already."""
+        """A part of the bucket may have arrived before."""
         self.needs_waiting_sender(capabilities)
         connection = connected(2)
         first, second = connection.receivers
@@ -81,7 +81,7 @@ class DeadlineChecks(ConformanceBase):
         connection.sender.stop()
         connection.start_receive(first, [Parcel(1, 0, LARGE, 1)], deadline_s=self.expiring_s)
         try:
-            connection.check_received([first])  # all of it was there already
+            connection.check_received([first])  # the whole bucket may have arrived before
         except DeadlineExceededError:
             _, latest_s = self.late(self.expiring_s)
             assert first.seconds <= latest_s, (
@@ -92,7 +92,7 @@ class DeadlineChecks(ConformanceBase):
     def test_close_from_another_thread_ends_a_blocked_connect(
         self, halves: ConnectionMaker, capabilities: Capabilities, side: str
     ) -> None:
-        """With `ClosedError`, soon."""
+        """The call raises `ClosedError` soon."""
         if side == "sender":
             self.needs_waiting_sender(capabilities)
         connection = halves(1)
@@ -103,7 +103,7 @@ class DeadlineChecks(ConformanceBase):
         self.failure(half, ClosedError, between_s=(0.0, self.settle_s + self.slack_s))
 
     def test_close_from_another_thread_ends_a_blocked_receive(self, connected: ConnectionMaker) -> None:
-        """With `ClosedError`, soon; and so does every later call."""
+        """The call raises `ClosedError` soon, and so does every later call."""
         connection = connected(1)
         (receiver,) = connection.receivers
         receiver.call("close_after", seconds=self.settle_s)
@@ -115,7 +115,7 @@ class DeadlineChecks(ConformanceBase):
     def test_close_from_another_thread_ends_a_blocked_send(
         self, connected: ConnectionMaker, capabilities: Capabilities
     ) -> None:
-        """With `ClosedError`, soon; and so does every later call."""
+        """The call raises `ClosedError` soon, and so does every later call."""
         self.needs_waiting_sender(capabilities)
         connection = connected(1)
         connection.receivers[0].stop()
@@ -138,7 +138,7 @@ class DeadlineChecks(ConformanceBase):
     def test_a_receiver_of_another_session_is_not_let_in(
         self, halves: ConnectionMaker, capabilities: Capabilities
     ) -> None:
-        """Leftovers of an earlier connection know the address, but not the session; neither side takes them for a peer."""
+        """A half of an earlier session knows the address, but not the session. Neither side accepts it as a peer."""
         connection = halves(1)
         (receiver,) = connection.receivers
         connection.exchange_addresses()

@@ -1,4 +1,4 @@
-"""What every engine does when the process of a peer is killed: the right error, on the other sides, in time."""
+"""Checks that the other halves raise the right error in time when the process of a peer is killed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _LOSSES = (TransportError, DeadlineExceededError, StorageError)
 
 
 class DeathChecks(ConformanceBase):
-    """SIGKILL, on either side, in every phase."""
+    """Checks with SIGKILL on either side in every phase."""
 
     def test_a_receiver_killed_while_connecting_fails_the_sender_in_time(
         self, halves: ConnectionMaker, capabilities: Capabilities
     ) -> None:
-        """One receiver dies after it began to connect, while another one is still to come."""
+        """One receiver dies after it started to connect, while the other one has not started."""
         self.needs_waiting_sender(capabilities)
         connection = halves(2)
         connection.exchange_addresses()
@@ -62,7 +62,7 @@ class DeathChecks(ConformanceBase):
     def test_a_receiver_killed_in_mid_bucket_fails_the_sender_in_time(
         self, connected: ConnectionMaker, capabilities: Capabilities
     ) -> None:
-        """The other receiver gets all of it or learns the failure; it never hangs."""
+        """The other receiver gets the whole bucket or an error. It never hangs."""
         connection = connected(2)
         alive, doomed = connection.receivers
         waits = waits_for_receivers(capabilities)
@@ -75,10 +75,10 @@ class DeathChecks(ConformanceBase):
         self._right_or_typed([alive], connection)
 
     def test_a_sender_killed_in_mid_bucket_fails_its_receivers_in_time(self, connected: ConnectionMaker) -> None:
-        """Half a bucket is never taken for a whole one."""
+        """No receiver accepts a part of a bucket as the bucket."""
         connection = connected(2)
         first, second = connection.receivers
-        second.stop()  # so that the sender cannot be done before it is killed
+        second.stop()  # so that the send cannot end before the kill
         connection.start_receive(first, [Parcel(1, 0, LARGE, 1)], deadline_s=self.interrupted_s)
         connection.start_send([Parcel(1, 0, LARGE, 1)], deadline_s=self.interrupted_s, commit=False)
         time.sleep(self.settle_s)
@@ -90,14 +90,14 @@ class DeathChecks(ConformanceBase):
     def test_a_receiver_killed_between_buckets_fails_the_next_send_in_time(
         self, connected: ConnectionMaker, capabilities: Capabilities
     ) -> None:
-        """One bucket arrived, then a receiver dies while nothing is under way."""
+        """One bucket arrived, then a receiver dies while nothing is sent."""
         connection = connected(2)
         alive, doomed = connection.receivers
         plan = [Parcel(1, 0, 1000, 1), Parcel(1, 1, LARGE, 2)]
         connection.deliver(plan[:1], plan=plan, commit=False)
         doomed.kill()
         waits = waits_for_receivers(capabilities)
-        deadline_s = self.interrupted_s if waits else self.deadline_s  # nothing interrupts a store's calls
+        deadline_s = self.interrupted_s if waits else self.deadline_s  # a death does not interrupt a store's calls
         connection.start_receive(alive, plan[1:], deadline_s=deadline_s)
         connection.start_send(plan[1:], deadline_s=deadline_s)
         if not waits:
@@ -123,7 +123,7 @@ class DeathChecks(ConformanceBase):
     def test_the_death_of_a_peer_is_noticed_long_before_the_deadline(
         self, connected: ConnectionMaker, capabilities: Capabilities, side: str
     ) -> None:
-        """A death costs seconds and not the whole deadline, and is a `PeerLostError`."""
+        """The death is reported as a `PeerLostError` within seconds, not at the deadline."""
         if side == "receiver":
             self.needs_waiting_sender(capabilities)
         elif capabilities.persistent:
@@ -150,7 +150,7 @@ class DeathChecks(ConformanceBase):
     def test_a_peer_killed_before_close_neither_blocks_it_nor_the_next_connection(
         self, connected: ConnectionMaker, halves: ConnectionMaker, side: str
     ) -> None:
-        """Everything arrived, a peer dies, the others close and meet new ones."""
+        """Everything arrived and a peer dies. The other halves close, and a new connection works."""
         connection = connected(2)
         connection.deliver([Parcel(1, 0, 100_000, 1)])
         doomed = connection.sender if side == "sender" else connection.receivers[0]
@@ -166,9 +166,9 @@ class DeathChecks(ConformanceBase):
     def _kill_in_mid_bucket(
         self, connection: Connection, doomed: RemoteHalf, alive: Sequence[RemoteHalf], deadline_s: float
     ) -> None:
-        """Kill a receiver while a bucket goes to all of them."""
+        """Kill a receiver while a bucket is sent to all receivers."""
         parcel = Parcel(1, 0, LARGE, 1)
-        doomed.stop()  # so that the transfer cannot be over before the kill
+        doomed.stop()  # so that the send cannot end before the kill
         for half in alive:
             connection.start_receive(half, [parcel], deadline_s=deadline_s)
         connection.start_send([parcel], deadline_s=deadline_s)
@@ -178,11 +178,11 @@ class DeathChecks(ConformanceBase):
     def _right_or_typed(
         self, receivers: Sequence[RemoteHalf], connection: Connection, within_s: float | None = None
     ) -> None:
-        """Each receiver got the right bytes, or a typed error in time."""
+        """Check that each receiver got the right bytes, or a typed error in time."""
         for half in receivers:
             with contextlib.suppress(*_LOSSES, ClosedError):
                 connection.check_received([half])
             latest_s = (within_s or self.interrupted_s) + self.slack_s
             assert half.seconds <= latest_s, (
-                f"expected {half.name} to be done within {latest_s:g} s, it took {half.seconds:.1f} s"
+                f"expected receive of {half.name} to end within {latest_s:g} s, it took {half.seconds:.1f} s"
             )

@@ -1,4 +1,4 @@
-"""An engine is what it declares: neither less nor more."""
+"""Checks that an engine keeps its declaration: class, options and capabilities."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _NO_VALUE = {"no": {"such": "value"}}
 
 
 class DeclarationChecks(ConformanceBase):
-    """The class, its options and its capabilities."""
+    """Checks of an engine's class, its options and its capabilities."""
 
     def test_options_are_described_and_unknown_or_ill_typed_ones_refused(
         self, engine_name: str, engine_options: Mapping[str, Any], capabilities: Capabilities
     ) -> None:
-        """Whoever mistypes an option learns it before anything starts."""
-        del capabilities  # asked for, so that an engine that cannot run here is skipped
+        """A user who mistypes an option gets an error before anything starts."""
+        del capabilities  # requested because it skips an engine that cannot run here
         fields = engine_class(engine_name).config_type.model_fields
         undescribed = [name for name, field in fields.items() if not field.description]
         assert not undescribed, f"expected a description of every option, {', '.join(undescribed)} has none"
@@ -39,20 +39,22 @@ class DeclarationChecks(ConformanceBase):
             assert name in said, f"expected ConfigError that names {name} for {name}={_NO_VALUE}, {said}"
 
     def test_devices_exist_for_torch_and_the_engine_says_why_it_cannot_run(self, engine_name: str) -> None:
-        """``unavailable_reason`` never raises, here or where the hardware is missing."""
+        """``unavailable_reason`` never raises, even where hardware is missing."""
         cls = engine_class(engine_name)
         reason = why_unavailable(cls)
-        for device in cls.capabilities.devices if reason is None else ():  # torch may need the missing library for it
+        for device in (
+            cls.capabilities.devices if reason is None else ()
+        ):  # torch may need the missing library to know the device
             try:
                 torch.device(device)
             except RuntimeError:
                 pytest.fail(f"expected device types of torch, {device!r} is not one")
 
     def test_buckets_on_every_declared_device_arrive(self, halves: ConnectionMaker, capabilities: Capabilities) -> None:
-        """From allocated memory of that device, and from the caller's own."""
+        """Buckets arrive from memory that the engine allocated on the device, and from memory that it did not."""
         present = [device for device in sorted(capabilities.devices) if is_available(device)]
         if not present:
-            pytest.skip(f"no device here of those declared: {', '.join(sorted(capabilities.devices))}")
+            pytest.skip(f"this machine has none of the declared devices: {', '.join(sorted(capabilities.devices))}")
         for device in present:
             connection = halves(1, device=device).connect()
             connection.deliver([Parcel(1, 0, MIB + 1, 1)])
@@ -62,7 +64,7 @@ class DeclarationChecks(ConformanceBase):
     def test_allocated_buffers_are_what_was_asked_for(
         self, connected: ConnectionMaker, capabilities: Capabilities
     ) -> None:
-        """Each of its size, on a declared device, and none over another one's memory."""
+        """Each buffer has its size and a declared device, and shares memory with no other."""
         sizes = [1000, MIB + 1, 1]
         for nbytes, buffer in zip(sizes, connected(1).sender.call("allocate", sizes=sizes), strict=True):
             seen = {key: buffer[key] for key in ("dtype", "shape", "contiguous")}
@@ -72,26 +74,26 @@ class DeclarationChecks(ConformanceBase):
             assert buffer["intact"], "expected memory of its own for each buffer, two allocated buffers share memory"
 
     def test_an_address_is_plain_data(self, halves: ConnectionMaker) -> None:
-        """It survives JSON unchanged, and asking again gives the same."""
+        """The address survives JSON unchanged, and stays the same."""
         connection = halves(1)
         for half in connection.halves:
             first, second = half.call("address"), half.call("address")
             assert first == second, f"expected the same address of {half.name} again, after {first} it is {second}"
 
     def test_nothing_is_unpickled(self, connected: ConnectionMaker) -> None:
-        """Neither from a peer nor from a store."""
+        """Neither data from a peer nor data from a store is unpickled."""
         connection = connected(1)
         before = [half.call("unpickled") for half in connection.halves]
         connection.make()
         connection.connect().deliver([Parcel(1, 0, 1000, 1)])
         for half, earlier in zip(connection.halves, before, strict=True):
             times = half.call("unpickled") - earlier
-            assert not times, f"expected nothing to be unpickled, {half.name} did so {times} times"
+            assert not times, f"expected nothing to be unpickled, {half.name} unpickled {times} times"
 
     def test_zero_copy_means_that_send_reads_the_allocated_memory_itself(
         self, connected: ConnectionMaker, capabilities: Capabilities, tmp_path: Path
     ) -> None:
-        """What is written to an allocated buffer while its receiver is frozen arrives, so there is no copy of it."""
+        """Bytes written to an allocated buffer while its receiver is frozen arrive, so that there is no copy of the buffer."""
         if not capabilities.zero_copy:
             pytest.skip("the engine does not declare zero copy")
         self.needs_waiting_sender(capabilities)
@@ -115,16 +117,16 @@ class DeclarationChecks(ConformanceBase):
         connection.start_receive(receiver, [parcel], seeds=seeds)
         try:
             if connection.sender.result() != "blocked":
-                pytest.skip("send was over while its receiver was frozen, so a copy cannot be told from none")
+                pytest.skip("send was over while its receiver was frozen, so a copy cannot be distinguished from none")
             (seen,) = receiver.result()
-        except CorruptBucketError:  # of an engine with a checksum of its own: it noticed the new bytes
+        except CorruptBucketError:  # an engine with a checksum of its own has noticed the new bytes
             return
         assert seen == str(seeds[1]), "expected no copy, send had copied the buffer before its receiver took it"
 
     def test_persistent_buckets_outlive_their_sender(
         self, connected: ConnectionMaker, capabilities: Capabilities
     ) -> None:
-        """What was committed can be read after the sender's process was killed."""
+        """A committed version can be read after the sender's process was killed."""
         if not capabilities.persistent:
             pytest.skip("the engine does not declare that buckets are persistent")
         connection = connected(1)
@@ -139,7 +141,7 @@ class DeclarationChecks(ConformanceBase):
     def test_buckets_that_make_one_file_are_each_received_and_outlive_their_sender(
         self, connected: ConnectionMaker, capabilities: Capabilities
     ) -> None:
-        """Of a tensor larger than a bucket, between others that have a file of their own."""
+        """The buckets belong to a tensor larger than a bucket, between tensors with a file of their own."""
         if not capabilities.persistent:
             pytest.skip("the engine does not declare that buckets are persistent")
         connection = connected(2)
@@ -157,7 +159,7 @@ class DeclarationChecks(ConformanceBase):
     def test_buckets_of_a_store_that_is_not_persistent_go_with_their_sender(
         self, connected: ConnectionMaker, capabilities: Capabilities
     ) -> None:
-        """A sender that closes takes its buckets along, so that nobody relies on them."""
+        """A sender that closes removes its buckets, so that no receiver relies on them."""
         if capabilities.persistent or Delivery.STORE not in capabilities.delivery:
             pytest.skip("the engine is not a store, or declares that it is persistent")
         connection = connected(1)
@@ -171,7 +173,7 @@ class DeclarationChecks(ConformanceBase):
     def test_a_late_receiver_joins_an_elastic_engine_and_leaves_it(
         self, connected: ConnectionMaker, capabilities: Capabilities
     ) -> None:
-        """Without a new connection of the others."""
+        """The other halves stay connected."""
         if not capabilities.elastic:
             pytest.skip("the engine does not declare that it is elastic")
         connection = connected(1)
@@ -188,7 +190,7 @@ class DeclarationChecks(ConformanceBase):
     def test_a_late_receiver_is_refused_by_an_engine_that_is_not_elastic(
         self, connected: ConnectionMaker, capabilities: Capabilities
     ) -> None:
-        """With an error, and without harm to the connection."""
+        """The late receiver gets an error, and the connection still works."""
         if capabilities.elastic:
             pytest.skip("the engine declares that it is elastic")
         connection = connected(1)
@@ -200,11 +202,11 @@ class DeclarationChecks(ConformanceBase):
     def test_an_engine_that_crosses_hosts_holds_a_link_to_the_network(
         self, connected: ConnectionMaker, capabilities: Capabilities
     ) -> None:
-        """Who has neither an internet socket nor a fabric's device open cannot reach another host."""
+        """A half without an internet socket or an open device of a fabric could not reach another host."""
         if capabilities.same_host_only:
             pytest.skip("the engine declares that both halves run on one host")
         if not waits_for_receivers(capabilities):
-            pytest.skip("how far a store reaches depends on where it is")
+            pytest.skip("which hosts a store reaches depends on its location")
         connection = connected(1)
         connection.deliver([Parcel(1, 0, 1000, 1)])
         for half in connection.halves:
@@ -214,9 +216,9 @@ class DeclarationChecks(ConformanceBase):
 
 
 def _refusal(engine: str, options: Mapping[str, Any]) -> str:
-    """What the engine says against its options."""
+    """Return the error of making the engine with `options`."""
     try:
         create_engine(engine, options)
     except ConfigError as error:
         return str(error)
-    return "an engine was made"
+    return "the options were accepted"

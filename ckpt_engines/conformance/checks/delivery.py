@@ -1,4 +1,4 @@
-"""What every engine delivers: the right bytes, in order, to the right receivers, from memory that may be reused at once."""
+"""Checks that the right bytes reach the right receivers in order, from memory that may be reused at once."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from ..processes.payload import Parcel
 from .base import LARGE, MIB, ConformanceBase, ConnectionMaker
 
 _LATE_S = 0.12
-"""How much later than the sender a slow receiver is."""
+"""Seconds by which a slow receiver is later than the sender."""
 
 
 class DeliveryChecks(ConformanceBase):
-    """Bytes."""
+    """Checks of the delivered bytes."""
 
     @pytest.mark.parametrize("receivers", [1, 2, 5])
     def test_every_receiver_gets_every_byte(self, connected: ConnectionMaker, receivers: int) -> None:
-        """Any number of receivers gets the same bytes."""
+        """One, two and five receivers get the same bytes."""
         sizes = [3 * MIB + 1, 1, 0, 64 * 1024, 4095]
         connected(receivers).deliver([Parcel(1, index, nbytes, 100 + index) for index, nbytes in enumerate(sizes)])
 
     def test_buckets_come_once_and_in_order(self, connected: ConnectionMaker) -> None:
-        """Buckets of one size, which no size check could tell apart: none dropped, doubled or swapped."""
+        """No bucket is dropped, doubled or swapped. All have one size, so that a size check cannot distinguish them."""
         connected(2).deliver([Parcel(1, index, 5000, 200 + index) for index in range(12)])
 
     def test_buckets_of_odd_sizes_arrive_to_their_last_byte(self, connected: ConnectionMaker) -> None:
-        """No size need be a multiple of anything."""
+        """A size need not be a multiple of anything."""
         sizes = [1, 2, 3, 5, 7, 13, 63, 65, 127, 4095, 4097, 65_537, 1_000_003]
         connected(2).deliver([Parcel(1, index, nbytes, 300 + index) for index, nbytes in enumerate(sizes)])
 
     def test_buckets_of_no_bytes_arrive(self, connected: ConnectionMaker) -> None:
-        """A bucket may be empty: first, last, alone and between others."""
+        """A bucket may be empty, whether it is the first, the last, alone or between others."""
         connection = connected(2)
         connection.deliver([Parcel(1, index, nbytes, index) for index, nbytes in enumerate([0, 10, 0, 0, 10, 0])])
         connection.deliver([Parcel(2, 0, 0, 0)])
 
     def test_a_bucket_larger_than_any_socket_buffer_arrives_whole(self, connected: ConnectionMaker) -> None:
-        """Not every byte fits anywhere on the way: both sides have to work at the same time."""
+        """The bucket does not fit into the buffers between the halves, so both have to work at the same time."""
         connected(2).deliver([Parcel(1, 0, LARGE + 1, 1)])
 
     def test_versions_follow_each_other_back_to_back(
         self, connected: ConnectionMaker, capabilities: Capabilities
     ) -> None:
-        """Version after version of the same shape over one connection, and never an old one's bytes."""
+        """Versions of the same shape follow each other over one connection, and each has its own bytes."""
         connection = connected(2)
         versions = [
             [Parcel(version, index, 100_001, 10 * version + index) for index in range(3)] for version in (1, 2, 3, 7)
@@ -57,20 +57,20 @@ class DeliveryChecks(ConformanceBase):
                 connection.deliver(version)
 
     def test_memory_may_be_overwritten_as_soon_as_send_returns(self, connected: ConnectionMaker) -> None:
-        """The sender overwrites its buffer at once, while its receivers come late."""
+        """The sender overwrites its buffer at once, while its receivers are slow."""
         connection = connected(2)
         connection.deliver([Parcel(1, index, 200_000, 400 + index) for index in range(3)], pause_s=_LATE_S)
         connection.deliver([Parcel(2, 0, 4 * MIB, 1)], pause_s=_LATE_S, allocated=False)
 
     @pytest.mark.parametrize("at_once", [2, MOST_POSTED])
     def test_several_buckets_are_under_way_at_a_time(self, connected: ConnectionMaker, at_once: int) -> None:
-        """Posted before those ahead of them are done, and the memory of each overwritten as soon as it is said to be done."""
+        """Buckets are posted before earlier ones are sent, and each one's memory is overwritten once it is reported as sent."""
         sizes = [100_001, 0, 3 * MIB, 17, 65_537, 1, 2 * MIB + 1, 5, 5, 5, 300_000]
         parcels = [Parcel(1, index, nbytes, 900 + index) for index, nbytes in enumerate([*sizes, *sizes])]
         connected(3).deliver(parcels, at_once=at_once)
 
     def test_a_slow_receiver_gets_every_bucket(self, connected: ConnectionMaker) -> None:
-        """One receiver takes its time with each bucket, the other does not: neither loses any."""
+        """One receiver pauses before each bucket, the other does not. Both get every bucket."""
         connection = connected(2)
         slow, fast = connection.receivers
         parcels = [Parcel(1, index, 50_000, 500 + index) for index in range(8)]
@@ -80,7 +80,7 @@ class DeliveryChecks(ConformanceBase):
         connection.check_received(connection.receivers, connection.sender)
 
     def test_memory_of_the_callers_own_is_delivered_too(self, connected: ConnectionMaker) -> None:
-        """Buckets need not come from ``allocate``, and may grow."""
+        """Memory of a bucket need not come from ``allocate``, and buckets may grow."""
         connection = connected(2)
         for version, nbytes in enumerate((1000, 100_000, 2 * MIB + 3), 1):
             connection.deliver([Parcel(version, 0, nbytes, version)], allocated=False)
@@ -88,7 +88,7 @@ class DeliveryChecks(ConformanceBase):
     def test_several_senders_reach_the_same_receivers(
         self, connected: ConnectionMaker, capabilities: Capabilities
     ) -> None:
-        """Two senders, both connected to both receivers, in turn."""
+        """Two senders that are connected to both receivers send in turn."""
         connection = connected(2, senders=2)
         for version in (1, 2) if waits_for_receivers(capabilities) else (1,):
             for number, sender in enumerate(connection.senders):
@@ -97,7 +97,7 @@ class DeliveryChecks(ConformanceBase):
     def test_a_bucket_for_some_receivers_reaches_only_those(
         self, connected: ConnectionMaker, capabilities: Capabilities
     ) -> None:
-        """With point-to-point delivery, who is not named gets nothing."""
+        """With point-to-point delivery, a receiver that is not named gets nothing."""
         if Delivery.POINT_TO_POINT not in capabilities.delivery:
             pytest.skip("the engine does not declare point-to-point delivery")
         connection = connected(3)
@@ -121,7 +121,7 @@ class DeliveryChecks(ConformanceBase):
     def test_a_bucket_for_some_receivers_is_refused_without_point_to_point(
         self, connected: ConnectionMaker, capabilities: Capabilities
     ) -> None:
-        """An engine that reaches everybody or nobody says so instead of sending to everybody, or to some after all."""
+        """An engine that can only send to all receivers raises an error instead of sending to all, or to some."""
         if Delivery.POINT_TO_POINT in capabilities.delivery:
             pytest.skip("the engine declares point-to-point delivery")
         self.needs_waiting_sender(capabilities)
@@ -134,7 +134,7 @@ class DeliveryChecks(ConformanceBase):
     def test_sending_to_somebody_unknown_is_refused(
         self, connected: ConnectionMaker, capabilities: Capabilities
     ) -> None:
-        """A name that is not in the topology is an error and not an empty send."""
+        """A name that is not in the topology is an error rather than a send to nobody."""
         self.needs_waiting_sender(capabilities)
         connection = connected(1)
         connection.sender.start("send", parcels=[Parcel(1, 0, 4, 1)], receivers=["nobody"], deadline_s=self.deadline_s)
@@ -148,7 +148,7 @@ class DeliveryChecks(ConformanceBase):
     def test_a_bucket_other_than_the_one_asked_for_is_refused(
         self, connected: ConnectionMaker, capabilities: Capabilities, wanted: Parcel
     ) -> None:
-        """A receiver that waits for another bucket is never given this one."""
+        """A receiver that waits for another bucket never gets this one."""
         connection = connected(1)
         (receiver,) = connection.receivers
         connection.start_send([Parcel(1, 0, 4096, 1)], deadline_s=self.deadline_s)
@@ -159,7 +159,7 @@ class DeliveryChecks(ConformanceBase):
             return
         connection.start_receive(receiver, [wanted], deadline_s=self.deadline_s)
         self.failure(receiver, ProtocolError, names=connection.sender.name, between_s=(0.0, self.prompt_s))
-        try:  # a small bucket may have left the sender before the refusal came: then the next one meets it
+        try:  # a small bucket may be sent before the refusal arrives, which then fails the next send
             connection.sender.result()
         except (ProtocolError, PeerLostError):
             return
@@ -170,9 +170,9 @@ class DeliveryChecks(ConformanceBase):
     def test_what_was_sent_arrives_though_the_sender_closes_right_after(
         self, connected: ConnectionMaker, capabilities: Capabilities
     ) -> None:
-        """Once ``send`` has returned, a bucket is not lost any more."""
+        """A bucket is not lost any more after ``send`` has returned."""
         if not waits_for_receivers(capabilities) and not capabilities.persistent:
-            pytest.skip("a store that is not persistent goes with its sender")
+            pytest.skip("the buckets of a store that is not persistent end with their sender")
         connection = connected(2)
         parcel = Parcel(1, 0, 3 * MIB, 1)
         for half in connection.receivers:

@@ -1,4 +1,4 @@
-"""What every engine leaves behind when it is closed: nothing."""
+"""Checks that a closed engine leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ..processes.pool import Pool
 from .base import ConformanceBase, ConnectionMaker, grown
 
 _WARM_UP_ROUNDS = 5
-"""Until then something may be loaded that stays, such as a library's own threads."""
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked at only
+"""Rounds after which the counts must stay constant. Before that, libraries may start threads that stay."""
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - only listed
 
 
 class ReuseChecks(ConformanceBase):
-    """Closing and opening again."""
+    """Checks of closing and connecting again."""
 
     def test_many_connections_leave_nothing_behind(self, halves: ConnectionMaker, pool: Pool) -> None:
-        """No descriptor, port, thread, process, mapping, shared memory or temporary file more than after the first few."""
+        """The count of descriptors, ports, threads, processes, mappings, shared memory and temporary files stays constant."""
         rounds = self.rounds
         connection = halves(1)
         seen = _names(_SHARED_MEMORY)
@@ -41,7 +41,7 @@ class ReuseChecks(ConformanceBase):
         assert not (files := _names(pool.temporary) - files_before), (
             f"expected no temporary files, left were {sorted(files)[:5]}"
         )
-        # Others use shared memory meanwhile, and have it mapped; what they leave there they hardly leave in every second round.
+        # Other programs use shared memory too. They have it mapped, and hardly leave some behind in every second round.
         foreign = _mapped_by_others({half.pid for half in connection.halves})
         left = [names & _names(_SHARED_MEMORY) - foreign for names in appeared]
         leaking = sum(map(bool, left))
@@ -50,7 +50,7 @@ class ReuseChecks(ConformanceBase):
         )
 
     def test_closing_a_half_that_never_connected_leaves_nothing_behind(self, halves: ConnectionMaker) -> None:
-        """An address may have opened a port."""
+        """Closing frees the port that an address may have opened."""
         connection = halves(1)
         connection.exchange_addresses()
         connection.close()
@@ -63,7 +63,7 @@ class ReuseChecks(ConformanceBase):
     def test_making_an_engine_and_its_halves_opens_no_port_and_leaves_nothing_behind(
         self, halves: ConnectionMaker, engine_name: str, engine_options: Mapping[str, Any]
     ) -> None:
-        """Only ``address`` and ``connect`` open something."""
+        """Only ``address`` and ``connect`` open ports."""
         process = halves(1).sender
         counts = process.call("make_and_close", engine=engine_name, options=dict(engine_options))
         opened = counts["during"]["listening ports"] - counts["before"]["listening ports"]
@@ -73,11 +73,11 @@ class ReuseChecks(ConformanceBase):
 
 
 def _mapped_by_others(ours: Collection[int]) -> set[str]:
-    """What other processes than `ours` have mapped of the shared memory: its names."""
+    """Return the names of shared memory that processes other than `ours` have mapped."""
     found: set[str] = set()
     for process in Path("/proc").glob("[0-9]*"):
         if int(process.name) not in ours:
-            with suppress(OSError):  # it has ended, or is another user's
+            with suppress(OSError):  # the process has ended, or is another user's
                 lines = (process / "maps").read_text().splitlines()
                 found |= {line.rpartition("/")[2] for line in lines if f" {_SHARED_MEMORY}/" in line}
     return found

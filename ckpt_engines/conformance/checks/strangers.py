@@ -26,7 +26,7 @@ class StrangerChecks(ConformanceBase):
     def test_a_receiver_without_the_key_is_not_let_in(
         self, halves: ConnectionMaker, capabilities: Capabilities
     ) -> None:
-        """It knows address, session and name, which all go over the wire in clear; the key does not."""
+        """The receiver knows address, session and name, which are sent in clear, but not the key."""
         self.needs_waiting_sender(capabilities)
         connection = halves(1)
         (receiver,) = connection.receivers
@@ -39,7 +39,7 @@ class StrangerChecks(ConformanceBase):
         self.failure(connection.sender, WeightlaneError, between_s=within_s)
 
     def test_the_key_never_goes_over_the_wire(self, halves: ConnectionMaker) -> None:
-        """Looked for, as it is, in hexadecimal and in base64, in what goes through the addresses' ports."""
+        """The bytes through the addresses' ports contain the key neither as it is nor in hexadecimal or base64."""
         connection = halves(1)
         connection.exchange_addresses()
         with contextlib.ExitStack() as stack:
@@ -47,20 +47,20 @@ class StrangerChecks(ConformanceBase):
                 recorders = _put_recorders_between(connection, stack)
             except DeadlineExceededError:
                 raise
-            except WeightlaneError as error:  # it may well prove an address, too
-                pytest.skip(f"its halves do not meet through a proxy: {error}")
+            except WeightlaneError as error:  # an engine may authenticate addresses too
+                pytest.skip(f"the halves do not connect through a proxy: {error}")
             connection.deliver([Parcel(1, 0, 1000, 1)])
             connection.close()
-            said = [bytes(stream) for recorder in recorders for stream in recorder.streams]
-        if not any(said):
-            pytest.skip("its addresses name no TCP port")
-        form = _form_of_key(bytes.fromhex(connection.topology["key"]), said)
+            streams = [bytes(stream) for recorder in recorders for stream in recorder.streams]
+        if not any(streams):
+            pytest.skip("the engine's addresses name no TCP port")
+        form = _form_of_key(bytes.fromhex(connection.topology["key"]), streams)
         assert not form, f"expected a key that is never sent, it went over the wire {form}"
 
     def test_nothing_listens_on_every_interface(
         self, halves: ConnectionMaker, engine_options: Mapping[str, Any], capabilities: Capabilities
     ) -> None:
-        """Whoever reaches a port can speak to it: loopback, unless an option says otherwise."""
+        """Halves listen on loopback unless an option says otherwise, because anyone who reaches a port can connect to it."""
         if _WILDCARDS & {str(option) for option in engine_options.values()}:
             pytest.skip("the options ask for every interface")
         connection = halves(1)
@@ -68,7 +68,7 @@ class StrangerChecks(ConformanceBase):
         self._expect_none_everywhere(connection, "after address()")
         if waits_for_receivers(capabilities):
             connection.start_connect(connection.sender)
-            self.not_yet(connection.sender, self.settle_s, "its receiver had come")
+            self.not_yet(connection.sender, self.settle_s, "its receiver connected")
             self._expect_none_everywhere(connection, "while the sender connects")
             connection.start_connect(connection.receivers[0])
             for half in connection.halves:
@@ -91,7 +91,7 @@ class StrangerChecks(ConformanceBase):
     def test_strangers_neither_break_nor_delay_connect(
         self, halves: ConnectionMaker, capabilities: Capabilities, manner: str
     ) -> None:
-        """They knock at every listening socket as soon as it is there, before any receiver comes, and stay meanwhile."""
+        """Strangers connect to every listening socket as soon as it exists, before any receiver, and stay connected."""
         connection = halves(1)
         connection.exchange_addresses()
         with Strangers(manner, [half.pid for half in connection.halves]) as strangers:
@@ -111,11 +111,11 @@ class StrangerChecks(ConformanceBase):
                     ) from error
         connection.deliver([Parcel(1, 0, 1000, 1)])
         if not strangers.visited:
-            pytest.skip("no half listens where a stranger could knock")
+            pytest.skip("no half listens on a socket that a stranger could reach")
 
 
 def _put_recorders_between(connection: Connection, stack: contextlib.ExitStack) -> list[Recorder]:
-    """Connect the halves, each finding a recorder in front of every TCP port that another one's address names."""
+    """Connect the halves through a recorder in front of every TCP port that an address names."""
     known, recorders = connection.topology, []
     shown: dict[str, Any] = {}
     for half, addresses in [(half, known["senders"]) for half in connection.senders] + [
@@ -142,12 +142,12 @@ def _put_recorders_between(connection: Connection, stack: contextlib.ExitStack) 
 
 
 def _named(address: Any, found: Iterable[Listener]) -> list[Listener]:
-    """Those TCP listeners whose port `address` names."""
+    """Return the TCP listeners whose port `address` names."""
     return [item for item in found if item.port and rerouted(address, {item.port: 0}) != address]
 
 
-def _form_of_key(key: bytes, said: Iterable[bytes]) -> str:
-    """In which form `key` is in something that was said; empty when it is not."""
+def _form_of_key(key: bytes, streams: Iterable[bytes]) -> str:
+    """Return the form in which `key` occurs in a recorded stream; empty if it does not occur."""
     encoded = base64.b64encode(key).rstrip(b"=")
     forms = {
         "as it is": key,
@@ -156,4 +156,4 @@ def _form_of_key(key: bytes, said: Iterable[bytes]) -> str:
         "in base64": encoded,
         "in base64 for addresses": encoded.replace(b"+", b"-").replace(b"/", b"_"),
     }
-    return next((form for form, text in forms.items() if any(text in one for one in said)), "")
+    return next((form for form, text in forms.items() if any(text in stream for stream in streams)), "")

@@ -1,4 +1,4 @@
-"""What an engine keeps that lets receivers look at buckets in the sender's memory: `Capabilities.views`."""
+"""Checks of engines whose receivers view buckets in the sender's memory: `Capabilities.views`."""
 
 from __future__ import annotations
 
@@ -13,34 +13,35 @@ from ..processes.payload import Parcel
 from .base import MIB, ConformanceBase, ConnectionMaker
 
 _WARM_UP_ROUNDS = 3
+"""Rounds after which the counts of resources must stay constant."""
 
 
 def _version(number: int, *sizes: int) -> list[Parcel]:
-    """A version of buckets of these sizes, or of some whose sizes are odd."""
+    """Return a version of buckets of these sizes, by default of odd ones."""
     return [
         Parcel(number, index, nbytes, 10 * number + index) for index, nbytes in enumerate(sizes or (70_001, 3, 9000))
     ]
 
 
 class ViewChecks(ConformanceBase):
-    """Lasting buckets."""
+    """Checks of lasting buckets and their views."""
 
     @pytest.fixture
     def viewers(self, connected: ConnectionMaker, capabilities: Capabilities) -> ConnectionMaker:
-        """As `connected`, for engines that declare views."""
+        """The fixture `connected`. Skips the check for engines that do not declare views."""
         if not capabilities.views:
             pytest.skip("the engine does not declare views")
         return connected
 
     @pytest.mark.parametrize("receivers", [1, 3])
     def test_a_viewed_bucket_shows_the_bytes_that_were_sent(self, viewers: ConnectionMaker, receivers: int) -> None:
-        """To any number of receivers at once, from an empty bucket to a large one."""
+        """One and three receivers view buckets at once, from an empty bucket to a large one."""
         connection = viewers(receivers)
         connection.show(_version(1, 3 * MIB + 1, 1, 0, 4095, 0, 64 * 1024))
         connection.release(1)
 
     def test_buckets_that_adjoin_are_viewed_as_one_storage(self, viewers: ConnectionMaker) -> None:
-        """So that a tensor in several buckets can be read as a whole."""
+        """A tensor in several buckets can thus be read as one."""
         connection = viewers(2)
         version = _version(1, 100_001, 7, 1, MIB)
         connection.show(version)
@@ -49,7 +50,7 @@ class ViewChecks(ConformanceBase):
             assert not problem, f"expected one storage of the views of {half.name}, {problem}"
 
     def test_lasting_buckets_in_the_callers_own_memory_are_viewed_too(self, viewers: ConnectionMaker) -> None:
-        """A bucket need not come from ``allocate``, and the one behind it does not take its place."""
+        """Memory of a bucket need not come from ``allocate``, and the next bucket does not replace it."""
         connection = viewers(2)
         version = _version(1, 5000, 5000, 5000)
         connection.show(version, own=True)
@@ -57,7 +58,7 @@ class ViewChecks(ConformanceBase):
         connection.release(1)
 
     def test_a_receiver_may_copy_what_others_view(self, viewers: ConnectionMaker) -> None:
-        """And a version of which it only received buckets need not be released."""
+        """A receiver that only received buckets of a version need not release it."""
         connection = viewers(3)
         viewing, copying, doing_both = connection.receivers
         version = _version(1)
@@ -73,7 +74,7 @@ class ViewChecks(ConformanceBase):
         connection.sender.call("reclaim", version=1, deadline_s=self.interrupted_s)
 
     def test_a_bucket_that_does_not_last_is_not_viewed(self, viewers: ConnectionMaker) -> None:
-        """The sender would overwrite it: both sides are told."""
+        """Both halves get an error, because the sender would overwrite the bucket."""
         connection = viewers(1)
         (receiver,) = connection.receivers
         connection.start_view(receiver, [Parcel(1, 0, 1000, 1)], deadline_s=self.deadline_s)
@@ -82,13 +83,13 @@ class ViewChecks(ConformanceBase):
         self.failure(connection.sender, ProtocolError, PeerLostError, between_s=(0.0, self.prompt_s))
 
     def test_reclaim_waits_for_the_last_release(self, viewers: ConnectionMaker) -> None:
-        """Not for the first one, and not for longer."""
+        """Reclaim waits neither shorter nor longer."""
         connection = viewers(2)
         first, last = connection.receivers
         connection.show(_version(1))
         first.call("release", version=1, deadline_s=self.deadline_s)
         connection.sender.start("reclaim", version=1, deadline_s=self.deadline_s)
-        self.not_yet(connection.sender, 2 * self.settle_s, f"{last.name} had released the version")
+        self.not_yet(connection.sender, 2 * self.settle_s, f"{last.name} released the version")
         last.call("release", version=1, deadline_s=self.deadline_s)
         connection.sender.result()
         seconds = connection.sender.seconds
@@ -96,7 +97,7 @@ class ViewChecks(ConformanceBase):
         assert seconds <= within_s, f"expected reclaim to return within {within_s:g} s, it took {seconds:.2f} s"
 
     def test_releases_and_acknowledgements_of_two_versions_may_cross(self, viewers: ConnectionMaker) -> None:
-        """One is released while the other is sent: each is reclaimed by itself, in any order."""
+        """One version is released while the other is sent. Each is reclaimed separately, in any order."""
         connection = viewers(1)
         (receiver,) = connection.receivers
         first, second, third = (_version(number) for number in (1, 2, 3))
@@ -120,7 +121,7 @@ class ViewChecks(ConformanceBase):
         connection.release(2)
 
     def test_memory_is_used_again_once_it_is_reclaimed(self, viewers: ConnectionMaker) -> None:
-        """The next version of the same shape lies in the same place, and shows its own bytes."""
+        """The next version of the same shape uses the same memory, and its views show its own bytes."""
         connection = viewers(2)
         for number in (1, 2, 3):
             connection.show(_version(number))
@@ -128,7 +129,7 @@ class ViewChecks(ConformanceBase):
             connection.release(number)
 
     def test_memory_outlives_a_connection(self, viewers: ConnectionMaker) -> None:
-        """It belongs to the engine: what was written there can be sent by the next sender, and is viewed as one storage."""
+        """The memory belongs to the engine. The next sender can send it as it is, and it is viewed as one storage."""
         connection = viewers(1)
         version = _version(1)
         connection.show(version)
@@ -137,11 +138,11 @@ class ViewChecks(ConformanceBase):
         connection.make()
         connection.connect().show(version, fill=False)
         problem = connection.receivers[0].call("join", parcels=version)
-        assert not problem, f"expected one storage of what was written for the sender before, {problem}"
+        assert not problem, f"expected one storage of the memory of the previous sender, {problem}"
         connection.release(1)
 
     def test_what_is_viewed_stays_when_its_memory_is_freed(self, viewers: ConnectionMaker) -> None:
-        """The sender gives it up and goes on with other memory; who still looks sees what was there."""
+        """The sender frees the memory and uses other memory. A receiver that still views it sees the old bytes."""
         connection = viewers(1)
         first, second = _version(1), _version(2)
         connection.show(first)
@@ -151,7 +152,7 @@ class ViewChecks(ConformanceBase):
         connection.check_views(second)
 
     def test_a_view_outlives_both_halves(self, viewers: ConnectionMaker) -> None:
-        """A tensor stays readable after close, and when the sender's process is gone."""
+        """A view stays readable after close, and after the sender's process was killed."""
         connection = viewers(1)
         (receiver,) = connection.receivers
         version = _version(1, 2 * MIB, 1)
@@ -163,7 +164,7 @@ class ViewChecks(ConformanceBase):
 
     @pytest.mark.parametrize("when", ["before", "meanwhile"])
     def test_reclaim_fails_in_time_when_a_receiver_was_killed(self, viewers: ConnectionMaker, when: str) -> None:
-        """It never said that it looks no more: `PeerLostError`, long before the deadline."""
+        """Reclaim raises `PeerLostError` long before its deadline, since a dead receiver never releases."""
         connection = viewers(2)
         alive, doomed = connection.receivers
         connection.show(_version(1))
@@ -177,7 +178,7 @@ class ViewChecks(ConformanceBase):
         self.failure(connection.sender, PeerLostError, names=doomed.name, between_s=(0.0, self.prompt_s))
 
     def test_reclaim_ends_by_its_deadline_when_a_receiver_does_not_release(self, viewers: ConnectionMaker) -> None:
-        """And says which one."""
+        """The error names the receiver."""
         connection = viewers(2)
         released, looking = connection.receivers
         connection.show(_version(1))
@@ -189,7 +190,7 @@ class ViewChecks(ConformanceBase):
     def test_close_from_another_thread_ends_a_blocked_reclaim_or_view(
         self, viewers: ConnectionMaker, call: str
     ) -> None:
-        """With `ClosedError`, soon; and so does every later call."""
+        """The call raises `ClosedError` soon, and so does every later call."""
         connection = viewers(1)
         connection.show(_version(1))
         half = connection.sender if call == "reclaim" else connection.receivers[0]
@@ -202,7 +203,7 @@ class ViewChecks(ConformanceBase):
             self.failure(half, ClosedError, between_s=(0.0, latest_s))
 
     def test_many_versions_that_were_viewed_leave_nothing_behind(self, viewers: ConnectionMaker) -> None:
-        """No descriptor and no mapping more than after the first few, once memory is freed and nobody looks."""
+        """The count of descriptors and mappings stays constant once memory is freed and nothing is viewed."""
         connection = viewers(1)
         rounds = self.rounds + _WARM_UP_ROUNDS
         before: list[dict[str, int]] = []
