@@ -117,7 +117,7 @@ def load_config(path: Path, overrides: Sequence[str] = (), *, runs_here: bool = 
     except (ValueError, RecursionError) as error:  # also for numbers too long and brackets too deep
         raise ConfigError(f"{path} is not valid TOML: {error}.", part=_PART) from None
     for override in overrides:
-        _apply(raw, override)
+        apply_setting(raw, override)
     try:
         config = RunConfig.model_validate(raw)
     except ValidationError as error:
@@ -208,17 +208,17 @@ def _check_observers(observers: ObserversSection) -> None:
         )
 
 
-def _apply(raw: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    names = key.strip().split(".")
-    if not equals or not all(names):
-        raise ConfigError(f"--set {override!r} does not have the form a.b=value.", part=_PART)
-    table = raw
-    for name in names[:-1]:
-        table = table.setdefault(name, {})
+def apply_setting(table: dict[str, Any], setting: str) -> None:
+    """Put the value of ``key=value`` or ``a.b=value``, an argument of --set, into `table`. Raises `ConfigError`."""
+    key, equals, text = setting.partition("=")
+    *sections, name = key.strip().split(".")
+    if not equals or not all([*sections, name]):
+        raise ConfigError(f"--set {setting!r} does not have the form key=value or a.b=value.", part=_PART)
+    for section in sections:
+        table = table.setdefault(section, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"--set {override!r}: {name} is a value, not a section.", part=_PART)
-    table[names[-1]] = toml_value(text.strip())
+            raise ConfigError(f"--set {setting!r}: {section} is a value, not a section.", part=_PART)
+    table[name] = toml_value(text.strip())
 
 
 def toml_value(text: str) -> Any:

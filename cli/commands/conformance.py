@@ -11,10 +11,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from weightlane.ckpt_engines import ConfigError
 from weightlane.ckpt_engines.conformance import CheckResult, ConformanceReport, Outcome, run_conformance
 
-from ..config import toml_value
+from ..config import apply_setting
 from ..output import console, own_stdout
 
 _STYLES = {
@@ -38,11 +37,13 @@ def check_engine(
         as_json: Print one JSON document instead of a line per check.
         junit: File to write a JUnit report to.
     """
-    options = _parsed(settings) if settings else None
+    options: dict[str, Any] = {}
+    for setting in settings:
+        apply_setting(options, setting)
     with own_stdout() as out:
         shown = console(out)
         on_check = None if as_json else lambda check: _print_check(shown, check)
-        report = run_conformance(name, options, checks=checks, junit=junit, on_check=on_check)
+        report = run_conformance(name, options or None, checks=checks, junit=junit, on_check=on_check)
         if as_json:
             print(json.dumps(_plain(report), indent=2), file=out)
         else:
@@ -69,22 +70,6 @@ def _print_check(shown: Console, check: CheckResult) -> None:
     outcome = f"{check.outcome:<{_OUTCOME_WIDTH}}"
     reason = f"  {check.reason}" if check.reason else ""
     shown.print(Text.assemble((outcome, _STYLES[check.outcome]), f" {check.seconds:6.2f} s  {title}", (reason, "dim")))
-
-
-def _parsed(settings: Sequence[str]) -> dict[str, Any]:
-    options: dict[str, Any] = {}
-    for setting in settings:
-        key, equals, text = setting.partition("=")
-        if not (key and equals):
-            raise ConfigError(f"--set {setting!r} does not have the form key=value.", part="conformance")
-        *path, last = key.split(".")
-        table = options
-        for part in path:
-            table = table.setdefault(part, {})
-            if not isinstance(table, dict):
-                raise ConfigError(f"--set {setting!r} contradicts an earlier --set.", part="conformance")
-        table[last] = toml_value(text)
-    return options
 
 
 def _plain(report: ConformanceReport) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def test_a_class_that_declares_itself_wrongly_is_refused_with_what_to_write(tmp_
         (["smh"], "no checkpoint engine is called 'smh'. Did you mean 'shm'?"),
         (["hccl"], "hccl cannot run here: torch_npu is not installed"),
         (["filesystem", "--set", "path=x", "--set", "pth=x"], "pth: Extra inputs are not permitted"),
-        (["shm", "--set", "socket_dir"], "'socket_dir' does not have the form key=value"),
+        (["shm", "--set", "socket_dir"], "'socket_dir' does not have the form key=value or a.b=value"),
         (["shm", "--check", "test_nothing"], "there is no check called test_nothing"),
         (["nowhere.py:Engine"], "could not be loaded from nowhere.py: FileNotFoundError"),
         ([f"{BROKEN}:Sender"], "is not a CheckpointEngine class"),

@@ -1,19 +1,22 @@
-"""Counts of a process's resources, which must not grow. Read from ``/proc``: Linux only."""
+"""Counts of this process's resources, which must not grow. Read from ``/proc``: Linux only."""
 
 from __future__ import annotations
 
 import contextlib
 from pathlib import Path
 
-_LISTEN = "0A"
-_NETWORK_TABLES = ("tcp", "tcp6", "udp", "udp6")
+from .network import TCP_LISTEN, descriptor_targets, socket_rows
+
+_TCP_TABLES = ("tcp", "tcp6")
+_UDP_TABLES = ("udp", "udp6")
 _FABRIC_DEVICES = ("/dev/infiniband", "/dev/cxi", "/dev/hfi1", "/dev/efa")
 
 
 def of_this_process() -> dict[str, int]:
     """Count the open descriptors, listening ports, threads, child processes and shared mappings of this process."""
-    targets = _descriptors()
-    listening = {inode for table in _NETWORK_TABLES[:2] for inode, state in _sockets(table).items() if state == _LISTEN}
+    targets = descriptor_targets("self")
+    rows = (fields for table in _TCP_TABLES for fields in socket_rows("self", table))
+    listening = {f"socket:[{fields[9]}]" for fields in rows if fields[3] == TCP_LISTEN}
     maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     tasks = list(Path("/proc/self/task").iterdir())
     return {
@@ -27,30 +30,12 @@ def of_this_process() -> dict[str, int]:
 
 def network_descriptors() -> int:
     """Count the descriptors of this process that could reach another host: internet sockets, and devices of a fabric."""
-    targets = _descriptors()
-    internet = {inode for table in _NETWORK_TABLES for inode in _sockets(table)}
-    return sum(target in internet or target.startswith(_FABRIC_DEVICES) for target in targets)
-
-
-def _descriptors() -> list[str]:
-    targets = []
-    for descriptor in list(Path("/proc/self/fd").iterdir()):
-        with contextlib.suppress(OSError):  # the descriptor of the listing itself
-            targets.append(str(descriptor.readlink()))
-    return targets
-
-
-def _sockets(table: str) -> dict[str, str]:
-    """Return the state of every internet socket by its name in ``/proc/self/fd``."""
-    try:
-        rows = Path(f"/proc/self/net/{table}").read_text(encoding="ascii").splitlines()[1:]
-    except OSError:  # no IPv6 here
-        return {}
-    return {f"socket:[{fields[9]}]": fields[3] for fields in map(str.split, rows)}
+    rows = (fields for table in (*_TCP_TABLES, *_UDP_TABLES) for fields in socket_rows("self", table))
+    internet = {f"socket:[{fields[9]}]" for fields in rows}
+    return sum(target in internet or target.startswith(_FABRIC_DEVICES) for target in descriptor_targets("self"))
 
 
 def _children(task: Path) -> list[str]:
-    try:
+    with contextlib.suppress(OSError):  # the thread has ended
         return (task / "children").read_text(encoding="ascii").split()
-    except OSError:
-        return []
+    return []

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-_TCP_LISTEN = "0A"
+TCP_LISTEN = "0A"
 _UNIX_LISTEN = "00010000"
 _UNIX_STREAM = "0001"
 _POLL_S = 0.005
@@ -57,26 +57,33 @@ class Listener(NamedTuple):
 
 def listeners(pid: int) -> set[Listener]:
     """Return every stream socket on which the process `pid`, which must be the same user's, listens."""
-    inodes = set()
-    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):  # closed meanwhile
-            inodes.add(str(descriptor.readlink()).removeprefix("socket:[").removesuffix("]"))
+    inodes = {target.removeprefix("socket:[").removesuffix("]") for target in descriptor_targets(pid)}
     found = set()
     for table in ("tcp", "tcp6"):
-        for fields in _rows(pid, table):
-            if fields[3] == _TCP_LISTEN and fields[9] in inodes:
+        for fields in socket_rows(pid, table):
+            if fields[3] == TCP_LISTEN and fields[9] in inodes:
                 host, port = fields[1].split(":")
                 found.add(Listener(_host(host), int(port, 16)))
-    for fields in _rows(pid, "unix"):
+    for fields in socket_rows(pid, "unix"):
         if fields[3:5] == [_UNIX_LISTEN, _UNIX_STREAM] and fields[6] in inodes and len(fields) > 7:  # noqa: PLR2004
             found.add(Listener(fields[7], 0))
     return found
 
 
-def _rows(pid: int, table: str) -> Iterable[list[str]]:
+def descriptor_targets(pid: int | str) -> list[str]:
+    """Return the targets of all open descriptors of the process `pid`, such as ``socket:[INODE]``."""
+    targets = []
+    for descriptor in list(Path(f"/proc/{pid}/fd").iterdir()):
+        with contextlib.suppress(OSError):  # closed meanwhile, such as the descriptor of the listing itself
+            targets.append(str(descriptor.readlink()))
+    return targets
+
+
+def socket_rows(pid: int | str, table: str) -> Iterable[list[str]]:
+    """Return the columns of each row in a table of ``/proc/PID/net``; none where the table does not exist."""
     try:
         text = Path(f"/proc/{pid}/net/{table}").read_text(encoding="utf-8", errors="replace")
-    except OSError:  # no IPv6 here
+    except OSError:  # there is no IPv6
         return []
     return (line.split() for line in text.splitlines()[1:])
 

@@ -129,7 +129,6 @@ class Pool:
         self._idle: list[RemoteHalf] = []
         self._lent: list[RemoteHalf] = []
         self._engine = ""
-        self._preloaded: set[str] = set()
 
     def lend(self, count: int, engine: str, grace_s: float = GRACE_S) -> list[RemoteHalf]:
         """Return `count` processes in which no other engine than `engine` was ever loaded."""
@@ -177,6 +176,4 @@ class Pool:
     def preload(self, modules: Sequence[str]) -> None:
         """Import modules once for all later processes. Importing them must not start a thread."""
         for module in modules:
-            if module not in self._preloaded:
-                self._preloaded.add(module)
-                self._server.preload(module)
+            self._server.preload(module)

@@ -19,7 +19,7 @@ Figures = dict[str, float]
 
 
 class Contender(Protocol):
-    """A way of moving the weights whose rounds are measured."""
+    """Something that moves the weights in rounds, which are measured."""
 
     @property
     def name(self) -> str:

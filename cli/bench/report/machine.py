@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
+from weightlane.ckpt_engines.runtime.available_memory import available_memory_bytes
 from weightlane.ckpt_engines.runtime.devices import numbered_device, runtime_of, usable_cpus
 
 from .bench_report import Machine
@@ -30,7 +32,7 @@ def this_machine(device: str = "cpu") -> Machine:
 def available_bytes(device: str = "cpu") -> int | None:
     """Return the free memory of `device`; None if the system does not report it."""
     free = runtime_of(numbered_device(device)).free_bytes()
-    return _meminfo("MemAvailable:") if free is None else free
+    return available_memory_bytes() if free is None else free
 
 
 def _cpu() -> str:
@@ -44,17 +46,10 @@ def _cpu() -> str:
 
 
 def _memory_bytes() -> int:
-    return _meminfo("MemTotal:") or 0
-
-
-def _meminfo(field: str) -> int | None:
     try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith(field):
-                return int(line.split()[1]) * 1024
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
-        pass
-    return None
+        return 0
 
 
 def _own_version() -> str:
