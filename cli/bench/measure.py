@@ -68,7 +68,9 @@ def run_bench(settings: BenchSettings, say: Callable[[str], None] = lambda _: No
         raise ConfigError("there is no CUDA device.", part=_PART, hint="Use --device cpu.")
     if settings.devices > (there := device_count(settings.device)):
         raise ConfigError(
-            f"--devices is {settings.devices}, but this machine has {there}.", part=_PART, hint="Lower --devices."
+            f"--devices is {settings.devices}, but there is only {there} with --device {settings.device}.",
+            part=_PART,
+            hint="Lower --devices.",
         )
     workload = named_workload(settings.model)
     if settings.directory is not None and not settings.directory.is_dir():
@@ -79,7 +81,7 @@ def run_bench(settings: BenchSettings, say: Callable[[str], None] = lambda _: No
             return unavailable
         keep_open = _keep_open(settings, workload, len(rows))
         say(
-            f"{workload.name}: {len(workload.specs)} tensors, {workload.nbytes / 1e6:.0f} MB, {settings.receivers} receivers"
+            f"{workload.name}: {len(workload.specs)} tensors, {workload.nbytes / 1e6:.1f} MB, {settings.receivers} receivers"
         )
         with (
             Processes(settings.receivers, workload.flat_bytes, Path(directory)) as processes,

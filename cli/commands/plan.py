@@ -164,7 +164,9 @@ def print_plan(console: Console, report: Mapping[str, Any]) -> None:
         most = report[f"busiest_{side}"]
         table.add_row(side, escape(most["rank"]), _size(most["bytes"]), f"{most['over_mean']:.3f}")
     if "largest_share_bytes" in report:
-        table.add_row("share", "", _size(report["largest_share_bytes"]), f"{report['largest_share_over_mean']:.3f}")
+        table.add_row(
+            "largest share", "", _size(report["largest_share_bytes"]), f"{report['largest_share_over_mean']:.3f}"
+        )
     console.print(table)
     if report["links"]:
         table = Table("busiest links", "to", "bytes")
