@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-_WAYS = {
+_METHODS = {
     "traced": "[green]every version is committed by copies[/green]",
     "mixed": "[yellow]versions are committed by copies, some layers through vLLM's own loading[/yellow]",
     "reload": "[red]versions go through vLLM's own loading[/red]",
@@ -21,17 +21,17 @@ def print_layout(console: Console, report: Mapping[str, Any]) -> None:
     """Print what `weightlane.rollout.layout.offline.layout_report.layout_report` returned."""
     for line in _verdict(report):
         console.print(line)
-    table = Table("rank", "tensors", "copies", "MB copied", "parameters", "padding", "learned in", "way")
+    table = Table("rank", "tensors", "copies", "MB copied", "parameters", "padding", "learned in", "method")
     for rank in report["ranks"]:
         table.add_row(
             str(rank["rank"]),
             str(rank["tensors"]),
-            str(rank["slices"]),
+            str(rank["copies"]),
             f"{rank['bytes'] / 1e6:.1f}",
             str(rank["parameters"]),
             f"{rank['constant_elements']} elements",
             f"{1e3 * rank['learned_s']:.0f} ms",
-            rank["way"],
+            rank["method"],
         )
     console.print(table)
     for rank in report["ranks"]:
@@ -52,8 +52,8 @@ def _verdict(report: Mapping[str, Any]) -> Iterator[str]:
     divided = ", experts divided between them" if report["expert_parallel"] else ""
     ranks = f"{report['tensor_parallel']} rank(s){divided}"
     quantised = f" ({escape(report['quantization'])})" if report["quantization"] else ""
-    way = "[red]no versions are taken[/red]" if report["refusal"] else _WAYS[report["way"]]
-    yield f"{escape(report['architecture'])} in {report['dtype']}{quantised} on {ranks}: {way}"
+    method = "[red]no versions are taken[/red]" if report["refusal"] else _METHODS[report["method"]]
+    yield f"{escape(report['architecture'])} in {report['dtype']}{quantised} on {ranks}: {method}"
     if report["refusal"]:
         yield f"[red]new versions would not be right: {escape(report['refusal'])}[/red]"
     if why := report["not_rehearsed"]:
@@ -61,7 +61,7 @@ def _verdict(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _beside_copies(rank: Mapping[str, Any]) -> Iterator[str]:
-    if rank["way"] == "reload":
+    if rank["method"] == "reload":
         yield f"needs {rank['needed_elements']} of these elements for its loading"
     for layer in rank["reloaded"]:
         yield f"reloads {escape(layer)}"
