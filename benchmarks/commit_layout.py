@@ -42,6 +42,7 @@ class CommitWorker:
 
         from weightlane.rollout.commit.rank_agreement import RankGroup
         from weightlane.rollout.layout import VersionLoader
+        from weightlane.rollout.layout.rank_model import RankModel
 
         self._group = RankGroup(get_tp_group().cpu_group)
         stream = torch.empty(sum(torch.Size(shape).numel() for _, shape in specs), dtype=torch.bfloat16)
@@ -54,10 +55,11 @@ class CommitWorker:
             start += count
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
         config = self.vllm_config  # type: ignore[attr-defined]
-        self._loader = VersionLoader(model, config, torch.device("cpu"), part="rank")
+        self._loader = VersionLoader(RankModel(model, config, torch.device("cpu"), "rank"))
         began = time.perf_counter()
         with set_current_vllm_config(config):
-            way = self._loader.load(self._version, self._group)
+            self._loader.learn_for(self._version, self._group)
+            way = self._loader.write(self._version)
         plan = self._loader.plan
         if plan is None:
             raise RuntimeError(f"versions are not copied: {self._loader.verdict}")
@@ -66,7 +68,7 @@ class CommitWorker:
         return {
             "way": way,
             "first_s": time.perf_counter() - began,
-            "slices": len(plan.layout.slices),
+            "copies": len(plan.layout.copies),
             "bytes": plan.layout.bytes_copied,
             "threads": torch.get_num_threads(),
         }
@@ -75,33 +77,38 @@ class CommitWorker:
         """Seconds of one commit."""
         from vllm.config import set_current_vllm_config
 
-        from weightlane.rollout.layout.loading.weight_loading import load_version
+        from weightlane.rollout.layout.loading.reload import load_version
 
         config = self.vllm_config  # type: ignore[attr-defined]
         with set_current_vllm_config(config):
-            self._group.exchange(None)  # All ranks begin together.
+            self._group.gather(None)  # All ranks begin together.
             began = time.perf_counter()
             if way == "memcpy":
                 self._to.copy_(self._from)
             elif way == "libc":
                 np.copyto(self._to.numpy(), self._from.numpy())
             elif way == "agreement":
-                self._group.exchange(None)
+                self._group.gather(None)
             elif way == "traced":
-                self._loader.load(self._version, self._group)
+                self._loader.learn_for(self._version, self._group)
+                self._loader.write(self._version)
             else:
                 model = self.model_runner.get_model()  # type: ignore[attr-defined]
-                load_version(model, config.model_config, self._version, part="rank")
+                load_version(model, config.model_config, self._version.items(), part="rank")
             return time.perf_counter() - began
 
     def bench_check(self) -> list[str]:
         """Parameters that are not the version's after a commit over other values."""
         plan = self._loader.plan
         assert plan is not None
-        for parameter in self.model_runner.get_model().parameters():  # type: ignore[attr-defined]
-            parameter.data.fill_(3.0)
-        plan.commit(self._version)
-        return plan.differing(self._version)
+        parameters = dict(self.model_runner.get_model().named_parameters())  # type: ignore[attr-defined]
+        states = []
+        for other in (3.0, 5.0):
+            for parameter in parameters.values():
+                parameter.data.fill_(other)
+            plan.commit(self._version)
+            states.append({name: parameter.clone().view(torch.uint8) for name, parameter in parameters.items()})
+        return [name for name in parameters if not torch.equal(states[0][name], states[1][name])]
 
 
 def write_config(directory: Path, layers: int) -> list[tuple[str, list[int]]]:

@@ -58,10 +58,13 @@ class Checks:
         """Parameters that are not what the safetensors file at `path` makes of them."""
         from safetensors.torch import load_file
 
-        plan = self.weight_transfer_engine._loader.plan  # type: ignore[attr-defined]
+        plan = self.weight_transfer_engine._weights.loader.plan  # type: ignore[attr-defined]
         if plan is None:
             raise RuntimeError("versions are not copied along a traced layout, so that there is nothing to compare by")
-        return list(plan.differing(load_file(path)))
+        parameters = dict(self.model_runner.get_model().named_parameters())  # type: ignore[attr-defined]
+        before = {name: tensor.detach().clone().view(torch.uint8) for name, tensor in parameters.items()}
+        plan.commit(load_file(path))
+        return [name for name, tensor in parameters.items() if not torch.equal(tensor.view(torch.uint8), before[name])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +240,7 @@ class Measured:
         """Parameters in vLLM that are not the trainer's."""
         path = str(self._directory / "now.safetensors")
         await self._call("save", path)
-        found: list[list[str]] = await self._worker._engine.collective_rpc("bench_differing", args=(path,))
+        found: list[list[str]] = await self._worker._engine.running.collective_rpc("bench_differing", args=(path,))
         return [name for rank in found for name in rank]
 
     async def _call(self, method: str, *arguments: Any) -> Any:

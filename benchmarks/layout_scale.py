@@ -89,7 +89,7 @@ def measure_case(name: str, rounds: int, layers: int = LAYERS) -> dict[str, Any]
         "by_number": by_number,
         "tensors": len(sent),
         "elements": sum(spec.numel for spec in sent.values()),
-        "copies": len(layout.slices),
+        "copies": len(layout.copies),
         "seconds": seconds,
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "verified": not layout.refused_sources and not any(count.unmapped or count.doubled for count in counts),

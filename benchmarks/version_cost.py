@@ -51,12 +51,12 @@ class Reloads(Checks):
         from safetensors.torch import load_file
         from vllm.config import set_current_vllm_config
 
-        from weightlane.rollout.layout.loading.weight_loading import load_version
+        from weightlane.rollout.layout.loading.reload import load_version
 
         config = self.vllm_config  # type: ignore[attr-defined]
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
         with set_current_vllm_config(config):
-            load_version(model, config.model_config, load_file(path), part="rank")
+            load_version(model, config.model_config, load_file(path).items(), part="rank")
 
 
 class Versions(Measured):
@@ -66,7 +66,7 @@ class Versions(Measured):
         """Change the weights, and have everything wait until vLLM has loaded them."""
         await self._call("change", DENSITY)
         path = str(self._directory / "version.safetensors")
-        engine = self._worker._engine
+        engine = self._worker._engine.running
         began = time.monotonic()
         await engine.pause_generation(mode="keep", clear_cache=True)
         await self._call("save", path)

@@ -1,5 +1,8 @@
 """Rollout: vLLM replicas that generate without a break and take over new weights between two decode steps.
 
+`replicas` has the three kinds of replicas, `commit` puts a version into service, `vllm` runs inside vLLM's processes, `layout`
+finds out where weights go, and `vllm_internals` names and replaces parts of vLLM.
+
 Importing this package needs neither vLLM nor Ray; starting a replica does.
 
     >>> from weightlane.rollout import RolloutConfig

@@ -1,4 +1,4 @@
-"""What a user may set about rollout replicas."""
+"""`RolloutConfig`: the options of rollout replicas."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 START_TIMEOUT_S = 300.0
-"""How long a replica of a model that takes no time to load may need."""
+"""Default seconds that a replica of a small model may take to start; `RolloutConfig.start_timeout_s` adds the time to load."""
 GPU_SHARE = 0.9
-"""Share of a device's memory that vLLM gets where nobody else needs any."""
+"""Share of a device's memory that vLLM gets if nothing else uses the device."""
 
 
 class RolloutConfig(BaseModel):
@@ -23,13 +23,13 @@ class RolloutConfig(BaseModel):
         False,
         description=(
             "Divide the experts of a mixture of experts between the tensor_parallel ranks by number, each whole on one rank,"
-            " instead of giving every rank a slice of every expert. The rest of the model is divided as ever."
+            " instead of giving every rank a slice of every expert. The rest of the model is divided as without this option."
         ),
     )
     dtype: Literal["float32", "bfloat16", "auto"] = Field(
         "auto",
         description="Data type the replica computes in; auto leaves it to vLLM, which takes the checkpoint's, but bfloat16 (or"
-        " float16, where a device has no other) for one in float32.",
+        " float16, on a device without bfloat16) for a checkpoint in float32.",
     )
     max_model_len: int = Field(1024, ge=2, description="Longest prompt plus completion, in tokens.")
     max_num_seqs: int = Field(64, ge=1, description="Most requests decoded in one step.")
@@ -37,12 +37,12 @@ class RolloutConfig(BaseModel):
         None,
         gt=0.0,
         le=1.0,
-        description="Share of a device's memory vLLM may use, staging excluded; none: what staging leaves, at most 0.9.",
+        description="Share of a device's memory vLLM may use, without staging; none: the rest beside staging, at most 0.9.",
     )
     kv_cache_memory_bytes: int | None = Field(
         None,
         ge=1 << 20,
-        description="Size of the KV cache per rank in bytes; none lets vLLM profile the device (needed on CPU: 256 MiB there).",
+        description="Size of the KV cache per rank in bytes; none lets vLLM profile the device, and means 256 MiB on CPU.",
     )
     enforce_eager: bool | None = Field(
         None, description="Run without graph capture and compilation; none means yes on CPU and no elsewhere."
@@ -50,10 +50,10 @@ class RolloutConfig(BaseModel):
     kv_on_commit: Literal["recompute", "keep"] = Field(
         "recompute",
         description=(
-            "What a commit does to key/value caches. recompute: all are dropped and requests in flight prefill their prompt"
-            " and the tokens they have again under the new weights, so that later tokens are exactly the new model's. keep:"
-            " requests in flight go on with the caches of the old weights (cheaper, later tokens follow a mixture), while"
-            " requests begun after the commit never see them."
+            "Whether a commit keeps key/value caches. recompute: all caches are dropped, and requests in flight prefill their"
+            " prompt and tokens again under the new weights, so that later tokens are exactly the new model's. keep: requests"
+            " in flight continue with the caches of the old weights (cheaper, but later tokens follow a mixture), while"
+            " requests begun after the commit never see these caches."
         ),
     )
     threads_per_rank: int = Field(1, ge=1, description="CPU threads each rollout rank computes with.")
@@ -61,32 +61,32 @@ class RolloutConfig(BaseModel):
     gpus_per_rank: float | None = Field(
         None,
         ge=0.0,
-        description="GPUs Ray reserves for each rollout rank; none: 1 where there are any and vLLM uses them.",
+        description="GPUs Ray reserves for each rollout rank; none: 1 if there are GPUs and vLLM uses them.",
     )
     commit: Literal["staged", "in_place"] = Field(
         "staged",
         description=(
-            "How a version in full gets into the weights. staged: it is received beside them while requests are served, and"
-            " copied in one go, which can be undone. in_place: for tight memory; requests wait while bucket after bucket is"
-            " received and written straight into the weights, which needs memory for one bucket and cannot be undone: a"
-            " replica that fails half-way is out of service until the next version. rollout.commit_timeout_s must then allow"
-            " for the transfer."
+            "How a full version is written into the weights. staged: it is received into separate memory while requests are"
+            " served, then copied between two decode steps, and can be rolled back. in_place: for tight memory; requests wait"
+            " while each bucket is received and written straight into the weights. This needs memory for one bucket and cannot"
+            " be rolled back: a replica that fails half-way is out of service until the next version."
+            " rollout.commit_timeout_s must then allow for the transfer."
         ),
     )
     staging_limit_bytes: int | None = Field(
         None,
         ge=1,
         description=(
-            "Most memory a rollout rank may use to stage versions, in bytes; with commit = in_place it must hold one bucket. Room"
-            " for two versions lets it keep the one that serves, so that a commit that fails half-way is undone. none: room"
-            " for two of the rank's share of the model, or for one where a device has no more."
+            "Most memory a rollout rank may use to stage versions, in bytes; with commit = in_place at least one bucket. Memory"
+            " for two versions lets the rank keep the serving one, so that a commit that fails half-way is rolled back. none:"
+            " twice the rank's share of the model, or once if a device has no more."
         ),
     )
     replace_dead: bool = Field(
         True,
         description=(
-            "Start a new replica in the place of one that died, while enough others are left (sync.quorum) for the run to go"
-            " on. The only replica of a run is not replaced: its death ends the run."
+            "Replace a replica that died by a new one, while enough others are left (sync.quorum) for the run to continue. The"
+            " only replica of a run is not replaced: its death ends the run."
         ),
     )
     max_replacements: int = Field(3, ge=0, description="Most replicas that one run replaces.")
@@ -108,12 +108,13 @@ class RolloutConfig(BaseModel):
         description="Most seconds a commit may take; a replica that needs longer is quarantined until the next one.",
     )
     extra_engine_args: dict[str, Any] = Field(
-        default_factory=dict, description="Further vLLM AsyncEngineArgs by name; they win over what weightlane sets."
+        default_factory=dict,
+        description="Further vLLM AsyncEngineArgs by name; they override the arguments that weightlane sets.",
     )
 
     @property
     def start_limit_s(self) -> float:
-        """`start_timeout_s`, or what a small model may take where that is not set."""
+        """`start_timeout_s`, or the default for a small model."""
         return START_TIMEOUT_S if self.start_timeout_s is None else self.start_timeout_s
 
     @model_validator(mode="after")

@@ -27,12 +27,12 @@ def print_layout(console: Console, report: Mapping[str, Any]) -> None:
         table.add_row(
             str(rank["rank"]),
             str(rank["tensors"]),
-            str(rank["slices"]),
+            str(rank["copies"]),
             f"{rank['bytes'] / 1e6:.1f}",
             str(rank["parameters"]),
             f"{rank['constant_elements']} elements",
             f"{1e3 * rank['learned_s']:.0f} ms",
-            rank["way"],
+            rank["method"],
         )
     console.print(table)
     for rank in report["ranks"]:
@@ -53,7 +53,7 @@ def _verdict(report: Mapping[str, Any]) -> Iterator[str]:
     divided = ", experts divided between them" if report["expert_parallel"] else ""
     ranks = f"{report['tensor_parallel']} rank(s){divided}"
     quantised = f" ({escape(report['quantization'])})" if report["quantization"] else ""
-    commit = "[red]versions are refused[/red]" if report["refusal"] else _COMMITS[report["way"]]
+    commit = "[red]versions are refused[/red]" if report["refusal"] else _COMMITS[report["method"]]
     yield f"{escape(report['architecture'])} in {report['dtype']}{quantised} on {ranks}: {commit}"
     if report["refusal"]:
         yield f"[red]committed versions would be wrong: {escape(report['refusal'])}[/red]"
@@ -62,7 +62,7 @@ def _verdict(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _beside_copies(rank: Mapping[str, Any]) -> Iterator[str]:
-    if rank["way"] == "reload":
+    if rank["method"] == "reload":
         yield f"needs {rank['needed_elements']} of these elements for its loading"
     for layer in rank["reloaded"]:
         yield f"reloads {escape(layer)}"

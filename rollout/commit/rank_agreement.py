@@ -1,23 +1,24 @@
-"""One outcome for all tensor-parallel ranks of a replica.
+"""`RankGroup`: one outcome for all tensor-parallel ranks of a replica.
 
-Ranks must not disagree about a version: if one of them cannot put it into service, none may begin to. And only one rank may
-raise: vLLM's multiprocess executor stops reading answers at the first failed rank, so that an answer still on its way would be
-taken for that of the next call. When the last rank raises, every other answer has been read.
+If one rank cannot put a version into service, no rank may begin to. And only one rank may raise: vLLM's multiprocess executor
+stops reading answers at the first failed rank, and would take a later rank's answer for that of the next call. The last rank
+raises, because every other answer has been read by then.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from weightlane.ckpt_engines import WeightlaneError, error_from_wire
+from weightlane.ckpt_engines import WeightlaneError, as_weightlane_error, error_from_wire
 
 
 class RankGroup:
-    """The ranks of one replica, in the order in which vLLM reads their answers."""
+    """The ranks of one replica, in the order in which vLLM reads their answers. All ranks make every call together."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group if group is not None and group.size() > 1 else None
@@ -27,29 +28,43 @@ class RankGroup:
         """Whether this rank is the one that reports a failure."""
         return self._group is None or self._group.rank() == self._group.size() - 1
 
+    def run(self, step: Callable[[], object], part: str) -> WeightlaneError | None:
+        """Run `step` on every rank. Returns the error of the lowest failed rank, or None.
+
+        Args:
+            step: This rank's share of the work.
+            part: Name of this rank for an error that is not yet a `WeightlaneError`.
+        """
+        error: WeightlaneError | None = None
+        try:
+            step()
+        except Exception as cause:  # noqa: BLE001 - the other ranks wait for this rank's outcome, whatever it is
+            error = as_weightlane_error(cause, part)
+        return self.first_error(error)
+
     def first_error(self, error: WeightlaneError | None) -> WeightlaneError | None:
-        """The error of the lowest failed rank, or None when every rank is well. All ranks call this together."""
+        """The error of the lowest failed rank, or None; `error` is that of this rank."""
         if self._group is None:
             return error
-        answers = self.exchange(None if error is None else error.to_wire())
+        answers = self.gather(None if error is None else error.to_wire())
         return next((error_from_wire(answer) for answer in answers if answer is not None), None)
 
-    def exchange(self, fact: Any) -> list[Any]:
-        """What each rank knows, in their order; JSON data, None where a rank has nothing to say. All ranks call this together."""
+    def gather(self, fact: Any) -> list[Any]:
+        """The facts of all ranks, in their order: JSON data, or None for a rank that has none to tell."""
         if self._group is None:
             return [fact]
         data = b"" if fact is None else json.dumps(fact).encode()
-        sizes = self._gather(torch.tensor([len(data)]))
+        sizes = self._all_gather(torch.tensor([len(data)]))
         longest = int(max(size.item() for size in sizes))
         if longest == 0:
             return [None for _ in sizes]
-        texts = self._gather(torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8))
+        texts = self._all_gather(torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8))
         return [
             json.loads(bytes(text.numpy())) if size.item() else None for text, size in zip(texts, sizes, strict=True)
         ]
 
-    def _gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
+    def _all_gather(self, own: torch.Tensor) -> list[torch.Tensor]:
         assert self._group is not None
-        everyone = [torch.empty_like(mine) for _ in range(self._group.size())]
-        dist.all_gather(everyone, mine, group=self._group)
-        return everyone
+        gathered = [torch.empty_like(own) for _ in range(self._group.size())]
+        dist.all_gather(gathered, own, group=self._group)
+        return gathered

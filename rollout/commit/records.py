@@ -1,4 +1,4 @@
-"""What a rollout replica answers with: plain, picklable data."""
+"""The answers of a rollout replica: plain, picklable data."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class CommitReport:
-    """What one commit cost this replica."""
+    """The cost of one commit for this replica."""
 
     version: int
     blocked_s: float
-    """Seconds in which the engine began no decode step, the end of the step that was under way included."""
+    """Seconds in which the engine began no decode step, including the rest of the step in progress."""
     load_s: float
-    """Seconds of it in which the weights were replaced, on all ranks."""
+    """Seconds of `blocked_s` in which the weights were replaced on all ranks."""
     waited_s: float
-    """Seconds before it: on the way to the engine, and until the engine had time for the call."""
+    """Seconds before `blocked_s`: until the call reached the engine and the engine began to handle it."""
     in_flight: int
-    """Requests that were generating when the commit began. `RolloutStats.commit_gaps_s` says what they waited for tokens."""
+    """Requests that were generating when the commit began. `RolloutStats.commit_gaps_s` has their longest wait for a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +40,13 @@ class RolloutStats:
     """Running totals of one replica since it started."""
 
     version: int
-    """The version that serves, or served last."""
+    """The version that serves, or that served last."""
     serving: bool
-    """Whether requests are accepted; False from a quarantine, or a commit that left a mixture, until the next commit."""
+    """Whether requests are accepted; False after a quarantine, or a commit that left a mixture, until the next commit."""
     requests: int
     """Completions returned."""
     tokens: int
-    """Tokens generated, also those of requests that did not end well."""
+    """Tokens generated, including those of failed requests."""
     in_flight: int
     """Requests generating now."""
     commits: int
@@ -57,4 +57,4 @@ class RolloutStats:
     max_token_gap_s: float
     """Longest wait for a next token that spans a commit, over all commits."""
     commit_gaps_s: dict[int, float] = field(default_factory=dict)
-    """The same for each committed version."""
+    """The longest wait for a next token that spans a commit, by committed version."""

@@ -1,4 +1,4 @@
-"""Measures, on the receiving side, how long requests in flight wait for their next token while a commit takes place."""
+"""`TokenClock`: measures, on the client's side, how long requests in flight wait for their next token during a commit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class TokenClock:
-    """Arrival times of all requests of one replica. Lives on one event loop.
+    """Arrival times of the tokens of all requests of one replica. All calls come from one event loop.
 
     Args:
         now: A monotonic clock in seconds.
@@ -18,17 +18,18 @@ class TokenClock:
         self._now = now
         self.tokens = 0
         self.gaps_s: dict[int, float] = {}
-        """Longest gap spanning the commit of each version."""
+        """Longest gap that spans the commit of each version."""
         self._last: dict[str, float | None] = {}
         self._watched: dict[int, set[str]] = {}
         self._resumed: set[int] = set()
-        self._settled = asyncio.Event()
+        self._changed = asyncio.Event()
+        """Set when a request needs no further watching."""
         self._busy_since = 0.0
         self._busy_s = 0.0
 
     @property
     def in_flight(self) -> int:
-        """Requests begun and not ended."""
+        """Number of requests that have begun and not ended."""
         return len(self._last)
 
     @property
@@ -37,50 +38,50 @@ class TokenClock:
         return self._busy_s + (self._now() - self._busy_since if self._last else 0.0)
 
     def begin(self, request_id: str) -> None:
-        """A request was accepted; it counts towards gaps from its first token on."""
+        """Note that a request was accepted; it counts towards gaps from its first token on."""
         if not self._last:
             self._busy_since = self._now()
         self._last[request_id] = None
 
     def arrived(self, request_id: str, tokens: int) -> None:
-        """`tokens` more tokens of a request arrived together."""
+        """Note that `tokens` more tokens of a request arrived together."""
         now, last = self._now(), self._last.get(request_id)
         self.tokens += tokens
         self._last[request_id] = now
         if last is not None:
-            self._settle(request_id, now - last)
+            self._record_gap(request_id, now - last)
 
     def end(self, request_id: str) -> None:
-        """A request ended, well or not."""
+        """Note that a request ended or failed."""
         self._last.pop(request_id, None)
         for watched in self._watched.values():
             watched.discard(request_id)
-        self._settled.set()
+        self._changed.set()
         if not self._last:
             self._busy_s += self._now() - self._busy_since
 
     def commit_begins(self, version: int) -> int:
-        """Watch every request that has tokens from now on; returns their number."""
+        """Watch every request that has tokens; returns the number of these requests."""
         self.gaps_s[version] = 0.0
         self._resumed.discard(version)
         self._watched[version] = {request_id for request_id, last in self._last.items() if last is not None}
         return len(self._watched[version])
 
     def commit_ends(self, version: int) -> None:
-        """Generation was resumed: `gaps_s` gets the gap of each request watched when its first token after that arrives."""
+        """Note that generation resumed: `gaps_s` counts each watched request's gap when its next token arrives."""
         self._resumed.add(version)
 
     async def gap_s(self, version: int, timeout_s: float) -> float:
-        """The longest gap from before the commit of `version` to the first token after it, over the requests watched.
+        """The longest gap, over the watched requests, from before the commit of `version` to the first token after it.
 
-        Call it after `commit_ends`. Requests that have no token within `timeout_s` seconds count with their gap so far, and
-        are watched further: `gaps_s` gets the final figure.
+        Must be called after `commit_ends`. Requests without a token within `timeout_s` seconds count with their gap so far, and
+        stay watched: `gaps_s` gets the final figure.
         """
         end = self._now() + timeout_s
         while watched := self._watched[version]:
-            self._settled.clear()
+            self._changed.clear()
             try:
-                await asyncio.wait_for(self._settled.wait(), max(0.0, end - self._now()))
+                await asyncio.wait_for(self._changed.wait(), max(0.0, end - self._now()))
             except TimeoutError:
                 now = self._now()
                 waits = [now - last for request_id in watched if (last := self._last.get(request_id)) is not None]
@@ -88,11 +89,11 @@ class TokenClock:
                 break
         return self.gaps_s[version]
 
-    def _settle(self, request_id: str, gap_s: float) -> None:
-        # Tokens of the last step before the pause still arrive after a commit has begun: watch until one after its end.
+    def _record_gap(self, request_id: str, gap_s: float) -> None:
+        # Tokens of the last step before the pause arrive after a commit has begun: only one after its end stops the watch.
         for version, watched in self._watched.items():
             if request_id in watched:
                 self.gaps_s[version] = max(self.gaps_s[version], gap_s)
                 if version in self._resumed:
                     watched.discard(request_id)
-                    self._settled.set()
+                    self._changed.set()

@@ -1,7 +1,15 @@
-"""Layout: where each element of a checkpoint lands in a live vLLM model, and commits by copies along it.
+"""Layout: where each element of a checkpoint lands in a live vLLM model, and commits that copy versions along it.
 
-Learning it costs milliseconds and moves no weights: the model's own ``load_weights`` is watched while it loads tensors that have
-no data.
+The steps from a staged version to live parameters:
+
+1. `trace_loading` watches the model's own ``load_weights`` load tensors without data. The result is a `LayoutMap`: strided copies
+   from checkpoint tensors into parameters, and refusals of everything that is no copy. This takes milliseconds.
+2. `judge` turns the layouts of all ranks into a `Verdict`: which tensors are copied, and which go through vLLM's own loading.
+3. ``proof.rehearsal`` writes made-up versions into a second model, and compares it with an ordinary load bit for bit.
+4. `needed_boxes` tells which slices of the checkpoint tensors this rank asks the trainer for.
+5. `CommitPlan` looks up the live memory of every copy once. Each commit then only copies staged tensors into the parameters.
+
+`VersionLoader` makes these steps for a vLLM worker, and repeats them if parameters move or other tensors are sent.
 
     >>> from weightlane.rollout.layout import LayoutMap, SourceSpec
     >>> import torch
@@ -12,12 +20,8 @@ In a vLLM worker, inside vLLM's current config::
 
     layout = trace_loading(model, {"lm_head.weight": SourceSpec((300, 64), torch.bfloat16), ...})
     verdict = judge(model, layout, [layout])  # layouts of all tensor-parallel ranks
-    needed_boxes(verdict.layout)  # which parts of the tensors this rank uses
-    plan = CommitPlan(verdict.layout, model)
-    plan.commit(tensors)  # a dense version
-    plan.scatter("lm_head.weight", positions, values)  # single elements of it
-
-`VersionLoader` does all of this for a weight-transfer engine, and falls back to vLLM's own loading where copies are not right.
+    needed_boxes(verdict.layout)  # the parts of the tensors that this rank uses
+    CommitPlan(verdict.layout, model).commit(tensors)
 """
 
 from __future__ import annotations
@@ -25,27 +29,27 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .acceptance import Verdict, Way, judge
-from .map.layout_map import Constant, LayoutMap, Refusal, Slice, SourceSpec, TargetSpec
+from .map.layout_map import Constant, LayoutMap, Refusal, SourceSpec, StridedCopy, TargetSpec
 from .map.needs import needed_boxes
 from .trace.trace import trace_loading
-from .write.commit_plan import CommitPlan, Elements
+from .verdict import Verdict, WriteMethod, judge
+from .write.commit_plan import CommitPlan, LiveElements
 
 if TYPE_CHECKING:
-    from .loader import VersionLoader
+    from .version_loader import VersionLoader
 
 __all__ = [
     "CommitPlan",
     "Constant",
-    "Elements",
     "LayoutMap",
+    "LiveElements",
     "Refusal",
-    "Slice",
     "SourceSpec",
+    "StridedCopy",
     "TargetSpec",
     "Verdict",
     "VersionLoader",
-    "Way",
+    "WriteMethod",
     "judge",
     "needed_boxes",
     "trace_loading",
@@ -54,5 +58,5 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "VersionLoader":  # Its module needs vLLM.
-        return importlib.import_module(".loader", __name__).VersionLoader
+        return importlib.import_module(".version_loader", __name__).VersionLoader
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

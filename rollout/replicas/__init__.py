@@ -1,1 +1,1 @@
-"""Rollout replicas: vLLM in this process, in a Ray actor, or behind its HTTP server."""
+"""Rollout replicas: vLLM in this process (`worker`), in a Ray actor (`ray_actor`), or in its HTTP server (`server_replica`)."""

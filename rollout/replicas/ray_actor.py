@@ -1,4 +1,4 @@
-"""`RolloutReplica`: a rollout worker in a Ray actor of its own, on this machine or another."""
+"""`RolloutReplica`: a `RolloutWorker` in its own Ray actor, on this machine or another."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from ..vllm.environment import child_environment
 from .worker import RolloutWorker
 
 _GRACE_S = 15.0
-"""How much longer than the worker's own deadline a call may take: for the way there and back, and the worker's clean-up."""
+"""Seconds by which a call may exceed the worker's own deadline: for the transport, and the worker's clean-up."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """A typed error crosses Ray as plain data: Ray would wrap it in an exception class made up at run time."""
+    """The result of a call, or its typed error as plain data: Ray would wrap an exception in a class made at run time."""
 
     value: Any = None
     error: dict[str, str] | None = None
 
 
 class ReplicaActor:
-    """What runs in the Ray actor: a `RolloutWorker` whose errors are returned instead of raised."""
+    """The Ray actor: a `RolloutWorker` whose errors are returned instead of raised."""
 
     def __init__(self, name: str, config: RolloutConfig, model_dir: str, initial_version: int) -> None:
         self._worker = RolloutWorker(name, config, model_dir, initial_version)
 
     async def start(self) -> _Outcome:
-        """Start the engine; return this process's id, what the engine computes in, and its longest sequence."""
+        """Start the engine; returns this process's id, the engine's dtype, and its longest sequence."""
         return await self._outcome(self._start())
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> _Outcome:
@@ -51,16 +51,12 @@ class ReplicaActor:
         return await self._outcome(getattr(self._worker, method)(*args, **kwargs))
 
     async def quarantine(self, error: dict[str, str]) -> _Outcome:
-        """See `RolloutWorker.quarantine`; the error as plain data."""
+        """See `RolloutWorker.quarantine`; `error` is plain data."""
         return await self._outcome(self._worker.quarantine(error_from_wire(error)))
 
     async def stats(self) -> RolloutStats:
         """The worker's running totals."""
         return self._worker.stats()
-
-    async def alive(self) -> _Outcome:
-        """Return when the engine's processes have died; the pending call tells its caller when this one dies."""
-        return await self._outcome(self._worker.watch())
 
     async def _start(self) -> tuple[int, str, int]:
         await self._worker.start()
@@ -69,17 +65,17 @@ class ReplicaActor:
     async def _outcome(self, call: Coroutine[Any, Any, Any]) -> _Outcome:
         try:
             return _Outcome(value=await call)
-        except Exception as error:  # noqa: BLE001 - the caller's side raises it
+        except Exception as error:  # noqa: BLE001 - the caller raises it
             if isinstance(error, ExceptionGroup):
                 error = error.exceptions[0]
             return _Outcome(error=as_weightlane_error(error, self._worker.name).to_wire())
 
 
 class RolloutReplica:
-    """The loop's handle of one replica. Every method ends by a deadline.
+    """The loop's handle of one replica. Every method but `watch` ends by a deadline.
 
-    Each raises what the `RolloutWorker` method of the same name raises, `WorkerDiedError` when the actor is gone, and
-    `DeadlineExceededError` when it does not answer.
+    Each method raises the errors of the `RolloutWorker` method of the same name, `WorkerDiedError` if the actor is gone, and
+    `DeadlineExceededError` if the actor does not answer.
     """
 
     def __init__(self, name: str, config: RolloutConfig, actor: Any) -> None:
@@ -87,9 +83,9 @@ class RolloutReplica:
         self.config = config
         self.pid: int | None = None
         self.dtype = ""
-        """What it computes in; known once it has started."""
+        """The dtype that the replica computes in; known once it has started."""
         self.max_model_len = 0
-        """Most tokens of a prompt and its completion together; known once it has started."""
+        """Most tokens of a prompt and its completion together; known once the replica has started."""
         self._actor = actor
 
     @classmethod
@@ -111,48 +107,32 @@ class RolloutReplica:
 
     @property
     def ranks(self) -> int:
-        """How many subscribers this replica has."""
+        """The number of ranks, each of which is a subscriber."""
         return self.config.tensor_parallel
 
     def subscriber_names(self) -> list[str]:
-        """The names under which its ranks subscribe."""
+        """The names under which the replica's ranks subscribe."""
         return [f"{self.name}/{rank}" for rank in range(self.ranks)]
 
     async def start(self) -> None:
         """Wait until the engine serves."""
-        started = await self._within(self._actor.start.remote(), self.config.start_limit_s, "start")
+        started = await self._answer(self._actor.start.remote(), self.config.start_limit_s, "start")
         self.pid, self.dtype, self.max_model_len = started
 
     async def connect(
         self, rendezvous: Mapping[str, Any], backend: str, options: Mapping[str, Any] | None = None
     ) -> None:
         """See `RolloutWorker.connect`."""
-        call = self._actor.call.remote("connect", dict(rendezvous), backend, dict(options or {}))
-        await self._within(call, self.config.connect_timeout_s, "connect")
+        await self._call("connect", self.config.connect_timeout_s, dict(rendezvous), backend, dict(options or {}))
 
     async def generate(
-        self,
-        request_id: str,
-        prompt_ids: Sequence[int],
-        max_new_tokens: int,
-        *,
-        temperature: float = 1.0,
-        stop_ids: Sequence[int] = (),
-        seed: int | None = None,
-        greedy: bool = False,
+        self, request_id: str, prompt_ids: Sequence[int], max_new_tokens: int, **options: Any
     ) -> Completion:
         """See `RolloutWorker.generate`."""
-        call = self._actor.call.remote(
-            "generate",
-            request_id,
-            list(prompt_ids),
-            max_new_tokens,
-            temperature=temperature,
-            stop_ids=list(stop_ids),
-            seed=seed,
-            greedy=greedy,
+        limit_s = self.config.request_timeout_s
+        completion: Completion = await self._call(
+            "generate", limit_s, request_id, list(prompt_ids), max_new_tokens, **options
         )
-        completion: Completion = await self._within(call, self.config.request_timeout_s, "generate")
         return completion
 
     async def generate_group(
@@ -166,8 +146,9 @@ class RolloutReplica:
         greedy: bool = False,
     ) -> list[Completion | WeightlaneError]:
         """See `RolloutWorker.generate_group`."""
-        call = self._actor.call.remote(
+        answers: list[Completion | WeightlaneError] = await self._call(
             "generate_group",
+            self.config.request_timeout_s,
             list(prompt_ids),
             count=count,
             max_new_tokens=max_new_tokens,
@@ -175,35 +156,29 @@ class RolloutReplica:
             stop_token_ids=list(stop_token_ids),
             greedy=greedy,
         )
-        limit_s = self.config.request_timeout_s
-        answers: list[Completion | WeightlaneError] = await self._within(call, limit_s, "generate_group")
         return answers
 
     async def watch(self) -> NoReturn:
-        """Raise `WorkerDiedError` when the actor's process or its engine dies.
-
-        The one call without a deadline: it waits for a death.
-        """
-        await self._within(self._actor.alive.remote(), math.inf, "its run")
-        raise AssertionError("an actor's alive() never returns")
+        """Raise `WorkerDiedError` when the actor's process or its engine dies. The one call without a deadline."""
+        await self._call("watch", math.inf)
+        raise AssertionError("a worker's watch() never returns")
 
     async def commit(self, version: int) -> CommitReport:
         """See `RolloutWorker.commit`."""
-        call = self._actor.call.remote("commit", version)
-        report: CommitReport = await self._within(call, self.config.commit_timeout_s, "commit")
+        report: CommitReport = await self._call("commit", self.config.commit_timeout_s, version)
         return report
 
     async def rollback(self, version: int) -> None:
         """See `RolloutWorker.rollback`."""
-        await self._within(self._actor.call.remote("rollback", version), self.config.commit_timeout_s, "rollback")
+        await self._call("rollback", self.config.commit_timeout_s, version)
 
     async def quarantine(self, error: WeightlaneError) -> None:
         """See `RolloutWorker.quarantine`."""
-        await self._within(self._actor.quarantine.remote(error.to_wire()), _GRACE_S, "quarantine")
+        await self._answer(self._actor.quarantine.remote(error.to_wire()), _GRACE_S, "quarantine")
 
     async def stats(self) -> RolloutStats:
         """See `RolloutWorker.stats`."""
-        stats: RolloutStats = await self._within(self._actor.stats.remote(), _GRACE_S, "stats")
+        stats: RolloutStats = await self._answer(self._actor.stats.remote(), _GRACE_S, "stats")
         return stats
 
     async def close(self) -> None:
@@ -211,16 +186,21 @@ class RolloutReplica:
         import ray  # noqa: PLC0415 - as above
 
         with suppress(WeightlaneError):
-            await self._within(self._actor.call.remote("close"), _GRACE_S, "close")
+            await self._call("close", _GRACE_S)
         with suppress(Exception):  # Ray was shut down before, and the actor with it.
             ray.kill(self._actor, no_restart=True)
 
-    async def _within(self, call: Any, seconds: float, what: str) -> Any:
+    async def _call(self, method: str, limit_s: float, *args: Any, **kwargs: Any) -> Any:
+        """Call one of the worker's coroutine methods, whose own deadline is `limit_s` seconds."""
+        return await self._answer(self._actor.call.remote(method, *args, **kwargs), limit_s, method)
+
+    async def _answer(self, call: Any, limit_s: float, method: str) -> Any:
+        """Await a remote `call`, and raise its typed error."""
         import ray  # noqa: PLC0415 - as above
         from ray.exceptions import RayActorError  # noqa: PLC0415
 
         try:
-            async with asyncio.timeout(seconds + _GRACE_S if seconds < math.inf else None):
+            async with asyncio.timeout(limit_s + _GRACE_S if limit_s < math.inf else None):
                 answer = await call
         except asyncio.CancelledError:
             ray.cancel(call)  # A commit that its caller gave up on must not take effect unnoticed.
@@ -228,12 +208,12 @@ class RolloutReplica:
         except TimeoutError as cause:
             ray.cancel(call)
             raise DeadlineExceededError(
-                f"{what} was not answered within {seconds + _GRACE_S:.0f} s.", part="rollout replica", peer=self.name
+                f"{method} was not answered within {limit_s + _GRACE_S:.0f} s.", part="rollout replica", peer=self.name
             ) from cause
         except RayActorError as cause:
             process = f" (process {self.pid})" if self.pid is not None else ""
             raise WorkerDiedError(
-                f"{self.name}{process} died during {what}.",
+                f"{self.name}{process} died during {method}.",
                 part="rollout replica",
                 peer=self.name,
                 hint="Ray's logs have the cause.",
@@ -252,9 +232,9 @@ async def start_replicas(
     initial_version: int = 0,
     name_prefix: str = "rollout",
 ) -> list[RolloutReplica]:
-    """Start ``config.replicas`` replicas at the same time, called ``<name_prefix>-<index>``.
+    """Start ``config.replicas`` replicas at the same time, named ``<name_prefix>-<index>``.
 
-    If one cannot start, the others are closed and its error is raised.
+    If a replica cannot start, the others are closed and its error is raised.
     """
     replicas = [
         RolloutReplica.place(f"{name_prefix}-{index}", config, model_dir, initial_version=initial_version)

@@ -1,4 +1,4 @@
-"""HTTP calls to a vLLM server, each with a deadline, and whatever can go wrong as one of our errors."""
+"""`ServerCalls`: HTTP calls to a vLLM server, each with a deadline, whose failures are typed errors."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from typing import TYPE_CHECKING, Any, Self
 
 from weightlane.ckpt_engines import ConfigError, Deadline, ProtocolError, WorkerDiedError
 
-from ..commit.wire import RemoteFailure, failure_from_text
+from ..commit.remote_failure import RemoteFailure, failure_from_text
 
 if TYPE_CHECKING:
     import aiohttp
 
 _MAX_ANSWER_BYTES = 1 << 20
+"""Most bytes of an answer that are read: a stranger's server may send any number."""
 _MAX_QUOTED = 2000
+"""Most characters of an answer that an error quotes."""
 _OK = 200
 _UNAUTHORIZED = (401, 403)
 _NOT_FOUND = (404, 405)
 
 
 class CallFailedError(Exception):
-    """A call that failed: with which error, and whether the weights that served before are certainly untouched by it."""
+    """A failed call, with its typed error and whether the old weights are certainly in place."""
 
     def __init__(self, failure: RemoteFailure) -> None:
         super().__init__(str(failure.error))
@@ -30,12 +32,12 @@ class CallFailedError(Exception):
 
 
 class ServerCalls:
-    """Calls to one server, within an ``async with`` block.
+    """Calls to one server, inside an ``async with`` block.
 
     Args:
-        url: Where the server listens, without a path, e.g. ``http://127.0.0.1:8000``.
-        token: Sent as bearer token with every call unless empty.
-        part: How errors name the server.
+        url: Address of the server without a path, e.g. ``http://127.0.0.1:8000``.
+        token: Bearer token of every call; empty for none.
+        part: Name of the server in errors.
     """
 
     def __init__(self, url: str, token: str, part: str) -> None:
@@ -55,10 +57,10 @@ class ServerCalls:
             ) from cause
         self._session = aiohttp.ClientSession(
             headers=self._headers,
-            # One connection per call: vLLM's server closes it after an error without saying so beforehand, and a call that
+            # One connection per call: vLLM's server closes a connection after an error without announcing it, and a call that
             # is sent meanwhile is lost.
             connector=aiohttp.TCPConnector(force_close=True),
-            # No proxy of the environment: a control call belongs to the private network.
+            # No proxy from the environment: control calls stay in the private network.
             trust_env=False,
         )
         return self
@@ -81,7 +83,7 @@ class ServerCalls:
         import aiohttp  # noqa: PLC0415 - as above
 
         assert self._session is not None
-        timeout = aiohttp.ClientTimeout(total=max(0.001, deadline.remaining_s))  # 0 would mean no limit
+        timeout = aiohttp.ClientTimeout(total=max(0.001, deadline.remaining_s))  # 0 would mean no limit.
         try:
             async with self._session.request(
                 method, f"{self._url}/{path}", params=query, json=body, timeout=timeout, allow_redirects=False
@@ -107,26 +109,21 @@ class ServerCalls:
         return self._parsed(path, text)
 
     def _refusal(self, method: str, path: str, status: int, text: str) -> RemoteFailure:
-        if status in _UNAUTHORIZED:
-            error = ConfigError(
-                f"{method} /{path} was refused with status {status}.",
-                part=self._part,
-                peer=self._url,
-                hint="Check the token.",
-            )
-            return RemoteFailure(error, intact=True)
-        if status in _NOT_FOUND:
-            error = ConfigError(
-                f"the server has no {method} /{path}.",
-                part=self._part,
-                peer=self._url,
-                hint="Start vLLM with VLLM_SERVER_DEV_MODE=1, which turns its weight-transfer endpoints on.",
-            )
-            return RemoteFailure(error, intact=True)
+        call = f"{method} /{path}"
+        refusals = {
+            _UNAUTHORIZED: (f"{call} was refused with status {status}.", "Check the token."),
+            _NOT_FOUND: (
+                f"the server has no {call}.",
+                "Start vLLM with VLLM_SERVER_DEV_MODE=1, which turns its weight-transfer endpoints on.",
+            ),
+        }
+        for statuses, (message, hint) in refusals.items():
+            if status in statuses:
+                return RemoteFailure(ConfigError(message, part=self._part, peer=self._url, hint=hint), intact=True)
         said = _message_of(text)
         failure = failure_from_text(said, part=self._part)
         if failure.error.message == said:
-            failure.error.message = f"{method} /{path} was answered with status {status}: {said[:_MAX_QUOTED]}"
+            failure.error.message = f"{call} was answered with status {status}: {said[:_MAX_QUOTED]}"
         failure.error.peer = failure.error.peer or self._url
         return failure
 
@@ -135,7 +132,7 @@ class ServerCalls:
             if isinstance(parsed := json.loads(text), dict):
                 return parsed
         error = ProtocolError(
-            f"what answers /{path} is not a vLLM server: {text[:80]!r}.",
+            f"the answer to /{path} is not a vLLM server's: {text[:80]!r}.",
             part=self._part,
             peer=self._url,
             hint="Check the address.",
@@ -144,7 +141,7 @@ class ServerCalls:
 
 
 def _message_of(text: str) -> str:
-    """What an error answer of vLLM or FastAPI says: ``{"error": {"message": ...}}``, ``{"error": ...}``, ``{"detail": ...}``."""
+    """The message in an error of vLLM or FastAPI: ``{"error": {"message": ...}}``, ``{"error": ...}``, ``{"detail": ...}``."""
     try:
         parsed = json.loads(text)
         said = parsed.get("error", parsed.get("detail"))

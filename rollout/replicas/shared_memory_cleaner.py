@@ -1,8 +1,8 @@
-"""Outlives a replica by a moment and removes the shared memory it left behind.
+"""`SharedMemoryCleaner`: a process that outlives a replica for a moment and removes the replica's shared memory.
 
-Ray ends a dead actor's whole process group at once, so none of the replica's own processes gets to clean up. The janitor is in
-a session of its own: ``python -m weightlane.rollout.replicas.shared_memory_cleaner``, started with the segments' names as
-arguments, waits for the end of its standard input, which comes when the replica closes it or dies, however it dies.
+Ray kills a dead actor's whole process group at once, so that none of the replica's own processes can clean up. The cleaner
+``python -m weightlane.rollout.replicas.shared_memory_cleaner`` runs in a separate session, with the segments' names as arguments.
+It waits for the end of its standard input, which closes with the replica, even if the replica is killed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,15 @@ from pathlib import Path
 from ..vllm.shared_memory import unlink
 
 _WAIT_S = 5.0
+"""Most seconds that `close` waits for the cleaner, which needs a few milliseconds."""
 
 
 class SharedMemoryCleaner:
-    """The replica's end: holds the pipe whose closing starts the work."""
+    """The cleaner of one replica. Closing it, or the death of this process, starts the removal.
+
+    Args:
+        segments: Paths of the segments.
+    """
 
     def __init__(self, segments: Iterable[Path]) -> None:
         self._process = subprocess.Popen(  # noqa: S603 - this interpreter, this module, names from /proc
@@ -31,7 +36,7 @@ class SharedMemoryCleaner:
         )
 
     def close(self) -> None:
-        """Have the segments removed now. Idempotent, never raises; ends within seconds."""
+        """Let the cleaner remove the segments now. Idempotent, never raises, ends within seconds."""
         assert self._process.stdin is not None
         with suppress(OSError):
             self._process.stdin.close()

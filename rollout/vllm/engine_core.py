@@ -1,17 +1,17 @@
-"""A whole commit in one call: vLLM's engine core pauses, exchanges the weights and resumes, between two decode steps.
+"""A whole commit in one call: vLLM's engine core pauses, replaces the weights and resumes, between two decode steps.
 
 The engine core is the process that schedules decode steps and calls the workers. Once `install` has run there, an
-``update_weights`` whose ``update_info`` says how to serve the version does everything that a commit needs::
+``update_weights`` with a field ``whole`` does everything that a commit needs::
 
     update_weights({"version": 7, "whole": {"weight_version": "7", "caches": "recompute", "within_s": 54.0}})
 
-That call pauses scheduling, lets the step under way end, drops caches if it is told to, exchanges the weights of all ranks in one
-call, stamps later tokens with ``weight_version``, and resumes. Pausing from outside takes a call for each of these, and every
-one of them waits for its turn while nothing is decoded. A client that dies in the middle does not leave the engine paused.
+The call pauses scheduling, lets the step in progress end, drops caches if asked to, replaces the weights of all ranks, marks
+later tokens with ``weight_version``, and resumes. A client would need one call for each of these, and nothing is decoded while a
+call waits. A client that dies in the middle does not leave the engine paused.
 
-After a failure the engine resumes if the old weights are in place on every rank and ``sound`` says that they may serve;
-otherwise it stays paused until a version has been committed. It also stays paused if the exchange took longer than
-``within_s``, because the client has given up by then.
+After a failure the engine resumes if the old weights are in place on every rank and ``sound`` says that they may serve. Otherwise
+it stays paused until a version has been committed. It also stays paused if the update took longer than ``within_s``, because the
+client has given up by then.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Any
 
 from weightlane.ckpt_engines import Deadline, as_weightlane_error
 
+from ..commit.remote_failure import RemoteFailure, RemoteFailureError, failure_from_text
 from ..commit.transfer_calls import WholeCommit, validated
-from ..commit.wire import RemoteFailure, RemoteFailureError, failure_from_text
 from ..vllm_internals.internals import EngineCore, EngineCoreRequestType
 
 _PART = "vLLM's engine core"
@@ -34,7 +34,7 @@ _HINT = "Raise commit_timeout_s."
 
 
 def install() -> None:
-    """Make vLLM's engine core, where this process is to run one, understand ``update_weights`` with ``whole``."""
+    """Make vLLM's engine core in this process, if there will be one, understand ``update_weights`` with ``whole``."""
     plain = EngineCore.collective_rpc
 
     @functools.wraps(plain)
@@ -47,20 +47,20 @@ def install() -> None:
     ) -> Any:
         update = (kwargs or {}).get("update_info")
         if method == "update_weights" and isinstance(update, Mapping) and "whole" in update:
-            return exchange_weights(core, update)
+            return commit_in_core(core, update)
         return plain(core, method, timeout, args, kwargs)
 
     EngineCore.collective_rpc = collective_rpc
 
 
-def exchange_weights(core: Any, update: Mapping[str, Any]) -> Any:
-    """Make `update` on every rank of `core` between two decode steps. Called by the thread that runs those.
+def commit_in_core(core: Any, update: Mapping[str, Any]) -> Any:
+    """Make `update` on every rank of `core` between two decode steps. Called by the thread that runs the steps.
 
-    Returns a list with the figures of the exchange in seconds, ``blocked_s`` and ``load_s``, or a future of it where a step
-    is under way: vLLM answers its client when that is done.
+    Returns a list with one dictionary of seconds, ``blocked_s`` and ``load_s``. While a step is in progress, returns a future
+    of that list, and vLLM answers its client when the future is done.
 
     Raises:
-        RemoteFailureError: With the typed error and whether the old weights are in place.
+        RemoteFailureError: With the typed error, and whether the old weights are in place.
     """
     began = time.monotonic()
     try:
@@ -71,34 +71,34 @@ def exchange_weights(core: Any, update: Mapping[str, Any]) -> Any:
     deadline = Deadline.after(whole.within_s)
     paused = core.pause_scheduler(mode="keep", clear_cache=False)
     if paused is None:
-        return _exchange(core, ranks_update, whole, deadline, began)
+        return _commit_paused(core, ranks_update, whole, deadline, began)
     answer: Future[list[dict[str, float]]] = Future()
 
-    def exchange(done: Future[None]) -> None:
+    def commit(done: Future[None]) -> None:
         try:
             done.result()
-            answer.set_result(_exchange(core, ranks_update, whole, deadline, began))
-        except Exception as error:  # noqa: BLE001 - it is the answer
+            answer.set_result(_commit_paused(core, ranks_update, whole, deadline, began))
+        except Exception as error:  # noqa: BLE001 - the error is the answer
             answer.set_exception(error)
-        # The core would now wait for a client's message, although its requests can go on.
+        # The core would now wait for a client's message, although its requests can continue.
         core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
-    paused.add_done_callback(exchange)
+    paused.add_done_callback(commit)
     return answer
 
 
-def _exchange(
+def _commit_paused(
     core: Any, update: Mapping[str, Any], whole: WholeCommit, deadline: Deadline, began: float
 ) -> list[dict[str, float]]:
-    """The part of `exchange_weights` that runs while the engine is paused."""
+    """Replace the weights while the engine is paused, and resume."""
     touched = False
     try:
-        deadline.check("the decode step under way to end", part=_PART, hint=_HINT)
+        deadline.check("the decode step in progress to end", part=_PART, hint=_HINT)
         if whole.caches == "recompute":
             _drop_caches(core)
         loading = time.monotonic()
         touched = True
-        core.model_executor.collective_rpc(exchange_on_rank, args=(update,))
+        core.model_executor.collective_rpc(update_rank, args=(update,))
     except Exception as error:
         intact = not touched or failure_from_text(str(error), part=_PART).intact
         if intact and whole.sound:
@@ -107,15 +107,15 @@ def _exchange(
     loaded = time.monotonic()
     core.set_weight_version(whole.weight_version)
     if deadline.expired:
-        late = deadline.error("all ranks to exchange their weights", part=_PART, hint=_HINT)
+        late = deadline.error("all ranks to replace their weights", part=_PART, hint=_HINT)
         raise _failure(late, intact=False)
     core.resume_scheduler()
     return [{"blocked_s": time.monotonic() - began, "load_s": loaded - loading}]
 
 
-def exchange_on_rank(worker: Any, update: Mapping[str, Any]) -> None:
-    """Make `update` on one rank, in an update session of vLLM's that is open for no longer. Called in every worker process."""
-    with suppress(RuntimeError):  # vLLM's answer where no session was left open by a client that died
+def update_rank(worker: Any, update: Mapping[str, Any]) -> None:
+    """Make `update` on one rank, in an update session of vLLM's that this call opens and closes. Runs in every worker process."""
+    with suppress(RuntimeError):  # vLLM raises this unless a client died and left a session open.
         worker.finish_weight_update()
     worker.start_weight_update()
     worker.update_weights(update)
@@ -123,7 +123,7 @@ def exchange_on_rank(worker: Any, update: Mapping[str, Any]) -> None:
 
 
 def _drop_caches(core: Any) -> None:
-    """Forget what the old weights computed: requests in flight prefill again. Inputs that were only preprocessed stay."""
+    """Drop what the old weights computed: requests in flight prefill again. Preprocessed inputs stay."""
     if not core.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
         raise RuntimeError("the cache of the KV connector could not be emptied.")
     if core.vllm_config.model_config.is_multimodal_model:

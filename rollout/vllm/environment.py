@@ -1,4 +1,4 @@
-"""How a replica's vLLM is started: process environment and engine arguments."""
+"""Process environment and engine arguments of a replica's vLLM."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from ..vllm_internals.cpu_linear import BACKEND
 from .watchdog import WATCH_ENV
 
 _CPU_KV_CACHE_BYTES = 256 << 20
+"""Default size of the KV cache on CPU, where vLLM cannot profile memory; see `RolloutConfig.kv_cache_memory_bytes`."""
 
 
 def child_environment(config: RolloutConfig) -> dict[str, str]:
-    """Environment variables of a replica's processes, for one that is started with an environment of its own."""
-    wanted = {
+    """The environment variables of a replica's processes; variables that are set already keep their values."""
+    defaults = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         # A forked child would inherit the locks of this process's threads, and Ray's.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        # On CPU only. Trainer ranks share the cores: pinning would put both on the same ones.
+        # On CPU only: trainer ranks share the cores, and pinning would put both on the same cores.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
-    wanted = {name: os.environ.get(name, value) for name, value in wanted.items()}
-    return wanted | {"OMP_NUM_THREADS": str(config.threads_per_rank)}
+    variables = {name: os.environ.get(name, value) for name, value in defaults.items()}
+    return variables | {"OMP_NUM_THREADS": str(config.threads_per_rank)}
 
 
 def prepare_environment(config: RolloutConfig) -> bool:
-    """Set what is not set yet of `child_environment` in this process, and ask its vLLM children to end with it.
+    """Set the variables of `child_environment` that are not set in this process, and let its vLLM children end with it.
 
-    Call it before anything imports vLLM. Returns whether vLLM's platform here is the CPU.
+    Must be called before anything imports vLLM. Returns whether vLLM's platform here is the CPU.
     """
     for name, value in child_environment(config).items():
         os.environ.setdefault(name, value)
@@ -52,9 +53,9 @@ def engine_arguments(config: RolloutConfig, model_dir: Path, *, on_cpu: bool) ->
         "gpu_memory_utilization": config.gpu_memory_utilization or GPU_SHARE,
         "kv_cache_memory_bytes": config.kv_cache_memory_bytes or (_CPU_KV_CACHE_BYTES if on_cpu else None),
         "enforce_eager": on_cpu if config.enforce_eager is None else config.enforce_eager,
-        # Prompts and completions are token ids: text is the caller's business.
+        # Prompts and completions are token ids.
         "skip_tokenizer_init": True,
-        # The distribution a token was drawn from, which is what a policy gradient needs; "raw" ignores the temperature.
+        # A policy gradient needs the distribution that a token was drawn from; "raw" ignores the temperature.
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
         "weight_transfer_config": {"backend": BACKEND},

@@ -1,6 +1,6 @@
-"""The entry point ``vllm.general_plugins``: what makes any vLLM, stock server included, a possible rollout replica.
+"""The entry point ``vllm.general_plugins``, which makes any vLLM, including a stock server, a possible rollout replica.
 
-vLLM calls `register` in every one of its processes, before the model is built, and more than once in some.
+vLLM calls `register` in every vLLM process before the model is built, in some processes more than once.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from .watchdog import watch_parent
 def register() -> None:
     """Register the weight-transfer engine ``weightlane`` by name; its module is imported when a config asks for it.
 
-    Never raises: vLLM would not start, and most of those that have weightlane beside them do not use it. One that does is
-    refused when it would connect; see `weightlane.rollout.vllm_internals.internals`.
+    Never raises, since a vLLM that does not use weightlane must start anyway. A vLLM that does use it is refused when it
+    connects; see `weightlane.rollout.vllm_internals.internals`.
     """
     watch_parent()
     try:
         _register()
-    except Exception as error:  # noqa: BLE001 - a vLLM that weightlane does not know
+    except Exception as error:  # noqa: BLE001 - an unknown vLLM may raise anything
         vllm_internals.failures.append(error)
 
 

@@ -1,8 +1,8 @@
-"""Removes the shared memory that vLLM's processes leave behind when they are killed.
+"""Finds and removes the shared memory that vLLM's processes leave behind when they are killed.
 
-vLLM unlinks its segments when it is shut down, and Python's resource tracker those it knows of. A killed process does neither
-for the buffers between tensor-parallel ranks, and a tracker that is killed with its parent (Ray ends whole trees) for none.
-A segment without a name goes away with the last process that maps it, so unlinking is safe as soon as all have opened it.
+vLLM unlinks its segments at shutdown, and Python's resource tracker unlinks the segments that it knows. A killed process does not
+unlink the buffers between tensor-parallel ranks. A tracker that is killed with its parent (Ray ends whole trees) unlinks nothing.
+A segment without a name disappears with the last process that maps it, so that unlinking is safe once all have opened it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _PREFIXES = ("vllm_", "psm_", "sem.mp-")
 
 
 def mapped_segments(pid: int | str = "self") -> set[Path]:
-    """The named segments of vLLM that process `pid` has mapped; empty where there is no ``/proc``, or no such process.
+    """The named segments of vLLM that process `pid` has mapped; empty without ``/proc`` or without such a process.
 
-    A semaphore is mapped under another name than its own: glibc makes it under that, links it, and removes it.
+    Segments are matched by inode: glibc creates a semaphore under a temporary name, which is the one in ``/proc``.
     """
     mapped: set[int] = set()
     with suppress(OSError):
@@ -36,7 +36,7 @@ def mapped_segments(pid: int | str = "self") -> set[Path]:
 
 
 def segments_of_trees(roots: Iterable[int]) -> set[Path]:
-    """`mapped_segments` of the processes `roots` and all their descendants."""
+    """The `mapped_segments` of the processes `roots` and all their descendants."""
     found: set[Path] = set()
     pending = list(roots)
     while pending:
@@ -49,7 +49,7 @@ def segments_of_trees(roots: Iterable[int]) -> set[Path]:
 
 
 def unlink(segments: Iterable[Path]) -> None:
-    """Remove the names that are still there."""
+    """Remove the segments' names, if they still exist."""
     for segment in segments:
         with suppress(OSError):
             segment.unlink()

@@ -1,1 +1,1 @@
-"""Every inside of vLLM that weightlane uses or changes."""
+"""vLLM's internals that weightlane uses or replaces: neither is part of vLLM's public interface."""

@@ -1,8 +1,8 @@
-"""Keeps the weights of linear layers alive on vLLM's CPU platform.
+"""Lets linear layers on vLLM's CPU platform compute from their parameters, as on a GPU.
 
 After loading, vLLM on CPU packs each linear weight into a kernel's private format and empties the parameter; for the output
-embedding it keeps both. Packed copies follow neither a copy into the parameter nor a checksum over it. With the function below
-in place a linear layer computes straight from its parameter, as it does on a GPU, so that the parameters are the weights.
+embedding it keeps both. A copy into the parameter does not change the packed weight. `keep_linear_parameters_live` prevents the
+packing.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _LINEAR_NDIM = 2
 
 
 def keep_linear_parameters_live() -> None:
-    """Replace vLLM's packing of CPU linear layers; calling it again does nothing.
+    """Replace vLLM's packing of CPU linear layers. A second call does nothing.
 
-    The replacement asks the current vLLM config on each call and packs as before for an engine that does not use weightlane.
+    The replacement checks the current vLLM config on each call, and packs as before for an engine that does not use weightlane.
     """
     from vllm.model_executor.layers import utils  # noqa: PLC0415 - only in processes that already run vLLM
 
@@ -30,8 +30,8 @@ def keep_linear_parameters_live() -> None:
     original = dispatch_cpu_unquantized_gemm
 
     def dispatch(layer: Any, remove_weight: bool) -> None:
-        # Other ranks of weights (causal convolutions) have kernels that read the packed format only; vLLM packs them again
-        # on each reload, so they stay correct.
+        # Weights with other dimensions (causal convolutions) have kernels that read the packed format only. vLLM packs
+        # them again on each reload, so that they stay correct.
         if uses_weightlane() and layer.weight.ndim == _LINEAR_NDIM:
             layer.cpu_linear = torch.nn.functional.linear
         else:
@@ -42,9 +42,9 @@ def keep_linear_parameters_live() -> None:
 
 
 def uses_weightlane() -> bool:
-    """Whether the engine whose model is being built or reloaded in this process takes its weights from weightlane.
+    """Whether the engine whose model is built or reloaded in this process uses weightlane.
 
-    vLLM sets its current config around both; where there is none the answer is no.
+    vLLM sets its current config while it builds or reloads a model; without a config the answer is no.
     """
     from .internals import get_current_vllm_config_or_none  # noqa: PLC0415 - as above
 
@@ -54,10 +54,10 @@ def uses_weightlane() -> bool:
 
 
 def ask_for_amx() -> None:
-    """Let this process use AMX registers, where the CPU has them.
+    """Let this process use AMX registers if the CPU has them.
 
-    Linux gives them to processes that ask. In most models the first bfloat16 product does; in one whose linear layers are all
-    fp8 nothing has, when vLLM's attention uses them, and the process would end with SIGILL.
+    Linux grants them to processes that ask. In most models the first bfloat16 product asks. In a model whose linear layers are
+    all fp8 nothing has asked when vLLM's attention uses the registers, and the process would end with SIGILL.
     """
     if torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()

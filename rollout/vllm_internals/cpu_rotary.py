@@ -1,9 +1,8 @@
 """Rotary embeddings of latent attention on vLLM's CPU platform, computed for every head.
 
-vLLM 0.32's kernel takes the last dimension of a query for all its heads. Latent attention (DeepSeek-V2, V3) hands it
-[tokens, heads, rotary dim], views of larger tensors, and only the first head was rotated, in the wrong place: the model then
-generates what no other implementation of it does. Every vLLM beside which weightlane is installed is put right, whether or not it
-uses weightlane: a model must decode the same either way.
+vLLM 0.32's kernel takes the last dimension of a query for all its heads. Latent attention (DeepSeek-V2, V3) passes views of shape
+[tokens, heads, rotary dim], of which only the first head was rotated, in the wrong place. The model then generates other tokens
+than any other implementation. Every vLLM with weightlane installed is corrected, so that a model decodes the same in all of them.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _BY_HEAD = 3
 
 
 def rotate_every_head() -> None:
-    """Let vLLM's own torch code rotate queries that come by head; calling it again does nothing."""
+    """Let vLLM's own torch code rotate queries that have a dimension for heads. A second call does nothing."""
     from .internals import RotaryEmbedding  # noqa: PLC0415 - only in processes that already run vLLM
 
     kernel = RotaryEmbedding.forward_cpu

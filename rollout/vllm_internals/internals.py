@@ -1,7 +1,7 @@
-"""Every inside of vLLM that weightlane uses, in one place.
+"""All internals of vLLM that weightlane uses, by name.
 
-vLLM promises none of them: a release that lacks one is refused, and the missing one named, before a replica serves; vLLM itself
-starts as if weightlane were not installed. Import them from here, inside functions: importing vLLM takes seconds.
+vLLM promises none of them. A release that lacks one is refused before a replica serves, by an error with the missing name; vLLM
+itself starts as if weightlane were not installed. Modules import these names inside functions: importing vLLM takes seconds.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 from weightlane.ckpt_engines import ConfigError
 
 _MODULES = {
-    # Loading again what is loaded already, layer by layer.
+    # Reloads of a live model, layer by layer.
     "vllm.model_executor.model_loader.reload": (
         "finalize_layerwise_reload",
         "initialize_layerwise_reload",
     ),
     "vllm.model_executor.model_loader.reload.layerwise": ("get_layerwise_info",),
     "vllm.model_executor.model_loader.reload.meta": ("restore_layer_on_meta",),
-    # Making a model beside the one that serves, and asking it for an output.
+    # A second model beside the one that serves, and its outputs.
     "vllm.config": ("get_current_vllm_config_or_none", "set_current_vllm_config"),
     "vllm.distributed": ("parallel_state",),
     "vllm.distributed.parallel_state": ("get_tp_group",),
@@ -28,15 +28,15 @@ _MODULES = {
     "vllm.model_executor.model_loader.base_loader": ("BaseModelLoader",),
     "vllm.model_executor.model_loader.utils": ("initialize_model", "process_weights_after_loading"),
     "vllm.utils.torch_utils": ("set_default_torch_dtype",),
-    # Where decode steps are scheduled, and what wakes it.
+    # The process that schedules decode steps, and the message that wakes it.
     "vllm.v1.engine": ("EngineCoreRequestType",),
     "vllm.v1.engine.core": ("EngineCore",),
-    # Layers that need to be known.
+    # Layers that are treated specially.
     "vllm.model_executor.layers.attention": ("is_deferred_attention_layer",),
     "vllm.model_executor.layers.fused_moe": ("RoutedExperts",),
 }
 _ON_CPU = {
-    # What is replaced, so that parameters are what is computed from.
+    # Replaced, so that layers compute from their parameters.
     "vllm.model_executor.layers.rotary_embedding": ("RotaryEmbedding",),
     "vllm.model_executor.layers.utils": ("dispatch_cpu_unquantized_gemm",),
     "vllm.model_executor.layers.fused_moe.experts.cpu_moe": ("CPUUnquantizedExperts", "is_zentorch_moe_supported"),
@@ -45,11 +45,11 @@ _WHERE = {name: module for module, names in (_MODULES | _ON_CPU).items() for nam
 
 _HINT = "Install a vLLM that was tried: see the extra `vllm` of weightlane."
 failures: list[Exception] = []
-"""Why `weightlane.rollout.vllm.plugin` could not do in this process what it does."""
+"""Errors of `weightlane.rollout.vllm.plugin` in this process."""
 
 
 def __getattr__(name: str) -> Any:
-    """One of vLLM's insides, looked up now. Raises `ConfigError` naming it when this vLLM does not have it."""
+    """Import one of vLLM's internals. Raises a `ConfigError` with its name if this vLLM does not have it."""
     module = _WHERE.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -64,7 +64,7 @@ def __getattr__(name: str) -> Any:
 
 
 def check_internals(*, on_cpu: bool) -> None:
-    """Raise `ConfigError` for the first thing that is not there, or that could not be done when vLLM started."""
+    """Raise `ConfigError` for the plugin's first error, or for the first internal that this vLLM does not have."""
     for failure in failures:
         raise ConfigError(
             f"weightlane could not prepare this vLLM{_version()}: {type(failure).__name__}: {failure}",

@@ -23,13 +23,13 @@ from weightlane.cli.commands.layout import print_layout
 @pytest.mark.slow
 def test_every_tensor_of_every_rank_is_accounted_for(material: Material) -> None:
     report = report_of("layout", str(material.model), "--tp", "2")
-    assert report["way"] == "traced"
+    assert report["method"] == "traced"
     assert report["union"]["unused"] == {}
     assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
     for rank in report["ranks"]:
         assert rank["tensors"] == report["union"]["tensors"]
         assert rank["refused"] == rank["reloaded"] == []
-        assert rank["slices"] >= rank["parameters"]
+        assert rank["copies"] >= rank["parameters"]
 
 
 @pytest.mark.usefixtures("forked_answers")
@@ -44,7 +44,7 @@ def test_of_a_quantised_checkpoint_each_rank_needs_what_vllms_loading_reads(
         pytest.skip("vLLM's fp8 layers need AMX on a CPU")
     model = quantised_copy(make_blocky_qwen3(tmp_path / "plain", seed=0, ranks=2), tmp_path / scheme, scheme)
     report = report_of("layout", str(model), "--tp", "2")
-    assert (report["way"], report["quantization"]) == ("reload", told)
+    assert (report["method"], report["quantization"]) == ("reload", told)
     assert report["union"]["unused"] == {}
     everything = report["union"]["elements"]
     if not amx:  # oneDNN's kernels keep the address of the scales that a layer was first loaded with
@@ -53,7 +53,7 @@ def test_of_a_quantised_checkpoint_each_rank_needs_what_vllms_loading_reads(
         return
     assert report["refusal"] == ""
     for rank in report["ranks"]:
-        assert rank["way"] == "reload"
+        assert rank["method"] == "reload"
         assert rank["refused"], "nobody learns why it is not copied"
         assert everything / 2 <= rank["needed_elements"] < 0.51 * everything, "a rank reads its half"
     console = Console(width=200, record=True, file=io.StringIO())
@@ -76,9 +76,9 @@ def test_a_format_in_which_versions_are_not_sent_is_named(tmp_path: Path) -> Non
 
 
 def test_each_rank_says_which_experts_it_holds() -> None:
-    facts = {"tensors": 4, "slices": 4, "bytes": 64, "parameters": 2, "constant_elements": 0, "learned_s": 0.01}
+    facts = {"tensors": 4, "copies": 4, "bytes": 64, "parameters": 2, "constant_elements": 0, "learned_s": 0.01}
     ranks = [
-        {"rank": rank, "way": "traced", "experts": [{"held": held, "of": 8}], "reloaded": [], "refused": []} | facts
+        {"rank": rank, "method": "traced", "experts": [{"held": held, "of": 8}], "reloaded": [], "refused": []} | facts
         for rank, held in enumerate([[0, 1, 2, 5], [3, 4, 6, 7]])
     ]
     report = {
@@ -87,9 +87,9 @@ def test_each_rank_says_which_experts_it_holds() -> None:
         "quantization": "",
         "tensor_parallel": 2,
         "expert_parallel": True,
-        "way": "traced",
+        "method": "traced",
         "refusal": "",
-        "not_rehearsed": "it takes 2.0 GB of memory, and 1.0 GB are free",
+        "not_rehearsed": "a rehearsal takes 2.0 GB of memory, and 1.0 GB are free",
         "ranks": ranks,
         "tied": [],
         "union": {"tensors": 8, "elements": 64, "unused": {}},
@@ -110,7 +110,7 @@ def test_each_rank_says_which_experts_it_holds() -> None:
     [
         ("nowhere", [], "is not a directory. Name the directory of a Hugging Face checkpoint."),
         ("weightless", [], "model.safetensors does not exist."),
-        ("whole", ["--tp", "0"], "0 ranks are not at least one. Give --tp a number from 1."),
+        ("whole", ["--tp", "0"], "a replica cannot have 0 ranks. Give --tp a number from 1."),
         ("whole", ["--ep"], "expert parallelism needs more than one rank. Give --tp a number from 2."),
         ("whole", ["--dtype", "int3"], "'int3' is none of auto, float32"),
     ],

@@ -16,23 +16,24 @@ from unittest import mock
 
 import torch
 from json_program import serve
-from layout_models import bits, random_bits
+from layout_models import bits, random_bits, scatter
 from tiny_models import copy_with
 
 from weightlane.ckpt_engines import WeightlaneError
 from weightlane.rollout.commit.rank_agreement import RankGroup
 from weightlane.rollout.layout import LayoutMap, Refusal, SourceSpec, VersionLoader, needed_boxes, trace_loading
-from weightlane.rollout.layout import loader as loader_module
-from weightlane.rollout.layout.acceptance import judge, whole_reload
+from weightlane.rollout.layout import version_loader as loader_module
 from weightlane.rollout.layout.loading.expectation import checkpoint_specs, expectation_of
 from weightlane.rollout.layout.offline import rank_layouts as rank_layouts_module
 from weightlane.rollout.layout.offline.layout_report import make_report
 from weightlane.rollout.layout.offline.rank_models import as_rank, engine_config, model_of_rank
 from weightlane.rollout.layout.proof import rehearsal as rehearsal_module
-from weightlane.rollout.layout.proof.fresh_load import room_beside, set_aside
+from weightlane.rollout.layout.proof.device_room import room_beside, set_aside
 from weightlane.rollout.layout.proof.rehearsal import Rehearsal
-from weightlane.rollout.layout.trace.loading_form import read_by_loading
-from weightlane.rollout.layout.write.writer import VersionWriter
+from weightlane.rollout.layout.rank_model import RankModel
+from weightlane.rollout.layout.trace.loading_reads import read_by_loading
+from weightlane.rollout.layout.verdict import judge, whole_reload
+from weightlane.rollout.layout.write.version_writer import VersionWriter
 from weightlane.sync import LivePart, Manifest, SlicedTensors, TensorSlice, TensorSpec
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.manifest import Slicing
@@ -161,7 +162,7 @@ def compare(path: str, dtype: str, impl: str = "auto", way: str = "") -> dict[st
         unwritten = set(differing(wanted[1], again))
         model, ties = loaded(config), bool(getattr(config.model_config.hf_text_config, "tie_word_embeddings", False))
         tied = expectation_of(path, dtype=torch.float32, tied_embeddings=ties).tied
-        loader = VersionLoader(model, config, torch.device("cpu"), part="test", tied=tied)
+        loader = VersionLoader(RankModel(model, config, torch.device("cpu"), "test"), tied=tied)
         answer: dict[str, Any] = {"started": differing(state(model), ordinary(path, config)), "after": []}
         with forced(way):
             for number in (1, 0, 2):
@@ -174,19 +175,19 @@ def compare(path: str, dtype: str, impl: str = "auto", way: str = "") -> dict[st
         verdict, plan = loader.verdict, loader.plan
         assert verdict is not None
         answer["sparse"] = []
-        if plan is not None and verdict.way == "traced":
+        if plan is not None and verdict.method == "traced":
             third = {name: tensor.clone() for name, tensor in versions[2].items()}
             for name in plan.sources:
                 flat, new = third[name].view(-1), random_bits((third[name].numel(),), third[name].dtype, seed=len(name))
                 positions = torch.arange(len(name) % min(3, flat.numel()), flat.numel(), 3)
                 flat[positions] = new[positions]
-                plan.scatter(name, positions, new[positions])
+                scatter(plan, name, positions, new[positions])
             made = ordinary(written(third, path, Path(folder) / "third", dtype), config)
             answer["sparse"] = [name for name in differing(state(model), made) if name not in unwritten]
         return answer | {
             "reloaded": list(verdict.modules),
             "summary": verdict.summary,
-            "slices": len(verdict.layout.slices),
+            "copies": len(verdict.layout.copies),
         }
 
 
@@ -214,13 +215,13 @@ def in_place(path: str, dtype: str, bucket_bytes: int, hidden: str) -> dict[str,
     specs = {name: SourceSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in first.items()}
     with as_rank(config, 0), hidden_copy_of(hidden), tempfile.TemporaryDirectory() as folder:
         model = loaded(config)
-        loader = VersionLoader(model, config, torch.device("cpu"), part="test")
+        loader = VersionLoader(RankModel(model, config, torch.device("cpu"), "test"))
         before = state(model)
         loader.learn(specs, RankGroup(None))
         after_learning = differing(before, state(model))
         second = other(first, seed=2000)
         for tensors in (second, first, second):
-            way = loader.load_pieces(arriving(tensors, bucket_bytes))
+            way = loader.write_arriving(arriving(tensors, bucket_bytes))
         assert loader.verdict is not None
         return {
             "way": way,
@@ -240,9 +241,9 @@ def moved(path: str, dtype: str) -> dict[str, Any]:
     class Counted(Rehearsal):
         """A rehearsal that is seen."""
 
-        def trouble_with(self, *arguments: Any) -> str | None:
+        def first_mismatch(self, *arguments: Any) -> str | None:
             rehearsed.append(self)
-            return super().trouble_with(*arguments)
+            return super().first_mismatch(*arguments)
 
     with (
         as_rank(config, 0),
@@ -250,7 +251,7 @@ def moved(path: str, dtype: str) -> dict[str, Any]:
         tempfile.TemporaryDirectory() as folder,
     ):
         model = loaded(config)
-        loader = VersionLoader(model, config, torch.device("cpu"), part="test")
+        loader = VersionLoader(RankModel(model, config, torch.device("cpu"), "test"))
         committed(loader, first, alone)
         before = loader.plan
         parameter = next(model.parameters())
@@ -279,13 +280,13 @@ def rehearsed_badly(path: str, left_out: str) -> str | None:
     class Sloppy(VersionWriter):
         """Nothing tells that it has not written all."""
 
-        def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
             if left_out == "everything":
                 return
-            live = next(tensor for full, tensor in self._model.named_parameters() if full == name).data.view(-1)
+            live = next(tensor for full, tensor in self._rank.model.named_parameters() if full == name).data.view(-1)
             some = slice(None) if left_out == "one tensor" else slice(-1, None)
             before = live[some].clone()
-            super().load(tensors)
+            super().write(tensors)
             live[some] = before
 
     with as_rank(config, 0), mock.patch.object(rehearsal_module, "VersionWriter", Sloppy):
@@ -293,8 +294,8 @@ def rehearsed_badly(path: str, left_out: str) -> str | None:
         layout = trace_loading(model, specs)
         verdict = judge(model, layout, [layout])
         alone = RankGroup(None)
-        rehearsal = Rehearsal(model, config, torch.device("cpu"), specs, alone, part="test", computes=True)
-        return rehearsal.trouble_with(verdict, None)
+        rehearsal = Rehearsal(RankModel(model, config, torch.device("cpu"), "test"), specs, alone, computes=True)
+        return rehearsal.first_mismatch(verdict, None)
 
 
 @contextmanager
@@ -343,7 +344,7 @@ def stale_expert(path: str, dtype: str) -> str:
     """One expert that computes from a hidden copy of its weight: why its versions are refused."""
     config = engine_config(path, tensor_parallel=1, dtype=dtype)
     with as_rank(config, 0), hidden_copy_of_an_expert():
-        loader = VersionLoader(loaded(config), config, torch.device("cpu"), part="test")
+        loader = VersionLoader(RankModel(loaded(config), config, torch.device("cpu"), "test"))
         try:
             committed(loader, tensors_of(path, dtype), RankGroup(None))
         except WeightlaneError as error:
@@ -433,7 +434,7 @@ def later_versions(path: str) -> dict[str, Any]:
             super().__init__(*arguments, **named)
 
     with as_rank(config, 0), hidden_copy_of("down_proj"), mock.patch.object(loader_module, "Rehearsal", Counted):
-        loader = VersionLoader(loaded(config), config, torch.device("cpu"), part="test")
+        loader = VersionLoader(RankModel(loaded(config), config, torch.device("cpu"), "test"))
         ways = [committed(loader, first, alone)]
         ways.append(committed(loader, {name: tensor.float() for name, tensor in first.items()}, alone))
         fewer = dict(list(first.items())[:-1])
@@ -479,10 +480,10 @@ def rank_layout(path: str, dtype: str, rank: int, world: int, expert_parallel: b
 
 
 def used_elements(layout: LayoutMap) -> dict[str, torch.Tensor]:
-    """Which elements of each source the slices read."""
+    """Which elements of each source the copies read."""
     found = {name: torch.zeros(spec.numel, dtype=torch.bool) for name, spec in layout.sources.items()}
-    for piece in layout.slices:
-        found[piece.source].as_strided(piece.shape, piece.source_strides, piece.source_offset).fill_(True)
+    for copy in layout.copies:
+        found[copy.source].as_strided(copy.shape, copy.source_strides, copy.source_offset).fill_(True)
     return found
 
 
@@ -529,7 +530,7 @@ def quantised_slices(path: str, other_path: str, world: int) -> list[dict[str, A
             before = state(model)
             specs = checkpoint_specs(path, torch.bfloat16)
             blind, loader = (
-                VersionLoader(model, config, torch.device("cpu"), part="test", computes=False) for _ in range(2)
+                VersionLoader(RankModel(model, config, torch.device("cpu"), "test"), computes=False) for _ in range(2)
             )
             assert loader.needed() is None, "slices are asked for before it is shown that they are enough"
             with mock.patch.object(loader_module, "read_by_loading", less):

@@ -40,15 +40,15 @@ class ProbeExtension:
                 commit(tensors)
                 return
             for name in itertools.islice(plan.sources, after):
-                plan.write(name, tensors[name])
+                plan.write_elements(name, 0, tensors[name].view(-1))
             raise MemoryError("out of memory, on purpose")
 
         plan.commit = failing
 
     def probe_takes_deltas(self) -> bool:
         """Whether the last version was put into the parameters as a delta."""
-        engine = self.weight_transfer_engine  # type: ignore[attr-defined]
-        return engine._loader.takes_deltas and engine._undo is not None
+        weights = self.weight_transfer_engine._weights  # type: ignore[attr-defined]
+        return weights.loader.takes_deltas and weights._undo is not None
 
     def probe_fail_exchange(self, rank: int, after: int, times: int = 1) -> None:
         """Let the next delta of one rank fail once `after` tensors, and half of another, have their new values.
@@ -61,14 +61,14 @@ class ProbeExtension:
             return
         write, calls = live_delta._write, itertools.count()
 
-        def failing(place: Any, values: Any) -> None:
+        def failing(elements: Any, values: Any) -> None:
             if (call := next(calls)) >= after:
                 if call + 1 == after + times:
                     live_delta._write = write
                 half = len(values) // 2
-                write(dataclasses.replace(place, offsets=place.offsets[:half]), values[:half])
+                write(dataclasses.replace(elements, offsets=elements.offsets[:half]), values[:half])
                 raise MemoryError("out of memory, on purpose")
-            write(place, values)
+            write(elements, values)
 
         live_delta._write = failing
 
@@ -93,31 +93,31 @@ class ProbeExtension:
 
     def probe_sliced(self) -> bool:
         """Whether the newest version was copied out of slices."""
-        return self.weight_transfer_engine._loader._writer._sliced is not None  # type: ignore[attr-defined]
+        return self.weight_transfer_engine._weights.loader._writer._sliced is not None  # type: ignore[attr-defined]
 
     def probe_way(self) -> list[str]:
         """How versions are loaded, and why not by copies alone."""
-        verdict = self.weight_transfer_engine._loader.verdict  # type: ignore[attr-defined]
-        return [str(verdict.way), verdict.summary]
+        verdict = self.weight_transfer_engine._weights.loader.verdict  # type: ignore[attr-defined]
+        return [str(verdict.method), verdict.summary]
 
     def probe_reload(self, path: str) -> None:
         """Load a checkpoint through vLLM's own reload of a whole model."""
         from safetensors.torch import load_file
         from vllm.config import set_current_vllm_config
 
-        from weightlane.rollout.layout.loading.weight_loading import load_version
+        from weightlane.rollout.layout.loading.reload import load_version
 
         config = self.vllm_config  # type: ignore[attr-defined]
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
         with set_current_vllm_config(config):
-            load_version(model, config.model_config, load_file(f"{path}/model.safetensors"), part="probe")
+            load_version(model, config.model_config, load_file(f"{path}/model.safetensors").items(), part="probe")
 
     def probe_layout(self) -> dict[str, Any]:
         """Where this rank's loading puts what."""
         return self._plan().layout.to_plain()
 
     def _plan(self) -> Any:
-        plan = self.weight_transfer_engine._loader.plan  # type: ignore[attr-defined]
+        plan = self.weight_transfer_engine._weights.loader.plan  # type: ignore[attr-defined]
         assert plan is not None, "no version was committed yet, or versions are not copied"
         return plan
 

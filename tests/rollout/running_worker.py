@@ -41,7 +41,7 @@ class RecordingWorker(RolloutWorker):
 
     async def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Every live parameter is that of a checkpoint, bit for bit, by a mapping that owes nothing to vLLM's loaders."""
-        ranks = await self._engine.collective_rpc("probe_parameters")
+        ranks = await self._engine.running.collective_rpc("probe_parameters")
         assert len(ranks) == self.config.tensor_parallel
         check_ranks(ranks, tensors, expert_parallel=self.config.expert_parallel)
 
@@ -132,7 +132,7 @@ class Setup:
         self.others = []
 
     def probe(self, method: str, *args: object) -> list[Any]:
-        answers: list[Any] = self.run(self.worker._engine.collective_rpc(method, args=args))
+        answers: list[Any] = self.run(self.worker._engine.running.collective_rpc(method, args=args))
         return answers
 
     def serve(self, model: int, kv_on_commit: str = "recompute") -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from weightlane.ckpt_engines import CommitError, ConfigError, Deadline, DeadlineExceededError
-from weightlane.rollout.commit.wire import RemoteFailure, RemoteFailureError
+from weightlane.rollout.commit.remote_failure import RemoteFailure, RemoteFailureError
 
 pytestmark = pytest.mark.vllm
 
@@ -45,7 +45,7 @@ class Core:
         self.done.append("drop encodings")
 
     def collective_rpc(self, method: Any, args: tuple[Any, ...]) -> None:
-        assert method.__name__ == "exchange_on_rank"
+        assert method.__name__ == "update_rank"
         assert args == ({"version": 7},), "what is the core's own business goes to no rank"
         self.done.append("exchange")
         self._exchange()
@@ -58,10 +58,10 @@ class Core:
 
 
 @pytest.fixture
-def exchange_weights() -> Callable[..., Any]:
-    from weightlane.rollout.vllm.engine_core import exchange_weights
+def commit_in_core() -> Callable[..., Any]:
+    from weightlane.rollout.vllm.engine_core import commit_in_core
 
-    return exchange_weights
+    return commit_in_core
 
 
 def failing(error: Exception) -> Callable[[], None]:
@@ -71,20 +71,20 @@ def failing(error: Exception) -> Callable[[], None]:
     return fail
 
 
-def test_caches_are_dropped_before_and_tokens_stamped_after_the_exchange(exchange_weights: Callable[..., Any]) -> None:
+def test_caches_are_dropped_before_and_tokens_stamped_after_the_exchange(commit_in_core: Callable[..., Any]) -> None:
     core = Core()
-    [figures] = exchange_weights(core, UPDATE)
+    [figures] = commit_in_core(core, UPDATE)
     assert core.done == ["pause", "drop prefixes", "drop encodings", "exchange", "stamp 7", "resume"]
     assert 0.0 <= figures["load_s"] <= figures["blocked_s"]
     kept = Core()
-    exchange_weights(kept, {"version": 7, "whole": {"weight_version": "7", "caches": "keep"}})
+    commit_in_core(kept, {"version": 7, "whole": {"weight_version": "7", "caches": "keep"}})
     assert kept.done == ["pause", "exchange", "stamp 7", "resume"]
 
 
-def test_a_step_under_way_ends_first_and_the_core_is_woken_after(exchange_weights: Callable[..., Any]) -> None:
+def test_a_step_under_way_ends_first_and_the_core_is_woken_after(commit_in_core: Callable[..., Any]) -> None:
     core = Core()
     core.under_way = Future()
-    answer = exchange_weights(core, UPDATE)
+    answer = commit_in_core(core, UPDATE)
     assert core.done == ["pause"]
     core.under_way.set_result(None)
     assert answer.result(0)[0].keys() == {"blocked_s", "load_s"}
@@ -97,41 +97,41 @@ def test_a_step_under_way_ends_first_and_the_core_is_woken_after(exchange_weight
     ("intact", "sound", "resumes"), [(True, True, True), (True, False, False), (False, True, False)]
 )
 def test_after_a_failure_only_sound_weights_that_are_in_place_go_on_serving(
-    intact: bool, sound: bool, resumes: bool, under_way: bool, exchange_weights: Callable[..., Any]
+    intact: bool, sound: bool, resumes: bool, under_way: bool, commit_in_core: Callable[..., Any]
 ) -> None:
     core = Core(failing(RuntimeError(str(RemoteFailureError(RemoteFailure(CommitError("on purpose"), intact))))))
     update = {"version": 7, "whole": {"weight_version": "7", "sound": sound}}
     if under_way:
         core.under_way = Future()
-        answer = exchange_weights(core, update)
+        answer = commit_in_core(core, update)
         core.under_way.set_result(None)
         assert core.input_queue.get_nowait()[0].name == "WAKEUP", "whoever aborts what is in flight must be heard"
         with pytest.raises(RuntimeError, match="on purpose"):
             answer.result(0)
     else:
         with pytest.raises(RuntimeError, match="on purpose"):
-            exchange_weights(core, update)
+            commit_in_core(core, update)
     assert core.done[-1] == ("resume" if resumes else "exchange")
 
 
 def test_what_fails_before_the_exchange_leaves_the_old_weights_serving_and_says_so(
-    exchange_weights: Callable[..., Any],
+    commit_in_core: Callable[..., Any],
 ) -> None:
     core = Core()
     core.reset_prefix_cache = lambda **_: False  # type: ignore[method-assign]
     with pytest.raises(RemoteFailureError, match="KV connector") as raised:
-        exchange_weights(core, UPDATE)
+        commit_in_core(core, UPDATE)
     assert raised.value.failure.intact
     assert core.done == ["pause", "resume"]
     untouched = Core()
     with pytest.raises(RemoteFailureError, match="weight_version") as refused:
-        exchange_weights(untouched, {"version": 7, "whole": {}})
+        commit_in_core(untouched, {"version": 7, "whole": {}})
     assert isinstance(refused.value.failure.error, ConfigError)
     assert untouched.done == []
 
 
 def test_a_client_that_has_given_up_finds_the_engine_paused_after_the_exchange_and_serving_before_it(
-    exchange_weights: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    commit_in_core: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
 
@@ -143,13 +143,13 @@ def test_a_client_that_has_given_up_finds_the_engine_paused_after_the_exchange_a
     monkeypatch.setattr(Deadline, "after", lambda seconds: after(seconds, lambda: now))
     late = Core(pass_time)
     with pytest.raises(RemoteFailureError, match="commit_timeout_s") as raised:
-        exchange_weights(late, UPDATE)
+        commit_in_core(late, UPDATE)
     assert isinstance(raised.value.failure.error, DeadlineExceededError)
     assert not raised.value.failure.intact
     assert late.done[-1] == "stamp 7"
     core = Core()
     core.under_way = Future()
-    answer = exchange_weights(core, UPDATE)
+    answer = commit_in_core(core, UPDATE)
     pass_time()
     core.under_way.set_result(None)
     with pytest.raises(RemoteFailureError) as before:

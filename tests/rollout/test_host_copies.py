@@ -86,7 +86,6 @@ def test_versions_that_lie_alike_and_versions_that_do_not_arrive_bit_for_bit(thr
         for version in (staged(0), staged(10), staged(20), apart, apart, staged(30), mixed, mixed, turned, staged(60)):
             plan.commit(version)
             assert same(everything(model), expected(version))
-            assert plan.differing(version) == []
     finally:
         torch.set_num_threads(before)
 

@@ -96,7 +96,7 @@ def test_a_trainer_that_leaves_half_way_ends_requests_and_leaves_a_mixture_out_o
 ) -> None:
     in_place.connect("gloo", retries=0)  # nobody comes back
     in_place.serve(1)
-    in_place.probe("probe_hold", "write_part", str(tmp_path), 2)
+    in_place.probe("probe_hold", "write_elements", str(tmp_path), 2)
 
     async def leave_meanwhile() -> SyncAbortedError:
         flying = asyncio.create_task(in_place.worker.generate("r", PROMPT, 900))
@@ -112,6 +112,6 @@ def test_a_trainer_that_leaves_half_way_ends_requests_and_leaves_a_mixture_out_o
         return caught.value
 
     aborted = in_place.run(leave_meanwhile())
-    in_place.probe("probe_hold", "write_part", "")
+    in_place.probe("probe_hold", "write_elements", "")
     assert isinstance(aborted.reason, PeerLostError), aborted
     check_torn(in_place)

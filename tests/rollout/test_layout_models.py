@@ -39,7 +39,7 @@ def test_versions_that_go_by_copies_are_bit_for_bit_what_a_fresh_load_of_their_f
 ) -> None:
     answer = compared(process, kind, tmp_path, dtype)
     assert answer["way"] == "traced", answer["summary"]
-    assert answer["slices"] > 10
+    assert answer["copies"] > 10
     assert answer["after"] == answer["sparse"] == []
 
 
@@ -48,8 +48,8 @@ def test_versions_that_go_by_copies_are_bit_for_bit_what_a_fresh_load_of_their_f
     [
         ("mamba2", "float32", "mixer", "mixer.A: loading reads it back (exp)"),
         # The weight of its convolution is packed, and a view of what it was before is left behind.
-        ("mamba2", "bfloat16", "mixer", "conv1d.weight: the layer keeps this weight in a form of its own"),
-        pytest.param("falcon-h1", "bfloat16", "mamba", "in a form of its own", marks=EXHAUSTIVE),
+        ("mamba2", "bfloat16", "mixer", "conv1d.weight: the layer repacks this weight"),
+        pytest.param("falcon-h1", "bfloat16", "mamba", "repacks this weight", marks=EXHAUSTIVE),
     ],
 )
 def test_layers_that_cannot_be_copied_into_are_named_and_are_right_nevertheless(
@@ -81,7 +81,7 @@ def test_what_vllms_own_loading_would_get_wrong_is_refused_by_name_and_nothing_i
     """vLLM keeps the old experts of this model when it is loaded again, and says nothing."""
     answer = compared(process, "gpt-oss", tmp_path, "bfloat16", "reload")
     assert "new versions of this model would not be right: model.layers.0." in answer["refused"]
-    assert "is not what an ordinary load leaves there" in answer["refused"]
+    assert "differs from an ordinary load" in answer["refused"]
     assert answer["after"] == []
 
 
@@ -95,7 +95,7 @@ def test_versions_that_are_not_written_completely_do_not_pass_the_rehearsal(
     left_out: str, named: str, process: Program, tmp_path: Path
 ) -> None:
     trouble = process.call("rehearsed_badly", str(make_architecture("qwen3-tied", tmp_path)), left_out)
-    assert trouble == f"{named} is not what an ordinary load leaves there"
+    assert trouble == f"{named} differs from an ordinary load"
 
 
 def compared(process: Program, kind: str, folder: Path, dtype: str, way: str = "") -> dict[str, Any]:
@@ -225,20 +225,20 @@ def test_what_layout_shows_was_rehearsed_on_every_rank(
     kind: str, ranks: int, way: str, process: Program, tmp_path: Path
 ) -> None:
     made = process.call("report", str(make(KINDS[kind], tmp_path, seed=1, dtype=torch.bfloat16)), ranks)
-    assert (made["way"], made["refusal"], made["not_rehearsed"]) == (way, "", "")
-    assert {rank["way"] for rank in made["ranks"]} == {way}
+    assert (made["method"], made["refusal"], made["not_rehearsed"]) == (way, "", "")
+    assert {rank["method"] for rank in made["ranks"]} == {way}
 
 
 def test_layout_refuses_what_a_worker_would(process: Program, tmp_path: Path) -> None:
     model = make(KINDS["gpt-oss"], tmp_path, seed=1, dtype=torch.bfloat16)
     made = process.call("report", str(model), 1, False, "reload")
-    assert made["way"] == "reload"
-    assert "is not what an ordinary load leaves there" in made["refusal"]
+    assert made["method"] == "reload"
+    assert "differs from an ordinary load" in made["refusal"]
 
 
 def test_layout_finds_the_layer_out_that_computes_from_a_hidden_copy(process: Program, tmp_path: Path) -> None:
     made = process.call("report", str(make_architecture("llama", tmp_path)), 2, False, "", "down_proj")
-    assert (made["way"], made["refusal"]) == ("reload", "")
+    assert (made["method"], made["refusal"]) == ("reload", "")
     reasons = [reason["why"] for rank in made["ranks"] for reason in rank["refused"]]
     assert any("mlp.down_proj does not compute what it computes after an ordinary load" in why for why in reasons)
 
@@ -248,7 +248,7 @@ def test_all_ranks_together_use_every_expert_and_each_says_which_it_holds(
     expert_parallel: bool, process: Program, tmp_path: Path
 ) -> None:
     made = process.call("report", str(make_qwen3_moe(tmp_path, seed=0, experts=7)), 2, expert_parallel)
-    assert made["way"] == "traced"
+    assert made["method"] == "traced"
     assert made["union"]["unused"] == {}
     held = [[0, 1, 2, 3], [4, 5, 6]] if expert_parallel else [list(range(7))] * 2
     assert [rank["experts"] for rank in made["ranks"]] == [[{"held": numbers, "of": 7}] for numbers in held]

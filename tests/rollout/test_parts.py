@@ -26,9 +26,9 @@ from weightlane import rollout
 from weightlane.ckpt_engines import CommitError, ConfigError, SyncAbortedError, WeightlaneError
 from weightlane.rollout import RolloutConfig
 from weightlane.rollout.commit.rank_agreement import RankGroup
+from weightlane.rollout.commit.remote_failure import RemoteFailure, RemoteFailureError, failure_from_text
 from weightlane.rollout.commit.token_clock import TokenClock
-from weightlane.rollout.commit.wire import RemoteFailure, RemoteFailureError, failure_from_text
-from weightlane.rollout.layout.loading.weight_loading import _refuse_modes, refuse_unsupported
+from weightlane.rollout.layout.loading.refused_models import _refuse_modes, refuse_unsupported
 from weightlane.rollout.replicas.shared_memory_cleaner import SharedMemoryCleaner
 from weightlane.rollout.vllm import plugin as vllm_plugin
 from weightlane.rollout.vllm.shared_memory import mapped_segments, segments_of_trees
@@ -149,18 +149,18 @@ def test_an_engine_process_ends_when_the_process_that_started_it_is_killed(monke
         ours.recv()
 
 
-def test_the_janitor_removes_what_a_killed_owner_leaves_and_waits_until_then() -> None:
+def test_the_cleaner_removes_what_a_killed_owner_leaves_and_waits_until_then() -> None:
     segment = shared_memory.SharedMemory(create=True, size=64)
     path = Path("/dev/shm") / segment.name
     try:
         assert path in segments_of_trees([os.getpid()])
         # Ours to remove, not the tracker's, which would complain.
         resource_tracker.unregister(f"/{segment.name}", "shared_memory")
-        janitor = SharedMemoryCleaner([path])
+        cleaner = SharedMemoryCleaner([path])
         time.sleep(0.3)
         assert path.exists()
-        janitor.close()
-        janitor.close()
+        cleaner.close()
+        cleaner.close()
         assert not path.exists()
         assert path not in mapped_segments()
     finally:

@@ -75,7 +75,7 @@ def test_a_load_that_fails_half_way_on_any_rank_is_undone_by_the_same_call(setup
         async def fail_meanwhile(rank: int = rank) -> Completion:
             flying = asyncio.create_task(setup.worker.generate("r", PROMPT, 400, greedy=True))
             await setup.tokens(50)
-            with pytest.raises(SyncAbortedError, match=rf"rollout rank {rank}.*was put back.*on purpose") as raised:
+            with pytest.raises(SyncAbortedError, match=rf"rollout rank {rank}.*was restored.*on purpose") as raised:
                 await setup.trainer.sync(setup.models[2])
             assert type(raised.value.reason) is UntouchedError
             return await flying

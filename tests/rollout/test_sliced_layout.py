@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightlane.rollout.layout import LayoutMap, SourceSpec, TargetSpec
-from weightlane.rollout.layout.map.geometry import make_slice
+from weightlane.rollout.layout.map.geometry import simplified_copy
 from weightlane.rollout.layout.map.sliced_layout import sliced_layout
 from weightlane.sync import TensorSlice, TensorSpec
 from weightlane.sync.version.box import Box
@@ -53,10 +53,10 @@ def boxes_of(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
 def written(layout: LayoutMap, sources: dict[str, torch.Tensor], numel: int) -> torch.Tensor:
     """The target after every copy; -1 where nothing is written."""
     target = torch.full((numel,), -1)
-    for piece in layout.slices:
-        come = sources[piece.source].contiguous().clone()
-        value = come.as_strided(piece.shape, piece.source_strides, piece.source_offset)
-        target.as_strided(piece.shape, piece.target_strides, piece.target_offset).copy_(value)
+    for copy in layout.copies:
+        come = sources[copy.source].contiguous().clone()
+        value = come.as_strided(copy.shape, copy.source_strides, copy.source_offset)
+        target.as_strided(copy.shape, copy.target_strides, copy.target_offset).copy_(value)
     return target
 
 
@@ -69,7 +69,7 @@ def test_slices_are_written_where_the_whole_tensor_would_be(data: st.DataObject)
     dimensions = zip(view.shape, view.stride(), dense, strict=True)
     spec = SourceSpec(shape, torch.int64)
     target = TargetSpec((numel,), (1,), 0, torch.int64)
-    piece = make_slice(WHOLE, int(view.storage_offset()), "t", 0, dimensions)
+    piece = simplified_copy(WHOLE, int(view.storage_offset()), "t", 0, dimensions)
     layout = LayoutMap({WHOLE: spec}, {"t": target}, [piece])
     boxes = boxes_of(data.draw, shape)
     regions = {
@@ -80,16 +80,16 @@ def test_slices_are_written_where_the_whole_tensor_would_be(data: st.DataObject)
 
     sources = {name: tensor[region.box.index] for name, region in regions.items()} | {WHOLE: tensor}
     assert torch.equal(written(sliced, sources, numel), view.reshape(-1))
-    assert sum(piece.numel for piece in sliced.slices) == numel, "an element is written twice"
+    assert sum(copy.numel for copy in sliced.copies) == numel, "an element is written twice"
     whole = WHOLE in sliced.sources
     assert whole or sliced.sources.keys() == regions.keys()
 
 
 def test_rows_columns_and_heads_need_no_whole_tensor() -> None:
     spec, target = SourceSpec((12, 8), torch.float32), TargetSpec((96,), (1,), 0, torch.float32)
-    rows = make_slice(WHOLE, 24, "t", 0, [(48, 1, 1)])
-    columns = make_slice(WHOLE, 4, "t", 0, [(12, 8, 4), (4, 1, 1)])
-    heads = make_slice(WHOLE, 0, "t", 0, [(2, 48, 16), (2, 8, 8), (8, 1, 1)])
+    rows = simplified_copy(WHOLE, 24, "t", 0, [(48, 1, 1)])
+    columns = simplified_copy(WHOLE, 4, "t", 0, [(12, 8, 4), (4, 1, 1)])
+    heads = simplified_copy(WHOLE, 0, "t", 0, [(2, 48, 16), (2, 8, 8), (8, 1, 1)])
     regions = {
         "top": TensorSlice(TensorSpec(WHOLE, (12, 8), torch.float32), Box((0, 0), (5, 8))),
         "left": TensorSlice(TensorSpec(WHOLE, (12, 8), torch.float32), Box((5, 0), (7, 3))),

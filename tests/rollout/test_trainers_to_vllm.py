@@ -57,7 +57,7 @@ def test_every_rollout_holds_and_computes_exactly_what_the_trainer_has(
 
 async def check_loading(run: ModelRun, worker: RecordingWorker, process: Program) -> None:
     """Commits were copies to where a model that is built for each rank alone says; vLLM's own reloading leaves the same."""
-    probe = worker._engine.collective_rpc
+    probe = worker._engine.running.collective_rpc
     world, divided = worker.config.tensor_parallel, worker.config.expert_parallel
     assert await probe("probe_way") == [["traced", ""]] * world
     for rank, layout in enumerate(await probe("probe_layout")):

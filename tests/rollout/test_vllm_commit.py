@@ -163,7 +163,7 @@ def test_a_commit_that_is_given_up_while_loading_stops_the_replica_and_the_next_
         with pytest.raises(asyncio.CancelledError):
             setup.run(give_up_meanwhile())
     else:
-        with pytest.raises(SyncAbortedError, match="not exchanged within") as raised:
+        with pytest.raises(SyncAbortedError, match="not replaced within") as raised:
             setup.run(give_up_meanwhile())
         assert isinstance(raised.value.reason, QuarantinedError)
     setup.worker.config = patient

@@ -46,7 +46,7 @@ from weightlane.ckpt_engines.engines.filesystem.file_names import parse_latest, 
 from weightlane.ckpt_engines.runtime.devices import HOST
 from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
 from weightlane.ckpt_engines.toolkit.handshake import expect
-from weightlane.rollout.commit.wire import failure_from_text
+from weightlane.rollout.commit.remote_failure import failure_from_text
 from weightlane.rollout.layout.loading.expectation import expectation_of
 from weightlane.sync import Manifest, Rendezvous, RendezvousAddress
 from weightlane.sync.control.hub.frames import ControlConnection, Frame, Keys

@@ -35,7 +35,7 @@ from weightlane.ckpt_engines.engines.faulty.engine import read_fault_log
 from weightlane.ckpt_engines.engines.filesystem.file_names import parse_latest, parse_sender
 from weightlane.ckpt_engines.links.link import receiver_link
 from weightlane.ckpt_engines.runtime.devices import HOST
-from weightlane.rollout.commit.wire import failure_from_text
+from weightlane.rollout.commit.remote_failure import failure_from_text
 from weightlane.rollout.layout.loading.expectation import expectation_of
 from weightlane.sync import Manifest, Rendezvous, RendezvousAddress
 from weightlane.sync.control.hub.frames import Frame, dial

@@ -1,1 +1,1 @@
-"""vLLM's own loading of checkpoints, and the tensors it derives."""
+"""vLLM's own loading: which models it takes versions for, what a version consists of, and reloads of a live model."""

@@ -1,8 +1,8 @@
-"""Tensors that a model computes with and that no checkpoint tensor is loaded into: made anew whenever a version is loaded.
+"""Tensors that a model computes with and that no checkpoint tensor is loaded into: recomputed whenever a version is loaded.
 
-There are two kinds. Attention layers derive tensors from the parameters of other layers, once these are loaded (the absorbed
-projections of multi-head latent attention). And a view that a layer made of a parameter, before anything was loaded, is left
-behind where the layer's parameter is replaced by one in a form of its own (Mamba's convolutions on CPU).
+There are two kinds. Attention layers derive tensors from the parameters of other layers after loading (the absorbed projections
+of multi-head latent attention). And a layer's view of a parameter, made before loading, becomes stale when the parameter is
+replaced by a repacked one (Mamba's convolutions on CPU).
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class LeftBehind:
+class StaleView:
     """A tensor that was a view of a parameter until the parameter was replaced."""
 
     view: str
-    """Its full name."""
+    """Full name of the tensor."""
     parameter: str
-    """The parameter's."""
+    """Full name of the parameter."""
     offset: int
     strides: tuple[int, ...]
-    """Where its elements were in the parameter's storage."""
+    """Offset and strides of the view in the parameter's storage."""
 
 
 def made_after_loading(model: torch.nn.Module) -> set[str]:
-    """Parameters that were not there to be loaded into: full names."""
+    """Full names of the parameters that did not exist when the model was loaded."""
     from ...vllm_internals.internals import get_layerwise_info  # noqa: PLC0415 - in a worker only
 
     return {
@@ -41,7 +41,7 @@ def made_after_loading(model: torch.nn.Module) -> set[str]:
 
 
 def derives(layer: torch.nn.Module) -> bool:
-    """Whether vLLM lets this layer process what others have loaded."""
+    """Whether vLLM lets `layer` derive tensors from other layers after loading."""
     from ...vllm_internals.internals import is_deferred_attention_layer  # noqa: PLC0415 - as above
 
     return bool(is_deferred_attention_layer(layer))
@@ -49,39 +49,38 @@ def derives(layer: torch.nn.Module) -> bool:
 
 @torch.no_grad()
 def renew_derived(model: torch.nn.Module, layers: Collection[str], model_config: Any) -> None:
-    """Let `layers` derive their tensors anew, in place, as vLLM does after it has loaded the others."""
+    """Let `layers` derive their tensors again, in place, as vLLM does after it has loaded the other layers."""
     for name in layers:
         layer: Any = model.get_submodule(name)
         layer.process_weights_after_loading(model_config.dtype)
 
 
 @contextmanager
-def views_renewed(model: torch.nn.Module, left_behind: Sequence[LeftBehind]) -> Iterator[None]:
-    """Inside, a layer that is loaded also writes its values into the views that it leaves behind, before it processes them."""
+def stale_views_renewed(model: torch.nn.Module, stale_views: Sequence[StaleView]) -> Iterator[None]:
+    """Inside, a layer that is loaded also copies its values into its stale views, before it processes them."""
     methods: list[Any] = []
     try:
-        for view in left_behind:
+        for view in stale_views:
             owner, _, name = view.parameter.rpartition(".")
             layer: Any = model.get_submodule(owner)
             method = layer.quant_method
             methods.append(method)
-            method.process_weights_after_loading = _writing(view, name, layer, model, method)
+            method.process_weights_after_loading = _process_and_renew(view, name, layer, model, method)
         yield
     finally:
         for method in methods:
             vars(method).pop("process_weights_after_loading", None)
 
 
-def _writing(view: LeftBehind, name: str, layer: Any, model: torch.nn.Module, method: Any) -> Any:
+def _process_and_renew(view: StaleView, name: str, layer: Any, model: torch.nn.Module, method: Any) -> Any:
     owner, _, attribute = view.view.rpartition(".")
-    # Now: vLLM takes it away while its layer is loaded, and puts it back.
+    # Looked up now: vLLM removes the attribute while its layer is loaded, and restores it.
     tensor: torch.Tensor = getattr(model.get_submodule(owner), attribute)
     process = method.process_weights_after_loading
 
-    def write_and_process(loaded: torch.nn.Module) -> None:
+    def process_and_renew(loaded: torch.nn.Module) -> None:
         if loaded is layer:
-            values = getattr(layer, name).as_strided(tensor.shape, view.strides, view.offset)
-            tensor.copy_(values)
+            tensor.copy_(getattr(layer, name).as_strided(tensor.shape, view.strides, view.offset))
         process(loaded)
 
-    return write_and_process
+    return process_and_renew

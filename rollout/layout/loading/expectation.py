@@ -1,7 +1,7 @@
-"""What a replica expects a version to consist of: the tensors of the checkpoint it was started from.
+"""The tensors that a replica expects in a version: those of the checkpoint that the replica was started from.
 
-Only headers are read. Sources: the safetensors format (https://huggingface.co/docs/safetensors), and Hugging Face's
-``model.safetensors.index.json`` for sharded checkpoints.
+Only headers of the checkpoint's files are read. Sources: the safetensors format (https://huggingface.co/docs/safetensors), and
+Hugging Face's ``model.safetensors.index.json`` for sharded checkpoints.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,28 +33,28 @@ _EMBEDDINGS = (
     "embed_in.weight",
     "backbone.embeddings.weight",
 )
-"""How causal language models of Hugging Face end the name of their input embedding."""
+"""Endings of the input embedding's name in causal language models of Hugging Face."""
 _NOT_WEIGHTS = ("rotary_pos_emb.inv_freq", "rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
-"""Buffers that old checkpoints carry; vLLM computes them itself and a trainer does not send them."""
+"""Endings of buffers that old checkpoints hold. vLLM computes these buffers itself, and a trainer does not send them."""
 
 
 def expectation_of(model: str | os.PathLike[str], *, dtype: torch.dtype, tied_embeddings: bool) -> Expectation:
-    """The tensors that a checkpoint in Hugging Face format is made of.
+    """Read which tensors a checkpoint in Hugging Face format has.
 
     Args:
         model: Checkpoint directory, or the name of a Hugging Face model whose files are already on this machine.
-        dtype: Data type the model computes in. A floating-point tensor may arrive in it or in the type it has on disk; what is
-            quantised on disk must arrive like that, and what only arrives quantised is restored in this type.
-        tied_embeddings: Whether the output embedding is the input embedding; it may then be left out of a version.
+        dtype: Data type the model computes in. A floating-point tensor may arrive in `dtype` or in its dtype on disk. A tensor
+            that is quantised on disk must arrive quantised; a tensor that only arrives quantised is restored in `dtype`.
+        tied_embeddings: Whether the output embedding is the input embedding. A version may then leave it out.
 
     Raises:
         ConfigError: The directory or one of its files is missing, broken, or names no tensors.
     """
     directory = _directory(model)
     on_disk = stored_tensors(model)
-    free = free_in_type(on_disk)
+    castable = _castable(on_disk)
     tensors = {
-        name: ExpectedTensor(shape, frozenset({stored, dtype} if name in free else {stored}))
+        name: ExpectedTensor(shape, frozenset({stored, dtype} if name in castable else {stored}))
         for name, (shape, stored) in on_disk.items()
     }
     if not tensors:
@@ -66,29 +67,37 @@ def expectation_of(model: str | os.PathLike[str], *, dtype: torch.dtype, tied_em
     return Expectation(tensors=tensors, tied=tied, dtype=dtype)
 
 
+def expectation_of_config(model_config: Any) -> Expectation:
+    """`expectation_of` the checkpoint in vLLM's ``model_config``."""
+    tied = bool(getattr(model_config.hf_text_config, "tie_word_embeddings", False))
+    return expectation_of(model_config.model, dtype=model_config.dtype, tied_embeddings=tied)
+
+
 def checkpoint_specs(model: str | os.PathLike[str], dtype: torch.dtype) -> dict[str, SourceSpec]:
-    """The tensors of a checkpoint as a trainer sends them to a model that computes in `dtype`, unless told otherwise.
+    """The tensors of a checkpoint as a trainer sends them by default to a model that computes in `dtype`.
 
     Raises `ConfigError` as `expectation_of`.
     """
     stored = stored_tensors(model)
-    free = free_in_type(stored) - kept_in_float32({name: on_disk for name, (_, on_disk) in stored.items()})
-    return {name: SourceSpec(shape, dtype if name in free else on_disk) for name, (shape, on_disk) in stored.items()}
+    castable = _castable(stored) - kept_in_float32({name: on_disk for name, (_, on_disk) in stored.items()})
+    return {
+        name: SourceSpec(shape, dtype if name in castable else on_disk) for name, (shape, on_disk) in stored.items()
+    }
 
 
-def free_in_type(stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> set[str]:
-    """The tensors that a model may take in another type than its checkpoint's: not what is quantised, and no scales of that."""
+def _castable(stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> set[str]:
+    """The tensors that may arrive in another dtype than on disk: all but quantised tensors and their scales."""
     quantised = {name for name, (_, dtype) in stored.items() if dtype.itemsize == 1}
 
-    def is_free(name: str, dtype: torch.dtype) -> bool:
+    def is_castable(name: str, dtype: torch.dtype) -> bool:
         base, mark, _ = name.rpartition("_scale")
         return dtype.is_floating_point and name not in quantised and not (mark and base in quantised)
 
-    return {name for name, (_, dtype) in stored.items() if is_free(name, dtype)}
+    return {name for name, (_, dtype) in stored.items() if is_castable(name, dtype)}
 
 
 def stored_tensors(model: str | os.PathLike[str]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and type of every weight in a checkpoint's files. Raises as `expectation_of`.
+    """Shape and dtype of every weight in a checkpoint's files. Raises as `expectation_of`.
 
     Layers that predict further tokens (DeepSeek-V3 has one) are left out: vLLM loads them into draft models only.
     """
@@ -102,22 +111,17 @@ def stored_tensors(model: str | os.PathLike[str]) -> dict[str, tuple[tuple[int, 
 
 
 def _trained_layers(directory: Path) -> float:
-    """How many decoder layers a model has before those that predict further tokens; infinite where it has none of these."""
+    """The number of decoder layers before those that predict further tokens; infinite if no layers do."""
     try:
         config = json.loads((directory / "config.json").read_text())
         return int(config["num_hidden_layers"]) if config.get("num_nextn_predict_layers") else math.inf
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return math.inf  # whoever loads the model says what is wrong
+        return math.inf  # vLLM refuses a broken config when it loads the model.
 
 
 def _layer_of(name: str) -> int:
     match = re.match(r"model\.layers\.(\d+)\.", name)
     return int(match[1]) if match else -1
-
-
-def checkpoint_files(model: str | os.PathLike[str]) -> list[Path]:
-    """The safetensors files of a checkpoint. Raises as `expectation_of`."""
-    return _files(_directory(model))
 
 
 def _directory(model: str | os.PathLike[str]) -> Path:
@@ -140,7 +144,9 @@ def _directory(model: str | os.PathLike[str]) -> Path:
         ) from cause
 
 
-def _files(directory: Path) -> list[Path]:
+def checkpoint_files(model: str | os.PathLike[str]) -> list[Path]:
+    """The safetensors files of a checkpoint. Raises as `expectation_of`."""
+    directory = _directory(model)
     index = directory / _INDEX
     if index.is_file():
         try:
@@ -166,7 +172,7 @@ def _files(directory: Path) -> list[Path]:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # a name that no file can have
+    except OSError:  # The name is not possible on this file system.
         return False
 
 

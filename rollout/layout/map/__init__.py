@@ -1,1 +1,1 @@
-"""Layout maps: where each element of a checkpoint lands in a rank's live parameters, as plain data."""
+"""Layout maps: where each checkpoint element lands in a rank's live parameters, and which slices a rank therefore needs."""

@@ -1,4 +1,4 @@
-"""Counts: is every element of a parameter written exactly once, and is every element of the checkpoint used by some rank?"""
+"""Coverage of a layout: is every parameter element written exactly once, and is every checkpoint element used by some rank?"""
 
 from __future__ import annotations
 
@@ -12,49 +12,51 @@ from .layout_map import LayoutMap
 
 @dataclass(frozen=True, slots=True)
 class TargetCoverage:
-    """Elements of one parameter by what happens to them."""
+    """Numbers of elements of one parameter."""
 
-    copied: int
     constant: int
-    """Filled, and not copied over."""
+    """Filled with a constant, and not copied over."""
     unmapped: int
+    """Neither filled nor copied."""
     doubled: int
     """Copied more than once."""
 
 
 def target_coverage(layout: LayoutMap) -> dict[str, TargetCoverage]:
-    """What happens to the elements of each target of `layout`."""
+    """The coverage of each target of `layout`."""
     blocks = defaultdict(list)
     fills = defaultdict(list)
-    for piece in layout.slices:
-        blocks[piece.target].append(target_block(piece))
+    for copy in layout.copies:
+        blocks[copy.target].append(target_block(copy))
     for constant in layout.constants:
         fills[constant.target].append((constant.offset, constant.strides, constant.shape))
     result = {}
     for name, spec in layout.targets.items():
         everything = (spec.offset, spec.strides, spec.shape)
-        copies, filled = (Cover([everything, *blocks[name], *fills[name]]) for _ in range(2))
+        copied, filled = (Cover([everything, *blocks[name], *fills[name]]) for _ in range(2))
         for block in blocks[name]:
-            copies.add(block)
+            copied.add(block)
         for block in fills[name]:
             filled.add(block)
-        times, padding = copies.view(everything), filled.view(everything) > 0
-        unit = copies.unit
+        times, padding = copied.view(everything), filled.view(everything) > 0
         result[name] = TargetCoverage(
-            copied=int((times > 0).sum()) * unit,
-            constant=int((padding & (times == 0)).sum()) * unit,
-            unmapped=int((~padding & (times == 0)).sum()) * unit,
-            doubled=int((times > 1).sum()) * unit,
+            constant=int((padding & (times == 0)).sum()) * copied.unit,
+            unmapped=int((~padding & (times == 0)).sum()) * copied.unit,
+            doubled=int((times > 1).sum()) * copied.unit,
         )
     return result
 
 
 def unused_elements(layouts: Sequence[LayoutMap]) -> dict[str, int]:
-    """For each checkpoint tensor that some element of is used by no rank: how many. `layouts` are those of all ranks."""
+    """The number of elements that no rank uses, for each checkpoint tensor with such elements.
+
+    Args:
+        layouts: The layouts of all ranks.
+    """
     blocks: dict[str, set[Block]] = defaultdict(set)
     for layout in layouts:
-        for piece in layout.slices:
-            blocks[piece.source].add(source_block(piece))
+        for copy in layout.copies:
+            blocks[copy.source].add(source_block(copy))
     # Layers are alike, and so are experts: most tensors are used like one before.
     known: dict[tuple[tuple[int, ...], frozenset[Block]], int] = {}
     result = {}
@@ -68,7 +70,7 @@ def unused_elements(layouts: Sequence[LayoutMap]) -> dict[str, int]:
 
 
 def _unused(shape: tuple[int, ...], blocks: frozenset[Block]) -> int:
-    """How many elements of a tensor of `shape` are in none of `blocks`."""
+    """The number of elements of a tensor of `shape` that are in none of `blocks`."""
     everything = elements_of(shape)
     cover = Cover([everything, *blocks])
     for block in blocks:

@@ -1,4 +1,4 @@
-"""Strided blocks of elements: simplified, joined, laid over each other."""
+"""Geometry of strided blocks of elements: simplify, join, count how often blocks cover each element."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from .layout_map import Slice
+from .layout_map import StridedCopy
 
 Block = tuple[int, tuple[int, ...], tuple[int, ...]]
 """Offset, strides and shape, in elements."""
@@ -17,7 +17,7 @@ Dimensions = list[tuple[int, int, int]]
 
 
 def simplified(dimensions: Iterable[tuple[int, int, int]]) -> Dimensions:
-    """Without dimensions of length one, neighbours joined where both sides go on without a gap; at least one is left."""
+    """`dimensions` without those of length one, neighbours joined where both sides are contiguous; at least one is left."""
     joined: Dimensions = []
     for length, source, target in dimensions:
         if length == 1:
@@ -29,8 +29,8 @@ def simplified(dimensions: Iterable[tuple[int, int, int]]) -> Dimensions:
     return joined or [(1, 1, 1)]
 
 
-def repeated_parts(offset: int, dimensions: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, Dimensions]]:
-    """Target offset and remaining dimensions of each copy that a broadcast source (stride 0) is put into place with."""
+def without_broadcasts(offset: int, dimensions: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, Dimensions]]:
+    """Target offset and remaining dimensions of each copy that together write a broadcast source (stride 0)."""
     wide = [(length, target) for length, source, target in dimensions if source == 0 and length != 1]
     rest = [item for item in dimensions if item[1] != 0]
     for index in itertools.product(*(range(length) for length, _ in wide)):
@@ -38,7 +38,7 @@ def repeated_parts(offset: int, dimensions: Sequence[tuple[int, int, int]]) -> I
 
 
 def overlaps_itself(block: Block) -> bool:
-    """Whether two indices of `block` may mean one element; never False when they do."""
+    """Whether two indices of `block` may address the same element; never False when they do."""
     reach = 0
     for stride, length in sorted(item for item in zip(block[1], block[2], strict=True) if item[1] != 1):
         if stride <= reach:
@@ -47,74 +47,75 @@ def overlaps_itself(block: Block) -> bool:
     return False
 
 
-def make_slice(source: str, start: int, target: str, offset: int, dimensions: Iterable[tuple[int, int, int]]) -> Slice:
-    """A slice of simplified `dimensions`."""
-    simple = simplified(dimensions)
-    lengths, steps, strides = (tuple(column) for column in zip(*simple, strict=True))
-    return Slice(source, start, steps, target, offset, strides, lengths)
+def simplified_copy(
+    source: str, source_offset: int, target: str, target_offset: int, dimensions: Iterable[tuple[int, int, int]]
+) -> StridedCopy:
+    """A copy whose `dimensions` are simplified."""
+    lengths, steps, strides = (tuple(column) for column in zip(*simplified(dimensions), strict=True))
+    return StridedCopy(source, source_offset, steps, target, target_offset, strides, lengths)
 
 
-def joined(slices: Iterable[Slice]) -> list[Slice]:
-    """`slices` in their order, each joined with the one before where it goes on in the outermost dimension on both sides.
+def joined_copies(copies: Iterable[StridedCopy]) -> list[StridedCopy]:
+    """`copies` in their order, each joined with the one before where it continues that in the outermost dimension.
 
-    Loaders split fused tensors into one copy per part, which often lie side by side on both sides.
+    Loaders split fused tensors into one copy per part, and the parts are often adjacent on both sides.
     """
-    result: list[Slice] = []
-    for piece in slices:
+    result: list[StridedCopy] = []
+    for copy in copies:
         last = result[-1] if result else None
-        if last is not None and _goes_on(last, piece):
+        if last is not None and _continues(last, copy):
             dimensions = zip(
-                (last.shape[0] + piece.shape[0], *last.shape[1:]), last.source_strides, last.target_strides, strict=True
+                (last.shape[0] + copy.shape[0], *last.shape[1:]), last.source_strides, last.target_strides, strict=True
             )
-            result[-1] = make_slice(last.source, last.source_offset, last.target, last.target_offset, dimensions)
+            result[-1] = simplified_copy(last.source, last.source_offset, last.target, last.target_offset, dimensions)
         else:
-            result.append(piece)
+            result.append(copy)
     return result
 
 
-def _goes_on(last: Slice, piece: Slice) -> bool:
+def _continues(last: StridedCopy, copy: StridedCopy) -> bool:
     return (
         (last.source, last.target, last.source_strides, last.target_strides, last.shape[1:])
-        == (piece.source, piece.target, piece.source_strides, piece.target_strides, piece.shape[1:])
-        and piece.source_offset == last.source_offset + last.shape[0] * last.source_strides[0]
-        and piece.target_offset == last.target_offset + last.shape[0] * last.target_strides[0]
+        == (copy.source, copy.target, copy.source_strides, copy.target_strides, copy.shape[1:])
+        and copy.source_offset == last.source_offset + last.shape[0] * last.source_strides[0]
+        and copy.target_offset == last.target_offset + last.shape[0] * last.target_strides[0]
     )
 
 
-def source_block(piece: Slice) -> Block:
-    """What `piece` reads."""
-    return piece.source_offset, piece.source_strides, piece.shape
+def source_block(copy: StridedCopy) -> Block:
+    """The block that `copy` reads."""
+    return copy.source_offset, copy.source_strides, copy.shape
 
 
-def target_block(piece: Slice) -> Block:
-    """What `piece` writes."""
-    return piece.target_offset, piece.target_strides, piece.shape
+def target_block(copy: StridedCopy) -> Block:
+    """The block that `copy` writes."""
+    return copy.target_offset, copy.target_strides, copy.shape
 
 
-def blocks_between(piece: Slice, start: int, stop: int) -> Iterator[tuple[tuple[int, ...], int, int]]:
-    """The part of `piece` whose source elements lie in [`start`, `stop`), as few blocks with the strides of `piece`.
+def blocks_between(copy: StridedCopy, start: int, stop: int) -> Iterator[tuple[tuple[int, ...], int, int]]:
+    """The part of `copy` whose source elements lie in [`start`, `stop`), as few blocks with the strides of `copy`.
 
-    Yields shape, source offset and target offset of each. The source strides of a slice are a mixed radix: ordered by stride,
-    indices are in the order of the elements.
+    Yields shape, source offset and target offset of each. The source strides of a copy are a mixed radix: indices that are
+    ordered by stride are in the order of the elements.
     """
-    order = sorted(range(len(piece.shape)), key=lambda axis: -piece.source_strides[axis])
+    order = sorted(range(len(copy.shape)), key=lambda axis: -copy.source_strides[axis])
     reach = [0]  # of the axes from the last one back
     for axis in reversed(order):
-        reach.append(reach[-1] + (piece.shape[axis] - 1) * piece.source_strides[axis])
+        reach.append(reach[-1] + (copy.shape[axis] - 1) * copy.source_strides[axis])
     reach.reverse()
-    shape, indices = list(piece.shape), [0] * len(piece.shape)
+    shape, indices = list(copy.shape), [0] * len(copy.shape)
 
     def inside(depth: int, low: int, high: int) -> Iterator[tuple[tuple[int, ...], int, int]]:
-        """Blocks of the axes from `depth` on, between `low` and `high` from where the outer ones stand."""
-        if high <= 0 or low > reach[depth] or 0 in piece.shape:
+        """Blocks of the axes from `depth` on, between `low` and `high` relative to the indices of the outer axes."""
+        if high <= 0 or low > reach[depth] or 0 in copy.shape:
             return
         if depth == len(order) or (low <= 0 and high > reach[depth]):
-            source = sum(at * step for at, step in zip(indices, piece.source_strides, strict=True))
-            target = sum(at * stride for at, stride in zip(indices, piece.target_strides, strict=True))
-            yield tuple(shape), piece.source_offset + source, piece.target_offset + target
+            source = sum(at * step for at, step in zip(indices, copy.source_strides, strict=True))
+            target = sum(at * stride for at, stride in zip(indices, copy.target_strides, strict=True))
+            yield tuple(shape), copy.source_offset + source, copy.target_offset + target
             return
         axis = order[depth]
-        step, length = piece.source_strides[axis], piece.shape[axis]
+        step, length = copy.source_strides[axis], copy.shape[axis]
         first = max(0, -(-(low - reach[depth + 1]) // step))  # the first index with anything in it
         last = min(length - 1, (high - 1) // step)
         whole = max(first, -(-low // step)), min(last, (high - 1 - reach[depth + 1]) // step)
@@ -130,14 +131,14 @@ def blocks_between(piece: Slice, start: int, stop: int) -> Iterator[tuple[tuple[
                 index += 1
         shape[axis], indices[axis] = length, 0
 
-    yield from inside(0, start - piece.source_offset, stop - piece.source_offset)
+    yield from inside(0, start - copy.source_offset, stop - copy.source_offset)
 
 
 class Cover:
-    """How often blocks cover each element of a stretch of memory, counted in units of their common contiguous run.
+    """Counts how often blocks cover each element of a storage, in units of the blocks' common contiguous run.
 
-    Layouts of real models are made of long runs, so this is exact and still needs only thousands of counters for parameters of
-    millions of elements. Everything that is added or asked about later has to be among `blocks`.
+    Layouts of real models consist of long runs, so that thousands of counters are exact for millions of elements. Every block
+    that is added or viewed later has to be among `blocks`.
     """
 
     def __init__(self, blocks: Iterable[Block]) -> None:
@@ -145,10 +146,10 @@ class Cover:
         self.unit = math.gcd(*(number for block in self._blocks for number in _granularity(block))) or 1
         end = max((_end(block) for block in self._blocks), default=0)
         self.counts = torch.zeros(-(-end // self.unit), dtype=torch.int32)
-        """How often each unit is covered by what was added."""
+        """Number of added blocks that cover each unit."""
 
     def add(self, block: Block) -> None:
-        """Count `block`, which must be among those this was made for."""
+        """Count `block`."""
         self.view(block).add_(1)
 
     def view(self, block: Block) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""What one rank needs of each checkpoint tensor, as boxes: where it begins in every dimension, and how far it goes.
+"""The boxes of each checkpoint tensor that one rank needs: first index and size in every dimension.
 
-A layout's slices are strided blocks over flat tensors, their dimensions joined wherever a copy can go on. Here they are taken
-apart again along the dimensions of the tensor, so that a sender may cut exactly that out of whatever shards it has.
+A layout's copies are strided blocks over flat tensors with joined dimensions. This module splits them again along the dimensions
+of the tensor, so that a sender can cut exactly these boxes out of its shards.
 """
 
 from __future__ import annotations
@@ -14,37 +14,36 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from weightlane.sync import Placement, TensorSpec
 from weightlane.sync.version.box import Box
 
-from .geometry import Block, elements_of
+from .geometry import Block, elements_of, source_block
 from .layout_map import LayoutMap, SourceSpec
 
 _Steps = tuple[tuple[int, int], ...]
 """Stride and length of the dimensions of a block, the largest stride first."""
 _Range = tuple[int, int]
-"""First index, and the one behind the last."""
+"""First index, and one past the last."""
 _Ranges = tuple[_Range, ...]
-"""A range of each dimension."""
+"""One range per dimension."""
 
 _MOST_RANGES = 16
-"""Separate ranges that one slice may have in one dimension; more are taken for one range, gaps included."""
+"""Most separate ranges of one copy in one dimension, so that a slice list stays short; more become one range with gaps."""
 
 
 def needed_boxes(layout: LayoutMap) -> dict[str, list[Box]]:
     """The parts of checkpoint tensors that a rank with this layout reads.
 
-    They are exact for ranges of rows, columns, heads and experts, for several of them in one tensor, and for what is interleaved
-    as long as one rank reads all of it. Where a slice steps over more than a few gaps, they contain the gaps.
+    The boxes are exact for ranges of rows, columns, heads and experts, for several ranges in one tensor, and for interleaved
+    tensors that one rank reads whole. A copy with more than a few gaps gets boxes that contain the gaps.
 
     Args:
-        layout: An accepted layout: what it says of sources is all that the rank reads. In a layout as it was traced, tensors that
-            are refused, or from which something is computed, are needed whole.
+        layout: A layout. Tensors that are refused, or from which something is computed, are needed whole.
 
     Returns:
-        For every tensor of ``layout.sources`` disjoint boxes, in ascending order. Every element that a slice reads is in one
-        of them. A tensor of which nothing is read has none.
+        Disjoint boxes in ascending order for every tensor of ``layout.sources``. Every element that a copy reads is in one box.
+        A tensor that is not read has no boxes.
     """
     blocks: dict[str, set[Block]] = defaultdict(set)
-    for piece in layout.slices:
-        blocks[piece.source].add((piece.source_offset, piece.source_strides, piece.shape))
+    for copy in layout.copies:
+        blocks[copy.source].add(source_block(copy))
     whole = {refusal.tensor for refusal in layout.refused_sources} | {source for source, _ in layout.feeds}
     # Layers are alike, and so are experts: most tensors are cut like one before.
     known: dict[tuple[tuple[int, ...], frozenset[Block]], list[Box]] = {}
@@ -58,7 +57,7 @@ def needed_boxes(layout: LayoutMap) -> dict[str, list[Box]]:
 
 
 def needed_placement(boxes: Mapping[str, list[Box]], sent: Mapping[str, SourceSpec]) -> Placement:
-    """What a rank has to get of `sent`, the tensors of a version, of which it reads `boxes`; of others everything."""
+    """The slices of `sent`, the tensors of a version, that a rank needs: its `boxes`, and tensors without boxes whole."""
     return Placement.of_boxes(
         (TensorSpec(name, spec.shape, spec.dtype), boxes[name] if name in boxes else [Box.whole(spec.shape)])
         for name, spec in sent.items()
@@ -82,12 +81,12 @@ def _boxes(shape: tuple[int, ...], blocks: Iterable[Block]) -> list[Box]:
 
 
 def _ranges(strides: Sequence[int], offset: int, steps: _Steps) -> Iterator[_Ranges]:
-    """A range of each dimension, in products that together contain a block.
+    """Boxes, as one range per dimension, that together contain a block.
 
     Args:
-        strides: Row-major strides of a tensor, or of its inner dimensions while the outer ones stand still.
-        offset: Of the block in it.
-        steps: Of the block.
+        strides: Row-major strides of a tensor, or of its inner dimensions.
+        offset: Offset of the block in the tensor.
+        steps: Steps of the block.
     """
     if not strides:
         yield ()
@@ -97,7 +96,7 @@ def _ranges(strides: Sequence[int], offset: int, steps: _Steps) -> Iterator[_Ran
     inner = steps[len(outer) :]
     first, rest = divmod(offset, unit)
     if any(stride % unit for stride, _ in outer):
-        for start, fewer in _taken_apart(offset, outer, inner):
+        for start, fewer in _split_outer(offset, outer, inner):
             yield from _ranges(strides, start, fewer)
     elif rest + _reach(inner) < unit:
         indices = _indices(first, [(stride // unit, length) for stride, length in outer])
@@ -105,12 +104,12 @@ def _ranges(strides: Sequence[int], offset: int, steps: _Steps) -> Iterator[_Ran
             for low_high in indices:
                 yield (low_high, *box)
     else:
-        for start, more in _cut_at_rows(unit, offset, outer, inner):
+        for start, more in _split_rows(unit, offset, outer, inner):
             yield from _ranges(strides, start, more)
 
 
-def _taken_apart(offset: int, outer: _Steps, inner: _Steps) -> Iterator[tuple[int, _Steps]]:
-    """Blocks without the steps `outer`, which are none of the tensor's; one without gaps where that would be too many."""
+def _split_outer(offset: int, outer: _Steps, inner: _Steps) -> Iterator[tuple[int, _Steps]]:
+    """Blocks without the steps `outer`, which fit no dimension of the tensor; one block without gaps if there were too many."""
     if math.prod(length for _, length in outer) > _MOST_RANGES:
         yield offset, ((1, _reach((*outer, *inner)) + 1),)
         return
@@ -118,8 +117,8 @@ def _taken_apart(offset: int, outer: _Steps, inner: _Steps) -> Iterator[tuple[in
         yield offset + sum(at * stride for at, (stride, _) in zip(index, outer, strict=True)), inner
 
 
-def _cut_at_rows(unit: int, offset: int, outer: _Steps, inner: _Steps) -> Iterator[tuple[int, _Steps]]:
-    """What of a block comes before its first whole row of `unit` elements, whole rows, and what comes after the last."""
+def _split_rows(unit: int, offset: int, outer: _Steps, inner: _Steps) -> Iterator[tuple[int, _Steps]]:
+    """The parts of a block before its first whole row of `unit` elements, the whole rows, and the part after the last row."""
     first, rest = divmod(offset, unit)
     (stride, length), smaller = inner[0], inner[1:]
     at, rest = divmod(rest, stride)
@@ -139,12 +138,12 @@ def _cut_at_rows(unit: int, offset: int, outer: _Steps, inner: _Steps) -> Iterat
 
 
 def _reach(steps: _Steps) -> int:
-    """How far from its offset a block goes."""
+    """Distance from a block's offset to its last element."""
     return sum(stride * (length - 1) for stride, length in steps)
 
 
 def _indices(first: int, steps: Iterable[tuple[int, int]]) -> list[_Range]:
-    """The indices ``first + sum(at * step)`` as disjoint ascending ranges; gaps are filled where there are too many."""
+    """The indices ``first + sum(at * step)`` as disjoint ascending ranges; gaps are filled if there are too many ranges."""
     ranges = [(first, first + 1)]
     for step, length in sorted(steps):
         low, high = ranges[0][0], ranges[-1][1]
@@ -157,7 +156,7 @@ def _indices(first: int, steps: Iterable[tuple[int, int]]) -> list[_Range]:
 
 
 def _merged(ranges: Iterable[_Range]) -> list[_Range]:
-    """Disjoint ascending ranges of the same indices."""
+    """Disjoint ascending ranges that contain the same indices."""
     result: list[_Range] = []
     for low, high in sorted(ranges):
         if result and low <= result[-1][1]:
@@ -168,10 +167,10 @@ def _merged(ranges: Iterable[_Range]) -> list[_Range]:
 
 
 def _disjoint(boxes: Sequence[_Ranges], dim: int) -> list[_Ranges]:
-    """Disjoint boxes of the same elements, ascending: slab after slab of dimension `dim`, equal neighbours joined.
+    """Disjoint boxes that contain the same elements, ascending: one slab after the other along `dim`, equal neighbours joined.
 
     Args:
-        boxes: A range of every dimension each; only those from `dim` on are looked at.
+        boxes: One range per dimension each; ranges before `dim` are ignored.
         dim: The dimension to begin with.
     """
     if not boxes:

@@ -1,4 +1,4 @@
-"""The layout of a version of which slices come instead of whole tensors: the same copies, out of the slices."""
+"""Rewrites a layout for a version that is received as slices: the same copies, read from the slices instead of whole tensors."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from weightlane.sync import TensorSlice
 from weightlane.sync.version.box import Box, row_major_strides
 
-from .layout_map import LayoutMap, Slice, SourceSpec
+from .layout_map import LayoutMap, SourceSpec, StridedCopy
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One dimension of a slice, as steps along one dimension of its source."""
+    """One dimension of a copy, as steps along one dimension of its source."""
 
     axis: int
     stride: int
@@ -26,47 +26,47 @@ class _Step:
 
 
 def sliced_layout(layout: LayoutMap, regions: Mapping[str, TensorSlice]) -> LayoutMap:
-    """What `layout` does with whole tensors, done with slices of them.
+    """The copies of `layout` with slices as their sources.
 
     Args:
         layout: An accepted layout.
-        regions: The slices that come, by name.
+        regions: The slices that are received, by name.
 
     Returns:
-        A layout whose sources are the slices, and under their own names the tensors that are needed whole because a copy out of
-        them does not follow their dimensions.
+        A layout whose sources are the slices. A tensor stays a source under its own name if a copy of it does not follow its
+        dimensions.
     """
-    coming: dict[str, list[tuple[str, Box]]] = defaultdict(list)
+    received: dict[str, list[tuple[str, Box]]] = defaultdict(list)
     for name, region in regions.items():
-        coming[region.spec.name].append((name, region.box))
+        received[region.spec.name].append((name, region.box))
     sources: dict[str, SourceSpec] = {}
-    slices: list[Slice] = []
-    by_source: dict[str, list[Slice]] = defaultdict(list)
-    for piece in layout.slices:
-        by_source[piece.source].append(piece)
+    copies: list[StridedCopy] = []
+    by_source: dict[str, list[StridedCopy]] = defaultdict(list)
+    for copy in layout.copies:
+        by_source[copy.source].append(copy)
     for tensor, spec in layout.sources.items():
-        taken = [(piece, _steps(piece, spec.shape)) for piece in by_source[tensor]]
+        taken = [(copy, _steps(copy, spec.shape)) for copy in by_source[tensor]]
         if any(steps is None for _, steps in taken):
             sources[tensor] = spec
-            slices += by_source[tensor]
+            copies += by_source[tensor]
             continue
-        for name, box in coming[tensor]:
+        for name, box in received[tensor]:
             sources[name] = SourceSpec(box.shape, spec.dtype)
-            for piece, steps in taken:
-                assert steps is not None, "looked at above"
-                slices += _out_of(piece, *steps, name, box)
-    return replace(layout, sources=sources, slices=slices)
+            for copy, steps in taken:
+                assert steps is not None, "checked above"
+                copies += _from_slice(copy, *steps, name, box)
+    return replace(layout, sources=sources, copies=copies)
 
 
-def _steps(piece: Slice, shape: tuple[int, ...]) -> tuple[list[int], list[_Step]] | None:
-    """The first index of `piece` in each dimension of its source, and its steps; None if it does not follow them."""
+def _steps(copy: StridedCopy, shape: tuple[int, ...]) -> tuple[list[int], list[_Step]] | None:
+    """The first index of `copy` in each dimension of its source, and its steps; None if `copy` does not follow them."""
     strides = row_major_strides(shape)
-    first, rest = [], piece.source_offset
+    first, rest = [], copy.source_offset
     for stride in strides:
         first.append(rest // stride)
         rest %= stride
     steps: list[_Step] = []
-    for length, stride, target in zip(piece.shape, piece.source_strides, piece.target_strides, strict=True):
+    for length, stride, target in zip(copy.shape, copy.source_strides, copy.target_strides, strict=True):
         found = list(_along(length, stride, target, shape, strides, first))
         if not found and length != 1:
             return None
@@ -82,14 +82,14 @@ def _steps(piece: Slice, shape: tuple[int, ...]) -> tuple[list[int], list[_Step]
 def _along(
     length: int, stride: int, target: int, shape: tuple[int, ...], strides: tuple[int, ...], first: list[int]
 ) -> Iterator[_Step]:
-    """One dimension of a slice as steps along dimensions of its source: joined ones apart; nothing if that cannot be."""
+    """One dimension of a copy as steps along dimensions of its source, joined dimensions split; nothing if that is impossible."""
     axis = next((axis for axis, size in enumerate(strides) if size <= stride and shape[axis] > 1), None)
     if length == 1 or axis is None or stride % strides[axis]:
         return
     found: list[_Step] = []
     step = stride // strides[axis]
     while first[axis] + step * (length - 1) >= shape[axis]:
-        # It goes on in the dimension around this one: whole rows, or not at all.
+        # The copy continues in the next outer dimension, which needs whole rows.
         per, rest = divmod(shape[axis], step)
         if rest or first[axis] or length % per or axis == 0:
             return
@@ -101,8 +101,8 @@ def _along(
         yield _Step(axis, step, length, target)
 
 
-def _out_of(piece: Slice, first: list[int], steps: list[_Step], name: str, box: Box) -> Iterator[Slice]:
-    """The part of `piece` that is in the slice `name` of its source."""
+def _from_slice(copy: StridedCopy, first: list[int], steps: list[_Step], name: str, box: Box) -> Iterator[StridedCopy]:
+    """The part of `copy` that the slice `name` of its source contains."""
     inside = row_major_strides(box.shape)
     by_axis: dict[int, list[_Step]] = defaultdict(list)
     for step in steps:
@@ -115,21 +115,21 @@ def _out_of(piece: Slice, first: list[int], steps: list[_Step], name: str, box: 
         offset = sum(
             (at - start) * stride for (at, _, _), start, stride in zip(chosen, box.starts, inside, strict=True)
         )
-        yield Slice(
+        yield StridedCopy(
             name,
             offset,
             tuple(step.stride * inside[step.axis] for step in kept) or (1,),
-            piece.target,
-            piece.target_offset + sum(moved for _, moved, _ in chosen),
+            copy.target,
+            copy.target_offset + sum(moved for _, moved, _ in chosen),
             tuple(step.target for step in kept) or (1,),
             tuple(step.length for step in kept) or (1,),
         )
 
 
 def _in_range(steps: list[_Step], at: int, low: int, high: int) -> Iterator[tuple[int, int, list[_Step]]]:
-    """The part of `steps` along one dimension, from index `at`, that lies between two indices.
+    """The part of `steps` along one dimension, from index `at`, that lies in [`low`, `high`).
 
-    Yields its first index, how far on in the target that is, and its steps.
+    Yields its first index, its distance in the target, and its steps.
     """
     last = at + sum(step.stride * (step.length - 1) for step in steps)
     if last < low or at >= high:

@@ -1,1 +1,1 @@
-"""Layouts and needs of a replica found out before there is one."""
+"""Layouts, and the slices that ranks need, computed before a replica exists: for plans and reports."""

@@ -1,4 +1,4 @@
-"""What every rank of a replica will ask for, found out before there is one."""
+"""`planned_needs`: the slices that every rank of a replica will ask for, computed before the replica exists."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from weightlane.ckpt_engines.runtime.own_process import answer_asker, ask_proces
 from weightlane.sync import Placement, dtype_name
 
 from ...config import RolloutConfig
-from ..acceptance import Way
-from ..loading.expectation import checkpoint_specs, expectation_of
+from ..loading.expectation import checkpoint_specs, expectation_of_config
 from ..map.needs import needed_boxes, needed_placement
+from ..verdict import WriteMethod
 from .needs_cache import remembered
 from .rank_layouts import checked_config, rank_layouts
 
@@ -23,32 +23,32 @@ _PART = "rollout layout"
 
 @dataclass(frozen=True, slots=True)
 class PlannedNeeds:
-    """Of one replica; all replicas are alike."""
+    """The needs of one replica; all replicas of a run are alike."""
 
     ranks: tuple[Placement | None, ...]
-    """Of each rank, what it asks for; None for whole tensors."""
+    """The slices that each rank asks for; None for whole tensors."""
     dtype: str = ""
-    """What it computes in; empty where that could not be found out."""
+    """The dtype that the replica computes in; empty if it could not be found out."""
     why_whole: str = ""
-    """Why it asks for whole tensors, if it does."""
+    """The reason why ranks ask for whole tensors; empty if they ask for slices."""
 
 
 class _UntracedError(Exception):
-    """Ranks will ask for whole tensors; says why, and which type they compute in."""
+    """Ranks will ask for whole tensors. The arguments are the reason and the dtype that the ranks compute in."""
 
 
 def planned_needs(config: RolloutConfig, model_dir: Path, *, timeout_s: float = 600.0) -> PlannedNeeds:
-    """Trace in a process of its own where tensors go, as workers do when they connect, without weights; see `needs_cache`.
+    """Trace loading without weights in a separate process, as workers do at their start, or read the `needs_cache`.
 
-    A worker also rehearses what it traced; where copies were not right it would ask for whole tensors, or take no versions.
+    A worker also rehearses what it traced. If copies are not right, it asks for other slices, or takes no versions.
 
     Args:
         config: The run's rollout section.
         model_dir: Checkpoint directory.
-        timeout_s: Longest time it may take.
+        timeout_s: Most seconds that the process may take.
 
     Raises:
-        ConfigError: vLLM does not know the model, or cannot divide it so, or its weights cannot be replaced.
+        ConfigError: vLLM does not know the model or cannot divide it between the ranks, or its weights cannot be replaced.
     """
     everything = (None,) * config.tensor_parallel
     in_place = PlannedNeeds(everything, config.dtype, "rollout.commit is in_place")
@@ -66,12 +66,12 @@ def planned_needs(config: RolloutConfig, model_dir: Path, *, timeout_s: float = 
         match answer:
             case {"dtype": str() as dtype, "ranks": [*ranks]} if len(ranks) == len(everything):
                 return PlannedNeeds(tuple(Placement.from_plain(plain) for plain in ranks), dtype)
-        raise ProtocolError("not what ranks need.", part=_PART)
+        raise ProtocolError("the answer names no needs of ranks.", part=_PART)
 
     def find() -> Any:
         answer = ask_process(__name__, asked, part=_PART, what=f"the layout of {model_dir}", timeout_s=timeout_s)
         if answer["why"]:
-            raise _UntracedError(answer["why"], answer["dtype"])  # which may be otherwise the next time
+            raise _UntracedError(answer["why"], answer["dtype"])  # Not cached: the next attempt may succeed.
         return answer
 
     try:
@@ -87,10 +87,10 @@ def planned_needs(config: RolloutConfig, model_dir: Path, *, timeout_s: float = 
 def find_needs(
     model: str, *, tensor_parallel: int, dtype: str, expert_parallel: bool, extra: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """`planned_needs` in this process, which must not have built a vLLM model before.
+    """Compute `planned_needs` in this process, which must not have built a vLLM model before.
 
     Returns:
-        ``dtype``, what they compute in, and ``ranks``, `Placement.to_plain` of each, or ``why`` there are none.
+        ``dtype``, the dtype that ranks compute in, and ``ranks``, `Placement.to_plain` of each, or ``why`` there are none.
 
     Raises:
         ConfigError: As `planned_needs`.
@@ -102,20 +102,15 @@ def find_needs(
         )
         dtype_found = dtype_name(config.model_config.dtype)
         sent = checkpoint_specs(model, config.model_config.dtype)
-        expectation = expectation_of(
-            model,
-            dtype=config.model_config.dtype,
-            tied_embeddings=bool(getattr(config.model_config.hf_text_config, "tie_word_embeddings", False)),
-        )
-        ranks = rank_layouts(config, sent, tied=expectation.tied)
-        reloads = [rank.verdict.summary for rank in ranks if rank.verdict.way is Way.RELOAD]
+        ranks = rank_layouts(config, sent, tied=expectation_of_config(config.model_config).tied)
+        reloads = [rank.verdict.summary for rank in ranks if rank.verdict.method is WriteMethod.RELOAD]
         if reloads:
             why = f"versions go through vLLM's own loading: {reloads[0]}"
         else:
             needed = [needed_placement(needed_boxes(rank.verdict.layout), sent).to_plain() for rank in ranks]
     except WeightlaneError:
         raise
-    except Exception as cause:  # noqa: BLE001 - a model's loader may raise anything; workers do without copies then
+    except Exception as cause:  # noqa: BLE001 - a model's loader may raise anything; workers then load versions without copies
         why = f"its loading cannot be traced: {type(cause).__name__}: {str(cause)[:200]}"
     return {"dtype": dtype_found, "ranks": needed, "why": why}
 

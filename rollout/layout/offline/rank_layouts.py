@@ -1,4 +1,4 @@
-"""The layout of every rank of a replica, traced in one process that has none of them: see `rank_models`."""
+"""Traces, judges and rehearses the layout of every rank of a replica, one after the other in one process: see `rank_models`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import torch
 from weightlane.sync.version.box import Box
 
 from ...commit.rank_agreement import RankGroup
-from ..acceptance import Verdict, Way, judge, untraceable, whole_reload
 from ..loading.expectation import expectation_of
-from ..loading.quantised_models import refuse_other_formats
-from ..loading.weight_loading import refuse_unsupported
+from ..loading.refused_models import refuse_other_formats, refuse_unsupported
 from ..map.layout_map import LayoutMap, Refusal, SourceSpec
 from ..map.needs import needed_boxes
 from ..proof.rehearsal import Rehearsal
-from ..trace.loading_form import read_by_loading
+from ..rank_model import RankModel
+from ..trace.loading_reads import read_by_loading
 from ..trace.trace import trace_loading
+from ..verdict import Verdict, WriteMethod, judge, untraceable, whole_reload
 from .rank_models import engine_config, model_of_rank, quiet_vllm
 
 _log = logging.getLogger(__name__)
@@ -29,20 +29,19 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """Of one rank."""
+    """The layout of one rank, and how versions are written on it."""
 
     layout: LayoutMap
-    """As it was traced; without targets where that cannot be."""
+    """The layout as it was traced; without targets if tracing failed."""
     verdict: Verdict
-    """What goes by copies."""
     needed: dict[str, list[Box]]
-    """What is read of each tensor."""
+    """The boxes of each tensor that the rank reads."""
     experts: list[dict[str, Any]]
-    """See `held_experts`."""
+    """See `_experts_of`."""
     learned_s: float
     """Seconds that tracing took."""
     nbytes: int
-    """Of its parameters."""
+    """Bytes of the rank's parameters."""
 
 
 def checked_config(
@@ -53,8 +52,8 @@ def checked_config(
     expert_parallel: bool,
     extra: Mapping[str, Any] | None = None,
 ) -> Any:
-    """`engine_config` in a process that is quiet, after a look at the checkpoint's headers. Raises `ConfigError`."""
-    # The headers come first, and tell most of what can be wrong.
+    """Check the checkpoint's headers, then build the `engine_config` of a quiet vLLM. Raises `ConfigError`."""
+    # Reading headers is quick, and finds most broken checkpoints.
     expectation_of(model, dtype=torch.float32, tied_embeddings=False)
     quiet_vllm()
     config = engine_config(
@@ -65,12 +64,12 @@ def checked_config(
 
 
 def rank_layouts(config: Any, sources: Mapping[str, SourceSpec], *, tied: Collection[str]) -> list[RankLayout]:
-    """Trace and judge the loading of `sources` on every rank of `config`, in rank order. All are reloaded, or none.
+    """Trace and judge the loading of `sources` on every rank of `config`, in rank order. All ranks reload, or none.
 
     Args:
-        config: What `checked_config` gave; this process must not have built a vLLM model before.
+        config: A config from `checked_config`; this process must not have built a vLLM model before.
         sources: The tensors of a version.
-        tied: As for `judge`.
+        tied: See `judge`.
 
     Raises:
         ConfigError: A model cannot be built, or its weights cannot be replaced.
@@ -84,22 +83,22 @@ def rank_layouts(config: Any, sources: Mapping[str, SourceSpec], *, tied: Collec
             began = time.perf_counter()
             try:
                 layout = trace_loading(built, sources)
-            except Exception as cause:  # noqa: BLE001 - a model's loader may raise anything; versions are loaded without copies then
+            except Exception as cause:  # noqa: BLE001 - a model's loader may raise anything; versions are then loaded without copies
                 untraced.append(untraceable(cause))
                 layout = LayoutMap(
                     dict(sources), {}, refused_sources=[Refusal(name, untraced[0].why) for name in sources]
                 )
             nbytes = sum(parameter.nbytes for parameter in built.parameters())
-            traced.append((layout, held_experts(built), time.perf_counter() - began, nbytes))
+            traced.append((layout, _experts_of(built), time.perf_counter() - began, nbytes))
     layouts = [layout for layout, *_ in traced]
     found = []
     for rank, (layout, experts, learned_s, nbytes) in zip(ranks, traced, strict=True):
         with model_of_rank(config, rank) as built:
             verdict = whole_reload(dict.fromkeys(untraced)) if untraced else judge(built, layout, layouts, tied=tied)
-            needed = _read(built, sources) if verdict.way is Way.RELOAD else needed_boxes(layout)
+            needed = _read(built, sources) if verdict.method is WriteMethod.RELOAD else needed_boxes(layout)
             found.append(RankLayout(layout, verdict, needed, experts, learned_s, nbytes))
-    why = next((rank.verdict.summary for rank in found if rank.verdict.way is Way.RELOAD), None)
-    if why is None or all(rank.verdict.way is Way.RELOAD for rank in found):
+    why = next((rank.verdict.summary for rank in found if rank.verdict.method is WriteMethod.RELOAD), None)
+    if why is None or all(rank.verdict.method is WriteMethod.RELOAD for rank in found):
         return found
     return _reloaded(config, sources, found, why)
 
@@ -107,50 +106,43 @@ def rank_layouts(config: Any, sources: Mapping[str, SourceSpec], *, tied: Collec
 def rehearsed(
     config: Any, sources: Mapping[str, SourceSpec], ranks: Sequence[RankLayout]
 ) -> tuple[list[RankLayout], str | None]:
-    """How versions are written once that was rehearsed, as workers do; and what is against every way, if anything is.
+    """Rehearse the verdicts of `ranks` as workers do. Returns the proven ones, and the mismatch if no write method is right.
 
-    Needs memory for two models of a rank. Ranks are gone through one by one; for each the others compute what it does.
+    The rehearsal needs memory for two models of a rank. Ranks are rehearsed one by one; all others seem to compute the same.
     """
     found = list(ranks)
     while True:
-        reloads = found[0].verdict.way is Way.RELOAD
-        trouble = _trouble(config, sources, found)
-        if trouble is not None and reloads:
+        reloads = found[0].verdict.method is WriteMethod.RELOAD
+        mismatch = _first_mismatch(config, sources, found)
+        if mismatch is not None and reloads:
             whole = {name: [Box.whole(spec.shape)] for name, spec in sources.items()}
             found = [replace(rank, needed=whole) for rank in found]
-            trouble = _trouble(config, sources, found)
-        if trouble is None or reloads:
-            return found, trouble
-        found = _reloaded(config, sources, found, trouble)
+            mismatch = _first_mismatch(config, sources, found)
+        if mismatch is None or reloads:
+            return found, mismatch
+        found = _reloaded(config, sources, found, mismatch)
 
 
-def _trouble(config: Any, sources: Mapping[str, SourceSpec], ranks: Sequence[RankLayout]) -> str | None:
-    """What some rank's rehearsal says against writing versions so."""
+def _first_mismatch(config: Any, sources: Mapping[str, SourceSpec], ranks: Sequence[RankLayout]) -> str | None:
+    """The mismatch of the first rank whose rehearsal fails, or None."""
     for number, rank in enumerate(ranks):
         with model_of_rank(config, number) as built:
-            rehearsal = Rehearsal(
-                built,
-                config,
-                torch.device(config.device_config.device),
-                sources,
-                RankGroup(None),
-                part=f"rank {number}",
-                computes=True,
-            )
-            read = rank.needed if rank.verdict.way is Way.RELOAD else None
-            if (trouble := rehearsal.trouble_with(rank.verdict, read)) is not None:
-                return trouble
+            this_rank = RankModel(built, config, torch.device(config.device_config.device), f"rank {number}")
+            rehearsal = Rehearsal(this_rank, sources, RankGroup(None), computes=True)
+            read = rank.needed if rank.verdict.method is WriteMethod.RELOAD else None
+            if (mismatch := rehearsal.first_mismatch(rank.verdict, read)) is not None:
+                return mismatch
     return None
 
 
 def _reloaded(
     config: Any, sources: Mapping[str, SourceSpec], ranks: Sequence[RankLayout], why: str
 ) -> list[RankLayout]:
-    """`ranks` where every version goes through vLLM's own loading."""
+    """`ranks` with the verdict that every tensor goes through vLLM's own loading."""
     found = []
     for number, rank in enumerate(ranks):
         verdict = rank.verdict
-        if verdict.way is not Way.RELOAD:
+        if verdict.method is not WriteMethod.RELOAD:
             verdict = whole_reload([*verdict.reasons, Refusal("the model", why)])
         with model_of_rank(config, number) as built:
             found.append(replace(rank, verdict=verdict, needed=_read(built, sources)))
@@ -158,7 +150,7 @@ def _reloaded(
 
 
 def _read(model: torch.nn.Module, sources: Mapping[str, SourceSpec]) -> dict[str, list[Box]]:
-    """What vLLM's own loading reads of `sources`; all of them where that cannot be told."""
+    """The boxes of `sources` that vLLM's own loading reads; whole tensors if tracing fails."""
     try:
         return read_by_loading(model, sources)
     except Exception as cause:  # noqa: BLE001 - as above
@@ -166,8 +158,8 @@ def _read(model: torch.nn.Module, sources: Mapping[str, SourceSpec]) -> dict[str
         return {name: [Box.whole(spec.shape)] for name, spec in sources.items()}
 
 
-def held_experts(model: torch.nn.Module) -> list[dict[str, Any]]:
-    """Which experts a rank's model has, as ``held`` and ``of``: once for all layers that have the same, nothing for none."""
+def _experts_of(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """The experts of a rank's model: ``held``, their numbers, and ``of``, their total, once for all layers with the same ones."""
     from ...vllm_internals.internals import RoutedExperts  # noqa: PLC0415 - in a process that runs vLLM
 
     found: list[dict[str, Any]] = []

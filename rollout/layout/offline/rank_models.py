@@ -1,9 +1,8 @@
-"""Models as each rank of a replica would build them, one after the other in one process, with no weights loaded.
+"""Builds the model of each rank of a replica, one after the other in one process, without loading weights.
 
-Memory for parameters is asked for and never touched, so that it costs next to none on a CPU. Which part of a tensor a rank owns
-depends on nothing but its number and the size of its group, and vLLM asks its groups for both (that of tensor parallelism, and
-that of experts): groups of one that claim to be rank r of n are enough to build rank r's model and to trace its loading, and no
-process has to wait for another.
+Memory for parameters is allocated and never touched, so that it costs nearly nothing on a CPU. The part of a tensor that a rank
+owns depends only on the rank's number and the size of its group, and vLLM asks its tensor-parallel and expert groups for both.
+Groups of one process that claim to be rank r of n are therefore enough to build rank r's model and to trace its loading.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 from weightlane.ckpt_engines import ConfigError
 
 from ...vllm_internals.cpu_linear import BACKEND
-from ..loading.topology import in_short, refuse_division, why_not
+from ..loading.refused_models import first_line, refusal_by_vllm, refuse_indivisible
 
 _PART = "layout"
 
@@ -39,10 +38,10 @@ def engine_config(
         tensor_parallel: Ranks of the replica.
         dtype: Data type to compute in; ``auto`` takes the checkpoint's.
         expert_parallel: Whether experts are divided between the ranks by number.
-        extra: Further arguments of vLLM's ``EngineArgs``, which win over these; not over how processes are run.
+        extra: Further arguments of vLLM's ``EngineArgs``, which override all of these except how processes are run.
 
     Raises:
-        ConfigError: vLLM does not know the architecture, or cannot divide it between so many ranks.
+        ConfigError: vLLM does not know the architecture, or cannot divide the model between so many ranks.
     """
     from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415 - takes seconds
     from vllm.plugins import load_general_plugins  # noqa: PLC0415 - as above
@@ -63,18 +62,16 @@ def engine_config(
         }
         config = EngineArgs(**arguments).create_engine_config()
     except (ValueError, TypeError, OSError, RuntimeError, KeyError, AttributeError) as cause:
-        raise ConfigError(
-            f"vLLM cannot run {model} on {tensor_parallel} ranks: {in_short(cause)}",
-            part=_PART,
-            hint=why_not(cause) or "Name a causal language model that vLLM supports.",
-        ) from cause
-    refuse_division(config, part=_PART)
+        action = f"run {model} on {tensor_parallel} ranks"
+        hint = "Name a causal language model that vLLM supports."
+        raise refusal_by_vllm(cause, action, part=_PART, hint=hint) from cause
+    refuse_indivisible(config, part=_PART)
     return config
 
 
 @contextmanager
 def model_of_rank(config: Any, rank: int) -> Iterator[torch.nn.Module]:
-    """The model that rank `rank` of `config` computes with, its parameters uninitialised; inside, vLLM takes us for that rank.
+    """The model of rank `rank` of `config`, its parameters uninitialised. Inside, vLLM takes this process for that rank.
 
     Raises:
         ConfigError: The model cannot be built.
@@ -95,7 +92,7 @@ def model_of_rank(config: Any, rank: int) -> Iterator[torch.nn.Module]:
 
 @contextmanager
 def as_rank(config: Any, rank: int) -> Iterator[None]:
-    """Inside, vLLM takes us for rank `rank` of `config`.
+    """Inside, vLLM takes this process for rank `rank` of `config`.
 
     Raises:
         ConfigError: A model cannot be built inside.
@@ -104,26 +101,26 @@ def as_rank(config: Any, rank: int) -> Iterator[None]:
 
     _join_group_of_one(config)
     world = config.parallel_config.tensor_parallel_size
-    real, real_experts = parallel_state._TP, parallel_state._EP
+    tensor_group, expert_group = parallel_state._TP, parallel_state._EP
     before = config.parallel_config.rank
     with set_current_vllm_config(config):
-        parallel_state._TP = _claimed(real, rank, world)
-        # Made for every model with experts; without data-parallel replicas it has the ranks of the other.
-        parallel_state._EP = real_experts and _claimed(real_experts, rank, world)
+        parallel_state._TP = _claimed(tensor_group, rank, world)
+        # The expert group exists for models with experts; without data parallelism it has the same ranks.
+        parallel_state._EP = expert_group and _claimed(expert_group, rank, world)
         config.parallel_config.rank = rank
         try:
             yield
         except (ValueError, AssertionError, NotImplementedError, ImportError) as cause:
-            raise ConfigError(f"vLLM cannot build the model of rank {rank}: {in_short(cause)}", part=_PART) from cause
+            raise ConfigError(f"vLLM cannot build the model of rank {rank}: {first_line(cause)}", part=_PART) from cause
         finally:
-            parallel_state._TP, parallel_state._EP = real, real_experts
+            parallel_state._TP, parallel_state._EP = tensor_group, expert_group
             config.parallel_config.rank = before
-            # Layers are registered by name, and the next rank's have the same.
+            # Layers are registered by name, and the next rank's layers have the same names.
             config.compilation_config.static_forward_context.clear()
 
 
 class _ClaimedProcesses:
-    """A process group that says to be of another size; no collective of torch's may run on it."""
+    """A process group that claims another size; no collective of torch may run on it."""
 
     def __init__(self, rank: int, world: int) -> None:
         self._rank = rank
@@ -136,8 +133,8 @@ class _ClaimedProcesses:
         return self._rank
 
 
-class _Alike:
-    """vLLM's collectives where every other rank has what this one has: enough to compare what one rank computes with itself."""
+class _SameOnAllRanks:
+    """vLLM's collectives as if every rank had this rank's values: enough to compare a rank's outputs with each other."""
 
     def __init__(self, rank: int, world: int) -> None:
         self._rank = rank
@@ -157,13 +154,13 @@ class _Alike:
 
 
 def _claimed(group: Any, rank: int, world: int) -> Any:
-    """`group`, of this process alone, as rank `rank` of `world` would see it."""
+    """A copy of `group`, which has one process, that claims to be rank `rank` of `world`."""
     claimed = copy.copy(group)
     claimed.world_size, claimed.rank_in_group, claimed.ranks = world, rank, list(range(world))
     if world > 1:
-        # Some models ask the processes themselves how many they are.
+        # Some models ask the process group for its size.
         claimed.device_group = _ClaimedProcesses(rank, world)
-        claimed.device_communicator, claimed.use_custom_op_call = _Alike(rank, world), False
+        claimed.device_communicator, claimed.use_custom_op_call = _SameOnAllRanks(rank, world), False
     return claimed
 
 
@@ -172,19 +169,19 @@ def _join_group_of_one(config: Any) -> None:
 
     with set_current_vllm_config(config):
         if parallel_state.model_parallel_is_initialized():
-            # Which groups there are depends on the model: only some have experts.
+            # The groups depend on the model: only some models have experts.
             parallel_state.destroy_model_parallel()
         else:
-            # Nobody else is to find this group, so that it needs neither a port nor a file.
+            # No other process joins this group, so that it needs neither a port nor a file.
             torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
             parallel_state.init_distributed_environment(1, 0, "env://", 0, "gloo")
         parallel_state.initialize_model_parallel(1, 1)
 
 
 def quiet_vllm() -> None:
-    """Set up this process's environment for a vLLM that only builds models; call it before anything imports vLLM."""
+    """Prepare this process for a vLLM that only builds models. Must be called before anything imports vLLM."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     if not torch.accelerator.is_available():
-        torch.accelerator.empty_cache = lambda: None  # loading calls it; vLLM's CPU worker does the same
+        torch.accelerator.empty_cache = lambda: None  # Loading calls it; vLLM's CPU worker does the same.

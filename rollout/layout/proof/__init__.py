@@ -1,1 +1,1 @@
-"""Proof that copies give what an ordinary load gives, in a model that never serves."""
+"""Proof that written versions equal an ordinary load: both are made on a second model that never serves, and compared."""

@@ -1,1 +1,1 @@
-"""Layouts learned by watching a model load tensors that have no data."""
+"""Tracing: watches a model's own loading of tensors without data, and learns where each checkpoint element goes."""

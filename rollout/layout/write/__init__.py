@@ -1,1 +1,1 @@
-"""Versions written into live parameters by precomputed copies."""
+"""Writing: puts versions into live parameters, by precomputed copies or through vLLM's own loading."""

@@ -1,11 +1,10 @@
-"""One precomputed list of copies that puts a version into live parameters, and the same for single elements."""
+"""`CommitPlan`: a precomputed list of copies that writes a version into live parameters, and locates single elements in them."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 
@@ -13,52 +12,48 @@ from weightlane.ckpt_engines import CommitError
 from weightlane.sync.version.sliced_tensors import LazyTensors, without_data
 from weightlane.sync.version.tensor_spec import raw_bytes
 
-from ..map.geometry import Cover, blocks_between, target_block
-from ..map.layout_map import Constant, LayoutMap, Slice, SourceSpec
+from ..map.geometry import blocks_between
+from ..map.layout_map import LayoutMap, SourceSpec, StridedCopy
 from .host_copies import HostCopy, StagedCopies
 
 _PART = "commit plan"
-_Bits: TypeAlias = torch.dtype
-_BITS: dict[int, _Bits] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
-class Elements:
-    """Some elements of one checkpoint tensor in one live parameter.
+class LiveElements:
+    """Elements of one checkpoint tensor in one live parameter.
 
     Attributes:
         storage: Every element of the parameter's storage, of shape ``[storage elements]``.
-        offsets: Where in it they are, int64 of shape ``[n]``, on the device of `storage`.
-        chosen: Which of the positions asked for they are, int64 of shape ``[n]``, or a slice.
+        offsets: Offsets of the elements in `storage`, int64 of shape ``[n]``, on its device.
+        chosen: Indices of the elements in the positions that were asked for, int64 of shape ``[n]``, or a slice.
     """
 
     storage: torch.Tensor
     offsets: torch.Tensor
     chosen: torch.Tensor | slice
 
-    def write(self, values: torch.Tensor) -> None:
-        """Put ``values[chosen]`` there; `values` has one entry per position asked for."""
-        self.storage.index_copy_(0, self.offsets, values[self.chosen].to(self.storage))
-
-    def read(self, into: torch.Tensor) -> None:
-        """The opposite of `write`: fill ``into[chosen]``."""
-        into[self.chosen] = self.storage.index_select(0, self.offsets).to(into)
-
 
 @dataclass(frozen=True, slots=True)
-class _Copy:
-    """One slice with the live memory it goes to."""
+class _LiveCopy:
+    """One copy with the live memory that it writes."""
 
-    piece: Slice
+    copy: StridedCopy
     live: torch.Tensor
     host: HostCopy | None
-    """How it is copied from host memory; None where torch does it."""
+    """The same copy by libc; None if torch has to make it."""
+
+    def source_view(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The elements of a contiguous checkpoint tensor that are copied, as a view."""
+        start = tensor.storage_offset() + self.copy.source_offset
+        return tensor.as_strided(self.copy.shape, self.copy.source_strides, start)
 
 
 class CommitPlan:
     """Commits versions into one rank's parameters.
 
-    The parameters are looked up once, here: `moved` says whether a plan still holds. Not thread-safe.
+    The parameters are looked up once, by the constructor: `moved` says whether the plan is out of date. Not thread-safe.
 
     Args:
         layout: An accepted layout of `model`.
@@ -69,18 +64,18 @@ class CommitPlan:
         self.layout = layout
         live = {name: tensor.data for name, tensor in (*model.named_parameters(), *model.named_buffers())}
         self._storages = {name: _whole_storage(live[name]) for name in layout.targets}
-        self._places = _places(model, layout.targets)
-        self._copies: dict[str, list[_Copy]] = defaultdict(list)
-        for piece in layout.slices:
-            storage = self._storages[piece.target]
-            view = storage.as_strided(piece.shape, piece.target_strides, piece.target_offset)
-            host = HostCopy.of(piece, layout.sources[piece.source], storage)
-            self._copies[piece.source].append(_Copy(piece, view, host))
-        placed = [(name, copy) for name, copies in self._copies.items() for copy in copies]
-        self._on_host = [(name, copy.host) for name, copy in placed if copy.host is not None]
-        self._by_torch = [(name, copy) for name, copy in placed if copy.host is None]
-        self._alike: StagedCopies | None = None
-        """How versions are copied that lie in memory like the last one."""
+        self._addresses = _addresses(model, layout.targets)
+        self._copies: dict[str, list[_LiveCopy]] = defaultdict(list)
+        for copy in layout.copies:
+            storage = self._storages[copy.target]
+            view = storage.as_strided(copy.shape, copy.target_strides, copy.target_offset)
+            host = HostCopy.of(copy, layout.sources[copy.source], storage)
+            self._copies[copy.source].append(_LiveCopy(copy, view, host))
+        named = [(name, copy) for name, copies in self._copies.items() for copy in copies]
+        self._by_libc = [(name, copy.host) for name, copy in named if copy.host is not None]
+        self._by_torch = [(name, copy) for name, copy in named if copy.host is None]
+        self._staged: StagedCopies | None = None
+        """Copies of versions that have the same arrangement in memory as the last one."""
         self._fills = [
             (self._storages[item.target].as_strided(item.shape, item.strides, item.offset), item)
             for item in layout.constants
@@ -88,14 +83,14 @@ class CommitPlan:
 
     @property
     def sources(self) -> Mapping[str, SourceSpec]:
-        """The checkpoint tensors it commits, tensors that this rank uses nothing of included."""
+        """The checkpoint tensors of a version, including those that this rank does not use."""
         return self.layout.sources
 
     def moved(self) -> bool:
-        """Whether a parameter has got other memory, so that the layout must be traced again."""
+        """Whether a parameter has moved to other memory, so that the layout must be traced again."""
         return any(
             holder.get(name) is not tensor or tensor.data_ptr() != address
-            for holder, name, tensor, address in self._places
+            for holder, name, tensor, address in self._addresses
         )
 
     @torch.no_grad()
@@ -105,60 +100,55 @@ class CommitPlan:
         When this returns on a CUDA device, the copies are queued on the current stream.
 
         Args:
-            tensors: Contiguous checkpoint tensors, at least those of `sources`, on the CPU or the parameters' device. Those that
-                are made when asked for are made one at a time.
+            tensors: Contiguous checkpoint tensors, at least those of `sources`, on the CPU or the parameters' device. Lazy
+                tensors are made one at a time.
 
         Raises:
             CommitError: A tensor is missing or is not what was traced. Nothing has been copied.
         """
-        alike = self._alike
-        memory = alike.memory(tensors) if alike is not None and type(tensors) is dict else None
-        if alike is not None and memory is not None:
+        staged = self._staged
+        memory = staged.memory(tensors) if staged is not None and type(tensors) is dict else None
+        if staged is not None and memory is not None:
             self.fill()
-            alike.run(memory)
-            _copy_all((copy.live, _value(copy.piece, tensors[name])) for name, copy in self._by_torch)
+            staged.run(memory)
+            _copy_all((copy.live, copy.source_view(tensors[name])) for name, copy in self._by_torch)
             return
         if isinstance(tensors, LazyTensors):
             for name, tensor in without_data(tensors).items():
                 if name in self.sources:
-                    self._checked(name, {name: tensor})  # raises before anything is copied
+                    self._checked(name, {name: tensor})  # Raises before anything is copied.
             if absent := self.sources.keys() - tensors.keys():
                 raise CommitError(f"the version lacks {min(absent)}.", part=_PART)
             self.fill()
             for name in self._copies:
-                _copy_all(self._copied_on_host(name, self._checked(name, tensors)))
+                _copy_all(self._copy_by_libc(name, self._checked(name, tensors)))
             return
         checked = {name: self._checked(name, tensors) for name in self.sources}
         self.fill()
-        _copy_all(pair for name, tensor in checked.items() for pair in self._copied_on_host(name, tensor))
-        # Only a dict is sure to hold the tensors, so that no two of them were ever in one place.
+        _copy_all(pair for name, tensor in checked.items() for pair in self._copy_by_libc(name, tensor))
+        # Only a dict keeps its tensors alive, so that no two of them shared an address.
         if type(tensors) is dict and all(tensor.is_cpu and tensor.is_contiguous() for tensor in tensors.values()):
-            self._alike = StagedCopies(tensors, self._on_host)
-
-    @torch.no_grad()
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy one checkpoint tensor into the parameters; raises as `commit`."""
-        _copy_all(self._copied_on_host(name, self._checked(name, {name: tensor})))
+            self._staged = StagedCopies(tensors, self._by_libc)
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Write the constants, as `commit` does before it copies."""
+        """Write the constants; `commit` does so before it copies."""
         for live, constant in self._fills:
             live.fill_(constant.value)
 
     @torch.no_grad()
-    def write_part(self, name: str, start: int, values: torch.Tensor) -> None:
-        """Copy a run of one checkpoint tensor's elements into the parameters.
+    def write_elements(self, name: str, start: int, values: torch.Tensor) -> None:
+        """Copy consecutive elements of one checkpoint tensor into the parameters.
 
-        On a CUDA device `values` may be used until the current stream has got there.
+        On a CUDA device `values` must stay unchanged until the current stream has made the copies.
 
         Args:
             name: The checkpoint tensor.
-            start: The first of them in the row-major flattened tensor.
-            values: They themselves, 1-D, contiguous, in the type that was traced.
+            start: Index of the first element in the row-major flattened tensor.
+            values: The elements, 1-D, contiguous, in the dtype that was traced.
 
         Raises:
-            CommitError: That is no part of what was traced. Nothing has been copied.
+            CommitError: The elements are not part of what was traced. Nothing has been copied.
         """
         spec = self.sources.get(name)
         stop = start + values.numel()
@@ -166,32 +156,16 @@ class CommitPlan:
             raise CommitError(f"elements {start} to {stop} of {name} do not go by copies.", part=_PART)
         pairs = []
         for copy in self._copies.get(name, ()):
-            piece, storage = copy.piece, self._storages[copy.piece.target]
-            for shape, source, target in blocks_between(piece, start, stop):
-                value = values.as_strided(shape, piece.source_strides, values.storage_offset() + source - start)
-                pairs.append((storage.as_strided(shape, piece.target_strides, target), value))
+            strided, storage = copy.copy, self._storages[copy.copy.target]
+            for shape, source, target in blocks_between(strided, start, stop):
+                value = values.as_strided(shape, strided.source_strides, values.storage_offset() + source - start)
+                pairs.append((storage.as_strided(shape, strided.target_strides, target), value))
         _copy_all(pairs)
 
-    @torch.no_grad()
-    def differing(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-        """Parameters that are not bit for bit what `commit` of `tensors` makes them. Raises as `commit`."""
-        found = {
-            copy.piece.target: None
-            for name in self.sources  # one after the other: `tensors` may be made when they are asked for
-            for tensor in [self._checked(name, tensors)]
-            for copy in self._copies.get(name, ())
-            if not _same_bits(copy.live, _value(copy.piece, tensor).to(copy.live))
-        }
-        for live, constant in self._fills:
-            if self._stays(constant) and not _same_bits(live, torch.full_like(live, constant.value)):
-                found[constant.target] = None
-        return list(found)
+    def locate(self, name: str, positions: torch.Tensor) -> list[LiveElements]:
+        """Find the live elements of a checkpoint tensor on this rank.
 
-    def locate(self, name: str, positions: torch.Tensor) -> list[Elements]:
-        """Where elements of a checkpoint tensor live on this rank.
-
-        Elements that other ranks own are in none of the results; one that is held twice here is in two. This is the larger part
-        of the work of `scatter`, and may be done before the weights are to change.
+        Elements that only other ranks have are in none of the results; an element that this rank has twice is in two.
 
         Args:
             name: The checkpoint tensor.
@@ -202,70 +176,20 @@ class CommitPlan:
         """
         spec = self.sources.get(name)
         if spec is None:
-            raise CommitError(f"{name} does not go by copies.", part=_PART, hint="Send it whole, in a dense version.")
+            raise CommitError(
+                f"{name} does not go by copies.", part=_PART, hint="Send the whole tensor, in a full version."
+            )
         if positions.numel():
             first, last = positions[0].item(), positions[-1].item()
             if first < 0 or last >= spec.numel or bool((positions[1:] <= positions[:-1]).any()):
                 raise CommitError(
                     f"positions in {name} are not ascending, or not between 0 and {spec.numel - 1}.", part=_PART
                 )
-        found = [_located(copy.piece, self._storages[copy.piece.target], positions) for copy in self._copies[name]]
+        found = [_located(copy.copy, self._storages[copy.copy.target], positions) for copy in self._copies[name]]
         return [elements for elements in found if elements.offsets.numel()]
 
-    @torch.no_grad()
-    def scatter(self, name: str, positions: torch.Tensor, values: torch.Tensor) -> None:
-        """Replace single elements of a checkpoint tensor.
-
-        Args:
-            name: The checkpoint tensor.
-            positions: As for `locate`.
-            values: What they become, of shape ``[n]``, in the type the tensor is sent in, or in the parameter's.
-
-        Raises:
-            CommitError: As `locate`, or there are not as many values. Nothing has changed.
-        """
-        _check_lengths(name, positions, values)
-        for elements in self.locate(name, positions):
-            elements.write(values)
-
-    @torch.no_grad()
-    def gather(self, name: str, positions: torch.Tensor) -> torch.Tensor:
-        """The live elements at `positions` of a checkpoint tensor, of shape ``[n]``, in the parameter's type.
-
-        Those that this rank has not are 0; `scatter` ignores them. Raises as `locate`.
-        """
-        found = self.locate(name, positions)
-        return self._read(found, name, positions)
-
-    @torch.no_grad()
-    def swap(self, name: str, positions: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """`scatter`, returning what was there before as `gather` does: scattering that takes the change back bit for bit."""
-        _check_lengths(name, positions, values)
-        found = self.locate(name, positions)
-        before = self._read(found, name, positions)
-        for elements in found:
-            elements.write(values)
-        return before
-
-    def _stays(self, constant: Constant) -> bool:
-        """Whether nothing is copied over any of it."""
-        block = constant.offset, constant.strides, constant.shape
-        copies = [target_block(piece) for piece in self.layout.slices if piece.target == constant.target]
-        cover = Cover([block, *copies])
-        for copy in copies:
-            cover.add(copy)
-        return not bool(cover.view(block).any())
-
-    def _read(self, found: Iterable[Elements], name: str, positions: torch.Tensor) -> torch.Tensor:
-        held = self._copies.get(name)
-        like = held[0].live if held else torch.empty(0, dtype=self.sources[name].dtype)
-        result = torch.zeros(positions.numel(), dtype=like.dtype, device=like.device)
-        for elements in found:
-            elements.read(result)
-        return result
-
     def _checked(self, name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The tensor of that name, if it is what was traced."""
+        """The tensor `name`, if it has the shape and dtype that were traced."""
         spec, tensor = self.sources.get(name), tensors.get(name)
         if spec is None:
             raise CommitError(f"{name} does not go by copies.", part=_PART)
@@ -273,13 +197,13 @@ class CommitPlan:
             raise CommitError(f"the version lacks {name}.", part=_PART)
         if tensor.shape != spec.shape or tensor.dtype is not spec.dtype or not tensor.is_contiguous():
             raise CommitError(
-                f"{name} came as {tensor.dtype} of shape {tuple(tensor.shape)}, {spec.dtype} {spec.shape} was traced.",
+                f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; {spec.dtype} of shape {spec.shape} was traced.",
                 part=_PART,
             )
         return tensor
 
-    def _copied_on_host(self, name: str, tensor: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Copy what libc can copy, and return what is left: where to, and what."""
+    def _copy_by_libc(self, name: str, tensor: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Make the copies that libc can make, and return the others as pairs of live memory and values."""
         copies = self._copies.get(name, ())
         if tensor.is_cpu:
             memory = raw_bytes(tensor)
@@ -287,11 +211,11 @@ class CommitPlan:
                 if copy.host is not None:
                     copy.host.run(memory)
             copies = [copy for copy in copies if copy.host is None]
-        return [(copy.live, _value(copy.piece, tensor)) for copy in copies]
+        return [(copy.live, copy.source_view(tensor)) for copy in copies]
 
 
 def _copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy each second tensor into the first."""
+    """Copy the second tensor of each pair into the first."""
     on_device: dict[tuple[torch.dtype, torch.dtype, torch.device], list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for live, value in pairs:
         if live.device.type == "cpu":
@@ -299,44 +223,34 @@ def _copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         else:
             key = live.dtype, value.dtype, value.device
             on_device.setdefault(key, []).append((live, value))
-    # One launch per group in place of one per copy, on the stream that the model computes on.
+    # One launch per group instead of one per copy, on the stream that the model computes on.
     for group in on_device.values():
         torch._foreach_copy_([live for live, _ in group], [value for _, value in group], non_blocking=True)
 
 
-def _located(piece: Slice, storage: torch.Tensor, positions: torch.Tensor) -> Elements:
-    """The part of ascending `positions` that lies in `piece`. The source strides of a slice are a mixed radix."""
-    last = piece.source_offset + sum(
-        (length - 1) * step for length, step in zip(piece.shape, piece.source_strides, strict=True)
+def _located(copy: StridedCopy, storage: torch.Tensor, positions: torch.Tensor) -> LiveElements:
+    """The part of ascending `positions` that `copy` reads. The source strides of a copy are a mixed radix."""
+    last = copy.source_offset + sum(
+        (length - 1) * step for length, step in zip(copy.shape, copy.source_strides, strict=True)
     )
-    bounds = torch.tensor([piece.source_offset, last + 1], device=positions.device)
+    bounds = torch.tensor([copy.source_offset, last + 1], device=positions.device)
     low, high = torch.searchsorted(positions, bounds).tolist()
-    rest = positions[low:high] - piece.source_offset
-    if piece.source_strides == (1,):
-        offsets = rest * piece.target_strides[0] + piece.target_offset
-        return Elements(storage, offsets.to(storage.device), slice(low, high))
-    offsets = torch.full_like(rest, piece.target_offset)
+    rest = positions[low:high] - copy.source_offset
+    if copy.source_strides == (1,):
+        offsets = rest * copy.target_strides[0] + copy.target_offset
+        return LiveElements(storage, offsets.to(storage.device), slice(low, high))
+    offsets = torch.full_like(rest, copy.target_offset)
     inside: torch.Tensor | None = None
-    order = sorted(zip(piece.source_strides, piece.shape, piece.target_strides, strict=True), reverse=True)
+    order = sorted(zip(copy.source_strides, copy.shape, copy.target_strides, strict=True), reverse=True)
     for step, length, stride in order:
         index = rest if step == 1 else rest.div(step, rounding_mode="floor")
         rest = torch.zeros_like(rest) if step == 1 else rest - index * step
         offsets += index * stride
         fits = index < length
         inside = fits if inside is None else inside & fits
-    assert inside is not None, "a slice has a dimension"
+    assert inside is not None, "a copy has a dimension"
     chosen = (inside & (rest == 0)).nonzero().flatten()
-    return Elements(storage, offsets[chosen].to(storage.device), (chosen + low).to(storage.device))
-
-
-def _check_lengths(name: str, positions: torch.Tensor, values: torch.Tensor) -> None:
-    if positions.shape != values.shape or positions.ndim != 1:
-        raise CommitError(f"{positions.numel()} positions in {name} came with {values.numel()} values.", part=_PART)
-
-
-def _value(piece: Slice, tensor: torch.Tensor) -> torch.Tensor:
-    """What is copied of a contiguous tensor, as a view."""
-    return tensor.as_strided(piece.shape, piece.source_strides, tensor.storage_offset() + piece.source_offset)
+    return LiveElements(storage, offsets[chosen].to(storage.device), (chosen + low).to(storage.device))
 
 
 def _whole_storage(tensor: torch.Tensor) -> torch.Tensor:
@@ -344,21 +258,21 @@ def _whole_storage(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((count,), (1,), 0)
 
 
-def _places(
+def _addresses(
     model: torch.nn.Module, names: Iterable[str]
 ) -> list[tuple[Mapping[str, torch.Tensor | None], str, torch.Tensor, int]]:
-    """Where each of `names` is registered, as what, and at which address: looked through in microseconds."""
-    places: list[tuple[Mapping[str, torch.Tensor | None], str, torch.Tensor, int]] = []
+    """The module dictionary, name, tensor and address of each of `names`: cheap enough to compare on every commit."""
+    found: list[tuple[Mapping[str, torch.Tensor | None], str, torch.Tensor, int]] = []
     for full in names:
         prefix, _, name = full.rpartition(".")
         module = model.get_submodule(prefix)
         holder = module._parameters if name in module._parameters else module._buffers
         tensor = holder[name]
         assert tensor is not None, "it was traced"
-        places.append((holder, name, tensor, tensor.data_ptr()))
-    return places
+        found.append((holder, name, tensor, tensor.data_ptr()))
+    return found
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    bits = _BITS[one.dtype.itemsize]
-    return torch.equal(one.view(bits), other.view(bits))
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of `tensor` as integers of the size of its elements."""
+    return tensor.view(_INTEGERS[tensor.dtype.itemsize])

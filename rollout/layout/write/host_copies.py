@@ -1,4 +1,4 @@
-"""Copies of single runs within host memory: looked up once, and made with the least that can be done per copy."""
+"""Copies of contiguous runs within host memory, looked up once and made with as little work per copy as possible."""
 
 from __future__ import annotations
 
@@ -11,65 +11,64 @@ import torch
 from weightlane.ckpt_engines.runtime.host_copies import copy_bytes
 
 from ..map.geometry import simplified
-from ..map.layout_map import Slice, SourceSpec
+from ..map.layout_map import SourceSpec, StridedCopy
 
 _SMALL = 64 << 10
-"""Bytes that are copied without letting another thread run, which takes a fifth of the time of a call that does."""
+"""Largest copy in bytes that keeps the interpreter lock, which takes a fifth of the time of a call that releases it."""
 _DTYPE = operator.attrgetter("dtype")
 
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """A slice that is one run on both sides, with the live memory it goes to."""
+    """A copy that is one contiguous run on both sides, with the live memory that it writes."""
 
     live: torch.Tensor
     """1-D uint8."""
     start: int
-    """First byte in the source."""
+    """First byte in the source tensor."""
     stop: int
-    """One past the last."""
+    """One past the last byte."""
 
     @classmethod
-    def of(cls, piece: Slice, source: SourceSpec, storage: torch.Tensor) -> HostCopy | None:
-        """None for casts, other devices, and blocks with gaps on a side: torch copies these as fast as anything.
+    def of(cls, copy: StridedCopy, source: SourceSpec, storage: torch.Tensor) -> HostCopy | None:
+        """The host copy of `copy`; None for casts, other devices, and blocks with gaps, which torch copies as fast.
 
         Args:
-            piece: What is copied.
-            source: The tensor it comes from.
-            storage: The storage it goes to, of shape ``[elements]``.
+            copy: The copy.
+            source: The checkpoint tensor that it reads.
+            storage: The storage that it writes, of shape ``[elements]``.
         """
-        dimensions = simplified(zip(piece.shape, piece.source_strides, piece.target_strides, strict=True))
-        if storage.device.type != "cpu" or source.dtype != storage.dtype or not piece.numel:
+        dimensions = simplified(zip(copy.shape, copy.source_strides, copy.target_strides, strict=True))
+        if storage.device.type != "cpu" or source.dtype != storage.dtype or not copy.numel:
             return None
-        if len(dimensions) > 1 or dimensions[0][1:] != (1, 1) or piece.source_offset + piece.numel > source.numel:
+        if len(dimensions) > 1 or dimensions[0][1:] != (1, 1) or copy.source_offset + copy.numel > source.numel:
             return None
-        width, nbytes = storage.itemsize, piece.numel * storage.itemsize
-        start, place = piece.source_offset * width, piece.target_offset * width
+        width, nbytes = storage.itemsize, copy.numel * storage.itemsize
+        start, place = copy.source_offset * width, copy.target_offset * width
         return cls(storage.view(torch.uint8)[place : place + nbytes], start, start + nbytes)
 
     def run(self, memory: torch.Tensor) -> None:
-        """Copy it out of a tensor's `memory`, 1-D uint8."""
+        """Make the copy, from a checkpoint tensor's `memory`, 1-D uint8."""
         copy_bytes(self.live, memory[self.start : self.stop])
 
 
 class _Arrangement:
-    """What tensors are and how they lie to each other, wherever that is; compared without an object per tensor."""
+    """Shapes, dtypes and relative addresses of tensors; compared without an object per tensor."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._names = list(tensors)
         self._numels = [tensor.numel() for tensor in tensors.values()]
         self._ranks = [tensor.dim() for tensor in tensors.values()]
         self._shapes = {name: tensor.shape for name, tensor in tensors.items() if tensor.dim() > 1}
-        """Of those that have one beside their length: to ask all costs half of the comparison."""
+        """Shapes of tensors with more than one dimension: asking all tensors would double the cost of the comparison."""
         self._dtypes = [tensor.dtype for tensor in tensors.values()]
         addresses = [tensor.data_ptr() for tensor in tensors.values()]
         lowest = min(addresses, default=0)
-        places = [address - lowest for address in addresses]
-        self.places = dict(zip(self._names, places, strict=True))
-        """First byte of each, from the lowest."""
+        self.offsets = {name: address - lowest for name, address in zip(self._names, addresses, strict=True)}
+        """First byte of each tensor, relative to the lowest address."""
 
     def lowest(self, tensors: Mapping[str, torch.Tensor]) -> int | None:
-        """The lowest address of tensors that are like these, contiguous, and lie alike; None for others, and for none."""
+        """The lowest address of `tensors` if they are contiguous and arranged like the first ones, else None."""
         values = tensors.values()
         if not values or list(tensors) != self._names:
             return None
@@ -81,33 +80,33 @@ class _Arrangement:
             and all(tensors[name].shape == shape for name, shape in self._shapes.items())
             and all(map(operator.is_, map(_DTYPE, values), self._dtypes))
             and all(map(torch.Tensor.is_contiguous, values))
-            and [address - lowest for address in addresses] == list(self.places.values())
+            and [address - lowest for address in addresses] == list(self.offsets.values())
         )
         return lowest if same else None
 
 
 class StagedCopies:
-    """Copies of a whole version whose tensors lie in one storage, worked out once for all versions that lie there alike.
+    """Copies of a version whose tensors share one storage, computed once for all versions with the same arrangement.
 
     Args:
         tensors: A version, contiguous tensors on the CPU.
-        copies: What is copied, by the name of the tensor.
+        copies: Pairs of a tensor's name and a copy of that tensor.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], copies: Iterable[tuple[str, HostCopy]]) -> None:
         self._arrangement = _Arrangement(tensors)
-        places = self._arrangement.places
-        self._nbytes = max((places[name] + tensor.nbytes for name, tensor in tensors.items()), default=0)
+        offsets = self._arrangement.offsets
+        self._nbytes = max((offsets[name] + tensor.nbytes for name, tensor in tensors.items()), default=0)
         self._small: list[tuple[memoryview, int, int]] = []
         self._large: list[tuple[HostCopy, int]] = []
         for name, copy in copies:
             if copy.live.numel() > _SMALL:
-                self._large.append((copy, places[name]))
+                self._large.append((copy, offsets[name]))
             else:
-                self._small.append((copy.live.numpy().data, places[name] + copy.start, places[name] + copy.stop))
+                self._small.append((copy.live.numpy().data, offsets[name] + copy.start, offsets[name] + copy.stop))
 
     def memory(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """The bytes of a version, from its lowest on; None if it is not, or does not lie, like the first one."""
+        """The bytes of a version from its lowest address on; None if the version is not arranged like the first one."""
         lowest = self._arrangement.lowest(tensors)
         if lowest is None:
             return None
@@ -119,8 +118,8 @@ class StagedCopies:
 
     def run(self, memory: torch.Tensor) -> None:
         """Make all copies of the version in `memory`."""
-        for copy, place in self._large:
-            copy.run(memory[place:])
+        for copy, offset in self._large:
+            copy.run(memory[offset:])
         view = memory.numpy().data
         for live, start, stop in self._small:
             live[:] = view[start:stop]

@@ -1,4 +1,4 @@
-"""`LiveDelta`: a staged delta that can be put into live parameters, and taken back."""
+"""`LiveDelta`: a staged delta that can be written into live parameters and rolled back."""
 
 from __future__ import annotations
 
@@ -12,99 +12,97 @@ from weightlane.ckpt_engines.runtime.host_copies import narrow_offsets, put_elem
 from weightlane.sync import IncomingDelta
 from weightlane.sync.version.box import positions_in
 
-from .commit_plan import CommitPlan
+from .commit_plan import CommitPlan, as_integers
 
 _PART = "delta commit"
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where changed elements of one tensor live on this rank."""
+class _ChangedElements:
+    """Changed elements of one tensor on this rank."""
 
     storage: torch.Tensor
-    """All elements of the parameter's storage, as integers of their size."""
+    """All elements of the parameter's storage, as integers of the element size."""
     offsets: torch.Tensor
-    """int64, or int32 where `put_elements` takes that."""
+    """Offsets in `storage`, int64, or int32 where `put_elements` takes that."""
     new: torch.Tensor
     old: torch.Tensor
 
 
 class LiveDelta:
-    """Everything that can be found out before the weights change: where each element lives, and what is there now.
+    """The live elements that a delta changes, located before the commit, with their new and old values.
 
-    The live parameters must be the delta's base, and stay it until `exchange`.
+    The live parameters must hold the delta's base version from now until `swap`.
 
     Args:
-        plan: Copies that are known to be right, and to be all that loading does.
-        delta: What turns the live weights into a version.
-        renew_derived: Makes anew what layers derive from changed parameters.
+        plan: Copies that are proven to be all that loading does.
+        delta: The delta.
+        renew_derived: Recomputes the tensors that layers derive from changed parameters.
 
     Raises:
-        CommitError: A tensor of it does not go by copies, or a parameter has got other memory.
+        CommitError: A tensor of the delta does not go by copies, or a parameter has moved to other memory.
     """
 
     def __init__(self, plan: CommitPlan, delta: IncomingDelta, renew_derived: Callable[[], None]) -> None:
         self.version = delta.version
         self.base_version = delta.manifest.base_version
         self._plan, self._renew_derived = plan, renew_derived
-        self._there = False
-        """Whether the new values are in the parameters."""
+        self._written = False
+        """Whether the parameters hold the new values."""
         self.mixed = False
-        """Whether an `exchange` failed and could not be taken back: the parameters hold some values of either version."""
+        """Whether a failed `swap` could not be rolled back: the parameters hold values of both versions."""
         self.check()
-        self._places: list[_Place] = []
+        self._changed: list[_ChangedElements] = []
         for segment, patch in delta.patches:
             part = delta.where(segment)
             spec = part.spec
             positions, bits = patch.positions_and_values()
             values = bits.view(spec.dtype)
             for found in plan.locate(spec.name, positions_in(spec.shape, part.box, positions)):
-                integers = _INTEGERS[found.storage.itemsize]
-                storage, new = found.storage.view(integers), values[found.chosen].to(found.storage).view(integers)
+                storage, new = as_integers(found.storage), as_integers(values[found.chosen].to(found.storage))
                 old, offsets = storage.index_select(0, found.offsets), found.offsets
                 if storage.is_cpu:
                     offsets = narrow_offsets(offsets, storage.numel())
-                self._places.append(_Place(storage, offsets, new, old))
+                self._changed.append(_ChangedElements(storage, offsets, new, old))
 
     def check(self) -> None:
-        """Raise `CommitError` if a parameter has got other memory."""
+        """Raise `CommitError` if a parameter has moved to other memory."""
         if self._plan.moved():
             raise CommitError(
-                "parameters have moved since it was learned where weights go.",
+                "parameters have moved to other memory since the layout was traced.",
                 part=_PART,
-                hint="The next full version learns it anew.",
+                hint="The next full version traces it again.",
             )
 
     @torch.no_grad()
-    def exchange(self) -> None:
-        """Put the new values where the old ones are; doing it again takes it back, bit for bit.
+    def swap(self) -> None:
+        """Replace the old values by the new ones. A second call rolls that back, bit for bit.
 
         Raises:
-            CommitError: It failed, and what was written already was taken back.
-            Exception: It failed, and so did taking it back; `mixed` says so.
+            CommitError: Writing failed, and was rolled back.
+            Exception: Writing failed, and so did rolling back; `mixed` is set.
         """
         done = 0
         try:
-            for place in self._places:
-                _write(place, place.old if self._there else place.new)
+            for elements in self._changed:
+                _write(elements, elements.old if self._written else elements.new)
                 done += 1
             self._renew_derived()
         except Exception as cause:
             self.mixed = True
-            for place in self._places[: done + 1]:
-                _write(place, place.new if self._there else place.old)
+            for elements in self._changed[: done + 1]:
+                _write(elements, elements.new if self._written else elements.old)
             self._renew_derived()
             self.mixed = False
             raise CommitError(
-                f"version {self.version} could not be put into the weights: {type(cause).__name__}: {cause}.",
+                f"version {self.version} could not be written into the weights: {type(cause).__name__}: {cause}.",
                 part=_PART,
             ) from cause
-        self._there = not self._there
+        self._written = not self._written
 
 
-def _write(place: _Place, values: torch.Tensor) -> None:
-    if place.storage.is_cpu:
-        put_elements(place.storage, place.offsets, values)
+def _write(elements: _ChangedElements, values: torch.Tensor) -> None:
+    if elements.storage.is_cpu:
+        put_elements(elements.storage, elements.offsets, values)
     else:
-        place.storage.index_copy_(0, place.offsets, values)
+        elements.storage.index_copy_(0, elements.offsets, values)

@@ -1,7 +1,7 @@
-"""Carries a typed error through an RPC layer that keeps only an exception's text.
+"""Carries a typed error through vLLM's RPC, which keeps only an exception's text.
 
-vLLM turns whatever a worker raises into ``Exception("Call to ... failed: ...")``. The worker side therefore puts the error as
-JSON into its message, and the side that owns the engine reads it back.
+vLLM turns every exception of a worker into ``Exception("Call to ... failed: ...")``. The worker therefore puts the error as JSON
+into its message, and the process that owns the engine parses it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ _MARK = "weightlane-error:"
 
 @dataclass(frozen=True, slots=True)
 class RemoteFailure:
-    """What went wrong in a rollout rank."""
+    """A failure of a rollout rank."""
 
     error: WeightlaneError
     intact: bool
-    """Whether the weights that served before are still in place, untouched, in every rank of the replica."""
+    """Whether the old weights are still in place, unchanged, on every rank of the replica."""
 
 
 class RemoteFailureError(RuntimeError):
-    """A `RemoteFailure` on its way through vLLM; its text holds the error as plain data."""
+    """The exception that carries a `RemoteFailure` through vLLM; its text contains the error as JSON."""
 
     def __init__(self, failure: RemoteFailure) -> None:
         data = json.dumps({"error": failure.error.to_wire(), "intact": failure.intact})
@@ -33,12 +33,12 @@ class RemoteFailureError(RuntimeError):
 
 
 def failure_from_text(text: str, *, part: str) -> RemoteFailure:
-    """The failure that `text` carries; for any other text a plain error that quotes it and promises nothing."""
+    """The failure that `text` carries, or an untyped error that quotes `text`, with `intact` False."""
     _, mark, data = text.partition(_MARK)
     if mark:
         try:
             found, _ = json.JSONDecoder().raw_decode(data)
             return RemoteFailure(error_from_wire(found["error"]), bool(found["intact"]))
         except (ValueError, KeyError, TypeError, RecursionError):
-            pass  # A cut message: what is left of the text is all there is to tell.
+            pass  # The message was truncated, so that its text is all there is.
     return RemoteFailure(WeightlaneError(text, part=part), intact=False)

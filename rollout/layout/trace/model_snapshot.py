@@ -1,4 +1,4 @@
-"""Puts a model back as it was, whatever its loading did to it."""
+"""`ModelSnapshot`: restores a model's parameters, buffers and attributes, whatever its loading did to them."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Any, Self
 import torch
 
 
-class Untouched:
-    """A context after which modules hold the very parameters, buffers and attributes they held before.
+class ModelSnapshot:
+    """A context after which modules hold the same parameters, buffers and attributes as before.
 
-    Values are not looked at: nothing inside may write to live tensors.
+    Values are not restored: nothing inside may write to live tensors.
 
     Attributes:
-        changes: The parameter or attribute that was replaced, by its full name, and how.
+        replaced: Full names of the tensors that were replaced inside.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._before: list[tuple[str, torch.nn.Module, list[tuple[dict[str, Any], dict[str, Any]]]]] = []
+        self._before: list[tuple[str, list[tuple[dict[str, Any], dict[str, Any]]]]] = []
         self._data: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-        self.changes: list[tuple[str, str]] = []
+        self.replaced: list[str] = []
 
     def __enter__(self) -> Self:
         for prefix, module in self._model.named_modules():
             holders: list[dict[str, Any]] = [module.__dict__, module._parameters, module._buffers]
-            self._before.append((prefix, module, [(holder, dict(holder)) for holder in holders]))
+            self._before.append((prefix, [(holder, dict(holder)) for holder in holders]))
         for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
             self._data.append((name, tensor, tensor.data))
         return self
@@ -34,18 +34,16 @@ class Untouched:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for prefix, _, holders in self._before:
+        for prefix, holders in self._before:
             for holder, before in holders:
                 for name in holder.keys() | before.keys():
                     was, now = before.get(name), holder.get(name)
                     if was is not now and isinstance(now if now is not None else was, torch.Tensor):
-                        self.changes.append(
-                            (f"{prefix}.{name}".lstrip("."), "loading puts another tensor in its place")
-                        )
+                        self.replaced.append(f"{prefix}.{name}".lstrip("."))
                 if any(holder.get(name) is not value for name, value in before.items()) or len(holder) != len(before):
                     holder.clear()
                     holder.update(before)
         for name, tensor, data in self._data:
             if tensor.data.untyped_storage()._cdata != data.untyped_storage()._cdata:
                 tensor.data = data
-                self.changes.append((name, "loading puts another tensor in its place"))
+                self.replaced.append(name)

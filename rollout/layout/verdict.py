@@ -1,8 +1,8 @@
-"""Decides what of a traced layout may be committed by copies, and what has to go through vLLM's own loading.
+"""`judge`: decides which part of a traced layout is committed by copies, and which part goes through vLLM's own loading.
 
-The rule: no tensor refused, nothing unmapped or doubly mapped, nothing unused over all ranks, no layer that holds its weights in
-a form of its own. What breaks it is reloaded layer by layer in the same commit, if that is a small, closed part of the model;
-else the whole version is. That equal parameters mean equal compute is for `equal_compute` to show.
+The rule for copies: no tensor is refused, no element is unmapped or mapped twice, every element is used by some rank, and no
+layer repacks its weights. Layers that break the rule are reloaded in the same commit if they are a small, closed part of the
+model. Otherwise the whole version is reloaded. `rehearsal` shows later that equal parameters mean equal compute.
 """
 
 from __future__ import annotations
@@ -19,52 +19,56 @@ from .map.coverage import target_coverage, unused_elements
 from .map.layout_map import LayoutMap, Refusal
 
 _LARGEST_RELOADED_SHARE = 0.5
+"""Largest share of a model's bytes that is reloaded beside copies: beyond it copies save little."""
+_SHOWN_REASONS = 3
+"""Most reasons in a summary, so that it stays one readable line."""
 
 
-class Way(StrEnum):
-    """How versions get into a model."""
+class WriteMethod(StrEnum):
+    """A method to write versions into a model."""
 
     TRACED = "traced"
-    """By copies alone."""
+    """Copies write every tensor."""
     MIXED = "mixed"
-    """By copies; some layers through vLLM's own loading."""
+    """Copies write most tensors; some layers go through vLLM's own loading."""
     RELOAD = "reload"
-    """Through vLLM's own loading."""
+    """vLLM's own loading writes every tensor."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was decided about one rank's layout."""
+    """The write method for versions on one rank, with its reasons."""
 
-    way: Way
+    method: WriteMethod
     layout: LayoutMap
-    """The part that is committed by copies; empty for `Way.RELOAD`."""
+    """The part that is committed by copies; empty for `WriteMethod.RELOAD`."""
     modules: tuple[str, ...]
-    """Layers that are reloaded, layers inside of them not included; none for `Way.RELOAD`."""
+    """Layers that are reloaded, without layers inside of them; none for `WriteMethod.RELOAD`."""
     sources: frozenset[str]
-    """The checkpoint tensors that they are made of."""
+    """The checkpoint tensors that `modules` are made of."""
     reasons: tuple[Refusal, ...]
-    """Everything that is not copied, and why."""
+    """The reasons why tensors are not copied."""
     derived: tuple[str, ...] = ()
-    """Layers that make tensors of what others have loaded, after every commit; vLLM's own loading does so by itself."""
+    """Layers that derive tensors from other layers' parameters after every commit; vLLM's own loading does so by itself."""
 
     @property
     def summary(self) -> str:
         """The reasons in one line."""
-        shown = "; ".join(f"{reason.tensor}: {reason.why}" for reason in self.reasons[:3])
-        return shown + (f" (and {len(self.reasons) - 3} more)" if len(self.reasons) > 3 else "")  # noqa: PLR2004
+        shown = "; ".join(f"{reason.tensor}: {reason.why}" for reason in self.reasons[:_SHOWN_REASONS])
+        more = len(self.reasons) - _SHOWN_REASONS
+        return shown + (f" (and {more} more)" if more > 0 else "")
 
 
 def judge(
-    model: torch.nn.Module, layout: LayoutMap, everyone: Sequence[LayoutMap], *, tied: Collection[str] = ()
+    model: torch.nn.Module, layout: LayoutMap, all_layouts: Sequence[LayoutMap], *, tied: Collection[str] = ()
 ) -> Verdict:
-    """Apply the rule to this rank's `layout`.
+    """Apply the rule to this rank's `layout`, inside vLLM's current config.
 
     Args:
-        model: The live model, inside vLLM's current config.
-        layout: What tracing it gave.
-        everyone: The layouts of all ranks, this one's included.
-        tied: Checkpoint names that loading may ignore, since they are another tensor under a second name.
+        model: The live model.
+        layout: The traced layout of `model`.
+        all_layouts: The layouts of all ranks, including this one.
+        tied: Second names of checkpoint tensors, which loading may ignore.
     """
     refused = {_owner(target, model): f"{target}: {why}" for target, why in repacked(model).items()}
     reasons = [Refusal(module, why) for module, why in refused.items()]
@@ -88,35 +92,35 @@ def judge(
         if owner not in refused:
             reasons.append(Refusal(name, why))
         refused.setdefault(owner, why)
-    excused = {refusal.tensor for rank in everyone for refusal in rank.refused_sources} | set(tied)
-    excused |= {source for rank in everyone for source, _ in rank.feeds}
+    excused = {refusal.tensor for rank in all_layouts for refusal in rank.refused_sources} | set(tied)
+    excused |= {source for rank in all_layouts for source, _ in rank.feeds}
     broken += [
         Refusal(name, f"{count} of its elements are used by no rank")
-        for name, count in unused_elements(everyone).items()
+        for name, count in unused_elements(all_layouts).items()
         if name not in excused
     ]
     if broken:
         return whole_reload((*broken, *(reason for reason in reasons if reason not in broken)))
     if not refused and not layout.refused_sources:
-        return Verdict(Way.TRACED, layout, (), frozenset(), (), tuple(sorted(derived)))
+        return Verdict(WriteMethod.TRACED, layout, (), frozenset(), (), tuple(sorted(derived)))
     return replace(_mixed(model, layout, set(refused), tuple(reasons)), derived=tuple(sorted(derived)))
 
 
 def untraceable(cause: Exception) -> Refusal:
-    """That nothing is copied, since loading raised `cause` when it was traced."""
+    """The reason for a whole reload if loading raised `cause` while it was traced."""
     return Refusal("the model", f"its loading cannot be traced: {type(cause).__name__}: {str(cause)[:200]}")
 
 
 def whole_reload(reasons: Iterable[Refusal]) -> Verdict:
-    """The verdict that nothing is copied."""
-    return Verdict(Way.RELOAD, LayoutMap({}, {}), (), frozenset(), tuple(reasons))
+    """The verdict that every tensor goes through vLLM's own loading."""
+    return Verdict(WriteMethod.RELOAD, LayoutMap({}, {}), (), frozenset(), tuple(reasons))
 
 
 def _mixed(model: torch.nn.Module, layout: LayoutMap, modules: set[str], reasons: tuple[Refusal, ...]) -> Verdict:
-    """Close the refused part over layers and tensors: a layer is reloaded whole, a tensor goes one way only."""
+    """Extend the refused part until no layer and no tensor is both reloaded and copied."""
     sources = {refusal.tensor for refusal in layout.refused_sources}
     owners = {target: _owner(target, model) for target in layout.targets}
-    flows = {(piece.source, owners[piece.target]) for piece in layout.slices}
+    flows = {(copy.source, owners[copy.target]) for copy in layout.copies}
     flows |= {(source, owners.get(target, _owner(target, model))) for source, target in layout.feeds}
     while True:
         inside = {source for source, owner in flows if owner in modules}
@@ -133,14 +137,14 @@ def _mixed(model: torch.nn.Module, layout: LayoutMap, modules: set[str], reasons
     if (tie := _tied_across(model, modules)) is not None:
         return whole_reload((*reasons, Refusal(tie, "it is shared with a layer that need not be reloaded")))
     if not modules:
-        return whole_reload((*reasons, Refusal("the model", "what is refused belongs to no layer")))
-    return Verdict(Way.MIXED, kept, tuple(sorted(modules)), frozenset(sources), reasons)
+        return whole_reload((*reasons, Refusal("the model", "the refused tensors belong to no layer")))
+    return Verdict(WriteMethod.MIXED, kept, tuple(sorted(modules)), frozenset(sources), reasons)
 
 
 def repacked(model: torch.nn.Module) -> dict[str, str]:
-    """Parameters of layers that compute from something other than the tensors that loading fills, and what tells so.
+    """Parameters of layers that compute from other tensors than those that loading fills, each with the evidence.
 
-    vLLM keeps what each layer looked like before its weights were processed; a layer that looks different now was repacked.
+    vLLM keeps the shapes, strides and dtypes of each layer before processing; a layer that differs now was repacked.
     """
     from ..vllm_internals.internals import get_layerwise_info  # noqa: PLC0415 - in a worker only
 
@@ -155,27 +159,27 @@ def repacked(model: torch.nn.Module) -> dict[str, str]:
             full = f"{prefix}.{name}".lstrip(".")
             if tensor.is_meta or (not tensor.numel() and (was is None or was.numel())):
                 found[full] = "the layer keeps this weight elsewhere"
-            elif was is not None and _looks(was) != _looks(tensor):
-                found[full] = "the layer keeps this weight in a form of its own"
+            elif was is not None and _layout(was) != _layout(tensor):
+                found[full] = "the layer repacks this weight"
         if parameters and (kernel := _private_kernel(module)) is not None:
             found[f"{prefix}.{next(iter(parameters))}".lstrip(".")] = kernel
     return found
 
 
 def _private_kernel(module: Any) -> str | None:
-    """What tells that a linear layer on CPU computes from a packed copy; see `weightlane.rollout.vllm_internals.cpu_linear`."""
+    """The evidence that a linear layer on CPU computes from a packed copy; see `vllm_internals.cpu_linear`."""
     linear = module.__dict__.get("cpu_linear")
     if linear is not None and linear is not torch.nn.functional.linear:
         return "the layer computes from a packed copy of this weight"
     return None
 
 
-def _looks(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
 
 
 def _owner(target: str, model: torch.nn.Module) -> str:
-    """The innermost module that `target`, a parameter, buffer or attribute, belongs to."""
+    """The innermost module that has `target`, a parameter, buffer or attribute."""
     parts = target.split(".")[:-1]
     while parts:
         try:
@@ -188,7 +192,7 @@ def _owner(target: str, model: torch.nn.Module) -> str:
 
 
 def _tied_across(model: torch.nn.Module, modules: Collection[str]) -> str | None:
-    """A parameter of `modules` that a layer outside of them computes with too."""
+    """A parameter of `modules` that shares memory with a layer outside of them, or None."""
     inside: dict[int, str] = {}
     outside: set[int] = set()
     for name, tensor in model.named_parameters(remove_duplicate=False):

@@ -1,0 +1,165 @@
+"""Models and vLLM configurations that are refused, since their weights could not be replaced correctly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from weightlane.ckpt_engines import ConfigError
+from weightlane.sync.codecs.quantised import Scheme, quantization_config
+
+_PART = "rollout model"
+_DRAFTS_WITHOUT_WEIGHTS = frozenset({"ngram", "ngram_gpu", "suffix"})
+"""Methods of speculative decoding that use the text only."""
+
+
+def refuse_unsupported(model: torch.nn.Module, vllm_config: Any, device: torch.device) -> None:
+    """Raise `ConfigError` for a model whose weights could not be replaced correctly.
+
+    Wrong weights would otherwise go unnoticed: they have the right shapes and generate fluent garbage.
+    """
+    parallel, model_config = vllm_config.parallel_config, vllm_config.model_config
+    if parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1:
+        raise ConfigError(
+            "pipeline and data parallel replicas are not supported.",
+            part=_PART,
+            hint="Use tensor_parallel and replicas.",
+        )
+    _refuse_modes(vllm_config)
+    refuse_other_formats(model_config)
+    if device.type == "cpu":
+        from ...vllm_internals.cpu_experts import computes_from_parameters  # noqa: PLC0415 - registers an operator
+        from ...vllm_internals.internals import RoutedExperts  # noqa: PLC0415 - only in a vLLM worker
+
+        packed = [
+            name
+            for name, layer in model.named_modules()
+            if isinstance(layer, RoutedExperts) and not computes_from_parameters(layer)
+        ]
+        if packed:
+            raise ConfigError(
+                f"mixture-of-experts layers ({packed[0]} and {len(packed) - 1} more) are quantised. vLLM on CPU repacks such"
+                " layers, and would not do so again after a commit.",
+                part=_PART,
+                hint="Use an unquantised checkpoint on CPU, or a GPU.",
+            )
+
+
+def _refuse_modes(vllm_config: Any) -> None:
+    """Refuse modes in which vLLM would keep old weights, or free the memory that new weights are written to."""
+    draft = getattr(vllm_config, "speculative_config", None)
+    method = str(getattr(draft, "method", "") or "")
+    modes = [
+        (
+            getattr(vllm_config, "lora_config", None) is not None,
+            "LoRA adapters (enable_lora)",
+            "adapters stay as they are beside weights that change under them",
+        ),
+        (
+            bool(getattr(vllm_config.model_config, "enable_sleep_mode", False)),
+            "sleep mode (enable_sleep_mode)",
+            "a version that is committed while vLLM sleeps would be written to memory that is freed",
+        ),
+        (
+            draft is not None and method not in _DRAFTS_WITHOUT_WEIGHTS,
+            f"a draft model (speculative_config, {method})",
+            "it would keep the weights that it was started with",
+        ),
+    ]
+    for on, mode, reason in modes:
+        if on:
+            raise ConfigError(
+                f"a replica with {mode} takes no versions: {reason}.", part=_PART, hint="Start vLLM without it."
+            )
+
+
+def refuse_other_formats(model_config: Any) -> None:
+    """Raise `ConfigError` for a model that is quantised in another format than versions."""
+    if model_config.quantization is None:
+        return
+    found = getattr(model_config.hf_config, "quantization_config", None)
+    if _scheme_of(found if isinstance(found, Mapping) else {}) is None:
+        raise ConfigError(
+            f"the replica quantizes its weights ({model_config.quantization}) in a format in which versions are not sent.",
+            part=_PART,
+            hint="Start it from an unquantized checkpoint, from one in fp8 with weight_block_size [128, 128], or from one in int8"
+            " by channel (compressed-tensors).",
+        )
+
+
+def refuse_in_place(model_config: Any) -> None:
+    """Raise `ConfigError` for a quantised model: its layers process all their tensors at once."""
+    if model_config.quantization is not None:
+        raise ConfigError(
+            f"the replica quantizes its weights ({model_config.quantization}), which cannot be written bucket by bucket.",
+            part=_PART,
+            hint='Set rollout.commit to "staged".',
+        )
+
+
+def refuse_indivisible(vllm_config: Any, *, part: str) -> None:
+    """Raise `ConfigError` for a mixture of experts that vLLM would only refuse later, in the replica's own processes.
+
+    Args:
+        vllm_config: vLLM's configuration of the replica.
+        part: The caller's name for the error.
+    """
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    ranks, experts = parallel.tensor_parallel_size, model.get_num_experts()
+    if not experts:
+        return
+    if ranks > experts:
+        raise ConfigError(
+            f"{experts} experts cannot be divided between {ranks} ranks.",
+            part=part,
+            hint=f"Set rollout.tensor_parallel (--tp) to at most {experts}.",
+        )
+    inner = getattr(model.hf_text_config, "moe_intermediate_size", None)
+    if not parallel.enable_expert_parallel and isinstance(inner, int) and inner % ranks:
+        raise ConfigError(
+            f"experts with {inner} hidden units cannot each be divided between {ranks} ranks.",
+            part=part,
+            hint="Set rollout.expert_parallel (--ep), which gives every rank some whole experts.",
+        )
+
+
+def refusal_by_vllm(cause: BaseException, action: str, *, part: str, hint: str = "") -> ConfigError:
+    """A `ConfigError` that says why vLLM cannot do `action`, with a hint for known causes and else with `hint`."""
+    text = str(cause).lower()
+    if "expert parallelism" in text or "number of experts" in text:
+        hint = "The model has no experts: leave rollout.expert_parallel (--ep) off."
+    elif "divisible by tensor parallel size" in text:
+        hint = "Set rollout.tensor_parallel (--tp) to a number that divides the model's heads."
+    return ConfigError(f"vLLM cannot {action}: {first_line(cause)}", part=part, hint=hint)
+
+
+def first_line(cause: BaseException) -> str:
+    """The first informative line of an error's text, without pydantic's frame."""
+    lines = [line.strip() for line in str(cause).splitlines()]
+    told = [line for line in lines if line and "validation error" not in line and not line.startswith("For further")]
+    text = (told or [type(cause).__name__])[0].removeprefix("Value error, ")
+    return text.partition(" [type=")[0].rstrip(".") + "."
+
+
+def _scheme_of(config: Mapping[str, Any]) -> Scheme | None:
+    """The value of `sync.quantise` that matches a checkpoint's ``quantization_config``; None if there is none."""
+    fp8, int8 = quantization_config("fp8", []), quantization_config("int8", [])
+    if config.get("quant_method") == fp8["quant_method"]:
+        alike = all(config.get(key) == fp8[key] for key in ("activation_scheme", "weight_block_size"))
+        return "fp8" if alike else None
+    if config.get("quant_method") == int8["quant_method"]:
+        groups = config.get("config_groups") or {}
+        wanted = int8["config_groups"]["group_0"]
+        alike = bool(groups) and all(
+            _has(group.get(part), wanted[part])
+            for group in groups.values()
+            for part in ("weights", "input_activations")
+        )
+        return "int8" if alike else None
+    return None
+
+
+def _has(found: Any, wanted: Mapping[str, Any]) -> bool:
+    return isinstance(found, Mapping) and all(found.get(key) == value for key, value in wanted.items())

@@ -1,0 +1,112 @@
+"""Checksums of every layer's output, which show whether a model computes from its parameters and from nothing else.
+
+Equal parameters do not prove equal compute: a layer may have a second copy of a weight in a kernel's own format. Outputs for the
+same few tokens are therefore compared between two models with equal parameters and different histories.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weightlane.sync.version.tensor_spec import raw_bytes
+
+from ..rank_model import RankModel
+
+_TOKENS = 4
+"""Tokens of the forward pass: few, since every weight of a dense layer takes part for each."""
+_PATTERN = 13
+"""Elements after which the fill pattern repeats: a prime, so that rows differ."""
+_aten = torch.ops.aten
+_EMPTY = frozenset(
+    {
+        _aten.empty.memory_format,
+        _aten.empty_like.default,
+        _aten.empty_strided.default,
+        _aten.new_empty.default,
+        _aten.new_empty_strided.default,
+    }
+)
+
+
+def output_checksums(rank: RankModel) -> dict[str, str]:
+    """Checksums of the outputs of each layer, and of the model, in order of computation. All ranks call this together.
+
+    One forward pass runs without attention over earlier tokens, as in vLLM's memory profiling. Attention and state-space kernels
+    leave their outputs unfilled in it. A fixed pattern fills these, so that later layers still compute from different values.
+
+    Raises:
+        Exception: The error of the forward pass.
+    """
+    from ...vllm_internals.internals import set_forward_context  # noqa: PLC0415 - only in a vLLM worker
+
+    checksums: dict[str, str] = {}
+    hooks = []
+    model: Any = rank.model
+    for name, module in model.named_modules():
+        if not any(True for _ in module.children()):
+            hooks.append(module.register_forward_hook(_recorder(checksums, name)))
+    count = _token_count(rank.config)
+    tokens = torch.arange(count, device=rank.device)
+    try:
+        with (
+            torch.no_grad(),
+            PatternedMemory(),  # type: ignore[no-untyped-call]
+            set_forward_context(None, rank.config, num_tokens=count, skip_compiled=True),
+        ):
+            hidden = model(input_ids=tokens, positions=tokens, intermediate_tensors=None, inputs_embeds=None)
+            checksums["hidden states"] = _checksum(hidden)
+            if (logits := model.compute_logits(hidden)) is not None:
+                checksums["logits"] = _checksum(logits)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return checksums
+
+
+def _token_count(vllm_config: Any) -> int:
+    """A few tokens; with experts one for each of them if possible, since every token meets only some experts."""
+    model = vllm_config.model_config
+    most = min(vllm_config.scheduler_config.max_num_batched_tokens, model.max_model_len, model.get_vocab_size())
+    return max(_TOKENS, min(int(model.get_num_experts()), int(most)))
+
+
+class PatternedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Fills new uninitialised memory with a pattern, so that results are the same in every run."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _EMPTY and not result.is_meta:
+            if result.is_floating_point() and result.is_contiguous():
+                pattern = (torch.arange(_PATTERN, device=result.device) * 0.125 - 0.75).to(result.dtype)
+                flat = result.view(-1)
+                whole = flat.numel() // _PATTERN * _PATTERN
+                flat[:whole].view(-1, _PATTERN).copy_(pattern)
+                flat[whole:].copy_(pattern[: flat.numel() - whole])
+            else:
+                result.zero_()
+        return result
+
+
+def _recorder(checksums: dict[str, str], name: str) -> Any:
+    def record(module: torch.nn.Module, inputs: Any, output: Any) -> None:  # noqa: ARG001 - torch's signature
+        checksums[name] = _checksum(output)
+
+    return record
+
+
+def _checksum(value: Any) -> str:
+    checksum = hashlib.sha256()
+    for item in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(item, torch.Tensor):
+            checksum.update(raw_bytes(item.detach().to("cpu").contiguous()).numpy().tobytes())
+    return checksum.hexdigest()

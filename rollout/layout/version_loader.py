@@ -1,0 +1,270 @@
+"""`VersionLoader`: writes complete versions into a live vLLM model, by copies where these are proven to be right.
+
+The write method is chosen and proven before the model serves, on a second model that never serves: see `rehearsal`. If copies are
+not right, versions go through vLLM's own loading; if that is not right either, versions are refused.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+
+from weightlane.ckpt_engines import CommitError, ConfigError
+from weightlane.sync import IncomingDelta, LivePart, Placement, SlicedTensors
+from weightlane.sync.version.box import Box
+from weightlane.sync.version.sliced_tensors import without_data
+
+from ..commit.rank_agreement import RankGroup
+from .loading.derived import StaleView
+from .map.layout_map import LayoutMap, Refusal, SourceSpec
+from .map.needs import needed_boxes, needed_placement
+from .proof.rehearsal import Rehearsal
+from .rank_model import RankModel
+from .trace.loading_reads import read_by_loading
+from .trace.trace import trace_loading
+from .verdict import Verdict, WriteMethod, judge, untraceable, whole_reload
+from .write.commit_plan import CommitPlan
+from .write.live_delta import LiveDelta
+from .write.version_writer import VersionWriter
+
+logger = init_logger("vllm.weightlane")
+
+_Signature = dict[str, SourceSpec]
+"""Shape and dtype of every tensor of a version."""
+
+
+class VersionLoader:
+    """Loads versions into one rank's model. All ranks make every call together, inside vLLM's current config.
+
+    Args:
+        rank: This rank with its live model.
+        tied: Second names of checkpoint tensors, which loading may ignore, with the first name of each.
+        computes: Whether all ranks are present, so that the model can compute.
+    """
+
+    def __init__(self, rank: RankModel, *, tied: Mapping[str, str] | None = None, computes: bool = True) -> None:
+        self._rank = rank
+        self._tied = tied or {}
+        self._computes = computes
+        self._signature: _Signature = {}
+        self._verdict: Verdict | None = None
+        self._writer: VersionWriter | None = None
+        """None until writing versions with this signature is proven to be right."""
+        self._proven: tuple[_Signature, Verdict, Verdict] | None = None
+        """The last rehearsed signature, its verdict by `judge`, and the verdict that was proven to be right."""
+        self._stale_views: Sequence[StaleView] = ()
+        self._read: dict[str, list[Box]] | None = None
+        """The boxes that a whole reload reads; None if versions are copied, or if a reload needs whole tensors."""
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """The verdict on versions of the last learned signature; None before `learn`."""
+        return self._verdict
+
+    @property
+    def plan(self) -> CommitPlan | None:
+        """The copies of a version; None if no tensor is copied, and before `learn`."""
+        return None if self._writer is None else self._writer.plan
+
+    @property
+    def takes_deltas(self) -> bool:
+        """Whether changed elements can be written straight into the parameters: every weight is copied."""
+        return self._writer is not None and self._verdict is not None and self._verdict.method is WriteMethod.TRACED
+
+    def live_delta(self, delta: IncomingDelta) -> LiveDelta:
+        """Locate the elements of `delta` on this rank. Nothing is changed.
+
+        Raises:
+            CommitError: The elements cannot be written into the parameters.
+        """
+        if self._writer is None or self.plan is None or not self.takes_deltas:
+            why = f"version {delta.version} is a delta, and {self._rank.part} has not loaded a full version by copies."
+            raise CommitError(why, part=self._rank.part)
+        return LiveDelta(self.plan, delta, self._writer.renew_derived)
+
+    def needed(self) -> Placement | None:
+        """The slices that this rank needs of versions with the learned signature; None if it needs all tensors whole."""
+        if self.plan is not None:
+            return needed_placement(needed_boxes(self.plan.layout), self._signature)
+        return None if self._read is None else needed_placement(self._read, self._signature)
+
+    def learn_for(self, tensors: Mapping[str, torch.Tensor], group: RankGroup) -> None:
+        """`learn` the signature of a staged version, without making any lazy tensor."""
+        signature = {name: SourceSpec(tuple(each.shape), each.dtype) for name, each in without_data(tensors).items()}
+        self.learn(signature, group, sliced=isinstance(tensors, SlicedTensors))
+
+    def write(self, tensors: Mapping[str, torch.Tensor]) -> WriteMethod:
+        """Replace every weight of the model, in place, by `tensors` of the learned signature (Hugging Face names).
+
+        On a CUDA device the copies are queued on the current stream when this returns.
+
+        Raises:
+            CommitError: The write failed on this rank: its model may be partly old and partly new, and must not serve until a
+                version was loaded completely.
+        """
+        assert self._writer is not None, "learned"
+        assert self._verdict is not None, "as above"
+        self._writer.write(tensors)
+        return self._verdict.method
+
+    def write_arriving(self, arriving: Iterator[LivePart]) -> WriteMethod:
+        """Replace every weight by a version of which a few consecutive elements arrive at a time.
+
+        Raises:
+            WeightlaneError: The error that `arriving` raised, or `CommitError` as from `write`.
+        """
+        assert self._writer is not None, "learned"
+        assert self._verdict is not None, "as above"
+        self._writer.write_arriving(arriving)
+        return self._verdict.method
+
+    def learn(self, signature: Mapping[str, SourceSpec], group: RankGroup, *, sliced: bool = False) -> None:
+        """Find out how versions with `signature` are written, and prove that this is right, unless that is known.
+
+        The model is not changed. A proof needs room for a second model, which there may not be once the model serves.
+
+        Args:
+            signature: Shape and dtype of every tensor.
+            group: The ranks.
+            sliced: Whether the slices that were `needed` before have been received of a version.
+
+        Raises:
+            ConfigError: No write method is right.
+            CommitError: Slices have been received, and now others are needed.
+        """
+        known = signature == self._signature and self._writer is not None and not self._writer.moved()
+        # A rank that has nothing to learn sends nothing, which keeps this to one small message.
+        if not any(group.gather(None if known else True)):
+            return
+        if self._writer is not None and signature == self._signature:
+            logger.info("weightlane: parameters have moved to other memory, %s traces loading again", self._rank.part)
+        received = _needed_slices(self.needed())
+        self._signature, self._writer = dict(signature), None
+        judged = self._judged(group)
+        proven = self._known_proof(judged)
+        proven_everywhere = all(group.gather(proven is not None))
+        self._verdict = proven if proven_everywhere and proven is not None else self._prove(judged, group)
+        self._writer = VersionWriter(self._rank, self._verdict, self._signature, self._stale_views)
+        if any(group.gather(sliced and _needed_slices(self.needed()) != received)):
+            raise CommitError(
+                "slices of a version were received, and others are needed: parameters have moved to other memory, or the"
+                " trainer sends other tensors.",
+                part=self._rank.part,
+                hint="Connect this replica again; it then asks for the slices that it needs.",
+            )
+
+    def _judged(self, group: RankGroup) -> Verdict:
+        """Trace loading on every rank, and judge the layouts. The verdict is a whole reload on all ranks or on none."""
+        began = time.perf_counter()
+        layout: LayoutMap | None = None
+        fact: dict[str, Any] = {}
+        try:
+            layout = trace_loading(self._rank.model, self._signature)
+            fact["layout"] = layout.to_plain()
+        except Exception as cause:  # noqa: BLE001 - a model's loader may raise anything; the version is then loaded without copies
+            fact["error"] = untraceable(cause).why
+        facts = group.gather(fact)
+        errors = [fact["error"] for fact in facts if "error" in fact]
+        if errors or layout is None:
+            verdict = whole_reload([Refusal("the model", error) for error in errors])
+        else:
+            layouts = [LayoutMap.from_plain(fact["layout"]) for fact in facts]
+            verdict = judge(self._rank.model, layout, layouts, tied=self._tied)
+        if verdict.method is WriteMethod.RELOAD:
+            logger.warning("weightlane: versions go through vLLM's own loading: %s", verdict.summary)
+        elif verdict.method is WriteMethod.MIXED:
+            layers = ", ".join(verdict.modules)
+            logger.warning(
+                "weightlane: %s go through vLLM's own loading, the rest is copied: %s", layers, verdict.summary
+            )
+        # Ranks must not differ in which tensors vLLM's own loading gets.
+        reloads = group.gather(verdict.summary if verdict.method is WriteMethod.RELOAD else None)
+        reason = next((summary for summary in reloads if summary), None)
+        if reason is not None and verdict.method is not WriteMethod.RELOAD:
+            verdict = whole_reload([Refusal("the model", reason)])
+        logger.info(
+            "weightlane: %s: %d copies of %.1f MB, traced in %.3f s",
+            verdict.method,
+            len(verdict.layout.copies),
+            verdict.layout.bytes_copied / 1e6,
+            time.perf_counter() - began,
+        )
+        return verdict
+
+    def _known_proof(self, verdict: Verdict) -> Verdict | None:
+        """The proven verdict on versions that differ from the rehearsed ones only in dtypes, or in a tied tensor's name.
+
+        The copies are those that were proven, and convert dtypes as vLLM's own loading does. Where the rehearsal replaced
+        copies by a reload, versions are reloaded again.
+        """
+        if self._proven is None:
+            return None
+        (signature, judged, proven), names = self._proven, self._tied
+        shapes, methods = (
+            [
+                {names.get(name, name): spec.shape for name, spec in each.items()}
+                for each in (signature, self._signature)
+            ],
+            [(each.method, each.modules, each.derived, each.layout.comparable(names)) for each in (judged, verdict)],
+        )
+        if shapes[0] != shapes[1] or methods[0] != methods[1]:
+            return None
+        return verdict if proven is judged else proven
+
+    def _prove(self, judged: Verdict, group: RankGroup) -> Verdict:
+        """Rehearse `judged`, then a whole reload; returns the first verdict that is right. Raises `ConfigError` if none is."""
+        began, verdict = time.perf_counter(), judged
+        before_serving = self._proven is None
+        rehearsal = Rehearsal(self._rank, self._signature, group, computes=self._computes, may_move=before_serving)
+        while True:
+            self._read = self._read_by_loading() if verdict.method is WriteMethod.RELOAD else None
+            mismatch = rehearsal.first_mismatch(verdict, self._read)
+            if mismatch is not None and any(group.gather(self._read is not None)):
+                logger.warning("weightlane: %s needs every tensor whole: %s", self._rank.part, mismatch)
+                self._read = None
+                mismatch = rehearsal.first_mismatch(verdict, None)
+            if mismatch is None or verdict.method is WriteMethod.RELOAD:
+                break
+            logger.warning("weightlane: versions go through vLLM's own loading: %s", mismatch)
+            verdict = whole_reload([*verdict.reasons, Refusal("the model", mismatch)])
+        if mismatch is not None:
+            raise ConfigError(
+                f"new versions of this model would not be right: {mismatch}.",
+                part=self._rank.part,
+                hint="docs/reference/models.md has the models that take versions. This one can only be served as it is.",
+            )
+        self._stale_views = rehearsal.stale_views
+        self._proven = self._signature, judged, verdict
+        logger.info(
+            "weightlane: a rehearsed version equals an ordinary load (%s), shown in %.3f s",
+            verdict.method,
+            time.perf_counter() - began,
+        )
+        return verdict
+
+    def _read_by_loading(self) -> dict[str, list[Box]] | None:
+        try:
+            boxes = read_by_loading(self._rank.model, self._signature)
+        except Exception as cause:  # noqa: BLE001 - a model's loader may raise anything; the rank then asks for whole tensors
+            said = f"{type(cause).__name__}: {str(cause)[:200]}"
+            logger.warning("weightlane: %s needs every tensor whole: %s", self._rank.part, said)
+            return None
+        whole = [name for name, spec in self._signature.items() if boxes[name] == [Box.whole(spec.shape)]]
+        logger.info(
+            "weightlane: vLLM's own loading reads slices of %d tensors, and %d whole: %s",
+            len(boxes) - len(whole),
+            len(whole),
+            ", ".join(whole),
+        )
+        return boxes
+
+
+def _needed_slices(needed: Placement | None) -> dict[str, tuple[Box, ...]] | None:
+    """The boxes of each tensor, whatever its dtype."""
+    if needed is None:
+        return None
+    return {spec.name: boxes for spec, boxes in zip(needed.specs, needed.boxes, strict=True)}

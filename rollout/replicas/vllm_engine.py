@@ -1,0 +1,170 @@
+"""`VllmEngine`: one replica's vLLM engine with its processes, from start to close."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from weightlane.ckpt_engines import (
+    ClosedError,
+    ConfigError,
+    DeadlineExceededError,
+    WeightlaneError,
+    WorkerDiedError,
+)
+
+from ..commit.remote_failure import failure_from_text
+from ..config import RolloutConfig
+from ..layout.loading.refused_models import refusal_by_vllm, refuse_indivisible
+from ..vllm.environment import engine_arguments, prepare_environment
+from ..vllm.shared_memory import segments_of_trees
+from .shared_memory_cleaner import SharedMemoryCleaner
+
+_CLOSE_TIMEOUT_S = 10.0
+"""Most seconds that each step of a shutdown may take, so that a hung engine cannot block its owner."""
+
+
+class VllmEngine:
+    """The engine of one replica. All coroutines run on one event loop.
+
+    Args:
+        name: The replica's name.
+        config: Options of the replica.
+        model_dir: Hugging Face checkpoint directory.
+    """
+
+    def __init__(self, name: str, config: RolloutConfig, model_dir: str | os.PathLike[str]) -> None:
+        self.name = name
+        self.config = config
+        self.dtype = ""
+        """The dtype that the engine computes in; known after `start`."""
+        self.max_model_len = 0
+        """Most tokens of a prompt and its completion together; known after `start`."""
+        self._model_dir = Path(model_dir)
+        self._engine: Any = None
+        self._cleaner: SharedMemoryCleaner | None = None
+
+    @property
+    def open(self) -> bool:
+        """Whether the engine was started and not closed; its processes may have died."""
+        return self._engine is not None
+
+    @property
+    def dead(self) -> bool:
+        """Whether the engine's processes have died."""
+        return self._engine is not None and bool(self._engine.errored)
+
+    @property
+    def running(self) -> Any:
+        """The ``AsyncLLM`` of vLLM; raises `ClosedError` before `start` and after `close`."""
+        if self._engine is None:
+            raise ClosedError("the replica is not running.", part=self.name)
+        return self._engine
+
+    async def start(self, version: int) -> None:
+        """Load the model and start serving it as `version`.
+
+        Raises:
+            ConfigError: vLLM refuses the model or an argument.
+            WorkerDiedError: The engine's processes ended while starting.
+            DeadlineExceededError: The start took longer than `RolloutConfig.start_timeout_s`.
+        """
+        if not self._model_dir.is_dir():
+            raise ConfigError(f"model directory {self._model_dir} does not exist.", part=self.name)
+        try:
+            async with asyncio.timeout(self.config.start_limit_s):
+                await asyncio.to_thread(self._build)
+                await self._engine.update_weight_version(str(version))
+            # Garbage collection of everything that the start made would stop the event loop for 0.3 s at a time.
+            gc.collect()
+            gc.freeze()
+        except WeightlaneError:
+            raise
+        except TimeoutError as cause:
+            raise DeadlineExceededError(
+                f"the engine did not start within {self.config.start_limit_s:.0f} s.",
+                part=self.name,
+                hint="Raise rollout.start_timeout_s.",
+            ) from cause
+        except (ValueError, TypeError, OSError) as cause:
+            raise refusal_by_vllm(cause, f"start from {self._model_dir}", part=self.name) from cause
+        except Exception as cause:
+            raise WorkerDiedError(
+                f"the engine ended while starting: {cause}.", part=self.name, hint="The replica's log has the cause."
+            ) from cause
+
+    async def update_weights(self, update_info: Mapping[str, Any]) -> dict[str, float]:
+        """Call ``update_weights``; see `weightlane.rollout.commit.commit.Engine`."""
+        figures: dict[str, float]
+        (figures,) = await self.running.collective_rpc("update_weights", kwargs={"update_info": dict(update_info)})
+        return figures
+
+    async def abort(self, requests: Collection[str]) -> None:
+        """End requests by their keys. Never raises: an engine too broken to abort requests ends them by dying."""
+        with suppress(Exception):
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await self._engine.abort(list(requests))
+
+    async def close(self, requests: Collection[str]) -> None:
+        """End the engine and its processes; `requests` in flight fail. Idempotent."""
+        engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        # A dead or hung engine cannot leave its publisher, but the shutdown below still ends its processes.
+        with suppress(Exception):
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await engine.abort(list(requests))
+                await engine.shutdown_weight_transfer_engine()
+        if engine.output_handler is not None:
+            engine.output_handler.cancel()  # It would take the processes' end for a crash, and log it as one.
+        await asyncio.to_thread(engine.shutdown, timeout=_CLOSE_TIMEOUT_S)
+        if self._cleaner is not None:
+            await asyncio.to_thread(self._cleaner.close)
+        del engine
+        await asyncio.sleep(0)  # Lets the engine's cancelled tasks end and drop it.
+        gc.unfreeze()
+        gc.collect()  # The engine is part of reference cycles; its finalizer fails noisily at the interpreter's end.
+
+    def typed(self, cause: BaseException) -> WeightlaneError:
+        """An exception of vLLM's as a `WeightlaneError`."""
+        from vllm.exceptions import VLLMClientError  # noqa: PLC0415 - slow to import
+        from vllm.v1.engine.exceptions import EngineDeadError  # noqa: PLC0415
+
+        if isinstance(cause, WeightlaneError):
+            return cause
+        if isinstance(cause, (VLLMClientError, ValueError)):
+            return ConfigError(f"vLLM refused the request: {cause}.", part=self.name)
+        if isinstance(cause, EngineDeadError) or self.dead:
+            return self.died()
+        return failure_from_text(f"{type(cause).__name__}: {cause}", part=self.name).error
+
+    def died(self) -> WorkerDiedError:
+        """The error that says that the engine's processes have died."""
+        return WorkerDiedError(
+            "the engine's processes are gone.", part=self.name, peer=self.name, hint="Its log has the cause."
+        )
+
+    def _build(self) -> None:
+        on_cpu = prepare_environment(self.config)
+        from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - after the environment
+        from vllm.usage.usage_lib import UsageContext  # noqa: PLC0415
+        from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
+
+        arguments = AsyncEngineArgs(**engine_arguments(self.config, self._model_dir, on_cpu=on_cpu))
+        vllm_config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        refuse_indivisible(vllm_config, part=self.name)
+        self.dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
+        self.max_model_len = int(vllm_config.model_config.max_model_len)
+        # Not returned: something in vLLM keeps this thread's frames, and the result with them, from being freed.
+        self._engine = AsyncLLM.from_vllm_config(
+            vllm_config,
+            enable_log_requests=arguments.enable_log_requests,
+            disable_log_stats=arguments.disable_log_stats,
+        )
+        processes = self._engine.engine_core.resources.engine_manager.processes
+        self._cleaner = SharedMemoryCleaner(segments_of_trees(process.pid for process in processes))
