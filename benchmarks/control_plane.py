@@ -328,7 +328,7 @@ def measure(case: Case, versions: int, sessions: int) -> Report:
     with coordinator, leader, _others(case, address) as processes, asyncio.Runner() as runner:
         runner.run(coordinator.connect())
         for _ in range(sessions):
-            coordinator._connection.give_up()
+            coordinator._session.abandon()
             before, began = rendezvous.traffic, time.perf_counter()
             runner.run(coordinator.connect())
             session_s.append(time.perf_counter() - began)

@@ -35,8 +35,8 @@ A complete hop inside one process (normally the three parts live in three):
 from .codecs.delta.staged_delta import IncomingDelta, StagedDelta
 from .config import CheckpointEngineConfig, SyncConfig
 from .control.rendezvous import Rendezvous, RendezvousAddress
-from .control.roster import Replica, ReplicaState
-from .coordinator import Coordinator
+from .coordinator.coordinator import Coordinator
+from .coordinator.replica import Replica, ReplicaState
 from .publisher import Publisher
 from .receive.live_stream import LivePart, LiveStream
 from .receive.stored_version import read_version

@@ -14,8 +14,8 @@ from weightlane.ckpt_engines.runtime.at_exit import close_at_exit, start_thread
 
 from ..config import SyncConfig
 from ..control.rendezvous import Rendezvous
-from ..control.roster import Replica, ReplicaState
-from ..coordinator import Coordinator
+from ..coordinator.coordinator import Coordinator
+from ..coordinator.replica import Replica, ReplicaState
 from ..report import SyncReport
 
 _log = logging.getLogger(__name__)

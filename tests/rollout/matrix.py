@@ -145,7 +145,7 @@ class ModelRun:
         reports = []
         store = self._directory / f"store-{self._version}"
         async with trainers.publishing(self.workers, case.engine, store, codec=case.codec) as coordinator:
-            self.asked = {name: hello.need for name, hello in coordinator._letters.hellos.items()}
+            self.asked = {name: hello.need for name, hello in coordinator._queue.hellos.items()}
             for _ in range(2):
                 self._version += 1
                 trainers.call("nudge", self._version, EVERY)

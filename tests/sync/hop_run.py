@@ -215,13 +215,13 @@ class Run:
     def configure(self, **changes: float) -> None:
         """Change settings between two versions. Deadlines that are not named are too long to be missed."""
         self._config = self._config.model_copy(update=PATIENT | changes)
-        self.coordinator._config = self.coordinator._connection._config = self._config
+        self.coordinator._config = self.coordinator._session._config = self._config
 
     @contextmanager
     def deadlines_pass(self, when: Callable[[list[str]], bool] = lambda _: False) -> Iterator[MovableClock]:
         """The coordinator's clock stands still, but the deadline of each wait passes `when` the names waited for are such."""
-        clock, letters = MovableClock(), self.coordinator._letters
-        wait = letters._next
+        clock, queue = MovableClock(), self.coordinator._queue
+        wait = queue.next
 
         def wait_or_pass(deadline: Deadline, names: Collection[str], what: str) -> Message:
             if when(sorted(names)):
@@ -230,18 +230,18 @@ class Run:
 
         deadlines = SimpleNamespace(after=lambda seconds: Deadline.after(seconds, clock))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(letters, "_next", wait_or_pass)
-            patch.setattr("weightlane.sync.coordinator.Deadline", deadlines)
+            patch.setattr(queue, "next", wait_or_pass)
+            patch.setattr("weightlane.sync.coordinator.coordinator.Deadline", deadlines)
             yield clock
 
     def _note_waits(self) -> None:
-        wait = self.coordinator._letters._next
+        wait = self.coordinator._queue.next
 
         def noting(deadline: Deadline, names: Collection[str], what: str) -> Message:
             self._waits.append(what)
             return wait(deadline, names, what)
 
-        self.coordinator._letters._next = noting  # type: ignore[method-assign]
+        self.coordinator._queue.next = noting  # type: ignore[method-assign]
 
     def waits_for(self, what: str) -> bool:
         """Whether the coordinator has begun to wait for mail of which it says so."""
@@ -260,7 +260,7 @@ class Run:
         return replica
 
     def _have_joined(self, replica: Replica) -> bool:
-        self.coordinator._letters.catch_up()
+        self.coordinator._queue.catch_up()
         return replica.ranks.keys() <= self.coordinator._roster.inboxes.keys()
 
     def restart_replica(self, number: int) -> None:
@@ -280,7 +280,7 @@ class Run:
         """Wait until every replica that was given up has answered."""
 
         def all_answered() -> bool:
-            self.coordinator._letters.catch_up()
+            self.coordinator._queue.catch_up()
             return ReplicaState.LOST not in self.coordinator.states().values()
 
         wait_until(all_answered, "answer of a replica that lives")

@@ -10,7 +10,7 @@ from hop_run import MakeRun, Run, expected, outcomes_of
 from waiting import NEVER_S, wait_until
 
 from weightlane.ckpt_engines import Deadline, QuarantinedError, SyncAbortedError
-from weightlane.sync.control.message_queue import TroubleError
+from weightlane.sync.coordinator.blame import AttemptError
 
 
 def after(first: int, versions: list[int]) -> dict[str, str]:
@@ -116,19 +116,19 @@ def test_auto_measures_dense_first_and_gives_its_reasons(make_run: MakeRun) -> N
 
 def test_the_coordinator_does_not_wait_for_a_full_version_that_nobody_holds(make_run: MakeRun) -> None:
     run = begun(make_run, replicas=1)
-    connection = run.coordinator._connection
+    session = run.coordinator._session
     run.trainers[0].call("nudge", 2, 20)
     run.publish(2)
 
     def offered() -> bool:
-        connection._letters.catch_up()
-        return 2 in connection._letters.offers
+        session._queue.catch_up()
+        return 2 in session._queue.offers
 
     wait_until(offered, "offer")
     run.publish_next(3)
     run.trainers[0].call("step", 4)  # the snapshot of version 3 is there, in the place of that of 2
-    with pytest.raises(TroubleError, match="not held any more"):
-        connection._offer_in_full(2, Deadline.after(NEVER_S))
+    with pytest.raises(AttemptError, match="not held any more"):
+        session._offer_in_full(2, Deadline.after(NEVER_S))
 
 
 def test_a_newcomer_gets_in_full_what_lies_in_the_store_as_a_delta(make_run: MakeRun) -> None:

@@ -24,6 +24,7 @@ from weightlane.ckpt_engines import (
 )
 from weightlane.sync import CommitReport, Manifest, ReplicaState, TensorSpec
 from weightlane.sync.control.messages import Ready
+from weightlane.sync.coordinator.commits import Commits
 from weightlane.sync.receive.live_stream import LiveStream
 
 IN_PLACE = {"commit": "in_place"}
@@ -53,7 +54,7 @@ def test_one_that_is_ready_before_another_has_accepted_is_heard(make_run: MakeRu
     slow.call("accept_late")
 
     def accept_when_the_other_is_ready() -> None:
-        heard = run.coordinator._letters._progress
+        heard = run.coordinator._queue.early
         wait_until(lambda: (Ready, "rollout-1/0", 1) in heard, "ready replica")
         slow.call("accept")
 
@@ -135,13 +136,13 @@ def test_a_replica_that_does_not_pause_serves_on_and_nobody_waits_longer_than_th
 
     run.publish_next(3)
     with run.deadlines_pass() as clock, pytest.MonkeyPatch.context() as patch:
-        begin = run.coordinator._begin
+        begin = Commits.begin_in_place
 
         def begin_too_late(*arguments: Any) -> None:
             clock.advance(HANG_S)
             begin(*arguments)
 
-        patch.setattr(run.coordinator, "_begin", begin_too_late)
+        patch.setattr(Commits, "begin_in_place", begin_too_late)
         patch.setattr(run.replicas[0], "commit", hangs)
         aborted = run.aborts(3)
     assert begun.is_set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -98,12 +99,12 @@ def test_whoever_is_started_anew_while_a_version_is_offered_takes_part_on_anothe
 ) -> None:
     run = make_run(replicas=2, sync={"retries": 0})
     run.serve(1)
-    connection, letters = run.coordinator._connection, run.coordinator._letters
-    offer, joined_anew = connection._offer, threading.Event()
+    session, queue = run.coordinator._session, run.coordinator._queue
+    offer, joined_anew = session._offer, threading.Event()
 
     def is_noted() -> bool:
-        letters.catch_up()
-        return letters.is_gone(who)
+        queue.catch_up()
+        return who in queue.gone
 
     def meanwhile(version: int, deadline: Deadline) -> Any:
         offered = offer(version, deadline)
@@ -117,7 +118,7 @@ def test_whoever_is_started_anew_while_a_version_is_offered_takes_part_on_anothe
             joined_anew.set()
         return offered
 
-    monkeypatch.setattr(connection, "_offer", meanwhile)
+    monkeypatch.setattr(session, "_offer", meanwhile)
     run.publish_next(2)
     report = run.sync(2)
     assert joined_anew.is_set()
@@ -131,18 +132,18 @@ def test_whoever_is_started_anew_while_a_version_is_offered_takes_part_on_anothe
 @pytest.mark.parametrize(
     ("part", "step", "noted"),
     [
-        pytest.param("_letters", "collect", False, id="trainers answer"),
-        pytest.param("_connection", "_present", False, id="replicas answer"),
-        pytest.param("_connection", "_present", True, id="heard before replicas answer"),
-        pytest.param("_connection", "_introduce", False, id="all connect"),
-        pytest.param("_connection", "_introduce", True, id="heard before all connect"),
+        pytest.param("_session._replies", "collect", False, id="trainers answer"),
+        pytest.param("_session", "_await_hellos", False, id="replicas answer"),
+        pytest.param("_session", "_await_hellos", True, id="heard before replicas answer"),
+        pytest.param("_session", "_connect", False, id="all connect"),
+        pytest.param("_session", "_connect", True, id="heard before all connect"),
     ],
 )
 def test_whoever_is_started_anew_while_a_session_begins_is_asked_again_without_a_retry(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, who: str, part: str, step: str, noted: bool
 ) -> None:
     run = make_run(sync={"retries": 0})
-    owner, anew = getattr(run.coordinator, part), threading.Event()
+    owner, anew = attrgetter(part)(run.coordinator), threading.Event()
     goes_on = getattr(owner, step)
 
     def meanwhile(*arguments: Any, **more: Any) -> Any:
@@ -154,7 +155,7 @@ def test_whoever_is_started_anew_while_a_session_begins_is_asked_again_without_a
             else:
                 run.restart_replica(0)
             if noted:  # while it waited for others, before this step
-                run.coordinator._letters.catch_up()
+                run.coordinator._queue.catch_up()
         return goes_on(*arguments, **more)
 
     monkeypatch.setattr(owner, step, meanwhile)
@@ -402,7 +403,7 @@ def test_a_sync_that_is_cancelled_in_its_commit_is_taken_back_where_it_serves_an
         if ends:
             asyncio.get_running_loop().call_soon(held.go_on.set)
         else:
-            monkeypatch.setattr("weightlane.sync.coordinator._CANCELLED_S", 0.05)
+            monkeypatch.setattr("weightlane.sync.coordinator.coordinator._CANCELLED_S", 0.05)
         await cancelled(syncing)
 
     asyncio.run(cancel_in_commit())
@@ -453,13 +454,13 @@ def test_a_sync_waits_for_the_one_before_within_its_own_deadline_and_disturbs_it
 
 
 @pytest.mark.parametrize("error", [TimeoutError("of something else"), KeyError("x"), OSError(28, "No space left")])
-@pytest.mark.parametrize("where", ["ensure", "stream", "catch_up"])
+@pytest.mark.parametrize("where", ["ensure_connected", "stream", "catch_up"])
 def test_an_error_that_nobody_foresaw_is_an_abort_on_every_side(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, where: str, error: Exception
 ) -> None:
     run = make_run(replicas=2)
     run.serve(1)
-    owner: Any = run.coordinator._letters if where == "catch_up" else run.coordinator._connection
+    owner: Any = run.coordinator._queue if where == "catch_up" else run.coordinator._session
 
     def fail(*_: object, **__: object) -> None:
         raise error

@@ -132,11 +132,11 @@ def test_weights_that_no_scale_fits_fail_their_version_at_once_and_nothing_else(
     run.step(poisoned)
     run.publish(2)
     if known_before:
-        letters = run.coordinator._letters
+        queue = run.coordinator._queue
 
         def is_known() -> bool:
-            letters.catch_up()
-            return bool(letters._failed)
+            queue.catch_up()
+            return bool(queue.publisher_failures)
 
         wait_until(is_known, "report of the failure")
     run.fails(2, r"up\.weight holds inf or NaN")

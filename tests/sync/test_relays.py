@@ -31,10 +31,10 @@ from weightlane.ckpt_engines import (
 )
 from weightlane.ckpt_engines.runtime.devices import HOST
 from weightlane.plugins import RunHooks, hookimpl
-from weightlane.sync import Manifest, Outcome, Placement, Rendezvous, ReplicaState, SyncConfig, TensorSpec
-from weightlane.sync.control.message_queue import MessageQueue
-from weightlane.sync.control.messages import Failed, Joined
-from weightlane.sync.control.roster import Roster
+from weightlane.sync import Manifest, Outcome, Placement, ReplicaState, SyncConfig, TensorSpec
+from weightlane.sync.control.messages import Failed
+from weightlane.sync.coordinator.blame import blame
+from weightlane.sync.coordinator.roster import Roster
 from weightlane.sync.plan import Network
 from weightlane.sync.plan.send_assignment import shares
 from weightlane.sync.plan.session_plan import SessionPlan, Supply
@@ -325,14 +325,11 @@ CHANGED = CorruptBucketError("changed bytes.", part="bucket check", peer="r1/0")
     ],
 )
 def test_whoever_is_at_the_end_of_the_way_is_at_fault(
-    rendezvous: Rendezvous, told: list[tuple[str, WeightlaneError]], culprits: set[str], peer: str
+    told: list[tuple[str, WeightlaneError]], culprits: set[str], peer: str
 ) -> None:
     roster = Roster(["t0"], [Replica(f"r{number}", dict.fromkeys([f"r{number}/0"])) for number in range(4)], 0.5)  # type: ignore[arg-type]
-    letters = MessageQueue(rendezvous, roster)
-    letters._note(Joined(name="t0", inbox="t0#1"))
-    verdict = letters._verdict(
-        [Failed(name=name, session="s", version=1, error=error.to_wire()) for name, error in told]
-    )
+    roster.note_joined("t0", "t0#1")
+    verdict = blame([Failed(name=name, session="s", version=1, error=error.to_wire()) for name, error in told], roster)
     assert verdict.culprits == culprits
     assert verdict.error.peer == peer
-    assert not verdict.hopeless
+    assert not verdict.final

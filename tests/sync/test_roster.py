@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from weightlane.ckpt_engines import ConfigError, PeerLostError
 from weightlane.sync import ReplicaState
-from weightlane.sync.control.roster import Roster
+from weightlane.sync.coordinator.roster import Roster
 
 
 def made(name: str, ranks: int = 1) -> Replica:
@@ -27,33 +27,33 @@ def test_a_quorum_is_the_smallest_number_that_is_that_share(replicas: int, perce
 
 def test_a_replica_is_reachable_once_all_its_ranks_have_joined() -> None:
     roster = Roster(["trainer-0"], [made("r", ranks=2)], 0.5)
-    assert roster.joined("r/0", "r/0#1")
+    assert roster.note_joined("r/0", "r/0#1")
     assert not roster.reachable()
-    assert roster.joined("r/1", "r/1#1")
-    assert [member.name for member in roster.reachable()] == ["r"]
-    assert not roster.joined("r/1", "r/1#1"), "that was known"
+    assert roster.note_joined("r/1", "r/1#1")
+    assert [entry.name for entry in roster.reachable()] == ["r"]
+    assert not roster.note_joined("r/1", "r/1#1"), "that was known"
 
 
 def test_a_rank_that_comes_anew_must_be_given_a_version_first_and_its_old_farewell_does_not_count() -> None:
     roster = Roster(["trainer-0"], [made("r")], 0.5)
-    roster.joined("r/0", "r/0#1")
-    member = roster.members["r"]
-    member.state, member.version = ReplicaState.SERVING, 7
-    assert roster.joined("r/0", "r/0#2")
-    assert (member.state, member.version) == (ReplicaState.JOINING, -1)
-    assert not roster.left("r/0", "r/0#1")
+    roster.note_joined("r/0", "r/0#1")
+    entry = roster.entries["r"]
+    entry.state, entry.version = ReplicaState.SERVING, 7
+    assert roster.note_joined("r/0", "r/0#2")
+    assert (entry.state, entry.version) == (ReplicaState.JOINING, -1)
+    assert not roster.note_left("r/0", "r/0#1")
     assert roster.reachable()
-    assert roster.left("r/0", "r/0#2")
-    assert member.state is ReplicaState.LOST
+    assert roster.note_left("r/0", "r/0#2")
+    assert entry.state is ReplicaState.LOST
 
 
 def test_one_that_was_thought_lost_is_quarantined_when_it_answers() -> None:
     roster = Roster(["trainer-0"], [made("r")], 0.5)
-    roster.joined("r/0", "r/0#1")
-    roster.lost(roster.members["r"], PeerLostError("it does not answer.", part="test"))
+    roster.note_joined("r/0", "r/0#1")
+    roster.mark_lost(roster.entries["r"], PeerLostError("it does not answer.", part="test"))
     assert not roster.reachable()
-    roster.answered("r/0")
-    assert roster.members["r"].state is ReplicaState.QUARANTINED
+    roster.note_answer("r/0")
+    assert roster.entries["r"].state is ReplicaState.QUARANTINED
     assert roster.reachable()
 
 
@@ -66,9 +66,9 @@ def test_who_comes_and_goes_while_a_version_is_under_way_is_checked_at_once_and_
     roster.remove("r")
     with pytest.raises(ConfigError, match="no replica is called 'r'"):
         roster.remove("r")
-    assert list(roster.members) == ["r"]
-    roster.settle()
-    assert list(roster.members) == ["s"]
+    assert list(roster.entries) == ["r"]
+    roster.apply_changes()
+    assert list(roster.entries) == ["s"]
     roster.add(made("r"))
-    roster.settle()
-    assert list(roster.members) == ["s", "r"]
+    roster.apply_changes()
+    assert list(roster.entries) == ["s", "r"]

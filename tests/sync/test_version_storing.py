@@ -137,7 +137,7 @@ def test_control_messages_are_read_while_a_store_hangs_and_the_older_version_nev
     run.serve(1)
     assert hanging.begun.wait(HANG_S)
     publisher.wait(1, HANG_S)
-    run.coordinator._connection.give_up()  # the next version needs a Reset, a Connect, and a Go
+    run.coordinator._session.abandon()  # the next version needs a Reset, a Connect, and a Go
     run.serve(2)
     publisher.wait(2, HANG_S)
     run.coordinator._abort(7, StorageError("of no interest.", part="test"))

@@ -16,8 +16,8 @@ from weightlane.plugins import RunHooks
 from weightlane.sync.codecs.delta.staged_delta import IncomingDelta
 from weightlane.sync.config import CodecPolicy, Integrity, Quantise, SyncConfig
 from weightlane.sync.control.rendezvous import Rendezvous
-from weightlane.sync.control.roster import Replica
-from weightlane.sync.coordinator import Coordinator
+from weightlane.sync.coordinator.coordinator import Coordinator
+from weightlane.sync.coordinator.replica import Replica
 from weightlane.sync.publisher import Publisher
 from weightlane.sync.report import SyncReport
 from weightlane.sync.subscriber import Subscriber

@@ -1,0 +1,316 @@
+"""`Coordinator`: takes one version after another from its offer to its commit, or aborts it on every participant."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Self
+
+from weightlane.ckpt_engines import ClosedError, Deadline, SyncAbortedError, WeightlaneError, as_weightlane_error
+from weightlane.ckpt_engines.runtime.at_exit import close_at_exit
+from weightlane.plugins import RunHooks, process_hooks
+
+from ..config import SyncConfig
+from ..control.hub.hub import COORDINATOR
+from ..control.messages import Abort, Committed, Lost
+from ..control.rendezvous import Rendezvous
+from ..report import FailedAttempt, Outcome, ReplicaReport, SyncReport
+from ..send.publication import checked_version
+from .attempts import Attempts
+from .blame import AttemptError
+from .commits import absent_error, commit_error
+from .message_queue import MessageQueue
+from .replica import Replica, ReplicaState
+from .roster import Roster
+from .session import Session, Streamed
+from .worker_thread import WorkerThread, run_to_end
+
+_log = logging.getLogger(__name__)
+_LOOK_AGAIN_S = 0.01
+"""How often a sync that waits for another one looks: syncs of several event loops have no event in common."""
+_CANCELLED_S = 10.0
+"""How long a sync that was cancelled lets running commits go on: one that ends can be rolled back."""
+
+
+class Coordinator:
+    """Runs the life of every version. One per run, in the process that hosts the rendezvous.
+
+    A version is sent to every replica that can be reached. A replica that fails keeps the version it has, or is quarantined if
+    it cannot prove which weights it holds, and the others go on as long as there are enough of them (`SyncConfig.quorum`).
+    A replica that missed a version takes part again in the next.
+
+    Args:
+        rendezvous: The hosted rendezvous.
+        publishers: Names of the trainer ranks' publishers, in rank order; the first one makes the offers.
+        replicas: The rollout replicas; others may join (`add`) and leave (`remove`) later.
+        config: Deadlines and quorum.
+        hooks: Observers; those of this process by default.
+    """
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        publishers: Sequence[str],
+        replicas: Sequence[Replica],
+        config: SyncConfig,
+        hooks: RunHooks | None = None,
+    ) -> None:
+        self._rendezvous = rendezvous
+        self._roster = Roster(publishers, replicas, config.quorum)
+        self._queue = MessageQueue(rendezvous, self._roster)
+        self._session = Session(self._queue, self._roster, config)
+        self._config = config
+        self._hooks = hooks or process_hooks()
+        self._committed = -1
+        """The newest committed version."""
+        self._process = os.getpid()
+        self._turn = threading.Lock()
+        """Taken for the whole of a sync or a `connect`."""
+        self._worker = WorkerThread(self._queue)
+        close_at_exit(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def connect(self) -> None:
+        """Wait for every participant and connect their transports.
+
+        Raises `DeadlineExceededError` naming who is missing, or the error of the participant that failed.
+        """
+        deadline = Deadline.after(self._config.connect_timeout_s)
+        await self._take_turn(deadline)
+        try:
+            await self._worker.run(deadline, self._connect, deadline)
+        except BaseException as cause:
+            error = _typed("connecting", cause)
+            self._abort(-1, error)
+            if isinstance(cause, Exception) and error is not cause:
+                raise error from cause
+            raise
+        finally:
+            self._end_turn()
+
+    async def sync(self, version: int) -> SyncReport:
+        """Bring `version`, which every publisher has published or is about to publish, into service.
+
+        The committed version may be asked for again: it then goes to the replicas that do not have it. A sync that is called
+        during another one waits for the other's end, within its own deadline.
+
+        A sync that is cancelled is aborted on every side, like one that fails, before `asyncio.CancelledError` is raised. Once
+        every replica's commit has ended it is too late for that, and the version counts as if nobody had cancelled.
+
+        Raises `SyncAbortedError` when too few replicas could commit the version. Every replica that serves then serves the
+        old version, and every participant gets the same error. Raises `ConfigError` unless `version` is a whole number from 0.
+        """
+        version = checked_version(version, COORDINATOR)
+        deadline = Deadline.after(self._config.deadline_s)
+        try:
+            await self._take_turn(deadline)
+        except WeightlaneError as error:  # nothing has begun: nobody else is told of it
+            raise SyncAbortedError.because(version, error) from error
+        try:
+            return await self._sync(version, deadline)
+        finally:
+            self._end_turn()
+
+    async def _sync(self, version: int, deadline: Deadline) -> SyncReport:
+        loop = asyncio.get_running_loop()
+        attempts = Attempts(
+            version, deadline, loop, self._session, self._queue, self._roster, self._config, self._hooks
+        )
+        commits = attempts.commits
+        self._hooks.version_opened(version=version, facts={"replicas": list(self._roster.entries)})
+        try:
+            streamed = await self._worker.run(deadline, attempts.stage, self._committed)
+            begun = commits.running
+            for entry in streamed.replicas:
+                if entry not in begun:
+                    commits.begin(entry)
+            await commits.wait(attempts.patience_s)
+        except BaseException as cause:
+            error = _typed(f"the sync of version {version}", cause)
+            patience_s = attempts.patience_s if isinstance(cause, Exception) else _CANCELLED_S
+            await run_to_end(self._give_up(attempts, error, patience_s))
+            if isinstance(cause, Exception):
+                raise SyncAbortedError.because(version, error) from cause
+            raise
+        return await run_to_end(self._conclude(streamed, attempts))
+
+    async def _conclude(self, streamed: Streamed, attempts: Attempts) -> SyncReport:
+        """Decide whether enough replicas have committed the version, and tell every participant."""
+        try:
+            reports = await self._reports(streamed, attempts)
+        except Exception as cause:
+            error = _typed(f"the sync of version {attempts.version}", cause)
+            await self._give_up(attempts, error, patience_s=0.0)
+            raise SyncAbortedError.because(attempts.version, error) from cause
+        report = SyncReport(
+            version=attempts.version,
+            latency_s=time.perf_counter() - attempts.started,
+            sent_bytes=sum(message.nbytes for message in streamed.sent),
+            codec=str(streamed.offer.manifest.get("codec", "")),
+            codec_reason=streamed.offer.reason,
+            quantisation=streamed.quantisation,
+            replicas=reports,
+            session=self._session.name,
+            failures=tuple(attempts.failures),
+        )
+        self._announce(report)
+        return report
+
+    async def _reports(self, streamed: Streamed, attempts: Attempts) -> dict[str, ReplicaReport]:
+        """The report of every replica once all commits have ended. Raises the commits' error when too few have succeeded."""
+        commits, needed = attempts.commits, attempts.needed
+        failed = await commits.finish(timeout_s=0.0)
+        excluded = {name: commits.report_without(name, error) for name, error in attempts.excluded.items()}
+        reports = excluded | commits.reports | failed
+        for entry in streamed.replicas:
+            staged = [message for message in streamed.staged if message.name in entry.subscribers]
+            staged_s, nbytes = max(message.seconds for message in staged), sum(message.nbytes for message in staged)
+            reports[entry.name] = replace(reports[entry.name], staged_s=staged_s, nbytes=nbytes)
+        for name, entry in self._roster.entries.items():
+            if name not in reports and entry.version != attempts.version:
+                reports[name] = commits.report_without(name, entry.error)
+        if failed:
+            error = commit_error(attempts.version, failed)
+            attempts.failures.append(FailedAttempt(self._session.name, error, tuple(failed)))
+            if len(streamed.replicas) - len(failed) < needed:
+                raise error
+        return reports
+
+    async def _give_up(self, attempts: Attempts, error: WeightlaneError, patience_s: float) -> None:
+        """Abort the version on every participant, and roll it back where it serves already."""
+        self._abort(attempts.version, error)
+        await attempts.commits.finish(patience_s)
+        await attempts.commits.roll_back(self._config.deadline_s)
+        facts = {
+            "error": str(error),
+            "seconds": time.perf_counter() - attempts.started,
+            "failures": [failure.to_plain() for failure in attempts.failures],
+        }
+        self._hooks.version_aborted(version=attempts.version, facts=facts)
+
+    def add(self, replica: Replica) -> None:
+        """Add a replica to the run. It takes part from the next `sync` on, once its subscribers have joined. Never waits.
+
+        It is `ReplicaState.JOINING`, and must get no requests, until it has committed a version.
+        Raises `ConfigError` when its name, or one of its subscribers', is taken.
+        """
+        self._roster.add(replica)
+        self._change_roster()
+
+    def remove(self, name: str) -> None:
+        """Remove a replica from the run: from the next `sync` on it does not count for the quorum. Never waits.
+
+        Raises `ConfigError` when there is none of that name.
+        """
+        self._roster.remove(name)
+        self._change_roster()
+
+    def _change_roster(self) -> None:
+        """Change the roster now unless a version is under way, whose end then does so."""
+        if self._turn.acquire(blocking=False):
+            try:
+                self._roster.apply_changes()
+            finally:
+                self._turn.release()
+
+    def states(self) -> dict[str, ReplicaState]:
+        """The state of every replica by name. Only those that are `SERVING` may get requests.
+
+        News of a death is read at the next `sync`: a program that watches the processes knows earlier.
+        """
+        return {name: entry.state for name, entry in self._roster.entries.items()}
+
+    def participant_lost(self, error: WeightlaneError, replica: str = "") -> None:
+        """Tell a sync under way that a process is gone, which it would otherwise notice at its deadline.
+
+        Args:
+            error: The cause of the death.
+            replica: Name of the replica that died; empty for a trainer, without which no version can be sent.
+        """
+        self._rendezvous.post(COORDINATOR, Lost(replica=replica, error=error.to_wire()))
+
+    def wait_until_heard(self, timeout_s: float) -> None:
+        """Return when every trainer has read how the versions ended, or after `timeout_s` if one has died. Never raises.
+
+        For programs that end and close the rendezvous: messages that were not read by then are lost.
+        """
+        if deaf := self._queue.wait_until_read(self._roster.publishers, Deadline.after(timeout_s)):
+            _log.info("%s did not read how the last version ended within %.0f s", ", ".join(deaf), timeout_s)
+
+    def close(self) -> None:
+        """Stop every participant's control thread and end a sync that is under way. Idempotent."""
+        if self._queue.closed or self._process != os.getpid():
+            return
+        self._queue.close()
+        self._worker.close()
+
+    async def _take_turn(self, deadline: Deadline) -> None:
+        while not self._turn.acquire(blocking=False):
+            if deadline.expired:
+                raise deadline.error("the sync before to end", part=COORDINATOR)
+            await asyncio.sleep(_LOOK_AGAIN_S)
+
+    def _end_turn(self) -> None:
+        self._turn.release()
+        self._change_roster()
+
+    def _connect(self, deadline: Deadline) -> None:
+        """[worker thread] Connect everybody."""
+        self._roster.apply_changes()
+        self._queue.wait_for_joined(self._roster.participants(), deadline)
+        try:
+            self._session.ensure_connected(self._roster.reachable(), deadline, everyone=True)
+        except AttemptError as failed:
+            raise failed.error from failed
+
+    def _announce(self, report: SyncReport) -> None:
+        """Tell every participant whether the version serves there."""
+        version, session = report.version, self._session.name
+        self._committed = max(self._committed, version)
+        try:
+            serving = [*self._roster.publishers]
+            for name, part in report.replicas.items():
+                entry = self._roster.entries.get(name)
+                if entry is None:
+                    continue
+                if part.outcome is Outcome.COMMITTED:
+                    serving += entry.subscribers
+                else:
+                    error = part.error or absent_error(name)
+                    verdict = Abort(session=session, version=version, error=error.to_wire(), disconnect=False)
+                    self._queue.post_all(entry.subscribers, verdict)
+            self._queue.post_all(serving, Committed(session=session, version=version))
+        except WeightlaneError:
+            self._warn_rendezvous_closed(f"the commit of version {version}")
+        self._hooks.version_committed(version=version, facts=report.facts())
+
+    def _abort(self, version: int, error: WeightlaneError) -> None:
+        """Have every participant drop `version` and the connection; the next sync connects anew."""
+        self._session.abandon()
+        _log.log(self._queue.warning_level, "version %d aborted: %s", version, error)
+        message = Abort(session=self._session.name, version=version, error=error.to_wire(), disconnect=True)
+        try:
+            self._queue.post_all(self._roster.participants(), message)
+        except WeightlaneError:
+            self._warn_rendezvous_closed("the abort")
+
+    def _warn_rendezvous_closed(self, what: str) -> None:
+        text = "the rendezvous is closed; participants learn of %s by their own deadlines"
+        _log.log(self._queue.warning_level, text, what)
+
+
+def _typed(what: str, cause: BaseException) -> WeightlaneError:
+    """The error that participants are told when `what` has failed or was cancelled."""
+    if isinstance(cause, Exception):
+        return as_weightlane_error(cause, COORDINATOR)
+    return ClosedError(f"{what} was cancelled.", part=COORDINATOR)

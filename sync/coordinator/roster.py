@@ -1,0 +1,128 @@
+"""`Roster`: the participants of a run, the state of each replica, and how many replicas a version needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from weightlane.ckpt_engines import ConfigError, PeerLostError, WeightlaneError
+
+from ..control.hub.hub import COORDINATOR
+from .replica import Replica, ReplicaState
+
+
+@dataclass(slots=True, eq=False)
+class RosterEntry:
+    """A replica with its state and the version it serves."""
+
+    replica: Replica
+    subscribers: tuple[str, ...]
+    """Names of the subscribers of its ranks."""
+    state: ReplicaState = ReplicaState.JOINING
+    version: int = -1
+    """The version that the replica serves; -1 before the first one and while that is unknown."""
+    error: WeightlaneError | None = None
+    """Why the replica is quarantined or lost."""
+
+    @property
+    def name(self) -> str:
+        """The replica's name."""
+        return self.replica.name
+
+
+class Roster:
+    """The publishers and replicas of a run.
+
+    Args:
+        publishers: Names of the trainer ranks' publishers, in rank order; the first one makes the offers.
+        replicas: The rollout replicas.
+        quorum: Share of the replicas that must commit a version.
+    """
+
+    def __init__(self, publishers: Sequence[str], replicas: Iterable[Replica], quorum: float) -> None:
+        self.publishers = tuple(publishers)
+        self.entries: dict[str, RosterEntry] = {}
+        """Replicas by name."""
+        self.inboxes: dict[str, str] = {}
+        """The inbox of each participant that has joined, by its name."""
+        self._quorum = quorum
+        self._by_subscriber: dict[str, RosterEntry] = {}
+        self._planned: dict[str, RosterEntry] = {}
+        """Replicas by name, as they will be from the next `apply_changes` on."""
+        for replica in replicas:
+            self.add(replica)
+        self.apply_changes()
+
+    def add(self, replica: Replica) -> None:
+        """Add a replica at the next `apply_changes`; `ConfigError` if its name or one of its subscribers' is taken."""
+        subscribers = tuple(replica.subscriber_names())
+        taken = {*self.publishers, *(name for entry in self._planned.values() for name in entry.subscribers)}
+        if replica.name in self._planned or taken.intersection(subscribers):
+            raise ConfigError(f"{replica.name} takes part already.", part=COORDINATOR, peer=replica.name)
+        self._planned[replica.name] = RosterEntry(replica, subscribers)
+
+    def remove(self, name: str) -> None:
+        """Remove a replica at the next `apply_changes`; `ConfigError` if there is none of that name."""
+        if self._planned.pop(name, None) is None:
+            raise ConfigError(f"no replica is called {name!r}.", part=COORDINATOR)
+
+    def apply_changes(self) -> None:
+        """Add and remove the replicas that `add` and `remove` were called for. Not to be called while a version is under way."""
+        planned = dict(self._planned)
+        for name, entry in self.entries.items():
+            if planned.get(name) is not entry:
+                for subscriber in entry.subscribers:
+                    self.inboxes.pop(subscriber, None)
+        self.entries = planned
+        self._by_subscriber = {name: entry for entry in planned.values() for name in entry.subscribers}
+
+    @property
+    def needed(self) -> int:
+        """How many replicas must commit a version for it to count."""
+        # The product is exact enough: 0.3 * 10 must not become 4.
+        return max(1, math.ceil(self._quorum * len(self.entries) - 1e-9)) if self.entries else 0
+
+    def participants(self) -> list[str]:
+        """Names of all publishers and subscribers."""
+        return [*self.publishers, *self._by_subscriber]
+
+    def reachable(self) -> list[RosterEntry]:
+        """Replicas that are not lost and whose subscribers have all joined."""
+        return [
+            entry
+            for entry in self.entries.values()
+            if entry.state is not ReplicaState.LOST and all(name in self.inboxes for name in entry.subscribers)
+        ]
+
+    def entry_of(self, subscriber: str) -> RosterEntry | None:
+        """The replica that a subscriber belongs to; None for a publisher or an unknown name."""
+        return self._by_subscriber.get(subscriber)
+
+    def note_joined(self, name: str, inbox: str) -> bool:
+        """Note that a participant has joined. Returns whether it is new, or replaces an older one of its name."""
+        is_new = self.inboxes.get(name) != inbox
+        self.inboxes[name] = inbox
+        if is_new and (entry := self.entry_of(name)):
+            # A new subscriber says nothing of the weights its process holds.
+            entry.state, entry.version, entry.error = ReplicaState.JOINING, -1, None
+        return is_new
+
+    def note_left(self, name: str, inbox: str) -> bool:
+        """Note that a participant has closed. Returns whether it was the present one of its name."""
+        if self.inboxes.get(name) != inbox:
+            return False
+        del self.inboxes[name]
+        if entry := self.entry_of(name):
+            self.mark_lost(entry, PeerLostError("the subscriber was closed.", part=COORDINATOR, peer=name))
+        return True
+
+    def mark_lost(self, entry: RosterEntry, error: WeightlaneError) -> None:
+        """Mark a replica as gone, or as not answering."""
+        entry.state, entry.version, entry.error = ReplicaState.LOST, -1, error
+
+    def note_answer(self, name: str) -> None:
+        """Note that a participant has sent a message: a lost replica that answers lives, and needs a complete version."""
+        entry = self.entry_of(name)
+        if entry is not None and entry.state is ReplicaState.LOST and name in self.inboxes:
+            entry.state = ReplicaState.QUARANTINED

@@ -1,0 +1,371 @@
+"""`Session`: the connection that trainers and rollouts share at present, and the streaming of versions over it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weightlane.ckpt_engines import (
+    Deadline,
+    DeadlineExceededError,
+    DeltaBaseError,
+    ProtocolError,
+    QuorumError,
+    WeightlaneError,
+)
+
+from ..codecs.quantised import QuantisationReport
+from ..config import SyncConfig
+from ..control.hub.hub import COORDINATOR
+from ..control.messages import (
+    Accepted,
+    Connect,
+    Connected,
+    EngineTraits,
+    Full,
+    Go,
+    Hello,
+    Offer,
+    Open,
+    Ready,
+    Sent,
+    Staged,
+)
+from .blame import AttemptError
+from .message_queue import MessageQueue
+from .replies import Replies, Reply
+from .roster import Roster, RosterEntry
+
+# The participant closest to the cause of a stall gives up first, so that everybody is told of the right peer.
+_PUBLISHER_SHARE = 0.9
+_SUBSCRIBER_SHARE = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """A version that `replicas` have complete: in their staging memory, or already written into their weights."""
+
+    offer: Offer
+    replicas: list[RosterEntry]
+    sent: list[Sent]
+    staged: list[Staged]
+    refused: dict[str, WeightlaneError]
+    """Why replicas did not accept the version, by name."""
+
+    @property
+    def quantisation(self) -> QuantisationReport | None:
+        """The quantisation error over all trainer ranks; None where nothing is quantised."""
+        errors = [QuantisationReport(*message.error) for message in self.sent if message.error is not None]
+        return sum(errors, QuantisationReport()) if errors else None
+
+
+class Session:
+    """Connects publishers and subscribers, anew where necessary, and streams versions. Used by one thread at a time."""
+
+    def __init__(self, queue: MessageQueue, roster: Roster, config: SyncConfig) -> None:
+        self._queue = queue
+        self._replies = Replies(queue, roster)
+        self._roster = roster
+        self._config = config
+        self._senders: dict[str, dict[str, Any]] = {}
+        self._receivers: dict[str, dict[str, Any]] = {}
+        """Address of every connected subscriber."""
+        self._traits: EngineTraits | None = None
+        self._relayed = False
+        """Whether subscribers relay to others in the present session."""
+        self._stored: dict[int, Offer] = {}
+        """Versions that were sent in full and can be read again without the sender."""
+        self._sent_as_delta: set[int] = set()
+        """Versions that were sent as deltas in this session: a store does not have them in full."""
+        self._full = -1
+        """The version that is to be sent in full, because a replica lacks the base of its delta."""
+        self._up = False
+        self.had_everyone = False
+        """Whether all participants were connected once: until then nobody may be missing."""
+
+    @property
+    def name(self) -> str:
+        """Name of the present session, or of the last one."""
+        return self._queue.session
+
+    def abandon(self) -> None:
+        """Have the next `ensure_connected` start a new session."""
+        self._up = False
+
+    def ensure_connected(self, targets: Sequence[RosterEntry], deadline: Deadline, *, everyone: bool = False) -> None:
+        """Connect `targets`, with as few new connections as the engine allows.
+
+        Replicas that do not answer are marked as lost and left out; with `everyone`, `AttemptError` is raised instead.
+        """
+        self._queue.catch_up()
+        wanted = _subscribers(self._roster.reachable() if self._selective else targets)
+        alive = self._up and self._queue.gone.keys().isdisjoint(self._roster.publishers)
+        if alive and self._traits and self._traits.elastic:
+            if newcomers := [name for name in _subscribers(targets) if not self._is_connected(name)]:
+                self._attach(newcomers, deadline)
+        elif not alive or {name for name in self._receivers if self._is_connected(name)} != set(wanted):
+            self._start(wanted, deadline, everyone=everyone)
+            # Relays are known only now. With relays, receivers that are not to get the version must not be connected.
+            ours = self._connected_of(targets)
+            if not self._selective and len(ours) < len(self._receivers):
+                self._start(ours, deadline, everyone=False)
+        self.had_everyone = True
+
+    @property
+    def _selective(self) -> bool:
+        """Whether a version can be sent to some receivers of a session without the others; assumed until known otherwise."""
+        return (self._traits is None or self._traits.selective) and not self._relayed
+
+    def _is_connected(self, name: str) -> bool:
+        return name in self._receivers and name not in self._queue.gone
+
+    def _start(self, subscribers: Sequence[str], deadline: Deadline, *, everyone: bool) -> None:
+        """End the present session and connect all publishers and `subscribers` in a new one."""
+        self._up = False
+        publishers = list(self._roster.publishers)
+        self._queue.wait_for_joined(publishers, deadline)
+        self._queue.start_session(f"s-{secrets.token_hex(6)}", [*publishers, *subscribers])
+        self._stored.clear()
+        self._sent_as_delta.clear()
+        self._replies.collect(Hello, publishers, -1, deadline, "to answer")
+        leader = self._queue.hellos[publishers[0]]
+        self._senders, self._traits = {leader.name: leader.address}, leader.traits
+        limit = deadline if everyone else deadline.within(self._config.rejoin_s)
+        answered = self._await_hellos(subscribers, limit, everyone=everyone)
+        self._receivers = {name: hello.address for name, hello in answered.items()}
+        self._connect([*publishers, *self._receivers], deadline)
+        self._up = True
+
+    def _attach(self, newcomers: Sequence[str], deadline: Deadline) -> None:
+        """Connect further receivers to the present session; the others do not notice."""
+        for name in newcomers:
+            self._receivers.pop(name, None)
+        self._queue.invite(newcomers)
+        answered = self._await_hellos(newcomers, deadline.within(self._config.rejoin_s))
+        self._receivers |= {name: hello.address for name, hello in answered.items()}
+        self._connect(list(answered), deadline)
+
+    def _await_hellos(
+        self, subscribers: Sequence[str], deadline: Deadline, *, everyone: bool = False
+    ) -> dict[str, Hello]:
+        """Wait for the subscribers' answers to the invitation. Returns those of replicas whose ranks have all answered.
+
+        The other replicas are marked as lost; with `everyone`, `AttemptError` is raised instead.
+        """
+        silent = [name for name in subscribers if name not in self._queue.hellos]
+        _, errors = self._replies.collect_some(Hello, silent, -1, deadline, "to answer")
+        if everyone:
+            self._replies.check_present(subscribers, sending=False)
+            for error in errors.values():
+                raise AttemptError(error)
+        for name, error in errors.items():
+            # A subscriber that restarted meanwhile has not been invited yet.
+            if name not in self._queue.gone and (entry := self._roster.entry_of(name)):
+                self._roster.mark_lost(entry, error)
+        hellos = self._queue.hellos
+        return {
+            name: hellos[name]
+            for name in subscribers
+            if (entry := self._roster.entry_of(name)) and all(other in hellos for other in entry.subscribers)
+        }
+
+    def _connect(self, names: Sequence[str], deadline: Deadline) -> None:
+        """Have the participants `names` connect their transports."""
+        hellos = {name: self._queue.hellos[name] for name in self._receivers if name in self._queue.hellos}
+        message = Connect(
+            session=self.name,
+            publishers=list(self._roster.publishers),
+            senders=self._senders,
+            receivers=self._receivers,
+            # In the roster's order, not in that of answers: the same ranks make the same plan in every session.
+            needs={name: hello.need for name, hello in hellos.items()},
+            relays=all(hello.relays for hello in hellos.values()),
+            deadline_s=deadline.within(self._config.connect_timeout_s).remaining_s * _SUBSCRIBER_SHARE,
+        )
+        self._queue.post_all(names, message)
+        connected = self._replies.collect(Connected, names, -1, deadline, "to connect")
+        _check_plans(connected, self._roster)
+        self._relayed = any(message.relays for message in connected)
+
+    def stream(
+        self,
+        version: int,
+        targets: Sequence[RosterEntry],
+        needed: int,
+        deadline: Deadline,
+        begin_commit: Callable[[RosterEntry], None],
+    ) -> Streamed:
+        """Send `version` to the replicas among `targets` that accept it, if they are at least `needed`.
+
+        An in-place replica writes nothing before its commit begins: `begin_commit` is called when all its ranks are ready.
+        Raises `AttemptError`, after which the session is to be abandoned.
+        """
+        offer = self._offer_for(version, targets, deadline)
+        receivers = self._connected_of(targets)
+        senders = () if version in self._stored else self._roster.publishers
+        self._replies.check_present([*senders, *receivers], sending=False)
+        accepted, refused = self._open(offer, receivers, deadline)
+        entries = [entry for entry in targets if all(name in accepted for name in entry.subscribers)]
+        for entry in targets:
+            if entry not in entries and entry.name not in refused:
+                refused[entry.name] = entry.error or _not_connected(entry)
+        self._check_refusals(version, entries, refused, needed)
+        streamed = Streamed(offer, entries, [], [], refused)
+        try:
+            self._send(streamed, accepted, deadline, begin_commit)
+        except AttemptError as failed:
+            raise self._or_in_full(version, failed) from failed
+        if self._traits and self._traits.persistent:
+            self._stored[version] = offer
+        return streamed
+
+    def _send(
+        self,
+        streamed: Streamed,
+        accepted: Mapping[str, Accepted],
+        deadline: Deadline,
+        begin_commit: Callable[[RosterEntry], None],
+    ) -> None:
+        """Have the publishers send, unless the version is stored, and add all replies to `streamed`."""
+        version, names = streamed.offer.version, _subscribers(streamed.replicas)
+        awaited: set[tuple[type[Reply], str]] = {(Staged, name) for name in names}
+        awaited |= {(Ready, name) for name in names if accepted[name].in_place}
+        if version not in self._stored:
+            awaited |= {(Sent, name) for name in self._roster.publishers}
+            go = Go(
+                session=self.name,
+                version=version,
+                receivers=names,
+                codec=str(streamed.offer.manifest.get("codec", "")),
+                deadline_s=deadline.remaining_s * _PUBLISHER_SHARE,
+                stall_s=self._config.stall_s,
+            )
+            self._queue.post_all(self._roster.publishers, go)
+        if _base_of(streamed.offer) is not None:
+            self._sent_as_delta.add(version)
+        unready = {entry.name: set(entry.subscribers) for entry in streamed.replicas}
+        for reply in self._replies.each(awaited, version, deadline, f"to finish version {version}"):
+            if isinstance(reply, Sent):
+                streamed.sent.append(reply)
+            elif isinstance(reply, Staged):
+                streamed.staged.append(reply)
+            elif isinstance(reply, Ready) and (owner := self._roster.entry_of(reply.name)):
+                unready[owner.name].discard(reply.name)
+                if not unready[owner.name]:
+                    begin_commit(owner)
+
+    def _connected_of(self, targets: Sequence[RosterEntry]) -> list[str]:
+        return [name for name in _subscribers(targets) if name in self._receivers]
+
+    def _offer_for(self, version: int, targets: Sequence[RosterEntry], deadline: Deadline) -> Offer:
+        """The offer of `version`: in full unless all of `targets` have the base of its delta."""
+        if (offer := self._stored.get(version)) is None:
+            self._replies.check_not_failed(version)
+            offer = self._offer(version, deadline)
+        base = _base_of(offer)
+        if base is not None and (version == self._full or any(entry.version != base for entry in targets)):
+            if version in self._sent_as_delta and self._traits and self._traits.persistent:
+                raise self._or_in_full(version, AttemptError(_stored_as_delta(version)))
+            offer = self._offer_in_full(version, deadline)
+        return offer
+
+    def _offer(self, version: int, deadline: Deadline) -> Offer:
+        leader = self._roster.publishers[0]
+        if version not in self._queue.offers:
+            self._replies.check_offerable(version, leader)
+            self._replies.collect(Offer, [leader], version, deadline, f"to offer version {version}")
+        return self._queue.offers[version]
+
+    def _offer_in_full(self, version: int, deadline: Deadline) -> Offer:
+        """Have a version that was offered as a delta offered in full: a replica lacks the delta's base."""
+        leader = self._roster.publishers[0]
+        self._stored.pop(version, None)
+        self._queue.offers.pop(version, None)
+        self._replies.check_offerable(version, leader)
+        self._queue.post_all(self._roster.publishers, Full(session=self.name, version=version))
+        self._replies.collect(Offer, [leader], version, deadline, f"to offer version {version} in full")
+        return self._queue.offers[version]
+
+    def _open(
+        self, offer: Offer, names: Sequence[str], deadline: Deadline
+    ) -> tuple[dict[str, Accepted], dict[str, WeightlaneError]]:
+        """Offer the version to the subscribers `names`. Returns who accepts, and the errors of replicas that do not."""
+        message = Open(
+            session=self.name,
+            version=offer.version,
+            manifest=offer.manifest,
+            deadline_s=deadline.remaining_s * _SUBSCRIBER_SHARE,
+            stall_s=self._config.stall_s,
+        )
+        self._queue.post_all(names, message)
+        limit = deadline.within(self._config.stall_s)
+        replies, errors = self._replies.collect_some(
+            Accepted, names, offer.version, limit, f"to accept version {offer.version}"
+        )
+        refused = {entry.name: error for name, error in errors.items() if (entry := self._roster.entry_of(name))}
+        return {reply.name: reply for reply in replies}, refused
+
+    def _or_in_full(self, version: int, failed: AttemptError) -> AttemptError:
+        """The failure itself; if a replica lacked the base of a delta, one after which the version is sent in full."""
+        if not isinstance(failed.error, DeltaBaseError) or version == self._full:
+            return failed
+        self._full = version
+        return AttemptError(failed.error, free_retry=True)
+
+    def _check_refusals(
+        self, version: int, accepting: Sequence[RosterEntry], refused: dict[str, WeightlaneError], needed: int
+    ) -> None:
+        if not refused:
+            return
+        first = next(iter(refused.values()))
+        if baseless := [error for error in refused.values() if isinstance(error, DeltaBaseError)]:
+            raise self._or_in_full(version, AttemptError(baseless[0]))
+        # A subscriber that accepted waits for buckets. If another rank of its replica refused, it must be interrupted.
+        entries = self._roster.entries
+        partly = any(len(entries[name].subscribers) > 1 for name in refused if name in entries)
+        silent = any(isinstance(error, DeadlineExceededError) for error in refused.values())
+        if len(accepting) < needed:
+            raise AttemptError(first, final=True)
+        if partly or silent or not self._selective:
+            raise AttemptError(first, refused)
+
+
+def _check_plans(connected: Sequence[Connected], roster: Roster) -> None:
+    """Raise `AttemptError` unless all participants have made the same transfer plan; no byte has moved yet."""
+    plans = {message.name: message.plan for message in connected}
+    leader = roster.publishers[0]
+    agreed = plans.get(leader, next(iter(plans.values()), ""))
+    if others := {name: plan for name, plan in plans.items() if plan != agreed}:
+        listed = ", ".join(f"{name} {plan or 'none'}" for name, plan in others.items())
+        error = ProtocolError(
+            f"the ranks have made different transfer plans: {leader} {agreed or 'none'}, {listed}.",
+            part=COORDINATOR,
+            peer=", ".join(others),
+            hint="Run one release of weightlane on all ranks, with the same checkpoint engine.",
+        )
+        culprits = {entry.name for name in others if (entry := roster.entry_of(name))}
+        raise AttemptError(error, culprits, final=len(culprits) < len(others))
+
+
+def _subscribers(entries: Iterable[RosterEntry]) -> list[str]:
+    return [name for entry in entries for name in entry.subscribers]
+
+
+def _base_of(offer: Offer) -> int | None:
+    """The version that a delta applies to; None for a version in full."""
+    base: int | None = offer.manifest.get("base_version")
+    return base
+
+
+def _stored_as_delta(version: int) -> DeltaBaseError:
+    return DeltaBaseError(
+        f"version {version} was sent as a delta, and a replica lacks the version that the delta applies to.",
+        part=COORDINATOR,
+        hint="It is sent in full on another connection.",
+    )
+
+
+def _not_connected(entry: RosterEntry) -> QuorumError:
+    return QuorumError("it is not connected.", part=COORDINATOR, peer=entry.name)
