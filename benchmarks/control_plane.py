@@ -37,11 +37,10 @@ import torch
 from weightlane.ckpt_engines import Deadline, Topology, WeightlaneError
 from weightlane.cli.bench.report.machine import this_machine
 from weightlane.sync import CommitReport, Coordinator, Manifest, Placement, Rendezvous, SyncConfig, TensorSpec
-from weightlane.sync.control.hub.frames import Frame
-from weightlane.sync.control.hub.hub import Kind
+from weightlane.sync.control.hub.frames import Frame, Kind
+from weightlane.sync.control.mailbox import Mailbox
 from weightlane.sync.control.messages import Accepted, Connect, EngineTraits, Go, Message, Offer, Open, Sent, Staged
 from weightlane.sync.control.participant import Participant
-from weightlane.sync.control.rendezvous import Mailbox
 from weightlane.sync.control.tensor_lists import TensorLists, scope_of
 from weightlane.sync.plan.session_plan import SessionPlan, Supply
 from weightlane.sync.send.agreement.rank_agreement import Interrupt, RankAgreement
@@ -148,7 +147,7 @@ class LightParticipant(Participant):
 
     def _fetch(self, board: Mailbox, key: str, deadline: Deadline) -> None:
         # Not parsed: a rank does that on its own host, for itself alone.
-        value = board._member.ask(Frame(Kind.GET, 0, board._name(key), b"")).result(deadline)
+        value = board._client.ask(Frame(Kind.GET, 0, board._name(key), b"")).result(deadline)
         assert value, "in time"
 
     def _close_half(self) -> None:

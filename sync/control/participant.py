@@ -25,7 +25,7 @@ from weightlane.ckpt_engines.runtime.at_exit import close_at_exit, start_thread
 from weightlane.plugins import RunHooks, process_hooks
 
 from ..plan.session_plan import SessionPlan
-from .hub.hub import COORDINATOR
+from .hub.frames import COORDINATOR
 from .messages import (
     Abort,
     Committed,
@@ -40,7 +40,7 @@ from .messages import (
     Reset,
     Stop,
 )
-from .rendezvous import Inbox, Rendezvous, RendezvousAddress
+from .rendezvous import Rendezvous, RendezvousAddress
 
 _log = logging.getLogger(__name__)
 JOIN_THREAD_S = 5.0
@@ -75,7 +75,7 @@ class Participant(ABC):
         self._over = False
         """Whether the run has ended: nobody is there to be told that this participant leaves."""
         self._process = os.getpid()
-        self._inbox: Inbox = self.rendezvous.inbox(f"{name}#{secrets.token_hex(4)}")
+        self._inbox = self.rendezvous.inbox(f"{name}#{secrets.token_hex(4)}")
         self._control: threading.Thread | None = None
         self._connecting: threading.Thread | None = None
         self._turn = threading.Lock()

@@ -12,7 +12,7 @@ from weightlane.ckpt_engines.links.bounded_calls import GRACE_S
 from weightlane.plugins import RunHooks
 
 from ..config import SyncConfig
-from ..control.hub.hub import COORDINATOR
+from ..control.hub.frames import COORDINATOR
 from ..control.messages import Abort
 from ..report import FailedAttempt
 from .blame import AttemptError

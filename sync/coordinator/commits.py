@@ -19,7 +19,7 @@ from weightlane.ckpt_engines import (
 )
 from weightlane.plugins import RunHooks
 
-from ..control.hub.hub import COORDINATOR
+from ..control.hub.frames import COORDINATOR
 from ..control.messages import Failed
 from ..report import CommitOutcome, Outcome, ReplicaReport
 from .message_queue import MessageQueue

@@ -16,7 +16,7 @@ from weightlane.ckpt_engines.runtime.at_exit import close_at_exit
 from weightlane.plugins import RunHooks, process_hooks
 
 from ..config import SyncConfig
-from ..control.hub.hub import COORDINATOR
+from ..control.hub.frames import COORDINATOR
 from ..control.messages import Abort, Committed, Lost
 from ..control.rendezvous import Rendezvous
 from ..report import FailedAttempt, Outcome, ReplicaReport, SyncReport

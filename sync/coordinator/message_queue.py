@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from weightlane.ckpt_engines import ClosedError, Deadline, DeadlineExceededError, WeightlaneError, error_from_wire
 
-from ..control.hub.hub import COORDINATOR
+from ..control.hub.frames import COORDINATOR
 from ..control.messages import Failed, Hello, Joined, Left, Lost, Message, Offer, Ready, Reset, Staged, Stop
 from ..control.rendezvous import Rendezvous
 from .roster import Roster

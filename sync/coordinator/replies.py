@@ -15,7 +15,7 @@ from weightlane.ckpt_engines import (
     error_from_wire,
 )
 
-from ..control.hub.hub import COORDINATOR
+from ..control.hub.frames import COORDINATOR
 from ..control.messages import (
     Accepted,
     Connected,

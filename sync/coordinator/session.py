@@ -18,7 +18,7 @@ from weightlane.ckpt_engines import (
 
 from ..codecs.quantised import QuantisationReport
 from ..config import SyncConfig
-from ..control.hub.hub import COORDINATOR
+from ..control.hub.frames import COORDINATOR
 from ..control.messages import (
     Accepted,
     Connect,

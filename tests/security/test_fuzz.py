@@ -49,8 +49,9 @@ from weightlane.ckpt_engines.toolkit.handshake import expect
 from weightlane.rollout.commit.remote_failure import failure_from_text
 from weightlane.rollout.layout.loading.expectation import expectation_of
 from weightlane.sync import Manifest, Rendezvous, RendezvousAddress
-from weightlane.sync.control.hub.frames import ControlConnection, Frame, Keys
-from weightlane.sync.control.hub.hub import Kind
+from weightlane.sync.control.hub.connection import ControlConnection
+from weightlane.sync.control.hub.frames import Frame, Kind
+from weightlane.sync.control.hub.handshake import Keys
 from weightlane.sync.control.hub.plain_bytes import full_text, to_bytes
 from weightlane.sync.control.messages import Stop, decode
 from weightlane.sync.plan.session_plan import Supply
@@ -459,19 +460,19 @@ def test_a_mailbox_gives_back_what_a_member_put_there_and_refuses_everything_els
     @fuzzed(80)
     @given(mutated_bytes(b'{"a": 1}'))
     def malformed(body: bytes) -> None:
-        rendezvous._member.tell(Frame(Kind.PUT, 0, "s\nkey", body))
+        rendezvous._client.tell(Frame(Kind.PUT, 0, "s\nkey", body))
         survives(lambda: mailbox.get("key", soon()))
 
     @fuzzed(80)
     @given(mutated_bytes(to_bytes(["a long value"] * 5000)))
     def malformed_and_long(body: bytes) -> None:
-        rendezvous._member.tell(Frame(Kind.PUT, 0, "s\nkey", body))
+        rendezvous._client.tell(Frame(Kind.PUT, 0, "s\nkey", body))
         survives(lambda: mailbox.get("key", soon()))
 
     malformed()
     malformed_and_long()
     for nested in (b"[" * 100_000, zlib.compress(b"[" * 100_000)):
-        rendezvous._member.tell(Frame(Kind.PUT, 0, "s\nkey", nested))
+        rendezvous._client.tell(Frame(Kind.PUT, 0, "s\nkey", nested))
         with pytest.raises(ProtocolError):
             mailbox.get("key", soon())
     mailbox.put("key", {"a": 1})
@@ -495,7 +496,7 @@ def test_an_inbox_refuses_what_is_no_message(rendezvous: Rendezvous) -> None:
     @fuzzed(80)
     @given(mutated_bytes(b'{"type": "stop"}'))
     def malformed(body: bytes) -> None:
-        rendezvous._member.tell(Frame(Kind.POST, 0, "a", body))
+        rendezvous._client.tell(Frame(Kind.POST, 0, "a", body))
         survives(lambda: inbox.get(soon()))
 
     malformed()

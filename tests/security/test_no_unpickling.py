@@ -38,8 +38,8 @@ from weightlane.ckpt_engines.runtime.devices import HOST
 from weightlane.rollout.commit.remote_failure import failure_from_text
 from weightlane.rollout.layout.loading.expectation import expectation_of
 from weightlane.sync import Manifest, Rendezvous, RendezvousAddress
-from weightlane.sync.control.hub.frames import Frame, dial
-from weightlane.sync.control.hub.hub import Kind
+from weightlane.sync.control.hub.frames import Frame, Kind
+from weightlane.sync.control.hub.handshake import dial
 from weightlane.sync.control.messages import Stop, decode
 from weightlane.sync.plan.session_plan import Supply
 from weightlane.sync.version.bucket_checksums import checksums_of_document, verify
@@ -206,12 +206,12 @@ def test_inboxes_and_mailboxes(crater: Path) -> None:
         sock, _ = dial(address.host, address.port, address.secret, soon())
         with sock:  # a member, but what it says is not signed
             sock.sendall(bomb)
-        member._member.tell(Frame(Kind.POST, 0, "a", bomb))
+        member._client.tell(Frame(Kind.POST, 0, "a", bomb))
         with pytest.raises(ProtocolError):
             inbox.get(soon())
         member.post("a", Stop())
         assert inbox.get(soon()) == Stop()
-        member._member.tell(Frame(Kind.PUT, 0, "s\nkey", bomb))
+        member._client.tell(Frame(Kind.PUT, 0, "s\nkey", bomb))
         member.post("a", Stop())
         assert inbox.get(soon()) == Stop()
         if bomb.startswith(b"{"):

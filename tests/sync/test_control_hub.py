@@ -13,9 +13,10 @@ from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import ClosedError, ConfigError, Deadline, DeadlineExceededError
 from weightlane.sync import Rendezvous
-from weightlane.sync.control.hub import hub as control_hub
-from weightlane.sync.control.hub.frames import Frame
-from weightlane.sync.control.hub.hub import COORDINATOR, ControlHub, Kind, Member
+from weightlane.sync.control.hub import listener
+from weightlane.sync.control.hub.frames import COORDINATOR, Frame, Kind
+from weightlane.sync.control.hub.hub import ControlHub
+from weightlane.sync.control.hub.member import Member
 from weightlane.sync.send.agreement.rank_agreement import Interrupt, RankAgreement
 
 
@@ -33,7 +34,7 @@ def member(rendezvous: Rendezvous) -> Iterator[Rendezvous]:
 
 def waits(rendezvous: Rendezvous) -> int:
     """How many questions the hub still has to answer."""
-    scopes = rendezvous._hub._scopes.values()
+    scopes = rendezvous._hub.mailboxes._scopes.values()
     return sum(len(asking) for scope in list(scopes) for asking in list(scope.waits.values()))
 
 
@@ -44,8 +45,8 @@ def test_a_hub_without_a_spare_descriptor_goes_on_listening(
         raise OSError(24, "Too many open files")
 
     with monkeypatch.context() as patched:
-        patched.setattr(control_hub.socket, "socket", none_left)
-        rendezvous._hub._turn_away(OSError(24, "Too many open files"))
+        patched.setattr(listener.socket, "socket", none_left)
+        rendezvous._hub._listener._refuse(OSError(24, "Too many open files"))
     with closing(Rendezvous.join(rendezvous.address)) as joined:
         joined.mailbox("s").put("key", 1)
         assert rendezvous.mailbox("s").get("key", soon()) == 1
@@ -54,7 +55,7 @@ def test_a_hub_without_a_spare_descriptor_goes_on_listening(
 def test_a_stranger_that_says_nothing_is_dismissed_when_another_one_comes(
     rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control_hub, "_STRANGER_S", 0.0)
+    monkeypatch.setattr(listener, "_PENDING_S", 0.0)
     with socket.create_connection((rendezvous.address.host, rendezvous.address.port), HANG_S) as silent:
         assert silent.recv(1000).startswith(b"WLC1")
         Rendezvous.join(rendezvous.address).close()
@@ -62,7 +63,7 @@ def test_a_stranger_that_says_nothing_is_dismissed_when_another_one_comes(
 
 
 def test_what_came_before_the_coordinator_listened_comes_first() -> None:
-    hub = ControlHub("127.0.0.1", 0, "secret", 20.0, lambda: 0)
+    hub = ControlHub("127.0.0.1", 0, "secret", 20.0)
     heard: list[bytes] = []
     posting = threading.Thread(target=hub.post, args=([COORDINATOR], b"late"))
 
@@ -94,7 +95,7 @@ def test_the_hub_keeps_no_question_that_nobody_waits_for_any_more(
     with pytest.raises(DeadlineExceededError, match="'key' in mailbox s"):
         asking.mailbox("s").get("key", Deadline.after(0.01))
     wait_until(lambda: waits(rendezvous) == 0, "end of the questions")
-    assert not rendezvous._hub._scopes
+    assert not rendezvous._hub.mailboxes._scopes
 
 
 def test_a_wait_for_readers_that_was_in_vain_leaves_no_mark(rendezvous: Rendezvous, member: Rendezvous) -> None:
@@ -110,7 +111,7 @@ def test_a_store_that_cannot_be_opened_is_said_to_whoever_asked(
     def fails(_: str) -> tuple[object, int]:
         raise ConfigError("there is no port left.")
 
-    monkeypatch.setattr("weightlane.sync.control.rendezvous.host_store", fails)
+    monkeypatch.setattr("weightlane.sync.control.hub.torch_store.host_store", fails)
     with pytest.raises(ClosedError, match="could not open a torch store: there is no port left"):
         member.store("group")
     member.mailbox("s").put("key", 1)

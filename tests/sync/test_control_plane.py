@@ -34,8 +34,9 @@ from weightlane.ckpt_engines import (
 )
 from weightlane.ckpt_engines.channels.mac import new_secret
 from weightlane.sync import Manifest, Rendezvous, RendezvousAddress, SyncConfig, TensorSpec
-from weightlane.sync.control.hub.frames import ControlConnection, Frame, dial
-from weightlane.sync.control.hub.hub import Kind
+from weightlane.sync.control.hub.connection import ControlConnection
+from weightlane.sync.control.hub.frames import Frame, Kind
+from weightlane.sync.control.hub.handshake import dial
 from weightlane.sync.control.messages import Abort, Committed, Stop
 from weightlane.sync.control.tensor_lists import TensorLists
 from weightlane.sync.send.agreement.rank_agreement import Interrupt, RankAgreement
@@ -265,11 +266,15 @@ def test_when_the_hub_is_closed_everybody_who_waits_hears_of_it_and_the_thread_e
 def test_what_nobody_refers_to_any_more_ends_wherever_garbage_is_collected() -> None:
     host = Rendezvous.host()
     hub, joined = host._hub, Rendezvous.join(host.address)
-    connection = joined._member.send.__self__  # type: ignore[attr-defined]
-    with hub._lock, connection._turn:  # the collector may run while this very thread is in the hub, or sends
+    connection = joined._client.send.__self__  # type: ignore[attr-defined]
+    with (
+        hub._lock,
+        hub.mailboxes._lock,
+        connection._turn,
+    ):  # the collector may run while this very thread is in the hub, or sends
         del joined, host
         gc.collect()
-    wait_until(lambda: connection._ended and hub._listener.fileno() < 0, "end of both")
+    wait_until(lambda: connection._ended and hub._listener._sock.fileno() < 0, "end of both")
 
 
 # -- mailboxes and sessions ----------------------------------------------------------------------------------------------
@@ -278,31 +283,31 @@ def test_what_nobody_refers_to_any_more_ends_wherever_garbage_is_collected() -> 
 def test_a_value_wakes_whoever_waits_for_it_and_waiting_ends_by_its_deadline(
     rendezvous: Rendezvous, member: Rendezvous
 ) -> None:
-    got: list[Any] = []
+    scopes, got = rendezvous._hub.mailboxes._scopes, list[Any]()
     thread, _ = raised_by(lambda: got.append(member.mailbox("s").get("key", soon())))
-    wait_until(lambda: bool(rendezvous._hub._scopes["s"].waits) if "s" in rendezvous._hub._scopes else False, "wait")
+    wait_until(lambda: "s" in scopes and bool(scopes["s"].waits), "wait")
     rendezvous.mailbox("s").put("key", {"long": "x" * 100_000})
     thread.join(HANG_S)
     assert got == [{"long": "x" * 100_000}]
     assert member.mailbox("s").has("key")
     with pytest.raises(DeadlineExceededError, match="'other' in mailbox s"):
         member.mailbox("s").get("other", Deadline.after(0.02))
-    wait_until(lambda: not rendezvous._hub._scopes["s"].waits, "nobody to wait any more")
+    wait_until(lambda: not scopes["s"].waits, "nobody to wait any more")
     member.mailbox("s").delete("key")
-    wait_until(lambda: not rendezvous.kept, "deletion")
+    wait_until(lambda: not rendezvous.value_counts, "deletion")
 
 
 def test_an_answer_that_comes_too_late_is_not_taken_for_another_one(
     rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mailbox, look = rendezvous.mailbox("s"), rendezvous._hub._look
+    mailbox, answer = rendezvous.mailbox("s"), rendezvous._hub.mailboxes.answer
 
     def put_before_it_is_called_off(member: Any, frame: Frame) -> None:
         if frame.kind == Kind.CANCEL:
             mailbox.put("key", "x" * 100_000)
-        look(member, frame)
+        answer(member, frame)
 
-    monkeypatch.setattr(rendezvous._hub, "_look", put_before_it_is_called_off)
+    monkeypatch.setattr(rendezvous._hub.mailboxes, "answer", put_before_it_is_called_off)
     with pytest.raises(DeadlineExceededError):
         mailbox.get("key", Deadline.after(0.02))
     assert mailbox.get("key", soon()) == "x" * 100_000
@@ -317,16 +322,16 @@ def test_of_a_session_that_is_over_nothing_is_left_and_nobody_waits(rendezvous: 
         member.mailbox(scope).put("key", 1)
         assert rendezvous.mailbox(scope).get("key", soon()) == 1
     thread, errors = raised_by(lambda: member.mailbox("links/s-1").get("key", never()))
-    wait_until(lambda: "links/s-1" in rendezvous._hub._scopes, "wait")
+    wait_until(lambda: "links/s-1" in rendezvous._hub.mailboxes._scopes, "wait")
     rendezvous.forget_session("s-1")
     thread.join(HANG_S)
     assert isinstance(errors[0], ClosedError)
-    assert set(rendezvous.kept) == {"plan/s-12", "plan/s-2"}
+    assert set(rendezvous.value_counts) == {"plan/s-12", "plan/s-2"}
     member.mailbox("plan/s-1").put("late", 1)
     with pytest.raises(ClosedError, match="the session of mailbox plan/s-1 is over"):
         member.mailbox("plan/s-1").get("late", never())
-    assert set(rendezvous.kept) == {"plan/s-12", "plan/s-2"}
-    assert rendezvous._hosted[1]._opened[0].list_keys() == ["gather-group/s-2/rank"]
+    assert set(rendezvous.value_counts) == {"plan/s-12", "plan/s-2"}
+    assert rendezvous._hub.torch_store._opened[0].list_keys() == ["gather-group/s-2/rank"]
 
 
 # -- ranks that agree ----------------------------------------------------------------------------------------------------
@@ -348,7 +353,7 @@ def test_ranks_hear_all_of_one_another_by_two_messages_each_and_old_versions_go(
                 (name, [version, rank]) for rank, name in enumerate(NAMES)
             ]
         assert rendezvous.traffic[0] - before <= 4 * len(ranks), "say, ask, answer, and one to forget"
-        kept.append(sum(rendezvous.kept.values()))
+        kept.append(sum(rendezvous.value_counts.values()))
     assert kept[-1] == kept[2], "it grows with every version"
 
 
@@ -408,7 +413,7 @@ def test_a_list_of_tensors_is_sent_once_for_a_session(rendezvous: Rendezvous) ->
             assert isinstance(plain["tensors"], str)
             assert Manifest.from_plain(rollout.looked_up(plain, board, soon())) == offered
             assert version == 0 or rendezvous.traffic == before, "it is there already"
-        assert rendezvous.kept[f"tensors/{session}"] == 1
+        assert rendezvous.value_counts[f"tensors/{session}"] == 1
 
 
 def test_a_list_that_is_not_what_its_digest_says_is_refused(rendezvous: Rendezvous) -> None:
@@ -450,7 +455,7 @@ def test_a_coordinator_that_is_only_busy_is_not_taken_for_a_dead_one(children: A
     with contextlib.closing(Rendezvous.join(RendezvousAddress("127.0.0.1", int(port), secret))) as member:
         process.send_signal(signal.SIGSTOP)
         member.mailbox("s").put("key", 1)
-        sock = member._member.send.__self__._sock  # type: ignore[attr-defined]
+        sock = member._client.send.__self__._sock  # type: ignore[attr-defined]
         # A host that has vanished, and acknowledges nothing, is waited for no longer than one second.
         wait_until(lambda: acknowledged_after_ms(sock) > 3000, "answers of the host's kernel to keep-alive probes")
         process.send_signal(signal.SIGCONT)

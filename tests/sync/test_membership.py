@@ -27,10 +27,10 @@ from weightlane.ckpt_engines import (
     WeightlaneError,
 )
 from weightlane.sync import Expectation, Rendezvous, ReplicaState, Subscriber, SyncReport
-from weightlane.sync.control.hub.hub import COORDINATOR
+from weightlane.sync.control.hub.frames import COORDINATOR
+from weightlane.sync.control.inbox import Inbox
 from weightlane.sync.control.messages import Connect, Hello, Joined, Reset
 from weightlane.sync.control.participant import VersionOutcomes
-from weightlane.sync.control.rendezvous import Inbox
 
 every_engine = pytest.mark.parametrize("backend", ["gloo", "shm", "filesystem"])
 

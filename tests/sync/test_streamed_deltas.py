@@ -27,7 +27,7 @@ from weightlane.sync.codecs.delta.decoding import DeltaDecoding
 from weightlane.sync.codecs.delta.format import encode
 from weightlane.sync.codecs.delta.format.encoder import Encoded
 from weightlane.sync.codecs.delta.staged_delta import StagedDelta
-from weightlane.sync.control.hub.hub import COORDINATOR
+from weightlane.sync.control.hub.frames import COORDINATOR
 from weightlane.sync.control.messages import Failed, Message, Open, Staged
 from weightlane.sync.receive.receive_session import BucketSender, ReceiveLink, ReceiveSession
 from weightlane.sync.receive.staging import Staging

@@ -1,57 +1,56 @@
-"""A member's end of the control plane: what it asks the hub, and what comes for its inboxes."""
+"""`HubClient`: a member's end of its connection to the hub, with its inboxes and its open questions."""
 
 from __future__ import annotations
 
 import json
 import threading
-from queue import Empty, SimpleQueue
+from collections.abc import Callable
+from queue import SimpleQueue
 
 from weightlane.ckpt_engines import ClosedError, Deadline, WeightlaneError
 
-from .frames import Frame
-from .hub import Kind, Send
+from .frames import Frame, Kind
 
 _CANCEL_S = 2.0
-"""How long a wait that was in vain lets the hub say what is missing."""
-_PART = "mailbox"
+"""How long a question that was not answered in time waits for the hub to say which keys are there."""
 
 
 class PendingReply:
     """A question to the hub that is not answered yet. It may be given up, with an error, from any thread."""
 
-    def __init__(self, ends: HubClient, number: int, question: Frame) -> None:
-        self._ends, self._number, self._question = ends, number, question
+    def __init__(self, client: HubClient, number: int, question: Frame) -> None:
+        self._client, self._number, self._question = client, number, question
         self._done = threading.Event()
         self._value = b""
         self._error: WeightlaneError | None = None
 
     def answer(self, value: bytes) -> None:
-        """The answer has come."""
+        """Let `result` return `value`."""
         self._value = value
         self._done.set()
 
     def give_up(self, error: WeightlaneError) -> None:
-        """Whoever waits raises `error`."""
+        """Let `result` raise `error`."""
         self._error = error
         self._done.set()
 
     def result(self, deadline: Deadline) -> bytes | None:
-        """Wait for the answer; None when it has not come in time. Raises what it was given up with."""
+        """Wait for the answer; None when it does not arrive in time. Raises the error with which the question was given up."""
         done = self._done.wait(deadline.remaining_s)
         if not done or self._error is not None:
-            self._ends.call_off(self._number, self._question)
+            self._client.cancel(self._number, self._question)
         if self._error is not None:
             raise self._error
         return self._value if done else None
 
     def present(self) -> list[str]:
-        """The keys of the scope that was asked about, as far as the hub says so at once."""
-        found = self._ends.ask(_cancelling(self._number, self._question)).result(Deadline.after(_CANCEL_S))
+        """The keys that are in the question's scope now; none if the hub does not answer at once."""
+        found = self._client.ask(_cancelling(self._number, self._question)).result(Deadline.after(_CANCEL_S))
         return [str(key) for key in json.loads(found)] if found else []
 
 
 class Mark:
-    """In an inbox: to be acknowledged when everything before it was read."""
+    """An item in an inbox, to be acknowledged when everything before it was read."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -61,23 +60,23 @@ Item = bytes | Mark | WeightlaneError
 
 
 class HubClient:
-    """The inboxes and the open questions of one connection to the hub.
+    """The inboxes and the open questions of one member.
 
-    `send` is set by whoever connects it. `received` and `ended` are called by the connection, `received` by the hub itself where
-    it is in the same process.
+    `send` is set by the owner of the connection. The connection calls `received` and `ended`; in the hub's process the hub itself
+    calls `received`.
     """
 
     def __init__(self) -> None:
-        self.send: Send = lambda *_: None
+        self.send: Callable[[Frame], None] = lambda _: None
         self._lock = threading.Lock()
         self._asked: dict[int, PendingReply] = {}
+        """Open questions by number."""
         self._last = 0
         self._queues: dict[str, SimpleQueue[Item]] = {}
-        self._over: WeightlaneError | None = None
+        self._ended: WeightlaneError | None = None
 
-    def received(self, frame: Frame, digest: bytes | None = None) -> None:
-        """The hub says something."""
-        del digest
+    def received(self, frame: Frame) -> None:
+        """Handle a frame of the hub."""
         if frame.kind in (Kind.MESSAGE, Kind.MARK):
             if (queue := self._queues.get(frame.name)) is not None:
                 queue.put(frame.payload if frame.kind == Kind.MESSAGE else Mark(frame.number))
@@ -85,16 +84,16 @@ class HubClient:
         with self._lock:
             asked = self._asked.pop(frame.number, None)
         if asked is None:
-            return  # nobody waits for it any more
+            return  # it was cancelled
         if frame.kind == Kind.OVER:
-            asked.give_up(ClosedError(frame.payload.decode(errors="replace"), part=_PART))
+            asked.give_up(ClosedError(frame.payload.decode(errors="replace"), part="mailbox"))
         else:
             asked.answer(frame.payload)
 
     def ended(self, error: WeightlaneError) -> None:
-        """The hub says nothing any more."""
+        """Give up all open questions, and let all readers of inboxes raise `error`: the connection has ended."""
         with self._lock:
-            self._over = self._over or error
+            self._ended = self._ended or error
             waiting = list(self._asked.values())
             self._asked.clear()
         for asked in waiting:
@@ -103,49 +102,41 @@ class HubClient:
             queue.put(error)
 
     def tell(self, frame: Frame) -> None:
-        """Send what needs no answer. Raises what the connection has ended with."""
-        if self._over is not None:
-            raise self._over
+        """Send a frame that needs no answer. Raises the error with which the connection has ended."""
+        if self._ended is not None:
+            raise self._ended
         self.send(frame)
 
     def ask(self, question: Frame) -> PendingReply:
-        """Ask the hub something."""
+        """Send a question, to which this gives a number. Raises the error with which the connection has ended."""
         with self._lock:
-            if self._over is not None:
-                raise self._over
+            if self._ended is not None:
+                raise self._ended
             self._last += 1
             asked = self._asked[self._last] = PendingReply(self, self._last, question)
             numbered = question._replace(number=self._last)
         self.send(numbered)
         return asked
 
-    def call_off(self, number: int, question: Frame) -> None:
-        """Nobody waits for the answer to that question any more: the hub need not keep it. Waits for nobody."""
+    def cancel(self, number: int, question: Frame) -> None:
+        """Tell the hub that nobody waits for the answer any more. Never waits."""
         with self._lock:
             waited = self._asked.pop(number, None) is not None
         if waited and question.kind in (Kind.GET, Kind.GATHER):
             self.send(_cancelling(number, question))
 
     def open_inbox(self, name: str) -> SimpleQueue[Item]:
-        """What comes for an inbox from now on."""
+        """The queue of all messages that are posted to an inbox from now on."""
         queue: SimpleQueue[Item] = SimpleQueue()
         with self._lock:
             self._queues[name] = queue
-            if self._over is not None:
-                queue.put(self._over)
+            if self._ended is not None:
+                queue.put(self._ended)
         self.send(Frame(Kind.LISTEN, 0, name, b""))
         return queue
 
 
 def _cancelling(number: int, question: Frame) -> Frame:
-    """Calls `question`, asked by that number, off. Numbered itself it is answered: the question's answer may be on its way."""
+    """The frame that cancels a question. With a number of its own it is answered, too; the question's answer may be under way."""
     payload = json.dumps([number, question.payload.decode()]).encode()
     return Frame(Kind.CANCEL, 0, question.name, payload)
-
-
-def next_of(queue: SimpleQueue[Item], timeout_s: float | None) -> Item | None:
-    """The next item, or None after so many seconds."""
-    try:
-        return queue.get(timeout=timeout_s)
-    except Empty:
-        return None

@@ -1,7 +1,7 @@
 """Plain data as bytes: JSON, compressed where it is long.
 
-Placements and lists of tensors repeat themselves: two thousand of them take a tenth of the room, and the hub of a run sends the
-same ones to every rank.
+Placements and lists of tensors repeat themselves: two thousand of them compress to a tenth, and the hub of a run sends the same
+ones to every rank.
 """
 
 from __future__ import annotations
@@ -13,40 +13,40 @@ from typing import Any
 from weightlane.ckpt_engines import ProtocolError
 
 _LONG_BYTES = 4 << 10
-"""What is shorter goes as it is: compressing it takes longer than sending it."""
+"""The shortest text that is compressed: compressing a shorter one takes longer than sending it."""
 _LEVEL = 1
-_MARK = b"\x78"
-"""How zlib's format begins, and JSON never does (RFC 1950)."""
+_ZLIB_START = b"\x78"
+"""The first byte of zlib's format, with which JSON never begins (RFC 1950)."""
 MOST_BYTES = 4 << 30
-"""What bytes may stand for at most; a bound on what a member can make another one hold in memory."""
+"""The longest decompressed text, which bounds the memory that a member can make another one use."""
 
 
 def to_bytes(value: Any) -> bytes:
-    """`value`, which JSON can represent, as bytes."""
+    """Encode `value`, which JSON can represent."""
     return shortened(json.dumps(value).encode())
 
 
 def shortened(text: bytes) -> bytes:
-    """JSON that is long, compressed."""
+    """Compress JSON that is long."""
     return text if len(text) < _LONG_BYTES else zlib.compress(text, _LEVEL)
 
 
 def full_text(data: bytes, what: str) -> bytes:
-    """The JSON that `shortened` was given; `ProtocolError`, about `what`, for anything that it did not make."""
-    if not data.startswith(_MARK):
+    """The inverse of `shortened`. Raises `ProtocolError`, about `what`, for invalid or too long data."""
+    if not data.startswith(_ZLIB_START):
         return data
-    unpacking = zlib.decompressobj()
+    decompressor = zlib.decompressobj()
     try:
-        text = unpacking.decompress(data, MOST_BYTES)
+        text = decompressor.decompress(data, MOST_BYTES)
     except zlib.error as error:
         raise ProtocolError(f"{what} is not compressed JSON: {error}.", part="control plane") from None
-    if not unpacking.eof:
+    if not decompressor.eof:
         raise ProtocolError(f"{what} is cut off, or too long.", part="control plane")
     return text
 
 
 def from_bytes(data: bytes, what: str) -> Any:
-    """The value that `to_bytes` was given; `ProtocolError`, about `what`, for anything that it did not make."""
+    """The inverse of `to_bytes`. Raises `ProtocolError`, about `what`, for invalid data."""
     try:
         return json.loads(full_text(data, what))
     except (ValueError, RecursionError) as error:

@@ -15,7 +15,7 @@ from typing import Any
 from weightlane.ckpt_engines import ClosedError, Deadline, ProtocolError, WeightlaneError
 
 from ...control.hub.client import PendingReply
-from ...control.hub.hub import gathered
+from ...control.hub.mailboxes import gathered
 from ...control.hub.plain_bytes import from_bytes
 from ...control.rendezvous import Mailbox
 

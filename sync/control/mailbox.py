@@ -1,0 +1,64 @@
+"""`Mailbox`: values by key that the participants of a run share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weightlane.ckpt_engines import Deadline
+
+from .hub.client import HubClient, PendingReply
+from .hub.frames import COORDINATOR, Frame, Kind
+from .hub.plain_bytes import from_bytes, to_bytes
+
+_ANSWER_S = 30.0
+"""Most seconds for an answer that the hub has at once."""
+
+
+class Mailbox:
+    """JSON values by key, private to a scope. Every method raises `ClosedError` when the hub is gone.
+
+    Args:
+        client: This process's connection to the hub.
+        scope: The scope; those named after a session end with it.
+        keep_open: The owner of the connection, which closes when nobody refers to its owner.
+    """
+
+    def __init__(self, client: HubClient, scope: str, keep_open: object) -> None:
+        self._client = client
+        self._keep_open = keep_open
+        self.scope = scope
+
+    def within(self, part: str) -> Mailbox:
+        """The mailbox of a part of this scope."""
+        return Mailbox(self._client, f"{self.scope}/{part}", self._keep_open)
+
+    def put(self, key: str, value: Any) -> None:
+        """Store the JSON-representable `value` under `key`."""
+        self._client.tell(Frame(Kind.PUT, 0, self._name(key), to_bytes(value)))
+
+    def get(self, key: str, deadline: Deadline) -> Any:
+        """Wait for the value of `key`. Raises `DeadlineExceededError`, or `ClosedError` when the scope's session is over."""
+        what = f"{key!r} in mailbox {self.scope}"
+        asked = self._client.ask(Frame(Kind.GET, 0, self._name(key), b""))
+        if (value := asked.result(deadline)) is None:
+            raise deadline.error(what, part="mailbox")
+        return from_bytes(value, what)
+
+    def gather(self, count: int) -> PendingReply:
+        """Ask for all values of this scope once there are `count` keys; see `weightlane.sync.control.hub.mailboxes.gathered`."""
+        return self._client.ask(Frame(Kind.GATHER, 0, self.scope, str(count).encode()))
+
+    def has(self, key: str) -> bool:
+        """Whether `key` has a value."""
+        deadline = Deadline.after(_ANSWER_S)
+        found = self._client.ask(Frame(Kind.HAS, 0, self._name(key), b"")).result(deadline)
+        if found is None:
+            raise deadline.error(f"whether {key!r} is in mailbox {self.scope}", part="mailbox", peer=COORDINATOR)
+        return found == b"true"
+
+    def delete(self, key: str) -> None:
+        """Delete the value of `key`, if it has one. Nobody may be waiting for it."""
+        self._client.tell(Frame(Kind.DELETE, 0, self._name(key), b""))
+
+    def _name(self, key: str) -> str:
+        return f"{self.scope}\n{key}"
