@@ -1,4 +1,4 @@
-"""The engine's links of a participant, one for each connection of the session's transfer plan that it has an end of."""
+"""`EngineLinks`: a participant's ends of the links in a session's transfer plan."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from .rendezvous import Rendezvous
 
 
 class EngineLinks:
-    """Of one participant in one session. `close` may be called from any thread, while it connects, too.
+    """The links of one participant in one session. `close` may be called from any thread, also during `connect`.
 
     Args:
         name: The participant.
         engine: Makes the halves.
-        device: Where their buckets live.
-        copied_to: Where this participant copies buckets to that it views.
+        device: Device of their buckets.
+        copied_to: Device to which this participant copies buckets that it views; `device` by default.
     """
 
     def __init__(
@@ -43,23 +43,23 @@ class EngineLinks:
         self._copied_to = copied_to or device
         self._closed = False
         self.senders: dict[int, SenderLink] = {}
-        """By the link's number."""
+        """Sending ends by the number of the link in the plan."""
         self.receivers: dict[int, ReceiverLink] = {}
-        """By the link's number."""
+        """Receiving ends by the number of the link in the plan."""
 
     def connect(self, rendezvous: Rendezvous, session: str, planned: SessionPlan, deadline: Deadline) -> None:
-        """Connect a half for each link of the plan that this participant has an end of, all at the same time.
+        """Connect this participant's end of each of its links in the plan, all at the same time.
 
-        Raises what the engine raises, `DeadlineExceededError` naming the peer that has said no address, or `ClosedError`.
+        Raises the engine's error, `DeadlineExceededError` naming the peer that has published no address, or `ClosedError`.
         """
-        box = rendezvous.mailbox(f"links/{session}")
+        mailbox = rendezvous.mailbox(f"links/{session}")
         links = [*planned.sent_by(self._name), *planned.received_by(self._name)]
         for link in links:
             half = self._make(link)
             if self._closed:
                 self.close()
                 raise ClosedError("the connection was closed while connecting.", part=self._name)
-            box.put(f"{link.number}/{self._name}", address_of(half, self._name))
+            mailbox.put(f"{link.number}/{self._name}", address_of(half, self._name))
         if not links:
             return
         threads = DaemonThreads(len(links), f"weightlane-link-{self._name}")
@@ -70,7 +70,7 @@ class EngineLinks:
         if failure is None and late:
             failure = deadline.error("its links to connect", part=self._name)
         if failure is not None:
-            self.close()  # the others need not go on, and nobody waits for them
+            self.close()  # which ends the other threads; nobody waits for them
             raise failure
 
     def _make(self, link: PlannedLink) -> SenderLink | ReceiverLink:
@@ -81,22 +81,23 @@ class EngineLinks:
         return self.receivers.setdefault(link.number, receiver)
 
     def _connect(self, rendezvous: Rendezvous, session: str, link: PlannedLink, deadline: Deadline) -> None:
-        box, own = rendezvous.mailbox(f"links/{session}"), link.session(session)
+        mailbox, link_session = rendezvous.mailbox(f"links/{session}"), link.session(session)
 
         def addresses(names: Sequence[str]) -> Mapping[str, Mapping[str, object]]:
             found = {}
             for name in names:
                 try:
-                    found[name] = box.get(f"{link.number}/{name}", deadline)
+                    found[name] = mailbox.get(f"{link.number}/{name}", deadline)
                 except DeadlineExceededError as error:
                     raise deadline.error("the address of its end of a link", part=self._name, peer=name) from error
             return found
 
-        topology = Topology(own, addresses(link.senders), addresses(link.receivers), rendezvous.session_key(own))
+        senders, receivers = addresses(link.senders), addresses(link.receivers)
+        topology = Topology(link_session, senders, receivers, rendezvous.session_key(link_session))
         half = self.senders.get(link.number) or self.receivers[link.number]
         half.connect(topology, deadline)
 
     def close(self) -> None:
-        """Close every half. Idempotent, never raises."""
+        """Close every end. Idempotent, never raises."""
         self._closed = True
-        close_all([*list(self.senders.values()), *list(self.receivers.values())], self._name)
+        close_all([*self.senders.values(), *self.receivers.values()], self._name)

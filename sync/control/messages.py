@@ -1,10 +1,10 @@
-"""The control messages of a sync, as typed plain data.
+"""The control messages between the coordinator and the participants, as typed plain data.
 
-    coordinator -> participant   Reset, Connect, Open (subscribers), Go (publishers), Committed, Abort, Stop
-    participant -> coordinator   Joined, Hello, Connected, Offer (sending publisher), Accepted, Ready, Sent, Staged, Failed, Left
-    whoever watches processes -> coordinator   Lost
+    coordinator -> participant   Reset, Connect, Open (subscribers), Go and Full (publishers), Committed, Abort, Stop
+    participant -> coordinator   Joined, Hello, Connected, Offer (rank 0's publisher), Accepted, Ready, Sent, Staged, Failed, Left
+    a watcher of processes -> coordinator   Lost
 
-All but the first and the last few name their session; whoever gets one of an older session drops it.
+All but Joined, Left, Lost and Stop name their session; messages of an older session are dropped, except verdicts.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ class _Message(BaseModel):
 
 
 class EngineTraits(_Message):
-    """What the coordinator must know of the engine that sends."""
+    """Capabilities of the engine that the coordinator needs to know."""
 
     selective: bool
-    """Some of the connected receivers can be sent to without the others."""
+    """A version can be sent to some of the connected receivers without the others."""
     elastic: bool
-    """A receiver can connect without a new connection of the others."""
+    """A receiver can connect without a new session for the others."""
     persistent: bool
-    """What was sent can be read again without the sender."""
+    """A version that was sent can be read again without the sender."""
 
 
 class Joined(_Message):
-    """A participant is there and reads the inbox named; one that comes again under its name takes the place of the old."""
+    """A participant has joined and reads the inbox `inbox`. It replaces an older participant of the same name."""
 
     type: Literal["joined"] = "joined"
     name: str
@@ -42,7 +42,7 @@ class Joined(_Message):
 
 
 class Left(_Message):
-    """A participant closes."""
+    """A participant has closed."""
 
     type: Literal["left"] = "left"
     name: str
@@ -50,7 +50,7 @@ class Left(_Message):
 
 
 class Lost(_Message):
-    """A process is gone; `replica` is empty when it was a trainer's."""
+    """A process is gone; `replica` is empty for a trainer's."""
 
     type: Literal["lost"] = "lost"
     replica: str
@@ -58,14 +58,14 @@ class Lost(_Message):
 
 
 class Reset(_Message):
-    """Drop the current connection, open a new half, answer with `Hello`."""
+    """A new session begins: drop the present one, make a new transport half, and answer with `Hello`."""
 
     type: Literal["reset"] = "reset"
     session: str
 
 
 class Connect(_Message):
-    """Connect to this topology, answer with `Connected`."""
+    """Connect to this topology, and answer with `Connected`."""
 
     type: Literal["connect"] = "connect"
     session: str
@@ -74,14 +74,14 @@ class Connect(_Message):
     senders: dict[str, dict[str, Any]]
     receivers: dict[str, dict[str, Any]]
     needs: dict[str, str] = {}
-    """What each receiver has said in `Hello.need`."""
+    """`Hello.need` of each receiver."""
     relays: bool = False
-    """Whether all of them have said `Hello.relays`."""
+    """Whether `Hello.relays` holds for all receivers."""
     deadline_s: float
 
 
 class Open(_Message):
-    """A version is offered; check its manifest, answer with `Accepted` or `Failed`."""
+    """A version is offered: check its manifest, and answer with `Accepted` or `Failed`."""
 
     type: Literal["open"] = "open"
     session: str
@@ -92,20 +92,20 @@ class Open(_Message):
 
 
 class Go(_Message):
-    """These receivers accepted: stream to them."""
+    """Send a version to the receivers that accepted it."""
 
     type: Literal["go"] = "go"
     session: str
     version: int
     receivers: list[str]
     codec: str
-    """That of the offer which they accepted."""
+    """Codec of the offer that they accepted."""
     deadline_s: float
     stall_s: float
 
 
 class Full(_Message):
-    """Offer this version again, in full: somebody lacks what its delta applies to."""
+    """Offer this version again, in full: a rollout rank lacks the base of its delta."""
 
     type: Literal["full"] = "full"
     session: str
@@ -121,51 +121,51 @@ class Committed(_Message):
 
 
 class Abort(_Message):
-    """The version was given up, for everybody or for the replica this goes to; `error` is the reason in wire form."""
+    """The version is aborted for the participant that gets this; `error` is the reason in wire form."""
 
     type: Literal["abort"] = "abort"
     session: str
     version: int
     error: dict[str, str]
     disconnect: bool
-    """Give the connection up as well."""
+    """Whether to leave the session as well."""
 
 
 class Stop(_Message):
-    """End the participant's control thread."""
+    """The run is over: end the control thread."""
 
     type: Literal["stop"] = "stop"
 
 
 class Hello(_Message):
-    """The answer to `Reset`; `address` is empty where it is not yet known through which connections shards will go."""
+    """The answer to `Reset`; `address` is empty where the links of a participant are only known from the plan."""
 
     type: Literal["hello"] = "hello"
     name: str
     session: str
     address: dict[str, Any]
     traits: EngineTraits | None = None
-    """Of the engine; from rank 0's publisher only."""
+    """Traits of the engine; only rank 0's publisher sends them."""
     need: str = ""
-    """Where a rollout rank has said what it needs; see `weightlane.sync.plan.session_plan`."""
+    """Mailbox key of the tensors that a rollout rank needs; see `weightlane.sync.plan.session_plan`."""
     relays: bool = False
-    """Whether a rollout rank can hand on what it gets."""
+    """Whether a rollout rank can relay buckets."""
 
 
 class Connected(_Message):
-    """A participant's transport is up."""
+    """A participant's transport is connected."""
 
     type: Literal["connected"] = "connected"
     name: str
     session: str
     plan: str = ""
-    """Digest of the transfer plan it has made; empty where all goes through one stream."""
+    """Digest of the transfer plan that the participant has made; empty where there is one stream for all."""
     relays: bool = False
-    """Whether somebody hands on what it gets, by that plan: then a version goes to everybody in the session, or to nobody."""
+    """Whether that plan has relays: a version then goes to all receivers of the session, or to none."""
 
 
 class Offer(_Message):
-    """A version is being snapshot; it can be streamed as far as it is."""
+    """A version can be sent, as far as its snapshot has been taken."""
 
     type: Literal["offer"] = "offer"
     name: str
@@ -173,22 +173,22 @@ class Offer(_Message):
     version: int
     manifest: dict[str, Any]
     reason: str = ""
-    """Why it is sent as that codec."""
+    """Why the version is sent with that codec."""
 
 
 class Accepted(_Message):
-    """The manifest fits and there is room for it."""
+    """The manifest fits the model, and there is memory for the version."""
 
     type: Literal["accepted"] = "accepted"
     name: str
     session: str
     version: int
     in_place: bool = False
-    """It is going to be written straight into the live weights; `Ready` follows."""
+    """Whether the version is written straight into the live weights; `Ready` follows then."""
 
 
 class Ready(_Message):
-    """The first bucket of a version that is taken in place is there and verified: let the replica commit, for the others."""
+    """The first bucket of an in-place version is verified: the replica's commit may begin, to write it and the others."""
 
     type: Literal["ready"] = "ready"
     name: str
@@ -197,7 +197,7 @@ class Ready(_Message):
 
 
 class Sent(_Message):
-    """A publisher has sent everything it had to."""
+    """A publisher has sent all its buckets of a version."""
 
     type: Literal["sent"] = "sent"
     name: str
@@ -206,11 +206,11 @@ class Sent(_Message):
     nbytes: int
     seconds: float
     error: tuple[int, float, float, float] | None = None
-    """What quantising has done to a sample of its elements: the fields of `QuantisationReport`."""
+    """Quantisation error of a sample of the elements: the fields of `QuantisationReport`."""
 
 
 class Staged(_Message):
-    """Every byte arrived and every checksum holds; if it is taken in place, every byte was written, too."""
+    """A subscriber has every byte of a version and has verified it; in place, it has also written every byte."""
 
     type: Literal["staged"] = "staged"
     name: str
@@ -221,7 +221,7 @@ class Staged(_Message):
 
 
 class Failed(_Message):
-    """A participant gave up; `version` is -1 when no version was under way."""
+    """A participant has failed; `version` is -1 when no version was under way."""
 
     type: Literal["failed"] = "failed"
     name: str
@@ -256,12 +256,12 @@ _ADAPTER: TypeAdapter[Message] = TypeAdapter(Message)
 
 
 def encode(message: Message) -> bytes:
-    """As bytes; see `weightlane.sync.control.hub.plain_bytes`."""
+    """Encode a message; see `weightlane.sync.control.hub.plain_bytes`."""
     return shortened(message.model_dump_json().encode())
 
 
 def decode(data: bytes) -> Message:
-    """Parse a message; `ProtocolError` for anything that is not one."""
+    """Parse a message. Raises `ProtocolError` for invalid data."""
     try:
         return _ADAPTER.validate_json(full_text(data, "a control message"))
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""`CoordinatorThread`: the coordinator of a program that has no event loop, on a thread of its own."""
+"""`CoordinatorThread`: the rendezvous and the coordinator of a program without an event loop, on a thread of their own."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from ..report import SyncReport
 _log = logging.getLogger(__name__)
 _PART = "coordinator thread"
 _JOIN_S = 5.0
+"""How long `close` waits for the thread, which ends by itself."""
 _HEARD_S = 5.0
 """How long rank 0 keeps the rendezvous for ranks that have not read how the last version ended; a dead one never does."""
 
@@ -31,34 +32,48 @@ class ConnectableReplica(Replica, Protocol):
     """A replica that is running already and only has to be told where the weights come from."""
 
     async def connect(self, rendezvous: Mapping[str, Any], backend: str, options: Mapping[str, Any]) -> None:
-        """Subscribe its ranks to the run at `rendezvous`, leaving an earlier one."""
+        """Subscribe the replica's ranks to the run at `rendezvous`, leaving an earlier run."""
 
 
 class CoordinatorThread:
-    """What rank 0 does beside publishing: it hosts the rendezvous and runs the coordinator on a thread of its own."""
+    """Hosts the rendezvous and runs the coordinator, in the process of trainer rank 0.
 
-    def __init__(self, replicas: Sequence[ConnectableReplica], world: int, config: SyncConfig) -> None:
+    Args:
+        replicas: The replicas; at least one.
+        world: Number of trainer ranks.
+        config: Deadlines, and the address of the rendezvous.
+        backend: Name of the checkpoint engine.
+        options: Options of that engine.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[ConnectableReplica],
+        world: int,
+        config: SyncConfig,
+        backend: str,
+        options: Mapping[str, Any],
+    ) -> None:
         if not replicas:
             raise ConfigError("there is no replica to publish to.", part=_PART, hint="Give rank 0 at least one.")
         self._replicas = list(replicas)
         self._world = world
         self._config = config
+        self._engine = (backend, options)
         self._rendezvous = Rendezvous.host(config.host, config.port, config.silence_s)
         self.address = self._rendezvous.address.to_plain()
-        self._transport: tuple[str, Mapping[str, Any]] = ("", {})
         self._coordinator: Coordinator | None = None
-        self._syncing: Future[SyncReport] | None = None
+        self._sync: Future[SyncReport] | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = start_thread("weightlane-coordinator", self._run)
         close_at_exit(self)
 
-    def connect(self, backend: str, options: Mapping[str, Any]) -> None:
-        """Tell every replica where the weights come from, and bring all participants together.
+    def connect(self) -> None:
+        """Tell every replica where the weights come from, and connect all participants.
 
-        Raises `DeadlineExceededError` naming the replica that does not answer, or those who are missing.
+        Raises `DeadlineExceededError` naming the replica that does not answer, or the participants that are missing.
         """
-        self._transport = (backend, options)
-        # One limit for the replicas' answers, another one for everybody to meet.
+        # One limit for the replicas' answers, another one for connecting everybody.
         limit = Deadline.after(2 * self._config.connect_timeout_s)
         names = ", ".join(replica.name for replica in self._replicas)
         hint = "A replica does not keep the deadline of its `connect`."
@@ -67,25 +82,24 @@ class CoordinatorThread:
         except CancelledError:
             raise ClosedError("the publisher was closed.", part=_PART) from None
 
-    def begin(self, version: int) -> None:
-        """Carry `version` over; `end` waits for it."""
-        assert self._coordinator is not None
-        self._syncing = self._submit(self._sync(version))
+    def start_sync(self, version: int) -> None:
+        """Start to sync `version`; `report` waits for its end."""
+        self._sync = self._submit(self._sync_all(version))
 
-    def end(self, timeout_s: float) -> SyncReport:
-        """The report of the version that was begun."""
-        assert self._syncing is not None
+    def report(self, timeout_s: float) -> SyncReport:
+        """Wait for the end of the sync that was started. Raises its error, or `DeadlineExceededError`."""
+        assert self._sync is not None
         try:
-            return self._syncing.result(timeout_s)
+            return self._sync.result(timeout_s)
         except TimeoutError:
-            if self._syncing.done():
+            if self._sync.done():
                 raise
             raise DeadlineExceededError(f"the sync did not end within {timeout_s:.0f} s.", part=_PART) from None
         except CancelledError:
             raise ClosedError("the publisher was closed.", part=_PART) from None
 
     def close(self) -> None:
-        """End what is under way, and the thread, once the other ranks know how the last version ended.
+        """End a sync under way, and the thread, once the other ranks know how the last version ended.
 
         Idempotent, never raises.
         """
@@ -99,34 +113,34 @@ class CoordinatorThread:
         self._rendezvous.close()
 
     async def _connect(self) -> None:
-        await asyncio.gather(*(self._tell(replica) for replica in self._replicas))
+        await asyncio.gather(*(self._connect_replica(replica) for replica in self._replicas))
         names = [publisher_name(rank) for rank in range(self._world)]
         self._coordinator = Coordinator(self._rendezvous, names, self._replicas, self._config)
         await self._coordinator.connect()
 
-    async def _tell(self, replica: ConnectableReplica) -> None:
+    async def _connect_replica(self, replica: ConnectableReplica) -> None:
         deadline = Deadline.after(self._config.connect_timeout_s)
         timeout = asyncio.timeout(deadline.remaining_s)
         try:
             async with timeout:
-                await replica.connect(self.address, *self._transport)
+                await replica.connect(self.address, *self._engine)
         except TimeoutError as error:
             if not timeout.expired():
                 raise
             raise deadline.error("it to connect to the run", part=_PART, peer=replica.name) from error
 
-    async def _sync(self, version: int) -> SyncReport:
+    async def _sync_all(self, version: int) -> SyncReport:
         assert self._coordinator is not None
         states = self._coordinator.states()
         lost = [replica for replica in self._replicas if states.get(replica.name) is ReplicaState.LOST]
-        await asyncio.gather(*(self._call_back(replica) for replica in lost))
+        await asyncio.gather(*(self._reconnect_replica(replica) for replica in lost))
         return await self._coordinator.sync(version)
 
-    async def _call_back(self, replica: ConnectableReplica) -> None:
-        """A replica that was lost may have been started again; if it was not, the version goes on without it."""
+    async def _reconnect_replica(self, replica: ConnectableReplica) -> None:
+        """Connect a lost replica, which may have restarted; if it has not, the version goes on without it."""
         try:
             async with asyncio.timeout(self._config.rejoin_s):
-                await replica.connect(self.address, *self._transport)
+                await replica.connect(self.address, *self._engine)
         except (WeightlaneError, TimeoutError) as error:
             _log.info("%s is still lost: %s", replica.name, error)
 
@@ -144,5 +158,5 @@ class CoordinatorThread:
 
 
 def publisher_name(rank: int) -> str:
-    """Under which name a trainer rank publishes."""
+    """The name of a trainer rank's publisher."""
     return f"trainer-{rank}"

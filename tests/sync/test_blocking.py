@@ -93,7 +93,7 @@ def test_a_version_that_fails_is_logged_and_replaced_by_the_next_until_too_many_
         weights.publish(3)
         with caplog.at_level(logging.WARNING):
             weights.publish(4)
-        assert "version 3 was not taken" in caplog.text
+        assert "version 3 was not committed" in caplog.text
         with pytest.raises(SyncAbortedError, match="version 4"):
             weights.publish(5)
         shelf.fails = None
@@ -114,7 +114,7 @@ def test_a_replica_that_was_lost_is_called_back_for_the_next_version(
         report = weights.wait()
         assert report is not None
         assert report.replicas["mortal"].outcome is Outcome.LOST
-        assert "version 2 went on without mortal, which is lost" in caplog.text
+        assert "version 2 was committed without mortal, which is lost" in caplog.text
         mortal.fails = None
         weight.fill_(3)
         weights.publish(3)

@@ -30,7 +30,7 @@ from weightlane.sync import Expectation, Rendezvous, ReplicaState, Subscriber, S
 from weightlane.sync.control.hub.frames import COORDINATOR
 from weightlane.sync.control.inbox import Inbox
 from weightlane.sync.control.messages import Connect, Hello, Joined, Reset
-from weightlane.sync.control.participant import VersionOutcomes
+from weightlane.sync.control.version_outcomes import VersionOutcomes
 
 every_engine = pytest.mark.parametrize("backend", ["gloo", "shm", "filesystem"])
 

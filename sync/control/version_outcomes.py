@@ -1,0 +1,75 @@
+"""`VersionOutcomes`: how versions ended, for threads of a participant that wait for it."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+from weightlane.ckpt_engines import Deadline, WeightlaneError
+
+
+class VersionOutcomes:
+    """How versions ended, as the coordinator has told. Remembers the newest outcome only. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._committed = -1
+        self._begun: Counter[int] = Counter()
+        """How often each version was begun here."""
+        self._verdicts: Counter[int] = Counter()
+        """How often the coordinator has told that a version failed."""
+        self._failed: dict[int, WeightlaneError] = {}
+        self._closed: WeightlaneError | None = None
+
+    def begin(self, version: int, *, told: bool = False) -> None:
+        """Note that `version` is attempted, maybe again, and forget its earlier failure.
+
+        A failure of this very attempt is kept: its verdict may arrive before a participant that is slower than others begins.
+        Where a message has `told` the participant to begin there is none, since the verdict is a later message.
+        """
+        with self._changed:
+            self._begun[version] += 1
+            if told or self._verdicts[version] < self._begun[version]:
+                self._failed.pop(version, None)
+
+    def succeed(self, version: int) -> None:
+        """Note that `version` serves."""
+        with self._changed:
+            self._committed = max(self._committed, version)
+            self._failed = {newer: error for newer, error in self._failed.items() if newer > version}
+            for counts in (self._begun, self._verdicts):
+                for old in [each for each in counts if each <= version]:
+                    del counts[old]
+            self._changed.notify_all()
+
+    def fail(self, version: int, error: WeightlaneError) -> None:
+        """Note that `version` was aborted."""
+        with self._changed:
+            self._verdicts[version] += 1
+            self._failed[version] = error
+            self._changed.notify_all()
+
+    def fail_all(self, error: WeightlaneError) -> None:
+        """Note that no version can be committed any more, because of `error`."""
+        with self._changed:
+            self._closed = self._closed or error
+            self._changed.notify_all()
+
+    def failure(self, version: int) -> WeightlaneError | None:
+        """Why `version` failed, or why no version can be committed any more; None otherwise."""
+        with self._changed:
+            return self._failed.get(version) or self._closed
+
+    def wait(self, version: int, deadline: Deadline, part: str) -> None:
+        """Wait until `version`, or a later one, serves. Raises its failure, or `DeadlineExceededError`."""
+
+        def ended() -> bool:
+            return self._committed >= version or version in self._failed or self._closed is not None
+
+        with self._changed:
+            self._changed.wait_for(ended, deadline.remaining_s)
+            if self._committed >= version:
+                return
+            if failure := self._failed.get(version) or self._closed:
+                raise failure
+        raise deadline.error(f"version {version} to be committed", part=part)
