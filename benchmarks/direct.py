@@ -34,6 +34,7 @@ from weightlane.ckpt_engines.errors import DeadlineExceededError
 from weightlane.cli.bench.report.machine import this_machine
 from weightlane.cli.bench.workload.workload import Workload, named_workload
 from weightlane.sync import CommitReport, Coordinator, Rendezvous, SyncConfig
+from weightlane.sync.config import DEFAULT_BUCKET_MIB
 
 from .command import finish, options_of, say
 from .direct_ranks import ROLLOUTS, TRAINERS, serve
@@ -350,7 +351,7 @@ def text(report: dict[str, Any]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print a table, write JSON if asked to; 1 if any bit was wrong, 2 where it cannot run here."""
     parser = options_of(__doc__, model="qwen3-0.6b", rounds=7, deadline_s=120.0)
-    parser.add_argument("--bucket-mib", type=float, default=32.0)
+    parser.add_argument("--bucket-mib", type=float, default=DEFAULT_BUCKET_MIB)
     options = parser.parse_args(arguments)
     if options.rounds < 1 or options.bucket_mib <= 0:
         parser.error("--rounds and --bucket-mib must be positive")

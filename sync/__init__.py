@@ -1,6 +1,6 @@
-"""Carrying weight versions from trainer ranks to rollout ranks, over any checkpoint engine.
+"""Sync of weight versions from trainer ranks to rollout ranks, over any checkpoint engine.
 
-A complete hop inside one process (normally the three parts live in three):
+A complete sync inside one process (normally publisher, coordinator and subscriber are in three):
 
     >>> import asyncio, torch
     >>> from weightlane.ckpt_engines import CheckpointEngineRegistry
@@ -20,8 +20,8 @@ A complete hop inside one process (normally the three parts live in three):
     ...         self.weights = {name: tensor.clone() for name, tensor in subscriber.take(version).items()}
     ...         subscriber.release(version)
     ...         return CommitReport(version, blocked_s=0.0)
-    ...     async def rollback(self, version): ...  # load what subscriber.take_previous(version) gives
-    ...     async def quarantine(self, error): ...  # serve nobody until the next commit
+    ...     async def rollback(self, version): ...  # load the tensors of subscriber.take_previous(version)
+    ...     async def quarantine(self, error): ...  # refuse all requests until the next commit
     >>> replica = Replica()
     >>> coordinator = Coordinator(rendezvous, ["trainer-0"], [replica], SyncConfig())
     >>> publisher.publish(1)

@@ -1,4 +1,4 @@
-"""What became of a version."""
+"""Reports of a sync: the outcome of a version on every replica, and the attempts that failed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .codecs.quantised import QuantisationReport
 
 
 class CommitOutcome(Protocol):
-    """What a replica reports of one commit. Supplied by the rollout side."""
+    """A replica's report of one commit. The rollout side supplies it."""
 
     @property
     def version(self) -> int:
@@ -26,23 +26,21 @@ class CommitOutcome(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CommitReport:
-    """The least a replica can report of a commit; a `CommitOutcome`."""
+    """A plain `CommitOutcome`."""
 
     version: int
     blocked_s: float
 
 
 class Outcome(StrEnum):
-    """What became of a version on one replica."""
+    """The outcome of a version on one replica."""
 
     COMMITTED = "committed"
-    """It serves."""
+    """The version serves."""
     BEHIND = "behind"
-    """It could not be staged or begun there; the replica serves the version it had, bit for bit."""
-    ROLLED_BACK = "rolled back"
-    """It served for a moment and was taken back, because too few replicas could take it."""
+    """The replica serves the version it had, bit for bit: the new one could not be staged, or its commit not begun."""
     QUARANTINED = "quarantined"
-    """The replica cannot prove what it holds and gets no requests until a complete version commits there."""
+    """The replica cannot prove which weights it holds, and gets no requests until a complete version commits there."""
     LOST = "lost"
     """The replica died or does not answer."""
 
@@ -53,28 +51,28 @@ class ReplicaReport:
 
     outcome: Outcome
     error: WeightlaneError | None = None
-    """Why it did not take the version; None when it did."""
+    """Why the replica did not commit the version; None if it did."""
     blocked_s: float = 0.0
     """Seconds the replica generated nothing because of the commit."""
     staged_s: float = 0.0
-    """Seconds from the first byte asked for to the last one verified, on its slowest rank."""
+    """Seconds from the request for the first byte to the verification of the last one, on its slowest rank."""
     nbytes: int = 0
     """Bytes staged, over all ranks of the replica."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailedAttempt:
-    """One try at carrying a version over that did not succeed, or not for everybody."""
+    """One attempt to send a version that failed, on all replicas or on some."""
 
     session: str
-    """The connection it ran on."""
+    """The session of the attempt."""
     error: WeightlaneError
     """The first failure, typed."""
     excluded: tuple[str, ...] = ()
-    """Replicas the version went on without."""
+    """Replicas that the next attempt left out, or that did not commit."""
 
     def to_plain(self) -> dict[str, Any]:
-        """As JSON, for observers."""
+        """The attempt as JSON-representable data, for observers."""
         return {"session": self.session, "error": self.error.to_wire(), "excluded": list(self.excluded)}
 
 
@@ -89,16 +87,16 @@ class SyncReport:
     """Payload bytes the trainer ranks handed to the transport or to the sending rank."""
     replicas: Mapping[str, ReplicaReport] = field(default_factory=dict)
     session: str = ""
-    """The connection that carried it."""
+    """The session in which the version was sent."""
     codec: str = "dense"
-    """What it was sent as."""
+    """The codec with which the version was sent."""
     codec_reason: str = ""
-    """Why."""
+    """Why that codec was chosen."""
     quantisation: QuantisationReport | None = None
-    """The error of a sample of the quantised elements against what the trainer has; None where nothing is quantised, and where
-    a store's version was read again."""
+    """The error of a sample of the quantised elements against the trainer's values; None where nothing is quantised, and where
+    a version was read from a store again."""
     failures: tuple[FailedAttempt, ...] = ()
-    """What went wrong on the way, in order; empty in a smooth sync."""
+    """The attempts that failed before, in order."""
 
     @property
     def rollout_blocked_s(self) -> float:
@@ -106,7 +104,7 @@ class SyncReport:
         return max((report.blocked_s for report in self.replicas.values()), default=0.0)
 
     def facts(self) -> dict[str, Any]:
-        """What observers are told of it, as JSON."""
+        """The report as JSON-representable data, for observers."""
         quantised = {"quantisation_error": self.quantisation.relative_rms} if self.quantisation else {}
         return {
             "seconds": self.latency_s,

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError
 from weightlane.rollout.layout.offline.planned_needs import planned_needs
+from weightlane.sync.config import DEFAULT_BUCKET_MIB, MIB
 from weightlane.sync.plan import BYTES_PER_GBIT, Network, plan_report
 from weightlane.sync.plan.planned_session import planned_session
 from weightlane.sync.plan.prediction.layouts import USUAL, RolloutLayout, TrainerLayout
@@ -24,8 +25,6 @@ from weightlane.trainer.placement.trainer_rank import publisher_name
 
 from ..config import load_config, wire_dtype
 
-_BUCKET_MIB = 32.0
-"""Size of buckets for a shape: the default of ``sync.bucket_mib``."""
 _DIRECT = (
     ("busiest network card", "bound_s"),
     ("direct, by this plan", "direct_s"),
@@ -53,7 +52,7 @@ def network_of(
         1e9 * gb_per_s if sender_gbps is None else BYTES_PER_GBIT * sender_gbps,
         1e9 * gb_per_s if receiver_gbps is None else BYTES_PER_GBIT * receiver_gbps,
         1e-6 * latency_us,
-        int((_BUCKET_MIB if bucket_mib is None else bucket_mib) * 2**20),
+        int((DEFAULT_BUCKET_MIB if bucket_mib is None else bucket_mib) * MIB),
     )
 
 

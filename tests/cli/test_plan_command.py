@@ -72,7 +72,7 @@ def test_whole_shares_cross_more_than_is_needed_and_relays_are_asked_for() -> No
         (["30b", "--rollout", "tp4 ep2"], "ep is 1 or the same as tp"),
         (["30b", "--wire", "int4"], "'int4' is no type on the wire. Known: bf16, fp8."),
         (["30b", "--cut", "thin"], "there is no cut 'thin'. Set --cut to exact or shares."),
-        (["30b", "--gb-per-s", "0"], "must be more than nothing"),
+        (["30b", "--gb-per-s", "0"], "must be positive"),
     ],
 )
 def test_what_a_user_can_cause_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:

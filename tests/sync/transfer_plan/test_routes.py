@@ -107,7 +107,7 @@ def test_lanes_with_the_same_receivers_chain_in_turn_so_that_all_relay_as_much()
 
 @pytest.mark.parametrize("figures", [(0.0, 1.0, 0.0, 1), (1.0, -1.0, 0.0, 1), (1.0, 1.0, -1.0, 1), (1.0, 1.0, 0.0, 0)])
 def test_a_network_that_cannot_be_is_refused(figures: tuple[float, float, float, int]) -> None:
-    with pytest.raises(ConfigError, match="must be more than nothing"):
+    with pytest.raises(ConfigError, match="must be positive"):
         Network(*figures)
 
 
