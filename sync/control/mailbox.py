@@ -7,11 +7,8 @@ from typing import Any
 from weightlane.ckpt_engines import Deadline
 
 from .hub.client import HubClient, PendingReply
-from .hub.frames import COORDINATOR, Frame, Kind
+from .hub.frames import Frame, Kind
 from .hub.plain_bytes import from_bytes, to_bytes
-
-_ANSWER_S = 30.0
-"""Most seconds for an answer that the hub has at once."""
 
 
 class Mailbox:
@@ -47,14 +44,6 @@ class Mailbox:
     def gather(self, count: int) -> PendingReply:
         """Ask for all values of this scope once there are `count` keys; see `weightlane.sync.control.hub.mailboxes.gathered`."""
         return self._client.ask(Frame(Kind.GATHER, 0, self.scope, str(count).encode()))
-
-    def has(self, key: str) -> bool:
-        """Whether `key` has a value."""
-        deadline = Deadline.after(_ANSWER_S)
-        found = self._client.ask(Frame(Kind.HAS, 0, self._name(key), b"")).result(deadline)
-        if found is None:
-            raise deadline.error(f"whether {key!r} is in mailbox {self.scope}", part="mailbox", peer=COORDINATOR)
-        return found == b"true"
 
     def delete(self, key: str) -> None:
         """Delete the value of `key`, if it has one. Nobody may be waiting for it."""

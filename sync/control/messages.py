@@ -22,6 +22,23 @@ class _Message(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+class _SessionMessage(_Message):
+    session: str
+
+
+class _VersionMessage(_SessionMessage):
+    version: int
+
+
+class _Reply(_SessionMessage):
+    name: str
+    """The participant that answers."""
+
+
+class _VersionReply(_Reply):
+    version: int
+
+
 class EngineTraits(_Message):
     """Capabilities of the engine that the coordinator needs to know."""
 
@@ -64,11 +81,10 @@ class Reset(_Message):
     session: str
 
 
-class Connect(_Message):
+class Connect(_SessionMessage):
     """Connect to this topology, and answer with `Connected`."""
 
     type: Literal["connect"] = "connect"
-    session: str
     publishers: list[str]
     """Every trainer rank, in rank order."""
     senders: dict[str, dict[str, Any]]
@@ -80,23 +96,19 @@ class Connect(_Message):
     deadline_s: float
 
 
-class Open(_Message):
+class Open(_VersionMessage):
     """A version is offered: check its manifest, and answer with `Accepted` or `Failed`."""
 
     type: Literal["open"] = "open"
-    session: str
-    version: int
     manifest: dict[str, Any]
     deadline_s: float
     stall_s: float
 
 
-class Go(_Message):
+class Go(_VersionMessage):
     """Send a version to the receivers that accepted it."""
 
     type: Literal["go"] = "go"
-    session: str
-    version: int
     receivers: list[str]
     codec: str
     """Codec of the offer that they accepted."""
@@ -104,28 +116,24 @@ class Go(_Message):
     stall_s: float
 
 
-class Full(_Message):
+class Full(_SessionMessage):
     """Offer this version again, in full: a rollout rank lacks the base of its delta."""
 
     type: Literal["full"] = "full"
-    session: str
     version: int
 
 
-class Committed(_Message):
+class Committed(_SessionMessage):
     """The version serves."""
 
     type: Literal["committed"] = "committed"
-    session: str
     version: int
 
 
-class Abort(_Message):
+class Abort(_VersionMessage):
     """The version is aborted for the participant that gets this; `error` is the reason in wire form."""
 
     type: Literal["abort"] = "abort"
-    session: str
-    version: int
     error: dict[str, str]
     disconnect: bool
     """Whether to leave the session as well."""
@@ -137,12 +145,10 @@ class Stop(_Message):
     type: Literal["stop"] = "stop"
 
 
-class Hello(_Message):
+class Hello(_Reply):
     """The answer to `Reset`; `address` is empty where the links of a participant are only known from the plan."""
 
     type: Literal["hello"] = "hello"
-    name: str
-    session: str
     address: dict[str, Any]
     traits: EngineTraits | None = None
     """Traits of the engine; only rank 0's publisher sends them."""
@@ -152,81 +158,62 @@ class Hello(_Message):
     """Whether a rollout rank can relay buckets."""
 
 
-class Connected(_Message):
+class Connected(_Reply):
     """A participant's transport is connected."""
 
     type: Literal["connected"] = "connected"
-    name: str
-    session: str
     plan: str = ""
     """Digest of the transfer plan that the participant has made; empty where there is one stream for all."""
     relays: bool = False
     """Whether that plan has relays: a version then goes to all receivers of the session, or to none."""
 
 
-class Offer(_Message):
+class Offer(_VersionReply):
     """A version can be sent, as far as its snapshot has been taken."""
 
     type: Literal["offer"] = "offer"
-    name: str
-    session: str
-    version: int
     manifest: dict[str, Any]
     reason: str = ""
     """Why the version is sent with that codec."""
 
 
-class Accepted(_Message):
+class Accepted(_VersionReply):
     """The manifest fits the model, and there is memory for the version."""
 
     type: Literal["accepted"] = "accepted"
-    name: str
-    session: str
-    version: int
     in_place: bool = False
     """Whether the version is written straight into the live weights; `Ready` follows then."""
 
 
-class Ready(_Message):
+class Ready(_Reply):
     """The first bucket of an in-place version is verified: the replica's commit may begin, to write it and the others."""
 
     type: Literal["ready"] = "ready"
-    name: str
-    session: str
     version: int
 
 
-class Sent(_Message):
+class Sent(_VersionReply):
     """A publisher has sent all its buckets of a version."""
 
     type: Literal["sent"] = "sent"
-    name: str
-    session: str
-    version: int
     nbytes: int
     seconds: float
     error: tuple[int, float, float, float] | None = None
     """Quantisation error of a sample of the elements: the fields of `QuantisationReport`."""
 
 
-class Staged(_Message):
+class Staged(_VersionReply):
     """A subscriber has every byte of a version and has verified it; in place, it has also written every byte."""
 
     type: Literal["staged"] = "staged"
-    name: str
-    session: str
-    version: int
     nbytes: int
     seconds: float
 
 
-class Failed(_Message):
+class Failed(_VersionReply):
     """A participant has failed; `version` is -1 when no version was under way."""
 
     type: Literal["failed"] = "failed"
-    name: str
-    session: str
-    version: int
     error: dict[str, str]
 
 

@@ -188,11 +188,6 @@ class Rendezvous:
         messages, nbytes = self._hub.traffic
         return messages, nbytes
 
-    @property
-    def value_counts(self) -> dict[str, int]:
-        """[host] How many values the mailbox of each scope has."""
-        return self._hub.mailboxes.counts
-
 
 def _when_forgotten(owner: object, close: Callable[[], None]) -> None:
     """Call `close`, which takes no lock, once nobody refers to `owner` any more.

@@ -295,7 +295,7 @@ class Coordinator:
         self._hooks.version_committed(version=version, facts=report.facts())
 
     def _abort(self, version: int, error: WeightlaneError) -> None:
-        """Have every participant drop `version` and the connection; the next sync connects anew."""
+        """Have every participant drop `version` and the connection; the next sync starts a new session."""
         self._session.abandon()
         _log.log(self._queue.warning_level, "version %d aborted: %s", version, error)
         message = Abort(session=self._session.name, version=version, error=error.to_wire(), disconnect=True)

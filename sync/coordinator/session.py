@@ -62,7 +62,7 @@ class Streamed:
 
 
 class Session:
-    """Connects publishers and subscribers, anew where necessary, and streams versions. Used by one thread at a time."""
+    """Connects publishers and subscribers, in one session after another, and streams versions. Used by one thread at a time."""
 
     def __init__(self, queue: MessageQueue, roster: Roster, config: SyncConfig) -> None:
         self._queue = queue

@@ -83,11 +83,12 @@ def lose(host: subprocess.Popen[str]) -> None:
         except WeightlaneError as error:
             os.write(1, f"{type(error).__name__}: {error}\n".encode())  # at once: several speak at the same time
 
-    joined.mailbox("s").has("key")
+    joined.mailbox("s").put("answered", 1)
+    joined.mailbox("s").get("answered", never)
     waiting = [threading.Thread(target=tell, args=(wait,), daemon=True) for wait in waits]
     for thread in waiting:
         thread.start()
-    busy.mailbox("s").has("key")
+    busy.mailbox("s").get("answered", never)
     os.kill(host.pid, signal.SIGSTOP)
     run(f"{there} ip link set wl1 down")
     busy.mailbox("s").put("key", "x" * 100)  # is never acknowledged

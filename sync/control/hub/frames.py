@@ -44,22 +44,20 @@ class Kind(IntEnum):
     """[member] `VALUE` when the key is there."""
     GATHER = 6
     """[member] `VALUE` with everything in the scope (see `gathered`) when as many keys are there as the payload says."""
-    HAS = 7
-    """[member] `VALUE` with whether the key is there."""
-    CANCEL = 8
+    CANCEL = 7
     """[member] Do not answer an earlier question of the same name; the payload is a JSON list of its number and payload. `VALUE`,
     under the number of this frame, with the keys in the scope; no answer if that number is 0."""
-    STORE = 9
+    STORE = 8
     """[member] `VALUE` with the port of the torch store."""
-    READ = 10
+    READ = 9
     """[member] Everything before the `MARK` of this number was read."""
-    MESSAGE = 11
+    MESSAGE = 10
     """[hub] The payload was posted to the inbox."""
-    MARK = 12
+    MARK = 11
     """[hub] Answer with `READ` once everything before it in the inbox was read."""
-    VALUE = 13
+    VALUE = 12
     """[hub] The answer to the question of this number."""
-    OVER = 14
+    OVER = 13
     """[hub] The question of this number gets no answer; the payload says why."""
 
 

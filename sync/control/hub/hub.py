@@ -76,7 +76,7 @@ class ControlHub:
                 start_thread("weightlane-torch-store", self._send_store_port, member, frame.number)
             case Kind.PUT | Kind.DELETE:
                 self.mailboxes.change(frame)
-            case Kind.GET | Kind.GATHER | Kind.HAS | Kind.CANCEL:
+            case Kind.GET | Kind.GATHER | Kind.CANCEL:
                 self.mailboxes.answer(member, frame)
             case _:
                 _log.warning("a control frame of kind %d was dropped", frame.kind)

@@ -92,7 +92,7 @@ class Mailboxes:
             self._send(member, Frame(Kind.VALUE, number, "", value), digest)
 
     def answer(self, member: Member, frame: Frame) -> None:
-        """Answer a `GET`, `GATHER`, `HAS` or `CANCEL` of `member`, now or when the value is there."""
+        """Answer a `GET`, `GATHER` or `CANCEL` of `member`, now or when the value is there."""
         name, _, key = frame.name.partition("\n")
         with self._lock:
             over = self._is_over(name)
@@ -100,9 +100,7 @@ class Mailboxes:
             number, asked = json.loads(frame.payload) if frame.kind == Kind.CANCEL else (frame.number, frame.payload)
             wanted = int(asked) if asked else key
             value: bytes | None
-            if frame.kind == Kind.HAS:
-                value = b"true" if key in scope.values else b"false"
-            elif frame.kind == Kind.CANCEL:
+            if frame.kind == Kind.CANCEL:
                 scope.waits[wanted].discard((member, number))
                 if not scope.waits[wanted]:
                     del scope.waits[wanted]
@@ -137,12 +135,6 @@ class Mailboxes:
                     if not waiting:
                         del scope.waits[wanted]
                 self._drop_if_empty(name, scope)
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """How many values each scope has."""
-        with self._lock:
-            return {name: len(scope.values) for name, scope in self._scopes.items() if scope.values}
 
     def _is_over(self, scope: str) -> bool:
         session = scope.split("/")[1] if "/" in scope else ""
