@@ -286,7 +286,7 @@ def test_relays_are_chosen_by_the_speeds_that_a_user_states() -> None:
     stated = SyncConfig(sender_gbps=100, receiver_gbps=400)
     assert stated.network == Network(12.5e9, 50e9, 20e-6, 32 << 20)
     assert stated.model_copy(update={"relays": "never"}).network is None
-    with pytest.raises(ValueError, match="both, or neither"):
+    with pytest.raises(ValueError, match="both be given, or neither"):
         SyncConfig(sender_gbps=100)
 
 
