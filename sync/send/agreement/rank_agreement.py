@@ -17,7 +17,7 @@ from weightlane.ckpt_engines import ClosedError, Deadline, ProtocolError, Weight
 from ...control.hub.client import PendingReply
 from ...control.hub.mailboxes import gathered
 from ...control.hub.plain_bytes import from_bytes
-from ...control.rendezvous import Mailbox
+from ...control.mailbox import Mailbox
 
 _REMEMBERED = 2
 """Newest versions whose values a rank leaves at the hub: others may still be sending the one before."""
