@@ -12,7 +12,7 @@ from typing import Any
 
 from weightlane.ckpt_engines import Deadline, ProtocolError
 
-from ..plan.session_plan import PlanMailbox
+from ..plan.supply import PlanMailbox
 
 _PART = "manifest"
 

@@ -53,7 +53,7 @@ from weightlane.sync.control.hub.frames import ControlConnection, Frame, Keys
 from weightlane.sync.control.hub.hub import Kind
 from weightlane.sync.control.hub.plain_bytes import full_text, to_bytes
 from weightlane.sync.control.messages import Stop, decode
-from weightlane.sync.plan.session_plan import Supply
+from weightlane.sync.plan.supply import Supply
 from weightlane.sync.receive.stored_version import read_version
 from weightlane.sync.version.bucket_checksums import checksum_of
 from weightlane.sync.version.bucket_checksums import verify as verify_bucket

@@ -11,8 +11,7 @@ import torch
 
 from weightlane.ckpt_engines import CommitError, WeightlaneError
 from weightlane.sync import LivePart, SlicedTensors
-from weightlane.sync.version.manifest import Slicing
-from weightlane.sync.version.sliced_tensors import Pieces
+from weightlane.sync.version.sliced_tensors import SelectedTensors, Slicing
 
 from ..acceptance import Verdict, Way
 from ..loading.derived import LeftBehind, renew_derived, views_renewed
@@ -125,7 +124,7 @@ class VersionWriter:
             sliced = CommitPlan(sliced_layout(plan.layout, tensors.regions), self._model)
             known = self._sliced = tensors.slicing, sliced
         staged, sources = tensors.staged, known[1].sources
-        known[1].commit(staged if all(name in staged for name in sources) else Pieces(tensors, sources))
+        known[1].commit(staged if all(name in staged for name in sources) else SelectedTensors(tensors, sources))
 
     def _settle_copies(self) -> None:
         if self._device.type != "cpu":
