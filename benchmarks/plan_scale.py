@@ -23,7 +23,7 @@ from benchmarks.command import Report, case_in_own_process, finish, options_of, 
 from weightlane.sync.plan import Network, plan_report, plan_transfer
 from weightlane.sync.plan.prediction.layouts import RolloutLayout, TrainerLayout
 from weightlane.sync.plan.prediction.shapes import Wire, shape_named, weights
-from weightlane.sync.plan.send_assignment import shares
+from weightlane.sync.plan.send_assignment import assign_slices
 from weightlane.sync.version.placement import Placement
 
 CASES: dict[str, tuple[str, str, str, Wire, bool]] = {
@@ -57,7 +57,7 @@ def measure_case(name: str, rounds: int, bytes_per_s: float) -> dict[str, Any]:
         # What another process parsed is no object of this one: nothing is left of the round before.
         fresh_held, fresh_needed = _again(held), _again(needed)
         began, ran = time.perf_counter(), time.process_time()
-        plan = plan_transfer(shares(fresh_held), fresh_needed)
+        plan = plan_transfer(assign_slices(fresh_held), fresh_needed)
         wall_s.append(time.perf_counter() - began)
         cpu_s.append(time.process_time() - ran)
         digests.add(plan.digest)

@@ -42,7 +42,8 @@ from weightlane.cli.bench.workload.workload import Workload, named_workload
 from weightlane.sync import SyncConfig, TensorSpec
 from weightlane.sync.plan import Network
 from weightlane.sync.plan.prediction.predict import predict
-from weightlane.sync.plan.session_plan import SessionPlan, Supply
+from weightlane.sync.plan.session_plan import SessionPlan
+from weightlane.sync.plan.supply import Supply
 from weightlane.sync.version.placement import Placement
 
 from .command import finish, options_of, say

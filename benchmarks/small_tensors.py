@@ -32,7 +32,7 @@ from weightlane.sync.version.packing import (
     scatter_runs,
     stream_places,
 )
-from weightlane.sync.version.stream_parts import parts_of
+from weightlane.sync.version.snapshot_slices import snapshot_slices
 
 TARGET = 2.0
 """Most that each way may take, in memcpys."""
@@ -75,7 +75,9 @@ def ways(count: int, nbytes: int) -> tuple[dict[str, Callable[[], object]], Call
         [LocalShard(spec, (cut,), data[cut:]) for spec, data in zip(specs, sources, strict=True)],
     ]
     places = [compact_places(held) for held in ranks]
-    tables = [CopyTable.of(parts_of(*held, manifest.regions), manifest) for held in zip(ranks, places, strict=True)]
+    tables = [
+        CopyTable.of(snapshot_slices(*held, manifest.regions), manifest) for held in zip(ranks, places, strict=True)
+    ]
     halves = [Snapshot.of(*held) for held in zip(ranks, places, strict=True)]
     memories = [torch.zeros(half.nbytes, dtype=torch.uint8) for half in halves]
     windows = [manifest.window(index) for index in range(manifest.bucket_count)]

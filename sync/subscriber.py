@@ -30,13 +30,14 @@ from weightlane.ckpt_engines.runtime.devices import HOST, runtime_of
 from weightlane.plugins import RunHooks
 
 from .codecs.delta.staged_delta import IncomingDelta
-from .codecs.quantised.restored import Restoring
+from .codecs.quantised.restored import RestorePlan
 from .control.engine_links import EngineLinks
 from .control.messages import Accepted, Connect, EngineTraits, Message, Open, Ready, Staged
 from .control.participant import Participant
 from .control.rendezvous import RendezvousAddress
 from .control.tensor_lists import TensorLists, scope_of
-from .plan.session_plan import PlanExchange, SessionPlan
+from .plan.session_plan import SessionPlan
+from .plan.supply import PlanExchange
 from .receive.live_stream import LiveStream
 from .receive.live_weights import LiveWeights
 from .receive.receive_loop import StageRequest
@@ -115,7 +116,7 @@ class Subscriber(Participant):
         self._tensor_lists = TensorLists()
         self._newest_manifest: Manifest | None = None
         """Manifest of the version offered last, as sent."""
-        self._restoring: tuple[Manifest, Restoring] | None = None
+        self._restoring: tuple[Manifest, RestorePlan] | None = None
         """How tensors are restored in versions like that of the manifest."""
         self._stream: LiveStream | None = None
         """The version in place that was offered last."""
@@ -327,11 +328,11 @@ class Subscriber(Participant):
                 hint="Lower sync.bucket_mib, or raise rollout.staging_limit_bytes.",
             )
 
-    def _restoring_of(self, manifest: Manifest) -> Restoring:
+    def _restoring_of(self, manifest: Manifest) -> RestorePlan:
         """How the tensors of a version are restored; the same object for versions that are alike."""
         known = self._restoring
         if known is None or known[0].tensors is not manifest.tensors or known[0].quantised != manifest.quantised:
-            known = self._restoring = (manifest, Restoring(manifest, self._expectation))
+            known = self._restoring = (manifest, RestorePlan(manifest, self._expectation))
         return known[1]
 
     # -- staging thread -------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""Codecs: how a version's tensors become fewer bytes. Pure functions on tensors; who sends them where stands elsewhere.
+"""Codecs: a version's tensors in fewer bytes.
 
-- `weightlane.sync.codecs.delta.format`: lossless, against a base version.
+- `weightlane.sync.codecs.delta.format`: the lossless codec *delta*, against a base version.
 - `weightlane.sync.codecs.quantised`: fp8 with block scales and int8 with channel scales, in checkpoint formats that vLLM loads.
 """

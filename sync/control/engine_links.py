@@ -20,7 +20,8 @@ from weightlane.ckpt_engines.links.bounded_calls import GRACE_S, address_of, clo
 from weightlane.ckpt_engines.links.link import receiver_link, sender_link
 from weightlane.ckpt_engines.runtime.daemon_threads import DaemonThreads
 
-from ..plan.session_plan import PlannedLink, SessionPlan
+from ..plan.links import PlannedLink
+from ..plan.session_plan import SessionPlan
 from .rendezvous import Rendezvous
 
 

@@ -1,4 +1,4 @@
-"""How a lane reaches all of its receivers: from the sender straight, or handed on from one to the next."""
+"""Routes: how a lane reaches all of its receivers, directly from the sender or relayed from one receiver to the next."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from .transfer_plan import Lane, TransferPlan
 
 Kind = Literal["star", "chain", "tree"]
 _FAN_OUTS = (1, 2, 3, 4)
+"""Fan-outs among which a relayed lane gets the fastest: 1 is a chain, the others are trees."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How a lane travels.
+    """The hops of one lane.
 
     Attributes:
-        kind: Whether its sender sends it to everybody (``"star"``), or receivers hand on each bucket when it has come.
-        hops: From whom to whom; a rank hands on only what an earlier hop has brought.
+        kind: ``"star"`` if the sender sends to every receiver; otherwise receivers relay each bucket when it has arrived.
+        hops: Sender and receiver of each hop; a rank relays only what an earlier hop has brought.
         depth: Hops from the sender to the last receiver.
     """
 
@@ -29,11 +30,11 @@ class Route:
     depth: int
 
     def next_after(self, name: str) -> tuple[str, ...]:
-        """Whom a rank sends the lane to."""
+        """The ranks that a rank sends the lane to."""
         return tuple(receiver for sender, receiver in self.hops if sender == name)
 
     def hops_to(self, name: str) -> int:
-        """How many hops the lane takes to a receiver."""
+        """Number of hops from the sender to a rank."""
         before = {receiver: sender for sender, receiver in self.hops}
         count = 0
         while (sender := before.get(name)) is not None:
@@ -42,21 +43,20 @@ class Route:
 
 
 def plan_routes(plan: TransferPlan, network: Network, *, may_relay: bool) -> tuple[Route, ...]:
-    """A route for each lane of a plan, the same in every process.
+    """Plan a route for each lane, equal in every process.
 
-    Nobody relays as long as no sender's network card is what takes longest. Where a sender has more to send than the busiest
-    receiver has to receive, each of its lanes is handed on in the way that ends first: in a chain when it is long, in a tree
-    when it is short, not at all where that is no sooner. To hand on only as many lanes as bring the sender below that was
-    slower: while it sends one of the others to everybody, receivers wait. Lanes with the same receivers begin with each of them
-    in turn, so that all relay about as much. A relay that is lost is not in the next plan.
+    No lane is relayed while no sender's network card is the bottleneck. A sender with more to send than the busiest receiver has
+    to receive has each of its lanes relayed, if that is faster: long lanes in a chain, short ones in a tree. (Relaying only
+    enough lanes to take the sender below the bottleneck was slower, because receivers wait while the sender sends the others to
+    everybody.) Lanes with the same receivers begin with another one each time, so that all relay about as much.
 
     Args:
         plan: The plan.
-        network: What links carry.
-        may_relay: Whether receivers can send: a matter of the engine's capabilities, and of the memory of their hosts.
+        network: Speeds of the network cards.
+        may_relay: Whether receivers can send, which depends on the engine and on the memory of their hosts.
     """
     if not may_relay:
-        return straight(plan)
+        return direct_routes(plan)
     turns: Counter[tuple[str, ...]] = Counter()
     routes = []
     for lane, fan_out in zip(plan.lanes, _fan_outs(plan, network), strict=True):
@@ -65,12 +65,12 @@ def plan_routes(plan: TransferPlan, network: Network, *, may_relay: bool) -> tup
             continue
         turn = turns[lane.receivers] % len(lane.receivers)
         turns[lane.receivers] += 1
-        routes.append(_handed_on(lane.sender, lane.receivers[turn:] + lane.receivers[:turn], fan_out))
+        routes.append(_relayed(lane.sender, lane.receivers[turn:] + lane.receivers[:turn], fan_out))
     return tuple(routes)
 
 
-def straight(plan: TransferPlan) -> tuple[Route, ...]:
-    """Routes without a relay: from each lane's sender to each of its receivers."""
+def direct_routes(plan: TransferPlan) -> tuple[Route, ...]:
+    """Routes without a relay."""
     return tuple(map(_star, plan.lanes))
 
 
@@ -79,7 +79,7 @@ def _star(lane: Lane) -> Route:
 
 
 def _fan_outs(plan: TransferPlan, network: Network) -> list[int]:
-    """To how many each rank of a lane's route sends; 0 for a star."""
+    """For each lane the number of receivers that each of its ranks sends to; 0 for a star."""
     sent: Counter[str] = Counter()
     once: Counter[str] = Counter()
     received: Counter[str] = Counter()
@@ -100,21 +100,21 @@ def _fan_outs(plan: TransferPlan, network: Network) -> list[int]:
             continue
         for number in lanes:
             receivers, nbytes = len(plan.lanes[number].receivers), plan.lane_bytes[number]
-            fan_out = min(_FAN_OUTS, key=lambda each: _takes_s(nbytes, receivers, each, network))
+            fan_out = min(_FAN_OUTS, key=lambda each: _relayed_s(nbytes, receivers, each, network))
             star_s = receivers * nbytes / network.sender_bytes_per_s
-            if fan_out < receivers and _takes_s(nbytes, receivers, fan_out, network) < star_s:
+            if fan_out < receivers and _relayed_s(nbytes, receivers, fan_out, network) < star_s:
                 fan_outs[number] = fan_out
     return fan_outs
 
 
-def _takes_s(nbytes: int, receivers: int, fan_out: int, network: Network) -> float:
-    """How long a lane takes if every rank sends to `fan_out` others: its bytes so often, and buckets on the way."""
+def _relayed_s(nbytes: int, receivers: int, fan_out: int, network: Network) -> float:
+    """Seconds for a relayed lane: each rank sends its bytes `fan_out` times, and buckets wait at every hop."""
     sending_s = fan_out * nbytes / min(network.sender_bytes_per_s, network.receiver_bytes_per_s)
     return sending_s + (_depth(receivers, fan_out) - 1) * fan_out * network.fill_s(nbytes)
 
 
 def _depth(receivers: int, fan_out: int) -> int:
-    """Hops to the last of so many receivers."""
+    """Hops to the last of `receivers` ranks."""
     depth, reached, last = 0, 0, 1
     while reached < receivers:
         last *= fan_out
@@ -123,7 +123,7 @@ def _depth(receivers: int, fan_out: int) -> int:
     return depth
 
 
-def _handed_on(sender: str, receivers: Sequence[str], fan_out: int) -> Route:
-    ranks = (sender, *receivers)  # rank number n gets it from number (n - 1) // fan_out, as in a heap
+def _relayed(sender: str, receivers: Sequence[str], fan_out: int) -> Route:
+    ranks = (sender, *receivers)  # rank n receives from rank (n - 1) // fan_out, as in a heap
     hops = tuple((ranks[(number - 1) // fan_out], ranks[number]) for number in range(1, len(ranks)))
     return Route("chain" if fan_out == 1 else "tree", hops, _depth(len(receivers), fan_out))

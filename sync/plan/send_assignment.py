@@ -1,4 +1,4 @@
-"""Which trainer rank sends what: every element once, whoever receives it."""
+"""The assignment of slices to senders: every element is sent by one of the trainer ranks that hold it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from .load_balance import SharedSlice, balance
 
 PART = "transfer plan"
 _SHOWN = 4
+"""Names that an error lists."""
 
 
 @dataclass(frozen=True, slots=True)
-class Replicated:
+class ReplicatedSlice:
     """Elements that several trainer ranks hold, and that must be equal there."""
 
     spec: TensorSpec
@@ -30,23 +31,22 @@ class Replicated:
 class _Tensor:
     spec: TensorSpec
     first: int
-    """The rank that named it first."""
-    held: list[tuple[int, tuple[Box, ...]]] = field(default_factory=list)
+    """The rank that named the tensor first."""
+    boxes: list[tuple[Box, int]] = field(default_factory=list)
+    """Slices with the rank that holds them."""
 
 
 _Cells = tuple[tuple[Box, Labels], ...]
-_Alike = dict[object, _Cells]
-"""Layers are alike: cells by shape and boxes with their ranks."""
 
 
 @dataclass(frozen=True)
-class Holdings:
-    """What trainer ranks hold between them, cut into cells that are each held by the same ranks throughout.
+class HolderMap:
+    """Which trainer ranks hold which elements. Every tensor is cut into cells that the same ranks hold throughout.
 
     Attributes:
-        ranks: Their names, in rank order.
+        ranks: Names of the trainer ranks, in rank order.
         specs: Every tensor, in the order in which ranks name them.
-        cells: Of each tensor, its cells in the order of their first indices, with the numbers of the ranks that hold them.
+        cells: The cells of each tensor, in the order of their first indices, with the indices of their holders.
     """
 
     ranks: tuple[str, ...]
@@ -55,14 +55,14 @@ class Holdings:
     _named_by: tuple[int, ...]
 
     @classmethod
-    def of(cls, held: Mapping[str, Placement]) -> Holdings:
-        """Lay the ranks' placements over one another.
+    def of(cls, held: Mapping[str, Placement]) -> HolderMap:
+        """Combine the placements of all trainer ranks.
 
         Args:
-            held: What each rank holds; rank order is the order of the mapping.
+            held: The placement of each rank. The order of the mapping is the rank order.
 
         Raises:
-            ManifestError: Ranks disagree about a tensor, or have elements of it that none of them holds.
+            ManifestError: Ranks disagree about a tensor, or no rank holds some of its elements.
         """
         ranks = tuple(held)
         tensors: dict[str, _Tensor] = {}
@@ -73,41 +73,41 @@ class Holdings:
                     tensor = tensors[spec.name] = _Tensor(spec, rank)
                 elif tensor.spec is not spec and tensor.spec != spec:
                     raise _disagreement(tensor.spec, ranks[tensor.first], spec, ranks[rank])
-                if boxes:
-                    tensor.held.append((rank, boxes))
-        alike: _Alike = {}
+                tensor.boxes += [(box, rank) for box in boxes]
+        # Layers are alike: the cells of one tensor serve all with the same shape and the same slices.
+        known: dict[object, _Cells] = {}
         return cls(
             ranks,
             tuple(tensor.spec for tensor in tensors.values()),
-            tuple(_cells(tensor, ranks, alike) for tensor in tensors.values()),
+            tuple(_cells(tensor, ranks, known) for tensor in tensors.values()),
             tuple(tensor.first for tensor in tensors.values()),
         )
 
-    def replicated(self) -> tuple[Replicated, ...]:
-        """What more than one rank holds."""
+    def replicated(self) -> tuple[ReplicatedSlice, ...]:
+        """The slices that more than one rank holds."""
         return tuple(
-            Replicated(spec, box, tuple(self.ranks[holder] for holder in holders))
+            ReplicatedSlice(spec, box, tuple(self.ranks[holder] for holder in holders))
             for spec, cells in zip(self.specs, self.cells, strict=True)
             for box, holders in cells
             if len(holders) > 1
         )
 
-    def shares(self) -> dict[str, Placement]:
-        """What each rank sends, in the order of `specs`; see `shares`."""
+    def assign(self) -> dict[str, Placement]:
+        """The share of each rank: the slices that it sends, in the order of `specs`. See `assign_slices`."""
         sent: list[dict[int, list[Box]]] = [{} for _ in self.ranks]
         load = [0] * len(self.ranks)
-        free: dict[Labels, list[SharedSlice]] = {}
+        shared: dict[Labels, list[SharedSlice]] = {}
         for index, (spec, cells, first) in enumerate(zip(self.specs, self.cells, self._named_by, strict=True)):
             for box, holders in cells:
                 if len(holders) == 1:
                     sent[holders[0]].setdefault(index, []).append(box)
                     load[holders[0]] += box.numel * spec.dtype.itemsize
                 else:
-                    free.setdefault(holders, []).append(SharedSlice(index, box, spec.dtype.itemsize))
-            if not cells:  # an empty tensor: somebody says that it exists
+                    shared.setdefault(holders, []).append(SharedSlice(index, box, spec.dtype.itemsize))
+            if not cells:  # some rank has to announce an empty tensor
                 sent[first][index] = []
-        for rank, piece in balance(free, load):
-            sent[rank].setdefault(piece.tensor, []).append(piece.box)
+        for rank, each in balance(shared, load):
+            sent[rank].setdefault(each.tensor, []).append(each.box)
         return {rank: self._placement(boxes) for rank, boxes in zip(self.ranks, sent, strict=True)}
 
     def _placement(self, boxes: dict[int, list[Box]]) -> Placement:
@@ -118,33 +118,35 @@ class Holdings:
         )
 
 
-def shares(held: Mapping[str, Placement]) -> dict[str, Placement]:
-    """What each trainer rank sends: every element of every tensor once, whoever receives it.
+def assign_slices(held: Mapping[str, Placement]) -> dict[str, Placement]:
+    """Assign every element of every tensor to one trainer rank that sends it, whoever receives it.
 
-    Elements that several ranks hold are dealt out so that the ranks send about as many bytes each; large pieces may be cut into
+    Elements that several ranks hold are assigned so that the ranks send about as many bytes each; large slices may be cut into
     rows for that. The same `held` in the same order gives the same result in every process.
 
     Args:
-        held: What each rank holds; rank order is the order of the mapping.
+        held: The placement of each rank. The order of the mapping is the rank order.
+
+    Returns:
+        The share of each rank, by name.
 
     Raises:
-        ManifestError: Ranks disagree about a tensor's shape or dtype, or have elements of it that none of them holds.
+        ManifestError: Ranks disagree about a tensor's shape or dtype, or no rank holds some of its elements.
 
     >>> import torch
     >>> spec = TensorSpec("norm", (4,), torch.float32)
-    >>> sent = shares({"trainer-0": Placement.whole([spec]), "trainer-1": Placement.whole([spec])})
-    >>> [boxes for placement in sent.values() for boxes in placement.boxes]
+    >>> shares = assign_slices({"trainer-0": Placement.whole([spec]), "trainer-1": Placement.whole([spec])})
+    >>> [boxes for placement in shares.values() for boxes in placement.boxes]
     [(Box(starts=(0,), shape=(2,)),), (Box(starts=(2,), shape=(2,)),)]
     """
-    return Holdings.of(held).shares()
+    return HolderMap.of(held).assign()
 
 
-def _cells(tensor: _Tensor, ranks: Sequence[str], alike: _Alike) -> _Cells:
-    spec = tensor.spec
-    boxes = tuple((box, rank) for rank, held in tensor.held for box in held)
-    if (found := alike.get((spec.shape, boxes))) is not None:
+def _cells(tensor: _Tensor, ranks: Sequence[str], known: dict[object, _Cells]) -> _Cells:
+    spec, key = tensor.spec, (tensor.spec.shape, tuple(tensor.boxes))
+    if (found := known.get(key)) is not None:
         return found
-    for box, rank in boxes:
+    for box, rank in tensor.boxes:
         if not box.fits(spec.shape):
             raise ManifestError(
                 f"{spec.name} of shape {list(spec.shape)} has no slice {where(box)}, which {ranks[rank]} holds.",
@@ -152,20 +154,18 @@ def _cells(tensor: _Tensor, ranks: Sequence[str], alike: _Alike) -> _Cells:
                 peer=ranks[rank],
                 hint="Every rank must describe its slices in the indices of the full tensor.",
             )
-    cells = overlay(boxes, spec.shape)
+    cells = overlay(tensor.boxes, spec.shape)
     for box, holders in cells:
         if not holders:
-            have = some([ranks[rank] for rank in dict.fromkeys(rank for rank, _ in tensor.held)])
-            others = (
-                f"{have} hold the rest" if tensor.held else f"{ranks[tensor.first]} names it and holds nothing of it"
-            )
+            have = some([ranks[rank] for rank in dict.fromkeys(rank for _, rank in tensor.boxes)])
+            others = f"{have} hold the rest" if have else f"{ranks[tensor.first]} names it and holds nothing of it"
             raise ManifestError(
                 f"no rank holds {where(box)} of {spec.name} of shape {list(spec.shape)}; {others}.",
                 part=PART,
                 peer=ranks[tensor.first],
                 hint="Together the trainer ranks must hold every element of every tensor that they name.",
             )
-    found = alike[spec.shape, boxes] = tuple(cells)
+    found = known[key] = tuple(cells)
     return found
 
 
@@ -183,7 +183,7 @@ def _disagreement(one: TensorSpec, rank: str, other: TensorSpec, another: str) -
 
 
 def where(box: Box) -> str:
-    """A box as one would index it: ``[0:4, 8:16]``."""
+    """A box as an index: ``[0:4, 8:16]``."""
     ranges = (f"{first}:{last}" for first, last in zip(box.starts, box.stops, strict=True))
     return f"[{', '.join(ranges)}]" if box.starts else "the one element"
 

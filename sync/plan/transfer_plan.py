@@ -1,53 +1,53 @@
-"""The transfer plan: who sends which slices to whom."""
+"""The transfer plan: which trainer rank sends which slices to which rollout ranks."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 from weightlane.ckpt_engines import ManifestError
 
 from ..version.box import Box, Labels, merge, overlay
 from ..version.placement import Placement
 from ..version.tensor_spec import TensorSpec
-from .receiver_groups import check_replicas, check_spec, group_receivers, missing_tensor
+from .receiver_groups import check_spec, group_receivers, missing_tensor
 from .send_assignment import PART, some, where
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A slice of a tensor that travels in one piece."""
+    """A slice of a tensor that is sent as a whole."""
 
     tensor: int
-    """Which one: its place in the plan's `specs`."""
+    """Index of the tensor in the plan's `specs`."""
     box: Box
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """A stream from one trainer rank to the rollout ranks that get exactly these bytes."""
+    """Everything that one sender sends to one set of receivers."""
 
     sender: str
     receivers: tuple[str, ...]
     """In rank order."""
     cells: tuple[Cell, ...]
-    """By tensor, and then by first indices."""
+    """Sorted by tensor, then by first indices."""
 
     def nbytes(self, specs: Sequence[TensorSpec]) -> int:
-        """Bytes of one copy of the stream; `specs` are the plan's."""
+        """Bytes for one receiver; `specs` are the plan's."""
         return sum(cell.box.numel * specs[cell.tensor].dtype.itemsize for cell in self.cells)
 
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """Who sends which slices to whom.
+    """The lanes from all senders.
 
     Attributes:
         specs: All tensors that are sent, as they are on the wire.
-        lanes: By sender in rank order; a sender's own in the order in which it begins them.
+        lanes: Lanes by sender in rank order; those of one sender in the order in which it begins them.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -66,23 +66,8 @@ class TransferPlan:
 
     @cached_property
     def lane_bytes(self) -> tuple[int, ...]:
-        """Bytes of one copy of each of `lanes`."""
+        """Bytes for one receiver of each lane."""
         return tuple(lane.nbytes(self.specs) for lane in self.lanes)
-
-    def to_plain(self) -> dict[str, Any]:
-        """As JSON."""
-        return {
-            "digest": self.digest,
-            "tensors": [spec.to_plain() for spec in self.specs],
-            "lanes": [
-                {
-                    "sender": lane.sender,
-                    "receivers": list(lane.receivers),
-                    "cells": [[cell.tensor, *cell.box.to_plain()] for cell in lane.cells],
-                }
-                for lane in self.lanes
-            ],
-        }
 
 
 def plan_transfer(
@@ -90,23 +75,20 @@ def plan_transfer(
     needed: Mapping[str, Placement],
     *,
     cut: Literal["exact", "shares"] = "exact",
-    replicas: Mapping[str, str] | None = None,
-    unused: Collection[str] = (),
 ) -> TransferPlan:
-    """Plan how every receiver gets what it needs. The same arguments in the same order give the same plan in every process.
+    """Plan which sender sends which slices to which receivers. Equal arguments give an equal plan in every process.
 
     Args:
-        shares: What each trainer rank sends, by `weightlane.sync.plan.send_assignment`; every element at most once.
-        needed: What each rollout rank needs. A tensor without slices says that the rank knows it and needs nothing of it.
-        cut: What a lane carries. ``"exact"``: what its receivers need of the sender's share and nothing else, so that every
-            element that a receiver needs crosses the wire to it once. ``"shares"``: the whole of the sender's share, to everybody
-            who needs any of it, for engines whose receivers look at the sender's memory.
-        replicas: The replica of each receiver; by default what stands before the last ``/`` of its name.
-        unused: Names of tensors that a replica may do without.
+        shares: The slices that each trainer rank sends, from `assign_slices`; every element at most once.
+        needed: The slices that each rollout rank needs.
+        cut: The content of a lane. ``"exact"``: the slices of the sender's share that its receivers need, so that every element
+            that a receiver needs is sent to it once. ``"shares"``: the whole share, to every receiver that needs a part of it,
+            for engines whose receivers read the sender's memory.
 
     Raises:
-        ManifestError: Before anything is sent: a receiver needs a tensor, or elements, that nobody sends; another shape; a dtype
-            that cannot hold what is sent; or a replica needs nothing of a tensor.
+        ManifestError: A receiver needs a tensor, or elements, that no rank sends; another shape; or a dtype that cannot hold
+        every
+            value that is sent.
 
     >>> import torch
     >>> w = TensorSpec("w", (4, 8), torch.float32)
@@ -114,19 +96,19 @@ def plan_transfer(
     >>> needed = {"rollout-0/0": rows, "rollout-1/0": Placement.whole([w])}
     >>> for lane in plan_transfer({"trainer-0": Placement.whole([w])}, needed).lanes:
     ...     print(lane.receivers, [cell.box for cell in lane.cells])
-    ('rollout-0/0', 'rollout-1/0') [Box(starts=(0, 0), shape=(2, 8))]
     ('rollout-1/0',) [Box(starts=(2, 0), shape=(2, 8))]
+    ('rollout-0/0', 'rollout-1/0') [Box(starts=(0, 0), shape=(2, 8))]
     """
-    return _Planner(shares, needed).plan(cut, replicas, frozenset(unused))
+    return _Planner(shares, needed).plan(cut)
 
 
 @dataclass(slots=True)
 class _Sent:
     spec: TensorSpec
     first: int
-    """The sender that names it first."""
+    """The sender that names the tensor first."""
     boxes: list[tuple[Box, int]]
-    """With the numbers of their senders."""
+    """Slices with the index of their sender."""
 
 
 class _Planner:
@@ -143,32 +125,26 @@ class _Planner:
                     check_spec(sent.spec, self._senders[sent.first], spec, self._senders[sender], exact=True)
                 sent.boxes += [(box, sender) for box in boxes]
         self._specs = tuple(sent.spec for sent in self._sent.values())
-        # Layers are alike: what was found for one tensor is right for all that are cut alike.
-        self._alike: dict[object, list[tuple[int, Labels, Box]]] = {}
+        # Layers are alike: the cells of one tensor serve all with the same shape and the same slices.
+        self._known: dict[object, list[tuple[int, Labels, Box]]] = {}
 
-    def plan(
-        self, cut: Literal["exact", "shares"], replicas: Mapping[str, str] | None, unused: frozenset[str]
-    ) -> TransferPlan:
-        needs = self._needs()
-        check_replicas(
-            self._groups, {sent.spec.name: self._senders[sent.first] for sent in self._sent.values()}, replicas, unused
-        )
+    def plan(self, cut: Literal["exact", "shares"]) -> TransferPlan:
         lanes: dict[tuple[int, Labels], list[Cell]] = {}
-        for index, (sent, need) in enumerate(zip(self._sent.values(), needs, strict=True)):
+        for index, (sent, need) in enumerate(zip(self._sent.values(), self._needs(), strict=True)):
             if need:
                 key = (sent.spec.shape, tuple(sent.boxes), tuple(need))
-                if (cells := self._alike.get(key)) is None:
-                    cells = self._alike[key] = list(self._cells(sent, need))
+                if (cells := self._known.get(key)) is None:
+                    cells = self._known[key] = list(self._cells(sent, need))
                 for sender, groups, box in cells:
                     lanes.setdefault((sender, groups), []).append(Cell(index, box))
         if cut == "shares":
             lanes = self._whole_shares(lanes)
-        return TransferPlan(self._specs, tuple(self._in_turn(lanes)))
+        return TransferPlan(self._specs, tuple(self._ordered(lanes)))
 
     def _needs(self) -> list[list[tuple[Box, int]]]:
-        """Of each tensor, the slices that are needed, with the numbers of the groups."""
-        place = {name: index for index, name in enumerate(self._sent)}
-        needs: list[list[tuple[Box, int]]] = [[] for _ in place]
+        """For each tensor the slices that are needed, with the index of the group of receivers."""
+        index_of = {name: index for index, name in enumerate(self._sent)}
+        needs: list[list[tuple[Box, int]]] = [[] for _ in index_of]
         for number, group in enumerate(self._groups):
             for spec, boxes in zip(group.placement.specs, group.placement.boxes, strict=True):
                 sent = self._sent.get(spec.name)
@@ -176,11 +152,11 @@ class _Planner:
                     raise missing_tensor(spec, group.receivers[0])
                 if sent.spec is not spec:
                     check_spec(sent.spec, self._senders[sent.first], spec, group.receivers[0], exact=False)
-                needs[place[spec.name]] += [(box, number) for box in boxes]
+                needs[index_of[spec.name]] += [(box, number) for box in boxes]
         return needs
 
     def _cells(self, sent: _Sent, need: list[tuple[Box, int]]) -> Iterator[tuple[int, Labels, Box]]:
-        """What travels of a tensor: sender, groups and slice."""
+        """The cells of a tensor: sender, groups of receivers, and slice."""
         shape = sent.spec.shape
         for box, group in need:
             if not box.fits(shape):
@@ -192,22 +168,22 @@ class _Planner:
                     yield sender, groups, box
             return
         parts: dict[tuple[int, Labels], list[Box]] = {}
-        for box, groups, senders in self._laid_over(sent, need):
+        for box, groups, senders in self._overlaid(sent, need):
             if groups:
-                parts.setdefault((self._only(senders, sent.spec, box, groups[0]), groups), []).append(box)
+                parts.setdefault((self._only_sender(senders, sent.spec, box, groups[0]), groups), []).append(box)
         for (sender, groups), boxes in parts.items():
             for box in merge(boxes) if len(boxes) > 1 else boxes:
                 yield sender, groups, box
 
-    def _laid_over(self, sent: _Sent, need: list[tuple[Box, int]]) -> Iterator[tuple[Box, Labels, Labels]]:
-        """Cells of a tensor, the groups that need each, and who sends it."""
+    def _overlaid(self, sent: _Sent, need: list[tuple[Box, int]]) -> Iterator[tuple[Box, Labels, Labels]]:
+        """Cells of a tensor, the groups that need each, and the senders that send it."""
         count = len(self._groups)
         shares = ((box, count + sender) for box, sender in sent.boxes)
         for box, labels in overlay([*need, *shares], sent.spec.shape):
             groups = tuple(label for label in labels if label < count)
             yield box, groups, tuple(label - count for label in labels[len(groups) :])
 
-    def _only(self, senders: Labels, spec: TensorSpec, box: Box, group: int) -> int:
+    def _only_sender(self, senders: Labels, spec: TensorSpec, box: Box, group: int) -> int:
         if not senders:
             raise self._nobody_sends(spec, box, group)
         if len(senders) > 1:
@@ -215,7 +191,7 @@ class _Planner:
                 f"{where(box)} of {spec.name} is in the shares of {some([self._senders[sender] for sender in senders])}.",
                 part=PART,
                 peer=self._senders[senders[1]],
-                hint="Plan with what `shares` returns: there every element has one sender.",
+                hint="Plan with the result of `assign_slices`: there every element has one sender.",
             )
         return senders[0]
 
@@ -229,36 +205,37 @@ class _Planner:
         )
 
     def _whole_shares(self, lanes: Mapping[tuple[int, Labels], list[Cell]]) -> dict[tuple[int, Labels], list[Cell]]:
+        """One lane for each sender with everything that it sends."""
         groups: dict[int, set[int]] = {}
         for sender, wanted in lanes:
             groups.setdefault(sender, set()).update(wanted)
-        place = {name: index for index, name in enumerate(self._sent)}
+        index_of = {name: index for index, name in enumerate(self._sent)}
         whole = {}
         for sender, placement in enumerate(self._shares.values()):
             if sender in groups:
                 slices = zip(placement.specs, placement.boxes, strict=True)
-                cells = [Cell(place[spec.name], box) for spec, boxes in slices for box in boxes]
+                cells = [Cell(index_of[spec.name], box) for spec, boxes in slices for box in boxes]
                 cells.sort(key=lambda cell: (cell.tensor, cell.box.starts))
                 whole[sender, tuple(sorted(groups[sender]))] = cells
         return whole
 
-    def _in_turn(self, lanes: Mapping[tuple[int, Labels], list[Cell]]) -> Iterator[Lane]:
-        """The lanes of one sender after the other's, each sender beginning with other receivers than the one before."""
-        place = {receiver: index for index, receiver in enumerate(self._receivers)}
-        whom: dict[Labels, tuple[int, ...]] = {}
+    def _ordered(self, lanes: Mapping[tuple[int, Labels], list[Cell]]) -> Iterator[Lane]:
+        """The lanes sender by sender. Each sender begins with other receivers than the one before, which spreads the load."""
+        index_of = {receiver: index for index, receiver in enumerate(self._receivers)}
+        receivers_of: dict[Labels, tuple[int, ...]] = {}
         own: dict[int, list[tuple[tuple[int, ...], list[Cell]]]] = {}
         for (sender, groups), cells in lanes.items():
-            if groups not in whom:
-                whom[groups] = tuple(
-                    sorted(place[name] for number in groups for name in self._groups[number].receivers)
+            if groups not in receivers_of:
+                receivers_of[groups] = tuple(
+                    sorted(index_of[name] for number in groups for name in self._groups[number].receivers)
                 )
-            own.setdefault(sender, []).append((whom[groups], cells))
+            own.setdefault(sender, []).append((receivers_of[groups], cells))
         for sender in sorted(own):
-            # Lanes to few receivers carry most, and are about equally long: each sender's turn among them is another.
-            alike: dict[int, list[tuple[tuple[int, ...], list[Cell]]]] = {}
+            # Lanes to equally many receivers are about equally long, and those to few receivers carry most.
+            by_count: dict[int, list[tuple[tuple[int, ...], list[Cell]]]] = {}
             for lane in sorted(own[sender], key=lambda lane: lane[0]):
-                alike.setdefault(len(lane[0]), []).append(lane)
-            for count in sorted(alike):
-                turn = sender % len(alike[count])
-                for receivers, cells in alike[count][turn:] + alike[count][:turn]:
+                by_count.setdefault(len(lane[0]), []).append(lane)
+            for count in sorted(by_count):
+                turn = sender % len(by_count[count])
+                for receivers, cells in by_count[count][turn:] + by_count[count][:turn]:
                     yield Lane(self._senders[sender], tuple(self._receivers[each] for each in receivers), tuple(cells))

@@ -175,7 +175,7 @@ class LiveStream:
             self._changed.notify_all()
 
     def _parts_of(self, start: int, data: torch.Tensor) -> Iterator[LivePart]:
-        for entry, low, high in self.manifest.pieces(start, start + data.numel()):
+        for entry, low, high in self.manifest.tensors_within(start, start + data.numel()):
             size = entry.spec.dtype.itemsize
             values = data[low - start : high - start].view(entry.spec.dtype)
             region = self._regions[entry.spec.name]

@@ -10,7 +10,8 @@ from typing import Any
 from weightlane.ckpt_engines import ReceiverLink
 
 from ..control.engine_links import EngineLinks
-from ..plan.session_plan import PlannedLink, SessionPlan
+from ..plan.links import PlannedLink
+from ..plan.session_plan import SessionPlan
 from ..version.bucket_checksums import StoredChecksums
 from ..version.manifest import Manifest
 from .relay import RelayLink, relay_links

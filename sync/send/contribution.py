@@ -8,13 +8,13 @@ from weightlane.ckpt_engines import ManifestError
 
 from ..codecs.quantised.quantisation import quantised_placement, wire_specs
 from ..config import Network, Quantise
-from ..plan import Holdings
-from ..plan.session_plan import Supply
+from ..plan import HolderMap
+from ..plan.supply import Supply
 from ..version.manifest import Manifest
 from ..version.packing import CopyTable, compact_places, stream_places
 from ..version.placement import Placement
-from ..version.stream_parts import SnapshotPart, parts_of
-from ..version.tensor_spec import Held, HeldSlice, LocalShard, TensorSlice
+from ..version.snapshot_slices import SnapshotSlice, snapshot_slices
+from ..version.tensor_spec import LazyShard, LocalShard, Shard, TensorSlice
 from .agreement.replicated_shards import ReplicatedShards
 from .snapshot.quantised_snapshot import QuantisedShards
 from .snapshot.snapshot import Snapshot
@@ -54,12 +54,12 @@ class Contribution:
     ) -> None:
         self.rank = rank
         self.bucket_bytes, self._checksummed = bucket_bytes, checksummed
-        holdings = Holdings.of({str(number): each for number, each in enumerate(placements)})
+        holdings = HolderMap.of({str(number): each for number, each in enumerate(placements)})
         self.replicated = ReplicatedShards(holdings.replicated(), shards)
         """The slices that several ranks hold."""
         self.device = next((shard.data.device for shard in shards), None)
         """Where the parameters are."""
-        shares = list(holdings.shares().values())
+        shares = list(holdings.assign().values())
         # In the order of a plan's stream, so that a snapshot that is read in place is the stream.
         names = dict.fromkeys(spec.name for share in shares for spec in share.specs)
         turns = {name: turn for turn, name in enumerate(names)}
@@ -67,7 +67,7 @@ class Contribution:
         specs = list({spec.name: spec for each in placements for spec in each.specs}.values())
         self.scheme = "" if quantise == "none" else quantise
         """How linear weights are quantised; see `Manifest`."""
-        self.slices: Sequence[Held] = own
+        self.slices: Sequence[Shard] = own
         """The slices that this rank sends."""
         quantised: QuantisedShards | None = None
         if quantise != "none":
@@ -105,17 +105,17 @@ class Contribution:
         shares = dict(zip(publishers, self._shares, strict=True))
         return Supply(shares, self.bucket_bytes, self._checksummed, self.scheme, network)
 
-    def parts(self, regions: Sequence[TensorSlice]) -> list[SnapshotPart]:
+    def parts(self, regions: Sequence[TensorSlice]) -> list[SnapshotSlice]:
         """The parts of this rank's snapshot that belong in a stream of `regions`."""
-        return parts_of(self.slices, self.offsets, regions)
+        return snapshot_slices(self.slices, self.offsets, regions)
 
     def stored_tables(self, layout: Manifest) -> list[CopyTable]:
         """Where each rank's snapshot belongs in the stream of whole tensors `layout`, by rank."""
         regions = layout.regions
         parts = []
         for share in self._shares:
-            theirs = [HeldSlice(spec, box) for spec, box in share.slices]
-            parts.append(parts_of(theirs, compact_places(theirs), regions))
+            theirs = [LazyShard(spec, box) for spec, box in share.slices]
+            parts.append(snapshot_slices(theirs, compact_places(theirs), regions))
         parts[self.rank] = self.parts(regions)
         return [CopyTable.of(each, layout) for each in parts]
 

@@ -15,11 +15,13 @@ from ..codecs.delta.encoding import delta_tables
 from ..control.engine_links import EngineLinks
 from ..control.messages import Connect
 from ..control.rendezvous import Rendezvous
-from ..plan.session_plan import PlanExchange, SessionPlan
+from ..plan.session_plan import SessionPlan
+from ..plan.supply import PlanExchange
 from ..version.bucket_checksums import StoredChecksums
-from ..version.manifest import DeltaSegment, Manifest
+from ..version.manifest import Manifest
+from ..version.manifest_message import DeltaSegment
 from ..version.packing import CopyTable
-from ..version.stream_parts import SnapshotPart
+from ..version.snapshot_slices import SnapshotSlice
 from ..version.strided_copy import StridedCopy
 from .agreement.rank_agreement import RankAgreement
 from .bucket_source import BucketSource, SnapshotBuckets
@@ -67,7 +69,7 @@ class SendSession(ABC):
     """
 
     layout: Manifest
-    parts: Sequence[SnapshotPart]
+    parts: Sequence[SnapshotSlice]
     stores = False
 
     def __init__(self, rank: SendingRank, name: str) -> None:

@@ -13,7 +13,8 @@ from ..codecs.delta.format import TooDense
 from ..control.messages import Go, Offer, Sent
 from ..control.rendezvous import Rendezvous
 from ..control.tensor_lists import TensorLists, scope_of
-from ..version.manifest import CODEC_DELTA, DeltaSegment, Manifest
+from ..version.manifest import CODEC_DELTA, Manifest
+from ..version.manifest_message import DeltaSegment
 from .agreement.deltas import DELTAS, all_segments, delta_to_plain
 from .agreement.magnitudes import MAGNITUDES, magnitudes_from_plain, magnitudes_to_plain
 from .agreement.replicated_shards import DIGESTS, digests_from_plain

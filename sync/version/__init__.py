@@ -1,1 +1,1 @@
-"""What one weight version consists of, and where its bytes lie: tensor specs, placements, manifest, stream and buckets."""
+"""Weight versions and the places of their bytes: tensor specs, placements, the manifest, the stream and its buckets."""

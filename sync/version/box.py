@@ -1,4 +1,4 @@
-"""Boxes: the slices of tensors in which trainer ranks say what they hold and rollout ranks what they need."""
+"""Boxes: the rectangular slices of tensors that trainer ranks hold and rollout ranks need."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weightlane.ckpt_engines import ProtocolError
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """The elements of a tensor whose index in every dimension lies in ``starts[d] .. starts[d] + shape[d]``.
+    """A rectangular slice of a tensor: in dimension ``d`` the indices from ``starts[d]`` to before ``starts[d] + shape[d]``.
 
     The box of a scalar has no dimensions and one element.
 
@@ -25,13 +25,13 @@ class Box:
     """
 
     starts: tuple[int, ...]
-    """First index, by dimension."""
+    """First index in every dimension."""
     shape: tuple[int, ...]
-    """Number of indices, by dimension."""
+    """Size in every dimension."""
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Box:
-        """All of a tensor of `shape`."""
+        """The box that is a whole tensor of `shape`."""
         return cls((0,) * len(shape), shape)
 
     @property
@@ -41,64 +41,65 @@ class Box:
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """One past the last index, by dimension."""
+        """One past the last index in every dimension."""
         return tuple(start + size for start, size in zip(self.starts, self.shape, strict=True))
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """What a tensor is indexed with to get it."""
+        """The index that takes the box out of a tensor: ``tensor[box.index]``."""
         return tuple(slice(start, start + size) for start, size in zip(self.starts, self.shape, strict=True))
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor of `shape` has all of it."""
+        """Whether the box lies inside a tensor of `shape`."""
         return len(shape) == len(self.starts) and all(
             0 <= start <= stop <= size for start, stop, size in zip(self.starts, self.stops, shape, strict=True)
         )
 
     def intersect(self, other: Box) -> Box | None:
-        """The elements of both; None when there are none."""
+        """The common elements of two boxes; None when there are none."""
         starts = tuple(map(max, self.starts, other.starts))
         shape = tuple(min(a, b) - start for a, b, start in zip(self.stops, other.stops, starts, strict=True))
         return Box(starts, shape) if all(size > 0 for size in shape) else None
 
+    def with_axis(self, axis: int, start: int, size: int) -> Box:
+        """The box with this first index and size in dimension `axis`."""
+        return Box(
+            (*self.starts[:axis], start, *self.starts[axis + 1 :]), (*self.shape[:axis], size, *self.shape[axis + 1 :])
+        )
+
     def minus(self, other: Box) -> list[Box]:
-        """What is left of it without `other`, in boxes that do not overlap."""
+        """The elements that are not in `other`, in boxes that do not overlap."""
         common = self.intersect(other)
         if common is None:
             return [self] if self.numel else []
         left: list[Box] = []
-        starts, shape = list(self.starts), list(self.shape)
+        rest = self
         for axis, (low, size) in enumerate(zip(common.starts, common.shape, strict=True)):
-            high, stop = low + size, starts[axis] + shape[axis]
-            for first, last in ((starts[axis], low), (high, stop)):
+            for first, last in ((rest.starts[axis], low), (low + size, rest.stops[axis])):
                 if first < last:
-                    left.append(
-                        Box(
-                            (*starts[:axis], first, *starts[axis + 1 :]),
-                            (*shape[:axis], last - first, *shape[axis + 1 :]),
-                        )
-                    )
-            starts[axis], shape[axis] = low, size
+                    left.append(rest.with_axis(axis, first, last - first))
+            rest = rest.with_axis(axis, low, size)
         return left
 
     def within(self, outer: Box) -> Box:
-        """The same elements, counted from the first index of `outer`."""
+        """The box with its indices counted from the first index of `outer`."""
         return Box(tuple(a - b for a, b in zip(self.starts, outer.starts, strict=True)), self.shape)
 
-    def inside(self, outer: Box) -> Box:
-        """The same elements, if this was counted from the first index of `outer`."""
+    def moved_into(self, outer: Box) -> Box:
+        """The inverse of `within`."""
         return Box(tuple(a + b for a, b in zip(self.starts, outer.starts, strict=True)), self.shape)
 
     def rows(self, shape: tuple[int, ...]) -> tuple[int, int, int, int] | None:
-        """Its elements in a row-major tensor of `shape`, as equal runs at equal distances.
+        """The box in a row-major tensor of `shape`, as equal rows at equal distances.
 
-        Returns the first element, the length of a run, the number of runs and the distance of their first elements; None when
-        they are no such runs.
+        Returns:
+            First element, length of a row, number of rows, and the step between rows, all in elements; None when the box does not
+            consist of such rows.
         """
         strides = row_major_strides(shape)
         first = sum(start * stride for start, stride in zip(self.starts, strides, strict=True))
         axis, run = len(shape), 1
-        while axis and self.shape[axis - 1] == shape[axis - 1]:  # whole from here on: contiguous
+        while axis and self.shape[axis - 1] == shape[axis - 1]:  # whole inner dimensions are contiguous
             axis -= 1
             run *= shape[axis]
         if axis:
@@ -107,7 +108,7 @@ class Box:
         count, step = 1, run
         while axis and self.shape[axis - 1] == 1:
             axis -= 1
-        if axis:  # one dimension of runs, and what is whole inside it joins
+        if axis:  # one dimension of rows; outer dimensions that continue at the same step join it
             axis -= 1
             count, step = self.shape[axis], strides[axis]
             while axis and step * shape[axis] == strides[axis - 1] and self.shape[axis] == shape[axis]:
@@ -118,7 +119,7 @@ class Box:
         return first, run, count, step
 
     def runs(self, shape: tuple[int, ...], first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Where its elements from number `first` to before number `last` are in a row-major tensor of `shape`.
+        """Find the box's elements number `first` to before number `last` in a row-major tensor of `shape`.
 
         Yields the first position and the length of each contiguous run, in the order of the elements.
         """
@@ -127,8 +128,7 @@ class Box:
             axis = next(axis for axis, size in enumerate(self.shape) if size > 1)
             inner = self.numel // self.shape[axis]
             for index in range(first // inner, -(-last // inner)):
-                starts = (*self.starts[:axis], self.starts[axis] + index, *self.starts[axis + 1 :])
-                part = Box(starts, (*self.shape[:axis], 1, *self.shape[axis + 1 :]))
+                part = self.with_axis(axis, self.starts[axis] + index, 1)
                 yield from part.runs(shape, max(first - index * inner, 0), min(last - index * inner, inner))
             return
         start, run, _, step = rows
@@ -139,12 +139,12 @@ class Box:
             first += length
 
     def to_plain(self) -> list[list[int]]:
-        """As JSON: ``[starts, shape]``."""
+        """The box as JSON: ``[starts, shape]``."""
         return [list(self.starts), list(self.shape)]
 
     @classmethod
     def from_plain(cls, plain: Any) -> Box:
-        """Parse what a peer sent; `ProtocolError` for anything else."""
+        """Parse a peer's message; raises `ProtocolError` for anything that is no box."""
         if (
             isinstance(plain, list)
             and len(plain) == 2  # noqa: PLR2004 - starts and shape
@@ -156,7 +156,7 @@ class Box:
 
 
 def boxes_of_run(shape: tuple[int, ...], start: int, numel: int) -> Iterator[Box]:
-    """The run of `numel` elements from element `start` of a row-major flattened tensor of `shape`, as few boxes, in order."""
+    """The few boxes that hold the `numel` elements from element `start` of a row-major tensor of `shape`, in order."""
     if not shape:
         if numel:
             yield Box((), ())
@@ -177,7 +177,7 @@ def boxes_of_run(shape: tuple[int, ...], start: int, numel: int) -> Iterator[Box
 
 
 def overlap(boxes: Sequence[Box]) -> bool:
-    """Whether two of `boxes` of one tensor have an element in common."""
+    """Whether two of `boxes` have an element in common."""
     ordered = sorted((box for box in boxes if box.numel), key=lambda box: box.starts)
     if ordered and not ordered[0].starts:
         return len(ordered) > 1
@@ -191,28 +191,27 @@ def overlap(boxes: Sequence[Box]) -> bool:
 
 
 def cut(box: Box, most: int) -> Iterator[Box]:
-    """`box` in pieces of at most `most` elements, in the order of its elements: whole rows as long as a row is not too large."""
+    """Cut `box` into boxes of at most `most` elements, in the order of its elements; whole rows stay together if they can."""
     if box.numel <= most:
         yield box
         return
     axis = next(axis for axis, size in enumerate(box.shape) if size > 1)
     per = max(1, most // math.prod(box.shape[axis + 1 :]))
     for first in range(0, box.shape[axis], per):
-        starts = (*box.starts[:axis], box.starts[axis] + first, *box.starts[axis + 1 :])
-        shape = (*box.shape[:axis], min(per, box.shape[axis] - first), *box.shape[axis + 1 :])
-        yield from cut(Box(starts, shape), most)
+        part = box.with_axis(axis, box.starts[axis] + first, min(per, box.shape[axis] - first))
+        yield from cut(part, most)
 
 
 def positions_in(shape: tuple[int, ...], box: Box, positions: torch.Tensor) -> torch.Tensor:
-    """Where elements of a slice are in its tensor.
+    """Translate positions in a slice to positions in its tensor.
 
     Args:
-        shape: Of the tensor.
+        shape: Shape of the tensor.
         box: The slice.
         positions: int64, ascending, in the row-major flattened slice.
 
     Returns:
-        As many positions in the row-major flattened tensor, ascending, too.
+        int64, ascending, in the row-major flattened tensor.
     """
     strides, rest = row_major_strides(shape), positions
     rows = box.rows(shape)
@@ -227,7 +226,7 @@ def positions_in(shape: tuple[int, ...], box: Box, positions: torch.Tensor) -> t
 
 
 def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Elements from one index to the next, by dimension, in a contiguous tensor of `shape`."""
+    """Strides of a contiguous tensor of `shape`, in elements."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -236,43 +235,43 @@ def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 Labels = tuple[int, ...]
-_Piece = tuple[tuple[int, ...], tuple[int, ...], Labels]
-"""First indices and sizes from some axis on, and whose elements these are."""
+_Cell = tuple[tuple[int, ...], tuple[int, ...], Labels]
+"""First indices and sizes of a cell from some axis on, and its labels."""
 
 
 def overlay(boxes: Iterable[tuple[Box, int]], shape: tuple[int, ...]) -> list[tuple[Box, Labels]]:
-    """Cut a tensor of `shape` into cells, in none of which a box ends.
+    """Cut a tensor of `shape` into cells that each lie in the same boxes throughout.
 
     Args:
-        boxes: Each with a label, such as the number of the rank that it belongs to; a label may have several.
-        shape: Of the tensor that all boxes fit.
+        boxes: Boxes of the tensor, each with a label such as the index of its rank. Several boxes may have one label.
+        shape: Shape of the tensor.
 
     Returns:
-        Cells that hold every element once, in the order of their first indices, each with the sorted labels of the boxes that it
-        lies in: no labels for what no box has. Cells with equal labels are joined where they form a box.
+        Cells that hold every element once, in the order of their first indices. Each has the sorted labels of the boxes that it
+        lies in; elements in no box have no labels. Adjoining cells with equal labels are merged where they form a box.
     """
     if not all(shape):
         return []
     labels: dict[Box, list[int]] = {}
     for box, label in boxes:
-        found = labels.setdefault(box, [])
-        if not found or found[-1] != label:
-            found.append(label)
+        of_box = labels.setdefault(box, [])
+        if not of_box or of_box[-1] != label:
+            of_box.append(label)
     distinct = list(labels)
     if len(distinct) == 1 and distinct[0].shape == shape:
         return [(distinct[0], _sorted(labels[distinct[0]]))]
-    pieces = _Sweep(distinct, list(labels.values()), shape).pieces(tuple(range(len(distinct))), 0)
-    together: dict[Labels, list[Box]] = {}
-    for starts, sizes, whose in pieces:
-        together.setdefault(whose, []).append(Box(starts, sizes))
-    if len(together) == len(pieces):  # no two have the same labels
-        return [(Box(starts, sizes), whose) for starts, sizes, whose in pieces]
-    joined = [(box, whose) for whose, parts in together.items() for box in merge(parts)]
-    return sorted(joined, key=lambda cell: cell[0].starts)
+    cells = _Sweep(distinct, list(labels.values()), shape).cells(tuple(range(len(distinct))), 0)
+    by_labels: dict[Labels, list[Box]] = {}
+    for starts, sizes, found in cells:
+        by_labels.setdefault(found, []).append(Box(starts, sizes))
+    if len(by_labels) == len(cells):
+        return [(Box(starts, sizes), found) for starts, sizes, found in cells]
+    merged = [(box, found) for found, parts in by_labels.items() for box in merge(parts)]
+    return sorted(merged, key=lambda cell: cell[0].starts)
 
 
 def merge(boxes: Sequence[Box]) -> list[Box]:
-    """Boxes that do not overlap, joined where two that adjoin form a box, in the order of their first indices."""
+    """Merge boxes that do not overlap wherever two adjoining ones form a box; sorted by first indices."""
     merged = list(boxes)
     for axis in range(len(merged[0].shape) - 1, -1, -1) if len(merged) > 1 else ():
         beside: dict[tuple[tuple[int, ...], ...], list[Box]] = {}
@@ -291,30 +290,29 @@ def _join(row: list[Box], axis: int) -> list[Box]:
     for box in row[1:]:
         last = joined[-1]
         if last.starts[axis] + last.shape[axis] == box.starts[axis]:
-            size = last.shape[axis] + box.shape[axis]
-            joined[-1] = Box(last.starts, (*last.shape[:axis], size, *last.shape[axis + 1 :]))
+            joined[-1] = last.with_axis(axis, last.starts[axis], last.shape[axis] + box.shape[axis])
         else:
             joined.append(box)
     return joined
 
 
 class _Sweep:
-    """Goes along one axis after the other, and remembers what it found for a set of boxes from an axis on."""
+    """Sweeps along one axis after the other, and keeps the cells that it found for a set of boxes from an axis on."""
 
     def __init__(self, boxes: list[Box], labels: list[list[int]], shape: tuple[int, ...]) -> None:
         self._boxes = boxes
         self._labels = labels
         self._shape = shape
-        self._found: dict[tuple[tuple[int, ...], int], list[_Piece]] = {}
+        self._found: dict[tuple[tuple[int, ...], int], list[_Cell]] = {}
 
-    def pieces(self, among: tuple[int, ...], axis: int) -> list[_Piece]:
-        """The elements from `axis` on, of which all axes before lie in the boxes `among` and in no other."""
+    def cells(self, among: tuple[int, ...], axis: int) -> list[_Cell]:
+        """The cells from `axis` on, where all axes before lie in the boxes `among` and in no other box."""
         found = self._found.get((among, axis))
         if found is None:
             found = self._found[among, axis] = self._sweep(among, axis)
         return found
 
-    def _sweep(self, among: tuple[int, ...], axis: int) -> list[_Piece]:
+    def _sweep(self, among: tuple[int, ...], axis: int) -> list[_Cell]:
         if axis == len(self._shape):
             if len(among) == 1:
                 return [((), (), _sorted(self._labels[among[0]]))]
@@ -330,16 +328,16 @@ class _Sweep:
             end.setdefault(start + box.shape[axis], []).append(index)
         cuts = sorted({0, self._shape[axis], *begin, *end})
         active: set[int] = set()
-        pieces: list[_Piece] = []
+        cells: list[_Cell] = []
         for first, last in itertools.pairwise(cuts):
             active.difference_update(end.get(first, ()))
             active.update(begin.get(first, ()))
             inner = among if len(active) == len(among) else tuple(sorted(active))
-            pieces += [
-                ((first, *starts), (last - first, *sizes), whose)
-                for starts, sizes, whose in self.pieces(inner, axis + 1)
+            cells += [
+                ((first, *starts), (last - first, *sizes), labels)
+                for starts, sizes, labels in self.cells(inner, axis + 1)
             ]
-        return pieces
+        return cells
 
 
 def _sorted(labels: list[int]) -> Labels:

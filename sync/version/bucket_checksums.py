@@ -1,7 +1,7 @@
-"""A bucket's checksum: a short text from which a receiver can tell that it has the bytes that were sent.
+"""Checksums of buckets: a receiver compares them to prove that it has the bytes that were sent.
 
-It travels beside the bytes, with what a sender says ahead of each bucket or in one message for a stored version, so that
-buckets may lie anywhere in memory and a transport carries payload alone.
+A checksum travels apart from the bucket, in the message ahead of it or in one message for a stored version. So a transport
+carries payload alone, and buckets may lie anywhere in memory.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _CHECKSUMS: TypeAdapter[list[str]] = TypeAdapter(list[str])
 
 
 def checksum_of(data: torch.Tensor) -> str:
-    """The checksum of `data`, contiguous 1-D uint8: which checksum, and its digits."""
+    """The checksum of `data` (contiguous 1-D uint8), as ``algorithm:digits``."""
     return f"xxh3:{xxh3(data)}" if data.device.type == "cpu" else f"sums:{sums(data)}"
 
 
 def verify(data: torch.Tensor, checksum: object, version: int, index: int, *, peer: str) -> None:
-    """Compare received `data` with the checksum that came for it; `CorruptBucketError` when they do not belong together."""
+    """Compare received `data` with its checksum; raises `CorruptBucketError` when they differ."""
     kind = checksum.partition(":")[0] if isinstance(checksum, str) else ""
     found = ""
     if kind == "xxh3":
@@ -42,7 +42,7 @@ def verify(data: torch.Tensor, checksum: object, version: int, index: int, *, pe
 
 
 def compare(found: str, checksum: object, version: int, index: int, *, peer: str) -> None:
-    """As `verify`, of a bucket whose own checksum is `found`; empty if `checksum` is of no kind that is known."""
+    """Compare the checksum `found` of received bytes (empty for an unknown algorithm) with the sender's; raises as `verify`."""
     what = f"bucket {index} of version {version}"
     if not found or not isinstance(checksum, str):
         raise CorruptBucketError(f"{what} has no valid checksum.", part=_PART, peer=peer, hint=_HINT)
@@ -56,7 +56,7 @@ def checksums_document(checksums: Sequence[str]) -> str:
 
 
 def checksums_of_document(text: str, count: int) -> list[str]:
-    """Undo `checksums_document`; `ProtocolError` unless it lists `count` checksums."""
+    """The checksums in a `CHECKSUMS_FILE`. Raises `ProtocolError` unless it lists `count` of them."""
     try:
         checksums = _CHECKSUMS.validate_json(text, strict=True)
     except ValidationError as error:
@@ -67,20 +67,20 @@ def checksums_of_document(text: str, count: int) -> list[str]:
 
 
 class ChecksumMailbox(Protocol):
-    """Where checksums are put: a mailbox that can forget."""
+    """A mailbox of the session whose messages can be deleted."""
 
     def put(self, key: str, value: Any) -> None:
         """Publish JSON-representable `value` under `key`."""
 
     def get(self, key: str, deadline: Deadline) -> Any:
-        """Wait for `key` and return its value; `DeadlineExceededError` when it does not appear in time."""
+        """Wait for `key` and return its value. Raises `DeadlineExceededError`."""
 
     def delete(self, key: str) -> None:
-        """Forget `key`."""
+        """Delete `key`."""
 
 
 class StoredChecksums:
-    """The checksums of versions that lie in a store, where no sender says them to a receiver: one message for each version.
+    """The checksums of stored versions, for which senders and receivers share no connection: one message for each version.
 
     Args:
         mailbox: Private to the session.
@@ -91,20 +91,20 @@ class StoredChecksums:
         self._put: list[int] = []
 
     def put(self, version: int, checksums: Sequence[str]) -> None:
-        """[sender] All of a version's, when all its buckets are stored. Those of older versions go."""
+        """[sender] Publish the checksums of a version whose buckets are all stored, and delete those of older versions."""
         while self._put:
             self._mailbox.delete(str(self._put.pop()))
         self._mailbox.put(str(version), list(checksums))
         self._put.append(version)
 
     def get(self, version: int, deadline: Deadline) -> Sequence[object]:
-        """[receiver] The version's, by bucket. Raises `DeadlineExceededError` when they do not come, or `ProtocolError`."""
+        """[receiver] The checksums of a version, by bucket. Raises `DeadlineExceededError` or `ProtocolError`."""
         checksums = self._mailbox.get(str(version), deadline)
         if not isinstance(checksums, list):
-            raise ProtocolError(f"what came for version {version} are no checksums.", part=_PART)
+            raise ProtocolError(f"the message for version {version} is no list of checksums.", part=_PART)
         return checksums
 
 
 def checksum_of_bucket(checksums: Sequence[object], index: int) -> object:
-    """The checksum of bucket `index`, None when there is none."""
+    """The checksum of bucket `index`, or None."""
     return checksums[index] if index < len(checksums) else None

@@ -1,4 +1,4 @@
-"""Does a manifest describe exactly what a receiver expects? Asked before the first byte moves."""
+"""The tensors that a receiver expects, and the check of a manifest against them before the first byte is sent."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from .manifest import Manifest
 from .tensor_spec import TensorSpec, dtype_name
 
 _SHOWN = 6
+"""Names and problems that one error lists, so that it fits on a screen."""
 _FUSED = ("qkv_proj", "gate_up_proj", "query_key_value", "linear_qkv", "linear_fc1")
 
 
@@ -30,9 +31,9 @@ class Expectation:
 
     tensors: Mapping[str, ExpectedTensor]
     tied: Mapping[str, str] = field(default_factory=dict)
-    """Alias -> the expected tensor it shares memory with; an alias may be sent or left out."""
+    """The expected tensor that each alias shares memory with. An alias may be sent or left out."""
     dtype: torch.dtype | None = None
-    """In which type tensors are wanted that come quantised; None for the one in which each is accepted."""
+    """The dtype to which quantised tensors are restored; None where each tensor accepts only one."""
 
 
 def check_coverage(
@@ -40,8 +41,13 @@ def check_coverage(
 ) -> None:
     """Raise one `ManifestError` that lists every kind of disagreement, or return.
 
-    Reported: missing, unexpected, fused, padded, mis-shaped and mis-typed tensors. `specs` is what the version's tensors are when
-    they are loaded, if that is not what the manifest says.
+    Reported: missing, unexpected, fused, padded, mis-shaped and mis-typed tensors.
+
+    Args:
+        manifest: The version.
+        expectation: The receiver's tensors.
+        part: The receiver, for the error.
+        specs: The version's tensors as they are loaded, if they differ from the manifest's.
     """
     sent = {spec.name: spec for spec in (manifest.tensors if specs is None else specs)}
     problems: list[str] = []
@@ -77,7 +83,7 @@ def _mismatch(spec: TensorSpec, expected: ExpectedTensor) -> list[str]:
             and spec.shape[0] > expected.shape[0]
             and spec.shape[1:] == expected.shape[1:]
         )
-        note = " (padded rows? strip them before sending)" if padded else ""
+        note = " (padded rows? remove them before sending)" if padded else ""
         problems.append(f"{spec.name} has shape {list(spec.shape)}, expected {list(expected.shape)}{note}")
     if spec.dtype not in expected.dtypes:
         wanted = " or ".join(sorted(map(dtype_name, expected.dtypes)))

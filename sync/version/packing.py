@@ -1,8 +1,8 @@
-"""From local shards to buckets: where each byte of a rank's snapshot belongs in the stream.
+"""Packing: from the snapshots of trainer ranks to buckets.
 
 Every trainer rank copies its own shards, and nothing else, into one flat *snapshot* in the wire dtype. Where one rank holds
-everything its snapshot is the stream, and buckets are sent from it in place. Elsewhere a bucket is filled from the snapshots of
-all ranks: no rank ever holds a full large tensor.
+everything, its snapshot is the stream, and buckets are sent from it in place. Elsewhere a bucket is filled from the snapshots of
+all ranks, so that no rank ever holds a large tensor whole.
 """
 
 from __future__ import annotations
@@ -14,37 +14,38 @@ from itertools import accumulate
 import torch
 
 from .manifest import ALIGNMENT_BYTES, Manifest
-from .stream_parts import SnapshotPart
+from .snapshot_slices import SnapshotSlice
 from .strided_copy import BucketCopies, StridedCopy, copy_strided
-from .tensor_spec import Held
+from .tensor_spec import Shard
 
 _KEPT_WINDOWS = 1 << 14
+"""Limit for the windows whose copies are kept for the next version, which bounds their memory."""
 
 
 class CopyTable:
-    """Where the bytes of one rank's snapshot belong in the stream."""
+    """Copies between one rank's snapshot and the stream."""
 
-    def __init__(self, pieces: Iterable[StridedCopy]) -> None:
-        self._pieces = sorted(pieces, key=lambda piece: piece.stream.start)
-        self._reach = list(accumulate((piece.stream.end for piece in self._pieces), max))
-        """How far pieces reach, up to each: columns of a tensor lie between each other."""
+    def __init__(self, copies: Iterable[StridedCopy]) -> None:
+        self._copies = sorted(copies, key=lambda copy: copy.stream.start)
+        # The largest end up to each copy: the rows of one copy may lie between the rows of another.
+        self._reach = list(accumulate((copy.stream.end for copy in self._copies), max))
         self._windows: dict[tuple[int, int], BucketCopies] = {}
 
     @classmethod
-    def of(cls, parts: Iterable[SnapshotPart], layout: Manifest) -> CopyTable:
-        """Of what a rank has of the stream `layout`."""
+    def of(cls, slices: Iterable[SnapshotSlice], layout: Manifest) -> CopyTable:
+        """The table of a rank with these slices of the stream `layout`."""
         offsets = layout.offsets
-        return cls(piece for part in parts for piece in part.pieces(offsets[part.number]))
+        return cls(copy for each in slices for copy in each.copies(offsets[each.tensor]))
 
     def within(self, start: int, stop: int) -> Iterator[StridedCopy]:
-        """The parts of this rank's pieces that lie in the stream window [`start`, `stop`)."""
-        for piece in self._pieces[bisect_right(self._reach, start) :]:
-            if piece.stream.start >= stop:
+        """The parts of the copies in the stream window [`start`, `stop`)."""
+        for copy in self._copies[bisect_right(self._reach, start) :]:
+            if copy.stream.start >= stop:
                 return
-            yield from piece.within(start, stop)
+            yield from copy.within(start, stop)
 
     def window(self, start: int, stop: int) -> BucketCopies:
-        """How the runs of the stream window [`start`, `stop`) are copied; worked out once unless there are too many."""
+        """The copies of the stream window [`start`, `stop`), computed once."""
         window = self._windows.get((start, stop))
         if window is None:
             if len(self._windows) >= _KEPT_WINDOWS:
@@ -53,16 +54,16 @@ class CopyTable:
         return window
 
     def bytes_within(self, start: int, stop: int) -> int:
-        """How many bytes of the window this rank holds."""
+        """Bytes of the window that this rank holds."""
         return self.window(start, stop).nbytes
 
     def snapshot_end(self, start: int, stop: int) -> int:
-        """One past the last byte of the snapshot that is needed for the window."""
+        """One past the last byte of the snapshot that the window needs."""
         return self.window(start, stop).snapshot_end
 
 
-def compact_places(shards: Sequence[Held]) -> list[int]:
-    """First byte of each shard in a snapshot that holds nothing else, aligned."""
+def compact_places(shards: Sequence[Shard]) -> list[int]:
+    """First byte of each shard in a snapshot where aligned shards follow each other."""
     places, place = [], 0
     for shard in shards:
         places.append(place)
@@ -70,35 +71,35 @@ def compact_places(shards: Sequence[Held]) -> list[int]:
     return places
 
 
-def stream_places(held: Sequence[Held], layout: Manifest) -> list[int] | None:
-    """First byte of each slice in a snapshot that is the stream of whole tensors itself; None if one cannot lie like that."""
+def stream_places(shards: Sequence[Shard], layout: Manifest) -> list[int] | None:
+    """First byte of each shard in a snapshot that is the stream itself; None if a shard is not contiguous in its tensor."""
     offsets = {spec.name: offset for spec, offset in zip(layout.specs, layout.offsets, strict=True)}
     places = []
-    for mine in held:
-        rows = mine.box.rows(mine.spec.shape)
-        if mine.numel and (rows is None or rows[2] > 1):
+    for shard in shards:
+        rows = shard.box.rows(shard.spec.shape)
+        if shard.numel and (rows is None or rows[2] > 1):
             return None  # columns
-        places.append(offsets[mine.spec.name] + (rows[0] if rows else 0) * mine.spec.dtype.itemsize)
+        places.append(offsets[shard.spec.name] + (rows[0] if rows else 0) * shard.spec.dtype.itemsize)
     return places
 
 
 def copy_runs(snapshot: torch.Tensor, table: CopyTable, start: int, stop: int, payload: torch.Tensor) -> None:
-    """Copy what this rank holds of the window into its places in `payload` (uint8, window-sized)."""
-    for strip in table.window(start, stop).strips:
-        copy_strided(payload, strip.stream.moved(-start), snapshot, strip.snapshot)
+    """Copy this rank's bytes of the window to their places in `payload` (uint8, as long as the window)."""
+    for copy in table.window(start, stop).copies:
+        copy_strided(payload, copy.stream.moved(-start), snapshot, copy.snapshot)
 
 
 def gather_runs(snapshot: torch.Tensor, table: CopyTable, start: int, stop: int, packed: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of the window, back to back: in the snapshot, if it lies there so, else in `packed`."""
+    """This rank's bytes of the window, back to back: a view of the snapshot if they lie there so, else copied to `packed`."""
     window = table.window(start, stop)
     if window.unbroken:
         return snapshot[window.snapshot_end - window.nbytes : window.snapshot_end]
-    for strip in window.strips:
-        copy_strided(packed, strip.packed, snapshot, strip.snapshot)
+    for copy in window.copies:
+        copy_strided(packed, copy.packed, snapshot, copy.snapshot)
     return packed[: window.nbytes]
 
 
 def scatter_runs(packed: torch.Tensor, table: CopyTable, start: int, stop: int, payload: torch.Tensor) -> None:
-    """Undo `gather_runs` on the rank that fills the bucket."""
-    for strip in table.window(start, stop).strips:
-        copy_strided(payload, strip.stream.moved(-start), packed, strip.packed)
+    """Copy what `gather_runs` returned on another rank to its places in `payload`."""
+    for copy in table.window(start, stop).copies:
+        copy_strided(payload, copy.stream.moved(-start), packed, copy.packed)

@@ -1,4 +1,4 @@
-"""Placements: which slices of which checkpoint tensors a trainer rank holds, or a rollout rank needs. Plain data, no weights."""
+"""Placements: the slices of checkpoint tensors that a trainer rank holds or a rollout rank needs. Plain data, no weights."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .tensor_spec import LocalShard, TensorSpec, dtype_of
 
 _PART = "placement"
 _MOST_SLICES = 1 << 16
-"""Of one tensor on one rank; more are no layout."""
+"""Limit for the slices of one tensor on one rank. No parallel layout comes near it; a damaged message may."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Of one rank.
+    """The slices of tensors that one rank holds, or needs.
 
     Attributes:
-        specs: Tensors of which it has, or needs, something; each once.
-        boxes: Of each of `specs`, the slices; they do not overlap.
+        specs: The tensors, each once.
+        boxes: The slices of each of `specs`; they do not overlap.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -33,7 +33,7 @@ class Placement:
 
     @classmethod
     def of(cls, slices: Iterable[tuple[TensorSpec, Box]]) -> Placement:
-        """From slices in any order; slices without elements say that the tensor exists."""
+        """The placement with these slices, in any order. A slice without elements announces its tensor."""
         found: dict[str, tuple[TensorSpec, list[Box]]] = {}
         for spec, box in slices:
             found.setdefault(spec.name, (spec, []))[1].append(box)
@@ -44,18 +44,18 @@ class Placement:
 
     @classmethod
     def of_boxes(cls, boxes: Iterable[tuple[TensorSpec, Iterable[Box]]]) -> Placement:
-        """From the slices of each tensor, of which there may be none."""
+        """The placement with these slices of each tensor; a tensor may have none."""
         listed = [(spec, tuple(box for box in each if box.numel)) for spec, each in boxes]
         return cls(tuple(spec for spec, _ in listed), tuple(each for _, each in listed))
 
     @classmethod
     def of_shards(cls, shards: Sequence[LocalShard]) -> Placement:
-        """What a trainer rank with these shards holds."""
+        """The placement of a trainer rank with these shards."""
         return cls.of((shard.spec, shard.box) for shard in shards)
 
     @classmethod
     def whole(cls, specs: Iterable[TensorSpec]) -> Placement:
-        """All of every tensor."""
+        """The placement of a rank that has every tensor whole."""
         return cls.of((spec, Box.whole(spec.shape)) for spec in specs)
 
     @property
@@ -74,7 +74,7 @@ class Placement:
         return hashlib.sha256(json.dumps(self.to_plain()).encode()).hexdigest()[:16]
 
     def to_plain(self) -> list[Any]:
-        """As JSON: ``[[name, shape, dtype, [[starts, shape], ...]], ...]``."""
+        """The placement as JSON: ``[[name, shape, dtype, [[starts, shape], ...]], ...]``."""
         return [
             [*spec.to_plain(), [box.to_plain() for box in boxes]]
             for spec, boxes in zip(self.specs, self.boxes, strict=True)
@@ -82,7 +82,7 @@ class Placement:
 
     @classmethod
     def from_plain(cls, plain: Any) -> Placement:
-        """Parse what a peer sent; `ProtocolError` for anything that is no placement."""
+        """Parse a peer's message; raises `ProtocolError` for anything that is no placement."""
         if not isinstance(plain, list):
             raise ProtocolError("not a placement.", part=_PART)
         specs, boxes = [], []
@@ -90,7 +90,9 @@ class Placement:
             match entry:
                 case [str() as name, [*shape], str() as dtype, [*slices]]:
                     if len(slices) > _MOST_SLICES:
-                        raise ProtocolError(f"{name[:100]} is in {len(slices)} slices.", part=_PART)
+                        raise ProtocolError(
+                            f"{name[:100]} has {len(slices)} slices, more than {_MOST_SLICES}.", part=_PART
+                        )
                     whole = Box.from_plain([[0] * len(shape), shape])
                     specs.append(TensorSpec(name, whole.shape, dtype_of(dtype)))
                     boxes.append(tuple(Box.from_plain(each) for each in slices))

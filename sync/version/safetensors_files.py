@@ -1,7 +1,7 @@
-"""How a version looks on disk, so that other tools can load it: safetensors files, their index, and the manifest.
+"""A version on disk, in files that other tools can load: safetensors files, their index, and the manifest.
 
-The formats are those of https://github.com/huggingface/safetensors (a header of JSON behind its length in eight bytes, then
-the tensors without gaps) and of transformers' sharded checkpoints (``model.safetensors.index.json``).
+The formats are those of https://github.com/huggingface/safetensors (eight bytes with the header's length, a header of JSON,
+then the tensors without gaps) and of transformers' sharded checkpoints (``model.safetensors.index.json``).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from weightlane.ckpt_engines import ManifestError, ProtocolError, VersionFiles, bucket_file_name
 
-from .manifest import ALIGNMENT_BYTES, Manifest, StreamEntry
-from .tensor_spec import SAFETENSORS_DTYPES
+from .manifest import ALIGNMENT_BYTES, Manifest
+from .tensor_spec import SAFETENSORS_DTYPES, StreamEntry
 
 MANIFEST_FILE = "manifest.json"
 INDEX_FILE = "model.safetensors.index.json"
@@ -34,7 +34,7 @@ class _ManifestFile(BaseModel):
 
 
 def version_files(manifest: Manifest) -> VersionFiles:
-    """Prefixes and documents that make the buckets of `manifest` a directory of safetensors files.
+    """The file headers and documents that turn the buckets of `manifest` into a directory of safetensors files.
 
     Raises `ManifestError` for a tensor name that safetensors reserves, `ProtocolError` unless files hold whole tensors.
     """
@@ -55,7 +55,7 @@ def version_files(manifest: Manifest) -> VersionFiles:
 
 
 def manifest_of_document(text: str) -> Manifest:
-    """The manifest in a `MANIFEST_FILE`; `ProtocolError` for anything that `version_files` did not write."""
+    """The manifest in a `MANIFEST_FILE`. Raises `ProtocolError` for anything that `version_files` did not write."""
     try:
         found = _ManifestFile.model_validate_json(text)
     except ValidationError as error:
@@ -69,7 +69,7 @@ def manifest_of_document(text: str) -> Manifest:
 
 
 def _header(version: int, tensors: Sequence[StreamEntry]) -> bytes:
-    """Of the file that holds `tensors`; nothing for none."""
+    """The header of the file that holds `tensors`; empty without tensors."""
     if not tensors:
         return b""
     # transformers refuses a file that does not say which framework's tensors it holds.
@@ -82,6 +82,6 @@ def _header(version: int, tensors: Sequence[StreamEntry]) -> bytes:
             "data_offsets": [entry.offset - start, entry.end - start],
         }
     header = json.dumps(content, separators=(",", ":")).encode()
-    # The format asks for a multiple of 8; with 64, tensors are as well aligned in a mapped file as in the stream.
+    # The format asks for a multiple of 8. A multiple of 64 aligns tensors in a mapped file as well as in the stream.
     header += b" " * (-(_LENGTH.size + len(header)) % ALIGNMENT_BYTES)
     return _LENGTH.pack(len(header)) + header

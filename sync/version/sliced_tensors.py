@@ -1,59 +1,74 @@
-"""The tensors of a version of which slices have come, each put together when it is asked for."""
+"""The tensors of a version that arrives in slices, each assembled when it is read."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 
 from weightlane.ckpt_engines import CommitError
 
 from .box import Box
-from .manifest import Slicing
+from .tensor_spec import TensorSlice, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Slicing:
+    """The slices that a transfer plan makes the tensors of a stream."""
+
+    plan: str
+    """The plan's digest."""
+    specs: tuple[TensorSpec, ...]
+    """Every tensor of the checkpoint."""
+    regions: tuple[TensorSlice, ...]
+    """The slice of a checkpoint tensor that each tensor of the stream is."""
 
 
 class LazyTensors(Mapping[str, torch.Tensor]):
-    """By name. Each takes memory of its own once it is asked for."""
+    """Tensors by name that are allocated when they are read."""
 
     @abstractmethod
     def without_data(self, name: str) -> torch.Tensor:
-        """What `name` gives, on the meta device."""
+        """The tensor `name` on the meta device."""
 
 
 def without_data(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors with the shapes and types of `tensors`, without making any of those that are made when asked for."""
+    """Tensors with the shapes and dtypes of `tensors`, without allocating any of `LazyTensors`."""
     if isinstance(tensors, LazyTensors):
         return {name: tensors.without_data(name) for name in tensors}
     return dict(tensors)
 
 
 class SlicedTensors(LazyTensors):
-    """Every tensor of the checkpoint by name. What has come in one piece is that piece, anything else a new tensor each time.
+    """Every tensor of the checkpoint, by name.
+
+    A tensor that arrived whole is not copied; any other is a new tensor at each access.
 
     Args:
-        slicing: Which slices of which tensors have come.
-        staged: These slices, in that order, by the names under which they came.
+        slicing: The slices that arrived.
+        staged: The values of these slices, in the same order, by their names in the stream.
     """
 
     def __init__(self, slicing: Slicing, staged: Mapping[str, torch.Tensor]) -> None:
         self.slicing = slicing
         """The same object for all versions of a session."""
         self.staged = staged
-        """What has come, by the names under which it came."""
+        """The values of every slice, by its name in the stream."""
         self.regions = dict(zip(staged, slicing.regions, strict=True))
-        """Which slice of which tensor each of that is."""
+        """Every slice, by its name in the stream."""
         self._specs = {spec.name: spec for spec in slicing.specs}
         self._parts: dict[str, list[tuple[Box, str]]] = defaultdict(list)
         for name, region in self.regions.items():
             self._parts[region.spec.name].append((region.box, name))
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """All of a tensor. `CommitError` if only slices of it have come."""
+        """The whole tensor. Raises `CommitError` if only slices of it arrived."""
         if not self.has(name, [Box.whole(self._specs[name].shape)]):
             raise CommitError(
-                f"{name} was to be loaded whole, and only the slices that this rank needs have come.",
+                f"{name} was to be loaded whole, and only the slices that this rank needs have arrived.",
                 part="sliced version",
                 hint="The next version brings all of it.",
             )
@@ -69,7 +84,7 @@ class SlicedTensors(LazyTensors):
         return len(self._specs)
 
     def has(self, name: str, boxes: Iterable[Box]) -> bool:
-        """Whether every element of `boxes` of a tensor has come."""
+        """Whether every element of `boxes` of a tensor arrived."""
         parts = [part for part, _ in self._parts.get(name, ())]
         return all(
             sum(common.numel for part in parts if (common := box.intersect(part)) is not None) == box.numel
@@ -78,7 +93,7 @@ class SlicedTensors(LazyTensors):
 
     @torch.no_grad()
     def partly(self, name: str) -> torch.Tensor:
-        """A tensor with what has come of it; the rest is undefined."""
+        """A tensor with the elements that arrived; the others are undefined."""
         spec = self._specs[name]
         parts = [(box, self.staged[part]) for box, part in self._parts.get(name, ())]
         if len(parts) == 1 and parts[0][0] == Box.whole(spec.shape):
@@ -95,21 +110,21 @@ class SlicedTensors(LazyTensors):
         return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
 
 
-class Pieces(LazyTensors):
-    """Some of what has come: slices under the names under which they came, and under a tensor's own what has come of it.
+class SelectedTensors(LazyTensors):
+    """Some slices and tensors of a version: slices by their names in the stream, tensors (see `partly`) by their own.
 
     Args:
-        tensors: What has come.
-        names: Of slices, and of tensors.
+        tensors: The version.
+        names: Names of slices and tensors.
     """
 
     def __init__(self, tensors: SlicedTensors, names: Iterable[str]) -> None:
         self._tensors = tensors
-        self._kinds = without_data(tensors.staged)
+        self._slices = without_data(tensors.staged)
         self._names = dict.fromkeys(names)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._tensors.staged[name] if name in self._kinds else self._tensors.partly(name)
+        return self._tensors.staged[name] if name in self._slices else self._tensors.partly(name)
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
@@ -122,4 +137,4 @@ class Pieces(LazyTensors):
 
     def without_data(self, name: str) -> torch.Tensor:
         """See `LazyTensors`."""
-        return self._kinds[name] if name in self._kinds else self._tensors.without_data(name)
+        return self._slices[name] if name in self._slices else self._tensors.without_data(name)

@@ -1,4 +1,4 @@
-"""Pieces of the stream: equal runs of bytes at equal distances, which one call copies."""
+"""Strided copies between a snapshot and the stream: equal rows of bytes at equal distances, which one call copies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weightlane.ckpt_engines.runtime.host_copies import copy_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class StridedRun:
+class StridedRows:
     """`count` rows of `nbytes` each, `step` bytes from one to the next, the first at byte `start`."""
 
     start: int
@@ -24,34 +24,39 @@ class StridedRun:
         """One past the last byte."""
         return self.start + (self.count - 1) * self.step + self.nbytes
 
-    def moved(self, nbytes: int) -> StridedRun:
-        """The same, so many bytes further on."""
-        return StridedRun(self.start + nbytes, self.step, self.nbytes, self.count)
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether there is no gap between rows."""
+        return self.count == 1 or self.step == self.nbytes
 
-    def part(self, row: int, count: int, skipped: int, nbytes: int) -> StridedRun:
-        """`count` of the rows from number `row` on, of each `nbytes` from byte `skipped` on."""
-        return StridedRun(self.start + row * self.step + skipped, self.step, nbytes, count)
+    def moved(self, nbytes: int) -> StridedRows:
+        """The rows `nbytes` further on."""
+        return StridedRows(self.start + nbytes, self.step, self.nbytes, self.count)
+
+    def part(self, row: int, count: int, skipped: int, nbytes: int) -> StridedRows:
+        """`nbytes` of each of `count` rows, from row `row` and from byte `skipped` of a row."""
+        return StridedRows(self.start + row * self.step + skipped, self.step, nbytes, count)
 
 
 @dataclass(frozen=True, slots=True)
 class StridedCopy:
-    """Bytes of the stream and where they lie in their owner's snapshot: as many rows of the same length."""
+    """Rows of the stream, and the same rows in their owner's snapshot."""
 
-    stream: StridedRun
-    snapshot: StridedRun
+    stream: StridedRows
+    snapshot: StridedRows
 
     @classmethod
     def run(cls, stream: int, snapshot: int, nbytes: int) -> StridedCopy:
-        """One run."""
-        return cls(StridedRun(stream, nbytes, nbytes, 1), StridedRun(snapshot, nbytes, nbytes, 1))
+        """A copy of one row."""
+        return cls(StridedRows(stream, nbytes, nbytes, 1), StridedRows(snapshot, nbytes, nbytes, 1))
 
     @property
     def nbytes(self) -> int:
-        """Of all rows."""
+        """Bytes of all rows."""
         return self.stream.nbytes * self.stream.count
 
     def within(self, start: int, stop: int) -> Iterator[StridedCopy]:
-        """The part of it in the stream window [`start`, `stop`): whole rows, and what the window cuts of the first and last."""
+        """The part in the stream window [`start`, `stop`): whole rows, and the rest of the first and last row."""
         rows = self.stream
         step = max(rows.step, 1)
         row = max(0, (start - rows.start - rows.nbytes) // step + 1)
@@ -70,120 +75,108 @@ class StridedCopy:
                 )
             row += count
 
+    def can_follow(self, copies: Sequence[StridedCopy]) -> bool:
+        """Whether this row is the next one of `copies`, at the same distance; rows may neither overlap nor go backwards."""
+        first, last = copies[0], copies[-1]
+        if self.stream.count > 1 or last.stream.count > 1 or self.stream.nbytes != last.stream.nbytes:
+            return False
+        steps = _steps(last, self)
+        return min(steps) >= self.stream.nbytes and (len(copies) == 1 or steps == _steps(first, copies[1]))
+
 
 @dataclass(frozen=True, slots=True)
 class PackedCopy:
-    """Where a piece of a window lies."""
+    """A `StridedCopy`, and the same rows where all rows of a window lie back to back."""
 
-    stream: StridedRun
-    snapshot: StridedRun
-    packed: StridedRun
-    """When a window's pieces lie back to back."""
+    stream: StridedRows
+    snapshot: StridedRows
+    packed: StridedRows
 
 
 @dataclass(frozen=True, slots=True)
 class BucketCopies:
-    """A rank's pieces in one window of the stream."""
+    """A rank's bytes in one window of the stream, in as few copies as possible."""
 
-    strips: Sequence[PackedCopy]
+    copies: Sequence[PackedCopy]
     nbytes: int
     snapshot_end: int
     """One past the last byte of the snapshot that is needed."""
     unbroken: bool
-    """Whether they lie back to back in the snapshot, too."""
+    """Whether the bytes lie back to back in the snapshot, too."""
     shift: int | None
-    """How much further on in the snapshot than in the stream all of it lies; None where that is not one number."""
+    """Distance in bytes from the stream to the snapshot; None where it is not the same for all copies."""
 
     @classmethod
-    def of(cls, pieces: Iterable[StridedCopy]) -> BucketCopies:
-        """As few strips as neighbours allow."""
-        strips: list[PackedCopy] = []
+    def of(cls, copies: Iterable[StridedCopy]) -> BucketCopies:
+        """Merge copies that follow each other."""
+        merged: list[PackedCopy] = []
         nbytes = 0
-        for piece in _in_strips(_joined(pieces)):
-            each, count = piece.stream.nbytes, piece.stream.count
-            strips.append(PackedCopy(piece.stream, piece.snapshot, StridedRun(nbytes, each, each, count)))
+        for copy in _equal_rows_merged(_adjoining_merged(copies)):
+            each, count = copy.stream.nbytes, copy.stream.count
+            merged.append(PackedCopy(copy.stream, copy.snapshot, StridedRows(nbytes, each, each, count)))
             nbytes += each * count
-        whole = all(_is_run(strip.snapshot) for strip in strips)
-        starts = [strip.snapshot.start for strip in strips[1:]]
-        unbroken = whole and all(strip.snapshot.end == start for strip, start in zip(strips, starts, strict=False))
-        shifts = {strip.snapshot.start - strip.stream.start for strip in strips}
-        alike = len(shifts) == 1 and all(strip.snapshot.step == strip.stream.step for strip in strips)
-        end = max((strip.snapshot.end for strip in strips), default=0)
-        return cls(strips, nbytes, end, unbroken, shifts.pop() if alike else None)
+        contiguous = all(copy.snapshot.is_contiguous for copy in merged)
+        starts = [copy.snapshot.start for copy in merged[1:]]
+        unbroken = contiguous and all(copy.snapshot.end == start for copy, start in zip(merged, starts, strict=False))
+        shifts = {copy.snapshot.start - copy.stream.start for copy in merged}
+        parallel = len(shifts) == 1 and all(copy.snapshot.step == copy.stream.step for copy in merged)
+        end = max((copy.snapshot.end for copy in merged), default=0)
+        return cls(merged, nbytes, end, unbroken, shifts.pop() if parallel else None)
 
 
-def copy_strided(target: torch.Tensor, to: StridedRun, source: torch.Tensor, come: StridedRun) -> None:
-    """Copy rows of `source` over as many of `target`, both 1-D uint8."""
+def copy_strided(target: torch.Tensor, to: StridedRows, source: torch.Tensor, rows: StridedRows) -> None:
+    """Copy `rows` of `source` to the rows `to` of `target`, both 1-D uint8."""
     if to.count == 1:
-        copy_bytes(target[to.start : to.start + to.nbytes], source[come.start : come.start + come.nbytes])
+        copy_bytes(target[to.start : to.start + to.nbytes], source[rows.start : rows.start + rows.nbytes])
         return
     into, out = (
-        flat.as_strided((rows.count, rows.nbytes), (rows.step, 1), flat.storage_offset() + rows.start)
-        for flat, rows in ((target, to), (source, come))
+        flat.as_strided((side.count, side.nbytes), (side.step, 1), flat.storage_offset() + side.start)
+        for flat, side in ((target, to), (source, rows))
     )
     into.copy_(out)
 
 
-def _is_run(rows: StridedRun) -> bool:
-    return rows.count == 1 or rows.step == rows.nbytes
+def _steps(one: StridedCopy, other: StridedCopy) -> tuple[int, int]:
+    return other.stream.start - one.stream.start, other.snapshot.start - one.snapshot.start
 
 
-def _in_strips(pieces: Iterable[StridedCopy]) -> Iterator[StridedCopy]:
-    """Runs of one length at equal distances, on both sides, as one."""
+def _equal_rows_merged(copies: Iterable[StridedCopy]) -> Iterator[StridedCopy]:
+    """Merge rows of one length at equal distances, on both sides."""
     group: list[StridedCopy] = []
-    for piece in pieces:
-        if group and not _goes_on(group, piece):
-            yield _one(group)
+    for copy in copies:
+        if group and not copy.can_follow(group):
+            yield _merged(group)
             group = []
-        group.append(piece)
+        group.append(copy)
     if group:
-        yield _one(group)
+        yield _merged(group)
 
 
-def _goes_on(group: Sequence[StridedCopy], piece: StridedCopy) -> bool:
-    """Whether `piece` can be the next row of `group`, whose rows may not lie over each other, nor go backwards."""
-    last = group[-1]
-    steps = piece.stream.start - last.stream.start, piece.snapshot.start - last.snapshot.start
-    if piece.stream.count > 1 or last.stream.count > 1 or piece.stream.nbytes != last.stream.nbytes:
-        return False
-    if min(steps) < piece.stream.nbytes:
-        return False
-    first = group[0]
-    return len(group) == 1 or steps == (
-        group[1].stream.start - first.stream.start,
-        group[1].snapshot.start - first.snapshot.start,
-    )
-
-
-def _one(group: Sequence[StridedCopy]) -> StridedCopy:
+def _merged(group: Sequence[StridedCopy]) -> StridedCopy:
     first, count = group[0], len(group)
     if count == 1:
         return first
-    return StridedCopy(
-        *(
-            StridedRun(one.start, two.start - one.start, one.nbytes, count)
-            for one, two in ((first.stream, group[1].stream), (first.snapshot, group[1].snapshot))
-        )
-    )
+    sides = zip((first.stream, first.snapshot), _steps(first, group[1]), strict=True)
+    return StridedCopy(*(StridedRows(side.start, step, side.nbytes, count) for side, step in sides))
 
 
-def _joined(pieces: Iterable[StridedCopy]) -> Iterator[StridedCopy]:
-    """Runs that go on where the one before ends, on both sides, as one."""
+def _adjoining_merged(copies: Iterable[StridedCopy]) -> Iterator[StridedCopy]:
+    """Merge rows that begin where the row before ends, on both sides."""
     last: StridedCopy | None = None
-    for piece in pieces:
-        if last is not None and _adjoin(last, piece):
-            last = StridedCopy.run(last.stream.start, last.snapshot.start, last.nbytes + piece.nbytes)
+    for copy in copies:
+        if last is not None and _adjoin(last, copy):
+            last = StridedCopy.run(last.stream.start, last.snapshot.start, last.nbytes + copy.nbytes)
             continue
         if last is not None:
             yield last
-        last = piece
+        last = copy
     if last is not None:
         yield last
 
 
-def _adjoin(last: StridedCopy, piece: StridedCopy) -> bool:
+def _adjoin(last: StridedCopy, copy: StridedCopy) -> bool:
     return (
-        last.stream.count == piece.stream.count == 1
-        and last.stream.end == piece.stream.start
-        and last.snapshot.end == piece.snapshot.start
+        last.stream.count == copy.stream.count == 1
+        and last.stream.end == copy.stream.start
+        and last.snapshot.end == copy.snapshot.start
     )

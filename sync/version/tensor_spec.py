@@ -1,4 +1,4 @@
-"""What a tensor is called, how large it is, and which part of it a trainer rank holds."""
+"""Tensors and shards: name, shape and dtype of a tensor, and the slices of it that a trainer rank holds."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SAFETENSORS_DTYPES: dict[str, torch.dtype] = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``torch.bfloat16`` -> ``"bfloat16"``."""
+    """The name of a dtype: ``torch.bfloat16`` -> ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -41,7 +41,7 @@ _DTYPES = {dtype_name(dtype): dtype for dtype in SAFETENSORS_DTYPES.values()}
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """``"bfloat16"`` -> ``torch.bfloat16``; `ProtocolError` for a name that is not a known tensor dtype."""
+    """The dtype of a name: ``"bfloat16"`` -> ``torch.bfloat16``. Raises `ProtocolError` for an unknown name."""
     try:
         return _DTYPES[name]
     except KeyError:
@@ -51,17 +51,17 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 _ALWAYS_FLOAT32 = (".e_score_correction_bias",)
-"""How tensors end that both transformers and vLLM keep in float32 in a model of any type: a narrower one changes which experts
-are chosen."""
+"""Name endings of tensors that transformers and vLLM keep in float32 in a model of any dtype: a narrower dtype would change
+which experts are chosen."""
 
 
 def kept_in_float32(stored: Mapping[str, torch.dtype]) -> frozenset[str]:
-    """The tensors of a checkpoint that stay float32 when the model is sent, or written, in a narrower type.
+    """Names of the tensors that stay float32 when the model is sent, or written, in a narrower dtype.
 
-    They are those that a checkpoint of a narrower type holds in float32, and some by their names.
+    These are the float32 tensors of a checkpoint that is mostly narrower, otherwise only those with certain name endings.
 
     Args:
-        stored: The type of every tensor on disk.
+        stored: The dtype of every tensor on disk.
     """
     wide = {name for name, dtype in stored.items() if dtype == torch.float32}
     if 2 * len(wide) > sum(dtype.is_floating_point for dtype in stored.values()):
@@ -72,7 +72,7 @@ def kept_in_float32(stored: Mapping[str, torch.dtype]) -> frozenset[str]:
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor as uint8, 1-D.
 
-    torch calls a single element contiguous whatever its stride is, and will not look at it as bytes unless that is 1.
+    torch calls a single element contiguous whatever its stride is, but views it as bytes only if the stride is 1.
     """
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
@@ -97,17 +97,17 @@ class TensorSpec:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Elements from one index to the next, in row-major order, by dimension."""
+        """Strides in elements, by dimension, in row-major order."""
         return row_major_strides(self.shape)
 
     def stands_for(self, other: TensorSpec) -> bool:
-        """Whether it is the tensor `other`, in the same type or another of floating-point numbers."""
+        """Whether `other` has the same name and shape, and the same dtype or another floating-point dtype."""
         return (self.name, self.shape) == (other.name, other.shape) and (
             self.dtype == other.dtype or (self.dtype.is_floating_point and other.dtype.is_floating_point)
         )
 
     def to_plain(self) -> list[Any]:
-        """As JSON: ``[name, [sizes], dtype]``."""
+        """The spec as JSON: ``[name, [sizes], dtype]``."""
         return [self.name, list(self.shape), dtype_name(self.dtype)]
 
 
@@ -118,19 +118,33 @@ class TensorSlice:
     spec: TensorSpec
     """The tensor."""
     box: Box
-    """Which of its elements."""
+    """The slice."""
 
     @property
     def as_tensor(self) -> TensorSpec:
-        """What it is in a stream; all of a tensor is that tensor."""
+        """The slice as a tensor of its own in a stream, named ``tensor[first:last,...]``; a whole tensor keeps its name."""
         if self.box == Box.whole(self.spec.shape):
             return self.spec
         where = ",".join(f"{start}:{stop}" for start, stop in zip(self.box.starts, self.box.stops, strict=True))
         return TensorSpec(f"{self.spec.name}[{where}]", self.box.shape, self.spec.dtype)
 
 
-class Held(Protocol):
-    """A slice of a tensor of the stream, on one trainer rank."""
+@dataclass(frozen=True, slots=True)
+class StreamEntry:
+    """A tensor and its offset in the stream."""
+
+    spec: TensorSpec
+    offset: int
+    """First byte in the stream."""
+
+    @property
+    def end(self) -> int:
+        """One past the last byte in the stream."""
+        return self.offset + self.spec.nbytes
+
+
+class Shard(Protocol):
+    """A slice of a tensor that one trainer rank holds."""
 
     @property
     def spec(self) -> TensorSpec:
@@ -138,7 +152,7 @@ class Held(Protocol):
 
     @property
     def box(self) -> Box:
-        """Which of its elements."""
+        """The slice."""
 
     @property
     def numel(self) -> int:
@@ -150,22 +164,22 @@ class Held(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class HeldSlice:
-    """A `Held` that is made when a snapshot is taken."""
+class LazyShard:
+    """A `Shard` whose elements are computed when a snapshot is taken."""
 
     spec: TensorSpec
     box: Box
     differing: Callable[[torch.Tensor], float] | None = None
-    """About which share of its elements, given as they were, 1-D, would be others now; None where neighbours tell enough."""
+    """Estimates the share of elements that changed since the given base (1-D); None where other shards tell enough."""
 
     @property
     def numel(self) -> int:
-        """See `Held`."""
+        """See `Shard`."""
         return self.box.numel
 
     @property
     def nbytes(self) -> int:
-        """See `Held`."""
+        """See `Shard`."""
         return self.numel * self.spec.dtype.itemsize
 
 
@@ -173,12 +187,12 @@ class HeldSlice:
 class LocalShard:
     """The slice of one checkpoint tensor that a trainer rank holds.
 
-    `data` is the live local tensor in the trainer's dtype, with the slice's shape and any strides: rows of a linear layer,
-    columns, the query heads out of a fused parameter, nothing at all. It is read between ``publish`` and the fence and may change
-    its values, but not its storage, afterwards. A rank may hold several slices of a tensor that do not overlap; several ranks may
-    hold the same elements, which must then be equal.
+    `data` is the live local tensor in the trainer's dtype, with the slice's shape and any strides: rows or columns of a linear
+    layer, the query heads of a fused parameter, or nothing. It is read between ``publish`` and the fence; afterwards its values
+    may change, but not its storage. A rank may hold several slices of a tensor that do not overlap. Several ranks may hold the
+    same elements, which must then be equal.
 
-    Raises `ManifestError` for `data` that is no slice of the tensor, or holds whole numbers where the tensor does not.
+    Raises `ManifestError` for `data` that is no slice of the tensor, or has whole numbers where the tensor has floats.
     """
 
     spec: TensorSpec
@@ -187,7 +201,7 @@ class LocalShard:
     data: torch.Tensor
 
     def __post_init__(self) -> None:
-        """Check that these can be elements of the tensor."""
+        """Check shape and dtype."""
         shape, name = tuple(self.data.shape), self.spec.name
         if len(shape) != len(self.starts) or not self.box.fits(self.spec.shape):
             at = f" at {self.starts}" if any(self.starts) else ""
@@ -198,17 +212,14 @@ class LocalShard:
             )
         if self.data.is_floating_point() != self.spec.dtype.is_floating_point:
             raise ManifestError(
-                f"{name} was declared {dtype_name(self.spec.dtype)}, and its data are {dtype_name(self.data.dtype)}.",
+                f"{name} was declared {dtype_name(self.spec.dtype)}, and its data is {dtype_name(self.data.dtype)}.",
                 part=_PART,
                 hint="Only floating-point types are converted into one another.",
             )
 
     @classmethod
     def whole(cls, spec: TensorSpec, data: torch.Tensor) -> LocalShard:
-        """All of the tensor.
-
-        Raises `ManifestError` unless `data` has its shape.
-        """
+        """A shard that is all of a tensor. Raises `ManifestError` unless `data` has the tensor's shape."""
         if tuple(data.shape) != spec.shape:
             raise ManifestError(
                 f"{spec.name} has shape {spec.shape}, and its data {tuple(data.shape)}.",
@@ -219,7 +230,7 @@ class LocalShard:
 
     @classmethod
     def run(cls, spec: TensorSpec, start: int, data: torch.Tensor) -> list[LocalShard]:
-        """The run of `data`'s elements that begins at element `start` of the row-major flattened tensor: a few slices."""
+        """The few shards that hold `data`, a run of elements from element `start` of the flattened tensor."""
         shards, at = [], 0
         flat = data.view(-1)
         for box in boxes_of_run(spec.shape, start, flat.numel()):
@@ -229,20 +240,20 @@ class LocalShard:
 
     @classmethod
     def nothing(cls, spec: TensorSpec, data: torch.Tensor) -> LocalShard:
-        """No element of the tensor, which is no scalar, on the device of `data`: says that there is such a tensor."""
+        """A shard without elements on the device of `data`; it announces the tensor, which is no scalar."""
         return cls(spec, (0,) * len(spec.shape), data.new_empty((0,) * len(spec.shape)))
 
     @property
     def box(self) -> Box:
-        """Which elements of the tensor these are."""
+        """The slice."""
         return Box(self.starts, tuple(self.data.shape))
 
     @property
     def numel(self) -> int:
-        """Number of elements this rank holds."""
+        """Number of elements."""
         return self.data.numel()
 
     @property
     def nbytes(self) -> int:
-        """Size of the shard on the wire in bytes."""
+        """Size on the wire in bytes."""
         return self.numel * self.spec.dtype.itemsize

@@ -354,7 +354,7 @@ def checksum(old: torch.Tensor, new: torch.Tensor) -> object:
 def codec(old: torch.Tensor, new: torch.Tensor) -> object:
     counted = cuda_kernels.count_changes(old, new)
     positions, values = counted.compact()
-    cuda_kernels.scatter(old, positions, values, keep_old=False)
+    cuda_kernels.exchange(old, positions, values)
     return counted.total, old.tolist()
 
 

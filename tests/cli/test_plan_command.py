@@ -148,5 +148,5 @@ def test_what_an_engine_cannot_do_is_not_planned(material: Material, tmp_path: P
     }
     result = run("plan", config, "--relay")
     assert result.exit_code == 0, result.stderr
-    for said in ("sent by shm", "1 trainer ranks to 2 rollout ranks", "hand on nothing", "rollout.commit is in_place"):
+    for said in ("sent by shm", "1 trainer ranks to 2 rollout ranks", "do not relay", "rollout.commit is in_place"):
         assert said in result.stdout

@@ -36,7 +36,7 @@ from weightlane.rollout.layout.verdict import judge, whole_reload
 from weightlane.rollout.layout.write.version_writer import VersionWriter
 from weightlane.sync import LivePart, Manifest, SlicedTensors, TensorSlice, TensorSpec
 from weightlane.sync.version.box import Box
-from weightlane.sync.version.manifest import Slicing
+from weightlane.sync.version.sliced_tensors import Slicing
 
 
 def tensors_of(path: str, dtype: str) -> dict[str, torch.Tensor]:
@@ -202,7 +202,7 @@ def arriving(tensors: dict[str, torch.Tensor], bucket_bytes: int) -> Iterator[Li
     for index in range(manifest.bucket_count):
         start, stop = manifest.window(index)
         bucket.fill_(0xA5)[: stop - start] = stream[start:stop]
-        for entry, low, high in manifest.pieces(start, stop):
+        for entry, low, high in manifest.tensors_within(start, stop):
             values = bucket[low - start : high - start].view(entry.spec.dtype)
             yield LivePart(entry.spec.name, (low - entry.offset) // entry.spec.dtype.itemsize, values)
     bucket.fill_(0xA5)

@@ -54,7 +54,7 @@ from weightlane.sync.control.hub.frames import Frame, Kind
 from weightlane.sync.control.hub.handshake import Keys
 from weightlane.sync.control.hub.plain_bytes import full_text, to_bytes
 from weightlane.sync.control.messages import Stop, decode
-from weightlane.sync.plan.session_plan import Supply
+from weightlane.sync.plan.supply import Supply
 from weightlane.sync.receive.stored_version import read_version
 from weightlane.sync.version.bucket_checksums import checksum_of
 from weightlane.sync.version.bucket_checksums import verify as verify_bucket

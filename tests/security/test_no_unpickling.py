@@ -41,7 +41,7 @@ from weightlane.sync import Manifest, Rendezvous, RendezvousAddress
 from weightlane.sync.control.hub.frames import Frame, Kind
 from weightlane.sync.control.hub.handshake import dial
 from weightlane.sync.control.messages import Stop, decode
-from weightlane.sync.plan.session_plan import Supply
+from weightlane.sync.plan.supply import Supply
 from weightlane.sync.version.bucket_checksums import checksums_of_document, verify
 from weightlane.sync.version.placement import Placement
 

@@ -20,7 +20,7 @@ from weightlane.sync.send.snapshot.send_memory import PackingBuffers
 from weightlane.sync.send.snapshot.snapshot import Snapshot
 from weightlane.sync.version.bucket_checksums import StoredChecksums
 from weightlane.sync.version.packing import CopyTable, stream_places
-from weightlane.sync.version.stream_parts import parts_of
+from weightlane.sync.version.snapshot_slices import snapshot_slices
 
 
 def tensors_of(version: int) -> dict[str, torch.Tensor]:
@@ -57,7 +57,7 @@ class Writer:
         memory = torch.zeros(self.layout.total_bytes, dtype=torch.uint8)
         snapshot.take(memory, None, progress)
         deadline = Deadline.after(HANG_S)
-        table = CopyTable.of(parts_of(shards, places, self.layout.regions), self.layout)
+        table = CopyTable.of(snapshot_slices(shards, places, self.layout.regions), self.layout)
         source = SourceBytes(memory, progress, deadline)
         buckets = SnapshotBuckets(source, table, self.layout, PackingBuffers(None, HOST))
         nobody = Destination(self.sender, [])

@@ -30,7 +30,7 @@ from weightlane.sync.send.pipeline import Destination, SendPipeline
 from weightlane.sync.send.snapshot.progress import SourceBytes
 from weightlane.sync.send.snapshot.send_memory import PackingBuffers
 from weightlane.sync.version.packing import CopyTable
-from weightlane.sync.version.stream_parts import parts_of
+from weightlane.sync.version.snapshot_slices import snapshot_slices
 from weightlane.sync.version.tensor_spec import TensorSpec
 
 
@@ -169,7 +169,8 @@ def test_a_gather_that_is_closed_lets_go_of_who_waits_for_another_rank() -> None
     layout = Manifest(1, (spec,), 4096, whole_tensors=True)
     row = torch.zeros(1, 64, dtype=torch.uint8)
     tables = [
-        CopyTable.of(parts_of([LocalShard(spec, (rank, 0), row)], [0], layout.regions), layout) for rank in range(2)
+        CopyTable.of(snapshot_slices([LocalShard(spec, (rank, 0), row)], [0], layout.regions), layout)
+        for rank in range(2)
     ]
     rendezvous = Rendezvous.host()
 

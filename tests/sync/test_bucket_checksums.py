@@ -86,5 +86,5 @@ def test_checksums_of_stored_versions_are_one_message_and_those_of_older_version
     with pytest.raises(DeadlineExceededError):
         receiver.get(1, Deadline.after(0.05))
     host.mailbox("checksums/s-1").put("3", "xxh3:30")
-    with pytest.raises(ProtocolError, match="no checksums"):
+    with pytest.raises(ProtocolError, match="no list of checksums"):
         receiver.get(3, Deadline.after(HANG_S))

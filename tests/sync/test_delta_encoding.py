@@ -12,8 +12,8 @@ from weightlane.sync import IncomingDelta, LocalShard, Manifest, StagedDelta, Te
 from weightlane.sync.codecs.delta.encoding import DeltaEncoder, RankDelta, delta_manifest
 from weightlane.sync.codecs.delta.format.encoder import TooDense
 from weightlane.sync.version.box import Box
-from weightlane.sync.version.manifest import DeltaSegment
-from weightlane.sync.version.stream_parts import parts_of
+from weightlane.sync.version.manifest_message import DeltaSegment
+from weightlane.sync.version.snapshot_slices import snapshot_slices
 
 SPECS = (
     TensorSpec("large", (9, 1_000_000), torch.uint8),
@@ -25,7 +25,7 @@ PLACES = [entry.offset for entry in LAYOUT.entries]
 
 
 SHARDS = [LocalShard.whole(spec, torch.zeros(spec.shape, dtype=spec.dtype)) for spec in SPECS]
-PARTS = parts_of(SHARDS, PLACES, LAYOUT.regions)
+PARTS = snapshot_slices(SHARDS, PLACES, LAYOUT.regions)
 
 
 @pytest.fixture

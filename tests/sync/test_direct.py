@@ -14,7 +14,7 @@ from direct_hop import EVERYTHING, LAYOUTS, SPECS, TP2, MakeHop, copies, rows, v
 from weightlane.ckpt_engines import Delivery, ManifestError, ProtocolError, QuorumError
 from weightlane.ckpt_engines.engines.torch_distributed.gloo import GlooEngine
 from weightlane.sync import LocalShard, Placement, TensorSpec
-from weightlane.sync.plan import Holdings
+from weightlane.sync.plan import HolderMap
 from weightlane.sync.send.agreement.replicated_shards import ReplicatedShards
 from weightlane.sync.version.box import Box
 
@@ -94,7 +94,7 @@ def test_a_little_is_compared_with_every_version_and_all_of_it_in_turn() -> None
         for number in range(3)
     ]
     placements = {rank: Placement.of_shards(shards) for rank in ("a", "b")}
-    check = ReplicatedShards(Holdings.of(placements).replicated(), shards)
+    check = ReplicatedShards(HolderMap.of(placements).replicated(), shards)
     looked_at = [set(check.digests(publication, everything=False)) for publication in range(1, 4)]
     assert all(len(each) == 1 for each in looked_at)
     assert set.union(*looked_at) == set(check.digests(0, everything=True)) == {0, 1, 2}
@@ -106,7 +106,7 @@ def test_copies_are_compared_element_by_element_however_each_rank_has_cut_them()
     shards = {
         rank: [LocalShard(spec, box.starts, data[box.index].clone()) for box in boxes] for rank, boxes in cuts.items()
     }
-    replicated = Holdings.of({rank: Placement.of_shards(mine) for rank, mine in shards.items()}).replicated()
+    replicated = HolderMap.of({rank: Placement.of_shards(mine) for rank, mine in shards.items()}).replicated()
     checks = {rank: ReplicatedShards(replicated, mine) for rank, mine in shards.items()}
     said = {rank: check.digests(0, everything=True) for rank, check in checks.items()}
     checks["a"].compare(said, 1)

@@ -26,9 +26,9 @@ def test_a_slice_lies_within_its_tensor(starts: tuple[int, ...], shape: tuple[in
 
 
 def test_whole_numbers_are_not_taken_for_weights_nor_weights_for_whole_numbers() -> None:
-    with pytest.raises(ManifestError, match="was declared float32, and its data are int64"):
+    with pytest.raises(ManifestError, match="was declared float32, and its data is int64"):
         LocalShard.whole(SPEC, torch.zeros(2, 3, dtype=torch.int64))
-    with pytest.raises(ManifestError, match="was declared int64, and its data are bfloat16"):
+    with pytest.raises(ManifestError, match="was declared int64, and its data is bfloat16"):
         LocalShard.whole(TensorSpec("steps", (), torch.int64), torch.zeros((), dtype=torch.bfloat16))
 
 

@@ -32,7 +32,7 @@ from weightlane.sync import (
 from weightlane.sync.codecs.delta.encoding import DeltaEncoder
 from weightlane.sync.codecs.quantised import Scheme
 from weightlane.sync.codecs.quantised.quantisation import is_quantised, pair_of, wire_specs
-from weightlane.sync.codecs.quantised.restored import Restoring
+from weightlane.sync.codecs.quantised.restored import RestorePlan
 from weightlane.sync.plan import Network
 from weightlane.sync.send.agreement.magnitudes import magnitudes_from_plain, magnitudes_to_plain
 from weightlane.sync.send.snapshot import quantised_snapshot
@@ -179,18 +179,18 @@ F32, BF16, FP8 = torch.float32, torch.bfloat16, torch.float8_e4m3fn
 def test_scales_that_do_not_fit_are_refused(changed: tuple[Any, ...] | None, says: str) -> None:
     manifest = fp8_manifest(TensorSpec(*changed)) if changed else fp8_manifest(without="q.weight_scale_inv")
     with pytest.raises(ManifestError, match=says):
-        Restoring(manifest, expecting(BF16))
+        RestorePlan(manifest, expecting(BF16))
 
 
 def test_what_is_not_known_here_is_refused_a_quantisation_or_the_type_in_which_tensors_are_wanted() -> None:
     plain = fp8_manifest().to_plain() | {"quantised": "nf4"}
     with pytest.raises(ManifestError, match=r"quantised as 'nf4', which is not known here.*Known: fp8, int8"):
-        Restoring(Manifest.from_plain(plain), expecting(BF16))
+        RestorePlan(Manifest.from_plain(plain), expecting(BF16))
     with pytest.raises(ProtocolError, match="quantised"):
         Manifest.from_plain(plain | {"quantised": 8})
-    assert {spec.dtype for spec in Restoring(fp8_manifest(), expecting(BF16, F32, dtype=F32)).specs} == {BF16, F32}
-    with pytest.raises(ManifestError, match="not known in which type it is wanted"):
-        Restoring(fp8_manifest(), expecting(BF16, F32))
+    assert {spec.dtype for spec in RestorePlan(fp8_manifest(), expecting(BF16, F32, dtype=F32)).specs} == {BF16, F32}
+    with pytest.raises(ManifestError, match="the dtype to restore it to is not known"):
+        RestorePlan(fp8_manifest(), expecting(BF16, F32))
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,9 @@ from weightlane.sync.control.messages import Failed
 from weightlane.sync.coordinator.blame import blame
 from weightlane.sync.coordinator.roster import Roster
 from weightlane.sync.plan import Network
-from weightlane.sync.plan.send_assignment import shares
-from weightlane.sync.plan.session_plan import SessionPlan, Supply
+from weightlane.sync.plan.send_assignment import assign_slices
+from weightlane.sync.plan.session_plan import SessionPlan
+from weightlane.sync.plan.supply import Supply
 from weightlane.sync.receive.bucket_sinks import StagedBuckets
 from weightlane.sync.receive.receive_loop import ReceiveLoop, StageRequest
 from weightlane.sync.receive.receive_session import BucketSender, ReceiveLink, ReceiveSession
@@ -241,7 +242,7 @@ def test_whatever_the_routes_every_lane_gets_to_its_receivers_once_and_nobody_wa
         f"trainer-{rank}": Placement.of_boxes((spec, cut(spec, rank, world)) for spec in SPECS.values())
         for rank in range(world)
     }
-    supply = Supply(shares(held), 8192, True, "", Network(1e8 / slowness, 1e8, bucket_bytes=64))
+    supply = Supply(assign_slices(held), 8192, True, "", Network(1e8 / slowness, 1e8, bucket_bytes=64))
     needed = {f"rollout-{number}/0": need for number, need in enumerate([*needs, *needs])}
     gloo = CheckpointEngineRegistry().create("gloo").capabilities
     plan = SessionPlan(supply, needed, gloo, may_relay=True)
@@ -277,7 +278,7 @@ def test_what_is_said_of_links_comes_over_the_wire_or_is_refused() -> None:
     plain = supply.to_plain()
     assert Supply.from_plain(plain).network == SLOW_SENDERS
     for links in ([1e9], [1e9, 0.0, 0.0], [1e9, float("nan"), 0.0], [1e9, "1e9", 0.0], [1e9, 1e9, -1.0], 7, {}):
-        with pytest.raises(ProtocolError, match="not what links carry"):
+        with pytest.raises(ProtocolError, match="not the speeds of a network"):
             Supply.from_plain([*plain[:-1], links])
 
 

@@ -24,7 +24,7 @@ from weightlane.sync.version.packing import (
     scatter_runs,
     stream_places,
 )
-from weightlane.sync.version.stream_parts import parts_of
+from weightlane.sync.version.snapshot_slices import snapshot_slices
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn]
 
@@ -66,7 +66,9 @@ def test_sharded_tensors_arrive_bit_for_bit_through_buckets_of_any_size_and_cut(
         for rank in range(world)
     ]
     places = [compact_places(shards) for shards in by_rank]
-    tables = [CopyTable.of(parts_of(by_rank[rank], places[rank], manifest.regions), manifest) for rank in range(world)]
+    tables = [
+        CopyTable.of(snapshot_slices(by_rank[rank], places[rank], manifest.regions), manifest) for rank in range(world)
+    ]
     snapshots = [taken(*held) for held in zip(by_rank, places, strict=True)]
 
     staging = torch.zeros(manifest.total_bytes, dtype=torch.uint8)

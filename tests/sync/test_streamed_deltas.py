@@ -33,7 +33,7 @@ from weightlane.sync.receive.receive_session import BucketSender, ReceiveLink, R
 from weightlane.sync.receive.staging import Staging
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.bucket_checksums import checksum_of
-from weightlane.sync.version.manifest import DeltaSegment
+from weightlane.sync.version.manifest_message import DeltaSegment
 
 SPECS = tuple(TensorSpec(name, (8,), torch.float32) for name in "abc")
 BASE = Manifest(1, SPECS, 64, identity="t/1")

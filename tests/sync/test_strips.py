@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from weightlane.sync import LocalShard, Manifest, TensorSpec
 from weightlane.sync.version.packing import CopyTable, compact_places, copy_runs, gather_runs, scatter_runs
-from weightlane.sync.version.stream_parts import parts_of
-from weightlane.sync.version.strided_copy import BucketCopies, StridedCopy, StridedRun
+from weightlane.sync.version.snapshot_slices import snapshot_slices
+from weightlane.sync.version.strided_copy import BucketCopies, StridedCopy, StridedRows
 
 runs = st.lists(st.tuples(st.integers(0, 3), st.sampled_from([4, 4, 4, 8, 64])), min_size=0, max_size=30)
 
@@ -53,11 +53,11 @@ def test_ten_thousand_halves_are_one_strip_and_are_sent_from_where_they_lie() ->
     data = torch.zeros(32, dtype=torch.bfloat16)
     shards = [LocalShard(spec, (32,), data) for spec in specs]
     manifest = Manifest(1, tuple(specs), 1 << 20)
-    table = CopyTable.of(parts_of(shards, compact_places(shards), manifest.regions), manifest)
+    table = CopyTable.of(snapshot_slices(shards, compact_places(shards), manifest.regions), manifest)
     start, stop = manifest.window(0)
     window = table.window(start, stop)
-    assert len(window.strips) == 1
-    assert window.strips[0].stream.count == (stop - start) // 128
+    assert len(window.copies) == 1
+    assert window.copies[0].stream.count == (stop - start) // 128
     snapshot, room = torch.arange(640_000).to(torch.uint8), torch.empty(0, dtype=torch.uint8)
     packed = gather_runs(snapshot, table, start, stop, room)
     assert packed.data_ptr() == snapshot.data_ptr()
@@ -66,9 +66,9 @@ def test_ten_thousand_halves_are_one_strip_and_are_sent_from_where_they_lie() ->
 
 def test_runs_that_go_backwards_or_lie_over_each_other_are_no_rows() -> None:
     backwards = [StridedCopy.run(0, 8, 4), StridedCopy.run(8, 4, 4), StridedCopy.run(16, 0, 4)]
-    assert len(BucketCopies.of(backwards).strips) == 3
+    assert len(BucketCopies.of(backwards).copies) == 3
     overlapping = [StridedCopy.run(0, 0, 8), StridedCopy.run(16, 4, 8), StridedCopy.run(32, 8, 8)]
-    assert len(BucketCopies.of(overlapping).strips) == 3
+    assert len(BucketCopies.of(overlapping).copies) == 3
     assert BucketCopies.of([]).nbytes == 0
 
 
@@ -78,8 +78,8 @@ def test_runs_that_go_backwards_or_lie_over_each_other_are_no_rows() -> None:
 def test_a_window_takes_of_columns_what_lies_in_it(
     first: int, nbytes: int, gap: int, count: int, start: int, length: int
 ) -> None:
-    rows = StridedRun(first, nbytes + gap, nbytes, count)
-    piece = StridedCopy(rows, StridedRun(1000, nbytes, nbytes, count))
+    rows = StridedRows(first, nbytes + gap, nbytes, count)
+    piece = StridedCopy(rows, StridedRows(1000, nbytes, nbytes, count))
     at = {
         rows.start + row * rows.step + byte: 1000 + row * nbytes + byte
         for row in range(count)

@@ -9,8 +9,7 @@ import torch
 
 from weightlane.ckpt_engines import CommitError, WeightlaneError
 from weightlane.sync import LivePart, SlicedTensors
-from weightlane.sync.version.manifest import Slicing
-from weightlane.sync.version.sliced_tensors import Pieces
+from weightlane.sync.version.sliced_tensors import SelectedTensors, Slicing
 
 from ..loading.derived import StaleView, renew_derived, stale_views_renewed
 from ..loading.reload import load_version, reload_layers
@@ -112,7 +111,7 @@ class VersionWriter:
             sliced = CommitPlan(sliced_layout(plan.layout, tensors.regions), self._rank.model)
             known = self._sliced = tensors.slicing, sliced
         staged, sources = tensors.staged, known[1].sources
-        known[1].commit(staged if all(name in staged for name in sources) else Pieces(tensors, sources))
+        known[1].commit(staged if all(name in staged for name in sources) else SelectedTensors(tensors, sources))
 
     def _reload(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         with stale_views_renewed(self._rank.model, self._stale_views):

@@ -1,1 +1,1 @@
-"""Versions sent as deltas: encoded by each sender, decoded while they arrive, applied at the commit."""
+"""Deltas: each sender encodes its part, receivers decode it while it arrives and apply it at the commit."""

@@ -1,4 +1,4 @@
-"""Decoding a delta on a thread of its own while the rest of it is still on its way."""
+"""A thread that decodes a delta while the rest of it is still arriving."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ...version.manifest import Manifest
 from .staged_delta import IncomingDelta
 
 _WAITING = 1
-"""Buckets that have arrived and that nobody has begun to decode, at most: so much memory do they take beside what was decoded."""
+"""Limit for buckets that arrived and wait to be decoded: their memory is needed beside that of the decoded delta."""
 
 
-class _Arrived:
-    """Buckets between whoever receives and whoever decodes, who wants them in the stream's order. Thread-safe."""
+class _BucketQueue:
+    """A queue of buckets that arrive in any order and are taken in the stream's order. Thread-safe."""
 
     def __init__(self, what: str, part: str, deadline: Deadline) -> None:
         self._what = what
@@ -32,7 +32,10 @@ class _Arrived:
         self._error: WeightlaneError | None = None
 
     def put(self, index: int, bucket: torch.Tensor) -> None:
-        """Once the ones before were taken, unless another sender still owes one of them. Returns, too, if nobody will take it."""
+        """Add a bucket once the ones before were taken, or at once while another sender still owes one of these.
+
+        Returns after `end`, too.
+        """
         with self._changed:
             self._wait_for(lambda: len(self._buckets) < _WAITING or self._lacks_next(), f"{self._what} to be decoded")
             self._buckets[index] = bucket
@@ -42,7 +45,7 @@ class _Arrived:
         return self._next not in self._buckets
 
     def take(self) -> torch.Tensor:
-        """The next one. Raises why there will be none."""
+        """Wait for the next bucket. Raises the error given to `end`."""
         with self._changed:
             self._wait_for(lambda: not self._lacks_next(), self._what)
             if self._error is not None:
@@ -52,7 +55,7 @@ class _Arrived:
             return self._buckets.pop(self._next - 1)
 
     def end(self, error: WeightlaneError) -> None:
-        """Nobody puts, or takes, any more."""
+        """Release everyone who waits."""
         with self._changed:
             self._error = self._error or error
             self._buckets.clear()
@@ -64,15 +67,15 @@ class _Arrived:
 
 
 class DeltaDecoding:
-    """Hands a delta to `prepare` as it arrives, on a thread of its own that ends with it.
+    """Passes a delta to `prepare` as it arrives, on a thread that ends with the delta.
 
     Args:
-        manifest: What is to come.
-        prepare: What is to be made of it.
-        deadline: Nobody waits longer.
-        part: Whose it is, for errors.
-        runtime: Of the device on which it is prepared.
-        stream: Of that device, on which whatever `prepare` starts is done when `result` returns; None on a CPU.
+        manifest: The manifest of the delta.
+        prepare: Receives the delta; its result is that of `result`.
+        deadline: Limit for every wait.
+        part: The receiver, for errors.
+        runtime: The runtime of the device on which the delta is prepared.
+        stream: The stream of that device that `prepare` works on; `result` waits for it. None on a CPU.
     """
 
     def __init__(
@@ -87,40 +90,40 @@ class DeltaDecoding:
         self._what = f"the delta of version {manifest.version}"
         self._part = part
         self._deadline = deadline
-        self._arrived = _Arrived(self._what, part, deadline)
-        self._made: Future[Any] = Future()
-        arrived, made = self._arrived, self._made
-        incoming = IncomingDelta(manifest, arrived.take)
+        self._queue = _BucketQueue(self._what, part, deadline)
+        self._prepared: Future[Any] = Future()
+        queue, future = self._queue, self._prepared
+        incoming = IncomingDelta(manifest, queue.take)
 
         def run() -> None:
             try:
                 with runtime.on(stream):
                     prepared = prepare(incoming)
-                    for _ in incoming.patches:  # whatever was left out must be valid, too
+                    for _ in incoming.patches:  # patches that `prepare` left out must be valid, too
                         pass
-                runtime.finish(stream)  # others use it on theirs
-            except BaseException as error:  # noqa: BLE001 - raised by whoever waits for it
-                made.set_exception(error)
+                runtime.finish(stream)  # others use the result on their own streams
+            except BaseException as error:  # noqa: BLE001 - raised by `result`
+                future.set_exception(error)
             else:
-                made.set_result(prepared)
-            arrived.end(ClosedError("it was decoded, or could not be.", part=part))
+                future.set_result(prepared)
+            queue.end(ClosedError("it was decoded, or could not be.", part=part))
 
         threading.Thread(target=run, name=f"weightlane-decode-{part}", daemon=True).start()
 
     def arrived(self, index: int, bucket: torch.Tensor) -> None:
-        """Bucket `index` is there and verified; it is not written to again. Raises what decoding has failed with."""
-        self._arrived.put(index, bucket)
-        if self._made.done():
-            self._made.result()
+        """Pass on a verified bucket, which is not written to again. Raises the error with which decoding failed."""
+        self._queue.put(index, bucket)
+        if self._prepared.done():
+            self._prepared.result()
 
     def give_up(self, error: Exception) -> None:
-        """Nothing more will come: the thread ends."""
-        self._arrived.end(as_weightlane_error(error, self._part))
+        """End the thread, because no bucket will arrive any more."""
+        self._queue.end(as_weightlane_error(error, self._part))
 
     def result(self) -> Any:
-        """What `prepare` has made of all of it. Raises what it raised, or `DeadlineExceededError`."""
+        """Wait for the result of `prepare`. Raises its error, or `DeadlineExceededError`."""
         try:
-            return self._made.result(self._deadline.remaining_s)
+            return self._prepared.result(self._deadline.remaining_s)
         except TimeoutError as error:
             if isinstance(error, WeightlaneError):
                 raise

@@ -1,8 +1,8 @@
-"""Which tensors of a version travel quantised, and what they become: the names and shapes of quantised checkpoints.
+"""The quantised tensors of a version: which tensors are quantised, and the names, shapes and slices that they become.
 
 A matrix ``a.b.weight`` of a linear layer becomes two tensors of the stream, its elements under the same name and its scales
 beside them (`weightlane.sync.codecs.quantised`). Everything else stays as it is: embeddings and the head, norms and biases, and
-the routers of mixtures of experts, as in the quantised checkpoints that inference engines load.
+the routers of mixtures of experts. The quantised checkpoints that inference engines load are the same.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from weightlane.ckpt_engines import ConfigError, ManifestError
 from ...version.box import Box
 from ...version.placement import Placement
 from ...version.tensor_spec import TensorSpec, dtype_name
-from .checkpoint import DTYPES, Scheme, scale_name, scale_shape
-from .quantiser import QUANTISERS
+from .checkpoint import DTYPES, QUANTISERS, Scheme, scale_name, scale_shape
 
 _PART = "quantisation"
 _WEIGHT = ".weight"
@@ -30,21 +29,21 @@ _KEPT = frozenset(
         *("gate", "router", "shared_expert_gate"),
     }
 )
-"""Modules with a matrix that stays: heads, embeddings and routers, as models of Hugging Face call them."""
+"""Hugging Face's names of modules whose matrix is not quantised: heads, embeddings and routers."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantisedPair:
-    """A matrix on the wire."""
+    """A quantised matrix on the wire."""
 
     weight: TensorSpec
-    """Its elements."""
+    """The elements."""
     scales: TensorSpec
-    """float32: for fp8 one for each block of 128 x 128, for int8 one for each row."""
+    """The scales, float32: for fp8 one for each block of 128 x 128, for int8 one for each row."""
 
 
 def is_quantised(spec: TensorSpec) -> bool:
-    """Whether a tensor of the checkpoint travels quantised, where anything does."""
+    """Whether a tensor of the checkpoint is quantised when a version is."""
     module = spec.name.removesuffix(_WEIGHT).rpartition(".")[2]
     return (
         spec.name.endswith(_WEIGHT)
@@ -57,7 +56,7 @@ def is_quantised(spec: TensorSpec) -> bool:
 
 
 def pair_of(spec: TensorSpec, scheme: Scheme) -> QuantisedPair:
-    """What a matrix becomes."""
+    """The elements and scales that a matrix becomes."""
     rows, columns = spec.shape
     return QuantisedPair(
         TensorSpec(spec.name, spec.shape, DTYPES[scheme]),
@@ -66,11 +65,7 @@ def pair_of(spec: TensorSpec, scheme: Scheme) -> QuantisedPair:
 
 
 def wire_specs(specs: Iterable[TensorSpec], scheme: Scheme) -> list[TensorSpec]:
-    """The tensors of a version that is sent quantised, scales behind their elements.
-
-    Raises:
-        ConfigError: There is nothing to quantise.
-    """
+    """The tensors of a quantised version; scales follow their elements. Raises `ConfigError` if there is nothing to quantise."""
     wire: list[TensorSpec] = []
     for spec in specs:
         if is_quantised(spec):
@@ -88,7 +83,7 @@ def wire_specs(specs: Iterable[TensorSpec], scheme: Scheme) -> list[TensorSpec]:
 
 
 def quantised_placement(held: Placement, scheme: Scheme) -> Placement:
-    """What a rank sends of a quantised version that sends `held` of the checkpoint: see `scale_box`."""
+    """The slices of a quantised version that a rank sends instead of `held`. For the scales see `scale_box`."""
 
     def wire() -> Iterator[tuple[TensorSpec, Box]]:
         for spec, boxes in zip(held.specs, held.boxes, strict=True):
@@ -104,30 +99,26 @@ def quantised_placement(held: Placement, scheme: Scheme) -> Placement:
 
 
 def scale_box(pair: QuantisedPair, box: Box, scheme: Scheme) -> Box:
-    """The scales that whoever sends `box` of a matrix sends: of the blocks of which it has the first element."""
+    """The scales that belong to the sender of `box` of a matrix: those of the blocks whose first element is in `box`."""
     return _blocks(box.starts, box.stops, pair, scheme)
 
 
 def touched_blocks(pair: QuantisedPair, box: Box, scheme: Scheme) -> Box:
-    """The scales of every element of `box` of a matrix: of the blocks of which it has any."""
+    """The scales of all elements of `box` of a matrix: those of the blocks that `box` touches."""
     block = QUANTISERS[scheme].block_shape(pair.weight.shape[1])
     starts = tuple(start // size * size for start, size in zip(box.starts, block, strict=True))
     return _blocks(starts, box.stops if box.numel else starts, pair, scheme)
 
 
 def _blocks(starts: tuple[int, ...], stops: tuple[int, ...], pair: QuantisedPair, scheme: Scheme) -> Box:
-    """The blocks whose first row and column lie between `starts` and `stops`."""
+    """The blocks whose first element lies between `starts` and `stops`."""
     block = QUANTISERS[scheme].block_shape(pair.weight.shape[1])
     firsts, lasts = (tuple(-(-at // size) for at, size in zip(edge, block, strict=True)) for edge in (starts, stops))
     return Box(firsts, tuple(last - first for first, last in zip(firsts, lasts, strict=True)))
 
 
 def checked_scheme(name: str) -> Scheme:
-    """`name` as a scheme.
-
-    Raises:
-        ManifestError: This side knows no scheme of that name.
-    """
+    """The scheme with this name. Raises `ManifestError` for an unknown name."""
     for known in DTYPES:
         if known == name:
             return known
@@ -139,10 +130,10 @@ def checked_scheme(name: str) -> Scheme:
 
 
 def quantised_pairs(specs: Iterable[TensorSpec], scheme: Scheme) -> dict[str, QuantisedPair]:
-    """The matrices among the tensors of a quantised version, by name.
+    """The quantised matrices among the tensors of a version, by name.
 
     Raises:
-        ManifestError: One lacks its scales or has some that do not fit, or there are scales of nothing.
+        ManifestError: The scales of a matrix are missing or do not fit, or scales have no matrix.
     """
     by_name: Mapping[str, TensorSpec] = {spec.name: spec for spec in specs}
     pairs: dict[str, QuantisedPair] = {}
@@ -151,7 +142,7 @@ def quantised_pairs(specs: Iterable[TensorSpec], scheme: Scheme) -> dict[str, Qu
             continue
         scales = by_name.get(scale_name(name, scheme))
         if len(spec.shape) != _MATRIX:
-            raise _unfit(f"{name} is quantised and has shape {list(spec.shape)}, which is no matrix's")
+            raise _unfit(f"{name} is quantised and has shape {list(spec.shape)}, so it is no matrix")
         if scales is None:
             raise _unfit(f"{name} is quantised and its scales {scale_name(name, scheme)} are missing")
         wanted = pair_of(spec, scheme).scales

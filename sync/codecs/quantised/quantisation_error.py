@@ -1,4 +1,4 @@
-"""How far quantised values are from what they stand for."""
+"""The error of quantised values against the values before."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class QuantisationReport:
-    """The error of a tensor or of several, against the values before, in float32. Reports of shards add up with ``+``."""
+    """The error of one tensor or of several, in float32. Reports of shards add up with ``+``."""
 
     elements: int = 0
     max_abs: float = 0.0
@@ -22,11 +22,11 @@ class QuantisationReport:
 
     @property
     def relative_rms(self) -> float:
-        """Root mean square of the error over that of the values; 0 where all values are 0."""
+        """Root mean square of the error over that of the values; 0 if all values are 0."""
         return math.sqrt(self.squared_error / self.squared) if self.squared else 0.0
 
     def to_plain(self) -> tuple[int, float, float, float]:
-        """Its fields, in order."""
+        """The fields in order, as JSON."""
         return self.elements, self.max_abs, self.squared_error, self.squared
 
     def __add__(self, other: QuantisationReport) -> QuantisationReport:

@@ -1,4 +1,4 @@
-"""What of a quantised version a rollout rank needs that restores it: the elements that it reads, and their scales."""
+"""The slices of a quantised version that a rollout rank needs to restore it: elements and their scales."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .quantisation import QuantisedPair, quantised_pairs, touched_blocks
 
 
 def needed_on_the_wire(needed: Placement, sent: Sequence[TensorSpec], scheme: Scheme) -> Placement | None:
-    """What of the tensors `sent` a rank needs that needs `needed` of what they stand for; None if that is something else.
+    """Translate `needed` from restored tensors to the tensors `sent` on the wire. Returns None if `needed` has other tensors.
 
     Raises:
-        ManifestError: What is sent is no quantised version.
+        ManifestError: `sent` is no quantised version.
     """
     pairs = quantised_pairs(sent, scheme)
     scales = {pair.scales.name for pair in pairs.values()}

@@ -1,4 +1,4 @@
-"""The receiver's side of a quantised version: what it stands for, slice by slice, for a model in another type."""
+"""The receiver's side of a quantised version, which is restored slice by slice for a model in another dtype."""
 
 from __future__ import annotations
 
@@ -11,40 +11,38 @@ from weightlane.ckpt_engines import ManifestError
 
 from ...version.box import Box
 from ...version.expectation import Expectation
-from ...version.manifest import Manifest, Slicing
-from ...version.sliced_tensors import LazyTensors, SlicedTensors
+from ...version.manifest import Manifest
+from ...version.sliced_tensors import LazyTensors, SlicedTensors, Slicing
 from ...version.tensor_spec import TensorSlice, TensorSpec
-from .checkpoint import DTYPES, Scheme
+from .checkpoint import DTYPES, QUANTISERS, Scheme
 from .quantisation import QuantisedPair, checked_scheme, quantised_pairs, touched_blocks
-from .quantiser import QUANTISERS
 
 
-class Restoring:
-    """How a receiver takes the versions of a manifest: as they come, or restored.
+class RestorePlan:
+    """The form in which a receiver loads the versions of a manifest: as they were sent, or restored.
 
     Args:
-        manifest: Of a version.
-        expectation: What the receiver's model is made of.
+        manifest: The manifest of a version.
+        expectation: The tensors of the receiver's model.
 
     Raises:
-        ManifestError: Its quantisation is not known here, or its tensors do not fit each other.
+        ManifestError: The scheme is unknown, or the version's tensors do not fit each other.
     """
 
     def __init__(self, manifest: Manifest, expectation: Expectation) -> None:
-        tensors = manifest.tensors
         self.scheme: Scheme = "fp8"
-        """As what matrices were quantised, if any are restored."""
+        """The scheme of restored matrices, if there are any."""
         self.pairs: dict[str, QuantisedPair] = {}
         """The matrices that are restored, by name."""
-        self.specs = tensors
-        """What the version consists of once it is restored."""
+        self.specs = manifest.tensors
+        """The tensors of the version once it is restored."""
         self.regions: dict[str, TensorSlice] = {}
-        """Which slices of restored tensors come, by the names under which they come."""
+        """Slices of restored tensors, by their names in the stream."""
         self.scales: dict[str, list[tuple[Box, str]]] = defaultdict(list)
-        """Which slices of which scales come, with their names."""
+        """Slices of each tensor of scales, with their names in the stream."""
         self._slicing = manifest.slicing
-        self._order = [spec.name for spec in tensors]
-        """Of a version that goes by a transfer plan, and of which every tensor comes whole; empty otherwise."""
+        # The checkpoint's order of tensors, if the version is sent in slices that are whole tensors.
+        self._order = [spec.name for spec in manifest.tensors]
         if manifest.slicing is None or {spec.name for spec in manifest.specs} != set(self._order):
             self._order = []
         if manifest.quantised:
@@ -56,7 +54,7 @@ class Restoring:
         if any(pair.scales.name in expectation.tensors for pair in pairs.values()):
             return  # the model itself is quantised
         self.scheme, self.pairs = scheme, pairs
-        dtypes = {name: _wanted(name, expectation, scheme) for name in pairs}
+        dtypes = {name: _wanted_dtype(name, expectation, scheme) for name in pairs}
         scales = {pair.scales.name for pair in pairs.values()}
         self.specs = tuple(
             TensorSpec(spec.name, spec.shape, dtypes.get(spec.name, spec.dtype))
@@ -75,7 +73,7 @@ class Restoring:
             self._slicing = Slicing(manifest.plan, self.specs, tuple(self.regions.values()))
 
     def __call__(self, staged: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """The tensors to load, of what is staged of the stream."""
+        """The tensors to load; `staged` are the tensors of the stream."""
         if self.pairs:
             staged = RestoredTensors(self, staged)
         elif self._order:
@@ -84,65 +82,65 @@ class Restoring:
 
     @property
     def restores(self) -> bool:
-        """Whether anything is restored."""
+        """Whether a matrix is restored."""
         return bool(self.pairs)
 
 
 class RestoredTensors(LazyTensors):
-    """What came of a quantised version as it was before, as far as quantising leaves it.
+    """The slices of a quantised version, each restored when it is read.
 
     Args:
-        how: Which slices of what these are.
-        staged: They as they came, scales included.
+        plan: Describes the slices.
+        staged: The tensors of the stream, scales included.
     """
 
-    def __init__(self, how: Restoring, staged: Mapping[str, torch.Tensor]) -> None:
-        self._how = how
+    def __init__(self, plan: RestorePlan, staged: Mapping[str, torch.Tensor]) -> None:
+        self._plan = plan
         self._staged = staged
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> torch.Tensor:
-        region, staged = self._how.regions[name], self._staged[name]
-        pair = self._how.pairs.get(region.spec.name)
+        region, staged = self._plan.regions[name], self._staged[name]
+        pair = self._plan.pairs.get(region.spec.name)
         if pair is None:
             return staged
         out = torch.empty(staged.shape, dtype=region.spec.dtype, device=staged.device)
-        scales = self._scales(pair, touched_blocks(pair, region.box, self._how.scheme), staged.device)
+        scales = self._scales(pair, touched_blocks(pair, region.box, self._plan.scheme), staged.device)
         row, column = region.box.starts
-        return QUANTISERS[self._how.scheme].dequantise(staged, scales, at=(row, column), out=out)
+        return QUANTISERS[self._plan.scheme].dequantise(staged, scales, at=(row, column), out=out)
 
     def _scales(self, pair: QuantisedPair, blocks: Box, device: torch.device) -> torch.Tensor:
-        """Of `blocks`. Where a slice has elements that nobody needs here, their scales may not have come: these are NaN."""
+        """The scales of `blocks`. Scales that did not arrive, because nothing here needs their elements, are NaN."""
         scales = torch.full(blocks.shape, float("nan"), dtype=torch.float32, device=device)
-        for box, name in self._how.scales[pair.scales.name]:
+        for box, name in self._plan.scales[pair.scales.name]:
             if (common := box.intersect(blocks)) is not None:
                 scales[common.within(blocks).index] = self._staged[name][common.within(box).index]
         return scales
 
     def __contains__(self, name: object) -> bool:
-        return name in self._how.regions
+        return name in self._plan.regions
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._how.regions)
+        return iter(self._plan.regions)
 
     def __len__(self) -> int:
-        return len(self._how.regions)
+        return len(self._plan.regions)
 
     def without_data(self, name: str) -> torch.Tensor:
         """See `LazyTensors`."""
-        region = self._how.regions[name]
+        region = self._plan.regions[name]
         return torch.empty(region.box.shape, dtype=region.spec.dtype, device="meta")
 
 
 def are_restored(tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether `tensors` are of a quantised version, for a model in another type."""
+    """Whether `tensors` are restored from a quantised version."""
     return isinstance(tensors.staged if isinstance(tensors, SlicedTensors) else tensors, RestoredTensors)
 
 
-def _wanted(name: str, expectation: Expectation, scheme: Scheme) -> torch.dtype:
-    """In which type the receiver wants a matrix."""
+def _wanted_dtype(name: str, expectation: Expectation, scheme: Scheme) -> torch.dtype:
+    """The dtype in which the receiver loads a matrix."""
     expected = expectation.tensors.get(expectation.tied.get(name, name))
-    if expected is None:  # refused as unexpected
+    if expected is None:  # refused later as unexpected
         return DTYPES[scheme]
     floats = [dtype for dtype in expected.dtypes if dtype.is_floating_point and dtype.itemsize > 1]
     if expectation.dtype in floats:
@@ -150,7 +148,7 @@ def _wanted(name: str, expectation: Expectation, scheme: Scheme) -> torch.dtype:
     if len(floats) == 1:
         return floats[0]
     raise ManifestError(
-        f"{name} came quantised, and it is not known in which type it is wanted here.",
+        f"{name} was sent quantised, and the dtype to restore it to is not known.",
         part="quantisation",
         hint="Give the Expectation its dtype.",
     )

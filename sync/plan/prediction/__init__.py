@@ -1,1 +1,1 @@
-"""How long a transfer plan should take, on models and networks that need not be there."""
+"""Predicted traffic and time of a transfer plan, for models and networks that need not exist."""

@@ -1,4 +1,4 @@
-"""The way of engines that store: one trainer rank gathers every tensor and writes it, and whoever wants it reads it."""
+"""The prediction for engines that store: one trainer rank gathers and writes every tensor, and every rollout rank reads it."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from .plan_report import bytes_by_replica
 from .traffic import busiest_of
 
 STORE = "the store"
-"""What stands for it among the ranks."""
+"""Name of the store among the ranks of a link."""
 
 
 def gathered_report(
     shares: Mapping[str, Placement], receivers: Sequence[str], network: Network, *, links: int = 10
 ) -> dict[str, Any]:
-    """Say in plain data what it takes; the store itself is taken to be as fast as whoever writes or reads.
+    """Predict bytes and times, for a store that is as fast as its readers and writers.
 
     Args:
-        shares: What each trainer rank contributes, by name; the first gathers.
+        shares: The slices that each trainer rank contributes, by name; the first rank gathers.
         receivers: The rollout ranks, each of which reads everything.
-        network: What links carry.
-        links: How many of the busiest links are listed.
+        network: Speeds of the network cards.
+        links: Number of busiest links to list.
 
     Returns:
-        Sizes are in bytes, times in seconds; where a key is in `explain` too, it says the same.
+        Sizes in bytes and times in seconds. Keys that `explain` has, too, have the same meaning.
     """
     specs = {spec.name: spec for share in shares.values() for spec in share.specs}.values()
     payload = sum(spec.nbytes for spec in specs)
@@ -41,7 +41,7 @@ def gathered_report(
     receiver, receiver_bytes, receiver_balance = busiest_of(dict.fromkeys(receivers, payload))
     gather_s = sum(given.values()) / network.sender_bytes_per_s
     write_s, read_s = payload / network.sender_bytes_per_s, payload / network.receiver_bytes_per_s
-    # A file is at least a bucket and never less than a tensor, and is complete before anybody reads it.
+    # A file is at least a bucket and never less than a tensor, and is complete before a rank reads it.
     window = max([network.bucket_bytes, *(spec.nbytes for spec in specs)])
     slowest = min(network.sender_bytes_per_s, network.receiver_bytes_per_s)
     behind_s = 2 * (min(payload, window) / slowest + network.latency_s)

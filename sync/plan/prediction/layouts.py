@@ -1,6 +1,6 @@
-"""What the ranks of common parallel layouts hold and need: placements of shapes, without a model or a run.
+"""Common parallel layouts, and the placements of their ranks for a model of `shapes`, without a run.
 
-Layouts are written like ``pp8 ep32`` and ``8x tp16 ep16``: a word for each kind of parallelism, with its number of ranks.
+A layout is written like ``pp8 ep32`` or ``8x tp16 ep16``: a word for each kind of parallelism, with its number of ranks.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from .shapes import ModelShape, Weight
 _PART = "plan"
 _WORD = re.compile(r"([a-z]+)(\d+)|(\d+)(x)")
 _MOST_RANKS = 1 << 16
+"""Limit for the ranks of a layout, so that a typing error does not take all memory."""
 
 USUAL: dict[str, tuple[str, str]] = {
     "30b": ("fsdp32", "8x tp2"),
     "235b": ("pp4 tp4 ep8 dp2", "4x tp8 ep8"),
     "1t": ("pp8 ep32", "8x tp16 ep16"),
 }
-"""For each of `weightlane.sync.plan.prediction.shapes.SHAPES`, how trainer and rollout ranks may well be laid out."""
+"""Usual layouts of trainer and rollout ranks for each model of `weightlane.sync.plan.prediction.shapes.SHAPES`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerLayout:
-    """Trainer ranks.
+    """The layout of trainer ranks, of one of two kinds.
 
-    Either pipeline stages of `tp` x `dp` ranks, where everything but experts is cut over `tp` and copied over `dp`, and whole
-    experts are dealt out over `ep` ranks of a stage (as Megatron does); or `fsdp` ranks that cut every parameter along its first
-    dimension, which is the expert's number where experts are fused, `dp` times.
+    Pipeline stages of `tp` x `dp` ranks: everything but experts is cut over `tp` and replicated over `dp`, and whole experts are
+    distributed over `ep` ranks of a stage (as in Megatron). Or `dp` groups of `fsdp` ranks that cut every parameter along its
+    first dimension, which for fused experts is the expert.
     """
 
     pp: int = 1
@@ -47,7 +48,7 @@ class TrainerLayout:
 
     @classmethod
     def parse(cls, text: str) -> TrainerLayout:
-        """From words such as ``pp8 ep32``; without ``dp``, as few copies as `ep` needs. Raises `ConfigError`."""
+        """Parse words such as ``pp8 ep32``. Without ``dp`` there are as few replicas as `ep` needs. Raises `ConfigError`."""
         sizes = _words(text, ("pp", "tp", "ep", "dp", "fsdp"), "--trainer")
         if "fsdp" in sizes and sizes.keys() & {"pp", "tp", "ep"}:
             raise _bad("--trainer", text, "fsdp goes with dp only")
@@ -58,16 +59,16 @@ class TrainerLayout:
                 raise _bad("--trainer", text, f"{ep} ranks do not share the experts of a stage of {tp * sizes['dp']}")
         layout = cls(**sizes)
         if layout.ranks > _MOST_RANKS:
-            raise _bad("--trainer", text, f"that are {layout.ranks} ranks")
+            raise _bad("--trainer", text, f"these are {layout.ranks} ranks, more than {_MOST_RANKS}")
         return layout
 
     @property
     def ranks(self) -> int:
-        """How many."""
+        """Number of ranks."""
         return self.pp * self.tp * self.dp * self.fsdp
 
     def placements(self, shape: ModelShape, weights: Sequence[Weight]) -> dict[str, Placement]:
-        """What each rank holds; `ConfigError` where the shape cannot be cut so."""
+        """The slices that each rank holds, by name. Raises `ConfigError` where the layout does not fit the model."""
         _check_experts("--trainer", shape, self.ep)
         held = self._sharded(shape, weights) if self.fsdp > 1 else self._in_stages(shape, weights)
         return {f"trainer-{rank}": placement for rank, placement in enumerate(held)}
@@ -96,7 +97,7 @@ class TrainerLayout:
 
 @dataclass(frozen=True, slots=True)
 class RolloutLayout:
-    """Replicas of `tp` ranks each; with `ep`, experts are dealt out whole over these ranks instead of being cut."""
+    """Replicas of `tp` ranks each. With `ep`, whole experts are distributed over these ranks instead of being cut."""
 
     replicas: int = 1
     tp: int = 1
@@ -104,36 +105,36 @@ class RolloutLayout:
 
     @classmethod
     def parse(cls, text: str) -> RolloutLayout:
-        """From words such as ``8x tp16 ep16``. Raises `ConfigError`."""
+        """Parse words such as ``8x tp16 ep16``. Raises `ConfigError`."""
         sizes = _words(text, ("x", "tp", "ep"), "--rollout")
         layout = cls(sizes.get("x", 1), sizes.get("tp", 1), sizes.get("ep", 1))
         if layout.ep not in (1, layout.tp):
             raise _bad("--rollout", text, "ep is 1 or the same as tp")
-        if layout.replicas * layout.tp > _MOST_RANKS:
-            raise _bad("--rollout", text, f"that are {layout.replicas * layout.tp} ranks")
+        if layout.ranks > _MOST_RANKS:
+            raise _bad("--rollout", text, f"these are {layout.ranks} ranks, more than {_MOST_RANKS}")
         return layout
 
     @property
     def ranks(self) -> int:
-        """How many."""
+        """Number of ranks."""
         return self.replicas * self.tp
 
     def placements(self, shape: ModelShape, weights: Sequence[Weight]) -> dict[str, Placement]:
-        """What each rank needs; replicas need the same. `ConfigError` where the shape cannot be cut so."""
+        """The slices that each rank needs, by name; replicas need the same. Raises `ConfigError` if the layout does not fit."""
         _check_experts("--rollout", shape, self.ep)
         cut = _Slices(weights, self.tp)
-        of_rank = [
+        by_rank = [
             cut.placement(rank, _experts(shape, self.ep, rank % self.ep), cut_experts=self.ep == 1)
             for rank in range(self.tp)
         ]
         return {
-            f"rollout-{replica}/{rank}": of_rank[rank]
+            f"rollout-{replica}/{rank}": by_rank[rank]
             for replica, rank in product(range(self.replicas), range(self.tp))
         }
 
 
 class _Slices:
-    """Tensors that a group of tensor-parallel ranks shares."""
+    """The tensors of one group of tensor-parallel ranks."""
 
     def __init__(self, weights: Sequence[Weight], ranks: int) -> None:
         self._shared = [weight for weight in weights if weight.expert is None]
@@ -141,7 +142,7 @@ class _Slices:
         self._ranks = ranks
 
     def placement(self, rank: int, experts: range, *, cut_experts: bool = False) -> Placement:
-        """Of one of them, with whole experts, or its part of each."""
+        """The slices of one rank, with these experts whole or its part of each."""
         slices = [(weight.spec, cut(weight, self._ranks, rank)) for weight in self._shared]
         mine = [weight for weight in self._experts if weight.expert in experts]
         if cut_experts:
@@ -152,8 +153,8 @@ class _Slices:
 
 
 def cut(weight: Weight, ranks: int, rank: int) -> Box:
-    """The slice of a tensor that rank number `rank` of `ranks` tensor-parallel ranks has."""
-    if weight.of is not None:  # scales: of every block of which the rank has a part of the matrix
+    """The slice of a tensor that rank `rank` of `ranks` tensor-parallel ranks has."""
+    if weight.of is not None:  # a rank has the scales of every block of the matrix that it touches
         part = cut(Weight(weight.of, weight.cut, weight.layer, weight.expert, weight.units), ranks, rank)
         first = tuple(start // weight.block for start in part.starts)
         last = tuple(-(-stop // weight.block) for stop in part.stops)
@@ -171,8 +172,7 @@ def cut(weight: Weight, ranks: int, rank: int) -> Box:
 def _part(shape: tuple[int, ...], axis: int, ranks: int, rank: int) -> Box:
     size = -(-shape[axis] // ranks)
     first = min(rank * size, shape[axis])
-    starts = tuple(first if each == axis else 0 for each in range(len(shape)))
-    return Box(starts, (*shape[:axis], min(size, shape[axis] - first), *shape[axis + 1 :]))
+    return Box.whole(shape).with_axis(axis, first, min(size, shape[axis] - first))
 
 
 @cache
@@ -181,7 +181,7 @@ def _whole(shape: tuple[int, ...]) -> Box:
 
 
 def _placement(slices: Sequence[tuple[TensorSpec, Box]]) -> Placement:
-    """One slice of each tensor."""
+    """The placement with one slice of each tensor."""
     return Placement(tuple(spec for spec, _ in slices), tuple((box,) if box.numel else () for _, box in slices))
 
 
@@ -191,7 +191,7 @@ def _experts(shape: ModelShape, ranks: int, rank: int) -> range:
 
 
 def _stages(layers: int, stages: int) -> list[int]:
-    """The stage of each layer: as many layers in each as possible, the first stages having one more."""
+    """The stage of each layer. Stages have equally many layers, or the first ones one more."""
     each, more = divmod(layers, stages)
     return [stage for stage in range(stages) for _ in range(each + (stage < more))]
 
@@ -214,7 +214,7 @@ def _words(text: str, known: Sequence[str], option: str) -> dict[str, int]:
             raise _bad(option, text, f"{kind} is given twice")
         sizes[kind] = int(found[2] or found[3])
         if not 1 <= sizes[kind] <= _MOST_RANKS:
-            raise _bad(option, text, f"{word!r} is no number of ranks")
+            raise _bad(option, text, f"{word!r} has no valid number of ranks")
     return sizes
 
 

@@ -1,9 +1,8 @@
-"""How long a version should take over given links: what a plan is judged by before there are any.
+"""The predicted time of a version over given network cards.
 
-The model: a sender begins its lanes in their order, one after the other, each pipelined in buckets with two in flight. A lane
-goes as fast as its slowest hop lets it. Lanes that meet at a network card share it fairly (max-min fairness: Bertsekas and
-Gallager, "Data Networks", 6.5.2), and a card sends and receives at the same time. Packing, staging and commits are not in it,
-nor is what switches between the cards do.
+The model: a sender sends its lanes one after the other, each in buckets with two in flight. A lane is as fast as its slowest hop.
+Lanes at one network card share it fairly (max-min fairness: Bertsekas and Gallager, "Data Networks", 6.5.2). A card sends and
+receives at the same time. Packing, staging, commits, and switches between the cards are not modelled.
 """
 
 from __future__ import annotations
@@ -20,41 +19,45 @@ from ..transfer_plan import TransferPlan
 from .traffic import Traffic, traffic
 
 _STEPS = 400
+"""Shortest step of a simulation, as a fraction of the predicted time's lower bound; it limits the number of steps."""
 _IN_FLIGHT = 2
+"""Buckets of a lane on the wire, as the pipeline has them."""
 _ROUNDING = 1e-9
+"""Relative difference of two speeds that is taken for rounding."""
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Seconds that a version takes."""
+    """The predicted time of a version."""
 
     seconds: float
     bound_s: float
-    """What the busiest network card needs for its bytes: no schedule of these routes is faster."""
+    """Seconds that the busiest network card needs for its bytes: no schedule of these routes is faster."""
     busiest: str
-    """Whose card that is."""
+    """The rank with this card."""
     sends: bool
-    """Whether it is busy with sending; else with receiving."""
+    """Whether the card is busy with sending; otherwise with receiving."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatherAndBroadcast:
-    """Seconds for the same version through one trainer rank, which gathers buckets and sends the one before meanwhile."""
+    """The predicted time of the same version through one trainer rank, which sends one bucket while it gathers the next."""
 
     gather_s: float
+    """Seconds to gather the version."""
     streams_s: float
-    """All of it, when every replica gets a stream of its own, and its ranks hand it on to one another."""
+    """Seconds in all when every replica gets a stream of its own, which its ranks relay to one another."""
     tree_s: float
-    """All of it, when every rank hands it on to the next, or to two others: whichever is faster."""
+    """Seconds in all when every rank relays to the next, or to two others, whichever is faster."""
 
 
 def predict(plan: TransferPlan, routes: Sequence[Route], network: Network) -> Prediction:
-    """How long a plan takes by the given routes."""
+    """Predict the time of a plan whose lanes take these routes."""
     moved = traffic(plan, routes)
     bound_s, busiest, sends = _bound(plan, moved, network)
-    # Steps are not exact: what one leaves over is spent at the speed of the next.
+    # Steps are not exact: the rest of one is spent at the speed of the next.
     seconds = max(_Simulation(plan, routes, network).run(bound_s), bound_s)
     return Prediction(seconds, bound_s, busiest, sends)
 
@@ -62,14 +65,14 @@ def predict(plan: TransferPlan, routes: Sequence[Route], network: Network) -> Pr
 def gather_and_broadcast(
     payload_bytes: int, own_bytes: int, replicas: int, ranks: int, network: Network
 ) -> GatherAndBroadcast:
-    """How long one sender takes for all, for comparison; its ranks' cards are as fast as those of `predict`.
+    """Predict the time with one sender for all, as a comparison for `predict`.
 
     Args:
-        payload_bytes: All tensors, once.
-        own_bytes: What the gathering rank has itself.
-        replicas: How many replicas take all of it.
-        ranks: How many rollout ranks these have together, each of which gets all of it.
-        network: What links carry.
+        payload_bytes: Bytes of all tensors.
+        own_bytes: Bytes that the gathering rank has itself.
+        replicas: Number of replicas.
+        ranks: Number of rollout ranks of all replicas; each receives everything.
+        network: Speeds of the network cards.
     """
     gather_s = (payload_bytes - own_bytes) / network.sender_bytes_per_s
     fill_s = network.fill_s(payload_bytes)
@@ -94,7 +97,7 @@ def _bound(plan: TransferPlan, moved: Traffic, network: Network) -> tuple[float,
 
 
 class _Simulation:
-    """Lanes in flight, in steps of time during which their speeds do not change."""
+    """Simulates the lanes in steps of time during which their speeds do not change."""
 
     def __init__(self, plan: TransferPlan, routes: Sequence[Route], network: Network) -> None:
         cards: dict[tuple[str, bool], int] = {}
@@ -108,7 +111,7 @@ class _Simulation:
             return cards[name, sends]
 
         self._used: list[tuple[Ints, Floats]] = []
-        """Of each lane, the cards that it uses and how often its bytes pass each."""
+        """For each lane the cards that it uses, and how often its bytes pass each."""
         tail_s = []
         for route, nbytes in zip(routes, plan.lane_bytes, strict=True):
             often: dict[int, int] = {}
@@ -128,7 +131,7 @@ class _Simulation:
             self._queues.setdefault(lane.sender, []).append(number)
 
     def run(self, bound_s: float) -> float:
-        """Seconds until the last receiver has everything; `bound_s` sets how fine the steps are."""
+        """Seconds until the last receiver has everything. Steps are a fraction of `bound_s`."""
         now_s, end_s = 0.0, 0.0
         queues = [queue[::-1] for queue in self._queues.values()]
         wait_s = np.full(len(queues), self._latency_s)
@@ -143,7 +146,7 @@ class _Simulation:
                     self._left[lane] -= max(step_s - wait_s[index], 0.0) * speeds[index]
                     wait_s[index] = max(wait_s[index] - step_s, 0.0)
                 else:
-                    # What is left of the step goes to the next lane: as a wait that is negative.
+                    # The rest of the step goes to the next lane, as a negative wait.
                     end_s = max(end_s, now_s + float(finish_s[index]) + float(self._tail_s[lane]))
                     wait_s[index] = self._latency_s - (step_s - finish_s[index])
                     queue.pop()
@@ -155,23 +158,24 @@ class _Simulation:
         return end_s
 
     def _shared(self, lanes: Ints) -> Floats:
-        """How fast each of these lanes goes, bytes per second, when they share cards fairly."""
+        """Speed of each of these lanes in bytes per second when they share cards fairly."""
         used = [self._used[lane] for lane in lanes]
         first = np.cumsum([0, *(len(cards) for cards, _ in used)])[:-1]
         cards = np.concatenate([cards for cards, _ in used])
         often = np.concatenate([times for _, times in used])
         whose = np.repeat(np.arange(len(lanes)), [len(cards) for cards, _ in used])
         room, speeds = self._speeds.copy(), np.zeros(len(lanes))
-        going = np.ones(len(lanes), bool)
-        while going.any():
-            weights = np.bincount(cards, often * going[whose], len(room))
+        unknown = np.ones(len(lanes), bool)
+        while unknown.any():
+            weights = np.bincount(cards, often * unknown[whose], len(room))
             fair = np.divide(room, weights, out=np.full(len(room), np.inf), where=weights > 0)
             offered = np.minimum(np.minimum.reduceat(fair[cards], first), self._most)
-            # A card is a bottleneck when no lane through it is held up more elsewhere; the lanes through it are settled.
-            held_up = np.bincount(cards, (offered[whose] < fair[cards] * (1 - _ROUNDING)) & going[whose], len(room)) > 0
-            settled = going & (np.logical_or.reduceat(~held_up[cards], first) | (offered >= self._most))
-            speeds[settled] = offered[settled]
+            # A card is a bottleneck when no lane through it is slower elsewhere. That gives the speed of all lanes through it.
+            slower = (offered[whose] < fair[cards] * (1 - _ROUNDING)) & unknown[whose]
+            free = np.bincount(cards, slower, len(room)) > 0
+            found = unknown & (np.logical_or.reduceat(~free[cards], first) | (offered >= self._most))
+            speeds[found] = offered[found]
             # Rounding must not leave a lane without any speed.
-            room = np.maximum(room - np.bincount(cards, often * (speeds * settled)[whose], len(room)), 1.0)
-            going &= ~settled
+            room = np.maximum(room - np.bincount(cards, often * (speeds * found)[whose], len(room)), 1.0)
+            unknown &= ~found
         return speeds

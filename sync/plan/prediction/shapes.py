@@ -1,4 +1,4 @@
-"""The tensors of known models, without their weights: what plans are tried on where there is no run.
+"""The tensors of known models, without their weights, for plans without a run.
 
 Sizes are those of the models' published ``config.json`` files, names those of their checkpoints on Hugging Face.
 """
@@ -18,7 +18,7 @@ from ...codecs.quantised.quantisation import is_quantised, pair_of
 from ...version.tensor_spec import TensorSpec
 
 Cut = Literal["whole", "rows", "columns", "kv_heads"]
-"""How ranks of a tensor-parallel group share a matrix; ``"kv_heads"`` is by rows, of which a rank has at least one head."""
+"""How tensor-parallel ranks divide a matrix. ``"kv_heads"`` is by rows, with at least one head for each rank."""
 Wire = Literal["bf16", "fp8"]
 
 
@@ -35,7 +35,7 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What a mixture-of-experts decoder is made of."""
+    """Sizes of a mixture-of-experts decoder."""
 
     name: str
     layers: int
@@ -47,7 +47,7 @@ class ModelShape:
     experts: int
     expert_width: int
     dense_layers: int = 0
-    """So many layers at the beginning have one wide feed-forward network instead of experts."""
+    """Number of first layers that have one wide feed-forward network instead of experts."""
     dense_width: int = 0
     shared_experts: int = 0
     latent: LatentAttention | None = None
@@ -55,19 +55,19 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A tensor of a checkpoint, and how parallel ranks cut it."""
+    """A tensor of a checkpoint, and the way in which parallel ranks cut it."""
 
     spec: TensorSpec
     cut: Cut
     layer: int
-    """-1 for what comes before the first layer, `ModelShape.layers` for what comes behind the last."""
+    """The layer; -1 before the first layer, `ModelShape.layers` after the last."""
     expert: int | None = None
     units: int = 1
-    """With ``"kv_heads"``, of how many heads it is."""
+    """Number of heads, for ``"kv_heads"``."""
     block: int = 1
-    """So many rows and columns of the matrix that it belongs to are one of this: more than 1 for scales."""
+    """Rows and columns of the matrix `of` that share one scale; 1 for anything but scales."""
     of: TensorSpec | None = None
-    """The matrix that these are the scales of."""
+    """The matrix whose scales these are; None for anything but scales."""
 
 
 SHAPES: dict[str, ModelShape] = {
@@ -89,11 +89,11 @@ SHAPES: dict[str, ModelShape] = {
         latent=LatentAttention(1536, 512, 128, 64, 128),
     ),
 }
-"""By the name under which ``weightlane plan`` knows them. ``1t`` has the sizes of Kimi K2."""
+"""Known models by their name in ``weightlane plan``. ``1t`` has the sizes of Kimi K2."""
 
 
 def wire_named(name: str) -> Wire:
-    """`name` as a type on the wire; `ConfigError` for a name that is none."""
+    """The format on the wire with this name. Raises `ConfigError` for an unknown name."""
     for known in get_args(Wire):
         if name == known:
             return cast("Wire", known)
@@ -101,7 +101,7 @@ def wire_named(name: str) -> Wire:
 
 
 def shape_named(name: str) -> ModelShape:
-    """One of `SHAPES`; `ConfigError` for a name that is none."""
+    """The model of `SHAPES` with this name. Raises `ConfigError` for an unknown name."""
     try:
         return SHAPES[name.lower()]
     except KeyError:
@@ -113,9 +113,9 @@ def shape_named(name: str) -> ModelShape:
 
 
 def weights(shape: ModelShape, wire: Wire = "bf16") -> list[Weight]:
-    """Every tensor on the wire, in the order of the layers; with ``"fp8"``, matrices in e4m3 and scales of 128 x 128 blocks."""
+    """Every tensor on the wire in the order of layers; for ``"fp8"`` matrices in e4m3 and scales of 128 x 128 blocks."""
     plain = list(_weights(shape))
-    return plain if wire == "bf16" else [part for weight in plain for part in _quantised(weight)]
+    return plain if wire == "bf16" else [each for weight in plain for each in _quantised(weight)]
 
 
 def _quantised(weight: Weight) -> Iterator[Weight]:

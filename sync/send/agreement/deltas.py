@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ...codecs.delta.encoding import segments_from_plain, segments_to_plain
-from ...version.manifest import DeltaSegment
+from ...version.manifest_message import DeltaSegment, segments_from_plain
 
 DELTAS = "delta segments"
 """The topic."""
@@ -17,7 +16,7 @@ DELTAS = "delta segments"
 
 def delta_to_plain(base_version: int, segments: Sequence[DeltaSegment]) -> list[Any]:
     """A rank's segments, and the version that they apply to, as JSON. A rank without a delta says None instead."""
-    return [base_version, segments_to_plain(segments)]
+    return [base_version, [segment.to_plain() for segment in segments]]
 
 
 def all_segments(said: Iterable[Any], base_version: int) -> list[tuple[DeltaSegment, ...]]:

@@ -17,7 +17,7 @@ import torch
 
 from weightlane.ckpt_engines import ManifestError, ProtocolError
 
-from ...plan import Replicated
+from ...plan import ReplicatedSlice
 from ...version.box import Box
 from ...version.bucket_checksums import checksum_of
 from ...version.tensor_spec import LocalShard, TensorSpec, raw_bytes
@@ -57,7 +57,7 @@ class ReplicatedShards:
         shards: This rank's shards.
     """
 
-    def __init__(self, replicated: Sequence[Replicated], shards: Sequence[LocalShard]) -> None:
+    def __init__(self, replicated: Sequence[ReplicatedSlice], shards: Sequence[LocalShard]) -> None:
         by_name: dict[str, list[LocalShard]] = defaultdict(list)
         for shard in shards:
             by_name[shard.spec.name].append(shard)
@@ -99,7 +99,7 @@ class ReplicatedShards:
                     )
 
 
-def _in_turns(slices: Sequence[Replicated]) -> list[list[int]]:
+def _in_turns(slices: Sequence[ReplicatedSlice]) -> list[list[int]]:
     """Numbers of the slices that are digested for one version, for each of the versions that take turns."""
     turns: list[list[int]] = [[]]
     nbytes = 0

@@ -17,7 +17,7 @@ import torch
 from ...codecs.quantised import QUANTISERS, Scheme
 from ...codecs.quantised.quantisation import QuantisedPair, is_quantised, pair_of, scale_box
 from ...version.box import Box
-from ...version.tensor_spec import Held, HeldSlice, LocalShard
+from ...version.tensor_spec import LazyShard, LocalShard, Shard
 from .quantised_blocks import CutBlocks, QuantisedMatrix, block_of, corner, regions_of
 from .snapshot import Snapshot, device_of
 from .steps import Copy, Leftovers, Milestone, copies
@@ -65,7 +65,7 @@ class QuantisedShards:
     def __init__(self, shards: Sequence[LocalShard], scheme: Scheme) -> None:
         self._shards = list(shards)
         self._scheme = scheme
-        self.slices: list[Held] = []
+        self.slices: list[Shard] = []
         """The slices of the version's tensors that the rank sends."""
         for shard in shards:
             if not is_quantised(shard.spec):
@@ -73,8 +73,8 @@ class QuantisedShards:
                 continue
             pair = pair_of(shard.spec, scheme)
             differing = _differing(shard, pair, scheme) if shard.numel else None
-            self.slices.append(HeldSlice(pair.weight, shard.box, differing))
-            self.slices.append(HeldSlice(pair.scales, scale_box(pair, shard.box, scheme)))
+            self.slices.append(LazyShard(pair.weight, shard.box, differing))
+            self.slices.append(LazyShard(pair.scales, scale_box(pair, shard.box, scheme)))
 
     def snapshot(self, offsets: Sequence[int]) -> Snapshot:
         """The snapshot in which each slice begins at one of `offsets`. It counts steps to say how far it has read."""
@@ -107,12 +107,12 @@ class QuantisedShards:
         return Snapshot(device_of(self._shards), milestones, nbytes, ends, len(steps), is_cut=is_cut)
 
 
-def _key(each: Held) -> _Key:
+def _key(each: Shard) -> _Key:
     return each.spec.name, each.box
 
 
 def _differing(shard: LocalShard, pair: QuantisedPair, scheme: Scheme) -> Callable[[torch.Tensor], float] | None:
-    """Quantise one block, or some rows, and compare it with the base: see `HeldSlice.differing`.
+    """Quantise one block, or some rows, and compare it with the base: see `LazyShard.differing`.
 
     None where every row of an int8 matrix is divided: the scales depend too much on other ranks.
     """

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import pytest
 import torch
@@ -13,10 +11,8 @@ from hypothesis import strategies as st
 
 from weightlane.ckpt_engines import ConfigError
 from weightlane.sync.codecs.delta.format import decode, encode
-from weightlane.sync.codecs.delta.format.decoder import read_header
-from weightlane.sync.codecs.delta.format.digest import digest_after, digest_of
 from weightlane.sync.codecs.delta.format.encoder import Encoded, TooDense
-from weightlane.sync.codecs.delta.format.patch import Patch, update_base_
+from weightlane.sync.codecs.delta.format.patch import Patch
 from weightlane.sync.codecs.delta.format.wire_format import (
     BITMAP,
     BLOCK,
@@ -40,25 +36,22 @@ def flipped(old: torch.Tensor, where: torch.Tensor, seed: int = 1) -> torch.Tens
 
 
 def check_round_trip(old: torch.Tensor, new: torch.Tensor) -> tuple[Encoded, Patch]:
-    """Encode, write, decode, apply and swap; every result is what it should be to the bit."""
+    """Encode, write, decode and swap; every result is what it should be to the bit."""
     encoded = encode(old, new)
     assert isinstance(encoded, Encoded)
     items = bits(old).view(-1, old.itemsize) != bits(new).view(-1, old.itemsize)
     differ = items.any(1).nonzero().squeeze(1)
     assert encoded.changed == differ.numel() <= encoded.carried
     wire = encoded.to_bytes()
-    assert wire.numel() == encoded.nbytes == read_header(wire).nbytes
+    assert wire.numel() == encoded.nbytes
     assert encoded.nbytes <= new.nbytes * 1.0001 + 200
     patch = decode(wire, elements=new.numel(), itemsize=new.itemsize)
     bits(wire).fill_(255)  # the patch owns its memory
-    held = old.clone()
-    patch.apply_(held)
-    assert torch.equal(bits(held), bits(new))
-    held = old.clone()
-    patch.swap_(held)
-    assert torch.equal(bits(held), bits(new))
-    patch.swap_(held)
-    assert torch.equal(bits(held), bits(old))
+    received = old.clone()
+    patch.swap_(received)
+    assert torch.equal(bits(received), bits(new))
+    patch.swap_(received)
+    assert torch.equal(bits(received), bits(old))
     positions, values = patch.positions_and_values()
     assert (positions[1:] > positions[:-1]).all()
     assert torch.equal(bits(values), bits(new).view(-1, new.itemsize)[positions].reshape(-1))
@@ -87,7 +80,7 @@ def test_a_delta_turns_the_base_into_the_new_version_whatever_the_dtype(
 
 
 def test_frames_meet_without_a_gap() -> None:
-    """Changes on both sides of every boundary, in a segment of more than two frames, on several threads too."""
+    """Changes on both sides of every boundary, in a segment of more than two frames."""
     numel = 2 * FRAME + 3
     old = random_bits((numel,), torch.uint8)
     edges = torch.arange(0, numel, BLOCK)
@@ -97,12 +90,8 @@ def test_frames_meet_without_a_gap() -> None:
     where[-1] = True
     where[FRAME + 5 * BLOCK : FRAME + 7 * BLOCK] = True
     new = flipped(old, where)
-    encoded, patch = check_round_trip(old, new)
+    _, patch = check_round_trip(old, new)
     assert [run.base for run in patch.contiguous] == [FRAME + 5 * BLOCK, 2 * FRAME]
-    with ThreadPoolExecutor(3) as threads:
-        again = encode(old, new, threads=threads)
-    assert isinstance(again, Encoded)
-    assert torch.equal(again.to_bytes(), encoded.to_bytes())
 
 
 def test_equal_and_unequal_are_a_matter_of_bits() -> None:
@@ -125,7 +114,7 @@ def test_a_delta_is_about_as_small_as_it_can_be(density: float, most: float) -> 
     encoded = encode(old, flipped(old, torch.rand(numel, generator=torch.Generator().manual_seed(0)) < density))
     assert isinstance(encoded, Encoded)
     assert encoded.nbytes / old.nbytes < most
-    assert encoded.density == pytest.approx(density, rel=0.05)
+    assert encoded.changed / encoded.elements == pytest.approx(density, rel=0.05)
     if density == 0.01:
         patch = decode(encoded.to_bytes(), elements=numel, itemsize=2)
         assert patch.nbytes == 3 * encoded.changed * old.itemsize
@@ -179,36 +168,9 @@ def test_a_patch_goes_only_where_it_belongs() -> None:
     patch = decode(encoded.to_bytes(), elements=64, itemsize=2)
     for wrong in (torch.zeros(65, dtype=torch.bfloat16), torch.zeros(64)):
         with pytest.raises(ConfigError, match="64 elements of 2 bytes"):
-            patch.apply_(wrong)
+            patch.swap_(wrong)
     with pytest.raises(ConfigError, match="not contiguous"):
         patch.swap_(torch.zeros(64, 2, dtype=torch.bfloat16)[:, 0])
-    held = torch.zeros(8, 8, dtype=torch.bfloat16)
-    patch.to("cpu").apply_(held)
-    assert held.eq(1).all()
-
-
-def test_a_digest_tells_contents_sizes_and_order() -> None:
-    a, b = random_bits((100,), torch.bfloat16, 1), random_bits((50,), torch.float32, 2)
-    digest = digest_of([a, b])
-    assert len(digest) == 32
-    assert digest == digest_of([a.clone(), b.clone()])
-    assert digest == digest_of([a.view(10, 10), bits(b)]), "bytes count, not what they mean"
-    others = [
-        digest_of([b, a]),
-        digest_of([torch.cat((bits(a), bits(b)))]),
-        digest_of([a]),
-        digest_of([a, b, a[:0]]),
-        digest_of([flipped(a, torch.arange(100) == 57), b]),
-        digest_after(digest, []),
-        digest_after(digest, [a]),
-    ]
-    assert len({digest, *others}) == 1 + len(others)
-    assert digest_after(digest, [a]) == digest_after(digest, [a.clone()])
-
-
-def test_a_base_becomes_the_new_version() -> None:
-    base, new = random_bits((100,), torch.float32, 1), random_bits((100,), torch.float32, 2)
-    update_base_(base, new)
-    assert torch.equal(bits(base), bits(new))
-    with pytest.raises(ConfigError, match="cannot become"):
-        update_base_(base, new[:50])
+    received = torch.zeros(8, 8, dtype=torch.bfloat16)
+    patch.to("cpu").swap_(received)
+    assert received.eq(1).all()

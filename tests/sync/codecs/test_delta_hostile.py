@@ -11,7 +11,6 @@ import torch
 
 from weightlane.ckpt_engines import ProtocolError
 from weightlane.sync.codecs.delta.format import decode, encode
-from weightlane.sync.codecs.delta.format.decoder import read_header
 from weightlane.sync.codecs.delta.format.encoder import Encoded
 from weightlane.sync.codecs.delta.format.wire_format import BLOCK, FRAME_HEADER, HEADER, SECTION_HEADER
 
@@ -37,7 +36,6 @@ def test_the_valid_delta_is_taken_from_any_buffer() -> None:
     read(wire)
     read(wire.numpy().tobytes())
     decode(memoryview(wire.numpy()), elements=ELEMENTS, itemsize=2)
-    assert read_header(wire[: HEADER.size]).elements == ELEMENTS
 
 
 def test_another_segments_delta_is_refused() -> None:
@@ -149,5 +147,5 @@ def test_no_damage_is_ever_taken_for_anything_but_a_delta_of_the_segment() -> No
         assert (positions[1:] > positions[:-1]).all()
         assert positions[0] >= 0
         assert positions[-1] < ELEMENTS
-        patch.apply_(torch.zeros(ELEMENTS, dtype=torch.int16))
+        patch.swap_(torch.zeros(ELEMENTS, dtype=torch.int16))
     assert refused > 100

@@ -54,11 +54,11 @@ def test_without_triton_torch_does_the_same(dtype: torch.dtype) -> None:
     positions, values = counted.compact()
     assert positions.tolist() == list(range(0, 1000, 7))
     assert counted.total == len(positions)
-    held = old.clone()
-    cuda_kernels.scatter(held, positions.int(), values, keep_old=True)
-    assert torch.equal(held, new)
-    cuda_kernels.scatter(held, positions.int(), values, keep_old=False)
-    assert torch.equal(held, old)
+    received = old.clone()
+    cuda_kernels.exchange(received, positions.int(), values)
+    assert torch.equal(received, new)
+    cuda_kernels.exchange(received, positions.int(), values)
+    assert torch.equal(received, old)
 
 
 @pytest.mark.usefixtures("no_triton")

@@ -13,15 +13,15 @@ from quantised_reference import REFERENCES, restored
 
 from weightlane.ckpt_engines import ConfigError, ManifestError
 from weightlane.sync.codecs.quantised import (
+    QUANTISERS,
     QuantisationReport,
     Quantiser,
-    block_fp8,
-    channel_int8,
     quantization_config,
     scale_name,
     scale_shape,
 )
 
+block_fp8, channel_int8 = QUANTISERS["fp8"], QUANTISERS["int8"]
 SOURCES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 1), (128, 128), (129, 127), (300, 200), (5, 700), (256, 384), (0, 5), (5, 0)]
 

@@ -22,7 +22,7 @@ def changes(dtype: torch.dtype, numel: int, density: float) -> tuple[torch.Tenso
 
 
 def interpret() -> None:
-    """Both passes and the scatter against plain torch."""
+    """Both passes and the exchange against plain torch."""
     checked = 0
     for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64):
         for numel in (1, triton_kernels.BLOCK, 3 * triton_kernels.BLOCK + 7):
@@ -36,10 +36,10 @@ def interpret() -> None:
                 assert torch.equal(positions, expected)
                 assert torch.equal(values, new[expected])
                 target = old.clone()
-                cuda_kernels.scatter(target, positions.int(), values, keep_old=True)
+                cuda_kernels.exchange(target, positions.int(), values)
                 assert torch.equal(target, new)
                 assert torch.equal(values, old[expected])
-                cuda_kernels.scatter(target, positions.int(), values, keep_old=False)
+                cuda_kernels.exchange(target, positions.int(), values)
                 assert torch.equal(target, old)
                 checked += 1
     print(f"{checked} cases")
@@ -61,9 +61,9 @@ def compile_for_gpus() -> None:
                 block,
             ),
             (
-                triton_kernels.scatter_kernel,
+                triton_kernels.exchange_kernel,
                 {"target": f"*{item}", "positions": "*i32", "values": f"*{item}"},
-                {"KEEP_OLD": True, **block},
+                block,
             ),
         ]
         for kernel, pointers, constants in programs:

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightlane.ckpt_engines import ManifestError
-from weightlane.sync.plan import Holdings, TransferPlan, plan_transfer
-from weightlane.sync.plan.send_assignment import shares
+from weightlane.sync.plan import HolderMap, TransferPlan, plan_transfer
+from weightlane.sync.plan.send_assignment import assign_slices
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.placement import Placement
 from weightlane.sync.version.tensor_spec import TensorSpec
@@ -51,7 +51,7 @@ def equal(one: Counts, other: Counts) -> bool:
 @given(problems())
 def test_every_element_is_sent_by_one_rank_that_holds_it_and_what_more_hold_is_named_with_them(problem: tuple) -> None:
     specs, held, _ = problem
-    sent = shares(held)
+    sent = assign_slices(held)
     by_rank = {rank: counts(specs, slices_of(placement)) for rank, placement in held.items()}
     assert list(sent) == list(held)
     assert {spec for placement in sent.values() for spec in placement.specs} == set(specs)
@@ -61,7 +61,7 @@ def test_every_element_is_sent_by_one_rank_that_holds_it_and_what_more_hold_is_n
         assert all(by_rank[rank][name][box.index].all() for name, box in slices_of(placement))
     copies = {spec.name: sum(found[spec.name] for found in by_rank.values()) for spec in specs}
     said = counts(specs, ())
-    for each in Holdings.of(held).replicated():
+    for each in HolderMap.of(held).replicated():
         holders = [rank for rank in held if (by_rank[rank][each.spec.name][each.box.index] == 1).all()]
         assert set(holders) == set(each.holders)
         said[each.spec.name][each.box.index] += len(each.holders)
@@ -77,7 +77,7 @@ def copied(placements: Mapping[str, Placement]) -> dict[str, Placement]:
 def test_every_needed_element_arrives_once_and_nothing_else_does_by_the_same_plan_everywhere(problem: tuple) -> None:
     """Where whole shares are shown, each sender has one lane to whoever needs any of it."""
     specs, held, needed = problem
-    sent = shares(held)
+    sent = assign_slices(held)
     plan, whole = plans = [plan_transfer(sent, needed, cut=cut) for cut in ("exact", "shares")]
     for lane in plan.lanes:
         own = counts(specs, slices_of(sent[lane.sender]))
@@ -98,7 +98,7 @@ def test_every_needed_element_arrives_once_and_nothing_else_does_by_the_same_pla
     for lane in whole.lanes:
         cells = counts(specs, ((whole.specs[cell.tensor].name, cell.box) for cell in lane.cells))
         assert equal(cells, counts(specs, slices_of(sent[lane.sender])))
-    there = [plan_transfer(shares(copied(held)), copied(needed), cut=cut) for cut in ("exact", "shares")]
+    there = [plan_transfer(assign_slices(copied(held)), copied(needed), cut=cut) for cut in ("exact", "shares")]
     assert there == plans
     assert [each.digest for each in there] == [each.digest for each in plans]
 
@@ -106,7 +106,7 @@ def test_every_needed_element_arrives_once_and_nothing_else_does_by_the_same_pla
 @given(problems(), st.data())
 def test_a_plan_that_differs_in_anything_has_another_digest(problem: tuple, data: st.DataObject) -> None:
     _, held, needed = problem
-    plan = plan_transfer(shares(held), needed, cut="exact")
+    plan = plan_transfer(assign_slices(held), needed, cut="exact")
     others = [TransferPlan((*plan.specs, TensorSpec("more", (1,), BF16)), plan.lanes)]
     for place, spec in enumerate(plan.specs):
         renamed = TensorSpec(spec.name + "'", spec.shape, spec.dtype)
@@ -136,7 +136,7 @@ def test_a_plan_that_differs_in_anything_has_another_digest(problem: tuple, data
 def test_no_rank_sends_much_more_than_it_must_whoever_holds_what(problem: tuple) -> None:
     """What only the ranks of a set hold, divided by how many these are, is the least that its busiest rank sends."""
     _, held, _ = problem
-    holdings = Holdings.of(held)
+    holdings = HolderMap.of(held)
     cells = [
         (set(holders), box.numel * spec.dtype.itemsize)
         for spec, found in zip(holdings.specs, holdings.cells, strict=True)
@@ -148,7 +148,7 @@ def test_no_rank_sends_much_more_than_it_must_whoever_holds_what(problem: tuple)
     elements = 4 * len(
         {frozenset(holders) for holders, _ in cells}
     )  # which are not divided: one of 4 bytes for each set
-    assert max(placement.nbytes for placement in shares(held).values()) <= 1.05 * least + elements
+    assert max(placement.nbytes for placement in assign_slices(held).values()) <= 1.05 * least + elements
 
 
 @pytest.mark.parametrize(("largest_rows", "mean_of"), [(5000, 2), (2000, 6)])
@@ -161,14 +161,14 @@ def test_overlapping_sets_of_holders_balance_along_a_chain(largest_rows: int, me
         for rank in range(ranks)
     }
     least = sum(spec.nbytes for spec in specs[: mean_of - 1]) / mean_of
-    assert max(placement.nbytes for placement in shares(held).values()) <= 1.1 * least
+    assert max(placement.nbytes for placement in assign_slices(held).values()) <= 1.1 * least
 
 
 def test_replicas_that_need_the_same_share_lanes() -> None:
     spec = TensorSpec("w", (8, 4), BF16)
     halves = [Placement.of([(spec, Box((row, 0), (4, 4)))]) for row in (0, 4)]
     needed = {f"rollout-{replica}/{rank}": halves[rank] for replica in range(3) for rank in range(2)}
-    plan = plan_transfer(shares({"trainer-0": Placement.whole([spec])}), needed, cut="exact")
+    plan = plan_transfer(assign_slices({"trainer-0": Placement.whole([spec])}), needed, cut="exact")
     assert [lane.receivers for lane in plan.lanes] == [
         tuple(f"rollout-{replica}/{rank}" for replica in range(3)) for rank in range(2)
     ]
@@ -178,7 +178,7 @@ def test_senders_begin_with_different_receivers() -> None:
     spec = TensorSpec("w", (8, 8), BF16)
     held = {f"trainer-{rank}": Placement.of([(spec, Box((0, 2 * rank), (8, 2)))]) for rank in range(4)}
     needed = {f"rollout-0/{rank}": Placement.of([(spec, Box((2 * rank, 0), (2, 8)))]) for rank in range(4)}
-    plan = plan_transfer(shares(held), needed, cut="exact")
+    plan = plan_transfer(assign_slices(held), needed, cut="exact")
     first: dict[str, tuple[str, ...]] = {}
     for lane in plan.lanes:
         first.setdefault(lane.sender, lane.receivers)
@@ -219,7 +219,7 @@ def whole(*shape: int, dtype: torch.dtype = BF16) -> Placement:
 )
 def test_ranks_that_do_not_make_up_every_tensor_are_named_with_it(held: dict[str, Placement], said: str) -> None:
     with pytest.raises(ManifestError) as caught:
-        shares(held)
+        assign_slices(held)
     assert said in str(caught.value)
     assert caught.value.peer in held
 
@@ -246,7 +246,6 @@ TWICE = {"trainer-0": WHOLE, "trainer-1": of(Box((6, 2), (2, 2)))}
             of(Box((4, 0), (8, 4))),
             "rollout-0/0 needs [4:12, 0:4] of w of shape [8, 4], which no trainer rank sends",
         ),
-        ({}, of(), "no rank of rollout-0 (rollout-0/0) needs w, which trainer-0 sends"),
         (LACKING, of(Box((2, 2), (1, 2))), "rollout-0/0 needs [2:3, 3:4] of w of shape [8, 4], which no trainer"),
         (TWICE, WHOLE, "[6:8, 2:4] of w is in the shares of trainer-0, trainer-1"),
     ],
@@ -262,19 +261,8 @@ def test_what_a_receiver_cannot_get_is_said_before_the_first_byte(
     assert caught.value.peer == ("trainer-1" if sent is TWICE else "rollout-0/0")
 
 
-def test_each_replica_must_need_every_tensor_that_is_not_allowed_to_be_unused() -> None:
-    sent = shares({"trainer-0": Placement.whole([W, HEAD])})
-    needed = {"rollout-0/0": Placement.whole([W, HEAD]), "rollout-1/0": WHOLE}
-    says = r"no rank of rollout-1 \(rollout-1/0\) needs lm_head, which trainer-0 sends"
-    with pytest.raises(ManifestError, match=says):
-        plan_transfer(sent, needed, cut="exact")
-    assert plan_transfer(sent, needed, cut="exact", unused={"lm_head"}).lanes
-    one = dict.fromkeys(needed, "together")
-    assert plan_transfer(sent, needed, cut="exact", replicas=one).lanes
-
-
 def test_a_receiver_may_have_a_dtype_that_holds_every_value_that_is_sent() -> None:
     wider = {"rollout-0/0": whole(8, 4, dtype=torch.float32)}
-    plan = plan_transfer(shares({"trainer-0": WHOLE}), wider, cut="exact")
+    plan = plan_transfer(assign_slices({"trainer-0": WHOLE}), wider, cut="exact")
     assert plan.specs == (W,)
     assert plan.lane_bytes == (64,)

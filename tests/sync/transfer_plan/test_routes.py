@@ -14,7 +14,7 @@ from weightlane.ckpt_engines import ConfigError
 from weightlane.sync.plan import Network, TransferPlan, plan_routes, plan_transfer
 from weightlane.sync.plan.prediction.predict import predict
 from weightlane.sync.plan.prediction.traffic import traffic
-from weightlane.sync.plan.send_assignment import shares
+from weightlane.sync.plan.send_assignment import assign_slices
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.placement import Placement
 from weightlane.sync.version.tensor_spec import TensorSpec
@@ -29,7 +29,7 @@ def one_to_all(replicas: int, rows: int = 1 << 20, senders: int = 1) -> Transfer
     each = rows // senders
     held = {f"trainer-{rank}": Placement.of([(spec, Box((rank * each, 0), (each, 64)))]) for rank in range(senders)}
     whole = Placement.whole([spec])
-    return plan_transfer(shares(held), {f"rollout-{replica}/0": whole for replica in range(replicas)})
+    return plan_transfer(assign_slices(held), {f"rollout-{replica}/0": whole for replica in range(replicas)})
 
 
 @given(problems(), networks, st.booleans())
@@ -37,7 +37,7 @@ def test_every_receiver_gets_a_lane_once_from_somebody_who_has_it_and_no_sooner_
     problem: tuple, network: Network, may_relay: bool
 ) -> None:
     _, held, needed = problem
-    plan = plan_transfer(shares(held), needed)
+    plan = plan_transfer(assign_slices(held), needed)
     routes = plan_routes(plan, network, may_relay=may_relay)
     assert routes == plan_routes(plan, network, may_relay=may_relay)
     for lane, route in zip(plan.lanes, routes, strict=True):
@@ -93,7 +93,7 @@ def test_lanes_with_the_same_receivers_chain_in_turn_so_that_all_relay_as_much()
     spec = TensorSpec("w", (1 << 20, 64), torch.bfloat16)
     columns = [Placement.of([(spec, Box((0, 8 * each), (1 << 20, 8)))]) for each in range(8)]
     needed = {f"rollout-{replica}/{rank}": columns[rank] for replica in range(16) for rank in range(8)}
-    plan = plan_transfer(shares({f"trainer-{rank}": Placement.whole([spec]) for rank in range(4)}), needed)
+    plan = plan_transfer(assign_slices({f"trainer-{rank}": Placement.whole([spec]) for rank in range(4)}), needed)
     routes = plan_routes(plan, Network(1e9, 1e9, latency_s=1e-6, bucket_bytes=1 << 15), may_relay=True)
     first: dict[tuple[str, ...], list[str]] = {}
     for lane, route in zip(plan.lanes, routes, strict=True):

@@ -14,7 +14,7 @@ from weightlane.sync.codecs.quantised.quantisation import wire_specs
 from weightlane.sync.plan import Network, plan_report, plan_transfer
 from weightlane.sync.plan.prediction.layouts import USUAL, RolloutLayout, TrainerLayout
 from weightlane.sync.plan.prediction.shapes import SHAPES, ModelShape, shape_named, weights
-from weightlane.sync.plan.send_assignment import shares
+from weightlane.sync.plan.send_assignment import assign_slices
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.placement import Placement
 
@@ -65,7 +65,7 @@ def test_every_layout_holds_and_needs_every_element(trainer: str, name: str, wir
         for spec, boxes in zip(placement.specs, placement.boxes, strict=True):
             found[spec.name] += sum(box.numel for box in boxes)
     assert all(found[weight.spec.name] >= weight.spec.numel for weight in tensors)
-    sent = shares(held)
+    sent = assign_slices(held)
     whole = Placement.whole([weight.spec for weight in tensors])
     everything = plan_transfer(sent, {"rollout-0": whole})
     assert sum(everything.lane_bytes) == whole.nbytes
@@ -88,7 +88,7 @@ def test_more_ranks_than_key_value_heads_share_heads() -> None:
         (TrainerLayout, "pp2 pp4", "pp is given twice"),
         (TrainerLayout, "fsdp8 tp2", "fsdp goes with dp only"),
         (TrainerLayout, "dp2 ep4", "4 ranks do not share the experts of a stage of 2"),
-        (TrainerLayout, "pp0", "'pp0' is no number of ranks"),
+        (TrainerLayout, "pp0", "'pp0' has no valid number of ranks"),
         (TrainerLayout, "pp60000 dp60000", "3600000000 ranks"),
         (RolloutLayout, "8x pp2", "'pp2' is no part of a layout"),
         (RolloutLayout, "tp8 ep4", "ep is 1 or the same as tp"),
@@ -147,7 +147,7 @@ def calls_of_planning(shape: ModelShape, trainer: str, rollout: str) -> int:
 
     sys.setprofile(note)
     try:
-        plan_transfer(shares(held), needed)
+        plan_transfer(assign_slices(held), needed)
     finally:
         sys.setprofile(None)
     return calls

@@ -1,7 +1,7 @@
-"""The lossless delta codec: only the elements whose bits changed, against a base that both sides hold.
+"""The lossless delta codec: the elements whose bits changed since a base that sender and receiver both have.
 
 >>> import torch
->>> from weightlane.sync.codecs.delta.format import decode, digest_of, encode
+>>> from weightlane.sync.codecs.delta.format import decode, encode
 >>> base = torch.zeros(100_000, dtype=torch.bfloat16)
 >>> new = base.clone()
 >>> new[::100] = 1.5
@@ -9,31 +9,25 @@
 >>> delta.changed, f"{delta.nbytes / new.nbytes:.4f}"
 (1000, '0.0156')
 >>> patch = decode(delta.to_bytes(), elements=100_000, itemsize=2)
->>> held = base.clone()
->>> patch.swap_(held)
->>> digest_of([held]) == digest_of([new])
+>>> received = base.clone()
+>>> patch.swap_(received)
+>>> torch.equal(received, new)
 True
->>> patch.swap_(held)  # takes it back
->>> torch.equal(held, base)
+>>> patch.swap_(received)  # rolls back
+>>> torch.equal(received, base)
 True
 """
 
-from .decoder import Header, decode, read_header
-from .digest import digest_after, digest_of
+from .decoder import decode
 from .encoder import Encoded, TooDense, encode
-from .patch import ContiguousValues, Patch, ScatteredValues, update_base_
+from .patch import ContiguousValues, Patch, ScatteredValues
 
 __all__ = [
     "ContiguousValues",
     "Encoded",
-    "Header",
     "Patch",
     "ScatteredValues",
     "TooDense",
     "decode",
-    "digest_after",
-    "digest_of",
     "encode",
-    "read_header",
-    "update_base_",
 ]

@@ -1,7 +1,7 @@
-"""Comparing, compacting and scattering on a device: Triton where it is installed, else the same with torch.
+"""Comparing, compacting and exchanging elements on a device, with Triton where it is installed, else with torch.
 
-Two passes: the first counts what differs in each block, which says how long the result is and where each block's part of it
-begins; the second writes it there. The count alone already tells whether a delta can pay.
+Finding changes takes two passes. The first counts the differing elements of each block, which tells where each block's part of
+the result begins. The second writes the result. The count alone tells whether a delta can pay.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from weightlane.ckpt_engines.runtime.devices import runtime_of
 
 @dataclass(frozen=True, slots=True)
 class CountedChanges:
-    """How much differs between two segments on a device."""
+    """The number of differing elements of two segments on a device."""
 
     old: torch.Tensor
     """Integers of the element size, 1-D."""
     new: torch.Tensor
     ends: torch.Tensor | None
-    """int64: the number of differing elements up to the end of each program's block; None without Triton."""
+    """Running total of differing elements at the end of each program's block, int64; None without Triton."""
     total: int
 
     def compact(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,7 +36,9 @@ class CountedChanges:
         positions = torch.empty(self.total, dtype=torch.int64, device=self.new.device)
         values = torch.empty(self.total, dtype=self.new.dtype, device=self.new.device)
         if self.total:
-            with runtime_of(self.new.device).current():  # on which Triton launches, wherever its arguments are
+            with runtime_of(
+                self.new.device
+            ).current():  # Triton launches on the current device, wherever its arguments are
                 kernels.compact_kernel[(self.ends.numel(),)](
                     self.old, self.new, self.ends, positions, values, self.new.numel(), BLOCK=kernels.BLOCK
                 )
@@ -57,19 +59,18 @@ def count_changes(old: torch.Tensor, new: torch.Tensor) -> CountedChanges:
     return CountedChanges(old, new, ends, int(ends[-1]) if programs else 0)
 
 
-def scatter(target: torch.Tensor, positions: torch.Tensor, values: torch.Tensor, *, keep_old: bool) -> None:
-    """Write `values` to `positions` (int32, each once) of `target`; with `keep_old` leave what stood there in `values`."""
+def exchange(target: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> None:
+    """Exchange the elements at `positions` (int32, each once) of `target` with `values`."""
     kernels = _kernels()
     if kernels is None:
         at = positions.long()
-        old = target[at] if keep_old else None
+        old = target[at]
         target[at] = values
-        if old is not None:
-            values.copy_(old)
+        values.copy_(old)
     elif positions.numel():
         with runtime_of(target.device).current():
-            kernels.scatter_kernel[(-(-positions.numel() // kernels.BLOCK),)](
-                target, positions, values, positions.numel(), KEEP_OLD=keep_old, BLOCK=kernels.BLOCK
+            kernels.exchange_kernel[(-(-positions.numel() // kernels.BLOCK),)](
+                target, positions, values, positions.numel(), BLOCK=kernels.BLOCK
             )
 
 

@@ -1,9 +1,9 @@
-"""From received bytes to a patch, believing nothing."""
+"""The decoder: from received bytes, which are not trusted, to a patch."""
 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from weightlane.ckpt_engines import ProtocolError
 
 from . import elias_fano
 from .patch import ContiguousValues, Patch, ScatteredValues
-from .raw import ITEM_SIZES, PART, Bytes, Positions, Words, tensor_of, unsigned, words_of
+from .raw import PART, Bytes, Positions, tensor_of, unsigned, words_of
 from .wire_format import (
     BITMAP,
     DENSE,
@@ -50,7 +50,7 @@ class _Reader:
         return self._data.size - self._at
 
     def take(self, nbytes: int) -> Bytes:
-        """The next `nbytes`, and the zeros behind them up to a multiple of 8."""
+        """The next `nbytes`; the zeros that fill them up to a multiple of 8 are skipped."""
         end = self._at + aligned(nbytes)
         if end > self._data.size:
             raise _damaged(f"{aligned(nbytes)} bytes were to follow, there are {self.left}")
@@ -64,26 +64,50 @@ class _Reader:
         return form.unpack(self.take(form.size).tobytes())
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
-    """What a delta says about itself."""
+def decode(data: torch.Tensor | memoryview | bytes, *, elements: int, itemsize: int) -> Patch:
+    """Decode a delta and check it completely. The patch owns its memory, so `data` may be reused.
 
-    elements: int
-    """Elements of the segment."""
-    itemsize: int
-    """Bytes of an element."""
-    carried: int
-    """Values that it carries."""
-    nbytes: int
-    """Its length in bytes."""
+    Args:
+        data: The bytes of the sender's `Encoded`: a 1-D uint8 tensor on CPU, or any buffer.
+        elements: Elements of the segment, from the manifest.
+        itemsize: Bytes of an element, from the manifest.
+
+    Raises:
+        ProtocolError: `data` is not a delta for such a segment: wrong header, lengths or counts that do not match, positions
+            outside their blocks or not ascending, bytes left over. No memory is allocated beyond a small multiple of `data`.
+    """
+    raw = words_of(data).view(np.uint8) if isinstance(data, torch.Tensor) else np.frombuffer(data, np.uint8)
+    carried = _checked_header(raw, elements, itemsize)
+    reader = _Reader(raw[HEADER.size :])
+    scattered: list[ScatteredValues] = []
+    contiguous: list[ContiguousValues] = []
+    for start in range(0, elements, FRAME):
+        nbytes, frame_carried = reader.header(FRAME_HEADER)
+        if nbytes < FRAME_HEADER.size or nbytes % 8:
+            raise _damaged(f"a frame of {nbytes} bytes")
+        found = 0
+        body = _Reader(reader.take(nbytes - FRAME_HEADER.size))
+        for values in _frame_values(body, start, min(FRAME, elements - start), itemsize):
+            found += values.values.numel()
+            if isinstance(values, ScatteredValues):
+                scattered.append(values)
+            else:
+                contiguous.append(values)
+        if found != frame_carried:
+            raise _damaged(f"a frame carries {found} values, its header says {frame_carried}")
+    if reader.left:
+        raise _damaged(f"{reader.left} bytes are left over")
+    patch = Patch(elements, itemsize, tuple(scattered), tuple(contiguous))
+    if patch.carried != carried:
+        raise _damaged(f"it carries {patch.carried} values, its header says {carried}")
+    return patch
 
 
-def read_header(data: torch.Tensor | memoryview | bytes) -> Header:
-    """The header of a delta, of which `data` holds at least the beginning; `ProtocolError` for anything else."""
-    raw = _bytes_of(data)
+def _checked_header(raw: Bytes, elements: int, itemsize: int) -> int:
+    """The number of values that the header announces."""
     if raw.size < HEADER.size:
         raise _damaged(f"{raw.size} bytes are not even a header")
-    magic, form, itemsize, log_block, log_frame, elements, carried, nbytes = HEADER.unpack(raw[: HEADER.size].tobytes())
+    magic, form, size, log_block, log_frame, numel, carried, nbytes = HEADER.unpack(raw[: HEADER.size].tobytes())
     if magic != MAGIC:
         raise _damaged("it is not a delta")
     if (form, log_block, log_frame) != (FORMAT, LOG_BLOCK, LOG_FRAME_BLOCKS):
@@ -92,122 +116,61 @@ def read_header(data: torch.Tensor | memoryview | bytes) -> Header:
             part=PART,
             hint=f"This side reads format {FORMAT}, 2**{LOG_BLOCK}, 2**{LOG_FRAME_BLOCKS}: install the same version.",
         )
-    if itemsize not in ITEM_SIZES:
-        raise _damaged(f"elements of {itemsize} bytes")
-    return Header(elements, itemsize, carried, nbytes)
+    if (numel, size) != (elements, itemsize):
+        raise _damaged(f"it is for {numel} elements of {size} bytes, the segment has {elements} of {itemsize}")
+    if nbytes != raw.size:
+        raise _damaged(f"it says to have {nbytes} bytes, there are {raw.size}")
+    return int(carried)
 
 
-def decode(data: torch.Tensor | memoryview | bytes, *, elements: int, itemsize: int) -> Patch:
-    """The patch in `data`, checked completely; it owns its memory, so `data` may be reused.
-
-    Args:
-        data: What the sender's `Encoded` wrote, to the byte: a 1-D uint8 tensor on CPU, or any buffer.
-        elements: Elements of the segment, as the manifest says.
-        itemsize: Bytes of an element, as the manifest says.
-
-    Raises:
-        ProtocolError: It is not a delta for such a segment: wrong header, lengths or counts that do not match, positions
-            outside their blocks or not ascending, bytes left over. No memory is allocated beyond a small multiple of `data`.
-    """
-    header = read_header(data)
-    raw = _bytes_of(data)
-    if (header.elements, header.itemsize) != (elements, itemsize):
-        raise _damaged(
-            f"it is for {header.elements} elements of {header.itemsize} bytes, the segment has {elements} of {itemsize}"
-        )
-    if header.nbytes != raw.size:
-        raise _damaged(f"it says to have {header.nbytes} bytes, there are {raw.size}")
-    reader = _Reader(raw[HEADER.size :])
-    scattered: list[ScatteredValues] = []
-    contiguous: list[ContiguousValues] = []
-    for start in range(0, elements, FRAME):
-        nbytes, carried = FRAME_HEADER.unpack(reader.take(FRAME_HEADER.size).tobytes())
-        if nbytes < FRAME_HEADER.size or nbytes % 8:
-            raise _damaged(f"a frame of {nbytes} bytes")
-        body = _Reader(reader.take(nbytes - FRAME_HEADER.size))
-        _Frame(body, start, min(FRAME, elements - start), itemsize, carried).read(scattered, contiguous)
-    if reader.left:
-        raise _damaged(f"{reader.left} bytes are left over")
-    patch = Patch(elements, itemsize, tuple(scattered), tuple(contiguous))
-    if patch.carried != header.carried:
-        raise _damaged(f"it carries {patch.carried} values, its header says {header.carried}")
-    return patch
-
-
-class _Frame:
-    """One frame's bytes, read section by section."""
-
-    def __init__(self, body: _Reader, start: int, elements: int, itemsize: int, carried: int) -> None:
-        self.body = body
-        self.start = start
-        self.elements = elements
-        self.itemsize = itemsize
-        self.carried = carried
-
-    def read(self, scattered: list[ScatteredValues], contiguous: list[ContiguousValues]) -> None:
-        """Append what the frame holds."""
-        total = 0
-        if self.body.left:
-            methods = self.body.take(lengths_of_blocks(self.elements).size)
-            if methods.max() >= METHODS:
-                raise _damaged(f"method {methods.max()} is unknown")
-            for method in np.unique(methods).tolist():
-                if method != UNCHANGED:
-                    total += self._section(method, runs_of(methods, method, self.elements), scattered, contiguous)
-        if self.body.left:
-            raise _damaged(f"{self.body.left} bytes are left over in a frame")
-        if total != self.carried:
-            raise _damaged(f"a frame carries {total} values, its header says {self.carried}")
-
-    def _section(
-        self,
-        method: int,
-        runs: list[Run],
-        scattered: list[ScatteredValues],
-        contiguous: list[ContiguousValues],
-    ) -> int:
+def _frame_values(
+    body: _Reader, start: int, elements: int, itemsize: int
+) -> Iterator[ScatteredValues | ContiguousValues]:
+    """The values in the body of the frame that begins at element `start`."""
+    if not body.left:
+        return
+    methods = body.take(lengths_of_blocks(elements).size)
+    if methods.max() >= METHODS:
+        raise _damaged(f"method {methods.max()} is unknown")
+    for method in np.unique(methods).tolist():
+        if method == UNCHANGED:
+            continue
+        runs = runs_of(methods, method, elements)
         universe = elements_in(runs)
-        (count,) = self.body.header(SECTION_HEADER)
+        (count,) = body.header(SECTION_HEADER)
         if not 0 < count <= universe:
             raise _damaged(f"{count} values for {universe} elements")
-        if method == DENSE:
-            if count != universe:
-                raise _damaged(f"{count} values for all of {universe} elements")
-            values = self._values(count)
-            for run in runs:
-                piece = values[run.offset : run.offset + run.stop - run.start]
-                contiguous.append(ContiguousValues(self.start + run.start, tensor_of(piece)))
-            return count
-        places = self._bitmap(count, universe) if method == BITMAP else self._sparse(method, count, universe)
-        shifts = shifts_of(runs)
-        if shifts is not None:
-            places += shifts.take(places >> LOG_BLOCK)
-        positions = torch.from_numpy(places.astype(np.int32))
-        scattered.append(ScatteredValues(self.start, positions, tensor_of(self._values(count))))
-        return count
+        places = _places(body, method, runs, count, universe)
+        values = body.take(count * itemsize).copy().view(unsigned(itemsize))
+        if places is not None:
+            yield ScatteredValues(start, torch.from_numpy(places.astype(np.int32)), tensor_of(values))
+            continue
+        for run in runs:
+            part = values[run.offset : run.offset + run.stop - run.start]
+            yield ContiguousValues(start + run.start, tensor_of(part))
+    if body.left:
+        raise _damaged(f"{body.left} bytes are left over in a frame")
 
-    def _bitmap(self, count: int, universe: int) -> Positions:
-        bits = np.unpackbits(self.body.take(-(-universe // 8)), bitorder="little").view(np.bool_)
+
+def _places(body: _Reader, method: int, runs: list[Run], count: int, universe: int) -> Positions | None:
+    """The positions in the frame of a section's values; None when the values are all elements of `runs`."""
+    if method == DENSE:
+        if count != universe:
+            raise _damaged(f"{count} values for all of {universe} elements")
+        return None
+    if method == BITMAP:
+        bits = np.unpackbits(body.take(-(-universe // 8)), bitorder="little").view(np.bool_)
         places = bits.nonzero()[0]
         if places.size != count or places[-1] >= universe:
             raise _damaged(f"a bitmap of {universe} has {places.size} bits set for {count} values")
-        return places
-
-    def _sparse(self, method: int, count: int, universe: int) -> Positions:
+    else:
         low_bits = elias_fano.LOW_BITS[method - SPARSE]
-        return elias_fano.decode(
-            self.body.take(elias_fano.nbytes(count, universe, low_bits)), count, universe, low_bits
-        )
-
-    def _values(self, count: int) -> Words:
-        words: Words = self.body.take(count * self.itemsize).copy().view(unsigned(self.itemsize))
-        return words
-
-
-def _bytes_of(data: torch.Tensor | memoryview | bytes) -> Bytes:
-    if isinstance(data, torch.Tensor):
-        return words_of(data).view(np.uint8)
-    return np.frombuffer(data, np.uint8)
+        data = body.take(elias_fano.nbytes(count, universe, low_bits))
+        places = elias_fano.decode(data, count, universe, low_bits)
+    shifts = shifts_of(runs)
+    if shifts is not None:
+        places += shifts.take(places >> LOG_BLOCK)
+    return places
 
 
 def _damaged(what: str) -> ProtocolError:

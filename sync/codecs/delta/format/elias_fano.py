@@ -1,13 +1,13 @@
-"""Elias-Fano coding of sorted positions: near the entropy bound, of a size known beforehand, without a loop.
+"""Elias-Fano coding of sorted positions: close to the entropy bound, with a size known beforehand, and without a loop.
 
-Of each of n positions below U the low l bits are stored as they are, and the high bits as a bitmap: position i sets bit
-``(position >> l) + i``. That takes ``n l + n + (U - 1 >> l)`` bits, which with the best l is at most about half a bit per
-position above the entropy of random positions (1.07 bytes where 1 % is set). Because it depends on n and U only, the best of
+The low l bits of each of n positions below U are stored as they are. The high bits form a bitmap: position i sets bit
+``(position >> l) + i``. Both together take ``n l + n + (U - 1 >> l)`` bits. With the best l this is at most about half a bit per
+position above the entropy of random positions (1.07 bytes where 1 % is set). The size depends on n and U only, so the best of
 several encodings is found by counting.
 
 Source: P. Elias, "Efficient storage and retrieval by content and address of static files", J. ACM 21 (1974), 246-260.
 
-The low bits stand in planes of 8, 4 and 2 bits, so that packing them takes a few operations on whole arrays: l is even.
+The low bits lie in planes of 8, 4 and 2 bits, so that a few operations on whole arrays pack them. Therefore l is even.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from weightlane.ckpt_engines import ProtocolError
 from .raw import PART, Bytes, Positions
 
 LOW_BITS = (2, 4, 6, 8, 10, 12, 14, 16)
+"""Possible numbers of low bits: up to a single position in a block of 2**16 elements."""
 _RAMP = np.arange(1 << 22)
 _NIBBLES = (np.arange(256, dtype=np.uint16) & 15) | (np.arange(256, dtype=np.uint16) >> 4 << 8)
 _PAIRS = sum(((np.arange(256, dtype=np.uint32) >> 2 * i & 3) << 8 * i for i in range(4)), np.zeros(256, np.uint32))
 
 
 def planes(low_bits: int) -> tuple[tuple[int, int], ...]:
-    """(first bit, width) of each plane of the low bits, lowest first."""
+    """First bit and width of each plane of the low bits, lowest first."""
     cut, at = [], 0
     for width in (8, 8, 4, 2):
         if low_bits - at >= width:
@@ -36,13 +37,13 @@ def planes(low_bits: int) -> tuple[tuple[int, int], ...]:
 
 
 def nbytes(count: int, universe: int, low_bits: int) -> int:
-    """Size of `count` positions below `universe`."""
+    """Size in bytes of `count` positions below `universe`."""
     low = sum(-(-count * width // 8) for _, width in planes(low_bits))
     return low + -(-(count + ((universe - 1) >> low_bits)) // 8)
 
 
 def encode(positions: Positions, universe: int, low_bits: int) -> list[Bytes]:
-    """Positions, strictly ascending and below `universe`, as arrays of bytes that stand one after the other."""
+    """Encode positions, strictly ascending and below `universe`, as arrays of bytes that follow each other."""
     count = positions.size
     low = positions.astype(np.uint16)
     parts = [_pack(low >> np.uint16(first) if first else low, width) for first, width in planes(low_bits)]
@@ -54,10 +55,10 @@ def encode(positions: Positions, universe: int, low_bits: int) -> list[Bytes]:
 
 
 def decode(data: Bytes, count: int, universe: int, low_bits: int) -> Positions:
-    """What `encode` was given.
+    """Decode the positions in `data`, which has `nbytes(count, universe, low_bits)` bytes.
 
     Raises:
-        ProtocolError: `data`, of `nbytes(...)` bytes, is not what `encode` makes of any positions.
+        ProtocolError: `encode` did not make `data`.
     """
     low, at = np.zeros(count, np.uint16), 0
     for first, width in planes(low_bits):
@@ -78,7 +79,7 @@ def decode(data: Bytes, count: int, universe: int, low_bits: int) -> Positions:
 
 
 def _pack(low: npt.NDArray[np.uint16], width: int) -> Bytes:
-    """The lowest `width` bits of each entry, packed."""
+    """Pack the lowest `width` bits of each entry."""
     if width == 8:  # noqa: PLR2004 - whole bytes
         return low.astype(np.uint8)
     per_byte = 8 // width

@@ -1,9 +1,7 @@
-"""From two versions of a segment to the bytes that turn one into the other."""
+"""The encoder: from two versions of a segment to the bytes that turn one into the other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,7 +10,7 @@ import torch
 from weightlane.ckpt_engines import ConfigError
 
 from . import cuda_kernels, elias_fano
-from .frame_changes import DeviceChanges, FrameChanges, compare_frame
+from .frame_changes import DeviceChanges, FrameChanges, HostChanges
 from .raw import PART, Bytes, Words, integer_view, words_of
 from .wire_format import (
     BITMAP,
@@ -38,24 +36,17 @@ from .wire_format import (
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A segment's delta, ready to be written."""
+    """The delta of a segment, ready to be written."""
 
     elements: int
     """Elements of the segment."""
-    itemsize: int
-    """Bytes of an element."""
     changed: int
     """Elements whose bits differ."""
     carried: int
-    """Values on the wire: blocks sent dense carry unchanged elements too."""
+    """Values on the wire: dense blocks carry unchanged elements, too."""
     nbytes: int
     """Length on the wire in bytes; a multiple of 8."""
     parts: tuple[Bytes, ...] = field(repr=False)
-
-    @property
-    def density(self) -> float:
-        """Share of elements that changed."""
-        return self.changed / self.elements if self.elements else 0.0
 
     def write_into(self, buffer: torch.Tensor) -> int:
         """Write the delta to the beginning of `buffer` (1-D uint8, on CPU, at least `nbytes` long); returns `nbytes`."""
@@ -77,11 +68,11 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class TooDense:
-    """The delta would take more than the capacity: send the segment dense."""
+    """A delta that was given up because it exceeds its capacity: the segment is sent dense."""
 
     capacity_bytes: int
     reached_bytes: int
-    """What the delta had come to, at least, when it was given up."""
+    """Bytes that the delta had reached, at least, when it was given up."""
     compared: float
     """Share of the elements that had been compared by then."""
 
@@ -100,19 +91,16 @@ class _Frame:
     parts: tuple[Bytes, ...]
 
 
-def encode(
-    old: torch.Tensor, new: torch.Tensor, *, capacity_bytes: int | None = None, threads: Executor | None = None
-) -> Encoded | TooDense:
-    """What turns `old` into `new`, bit for bit.
+def encode(old: torch.Tensor, new: torch.Tensor, *, capacity_bytes: int | None = None) -> Encoded | TooDense:
+    """Encode the changes that turn `old` into `new`, bit for bit.
 
-    Elements are compared as unsigned integers: -0.0 differs from 0.0, and a NaN equals itself where its bits do.
+    Elements are compared as unsigned integers: -0.0 differs from 0.0, and a NaN equals another with the same bits.
 
     Args:
         old: The base, of any dtype with elements of 1, 2, 4 or 8 bytes; contiguous; on CPU or a CUDA device.
-        new: The new version: same dtype, number of elements, and device.
-        capacity_bytes: Give up as soon as the delta cannot fit; None for no limit. Without one the result is
+        new: The new version, of the same dtype, number of elements and device.
+        capacity_bytes: Give up as soon as the delta cannot fit; None for no limit. Without a limit the result is
             at most 0.01 % and 200 bytes longer than `new`.
-        threads: Encodes frames (2,097,152 elements) beside each other; None for the calling thread.
 
     Raises:
         ConfigError: The tensors cannot be compared.
@@ -122,53 +110,33 @@ def encode(
             f"{old.numel()} elements of {old.dtype} on {old.device} were compared with {new.numel()} of {new.dtype} on "
             f"{new.device}.",
             part=PART,
-            hint="Keep the base in the dtype, shape and place of what is sent.",
+            hint="Keep the base in the dtype, shape and place of the new version.",
         )
     elements, itemsize = new.numel(), new.itemsize
+    capacity = float("inf") if capacity_bytes is None else capacity_bytes
+    changes: HostChanges | DeviceChanges
+    if new.device.type == "cpu":
+        changes = HostChanges(words_of(old), words_of(new))
+    else:
+        counted = cuda_kernels.count_changes(integer_view(old), integer_view(new))
+        if counted.total * itemsize > capacity:
+            return TooDense(int(capacity), counted.total * itemsize, 1.0)
+        positions, values = counted.compact()
+        changes = DeviceChanges(positions.cpu().numpy(), words_of(values.cpu()), new)
     frames: list[_Frame] = []
     total = HEADER.size
-    for stop, frame in _frames(old, new, capacity_bytes, threads):
-        if isinstance(frame, TooDense):
-            return frame
-        frames.append(frame)
-        total += frame.nbytes
-        if capacity_bytes is not None and total > capacity_bytes:
-            return TooDense(capacity_bytes, total, stop / elements)
-    if capacity_bytes is not None and total > capacity_bytes:
-        return TooDense(capacity_bytes, total, 1.0)
+    for start in range(0, elements, FRAME):
+        stop = min(start + FRAME, elements)
+        frames.append(_encode_frame(changes.frame(start, stop), stop - start, itemsize))
+        total += frames[-1].nbytes
+        if total > capacity:
+            return TooDense(int(capacity), total, stop / elements)
+    if total > capacity:
+        return TooDense(int(capacity), total, 1.0)
     carried = sum(frame.carried for frame in frames)
     header = HEADER.pack(MAGIC, FORMAT, itemsize, LOG_BLOCK, LOG_FRAME_BLOCKS, elements, carried, total)
     parts = (np.frombuffer(header, np.uint8), *(part for frame in frames for part in frame.parts))
-    return Encoded(elements, itemsize, sum(frame.changed for frame in frames), carried, total, parts)
-
-
-def _frames(
-    old: torch.Tensor, new: torch.Tensor, capacity_bytes: int | None, threads: Executor | None
-) -> Iterator[tuple[int, _Frame | TooDense]]:
-    """The encoded frames, each with the element it ends before."""
-    elements, itemsize = new.numel(), new.itemsize
-    spans = [(start, min(start + FRAME, elements)) for start in range(0, elements, FRAME)]
-    if new.device.type == "cpu":
-        before, after = words_of(old), words_of(new)
-
-        def one(span: tuple[int, int]) -> _Frame:
-            start, stop = span
-            return _encode_frame(compare_frame(before[start:stop], after[start:stop]), stop - start, itemsize)
-
-    else:
-        counted = cuda_kernels.count_changes(integer_view(old), integer_view(new))
-        if capacity_bytes is not None and counted.total * itemsize > capacity_bytes:
-            yield elements, TooDense(capacity_bytes, counted.total * itemsize, 1.0)
-            return
-        positions, values = counted.compact()
-        changes = DeviceChanges(positions.cpu().numpy(), words_of(values.cpu()), new)
-
-        def one(span: tuple[int, int]) -> _Frame:
-            return _encode_frame(changes.frame(*span), span[1] - span[0], itemsize)
-
-    encoded = map(one, spans) if threads is None else threads.map(one, spans)
-    for (_, stop), frame in zip(spans, encoded, strict=True):
-        yield stop, frame
+    return Encoded(elements, sum(frame.changed for frame in frames), carried, total, parts)
 
 
 def _encode_frame(changes: FrameChanges | None, elements: int, itemsize: int) -> _Frame:
@@ -190,7 +158,7 @@ def _encode_frame(changes: FrameChanges | None, elements: int, itemsize: int) ->
 
 
 def _section(changes: FrameChanges, method: int, methods: Bytes) -> tuple[list[Bytes], Words]:
-    """Places and values of the blocks that are encoded by `method`."""
+    """Encode the places and values of the blocks with this method."""
     runs = runs_of(methods, method, changes.words.size)
     if method == DENSE:
         return [], changes.dense(runs)
@@ -198,10 +166,10 @@ def _section(changes: FrameChanges, method: int, methods: Bytes) -> tuple[list[B
         bits, values = changes.bitmap(runs)
         return [bits], values
     positions = changes.sparse(runs)
-    values = changes.values(positions)
+    values = changes.words.take(positions)
     shifts = shifts_of(runs)
     if shifts is not None:
-        # Undo the shift by the block's place in the frame instead of its place in the section.
+        # The section counts without the blocks of other methods; the shift is found by the block in the frame.
         by_block = np.zeros(methods.size, np.int64)
         by_block[methods == method] = shifts
         positions = positions - by_block.take(positions >> LOG_BLOCK)
@@ -209,7 +177,7 @@ def _section(changes: FrameChanges, method: int, methods: Bytes) -> tuple[list[B
 
 
 def _padded(*parts: Bytes) -> list[Bytes]:
-    """The parts, followed by the zeros that make their length a multiple of 8."""
+    """The parts, and the zeros that make their length a multiple of 8."""
     size = sum(part.size for part in parts)
     spare = aligned(size) - size
     return [*parts, np.zeros(spare, np.uint8)] if spare else [*parts]

@@ -1,4 +1,4 @@
-"""What has changed in one frame, in the form that the encoder needs it: counts, positions, and values."""
+"""The changes of one frame, in the form that the encoder needs: counts, positions, and values."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .raw import Bytes, Positions, Words, integer_view, unsigned
 from .wire_format import BLOCK, FRAME, Counts, Run, is_heavy, lengths_of_blocks
 
 _COUNT_BLOCKS_FROM = 0.3
-"""Share of changed 8-element words from which blocks are counted before positions are listed: some may need none."""
+"""Share of changed 8-element words from which blocks are counted before positions are listed, because heavy blocks need none."""
 
 
 class _Scratch(threading.local):
-    """One mask per thread, kept, because fresh memory costs more than the comparison."""
+    """One mask per thread. It is kept because fresh memory costs more than the comparison."""
 
     @cached_property
     def mask(self) -> compare.Mask:
@@ -35,7 +35,7 @@ class FrameChanges:
     counts: Counts
     """Changed elements of each block."""
     positions: Positions
-    """Of the changed elements of all blocks that are not heavy (and perhaps of others), ascending."""
+    """Positions of the changed elements, ascending. Heavy blocks may be left out."""
     words: Words
     """The frame's new elements."""
     mask: compare.Mask
@@ -47,12 +47,8 @@ class FrameChanges:
             return self.positions
         edges = np.array([[run.start, run.stop] for run in runs]).ravel()
         cuts = np.searchsorted(self.positions, edges).tolist()
-        pieces = [self.positions[start:stop] for start, stop in zip(cuts[::2], cuts[1::2], strict=True)]
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-
-    def values(self, positions: Positions) -> Words:
-        """New elements at `positions`."""
-        return self.words.take(positions)
+        parts = [self.positions[start:stop] for start, stop in zip(cuts[::2], cuts[1::2], strict=True)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def bitmap(self, runs: list[Run]) -> tuple[Bytes, Words]:
         """Bitmap and changed elements of `runs`, which are heavy."""
@@ -69,47 +65,50 @@ class FrameChanges:
         return np.concatenate([self.words[run.start : run.stop] for run in runs])
 
 
-def compare_frame(old: Words, new: Words) -> FrameChanges | None:
-    """The changes between two frames on CPU; None if there are none."""
-    size = new.size
-    padded = -(-size // 64) * 64
-    mask = _SCRATCH.mask[:padded]
-    np.not_equal(old, new, out=mask[:size])
-    mask[size:] = False
-    words = compare.changed_words(mask)
-    changed = np.count_nonzero(words)
-    if not changed:
-        return None
-    lengths = lengths_of_blocks(size)
-    if changed <= _COUNT_BLOCKS_FROM * words.size:
-        positions = compare.positions_in(mask, words)
-        return FrameChanges(_counts_of(positions, lengths.size), positions, new, mask)
-    starts = range(0, size, BLOCK)
-    counts = np.array([np.count_nonzero(mask[start : start + BLOCK]) for start in starts])
-    heavy = is_heavy(counts, lengths)
-    if heavy.all():
-        return FrameChanges(counts, np.empty(0, np.int64), new, mask)
-    if not heavy.any():
-        return FrameChanges(counts, compare.positions_in(mask, words), new, mask)
-    # The heavy blocks would dominate: list the others' positions with their entries taken out.
-    others = mask.copy()
-    for block in heavy.nonzero()[0].tolist():
-        others[block * BLOCK : (block + 1) * BLOCK] = False
-    return FrameChanges(counts, compare.positions_in(others), new, mask)
+@dataclass(frozen=True, slots=True)
+class HostChanges:
+    """The changes of a segment that lies in host memory, found frame by frame."""
+
+    old: Words
+    new: Words
+
+    def frame(self, start: int, stop: int) -> FrameChanges | None:
+        """The changes in elements [`start`, `stop`); None if there are none."""
+        old, new = self.old[start:stop], self.new[start:stop]
+        size = new.size
+        mask = _SCRATCH.mask[: -(-size // 64) * 64]
+        np.not_equal(old, new, out=mask[:size])
+        mask[size:] = False
+        words = compare.changed_words(mask)
+        changed = np.count_nonzero(words)
+        if not changed:
+            return None
+        lengths = lengths_of_blocks(size)
+        if changed <= _COUNT_BLOCKS_FROM * words.size:
+            positions = compare.positions_in(mask, words)
+            return FrameChanges(_counts_of(positions, lengths.size), positions, new, mask)
+        counts = np.array([np.count_nonzero(mask[first : first + BLOCK]) for first in range(0, size, BLOCK)])
+        heavy = is_heavy(counts, lengths)
+        light = mask
+        if heavy.any():  # listing the positions of heavy blocks would take most of the time
+            light = mask.copy()
+            for block in heavy.nonzero()[0].tolist():
+                light[block * BLOCK : (block + 1) * BLOCK] = False
+        return FrameChanges(counts, compare.positions_in(light), new, mask)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceChanges:
-    """All changed positions and elements of a segment that lies on a device."""
+    """The changes of a segment that lies on a device, which found them."""
 
     positions: Positions
-    """Ascending, in the segment; on CPU."""
+    """Positions of the changed elements in the segment, ascending; on CPU."""
     values: Words
     """The new elements there; on CPU."""
     new: torch.Tensor
 
     def frame(self, start: int, stop: int) -> FrameChanges | None:
-        """The part in elements [`start`, `stop`)."""
+        """The changes in elements [`start`, `stop`); None if there are none."""
         low, high = np.searchsorted(self.positions, (start, stop)).tolist()
         if low == high:
             return None
@@ -123,8 +122,8 @@ class DeviceChanges:
         words[positions] = self.values[low:high]
         for block in is_heavy(counts, lengths_of_blocks(size)).nonzero()[0].tolist():
             here = slice(block * BLOCK, min((block + 1) * BLOCK, size))
-            piece = integer_view(self.new)[start + here.start : start + here.stop].cpu()
-            words[here] = piece.numpy().view(words.dtype)
+            elements = integer_view(self.new)[start + here.start : start + here.stop].cpu()
+            words[here] = elements.numpy().view(words.dtype)
         return FrameChanges(counts, positions, words, mask)
 
 

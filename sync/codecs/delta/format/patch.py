@@ -1,4 +1,4 @@
-"""A received delta, ready to be put into a tensor, and to be taken back."""
+"""A decoded delta, which exchanges its values with those of a tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .raw import INTEGERS, PART, integer_view
 from .wire_format import FRAME
 
 _CHUNK = 1 << 15
-"""Positions handled at once: what is widened to 64 bits stays in the cache."""
+"""Elements exchanged at once, so few that their copies and their positions widened to 64 bits stay in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class ScatteredValues:
     """New values for single elements of a frame of the segment."""
 
     base: int
-    """Element that positions are relative to: the frame's first."""
+    """The frame's first element, from which positions count."""
     positions: torch.Tensor
     """int32, strictly ascending."""
     values: torch.Tensor
@@ -30,7 +30,7 @@ class ScatteredValues:
 
 @dataclass(frozen=True, slots=True)
 class ContiguousValues:
-    """New values for a whole stretch inside a frame."""
+    """New values for neighbouring elements of a frame."""
 
     base: int
     """First element."""
@@ -40,7 +40,7 @@ class ContiguousValues:
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """The changes of one segment, decoded and proven valid: positions ascend inside the segment, each occurs once."""
+    """The decoded changes of one segment. Positions are proven to lie in the segment and to occur once."""
 
     elements: int
     """Elements of the segment."""
@@ -52,15 +52,16 @@ class Patch:
     @property
     def carried(self) -> int:
         """Number of values."""
-        return sum(values.numel() for values in self._values())
+        scattered = sum(part.values.numel() for part in self.scattered)
+        return scattered + sum(part.values.numel() for part in self.contiguous)
 
     @property
     def nbytes(self) -> int:
-        """Memory held, in bytes: the values, and 4 bytes for each that is scattered."""
+        """Memory in bytes: the values, and 4 bytes for each scattered one."""
         return self.carried * self.itemsize + 4 * sum(run.positions.numel() for run in self.scattered)
 
     def to(self, device: torch.device | str) -> Patch:
-        """The same on another device."""
+        """The patch on another device."""
         scattered = [
             ScatteredValues(run.base, run.positions.to(device), run.values.to(device)) for run in self.scattered
         ]
@@ -68,42 +69,32 @@ class Patch:
         return Patch(self.elements, self.itemsize, tuple(scattered), tuple(contiguous))
 
     def positions_and_values(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions (int64, ascending, in the segment) and the new values there (integers of the element size).
+        """All changes as positions (int64, ascending, in the segment) and new values (integers of the element size).
 
-        The values may be the patch's own memory, which `swap_` changes.
+        The values may share the patch's memory, which `swap_` changes.
         """
         frames: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for run in self.scattered:
-            frames.setdefault(run.base // FRAME, []).append((run.positions.long().add_(run.base), run.values))
-        for stretch in self.contiguous:
-            where = torch.arange(stretch.base, stretch.base + stretch.values.numel(), device=stretch.values.device)
-            frames.setdefault(stretch.base // FRAME, []).append((where, stretch.values))
+        for scattered in self.scattered:
+            positions = scattered.positions.long().add_(scattered.base)
+            frames.setdefault(scattered.base // FRAME, []).append((positions, scattered.values))
+        for part in self.contiguous:
+            positions = torch.arange(part.base, part.base + part.values.numel(), device=part.values.device)
+            frames.setdefault(part.base // FRAME, []).append((positions, part.values))
         if not frames:
             return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=INTEGERS[self.itemsize])
-        # Sorting takes ten times as long as all the rest: only frames whose runs may interleave are sorted.
-        ordered = [_in_order(runs) for _, runs in sorted(frames.items(), key=lambda frame: frame[0])]
+        # Sorting takes ten times as long as all the rest, so only frames with several parts are sorted.
+        ordered = [_sorted(parts) for _, parts in sorted(frames.items(), key=lambda frame: frame[0])]
         return _joined([positions for positions, _ in ordered]), _joined([values for _, values in ordered])
 
-    def _values(self) -> list[torch.Tensor]:
-        return [*(run.values for run in self.scattered), *(run.values for run in self.contiguous)]
+    def swap_(self, target: torch.Tensor) -> None:
+        """Exchange the patch's values with those of `target`; the same again restores both.
 
-    def apply_(self, target: torch.Tensor) -> None:
-        """Write the new values into `target`, the segment's base: contiguous, on the patch's device.
+        Args:
+            target: The segment's base: contiguous, on the patch's device.
 
         Raises:
             ConfigError: `target` has another number of elements, element size or layout.
         """
-        self._exchange(target, keep_old=False)
-
-    def swap_(self, target: torch.Tensor) -> None:
-        """Write the new values into `target` and keep the old ones here, so that doing it again restores them.
-
-        Raises:
-            ConfigError: As `apply_`.
-        """
-        self._exchange(target, keep_old=True)
-
-    def _exchange(self, target: torch.Tensor, *, keep_old: bool) -> None:
         if (target.numel(), target.itemsize) != (self.elements, self.itemsize):
             raise ConfigError(
                 f"a patch for {self.elements} elements of {self.itemsize} bytes was to be put into {target.numel()} of "
@@ -112,33 +103,30 @@ class Patch:
                 hint="Apply it to the segment it was made for.",
             )
         flat = integer_view(target)
-        for stretch in self.contiguous:
-            _exchange_contiguous(flat[stretch.base : stretch.base + stretch.values.numel()], stretch.values, keep_old)
+        for part in self.contiguous:
+            _swap_contiguous(flat[part.base : part.base + part.values.numel()], part.values)
         if flat.device.type != "cpu":
             for run in self.scattered:
-                cuda_kernels.scatter(flat[run.base :], run.positions, run.values, keep_old=keep_old)
+                cuda_kernels.exchange(flat[run.base :], run.positions, run.values)
             return
         scratch = torch.empty(_CHUNK, dtype=torch.int64)
         for run in self.scattered:
-            _scatter(flat[run.base :], run, scratch, keep_old)
+            _swap_scattered(flat[run.base :], run, scratch)
 
 
-def _in_order(runs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions and values of all `runs`, each of which ascends."""
-    if len(runs) == 1:
-        return runs[0]
-    positions, order = torch.cat([positions for positions, _ in runs]).sort()
-    return positions, torch.cat([values for _, values in runs])[order]
+def _sorted(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The positions and values of `parts`, each of which ascends."""
+    if len(parts) == 1:
+        return parts[0]
+    positions, order = torch.cat([positions for positions, _ in parts]).sort()
+    return positions, torch.cat([values for _, values in parts])[order]
 
 
-def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _exchange_contiguous(target: torch.Tensor, values: torch.Tensor, keep_old: bool) -> None:
-    if not keep_old:
-        target.copy_(values)
-        return
+def _swap_contiguous(target: torch.Tensor, values: torch.Tensor) -> None:
     for start in range(0, values.numel(), _CHUNK):
         mine, theirs = values[start : start + _CHUNK], target[start : start + _CHUNK]
         old = theirs.clone()
@@ -146,27 +134,12 @@ def _exchange_contiguous(target: torch.Tensor, values: torch.Tensor, keep_old: b
         mine.copy_(old)
 
 
-def _scatter(target: torch.Tensor, run: ScatteredValues, scratch: torch.Tensor, keep_old: bool) -> None:
+def _swap_scattered(target: torch.Tensor, run: ScatteredValues, scratch: torch.Tensor) -> None:
     for start in range(0, run.positions.numel(), _CHUNK):
-        part = run.positions[start : start + _CHUNK]
-        at = scratch[: part.numel()]
-        at.copy_(part)
+        positions = run.positions[start : start + _CHUNK]
+        at = scratch[: positions.numel()]
+        at.copy_(positions)
         mine = run.values[start : start + _CHUNK]
-        old = target.index_select(0, at) if keep_old else None
+        old = target.index_select(0, at)
         target.scatter_(0, at, mine)
-        if old is not None:
-            mine.copy_(old)
-
-
-def update_base_(base: torch.Tensor, new: torch.Tensor) -> None:
-    """Make `base` the bits of `new`: what a sender does once everybody has the version.
-
-    Cheaper, where there are two buffers, is to let them change roles.
-
-    Raises:
-        ConfigError: They differ in size.
-    """
-    target, source = integer_view(base), integer_view(new)
-    if target.numel() != source.numel() or target.dtype != source.dtype:
-        raise ConfigError(f"a base of {base.numel()} elements cannot become {new.numel()} others.", part=PART)
-    target.copy_(source)
+        mine.copy_(old)

@@ -1,4 +1,4 @@
-"""Tensors as runs of unsigned integers: the codec compares, moves and counts bits, never numbers."""
+"""Tensors as runs of unsigned integers: the delta codec compares, moves and counts bits, never numbers."""
 
 from __future__ import annotations
 
@@ -14,35 +14,34 @@ from weightlane.ckpt_engines import ConfigError
 PART = "delta codec"
 
 Words = npt.NDArray[Any]
-"""A 1-D array of uint8, uint16, uint32 or uint64: one entry for each element of the tensor."""
+"""A 1-D array of uint8, uint16, uint32 or uint64 with one entry for each element of a tensor."""
 Bytes = npt.NDArray[np.uint8]
 Positions = npt.NDArray[np.int64]
 
 _UNSIGNED: dict[int, npt.DTypeLike] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 INTEGERS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The torch types of whole numbers by size in bytes; torch compares and moves signed ones on every device."""
-ITEM_SIZES = tuple(_UNSIGNED)
+"""torch's integer dtypes by size in bytes. They are signed because torch compares and moves those on every device."""
 
 if sys.byteorder != "little":  # pragma: no cover
     raise ImportError("the delta codec's wire format is little-endian, and so must be the machine.")
 
 
 def unsigned(itemsize: int) -> npt.DTypeLike:
-    """The numpy type for elements of `itemsize` bytes."""
+    """The numpy dtype for elements of `itemsize` bytes."""
     return _UNSIGNED[itemsize]
 
 
 def integer_view(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` as a flat view of integers of its element size, on its device.
+    """A flat view of `tensor` as integers of its element size, on its device.
 
     Raises:
-        ConfigError: It is not contiguous, so there is no such view, or its elements have more than 8 bytes.
+        ConfigError: The tensor is not contiguous, or its elements have more than 8 bytes.
     """
     if not tensor.is_contiguous():
         raise ConfigError(
             f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous.",
             part=PART,
-            hint="Pass tensor.contiguous(), or for a target the flat storage it is a view of.",
+            hint="Pass tensor.contiguous(), or the flat storage that the tensor is a view of.",
         )
     if tensor.itemsize not in INTEGERS:
         raise ConfigError(
@@ -52,11 +51,11 @@ def integer_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def words_of(tensor: torch.Tensor) -> Words:
-    """A CPU tensor as a flat array of unsigned integers that shares its memory; raises as `integer_view`."""
+    """A flat array of unsigned integers that shares the memory of a CPU tensor; raises as `integer_view`."""
     words: Words = integer_view(tensor).numpy().view(_UNSIGNED[tensor.itemsize])
     return words
 
 
 def tensor_of(words: Words) -> torch.Tensor:
-    """An array of unsigned words as a tensor of signed integers that shares its memory."""
+    """A tensor of signed integers that shares the memory of `words`."""
     return torch.from_numpy(words.view(np.uint8)).view(INTEGERS[words.itemsize])

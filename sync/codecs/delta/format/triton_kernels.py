@@ -1,6 +1,6 @@
 """The Triton programs of the delta codec; imported only when a tensor lies on a CUDA device.
 
-They see integers only: what floats mean plays no part in comparing and moving them.
+The programs see integers only, because they compare and move bits.
 """
 
 # What Triton compiles cannot be typed as Python, and its package has no types.
@@ -32,7 +32,7 @@ if AVAILABLE:
 
     @triton.jit
     def compact_kernel(old, new, ends, positions, values, size, BLOCK: tl.constexpr):  # noqa: N803
-        """Write positions (int64) and new values of differing elements; `ends` is the inclusive sum of the counts."""
+        """Write positions (int64) and new values of differing elements; `ends` is the running total of the counts."""
         block = tl.program_id(0).to(tl.int64)
         at = block * BLOCK + tl.arange(0, BLOCK)
         inside = at < size
@@ -45,13 +45,12 @@ if AVAILABLE:
         tl.store(values + place, after, mask=differ)
 
     @triton.jit
-    def scatter_kernel(target, positions, values, size, KEEP_OLD: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
-        """Write values to their positions (int32), and with KEEP_OLD what stood there to `values`."""
+    def exchange_kernel(target, positions, values, size, BLOCK: tl.constexpr):  # noqa: N803
+        """Exchange the elements at positions (int32) with the values."""
         entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = entry < size
         at = tl.load(positions + entry, mask=inside, other=0).to(tl.int64)
         value = tl.load(values + entry, mask=inside, other=0)
-        if KEEP_OLD:
-            before = tl.load(target + at, mask=inside, other=0)
-            tl.store(values + entry, before, mask=inside)
+        before = tl.load(target + at, mask=inside, other=0)
+        tl.store(values + entry, before, mask=inside)
         tl.store(target + at, value, mask=inside)

@@ -1,18 +1,18 @@
-"""The wire format of a delta: how one segment's changes are cut, what each block is encoded as, and the headers.
+"""The wire format of a delta: frames and blocks of a segment, the encoding of each block, and the headers.
 
-A *segment* is a run of elements of one size, e.g. a rank's shard of one tensor. It is cut into *frames* of 2**21 elements,
-and these into *blocks* of 2**16; positions are relative to the frame. All numbers are little-endian, and everything starts at
-a multiple of 8 bytes, filled up with zeros:
+A *segment* is a run of elements of one size, for example a rank's shard of one tensor. It is cut into *frames* of 2**21 elements,
+and frames into *blocks* of 2**16. Positions are relative to the frame. All numbers are little-endian. Every item starts at a
+multiple of 8 bytes; the gaps are zeros:
 
     segment = header (32 bytes: magic, format, element size, log2 of elements per block, log2 of blocks per frame,
                       elements u64, values carried u64, length of all of it in bytes u64), frames
-    frame   = bytes of the frame u32, values carried u32; if anything changed also:
+    frame   = bytes of the frame u32, values carried u32; if an element changed also:
               method of each block (u8), then a section for each method in use, in the methods' order
     section = number of values u64, places, values in the order of their places
-    places  = dense: none, the values are all elements of the blocks; bitmap: a bit for each element of the blocks;
-              low bits l: Elias-Fano with l low bits of the positions in the blocks, laid end to end
+    places  = dense: none, the values are all elements of the section's blocks; bitmap: one bit for each of these elements;
+              sparse: Elias-Fano code of the positions among these elements
 
-Blocks choose the method that takes the fewest bytes.
+Each block has the method that takes the fewest bytes.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ FRAME_HEADER = struct.Struct("<II")
 SECTION_HEADER = struct.Struct("<Q")
 
 UNCHANGED, DENSE, BITMAP, SPARSE = 0, 1, 2, 3
-"""Methods; from `SPARSE` on, ``SPARSE + i`` is Elias-Fano with ``LOW_BITS[i]``."""
+"""Methods of a block. ``SPARSE + i`` is Elias-Fano with ``LOW_BITS[i]`` low bits."""
 METHODS = SPARSE + len(elias_fano.LOW_BITS)
 HEAVY_SHARE = 4
-"""From one changed element in this many a bitmap takes no more bytes than any coding of gaps, so positions are not needed."""
+"""With one changed element in this many, or more, a bitmap takes no more bytes than Elias-Fano, so positions are not needed."""
 _ONE_CLASS_GAIN = 64
-"""A frame's sparse blocks share one number of low bits unless their own save more than this part."""
+"""A frame's sparse blocks share one number of low bits, which is faster, unless that costs more than 1 in 64 bits."""
 _LOW_BITS = np.array(elias_fano.LOW_BITS)[:, None]
 
 Counts = npt.NDArray[np.int64]
@@ -52,13 +52,13 @@ Counts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Neighbouring blocks of a frame that are encoded alike."""
+    """Neighbouring blocks of a frame with one method."""
 
     start: int
     """First element in the frame."""
     stop: int
     offset: int
-    """Elements of the section's blocks before these: place in the section = place in the frame - start + offset."""
+    """Elements of the section before these: place in the section = place in the frame - start + offset."""
 
 
 def aligned(nbytes: int) -> int:
@@ -75,24 +75,24 @@ def lengths_of_blocks(elements: int) -> Counts:
 
 
 def is_heavy(counts: Counts, lengths: Counts) -> npt.NDArray[np.bool_]:
-    """Which blocks are encoded as a bitmap or dense."""
+    """For each block whether it is encoded as a bitmap or dense."""
     return counts * HEAVY_SHARE >= lengths
 
 
 def choose_methods(counts: Counts, lengths: Counts, itemsize: int) -> Bytes:
-    """The method of each block of a frame, given how many of its elements have changed."""
+    """The method of each block of a frame, by its number of changed elements."""
     table = _method_by_count(itemsize)
     methods: Bytes = table.take(counts)
     if lengths[-1] != BLOCK:
         methods[-1:] = _cheapest(counts[-1:], lengths[-1:], itemsize)
-    among = methods[methods >= SPARSE]
+    sparse = methods >= SPARSE
+    among = methods[sparse]
     if among.size and (among != among[0]).any():
-        chosen = methods >= SPARSE
-        sparse = _sparse_bits(counts[chosen], lengths[chosen])
-        together = sparse.sum(1)
+        bits = _sparse_bits(counts[sparse], lengths[sparse])
+        together = bits.sum(1)
         best = int(together.argmin())
-        if together[best] * _ONE_CLASS_GAIN <= sparse.min(0).sum() * (_ONE_CLASS_GAIN + 1):
-            methods[chosen] = SPARSE + best
+        if together[best] * _ONE_CLASS_GAIN <= bits.min(0).sum() * (_ONE_CLASS_GAIN + 1):
+            methods[sparse] = SPARSE + best
     return methods
 
 
@@ -103,7 +103,7 @@ def _method_by_count(itemsize: int) -> Bytes:
 
 
 def _cheapest(counts: Counts, lengths: Counts, itemsize: int) -> Bytes:
-    """The method that takes the fewest bits for each block, whatever the others."""
+    """The method that takes the fewest bits for each block by itself."""
     values = counts * itemsize * 8
     bits = np.vstack((lengths * itemsize * 8 - values, (lengths + 7) // 8 * 8, _sparse_bits(counts, lengths)))
     bits[SPARSE - 1 :, is_heavy(counts, lengths)] = np.iinfo(np.int64).max
@@ -113,13 +113,13 @@ def _cheapest(counts: Counts, lengths: Counts, itemsize: int) -> Bytes:
 
 
 def _sparse_bits(counts: Counts, lengths: Counts) -> Counts:
-    """Bits that the positions take, by number of low bits and block."""
+    """Bits of the Elias-Fano code, by number of low bits and block."""
     bits: Counts = counts * (_LOW_BITS + 1) + ((lengths - 1) >> _LOW_BITS)
     return bits
 
 
 def runs_of(methods: Bytes, method: int, elements: int) -> list[Run]:
-    """The blocks of a frame that are encoded by `method`, neighbours together."""
+    """The blocks of a frame with this method, neighbours together."""
     chosen = np.zeros(methods.size + 2, np.int8)
     chosen[1:-1] = methods == method
     edges = np.diff(chosen)
@@ -132,12 +132,12 @@ def runs_of(methods: Bytes, method: int, elements: int) -> list[Run]:
 
 
 def elements_in(runs: list[Run]) -> int:
-    """How many elements the runs have together."""
+    """Number of elements of all runs."""
     return sum(run.stop - run.start for run in runs)
 
 
 def shifts_of(runs: list[Run]) -> Counts | None:
-    """What to add to a place in the section, by the section's block, for the place in the frame; None if it is nothing."""
+    """For each block of a section the distance from a place in the section to the place in the frame; None if all are 0."""
     if len(runs) == 1 and not runs[0].start:
         return None
     blocks = [np.full(-(-(run.stop - run.start) // BLOCK), run.start - run.offset) for run in runs]

@@ -1,0 +1,125 @@
+"""Links: the connections of the engine that carry the lanes of a plan, and the order of buckets on each."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..version.manifest import Manifest
+from .routes import Route
+from .transfer_plan import TransferPlan
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLink:
+    """One connection of the engine: its senders, their receivers, and the lanes on it.
+
+    A sender is the trainer rank of its lanes, or a rollout rank that relays them. A link has several senders only if the engine
+    is collective. No rank is a sender and a receiver of the same link.
+    """
+
+    number: int
+    senders: tuple[str, ...]
+    receivers: tuple[str, ...]
+    lanes: Mapping[str, tuple[int, ...]]
+    """Lanes by sender, in the order in which it sends them."""
+
+    def session(self, session: str) -> str:
+        """Name of the engine's session for this link."""
+        return f"{session}-{self.number}"
+
+    def turns(self, sent: Manifest) -> Iterator[Turn]:
+        """Every bucket of the version `sent` on this link, in the order that all its ranks keep.
+
+        Senders take turns, one bucket each, so that none waits until another has sent everything.
+        """
+        queues = [
+            [(lane, index) for lane in self.lanes[sender] for index in sent.buckets_of(lane)] for sender in self.senders
+        ]
+        for turn in itertools.zip_longest(*queues):
+            for sender, bucket in zip(self.senders, turn, strict=True):
+                if bucket is not None:
+                    yield Turn(sender, *bucket)
+
+
+class Turn(NamedTuple):
+    """A bucket on a link."""
+
+    sender: str
+    lane: int
+    sent_as: int
+    """Index of the bucket in the manifest of the whole version."""
+
+
+def links_of(plan: TransferPlan, routes: Sequence[Route], *, apart: bool) -> list[PlannedLink]:
+    """One link for each rank that sends and each trainer rank whose lanes it sends, so that none waits for another's lanes.
+
+    Where a send reaches every receiver of a connection (`apart`), one for each set of receivers, too.
+    """
+    found: dict[tuple[str, str, tuple[str, ...]], tuple[dict[str, None], dict[int, None]]] = {}
+    for number, (lane, route) in enumerate(zip(plan.lanes, routes, strict=True)):
+        for sender, receiver in route.hops:
+            key = sender, lane.sender, lane.receivers if apart else ()
+            receivers, lanes = found.setdefault(key, ({}, {}))
+            receivers[receiver] = lanes[number] = None
+    return [
+        PlannedLink(number, (sender,), tuple(receivers), {sender: tuple(lanes)})
+        for number, ((sender, *_), (receivers, lanes)) in enumerate(found.items())
+    ]
+
+
+@dataclass(slots=True)
+class _CollectiveGroup:
+    """Senders at the same number of hops from the trainer that share a link."""
+
+    hops: int
+    lanes: dict[str, dict[int, None]]
+    """Lanes by sender."""
+    receivers: dict[str, dict[str, None]]
+    """Receivers by sender."""
+
+    @property
+    def reached(self) -> set[str]:
+        return {name for names in self.receivers.values() for name in names}
+
+    @property
+    def first_lane(self) -> int:
+        return min(lane for lanes in self.lanes.values() for lane in lanes)
+
+    def can_join(self, other: _CollectiveGroup) -> bool:
+        """Whether no rank would be a sender and a receiver of one link."""
+        return not (self.lanes.keys() & other.reached or other.lanes.keys() & self.reached)
+
+    def joined(self, other: _CollectiveGroup) -> _CollectiveGroup:
+        return _CollectiveGroup(self.hops, self.lanes | other.lanes, self.receivers | other.receivers)
+
+
+def collective_links(routes: Sequence[Route]) -> list[PlannedLink]:
+    """One link for each group of senders with common receivers, at each number of hops from the trainer.
+
+    A rank relays on another link than it receives on: a bucket can be relayed only when it has arrived, and a link has one order.
+    So no link waits for one that is further from the trainer.
+    """
+    single: dict[tuple[int, str], _CollectiveGroup] = {}
+    for number, route in enumerate(routes):
+        for sender, receiver in route.hops:
+            hops = route.hops_to(sender)
+            group = single.setdefault((hops, sender), _CollectiveGroup(hops, {sender: {}}, {sender: {}}))
+            group.receivers[sender][receiver] = group.lanes[sender][number] = None
+    groups: list[_CollectiveGroup] = []
+    for new in single.values():
+        reached, merged = new.reached, new
+        for index in reversed(range(len(groups))):
+            group = groups[index]
+            if group.hops == new.hops and group.reached & reached and group.can_join(merged):
+                merged = groups.pop(index).joined(merged)
+        groups.append(merged)
+    links = []
+    for number, group in enumerate(sorted(groups, key=lambda group: group.first_lane)):
+        senders = sorted(group.lanes, key=lambda sender: min(group.lanes[sender]))
+        receivers = dict.fromkeys(name for sender in senders for name in group.receivers[sender])
+        lanes = {sender: tuple(sorted(group.lanes[sender])) for sender in senders}
+        links.append(PlannedLink(number, tuple(lanes), tuple(receivers), lanes))
+    return links

@@ -1,0 +1,139 @@
+"""Supply and needs: the messages from which every participant of a session makes the same plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+from weightlane.ckpt_engines import ConfigError, Deadline, ProtocolError
+
+from ..codecs.quantised.quantisation import checked_scheme
+from ..codecs.quantised.quantised_needs import needed_on_the_wire
+from ..config import Network
+from ..version.placement import Placement
+from ..version.tensor_spec import TensorSpec
+
+_PART = "transfer plan"
+WHOLE = ""
+"""The key of a rollout rank that needs all of every tensor."""
+
+
+class PlanMailbox(Protocol):
+    """A mailbox of the session."""
+
+    def put(self, key: str, value: Any) -> None:
+        """See `Mailbox.put`."""
+
+    def get(self, key: str, deadline: Deadline) -> Any:
+        """See `Mailbox.get`."""
+
+
+@dataclass(frozen=True)
+class Supply:
+    """Everything that the trainer ranks send, and the form in which they send it.
+
+    Attributes:
+        shares: The slices that each publisher sends, in rank order; together every element once.
+        bucket_bytes: Payload of a bucket.
+        checksummed: See `Manifest`.
+        quantised: See `Manifest`.
+        network: Speeds of the network cards, by which routes are chosen; None to have no lane relayed.
+    """
+
+    shares: Mapping[str, Placement]
+    bucket_bytes: int
+    checksummed: bool
+    quantised: str
+    network: Network | None = None
+
+    @cached_property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """Every tensor on the wire."""
+        return tuple({spec.name: spec for share in self.shares.values() for spec in share.specs}.values())
+
+    @cached_property
+    def whole(self) -> Placement:
+        """The placement of a rank that needs everything."""
+        return Placement.whole(self.specs)
+
+    def on_the_wire(self, needed: Placement) -> Placement | None:
+        """Translate `needed` from the receiver's tensors, which may have other dtypes or be restored, to those on the wire.
+
+        Returns None if `needed` has other tensors.
+        """
+        sent = {spec.name: spec for spec in self.specs}
+        if sent.keys() == {spec.name for spec in needed.specs} and all(
+            sent[spec.name].stands_for(spec) for spec in needed.specs
+        ):
+            return Placement(tuple(sent[spec.name] for spec in needed.specs), needed.boxes)
+        return needed_on_the_wire(needed, self.specs, checked_scheme(self.quantised)) if self.quantised else None
+
+    def to_plain(self) -> list[Any]:
+        """The supply as JSON."""
+        shares = [[name, share.to_plain()] for name, share in self.shares.items()]
+        network = self.network
+        speeds = network and [network.sender_bytes_per_s, network.receiver_bytes_per_s, network.latency_s]
+        return [shares, self.bucket_bytes, self.checksummed, self.quantised, speeds]
+
+    @classmethod
+    def from_plain(cls, plain: Any) -> Supply:
+        """Parse the message of trainer rank 0; raises `ProtocolError` for anything else."""
+        match plain:
+            case [[*shares], int() as bucket_bytes, bool() as checksummed, str() as quantised, speeds]:
+                if all(isinstance(pair, list) and len(pair) == 2 for pair in shares):  # noqa: PLR2004 - name and share
+                    pairs = [(str(name), Placement.from_plain(share)) for name, share in shares]
+                    return cls(dict(pairs), bucket_bytes, checksummed, quantised, _network(speeds, bucket_bytes))
+        raise ProtocolError("the message is no supply.", part=_PART)
+
+
+def _network(plain: Any, bucket_bytes: int) -> Network | None:
+    match plain:
+        case None:
+            return None
+        case [float() as sender, float() as receiver, float() as latency_s] if all(map(math.isfinite, plain)):
+            try:
+                return Network(sender, receiver, latency_s, bucket_bytes)
+            except ConfigError as error:
+                raise ProtocolError(f"not the speeds of a network: {error.message}", part=_PART) from error
+    raise ProtocolError("not the speeds of a network.", part=_PART)
+
+
+class PlanExchange:
+    """The messages from which the participants of a session make their plan.
+
+    Args:
+        mailbox: A mailbox that only this session uses.
+    """
+
+    def __init__(self, mailbox: PlanMailbox) -> None:
+        self._mailbox = mailbox
+
+    def supply(self, supply: Supply) -> None:
+        """[trainer rank 0] Publish the supply."""
+        self._mailbox.put("supply", supply.to_plain())
+
+    def need(self, needed: Placement | None) -> str:
+        """[rollout rank] Publish the needed slices. Returns their key, which is equal for the same rank of all replicas."""
+        if needed is None:
+            return WHOLE
+        self._mailbox.put(f"need/{needed.digest}", needed.to_plain())
+        return needed.digest
+
+    def supplied(self, deadline: Deadline) -> Supply:
+        """Wait for the supply. Raises `DeadlineExceededError` or `ProtocolError`."""
+        return Supply.from_plain(self._mailbox.get("supply", deadline))
+
+    def needed(self, keys: Mapping[str, str], supply: Supply, deadline: Deadline) -> dict[str, Placement]:
+        """The slices on the wire that each rollout rank needs, by the rank's name. Raises as `supplied`.
+
+        A rank whose needs are of other tensors gets everything: it computes its needs anew then, or refuses.
+        """
+        known: dict[str, Placement] = {WHOLE: supply.whole}
+        for key in keys.values():
+            if key not in known:
+                needed = Placement.from_plain(self._mailbox.get(f"need/{key}", deadline))
+                known[key] = supply.on_the_wire(needed) or supply.whole
+        return {name: known[key] for name, key in keys.items()}

@@ -1,0 +1,19 @@
+"""The examples in the planner's docstrings run."""
+
+from __future__ import annotations
+
+import doctest
+from types import ModuleType
+
+import pytest
+
+from weightlane.sync import plan
+from weightlane.sync.plan import send_assignment, transfer_plan
+from weightlane.sync.version import box
+
+
+@pytest.mark.parametrize("module", [plan, send_assignment, transfer_plan, box], ids=lambda module: module.__name__)
+def test_the_example_runs(module: ModuleType) -> None:
+    found = doctest.testmod(module)
+    assert found.attempted > 1
+    assert not found.failed
