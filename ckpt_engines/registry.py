@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from .contract.engine import API_VERSION, WHAT_CHANGED, Capabilities, CheckpointEngine, EngineConfig
+from .contract.field_docs import document_fields
 from .engines.faulty.engine import PREFIX as FAULTY
 from .engines.faulty.engine import faulty
 from .errors import (
@@ -24,7 +25,6 @@ from .errors import (
     UnknownEngineError,
     WeightlaneError,
 )
-from .runtime.field_docs import document_fields
 
 GROUP = "weightlane.ckpt_engines"
 LISTING_LIMIT_S = 30.0

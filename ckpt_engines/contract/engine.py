@@ -45,7 +45,7 @@ from ..channels.channel import Address, Channel
 from ..channels.meeting import Meeting, TcpMeeting
 from ..deadline import Deadline
 from ..errors import EngineContractError, ProtocolError
-from ..runtime.field_docs import document_fields
+from .field_docs import document_fields
 
 MOST_POSTED = 16
 """The framework never has more buckets posted that are not done."""

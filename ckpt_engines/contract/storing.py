@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..deadline import Deadline
-from ..runtime.field_docs import document_fields
 from .engine import WeightSender
+from .field_docs import document_fields
 
 
 def bucket_file_name(index: int) -> str:

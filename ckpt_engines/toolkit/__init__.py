@@ -23,8 +23,7 @@ from ..channels.channel import Channel, listen_tcp
 from ..channels.meeting import LocalMeeting, Meeting, TcpMeeting, host_and_port
 from ..runtime.devices import DeviceRuntime, runtime_of
 from ..runtime.lifecycle import Lifecycle
-from .engine_memory import EngineMemory
-from .handshake import (
+from .bucket_messages import (
     acknowledge,
     announce,
     await_acknowledgements,
@@ -34,6 +33,7 @@ from .handshake import (
     refuse,
     send_payload,
 )
+from .engine_memory import EngineMemory
 from .paired import PairedEngine, PostedCalls
 from .waiting import poll_until, run_bounded
 

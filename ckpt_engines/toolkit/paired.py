@@ -27,7 +27,7 @@ from ..contract.engine import (
 )
 from ..deadline import Deadline
 from ..runtime.lifecycle import Lifecycle
-from .handshake import choose, receive_payload, send_payload
+from .bucket_messages import choose, receive_payload, send_payload
 
 C = TypeVar("C", bound=EngineConfig)
 

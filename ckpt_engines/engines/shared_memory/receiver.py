@@ -20,7 +20,7 @@ from ...contract.viewing import ViewingReceiver
 from ...deadline import Deadline
 from ...errors import ProtocolError, TransportError
 from ...runtime.lifecycle import Lifecycle
-from ...toolkit.handshake import acknowledge, choose, expect, refuse
+from ...toolkit.bucket_messages import acknowledge, choose, expect, refuse
 from ...toolkit.waiting import poll_until
 from .segments import MappedSegment, SegmentKind, close_descriptors
 

@@ -29,7 +29,7 @@ from ...contract.viewing import ViewableSender
 from ...deadline import Deadline
 from ...errors import ProtocolError
 from ...runtime.lifecycle import Lifecycle
-from ...toolkit.handshake import announce, checked_answer, choose
+from ...toolkit.bucket_messages import announce, checked_answer, choose
 from .segment_arena import SegmentArena
 from .segments import OwnedSegment, SegmentKind
 
