@@ -61,7 +61,8 @@ from .errors import (
     as_weightlane_error,
     error_from_wire,
 )
-from .links.link import ReceiverLink, SenderLink
+from .links.receiver_link import ReceiverLink
+from .links.sender_link import SenderLink
 from .registry import CheckpointEngineRegistry, EngineListing
 
 __all__ = [

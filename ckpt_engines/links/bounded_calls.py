@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 from ..deadline import Deadline
 from ..runtime.daemon_threads import DaemonThreads
-from .link import ReceiverLink, SenderLink
+from .receiver_link import ReceiverLink
+from .sender_link import SenderLink
 
 Half = SenderLink | ReceiverLink
 T = TypeVar("T")

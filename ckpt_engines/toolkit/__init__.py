@@ -19,7 +19,8 @@ and the death of a peer are the framework's (`weightlane.ckpt_engines.links.link
 
 from __future__ import annotations
 
-from ..channels.channel import Channel, listen_tcp
+from ..channels.channel import Channel
+from ..channels.listener import listen_tcp
 from ..channels.meeting import LocalMeeting, Meeting, TcpMeeting, host_and_port
 from ..runtime.devices import DeviceRuntime, runtime_of
 from ..runtime.lifecycle import Lifecycle

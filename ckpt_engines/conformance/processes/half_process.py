@@ -22,7 +22,8 @@ import torch
 
 from ...contract.engine import Bucket, CheckpointEngine, Delivery, Topology
 from ...deadline import Deadline
-from ...links.link import ReceiverLink, SenderLink, receiver_link, sender_link
+from ...links.receiver_link import ReceiverLink, make_receiver_link
+from ...links.sender_link import SenderLink, make_sender_link
 from ...runtime.devices import runtime_of
 from ...runtime.json_socket import JsonSocket
 from . import leftovers
@@ -370,7 +371,7 @@ class HalfProcess:
         create_engine(engine, options)  # the first one loads libraries
         before = leftovers.of_this_process()
         made = create_engine(engine, options)
-        links = sender_link(made, "trainer/0", self._device), receiver_link(made, "rollout/0", self._device)
+        links = make_sender_link(made, "trainer/0", self._device), make_receiver_link(made, "rollout/0", self._device)
         during = leftovers.of_this_process()
         for link in links:
             link.close()

@@ -30,7 +30,8 @@ from ...channels.meeting import Meeting
 from ...contract.engine import Bucket, CheckpointEngine, EngineConfig, Topology, WeightReceiver, WeightSender
 from ...deadline import Deadline
 from ...errors import ClosedError, PeerLostError, ProtocolError, StorageError
-from ...links.link import ReceiverLink, SenderLink
+from ...links.receiver_link import ReceiverLink
+from ...links.sender_link import SenderLink
 
 PREFIX = "faulty:"
 """What stands ahead of the wrapped engine's name."""

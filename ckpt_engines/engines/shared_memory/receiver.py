@@ -22,7 +22,7 @@ from ...errors import ProtocolError, TransportError
 from ...runtime.lifecycle import Lifecycle
 from ...toolkit.bucket_messages import acknowledge, choose, expect, refuse
 from ...toolkit.waiting import poll_until
-from .segments import MappedSegment, SegmentKind, close_descriptors
+from .segments import MappedSegment, SegmentKind
 
 _LAST_COPY_WAIT_S = 1.0
 """How long all copies that still run may keep a half from closing."""
@@ -160,11 +160,7 @@ class SegmentReceiver(ViewingReceiver):
             raise KeyError(key)
         descriptors: list[int] = []
         if described["descriptors"]:
-            try:
-                channel.receive(1, deadline, "the segment's descriptors", descriptors)
-            except BaseException:
-                close_descriptors(descriptors)
-                raise
+            descriptors = channel.receive_descriptors(deadline, "the segment's descriptors")
         self._segments[key] = self._kind.adopt(nbytes, described, descriptors, device)
 
     def _forget(self, sender: str, retired: Iterable[int]) -> None:

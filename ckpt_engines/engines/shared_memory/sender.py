@@ -182,7 +182,7 @@ class SegmentSender(ViewableSender):
             self._showing(bucket.version, name).unanswered.add(bucket.index)
         announce({name: channel}, bucket, deadline, **told)
         if descriptors:
-            channel.send(b"\0", deadline, descriptors)
+            channel.send_descriptors(descriptors, deadline)
         return retired
 
     def _place(self, bucket: Bucket) -> tuple[int, OwnedSegment | None, int, tuple[int, OwnedSegment] | None]:

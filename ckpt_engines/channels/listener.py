@@ -1,0 +1,202 @@
+"""A sender's side of the handshake: listen, admit the receivers of the session and nobody else, and welcome them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import select
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..deadline import Deadline
+from ..errors import AddressInUseError, ConfigError
+from ..runtime.lifecycle import Lifecycle
+from .channel import Address, Channel
+from .handshake import Hello
+from .messages import LENGTH_BYTES, MAX_MESSAGE_BYTES, decode_text, encode_message, text_bytes
+
+_BACKLOG = 1024
+"""Connections that the kernel keeps until they are accepted; more than a run has receivers, so that none has to try again."""
+_MAX_PENDING = 128
+"""Accepted connections without a complete hello, beyond those of the receivers. A further connection closes the oldest, so that
+silent ones cannot use up the process's file descriptors."""
+_DESCRIPTORS_PAUSE_S = 0.05
+"""How long to wait when the process has no file descriptor left: its other threads may close some."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """A listening socket and the address that leads to it."""
+
+    socket: socket.socket
+    address: Address
+    path: Path | None = None
+    """Path of a Unix socket; None for TCP."""
+
+    def close(self) -> None:
+        """Stop listening. Idempotent; never raises: the next sender removes a path that could not be removed here."""
+        self.socket.close()
+        if self.path is not None:
+            with contextlib.suppress(OSError):
+                self.path.unlink()
+
+
+def listen_tcp(host: str, port: int = 0) -> socket.socket:
+    """Return a socket that listens on `host` only; port 0 takes a free port.
+
+    Raises `AddressInUseError` when the port is taken, and `ConfigError` when `host` is not an address of this machine.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            raise AddressInUseError(
+                f"port {port} of {host} is taken.", part="listener", hint="Choose another port, or 0 for any free one."
+            ) from error
+        raise ConfigError(
+            f"cannot listen on {host!r}: {error}.", part="listener", hint="Use an address of this machine."
+        ) from error
+
+
+def accept_receivers(
+    listener: socket.socket,
+    life: Lifecycle,
+    session: str,
+    names: Iterable[str],
+    deadline: Deadline,
+    *,
+    lanes: Sequence[str] = ("",),
+    key: bytes = b"",
+) -> list[dict[str, Channel]]:
+    """Wait until every receiver in `names` has said hello with this `session` on each of `lanes`. Everybody else is refused.
+
+    With a `key` (`Topology.key`) both sides prove that they know it. Returns for each lane the channels in the order of `names`.
+    Raises `PeerLostError` when a receiver that had connected is gone, `DeadlineExceededError` naming those that did not connect,
+    or `ClosedError`.
+    """
+    acceptor = _Acceptor(listener, life, session, tuple(names), tuple(lanes), key)
+    try:
+        while missing := acceptor.missing():
+            acceptor.step(deadline, f"{', '.join(missing)} to connect")
+    except BaseException:
+        for channel in acceptor.joined.values():
+            channel.close()
+        raise
+    finally:
+        acceptor.drop_pending()
+    return [{name: acceptor.joined[lane, name] for name in acceptor.names} for lane in lanes]
+
+
+def welcome(channels: Iterable[Channel], deadline: Deadline) -> None:
+    """Tell receivers that all of them have joined."""
+    for channel in channels:
+        channel.send_json({}, deadline)
+
+
+class _Acceptor:
+    """Accepts connections and hears all of them at once, until each is a joined receiver or refused."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        life: Lifecycle,
+        session: str,
+        names: tuple[str, ...],
+        lanes: tuple[str, ...],
+        key: bytes,
+    ) -> None:
+        self._listener = listener
+        self._life = life
+        self._session = session
+        self._key = key
+        self._lanes = lanes
+        self.names = names
+        self.joined: dict[tuple[str, str], Channel] = {}
+        """Channels by lane and name."""
+        self._pending: dict[int, tuple[socket.socket, bytearray]] = {}
+        """Connections without a complete hello, and the bytes of it so far, by file descriptor; the oldest first."""
+        self._hint = ""
+        """Why the last connection could not be accepted, if that is known."""
+        listener.setblocking(False)
+
+    def missing(self) -> list[str]:
+        return [name for name in self.names if any((lane, name) not in self.joined for lane in self._lanes)]
+
+    def drop_pending(self) -> None:
+        for sock, _ in self._pending.values():
+            sock.close()
+
+    def step(self, deadline: Deadline, waiting_for: str) -> None:
+        joined = {channel.fileno(): channel for channel in self.joined.values()}
+        descriptors = (self._listener.fileno(), *self._pending, *joined)
+        for descriptor in self._life.wait_until(dict.fromkeys(descriptors, select.POLLIN), deadline, waiting_for):
+            if descriptor in joined:  # a receiver sends nothing before it is welcomed, so this is its end
+                raise joined[descriptor].lost(f"while waiting for {waiting_for}")
+            if descriptor in self._pending:
+                self._hear(descriptor)
+            else:
+                self._accept(deadline)
+        # A connection that sends without end keeps the wait from reaching the deadline.
+        deadline.check(waiting_for, part=self._life.part, hint=self._hint)
+
+    def _accept(self, deadline: Deadline) -> None:
+        self._hint = ""
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as error:  # the caller may have left again
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # the connection stays in the backlog until there are some
+                self._hint = "No file descriptor is left for a further connection: raise ulimit -n."
+                self._life.wait({}, min(_DESCRIPTORS_PAUSE_S, deadline.remaining_s))
+            return
+        sock.setblocking(False)
+        self._pending[sock.fileno()] = (sock, bytearray())
+        if len(self._pending) > _MAX_PENDING + len(self._lanes) * len(self.names):
+            self._pending.pop(next(iter(self._pending)))[0].close()
+
+    def _hear(self, descriptor: int) -> None:
+        sock, heard = self._pending[descriptor]
+        try:
+            chunk = sock.recv(MAX_MESSAGE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            chunk = b""
+        heard += chunk
+        length = text_bytes(heard) if len(heard) >= LENGTH_BYTES else MAX_MESSAGE_BYTES
+        if chunk and length <= MAX_MESSAGE_BYTES and len(heard) < LENGTH_BYTES + length:
+            return
+        del self._pending[descriptor]
+        self._answer(sock, decode_text(bytes(heard[LENGTH_BYTES:])) or {})
+
+    def _answer(self, sock: socket.socket, message: dict[str, Any]) -> None:
+        """Let the receiver at the other end of `sock` join, or refuse it. `message` may hold anything."""
+        hello = Hello(*(message.get(field) for field in ("session", "name", "lane", "nonce")))  # type: ignore[arg-type]
+        if hello.session != self._session:
+            refusal = "it waits for another session"
+        elif hello.name not in self.names or hello.lane not in self._lanes:
+            refusal = "that is not the name of a receiver of this session"
+        elif self._key and not hello.proven_by(message, self._key):
+            refusal = f"{hello.name} did not prove that it knows this session's key"
+        elif (hello.lane, hello.name) in self.joined:
+            refusal = f"{hello.name!r} is connected already"
+        else:
+            if not self._key or _sent(sock, hello.admission(self._key)):
+                self.joined[hello.lane, hello.name] = Channel(sock, self._life, hello.name)
+            else:
+                sock.close()
+            return
+        _sent(sock, {"refused": refusal})
+        sock.close()
+
+
+def _sent(sock: socket.socket, message: dict[str, str]) -> bool:
+    """Send a short message at once, and tell whether the connection took all of it: its buffer is empty so far."""
+    data = encode_message(message)
+    try:
+        return sock.send(data) == len(data)
+    except OSError:
+        return False
