@@ -1,4 +1,4 @@
-"""One bucket's handshake over control connections, and its bytes where they travel there too. Public in `toolkit`."""
+"""Messages about one bucket over the channels, and the bucket's bytes. Public in `toolkit`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FIELDS = ("version", "index", "nbytes")
 
 
 def choose(channels: Mapping[str, Channel], names: Iterable[str], life: Lifecycle) -> dict[str, Channel]:
-    """The channels to `names`; `ProtocolError` when there is none to one of them."""
+    """Return the channels to the peers in `names`. Raises `ProtocolError` when there is no channel to one of them."""
     names = list(names)
     if unknown := sorted(set(names) - set(channels)):
         raise ProtocolError(f"not connected to {', '.join(unknown)}.", part=life.part)
@@ -25,7 +25,7 @@ def choose(channels: Mapping[str, Channel], names: Iterable[str], life: Lifecycl
 
 
 def announce(channels: Mapping[str, Channel], bucket: Bucket, deadline: Deadline, **details: Any) -> None:
-    """[sender] Tell every receiver which bucket comes next. `details` is JSON data that `expect` returns on their side."""
+    """[sender] Tell every receiver that `bucket` comes next. `expect` returns `details`, JSON data, on the receiver's side."""
     message = {**details, "version": bucket.version, "index": bucket.index, "nbytes": bucket.nbytes}
     for channel in channels.values():
         channel.send_json(message, deadline)
@@ -34,37 +34,35 @@ def announce(channels: Mapping[str, Channel], bucket: Bucket, deadline: Deadline
 def expect(
     channel: Channel, bucket: Bucket, deadline: Deadline, *, progress: Callable[[], object] | None = None
 ) -> dict[str, Any]:
-    """[receiver] Wait for the sender's announcement of exactly `bucket` and return it with its details.
+    """[receiver] Wait for the sender's announcement of exactly `bucket`, and return it with its details.
 
-    Raises `ProtocolError` when the sender announces another bucket, and tells the sender so; else as `Channel.receive`.
     `progress` is called every millisecond meanwhile, for libraries that move data only inside their own calls.
+
+    Raises `ProtocolError` when the sender announces another bucket, and makes the sender's wait for an answer raise it, too;
+    otherwise as `Channel.send`.
     """
     what = f"bucket {bucket.index} of version {bucket.version}"
     if progress is not None:
-        _progress_until_readable({channel.peer: channel}, progress, deadline, what)
-    offered = channel.receive_json(deadline, what)
-    if [offered.get(field) for field in _FIELDS] != [bucket.version, bucket.index, bucket.nbytes]:
-        refuse(
-            channel,
-            f"it waits for bucket {bucket.index} of version {bucket.version} with {bucket.nbytes} bytes",
-            deadline,
-        )
+        _ready({channel.peer: channel}, select.POLLIN, deadline, what, progress)
+    announced = channel.receive_json(deadline, what)
+    if [announced.get(field) for field in _FIELDS] != [bucket.version, bucket.index, bucket.nbytes]:
+        refuse(channel, f"it waits for {what} with {bucket.nbytes} bytes", deadline)
         raise ProtocolError(
             f"expected version {bucket.version}, bucket {bucket.index} of {bucket.nbytes} bytes, but the sender offers "
-            + "{}, {} of {}.".format(*(offered.get(field) for field in _FIELDS)),
+            + "{}, {} of {}.".format(*(announced.get(field) for field in _FIELDS)),
             part=channel.part,
             peer=channel.peer,
         )
-    return offered
+    return announced
 
 
 def refuse(channel: Channel, reason: str, deadline: Deadline) -> None:
-    """[receiver] Answer an announcement with why the bucket is not taken, half a sentence; the sender raises `ProtocolError`."""
+    """[receiver] Refuse an announced bucket for a `reason`, such as ``"it has no room"``; the sender raises `ProtocolError`."""
     channel.send_json({"refused": reason}, deadline)
 
 
 def acknowledge(channel: Channel, bucket: Bucket, deadline: Deadline, **details: Any) -> None:
-    """[receiver] Answer the announcement of `bucket`. `details` is JSON data for the sender's `await_acknowledgements`."""
+    """[receiver] Acknowledge an announced `bucket`. `await_acknowledgements` returns `details`, JSON data, to the sender."""
     channel.send_json({**details, "version": bucket.version, "taken": bucket.index}, deadline)
 
 
@@ -76,80 +74,36 @@ def await_acknowledgements(
     progress: Callable[[], object] | None = None,
     aside: Callable[[str, Mapping[str, Any]], bool] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """[sender] Wait until every receiver has acknowledged `bucket`; returns each one's answer with its details.
+    """[sender] Wait until every receiver has acknowledged `bucket`, and return each one's answer with its details.
 
-    Raises `ProtocolError` when one refuses it, `PeerLostError` as soon as one is gone, and `DeadlineExceededError` that names
-    those still missing. `progress` as in `expect`. With `aside` receivers may say other things in between: it is called with the
-    receiver's name and the message, and tells whether it was such a one.
+    Args:
+        channels: Channels to the receivers, by name.
+        bucket: Bucket that was announced.
+        deadline: By when all have to answer.
+        progress: Called every millisecond meanwhile, as in `expect`.
+        aside: For engines whose receivers may send other messages in between. It is called with the receiver's name and the
+            message, and returns whether it handled the message, which is then no answer.
+
+    Raises:
+        ProtocolError: A receiver refuses the bucket.
+        PeerLostError: A receiver is gone.
+        DeadlineExceededError: It names the receivers that have not answered.
+        ClosedError: The half was closed.
     """
     answers: dict[str, dict[str, Any]] = {}
     what = f"bucket {bucket.index} of version {bucket.version} to be taken"
     while waiting := {name: channel for name, channel in channels.items() if name not in answers}:
-        if progress is not None:
-            ready = _progress_until_readable(waiting, progress, deadline, what)
-        else:
-            ready = _until_ready(waiting, select.POLLIN, deadline, what)
-        for name in ready:
+        for name in _ready(waiting, select.POLLIN, deadline, what, progress):
             answer = waiting[name].receive_json(deadline, "a complete acknowledgement")
             if aside is None or not aside(name, answer):
                 answers[name] = checked_answer(answer, waiting[name], bucket)
-            else:  # who talks without end must not put off the deadline
+            else:  # a receiver that sends without end keeps the wait from reaching the deadline
                 deadline.check(what, part=waiting[name].part, peer=name)
     return answers
 
 
-def send_payload(channels: Mapping[str, Channel], bucket: Bucket, deadline: Deadline) -> None:
-    """[sender] Send the bytes of `bucket` (CPU memory) over every channel at once, each at its receiver's own speed.
-
-    Returns once the operating system has everything; the receivers need not. Raises as `await_acknowledgements`.
-    """
-    left = {name: bucket.data.numpy().data for name in channels if bucket.nbytes}
-    what = f"room to send bucket {bucket.index} of version {bucket.version}"
-    while left:
-        for name in _until_ready(
-            {name: channels[name] for name in left}, select.POLLIN | select.POLLOUT, deadline, what
-        ):
-            sent = channels[name].send_some(left[name])
-            if not sent:  # so it is ready because something can be read: the receiver refuses, or is gone
-                checked_answer(channels[name].receive_json(deadline, "a complete answer"), channels[name], bucket)
-                raise ProtocolError("took a bucket that was not sent completely.", part=channels[name].part, peer=name)
-            left[name] = left[name][sent:]
-            if not left[name]:
-                del left[name]
-
-
-def receive_payload(channel: Channel, bucket: Bucket, deadline: Deadline) -> None:
-    """[receiver] Fill ``bucket.data`` (CPU memory) with what `send_payload` sends."""
-    what = f"the rest of bucket {bucket.index} of version {bucket.version}"
-    channel.receive_into(bucket.data.numpy().data, deadline, what)
-
-
-def _until_ready(channels: Mapping[str, Channel], events: int, deadline: Deadline, what: str) -> list[str]:
-    """The names of `channels` on which one of the `select.POLL*` `events` happened, or that are gone; at least one."""
-    descriptors = {channel.fileno(): name for name, channel in channels.items()}
-    life = next(iter(channels.values())).life
-    ready = life.wait_until(dict.fromkeys(descriptors, events), deadline, what, ", ".join(channels))
-    return [descriptors[descriptor] for descriptor in ready]
-
-
-def _progress_until_readable(
-    channels: Mapping[str, Channel], progress: Callable[[], object], deadline: Deadline, what: str
-) -> list[str]:
-    descriptors = {channel.fileno(): name for name, channel in channels.items()}
-    life = next(iter(channels.values())).life
-    readable: set[int] = set()
-
-    def look() -> bool:
-        progress()
-        readable.update(life.wait(dict.fromkeys(descriptors, select.POLLIN), 0.0))
-        return bool(readable)
-
-    poll_until(look, life, deadline, what, peer=", ".join(channels))
-    return [descriptors[descriptor] for descriptor in readable]
-
-
 def checked_answer(answer: dict[str, Any], channel: Channel, bucket: Bucket) -> dict[str, Any]:
-    """[sender] `answer`, or `ProtocolError` when it does not acknowledge `bucket`."""
+    """[sender] Return `answer`. Raises `ProtocolError` when it does not acknowledge `bucket`."""
     if answer.get("taken") != bucket.index or answer.get("version") != bucket.version:
         raise ProtocolError(
             f"bucket {bucket.index} of version {bucket.version} with {bucket.nbytes} bytes was not taken:"
@@ -158,3 +112,55 @@ def checked_answer(answer: dict[str, Any], channel: Channel, bucket: Bucket) -> 
             peer=channel.peer,
         )
     return answer
+
+
+def send_payload(channels: Mapping[str, Channel], bucket: Bucket, deadline: Deadline) -> None:
+    """[sender] Send the bytes of `bucket` (CPU memory) over every channel at once, at the speed of each receiver.
+
+    Returns when the operating system has all bytes, which may be before the receivers have. Raises as `await_acknowledgements`.
+    """
+    rest = {name: bucket.data.numpy().data for name in channels if bucket.nbytes}
+    what = f"room to send bucket {bucket.index} of version {bucket.version}"
+    while rest:
+        unfinished = {name: channels[name] for name in rest}
+        for name in _ready(unfinished, select.POLLIN | select.POLLOUT, deadline, what):
+            channel = channels[name]
+            sent = channel.send_some(rest[name])
+            if not sent:  # the channel is ready to be read: the receiver refuses the bucket, or is gone
+                checked_answer(channel.receive_json(deadline, "a complete answer"), channel, bucket)
+                raise ProtocolError("took a bucket that was not sent completely.", part=channel.part, peer=name)
+            rest[name] = rest[name][sent:]
+            if not rest[name]:
+                del rest[name]
+
+
+def receive_payload(channel: Channel, bucket: Bucket, deadline: Deadline) -> None:
+    """[receiver] Fill ``bucket.data`` (CPU memory) with the bytes that the sender's `send_payload` sends."""
+    what = f"the rest of bucket {bucket.index} of version {bucket.version}"
+    channel.receive_into(bucket.data.numpy().data, deadline, what)
+
+
+def _ready(
+    channels: Mapping[str, Channel],
+    events: int,
+    deadline: Deadline,
+    what: str,
+    progress: Callable[[], object] | None = None,
+) -> list[str]:
+    """Wait for one of the `select.POLL*` `events`, and return the names of the `channels` that it happened on; at least one."""
+    interest = {channel.fileno(): events for channel in channels.values()}
+    life = next(iter(channels.values())).life
+    peers = ", ".join(channels)
+    ready: set[int] = set()
+
+    def look() -> bool:
+        if progress is not None:
+            progress()
+        ready.update(life.wait(interest, 0.0))
+        return bool(ready)
+
+    if progress is None:
+        ready = life.wait_until(interest, deadline, what, peers)
+    else:
+        poll_until(look, life, deadline, what, peer=peers)
+    return [name for name, channel in channels.items() if channel.fileno() in ready]
