@@ -12,15 +12,13 @@ True
 from typing import TYPE_CHECKING
 
 from .channels.channel import Address, Channel
+from .contract.bucket import Bucket, FilePart
+from .contract.capabilities import Capabilities, Delivery
 from .contract.engine import (
     API_VERSION,
     WHAT_CHANGED,
-    Bucket,
-    Capabilities,
     CheckpointEngine,
-    Delivery,
     EngineConfig,
-    FilePart,
     Topology,
     WeightReceiver,
     WeightSender,

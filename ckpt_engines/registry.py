@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from .contract.engine import API_VERSION, WHAT_CHANGED, Capabilities, CheckpointEngine, EngineConfig
+from .contract.capabilities import Capabilities
+from .contract.engine import API_VERSION, WHAT_CHANGED, CheckpointEngine, EngineConfig
 from .contract.field_docs import document_fields
 from .engines.faulty.engine import PREFIX as FAULTY
 from .engines.faulty.engine import faulty

@@ -16,7 +16,8 @@ from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from ..channels.channel import Address, Channel
-from ..contract.engine import CheckpointEngine, Delivery, Topology, WeightReceiver, WeightSender, engine_label
+from ..contract.capabilities import Delivery
+from ..contract.engine import CheckpointEngine, Topology, WeightReceiver, WeightSender, engine_label
 from ..deadline import Deadline
 from ..errors import ClosedError, PeerLostError, ProtocolError, TransportError, WeightlaneError, as_weightlane_error
 from ..runtime.lifecycle import Lifecycle

@@ -11,7 +11,8 @@ import torch
 
 from ..channels.channel import Address, Channel
 from ..channels.dialer import dial, welcomed
-from ..contract.engine import Bucket, CheckpointEngine, Topology, WeightReceiver
+from ..contract.bucket import Bucket
+from ..contract.engine import CheckpointEngine, Topology, WeightReceiver
 from ..contract.viewing import ViewingReceiver
 from ..deadline import Deadline
 from ..errors import ProtocolError, WeightlaneError

@@ -11,7 +11,8 @@ import torch
 
 from ..channels.channel import Address, Channel
 from ..channels.listener import Listener, accept_receivers, welcome
-from ..contract.engine import Bucket, CheckpointEngine, Topology, WeightSender
+from ..contract.bucket import Bucket
+from ..contract.engine import CheckpointEngine, Topology, WeightSender
 from ..contract.storing import StoringSender, VersionFiles
 from ..contract.viewing import ViewableSender
 from ..deadline import Deadline

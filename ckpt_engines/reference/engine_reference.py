@@ -12,7 +12,8 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
-from ..contract.engine import Capabilities, CheckpointEngine
+from ..contract.capabilities import Capabilities
+from ..contract.engine import CheckpointEngine
 from ..registry import CheckpointEngineRegistry, EngineListing
 from .evidence import EVIDENCE
 

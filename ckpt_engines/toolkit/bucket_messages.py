@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..channels.channel import Channel
-from ..contract.engine import Bucket
+from ..contract.bucket import Bucket
 from ..deadline import Deadline
 from ..errors import ProtocolError
 from ..runtime.lifecycle import Lifecycle

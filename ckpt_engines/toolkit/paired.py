@@ -13,12 +13,11 @@ from typing import Any, ClassVar, Generic, TypeVar, get_args
 import torch
 
 from ..channels.channel import Address, Channel
+from ..contract.bucket import Bucket
+from ..contract.capabilities import Capabilities, Delivery
 from ..contract.engine import (
     API_VERSION,
-    Bucket,
-    Capabilities,
     CheckpointEngine,
-    Delivery,
     EngineConfig,
     Topology,
     WeightReceiver,

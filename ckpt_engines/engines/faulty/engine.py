@@ -27,7 +27,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
 from ...channels.meeting import Meeting
-from ...contract.engine import Bucket, CheckpointEngine, EngineConfig, Topology, WeightReceiver, WeightSender
+from ...contract.bucket import Bucket
+from ...contract.engine import CheckpointEngine, EngineConfig, Topology, WeightReceiver, WeightSender
 from ...deadline import Deadline
 from ...errors import ClosedError, PeerLostError, ProtocolError, StorageError
 from ...links.receiver_link import ReceiverLink

@@ -32,18 +32,9 @@ import torch
 from pydantic import Field
 
 from ...channels.channel import Address, Channel
-from ...contract.engine import (
-    API_VERSION,
-    Bucket,
-    Capabilities,
-    CheckpointEngine,
-    Delivery,
-    EngineConfig,
-    FilePart,
-    Topology,
-    WeightReceiver,
-    WeightSender,
-)
+from ...contract.bucket import Bucket, FilePart
+from ...contract.capabilities import Capabilities, Delivery
+from ...contract.engine import API_VERSION, CheckpointEngine, EngineConfig, Topology, WeightReceiver, WeightSender
 from ...contract.storing import StoringSender, VersionFiles
 from ...deadline import Deadline
 from ...errors import DeadlineExceededError, PeerLostError, ProtocolError, StorageError, WeightlaneError

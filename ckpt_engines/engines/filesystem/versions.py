@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 
-from ...contract.engine import Bucket
+from ...contract.bucket import Bucket
 from ...errors import ProtocolError, StorageError
 from .file_names import (
     COMMITTED,

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 
 from ...channels.channel import Address, Channel
-from ...contract.engine import Bucket, Topology
+from ...contract.bucket import Bucket
+from ...contract.engine import Topology
 from ...contract.viewing import ViewableSender
 from ...deadline import Deadline
 from ...errors import ProtocolError
