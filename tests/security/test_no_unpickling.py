@@ -31,7 +31,7 @@ from weightlane.ckpt_engines import (
     error_from_wire,
 )
 from weightlane.ckpt_engines.channels.local_socket import host_identity
-from weightlane.ckpt_engines.engines.faulty.engine import read_fault_log
+from weightlane.ckpt_engines.engines.faulty.fault_log import read_fault_log
 from weightlane.ckpt_engines.engines.filesystem.file_names import parse_latest, parse_sender
 from weightlane.ckpt_engines.links.receiver_link import make_receiver_link
 from weightlane.ckpt_engines.runtime.devices import HOST
