@@ -19,7 +19,7 @@ from ..runtime.lifecycle import Lifecycle
 from .messages import LENGTH_BYTES, MAX_MESSAGE_BYTES, decode_text, encode_message, text_bytes
 
 Address = Mapping[str, Any]
-"""Where a half can be reached: JSON data whose keys its engine chooses, never pickled."""
+"""JSON data by which peers reach a half or a link. Its maker chooses the keys; it is never pickled."""
 _MAX_DESCRIPTORS = 4
 """File descriptors that `Channel.receive_descriptors` takes at once; the kernel closes those beyond. An engine passes one."""
 _ROOM = "room to send to it"

@@ -1,4 +1,4 @@
-"""A sender's side of the handshake: listen, admit the receivers of the session and nobody else, and welcome them."""
+"""A sender's side of the handshake: listen, admit only the receivers of the session, and welcome them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def accept_receivers(
     lanes: Sequence[str] = ("",),
     key: bytes = b"",
 ) -> list[dict[str, Channel]]:
-    """Wait until every receiver in `names` has said hello with this `session` on each of `lanes`. Everybody else is refused.
+    """Wait until every receiver in `names` has said hello with this `session` on each of `lanes`. All others are refused.
 
     With a `key` (`Topology.key`) both sides prove that they know it. Returns for each lane the channels in the order of `names`.
     Raises `PeerLostError` when a receiver that had connected is gone, `DeadlineExceededError` naming those that did not connect,

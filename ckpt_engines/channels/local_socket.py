@@ -93,8 +93,8 @@ def listen_local(socket_dir: Path, part: str) -> tuple[socket.socket, Path]:
 def _remove_stale_sockets(socket_dir: Path) -> None:
     """Remove the sockets of senders that were killed before their receivers connected.
 
-    A connection to such a socket is refused. It is also refused by a socket that is being made, so whoever makes one holds the
-    directory's lock, which the kernel drops when its holder is killed.
+    A connection to such a socket is refused. A socket that is being made refuses it, too, and is protected by the directory's
+    lock, which its maker holds and the kernel drops when the maker is killed.
     """
     if not any(socket_dir.glob(_STALE_PATTERN)):
         return

@@ -11,7 +11,7 @@ from .field_docs import document_fields
 
 
 class Delivery(StrEnum):
-    """How one bucket reaches several receivers."""
+    """A kind of delivery of one bucket to several receivers."""
 
     BROADCAST = "broadcast"
     """One post reaches every receiver of the topology."""
@@ -23,7 +23,7 @@ class Delivery(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an engine can do, as data. The framework decides by these and never by an engine's name.
+    """The abilities of an engine, as data. The framework decides by these and never by an engine's name.
 
     Raises `EngineContractError` when a value is of the wrong type, or a set is empty.
     """

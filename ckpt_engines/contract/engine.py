@@ -55,7 +55,7 @@ WHAT_CHANGED = (
     " mailbox, and `post` and `flush` replace `send` and `receive`; `CheckpointEngine.meeting` replaces `toolkit.Door` and"
     " `dial_senders`. See docs/guides/writing-an-engine.md."
 )
-"""What the author of an engine for an older version has to change."""
+"""Changes that the author of an engine for an older version has to make."""
 
 _IN_NO_NAME = re.compile("[\0\ud800-\udfff]")
 """Characters that no path, host or interface can have; the system's calls fail for them with errors of many types."""

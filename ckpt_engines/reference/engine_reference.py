@@ -27,7 +27,7 @@ installed, with the reason where an engine cannot run on this machine; `weightla
 every installed engine, those of other distributions included. How to write one:
 [writing-an-engine.md](../guides/writing-an-engine.md).
 """
-_SAID = {
+_MEANINGS = {
     "persistent": "buckets outlive the sender's process",
     "elastic": "receivers may join and leave without a new connection of the others",
     "same_host_only": "both sides on one host",
@@ -64,13 +64,13 @@ def _section(row: EngineListing, engine: type[CheckpointEngine]) -> str:
     if row.distribution.split()[0] != "weightlane":
         parts.append(f"Of {row.distribution.split()[0]}.\n")
     parts.append(f"{inspect.getdoc(engine) or ''}\n")
-    said = [
-        f"`{item.name}`: {_SAID[item.name]}"
+    declared = [
+        f"`{item.name}`: {_MEANINGS[item.name]}"
         for item in fields(Capabilities)
-        if item.name in _SAID and getattr(engine.capabilities, item.name)
+        if item.name in _MEANINGS and getattr(engine.capabilities, item.name)
     ]
-    if said:
-        parts.append(f"Declares {'; '.join(said)}.\n")
+    if declared:
+        parts.append(f"Declares {'; '.join(declared)}.\n")
     options = [
         (f"`{name}`", _type(field.annotation), _default(field), field.description or "")
         for name, field in engine.config_type.model_fields.items()
