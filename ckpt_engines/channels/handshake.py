@@ -36,6 +36,11 @@ class Hello:
         """Make a new hello."""
         return cls(session, name, lane, secrets.token_hex(_NONCE_BYTES) if key else "")
 
+    @classmethod
+    def read(cls, message: Mapping[str, Any]) -> Hello:
+        """Return the hello in a `message`. Its fields may be of any type, as an unknown peer sent them."""
+        return cls(*(message.get(name) for name in cls.__slots__))  # type: ignore[arg-type]
+
     @property
     def _signed(self) -> tuple[str, ...]:
         return self.session, self.name, self.lane, self.nonce

@@ -7,7 +7,7 @@ import errno
 import select
 import socket
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,7 @@ def accept_receivers(
     Raises `PeerLostError` when a receiver that had connected is gone, `DeadlineExceededError` naming those that did not connect,
     or `ClosedError`.
     """
+    listener.setblocking(False)
     acceptor = _Acceptor(listener, life, session, tuple(names), tuple(lanes), key)
     try:
         while missing := acceptor.missing():
@@ -97,68 +98,59 @@ def welcome(channels: Iterable[Channel], deadline: Deadline) -> None:
         channel.send_json({}, deadline)
 
 
+@dataclass(slots=True)
 class _Acceptor:
     """Accepts connections and hears all of them at once, until each is a joined receiver or refused."""
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        life: Lifecycle,
-        session: str,
-        names: tuple[str, ...],
-        lanes: tuple[str, ...],
-        key: bytes,
-    ) -> None:
-        self._listener = listener
-        self._life = life
-        self._session = session
-        self._key = key
-        self._lanes = lanes
-        self.names = names
-        self.joined: dict[tuple[str, str], Channel] = {}
-        """Channels by lane and name."""
-        self._pending: dict[int, tuple[socket.socket, bytearray]] = {}
-        """Connections without a complete hello, and the bytes of it so far, by file descriptor; the oldest first."""
-        self._hint = ""
-        """Why the last connection could not be accepted, if that is known."""
-        listener.setblocking(False)
+    listener: socket.socket
+    life: Lifecycle
+    session: str
+    names: tuple[str, ...]
+    lanes: tuple[str, ...]
+    key: bytes
+    joined: dict[tuple[str, str], Channel] = field(default_factory=dict)
+    """Channels by lane and name."""
+    pending: dict[int, tuple[socket.socket, bytearray]] = field(default_factory=dict)
+    """Connections without a complete hello, and the bytes of it so far, by file descriptor; the oldest first."""
+    hint: str = ""
+    """Why the last connection could not be accepted, if that is known."""
 
     def missing(self) -> list[str]:
-        return [name for name in self.names if any((lane, name) not in self.joined for lane in self._lanes)]
+        return [name for name in self.names if any((lane, name) not in self.joined for lane in self.lanes)]
 
     def drop_pending(self) -> None:
-        for sock, _ in self._pending.values():
+        for sock, _ in self.pending.values():
             sock.close()
 
     def step(self, deadline: Deadline, waiting_for: str) -> None:
         joined = {channel.fileno(): channel for channel in self.joined.values()}
-        descriptors = (self._listener.fileno(), *self._pending, *joined)
-        for descriptor in self._life.wait_until(dict.fromkeys(descriptors, select.POLLIN), deadline, waiting_for):
+        descriptors = (self.listener.fileno(), *self.pending, *joined)
+        for descriptor in self.life.wait_until(dict.fromkeys(descriptors, select.POLLIN), deadline, waiting_for):
             if descriptor in joined:  # a receiver sends nothing before it is welcomed, so this is its end
                 raise joined[descriptor].lost(f"while waiting for {waiting_for}")
-            if descriptor in self._pending:
+            if descriptor in self.pending:
                 self._hear(descriptor)
             else:
                 self._accept(deadline)
         # A connection that sends without end keeps the wait from reaching the deadline.
-        deadline.check(waiting_for, part=self._life.part, hint=self._hint)
+        deadline.check(waiting_for, part=self.life.part, hint=self.hint)
 
     def _accept(self, deadline: Deadline) -> None:
-        self._hint = ""
+        self.hint = ""
         try:
-            sock, _ = self._listener.accept()
+            sock, _ = self.listener.accept()
         except OSError as error:  # the caller may have left again
             if error.errno in (errno.EMFILE, errno.ENFILE):  # the connection stays in the backlog until there are some
-                self._hint = "No file descriptor is left for a further connection: raise ulimit -n."
-                self._life.wait({}, min(_DESCRIPTORS_PAUSE_S, deadline.remaining_s))
+                self.hint = "No file descriptor is left for a further connection: raise ulimit -n."
+                self.life.wait({}, min(_DESCRIPTORS_PAUSE_S, deadline.remaining_s))
             return
         sock.setblocking(False)
-        self._pending[sock.fileno()] = (sock, bytearray())
-        if len(self._pending) > _MAX_PENDING + len(self._lanes) * len(self.names):
-            self._pending.pop(next(iter(self._pending)))[0].close()
+        self.pending[sock.fileno()] = (sock, bytearray())
+        if len(self.pending) > _MAX_PENDING + len(self.lanes) * len(self.names):
+            self.pending.pop(next(iter(self.pending)))[0].close()
 
     def _hear(self, descriptor: int) -> None:
-        sock, heard = self._pending[descriptor]
+        sock, heard = self.pending[descriptor]
         try:
             chunk = sock.recv(MAX_MESSAGE_BYTES)
         except BlockingIOError:
@@ -169,23 +161,23 @@ class _Acceptor:
         length = text_bytes(heard) if len(heard) >= LENGTH_BYTES else MAX_MESSAGE_BYTES
         if chunk and length <= MAX_MESSAGE_BYTES and len(heard) < LENGTH_BYTES + length:
             return
-        del self._pending[descriptor]
+        del self.pending[descriptor]
         self._answer(sock, decode_text(bytes(heard[LENGTH_BYTES:])) or {})
 
     def _answer(self, sock: socket.socket, message: dict[str, Any]) -> None:
-        """Let the receiver at the other end of `sock` join, or refuse it. `message` may hold anything."""
-        hello = Hello(*(message.get(field) for field in ("session", "name", "lane", "nonce")))  # type: ignore[arg-type]
-        if hello.session != self._session:
+        """Let the receiver that sent `message` over `sock` join, or refuse it."""
+        hello = Hello.read(message)
+        if hello.session != self.session:
             refusal = "it waits for another session"
-        elif hello.name not in self.names or hello.lane not in self._lanes:
+        elif hello.name not in self.names or hello.lane not in self.lanes:
             refusal = "that is not the name of a receiver of this session"
-        elif self._key and not hello.proven_by(message, self._key):
+        elif self.key and not hello.proven_by(message, self.key):
             refusal = f"{hello.name} did not prove that it knows this session's key"
         elif (hello.lane, hello.name) in self.joined:
             refusal = f"{hello.name!r} is connected already"
         else:
-            if not self._key or _sent(sock, hello.admission(self._key)):
-                self.joined[hello.lane, hello.name] = Channel(sock, self._life, hello.name)
+            if not self.key or _sent(sock, hello.admission(self.key)):
+                self.joined[hello.lane, hello.name] = Channel(sock, self.life, hello.name)
             else:
                 sock.close()
             return

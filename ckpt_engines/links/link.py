@@ -70,11 +70,6 @@ class Link(ABC, Generic[H]):
         self._lost_at = 0.0
         self._loss_noticed = threading.Condition()
 
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
-
     def close(self) -> None:
         """Close the half and its connections. Idempotent, callable from any thread, never raises.
 
