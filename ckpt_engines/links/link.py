@@ -1,8 +1,8 @@
 """`Link`: the framework's end around one half of an engine, the part that both sides share.
 
 The links of two halves that meet have a control connection of their own beside those that the engine uses. On it the sender
-announces each bucket, and a receiver complains of a wrong one. A thread of each link watches it: when a peer hangs up, the
-thread closes the half, which ends a call that waits for that peer, and the call raises whose death it was.
+announces each bucket, and a receiver refuses a bucket that it does not wait for. A thread of each link watches the control
+connections. When a peer hangs up, the thread closes the half, and a call that waits for the peer ends with `PeerLostError`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Link(ABC, Generic[H]):
         self._call_start: float | None = None
         """When the running call began, on the monotonic clock; None while none is running."""
         self._lost: WeightlaneError | None = None
-        """The error for the first peer that hung up, or complained of a bucket."""
+        """Error for the first peer that hung up, or refused a bucket."""
         self._lost_at = 0.0
         self._loss_noticed = threading.Condition()
 
@@ -131,7 +131,7 @@ class Link(ABC, Generic[H]):
 
     @contextlib.contextmanager
     def _call(self, *, close_on_error: bool = True) -> Iterator[None]:
-        """Wrap every call of the half: it raises the cause of an error in place of its consequence, and closes the half."""
+        """Wrap every call of the half. An error is replaced by its cause, and closes the half."""
         if self._lost is not None and self._fails_after_loss and not self._closed:
             raise self._lost
         try:
@@ -169,7 +169,7 @@ class Link(ABC, Generic[H]):
     # -- the watching thread ------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Notice peers that hang up or complain, and close the half when a call still waits for one, until the link is closed."""
+        """Notice peers that hang up or refuse a bucket, and close the half when a call waits for one. Ends with the link."""
         watched = {channel.fileno(): channel for channel in self._control.values()}
         with contextlib.suppress(ClosedError):
             while watched or self._lost is not None:
