@@ -20,7 +20,9 @@ from typing import Any
 
 import torch
 
-from ...contract.engine import Bucket, CheckpointEngine, Delivery, Topology
+from ...contract.bucket import Bucket
+from ...contract.capabilities import Delivery
+from ...contract.engine import CheckpointEngine, Topology
 from ...deadline import Deadline
 from ...links.receiver_link import ReceiverLink, make_receiver_link
 from ...links.sender_link import SenderLink, make_sender_link
@@ -98,7 +100,7 @@ class HalfProcess:
             self._device = torch.device(device, index % torch.get_device_module(device).device_count())
         self._buffers = SendBuffers(self._engine, self._device)
         self._opened.clear()
-        self._link = (sender_link if side == "sender" else receiver_link)(self._engine, name, self._device)
+        self._link = (make_sender_link if side == "sender" else make_receiver_link)(self._engine, name, self._device)
 
     def address(self) -> dict[str, Any]:
         """Return the half's address, which must survive JSON unchanged."""
