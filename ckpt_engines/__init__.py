@@ -12,15 +12,13 @@ True
 from typing import TYPE_CHECKING
 
 from .channels.channel import Address, Channel
+from .contract.bucket import Bucket, FilePart
+from .contract.capabilities import Capabilities, Delivery
 from .contract.engine import (
     API_VERSION,
     WHAT_CHANGED,
-    Bucket,
-    Capabilities,
     CheckpointEngine,
-    Delivery,
     EngineConfig,
-    FilePart,
     Topology,
     WeightReceiver,
     WeightSender,
@@ -61,7 +59,8 @@ from .errors import (
     as_weightlane_error,
     error_from_wire,
 )
-from .links.link import ReceiverLink, SenderLink
+from .links.receiver_link import ReceiverLink
+from .links.sender_link import SenderLink
 from .registry import CheckpointEngineRegistry, EngineListing
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Deadlines: the one way in which weightlane bounds a wait."""
+"""`Deadline`: the time by which a blocking call must have ended. Every wait of weightlane is bounded by one."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from datetime import timedelta
 from .errors import DeadlineExceededError
 
 _LONGEST_S = 10 * 365 * 86400.0
+"""Ten years: the timers of the operating system and of torch cannot count much further."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
     """A point on this process's monotonic clock by which a blocking call must have ended.
 
-    A deadline is handed down unchanged through every layer, so the waits below share one budget instead of adding theirs
-    up. It never crosses a process: messages carry the seconds left and each side starts its own.
+    Every layer passes its deadline unchanged to the calls that it makes, so their waits share one budget and do not add up. A
+    deadline is never sent to another process: messages carry the seconds left, and each side makes its own deadline.
     """
 
     at: float
-    """A value of `clock`, seconds."""
+    """Value of `clock` at the deadline, in seconds."""
     clock: Callable[[], float] = field(default=time.monotonic, repr=False, compare=False)
-    """Tells the time in seconds. Tests pass a clock that they move; everybody else leaves the process's monotonic one."""
+    """Returns the time in seconds. Only tests pass a clock of their own."""
 
     @classmethod
     def after(cls, seconds: float, clock: Callable[[], float] = time.monotonic) -> Deadline:
-        """The deadline `seconds` from now, ten years at most: the timers that wait by it cannot count further."""
+        """Return the deadline `seconds` from now, ten years at most."""
         return cls(clock() + min(_LONGEST_S, seconds), clock)
 
     def within(self, seconds: float) -> Deadline:
-        """This deadline, or the point `seconds` from now if that comes first."""
+        """Return this deadline, or the one `seconds` from now if that is earlier."""
         return Deadline(min(self.at, self.clock() + seconds), self.clock)
 
     @property
@@ -41,20 +42,20 @@ class Deadline:
 
     @property
     def expired(self) -> bool:
-        """Whether the time is up."""
+        """Whether the deadline has passed."""
         return self.clock() >= self.at
 
     def timedelta(self) -> timedelta:
-        """The time left for torch.distributed calls, at least one millisecond: zero means *no timeout* to some of them."""
+        """Return the time left, at least one millisecond, for torch.distributed: some of its calls take zero for *no timeout*."""
         return timedelta(seconds=max(0.001, self.remaining_s))
 
     def check(self, waiting_for: str, *, part: str, peer: str = "", hint: str = "") -> None:
-        """Raise `DeadlineExceededError` if the time is up."""
+        """Raise `DeadlineExceededError` if the deadline has passed."""
         if self.expired:
             raise self.error(waiting_for, part=part, peer=peer, hint=hint)
 
     def error(self, waiting_for: str, *, part: str, peer: str = "", hint: str = "") -> DeadlineExceededError:
-        """The error to raise when this deadline passed while waiting for `waiting_for`."""
+        """Return the error to raise when this deadline has passed while the caller waited for `waiting_for`."""
         return DeadlineExceededError(
             f"the deadline passed while waiting for {waiting_for}.",
             part=part,

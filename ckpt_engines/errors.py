@@ -1,9 +1,9 @@
-"""The one exception tree of weightlane.
+"""The exception tree of weightlane.
 
-Every failure names the *part* that failed, the *peer* it was talking to (if any) and a *hint*: what the reader can do about
-it. Each class also derives from the standard-library exception a caller would expect, is picklable (Ray and
-``multiprocessing`` carry it) and crosses a wire as plain data (`to_wire`, `error_from_wire`), so that every participant of a
-failed sync raises the same type.
+Every error names the *part* that failed, the *peer* that it was talking to (if any), and in a *hint* what the reader can do. Each
+class also derives from the standard-library exception that a caller would expect. Errors can be pickled, for Ray and
+``multiprocessing``, and sent as JSON data (`WeightlaneError.to_wire`, `error_from_wire`), so that every participant of a failed
+sync raises the same type.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class WeightlaneError(Exception):
 
     Args:
         message: What happened, as a full sentence without the part's name.
-        part: The component that noticed, e.g. ``"shm receiver"``.
+        part: The component that noticed the failure, e.g. ``"shm receiver"``.
         peer: The other side involved, e.g. ``"rollout-0/tp1"``; empty when there is none.
         hint: What the reader can do; empty only when nothing useful can be said.
     """
@@ -33,11 +33,8 @@ class WeightlaneError(Exception):
         hint = f" {self.hint}" if self.hint else ""
         return f"{self.part}{peer}: {self.message}{hint}"
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.message, self.part, self.peer, self.hint)
-
     def to_wire(self) -> dict[str, str]:
-        """This error as plain data for a JSON message."""
+        """Return this error as data for a JSON message."""
         return {
             "type": type(self).__name__,
             "message": self.message,
@@ -47,125 +44,138 @@ class WeightlaneError(Exception):
         }
 
 
-def _rebuild(cls: type[WeightlaneError], message: str, part: str, peer: str, hint: str) -> WeightlaneError:
-    return cls(message, part=part, peer=peer, hint=hint)
-
-
 class ConfigError(WeightlaneError, ValueError):
-    """A configuration value is missing, unknown or ill-typed."""
+    """Raised when a configuration value is missing, unknown, of the wrong type or impossible here; nothing was started."""
 
 
 class RegistryError(WeightlaneError, LookupError):
-    """The engine registry could not resolve a name."""
+    """Base of the errors raised when the registry cannot make an engine of a name; nothing was started."""
 
 
 class UnknownEngineError(RegistryError):
-    """No installed distribution offers an engine of that name."""
+    """Raised when no installed distribution registers an engine of that name; nothing was imported."""
 
 
 class DuplicateEngineError(RegistryError):
-    """Two installed distributions offer an engine of the same name."""
+    """Raised when two installed distributions register an engine of the same name; neither was imported."""
 
 
 class EngineImportError(RegistryError, ImportError):
-    """The engine's entry point exists but its module could not be imported."""
+    """Raised when an engine's module cannot be imported; other engines can still be used."""
 
 
 class EngineContractError(RegistryError, TypeError):
-    """The engine's class breaks the contract: wrong API version, base class or capability declaration."""
+    """Raised when an engine's class breaks the contract: wrong API version, base class or declaration; no engine was made."""
 
 
 class EngineUnavailableError(WeightlaneError, RuntimeError):
-    """The engine is installed but cannot run on this machine."""
+    """Raised when an engine is installed but cannot run on this machine; no engine was made."""
 
 
 class TransportError(WeightlaneError, ConnectionError):
-    """A transport failed in a way that is neither a lost peer nor a deadline."""
+    """Raised when a transport fails for another reason than a lost peer or a deadline.
+
+    The connection is closed and a new one can be made.
+    """
 
 
 class PeerLostError(TransportError):
-    """The other side closed its connection or died."""
+    """Raised when the other side closed its connection or died; the connection is closed and a new one can be made."""
 
 
 class DeadlineExceededError(WeightlaneError, TimeoutError):
-    """A blocking call reached its deadline."""
+    """Raised when a blocking call reaches its deadline.
+
+    The awaited event may still happen, and a connection that it belongs to is closed.
+    """
 
 
 class ClosedError(WeightlaneError, RuntimeError):
-    """The object was closed, by its owner or because a sync was aborted."""
+    """Raised by a call on a closed object, and by a running call when its object is closed; the object stays closed."""
 
 
 class StorageError(WeightlaneError, OSError):
-    """A file system refused a read or a write, for example because the disk is full."""
+    """Raised when a file system or shared memory refuses a read or a write, for example because it is full.
+
+    Nothing half-written is ever read.
+    """
 
 
 class AddressInUseError(WeightlaneError, OSError):
-    """The port asked for is taken."""
+    """Raised when the port to listen on is taken; nothing listens."""
 
 
 class ProtocolError(WeightlaneError, ValueError):
-    """A peer sent something that is not a valid message, address or header."""
+    """Raised when a peer sends something that is not a valid message, address or header.
+
+    It is not acted on, and the connection is closed.
+    """
 
 
 class CorruptBucketError(ProtocolError):
-    """A bucket's header or checksum does not match its bytes."""
+    """Raised when a bucket's bytes do not match its checksum; its version is not used."""
 
 
 class ManifestError(WeightlaneError, ValueError):
-    """A manifest does not describe what the receiver expects."""
+    """Raised when a manifest does not describe the tensors that the receiver expects; its version is not used."""
 
 
 class StagingMemoryError(WeightlaneError, MemoryError):
-    """Staging a version would need more memory than the receiver may use."""
+    """Raised when staging a version would need more memory than the receiver may use; the version is not staged."""
 
 
 class CommitError(WeightlaneError, RuntimeError):
-    """A staged version could not be put into service."""
+    """Raised when a staged version cannot be put into service.
+
+    The replica may hold parts of it, unless the error is an `UntouchedError`.
+    """
 
 
 class UntouchedError(CommitError):
-    """A replica has not taken a version, and says that the weights it had are in place everywhere and serve on."""
+    """Raised when a replica does not take a version and proves that its weights are as before; it continues to serve them."""
 
 
 class QuorumError(WeightlaneError, RuntimeError):
-    """Fewer replicas took a version than the run asks for."""
+    """Raised when fewer replicas take a version than the run asks for; the version is aborted everywhere."""
 
 
 class QuarantinedError(WeightlaneError, RuntimeError):
-    """A replica may not serve until a complete version has been committed on it."""
+    """Raised when a replica cannot prove what weights it holds; it does not serve until a complete version is committed on it."""
 
 
 class SupersededError(WeightlaneError, RuntimeError):
-    """A version was given up before it was sent, because a newer one was published."""
+    """Raised when a version is given up because a newer one was published; nothing of it was sent."""
 
 
 class WorkerDiedError(WeightlaneError, RuntimeError):
-    """A trainer rank or a rollout replica is gone."""
+    """Raised when the process of a trainer rank, a replica or a helper has ended; the data in its memory is lost."""
 
 
 class RewardError(WeightlaneError, ValueError):
-    """The reward function gave no finite number for a completion: it raised, returned something else, or took too long."""
+    """Raised when the reward function raises, returns no finite number or takes too long; the completion is not trained on."""
 
 
 class GradientError(WeightlaneError, ArithmeticError):
-    """The gradient of a step is not finite. No parameter was changed."""
+    """Raised when the gradient of a step is not finite; no parameter was changed."""
 
 
 class TooManyFailuresError(WeightlaneError, RuntimeError):
-    """Of the last samples or optimizer steps of a run, more failed than its configuration allows."""
+    """Raised when more of the last samples or optimizer steps failed than the configuration allows; the run ends."""
 
 
 class DeltaBaseError(WeightlaneError, LookupError):
-    """A delta needs a base version that this side does not hold, or holds with other bits.
+    """Raised when a delta needs a base version that the receiver does not hold, or holds with other bits; nothing was changed.
 
-    The message says which version is held and which is needed; a full version helps.
+    The message says which version is held and which is needed. A full version replaces both.
     """
 
 
 class SyncAbortedError(WeightlaneError, RuntimeError):
-    """A version was given up on; the previous one keeps serving.
+    """Raised on every side of a sync when its version is given up; the previous version continues to serve.
 
-    Raised on every side of a sync with the same `reason`, the typed error of whoever failed first.
+    Args:
+        version: The version that was given up, or -1 when unknown.
+        reason: The typed error of the participant that failed first, the same on every side.
     """
 
     def __init__(
@@ -184,21 +194,12 @@ class SyncAbortedError(WeightlaneError, RuntimeError):
 
     @classmethod
     def because(cls, version: int, reason: WeightlaneError) -> SyncAbortedError:
-        """Wrap whatever failed first during the sync of `version`."""
+        """Make the error for the sync of `version`, which failed for `reason`."""
         return cls(
             f"version {version} was aborted, the previous version keeps serving. Cause: {type(reason).__name__}: {reason}",
             version=version,
             reason=reason,
         )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild_abort, (self.message, self.part, self.peer, self.hint, self.version, self.reason)
-
-
-def _rebuild_abort(
-    message: str, part: str, peer: str, hint: str, version: int, reason: WeightlaneError | None
-) -> SyncAbortedError:
-    return SyncAbortedError(message, part=part, peer=peer, hint=hint, version=version, reason=reason)
 
 
 def _subclasses(cls: type[WeightlaneError]) -> dict[str, type[WeightlaneError]]:
@@ -209,23 +210,22 @@ def _subclasses(cls: type[WeightlaneError]) -> dict[str, type[WeightlaneError]]:
 
 
 def error_from_wire(data: Any) -> WeightlaneError:
-    """Rebuild an error that `WeightlaneError.to_wire` turned into plain data.
+    """Make the error that `WeightlaneError.to_wire` turned into `data`.
 
-    A type this process does not know or cannot rebuild (a third-party engine's own) becomes a plain `WeightlaneError` that
-    keeps the text; so does whatever else a peer sent in place of an error.
+    The result is a plain `WeightlaneError` with the same text when this process does not know the type, or cannot make one, as
+    may happen with a third-party engine's own. Malformed `data` gives a plain `WeightlaneError`, too.
     """
-    plain = data if isinstance(data, dict) else {}
-    told = {field: text for field, text in plain.items() if isinstance(text, str)}
-    message = told.get("message", "no message")
-    facts = {"part": told.get("part", "unknown part"), "peer": told.get("peer", ""), "hint": told.get("hint", "")}
+    fields = {name: text for name, text in data.items() if isinstance(text, str)} if isinstance(data, dict) else {}
+    message = fields.get("message", "no message")
+    facts = {"part": fields.get("part", "unknown part"), "peer": fields.get("peer", ""), "hint": fields.get("hint", "")}
     try:
-        return _subclasses(WeightlaneError).get(told.get("type", ""), WeightlaneError)(message, **facts)
+        return _subclasses(WeightlaneError).get(fields.get("type", ""), WeightlaneError)(message, **facts)
     except Exception:  # noqa: BLE001 - a third party's constructor
         return WeightlaneError(message, **facts)
 
 
 def as_weightlane_error(error: BaseException, part: str) -> WeightlaneError:
-    """`error` itself when it is ours, else a `WeightlaneError` that names its type and keeps it as cause."""
+    """Return `error` if it is a `WeightlaneError`, else a `WeightlaneError` that names its type and has it as cause."""
     if isinstance(error, WeightlaneError):
         return error
     wrapped = WeightlaneError(f"unexpected {type(error).__name__}: {error}", part=part)

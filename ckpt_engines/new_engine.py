@@ -1,4 +1,4 @@
-"""Makes a package for a new engine out of the template: what ``weightlane new-engine`` does."""
+"""``weightlane new-engine``: makes a package for a new engine from the template."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from .registry import NAME_RULE, CheckpointEngineRegistry, is_engine_name
 
 _PART = "new engine"
 _TEMPLATE = ("packages", "weightlane-engine-template")
-"""Where the template lies beside `weightlane.plugins`, in a checkout and in the wheel."""
+"""Path of the template under `weightlane.plugins`, in a checkout and in the wheel."""
 _FILES = ("README.md", "pyproject.toml", "weightlane_engine_template.py", "tests/test_conformance.py")
 _TO_RENAME = re.compile(r"weightlane-engine-template|weightlane_engine_template|\btemplate\b|Template")
 
 
 def make_engine_package(name: str, directory: Path | None = None) -> Path:
-    """A package, ready to be installed and to pass the conformance suite, for an engine called `name`.
+    """Make a package for an engine called `name`. It can be installed and passes the conformance suite as it is.
 
     Args:
-        name: What users will write as ``checkpoint_engine.backend``: see `is_engine_name`.
-        directory: Where to; ``weightlane-NAME`` here by default. Must not exist.
+        name: Name that users will write as ``checkpoint_engine.backend``; see `is_engine_name`.
+        directory: Directory to make, ``weightlane-NAME`` in the current one by default. Must not exist.
 
     Returns:
-        That directory.
+        The directory.
 
     Raises:
-        ConfigError: `name` is none, or belongs to an installed engine; or there is something at `directory`.
-        StorageError: The files could not be written.
+        ConfigError: `name` is not an engine's name, an engine of that name is installed, or `directory` exists.
+        StorageError: The files could not be written; nothing is left of them.
     """
     if not is_engine_name(name):
         raise ConfigError(
-            f"{name!r} is not a name for an engine.", part=_PART, hint=f"{NAME_RULE} Such as carrier-pigeon."
+            f"{name!r} is not a name for an engine.", part=_PART, hint=f"{NAME_RULE} Example: carrier-pigeon."
         )
     if name in CheckpointEngineRegistry().names():
-        raise ConfigError(f"an engine called {name!r} is installed already.", part=_PART, hint="Choose another name.")
+        raise ConfigError(f"an engine called {name!r} is already installed.", part=_PART, hint="Choose another name.")
     words = re.findall("[a-z0-9]+", name)
     distribution = f"weightlane-{'-'.join(words)}"
     renamed = {
@@ -59,12 +59,12 @@ def make_engine_package(name: str, directory: Path | None = None) -> Path:
             for file, text in texts.items():
                 (target / file).parent.mkdir(exist_ok=True)
                 (target / file).write_text(text, encoding="utf-8")
-        except BaseException:  # half a package would be in the way of the next try
+        except BaseException:  # half a package would make the next try fail
             shutil.rmtree(target, ignore_errors=True)
             raise
     except FileExistsError as error:
         raise ConfigError(
-            f"{target} exists already.", part=_PART, hint="Choose another place with --directory, or remove it."
+            f"{target} already exists.", part=_PART, hint="Choose another directory with --directory, or remove it."
         ) from error
     except OSError as error:
         raise StorageError(f"{target} cannot be written: {error}.", part=_PART) from error

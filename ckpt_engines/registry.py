@@ -1,4 +1,4 @@
-"""`CheckpointEngineRegistry`: from a backend name to an engine, by entry point."""
+"""`CheckpointEngineRegistry`: finds checkpoint engines by name among the entry points of installed distributions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from .contract.engine import API_VERSION, WHAT_CHANGED, Capabilities, CheckpointEngine, EngineConfig
+from .contract.capabilities import Capabilities
+from .contract.engine import API_VERSION, WHAT_CHANGED, CheckpointEngine, EngineConfig
+from .contract.field_docs import document_fields
 from .engines.faulty.engine import PREFIX as FAULTY
 from .engines.faulty.engine import faulty
 from .errors import (
@@ -24,13 +26,13 @@ from .errors import (
     UnknownEngineError,
     WeightlaneError,
 )
-from .runtime.field_docs import document_fields
 
 GROUP = "weightlane.ckpt_engines"
 LISTING_LIMIT_S = 30.0
-"""How long one engine's module may take while engines are listed: more than any library needs, and less than a person waits."""
+"""Longest time for the import of one engine's module while engines are listed: more than any library needs, and as long as a
+person may wait."""
 _PART = "engine registry"
-NAME_RULE = "A name is a small letter, then small letters, digits, - and _."
+NAME_RULE = "A name begins with a lower-case letter, followed by lower-case letters, digits, - and _."
 _AUTHOR = "Ask its author, or install a release made for this weightlane."
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")
 _T = TypeVar("_T")
@@ -41,19 +43,19 @@ class EngineListing:
     """One row of ``weightlane engines``."""
 
     name: str
-    """What users write as ``checkpoint_engine.backend``."""
+    """Name that users write as ``checkpoint_engine.backend``."""
     distribution: str
     """Name and version of the distribution that registers the engine."""
     capabilities: Capabilities | None
-    """What the engine declares; None when the engine's class could not be loaded."""
+    """Capabilities that the engine declares; None when its class could not be loaded."""
     unavailable: str | None
     """Why the engine cannot be used here; None when it can."""
 
 
 class CheckpointEngineRegistry:
-    """Resolves checkpoint engines that installed distributions register under ``weightlane.ckpt_engines``.
+    """The checkpoint engines that installed distributions register under ``weightlane.ckpt_engines``.
 
-    Finding names reads metadata only; an engine's module is imported when that engine is asked for.
+    Finding names reads metadata only. An engine's module is imported when that engine is asked for.
     """
 
     def __init__(self) -> None:
@@ -62,11 +64,11 @@ class CheckpointEngineRegistry:
             self._found.setdefault(entry_point.name, []).append(entry_point)
 
     def names(self) -> list[str]:
-        """Every registered name, sorted. Imports no engine."""
+        """Return every registered name, sorted. Imports no engine."""
         return sorted(self._found)
 
     def engine_class(self, name: str) -> type[CheckpointEngine]:
-        """The class behind `name`, checked against the contract; ``faulty:NAME`` is NAME with injected faults.
+        """Return the class registered as `name`, checked against the contract; ``faulty:NAME`` is NAME with injected faults.
 
         Raises `UnknownEngineError`, `DuplicateEngineError`, `EngineImportError` or `EngineContractError`.
         """
@@ -86,13 +88,13 @@ class CheckpointEngineRegistry:
         (entry_point,) = candidates
         owner = f"{name!r} of distribution {_distribution(entry_point)}"
         if not is_engine_name(name):
-            raise EngineContractError(
-                f"{owner} has a name that cannot be written everywhere. {NAME_RULE}", part=_PART, hint=_AUTHOR
-            )
+            raise EngineContractError(f"{owner} has a name that cannot be used. {NAME_RULE}", part=_PART, hint=_AUTHOR)
         try:
             loaded = entry_point.load()
-        except EngineContractError as error:  # the class could not even be defined
-            raise EngineContractError(f"{owner} declares what is none: {error}", part=_PART, hint=_AUTHOR) from error
+        except EngineContractError as error:  # raised while the class was being defined
+            raise EngineContractError(
+                f"{owner} has an invalid declaration: {error}", part=_PART, hint=_AUTHOR
+            ) from error
         except KeyboardInterrupt:
             raise
         except BaseException as cause:  # a module may call sys.exit
@@ -107,7 +109,7 @@ class CheckpointEngineRegistry:
         return checked
 
     def create(self, name: str, options: Mapping[str, Any] | None = None) -> CheckpointEngine:
-        """An engine made from the user's `options`, which the engine's own config type validates.
+        """Make an engine from the user's `options`, which the engine's own config type validates.
 
         Raises what `engine_class` raises, `EngineUnavailableError` if the engine cannot run here, or `ConfigError`.
         """
@@ -122,7 +124,7 @@ class CheckpointEngineRegistry:
         return engine
 
     def validate_options(self, name: str, options: Mapping[str, Any] | None = None) -> EngineConfig:
-        """`options` as the engine's typed config, or a `ConfigError` that names every bad key."""
+        """Return `options` as the engine's typed config. Raises `ConfigError` that names every bad key, and as `engine_class`."""
         config_type = self.engine_class(name).config_type
         try:
             return config_type.model_validate(dict(options or {}))
@@ -138,32 +140,33 @@ class CheckpointEngineRegistry:
             ) from None
 
     def list(self) -> list[EngineListing]:
-        """Every registered engine with its capabilities and, where it cannot be used, the reason.
+        """Return every registered engine with its capabilities and, where it cannot be used, the reason.
 
-        Imports the engines' modules. One that raises, exits or hangs costs its own row, and `LISTING_LIMIT_S` at most.
+        Imports the engines' modules. An engine whose module raises, exits or hangs gets that as its reason, after at most
+        `LISTING_LIMIT_S` seconds, and does not hide the others.
         """
-        rows = []
-        for name in self.names():
-            owner = " and ".join(sorted(_distribution(entry_point) for entry_point in self._found[name]))
-            capabilities: list[Capabilities] = []
+        return [self._listing(name) for name in self.names()]
 
-            def look(name: str = name, found: list[Capabilities] = capabilities) -> str | None:
-                try:
-                    cls = self.engine_class(name)
-                    found.append(cls.capabilities)
-                    return why_unavailable(cls)
-                except WeightlaneError as error:
-                    return error.message
-                except BaseException as error:  # noqa: BLE001 - in this thread a KeyboardInterrupt is the module's own
-                    return f"its module raised {type(error).__name__}: {error}"
+    def _listing(self, name: str) -> EngineListing:
+        capabilities: list[Capabilities] = []
 
+        def reason() -> str | None:
             try:
-                reason = _bounded(look, LISTING_LIMIT_S)
-            except TimeoutError:
-                what = "its availability check" if capabilities else "the import of its module"
-                reason = f"{what} had not ended after {LISTING_LIMIT_S:g} s"
-            rows.append(EngineListing(name, owner, next(iter(capabilities), None), reason))
-        return rows
+                cls = self.engine_class(name)
+                capabilities.append(cls.capabilities)
+                return why_unavailable(cls)
+            except WeightlaneError as error:
+                return error.message
+            except BaseException as error:  # noqa: BLE001 - in this thread a KeyboardInterrupt is the module's own
+                return f"its module raised {type(error).__name__}: {error}"
+
+        try:
+            unavailable = _bounded(reason, LISTING_LIMIT_S)
+        except TimeoutError:
+            what = "its availability check" if capabilities else "the import of its module"
+            unavailable = f"{what} had not ended after {LISTING_LIMIT_S:g} s"
+        owner = " and ".join(sorted(_distribution(entry_point) for entry_point in self._found[name]))
+        return EngineListing(name, owner, capabilities[0] if capabilities else None, unavailable)
 
     def _suggest(self, name: str) -> str:
         nearest = difflib.get_close_matches(name, self.names(), n=1, cutoff=0.5)
@@ -172,14 +175,14 @@ class CheckpointEngineRegistry:
 
 
 def is_engine_name(name: str) -> bool:
-    """Whether an engine can be called so: what is typed as ``checkpoint_engine.backend``, and in ``faulty:NAME``."""
+    """Tell whether `name` follows `NAME_RULE`, so that it can be typed as ``checkpoint_engine.backend`` and ``faulty:NAME``."""
     return bool(_NAME.fullmatch(name))
 
 
 def why_unavailable(cls: type[CheckpointEngine]) -> str | None:
-    """Why an engine cannot run here, or None. That its own check fails is a reason too, and must not hide the other engines.
+    """Return why an engine cannot run here, or None when it can. An exception of its own check counts as a reason.
 
-    Raises `EngineContractError` when it gives something else than a text or None.
+    Raises `EngineContractError` when the check returns anything but a text or None.
     """
     try:
         reason = cls.unavailable_reason()
@@ -190,7 +193,7 @@ def why_unavailable(cls: type[CheckpointEngine]) -> str | None:
     if reason is not None and not (isinstance(reason, str) and reason.strip()):
         raise EngineContractError(
             f"unavailable_reason() of {cls.__qualname__} returned {reason!r}; it must return None where the engine can run,"
-            " and else why it cannot, in a few words.",
+            " and a short reason where it cannot.",
             part=_PART,
             hint=_AUTHOR,
         )
@@ -198,7 +201,10 @@ def why_unavailable(cls: type[CheckpointEngine]) -> str | None:
 
 
 def _bounded(function: Callable[[], _T], limit_s: float) -> _T:
-    """What `function`, which never raises, returns in a thread of its own, or `TimeoutError`: the thread is left behind then."""
+    """Return what `function`, which never raises, returns in a thread of its own.
+
+    Raises `TimeoutError` after `limit_s` seconds; the thread is then abandoned.
+    """
     outcome: list[_T] = []
     thread = threading.Thread(target=lambda: outcome.append(function()), daemon=True, name="weightlane engine listing")
     thread.start()
@@ -214,7 +220,7 @@ def _distribution(entry_point: EntryPoint) -> str:
 
 
 def _install_hint(entry_point: EntryPoint) -> str:
-    """The pip command for the extra that the entry point names (``name = "module:Class [extra]"``), else a general hint."""
+    """Return the pip command for the extra that the entry point names (``name = "module:Class [extra]"``)."""
     name = entry_point.dist.name if entry_point.dist else "the distribution"
     if entry_point.extras:
         return f"Install what it needs: pip install '{name}[{','.join(entry_point.extras)}]'."
@@ -222,7 +228,7 @@ def _install_hint(entry_point: EntryPoint) -> str:
 
 
 def contract_breach(loaded: object) -> str | None:
-    """How what an entry point names breaks the contract, as the end of a sentence; None when it does not."""
+    """Return how an entry point's object breaks the contract, as the end of a sentence, or None when it keeps it."""
     if not (isinstance(loaded, type) and issubclass(loaded, CheckpointEngine)):
         return f"is not a CheckpointEngine class but {loaded!r}"
     version = getattr(loaded, "api_version", None)

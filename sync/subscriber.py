@@ -24,7 +24,7 @@ from weightlane.ckpt_engines import (
 )
 from weightlane.ckpt_engines.links.bounded_calls import address_of, close_all
 from weightlane.ckpt_engines.links.buffer_device import buffer_device
-from weightlane.ckpt_engines.links.link import receiver_link
+from weightlane.ckpt_engines.links.receiver_link import make_receiver_link
 from weightlane.ckpt_engines.runtime.at_exit import start_thread
 from weightlane.ckpt_engines.runtime.devices import HOST, runtime_of
 from weightlane.plugins import RunHooks
@@ -206,7 +206,7 @@ class Subscriber(Participant):
         if not self._engine.capabilities.persistent:
             self._engine_links = EngineLinks(self.name, self._engine, self._device, copied_to=self._live_device)
             return {}, None
-        self._stored_link = receiver_link(self._engine, self.name, self._device)
+        self._stored_link = make_receiver_link(self._engine, self.name, self._device)
         return address_of(self._stored_link, self.name), None
 
     def _said_need(self) -> str:

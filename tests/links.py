@@ -26,9 +26,9 @@ from weightlane.ckpt_engines import (
     ViewableSender,
     ViewingReceiver,
 )
-from weightlane.ckpt_engines.channels.channel import accept_receivers, welcome
+from weightlane.ckpt_engines.channels.listener import accept_receivers, welcome
 from weightlane.ckpt_engines.channels.meeting import TcpMeeting
-from weightlane.ckpt_engines.links.link import receiver_link
+from weightlane.ckpt_engines.links.receiver_link import make_receiver_link
 from weightlane.ckpt_engines.runtime.devices import HOST
 from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
 
@@ -118,7 +118,7 @@ def told_by(say: Callable[[Channel], None]) -> Iterator[ReceiverLink]:
         opened.callback(life.close)  # ends what the thread waits for
         listener = TcpMeeting("127.0.0.1").listen("sender s")
         opened.callback(listener.close)
-        link = receiver_link(still_engine(), "r", HOST)
+        link = make_receiver_link(still_engine(), "r", HOST)
         opened.callback(link.close)
 
         def serve() -> Channel:

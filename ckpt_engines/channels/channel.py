@@ -1,74 +1,40 @@
-"""Control connections between a sender and its receivers.
+"""`Channel`: one connection between a sender and a receiver, bounded by deadlines and ended by a close or a death.
 
-They are bounded by deadlines, interruptible, and quick to notice a death: either side's end closes its sockets,
-whatever killed it, and the other side sees that at once. A receiver dials the sender's listening socket and says hello
-with the session and its name; the sender lets in exactly the receivers of the topology and then welcomes all of them.
-Messages are JSON behind a length, or frames of a fixed size.
-
-With a session key (`Topology.key`) both sides prove that they know it, and never send it: the receiver's hello carries a
-nonce of its own and an HMAC over session, name and nonce; the sender lets it in and answers with an HMAC over the same,
-under another label, which nobody can have recorded because the nonce is fresh. A hello is of no use in another session,
-whose key differs, nor twice in the same one, since a name joins once.
+Either side's end closes its sockets, whatever killed it, and the other side sees that at once. Messages are JSON
+(`weightlane.ckpt_engines.channels.messages`) or bytes of a size that both sides know.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import json
-import secrets
+import functools
 import select
 import socket
-import struct
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from ..deadline import Deadline
-from ..errors import AddressInUseError, ConfigError, PeerLostError, ProtocolError, TransportError
+from ..errors import PeerLostError, ProtocolError
 from ..runtime.lifecycle import Lifecycle
-from .mac import proof, proves
+from .messages import LENGTH_BYTES, MAX_MESSAGE_BYTES, decode_text, encode_message, text_bytes
 
 Address = Mapping[str, Any]
-"""Where a half can be reached: JSON-representable, engine-specific, never pickled."""
-_LENGTH = struct.Struct("<I")
-_MAX_MESSAGE_BYTES = 64 * 1024
+"""JSON data by which peers reach a half or a link. Its maker chooses the keys; it is never pickled."""
 _MAX_DESCRIPTORS = 4
-_BACKLOG = 1024
-_MAX_STRANGERS = 128
-"""Connections that may be waiting for their hello to be complete; a further one takes the place of the oldest."""
-_DESCRIPTORS_PAUSE_S = 0.05
-"""How long to wait for file descriptors when there are none: others of the process may give some back."""
-_NONCE_BYTES = 16
-_HELLO, _ADMISSION = "weightlane hello", "weightlane admission"
-
-
-def listen_tcp(host: str, port: int = 0) -> socket.socket:
-    """A socket that listens on `host` only; port 0 takes a free one.
-
-    Raises `AddressInUseError` when the port is taken and `ConfigError` when `host` is not an address of this machine.
-    """
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except (OSError, ValueError) as error:
-        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-            raise AddressInUseError(
-                f"port {port} of {host} is taken.", part="listener", hint="Choose another port, or 0 for any free one."
-            ) from error
-        raise ConfigError(
-            f"cannot listen on {host!r}: {error}.", part="listener", hint="Use an address of this machine."
-        ) from error
+"""File descriptors that `Channel.receive_descriptors` takes at once; the kernel closes those beyond. An engine passes one."""
+_ROOM = "room to send to it"
+_T = TypeVar("_T")
 
 
 class Channel:
-    """One connected, non-blocking stream socket. Owns the socket.
+    """One connected, non-blocking stream socket, which the channel owns.
 
     One thread at a time sends, and one receives, which may be another. Any thread may poll `fileno` or call `hang_up` meanwhile.
-    `close` comes when no call runs and nobody polls, which is what `Lifecycle` sees to.
+    `close` may be called only when no other call runs and no thread polls; `Lifecycle` takes care of that.
 
     Args:
         sock: The connected socket.
-        life: Lifecycle of the half this channel belongs to.
+        life: Lifecycle of the half that uses the channel; closing it ends every wait of the channel with `ClosedError`.
         peer: Name of the other side for error messages.
     """
 
@@ -77,71 +43,33 @@ class Channel:
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock = sock
-        self._life = life
+        self.life = life
         self.peer = peer
 
     @property
-    def life(self) -> Lifecycle:
-        """Lifecycle of the half this channel belongs to."""
-        return self._life
-
-    @property
     def part(self) -> str:
-        """Name of that half, for error messages."""
-        return self._life.part
+        """Name of the half that uses the channel, for error messages."""
+        return self.life.part
 
     def belong_to(self, life: Lifecycle) -> None:
-        """From now on waits end when `life` is closed: that of the half which got this channel."""
-        self._life = life
+        """Make closing `life` end the channel's waits from now on. A half that gets the channel passes its own."""
+        self.life = life
 
     def fileno(self) -> int:
-        """The socket's file descriptor, for `Lifecycle.wait`."""
+        """Return the socket's file descriptor, for `Lifecycle.wait`."""
         return self._sock.fileno()
 
-    def send(self, data: bytes, deadline: Deadline, descriptors: Sequence[int] = ()) -> None:
-        """Send all of `data`, with file descriptors attached to its first byte (Unix sockets only)."""
+    def send(self, data: bytes, deadline: Deadline) -> None:
+        """Send all of `data`. Raises `PeerLostError`, `DeadlineExceededError` or `ClosedError`."""
         rest = memoryview(data)
         while rest:
-            try:
-                if descriptors:
-                    sent = socket.send_fds(self._sock, [rest], descriptors)
-                    descriptors = ()
-                else:
-                    sent = self._sock.send(rest)
-            except BlockingIOError:
-                self._life.wait_until({self.fileno(): select.POLLOUT}, deadline, "room to send to it", self.peer)
-            except OSError as error:
-                raise self.lost() from error
-            else:
-                rest = rest[sent:]
-
-    def receive(self, nbytes: int, deadline: Deadline, waiting_for: str, descriptors: list[int] | None = None) -> bytes:
-        """Exactly `nbytes` bytes; descriptors that come with them are appended to `descriptors` (Unix sockets only).
-
-        Raises `PeerLostError` when the peer is gone and `DeadlineExceededError`.
-        """
-        data = bytearray()
-        while len(data) < nbytes:
-            try:
-                if descriptors is None:
-                    chunk = self._sock.recv(nbytes - len(data))
-                else:
-                    chunk, attached, _, _ = socket.recv_fds(
-                        self._sock, nbytes - len(data), _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-                    )
-                    descriptors.extend(attached)
-            except BlockingIOError:
-                self._life.wait_until({self.fileno(): select.POLLIN}, deadline, waiting_for, self.peer)
-                continue
-            except OSError as error:
-                raise self.lost() from error
-            if not chunk:
-                raise self.lost()
-            data += chunk
-        return bytes(data)
+            rest = rest[self._when_ready(select.POLLOUT, deadline, _ROOM, functools.partial(self._sock.send, rest)) :]
 
     def send_some(self, data: memoryview) -> int:
-        """Send what there is room for right now and return how many bytes that was, perhaps 0. `PeerLostError`."""
+        """Send as much of `data` as there is room for now, and return how many bytes that is, perhaps 0.
+
+        Raises `PeerLostError`.
+        """
         try:
             return self._sock.send(data)
         except BlockingIOError:
@@ -149,298 +77,80 @@ class Channel:
         except OSError as error:
             raise self.lost() from error
 
+    def receive(self, nbytes: int, deadline: Deadline, waiting_for: str) -> bytes:
+        """Return the next `nbytes` bytes. Raises as `send`."""
+        data = b""
+        while len(data) < nbytes:
+            receive = functools.partial(self._sock.recv, nbytes - len(data))
+            chunk = self._when_ready(select.POLLIN, deadline, waiting_for, receive)
+            if not chunk:
+                raise self.lost()
+            data += chunk
+        return data
+
     def receive_into(self, view: memoryview, deadline: Deadline, waiting_for: str) -> None:
-        """Fill `view`, a writable view of bytes, without a copy in between. Raises as `receive`."""
+        """Fill `view`, writable bytes, with the next bytes, without a copy in between. Raises as `send`."""
         while view.nbytes:
-            try:
-                count = self._sock.recv_into(view)
-            except BlockingIOError:
-                self._life.wait_until({self.fileno(): select.POLLIN}, deadline, waiting_for, self.peer)
-                continue
-            except OSError as error:
-                raise self.lost() from error
+            receive = functools.partial(self._sock.recv_into, view)
+            count = self._when_ready(select.POLLIN, deadline, waiting_for, receive)
             if not count:
                 raise self.lost()
             view = view[count:]
 
+    def send_descriptors(self, descriptors: Sequence[int], deadline: Deadline) -> None:
+        """Pass file descriptors, one to four, over a Unix socket; they stay open here. Raises as `send`."""
+        self._when_ready(select.POLLOUT, deadline, _ROOM, lambda: socket.send_fds(self._sock, [b"\0"], descriptors))
+
+    def receive_descriptors(self, deadline: Deadline, waiting_for: str) -> list[int]:
+        """Return the file descriptors that `send_descriptors` passes; the caller owns them. Raises as `send`."""
+        flag, descriptors, _, _ = self._when_ready(
+            select.POLLIN,
+            deadline,
+            waiting_for,
+            lambda: socket.recv_fds(self._sock, 1, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC),
+        )
+        if not flag:
+            raise self.lost()
+        return descriptors
+
     def send_json(self, message: Mapping[str, Any], deadline: Deadline) -> None:
-        """Send one JSON object."""
-        self.send(_encode(message), deadline)
+        """Send one JSON object. Raises as `send`."""
+        self.send(encode_message(message), deadline)
 
     def receive_json(self, deadline: Deadline, waiting_for: str) -> dict[str, Any]:
-        """The next JSON object; `ProtocolError` for anything else."""
-        (length,) = _LENGTH.unpack(self.receive(_LENGTH.size, deadline, waiting_for))
-        if length > _MAX_MESSAGE_BYTES:
-            raise ProtocolError(f"a message of {length} bytes is too long.", part=self._life.part, peer=self.peer)
-        message = _decode(self.receive(length, deadline, waiting_for))
+        """Return the next JSON object. Raises as `send`, or `ProtocolError` when the message is anything else or too long."""
+        length = text_bytes(self.receive(LENGTH_BYTES, deadline, waiting_for))
+        if length > MAX_MESSAGE_BYTES:
+            raise ProtocolError(f"a message of {length} bytes is too long.", part=self.part, peer=self.peer)
+        message = decode_text(self.receive(length, deadline, waiting_for))
         if message is None:
-            raise ProtocolError("a message is not a JSON object.", part=self._life.part, peer=self.peer)
+            raise ProtocolError("a message is not a JSON object.", part=self.part, peer=self.peer)
         return message
 
+    def _when_ready(self, event: int, deadline: Deadline, waiting_for: str, operation: Callable[[], _T]) -> _T:
+        """Return what `operation` on the socket returns, tried again after each `event` as long as it would block."""
+        while True:
+            try:
+                return operation()
+            except BlockingIOError:
+                self.life.wait_until({self.fileno(): event}, deadline, waiting_for, self.peer)
+            except OSError as error:
+                raise self.lost() from error
+
     def lost(self, circumstance: str = "") -> PeerLostError:
-        """The error for a peer that is gone."""
+        """Return the error to raise when the peer is gone; `circumstance` may add when, such as ``"while ..."``."""
         return PeerLostError(
             f"the peer closed its connection or died{circumstance and ' '}{circumstance}.",
-            part=self._life.part,
+            part=self.part,
             peer=self.peer,
             hint="Look at the peer's own log for the reason.",
         )
 
     def hang_up(self) -> None:
-        """Let the peer know that nothing more comes. Whoever polls the socket here may go on."""
+        """Tell the peer that nothing more will be sent. Threads that poll the socket here are not disturbed."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         """Close the socket."""
         self._sock.close()
-
-
-def dial(
-    address: tuple[str, int] | str,
-    life: Lifecycle,
-    deadline: Deadline,
-    *,
-    session: str,
-    name: str,
-    peer: str,
-    lane: str = "",
-    key: bytes = b"",
-) -> Channel:
-    """Connect to a sender, at (host, port) or at the path of a Unix socket, and have it let this receiver in.
-
-    Where there are several connections to one sender, each has a `lane` of its own. With a `key` (`Topology.key`) both sides
-    prove that they know it. Whether everybody else came, too, is said by `welcomed`. Raises `PeerLostError` when nobody listens
-    there, `ProtocolError` when the sender refuses or proves nothing, or `DeadlineExceededError`.
-    """
-    target: Any = address
-    family = socket.AF_UNIX
-    if not isinstance(address, str):
-        try:
-            family, _, _, _, target = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
-        except (OSError, ValueError) as error:  # ValueError: not even the form of a name
-            raise TransportError(f"cannot resolve {address[0]!r}: {error}.", part=life.part, peer=peer) from error
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        _connect(sock, target, life, peer, deadline)
-        channel = Channel(sock, life, peer)
-        _say_hello(channel, session, name, lane, key, deadline)
-    except BaseException:
-        sock.close()
-        raise
-    return channel
-
-
-def welcome(channels: Iterable[Channel], deadline: Deadline) -> None:
-    """[sender] Tell receivers that everybody is there."""
-    for channel in channels:
-        channel.send_json({}, deadline)
-
-
-def welcomed(channel: Channel, deadline: Deadline) -> None:
-    """[receiver] Wait until the sender has let everybody in. Raises as `dial`."""
-    _answer(channel, deadline, "the sender's welcome, which needs every receiver")
-
-
-def _say_hello(channel: Channel, session: str, name: str, lane: str, key: bytes, deadline: Deadline) -> None:
-    """Introduce this receiver; with a `key`, prove that it knows it and have the sender prove the same."""
-    hello = {"session": session, "name": name, "lane": lane}
-    if not key:
-        channel.send_json(hello, deadline)
-        return
-    nonce = secrets.token_hex(_NONCE_BYTES)
-    said = (session, name, lane, nonce)
-    channel.send_json({**hello, "nonce": nonce, "proof": proof(key, _HELLO, *said)}, deadline)
-    admission = _answer(channel, deadline, "the sender to let it in")
-    if not proves(key, admission.get("proof"), _ADMISSION, *said):
-        raise ProtocolError(
-            "what listens there does not know this session's key.",
-            part=channel.part,
-            peer=channel.peer,
-            hint="Another program may have taken the sender's address; see docs/security.md.",
-        )
-
-
-def _answer(channel: Channel, deadline: Deadline, waiting_for: str) -> dict[str, Any]:
-    """The sender's next message, unless it is a refusal."""
-    message = channel.receive_json(deadline, waiting_for)
-    if "refused" in message:
-        raise ProtocolError(f"the sender refused: {message['refused']}.", part=channel.part, peer=channel.peer)
-    return message
-
-
-def _connect(sock: socket.socket, target: Any, life: Lifecycle, peer: str, deadline: Deadline) -> None:
-    sock.setblocking(False)
-    while True:
-        code = sock.connect_ex(target)
-        if code == errno.EAGAIN:  # a Unix socket whose backlog is full
-            life.wait({}, min(0.01, deadline.remaining_s))
-            deadline.check("the sender to accept the connection", part=life.part, peer=peer)
-            continue
-        if code == errno.EINPROGRESS:
-            life.wait_until({sock.fileno(): select.POLLOUT}, deadline, "the connection to the sender", peer)
-            code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if code:
-            raise PeerLostError(
-                f"cannot connect to {target}: {errno.errorcode.get(code, code)}.",
-                part=life.part,
-                peer=peer,
-                hint="Check that the sender is alive and that the address can be reached from here.",
-            )
-        return
-
-
-def accept_receivers(
-    listener: socket.socket,
-    life: Lifecycle,
-    session: str,
-    names: Iterable[str],
-    deadline: Deadline,
-    *,
-    lanes: Sequence[str] = ("",),
-    key: bytes = b"",
-) -> list[dict[str, Channel]]:
-    """Wait until every receiver in `names` has said hello with this `session` on each of `lanes`, and let nobody else in.
-
-    With a `key` (`Topology.key`) a receiver must prove that it knows it, and is shown that this side does. Returns for each
-    lane the channels in the order of `names`. Raises `PeerLostError` when one that had connected is gone, or
-    `DeadlineExceededError` naming those that never came.
-    """
-    lobby = _Lobby(listener, life, session, tuple(names), tuple(lanes), key)
-    try:
-        while missing := lobby.missing():
-            lobby.step(deadline, f"{', '.join(missing)} to connect")
-    except BaseException:
-        for channel in lobby.joined.values():
-            channel.close()
-        raise
-    finally:
-        lobby.dismiss()
-    return [{name: lobby.joined[lane, name] for name in lobby.names} for lane in lanes]
-
-
-class _Lobby:
-    """Connections from the listening socket on, until each is a joined receiver or refused."""
-
-    def __init__(
-        self,
-        listener: socket.socket,
-        life: Lifecycle,
-        session: str,
-        names: tuple[str, ...],
-        lanes: tuple[str, ...],
-        key: bytes,
-    ) -> None:
-        self._listener = listener
-        self._life = life
-        self._session = session
-        self._key = key
-        self._lanes = lanes
-        self.names = names
-        self.joined: dict[tuple[str, str], Channel] = {}
-        """By lane and name."""
-        self._strangers: dict[int, tuple[socket.socket, bytearray]] = {}
-        self._hint = ""
-        """Why the last one that knocked is not let in, if that is known."""
-        listener.setblocking(False)
-
-    def missing(self) -> list[str]:
-        return [name for name in self.names if any((lane, name) not in self.joined for lane in self._lanes)]
-
-    def dismiss(self) -> None:
-        for sock, _ in self._strangers.values():
-            sock.close()
-
-    def step(self, deadline: Deadline, waiting_for: str) -> None:
-        joined = {channel.fileno(): channel for channel in self.joined.values()}
-        descriptors = (self._listener.fileno(), *self._strangers, *joined)
-        ready = self._life.wait_until(dict.fromkeys(descriptors, select.POLLIN), deadline, waiting_for)
-        for descriptor in ready:
-            if descriptor in joined:  # a receiver is silent until it is welcomed, so this is its end
-                raise joined[descriptor].lost(f"while waiting for {waiting_for}")
-            if descriptor in self._strangers:
-                self._listen_to(descriptor)
-            else:
-                self._accept(deadline)
-        deadline.check(waiting_for, part=self._life.part, hint=self._hint)  # who talks without end must not put it off
-
-    def _accept(self, deadline: Deadline) -> None:
-        self._hint = ""
-        try:
-            sock, _ = self._listener.accept()
-        except OSError as error:  # the caller may have left again
-            if error.errno in (errno.EMFILE, errno.ENFILE):  # the caller stays ready until some are free
-                self._hint = "No file descriptor is left for a further connection: raise ulimit -n."
-                self._life.wait({}, min(_DESCRIPTORS_PAUSE_S, deadline.remaining_s))
-            return
-        sock.setblocking(False)
-        self._strangers[sock.fileno()] = (sock, bytearray())
-        self._make_room()
-
-    def _make_room(self) -> None:
-        """Forget the stranger that has waited longest, so that silent ones cannot use up the file descriptors."""
-        if len(self._strangers) > _MAX_STRANGERS + len(self._lanes) * len(self.names):
-            oldest = next(iter(self._strangers))
-            self._strangers.pop(oldest)[0].close()
-
-    def _listen_to(self, descriptor: int) -> None:
-        sock, heard = self._strangers[descriptor]
-        try:
-            chunk = sock.recv(_MAX_MESSAGE_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            chunk = b""
-        heard += chunk
-        length = _LENGTH.unpack_from(heard)[0] if len(heard) >= _LENGTH.size else _MAX_MESSAGE_BYTES
-        if chunk and length <= _MAX_MESSAGE_BYTES and len(heard) < _LENGTH.size + length:
-            return
-        del self._strangers[descriptor]
-        hello = _decode(bytes(heard[_LENGTH.size :])) or {}
-        name, lane, nonce = hello.get("name"), hello.get("lane"), hello.get("nonce", "")
-        if hello.get("session") != self._session:
-            self._refuse(sock, "it waits for another session")
-        elif (
-            not isinstance(name, str) or name not in self.names or not isinstance(lane, str) or lane not in self._lanes
-        ):
-            self._refuse(sock, "that is not the name of a receiver of this session")
-        elif self._key and not (
-            isinstance(nonce, str) and proves(self._key, hello.get("proof"), _HELLO, self._session, name, lane, nonce)
-        ):
-            self._refuse(sock, f"{name} did not prove that it knows this session's key")
-        elif (lane, name) in self.joined:
-            self._refuse(sock, f"{name!r} is connected already")
-        elif self._admit(sock, name, lane, nonce):
-            self.joined[lane, name] = Channel(sock, self._life, name)
-
-    def _admit(self, sock: socket.socket, name: str, lane: str, nonce: str) -> bool:
-        """Show the receiver that this side knows the key too; whether it is still there to see it."""
-        if not self._key:
-            return True
-        answer = _encode({"proof": proof(self._key, _ADMISSION, self._session, name, lane, nonce)})
-        try:  # its socket is empty, so there is room for it
-            if sock.send(answer) == len(answer):
-                return True
-        except OSError:
-            pass
-        sock.close()
-        return False
-
-    @staticmethod
-    def _refuse(sock: socket.socket, reason: str) -> None:
-        with contextlib.suppress(OSError):
-            sock.send(_encode({"refused": reason}))
-        sock.close()
-
-
-def _encode(message: Mapping[str, Any]) -> bytes:
-    body = json.dumps(message).encode()
-    return _LENGTH.pack(len(body)) + body
-
-
-def _decode(body: bytes) -> dict[str, Any] | None:
-    try:
-        message = json.loads(body)
-    except (ValueError, RecursionError):  # not JSON, or nested without end
-        return None
-    return message if isinstance(message, dict) else None

@@ -1,7 +1,7 @@
-"""Listening Unix sockets in a directory that sender and receivers share, and who may find one there.
+"""Listening Unix sockets in a directory that a sender and its receivers share.
 
-A socket is there from a sender's ``address`` to the end of its ``connect``. One whose owner was killed in between is
-removed by the next sender that uses the directory.
+A socket is in the directory from the sender's ``address`` to the end of its ``connect``. The next sender that uses the directory
+removes the socket of one that was killed in between.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from ..errors import ConfigError, ProtocolError, StorageError, TransportError
 from .channel import Address
 
 _MAX_SOCKET_PATH_BYTES = 107
+"""Linux's limit for the path of a Unix socket (``sun_path`` in unix(7), less the zero at its end)."""
 _SOCKET_NAME = "weightlane-{}.sock"
 _TOKEN_BYTES = 8
 _SOCKET_PATTERN = re.compile(r"weightlane-[0-9a-f]{16}\.sock")
 _STALE_PATTERN = _SOCKET_NAME.format("*")
 _LOCK_WAIT_S = 1.0
+"""How long to wait for the directory's lock. It is held for microseconds, so a longer wait means that its holder is stopped."""
 _LOCK_POLL_S = 0.002
 
 
 def check_socket_directory(socket_dir: str) -> str:
-    """`socket_dir`; `ValueError` when the path of a socket in it would be too long."""
+    """Return `socket_dir`. Raises `ValueError` when the path of a socket in it would be too long."""
     length = len(os.fsencode(socket_dir)) + 1 + len(_SOCKET_NAME.format("")) + 2 * _TOKEN_BYTES
     if length > _MAX_SOCKET_PATH_BYTES:
         limit = _MAX_SOCKET_PATH_BYTES - length + len(os.fsencode(socket_dir))
@@ -39,7 +41,7 @@ def check_socket_directory(socket_dir: str) -> str:
 
 
 def host_identity() -> str:
-    """Same for all processes under one kernel, containers included: they can pass descriptors and handles."""
+    """Return an identity that all processes under one kernel share, containers included: they can pass descriptors."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -47,7 +49,7 @@ def host_identity() -> str:
 
 
 def check_same_host(address: Address, part: str, peer: str) -> None:
-    """`TransportError` when the peer whose address this is runs under another kernel."""
+    """Raise `TransportError` when `peer`, which gave `address`, runs under another kernel."""
     if address.get("host") != host_identity():
         raise TransportError(
             "the peer runs on another host.",
@@ -58,7 +60,7 @@ def check_same_host(address: Address, part: str, peer: str) -> None:
 
 
 def socket_name(address: Address, part: str, peer: str) -> str:
-    """The name of the sender's socket in its address; `ProtocolError` when it could be any other path."""
+    """Return the name of the sender's socket in its `address`. Raises `ProtocolError` when it could be any other path."""
     name = address.get("socket")
     if not (isinstance(name, str) and _SOCKET_PATTERN.fullmatch(name)):
         raise ProtocolError(f"{name!r} is not the name of a socket.", part=part, peer=peer)
@@ -66,7 +68,7 @@ def socket_name(address: Address, part: str, peer: str) -> str:
 
 
 def listen_local(socket_dir: Path, part: str) -> tuple[socket.socket, Path]:
-    """A listening Unix socket of mode 0600 under a fresh name, after clearing away those of dead senders.
+    """Remove the sockets of dead senders, and return a listening Unix socket of mode 0600 and its path, a new name.
 
     Raises `ConfigError` when the directory cannot be used and `StorageError` when it is full.
     """
@@ -89,15 +91,15 @@ def listen_local(socket_dir: Path, part: str) -> tuple[socket.socket, Path]:
 
 
 def _remove_stale_sockets(socket_dir: Path) -> None:
-    """Remove the sockets of senders that were killed before their receivers came.
+    """Remove the sockets of senders that were killed before their receivers connected.
 
-    Nobody listens on those, nor yet on one that is being made: the lock tells them apart, since the kernel drops a
-    killed process's.
+    A connection to such a socket is refused. A socket that is being made refuses it, too, and is protected by the directory's
+    lock, which its maker holds and the kernel drops when the maker is killed.
     """
     if not any(socket_dir.glob(_STALE_PATTERN)):
         return
-    with _locked(socket_dir, fcntl.LOCK_EX) as alone:
-        for path in socket_dir.glob(_STALE_PATTERN) if alone else ():
+    with _locked(socket_dir, fcntl.LOCK_EX) as granted:
+        for path in socket_dir.glob(_STALE_PATTERN) if granted else ():
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
                 probe.setblocking(False)
                 try:
@@ -108,10 +110,9 @@ def _remove_stale_sockets(socket_dir: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(socket_dir: Path, mode: int) -> Iterator[bool]:
-    """Hold a lock on the directory itself; whether it was granted.
+    """Hold a lock on the directory itself, and yield whether it was granted within `_LOCK_WAIT_S`.
 
-    It is held for microseconds, so waiting longer means that its holder is stopped. Nobody waits for that one: a cleaner
-    then leaves the cleaning to the next, and whoever makes a socket goes on without.
+    Without the lock nothing is removed, which the next sender can do, but a socket is made all the same.
     """
     descriptor = os.open(socket_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -1,33 +1,14 @@
-"""Where a sender and its receivers meet: it listens there, they knock. Public in `toolkit`."""
+"""`Meeting`: the sockets over which a sender and its receivers connect. Public in `toolkit`."""
 
 from __future__ import annotations
 
-import contextlib
-import socket
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ProtocolError
-from .channel import Address, listen_tcp
+from .channel import Address
+from .listener import Listener, listen_tcp
 from .local_socket import check_same_host, host_identity, listen_local, socket_name
-
-
-@dataclass(frozen=True, slots=True)
-class Listener:
-    """A listening socket, and where others find it."""
-
-    socket: socket.socket
-    address: Address
-    path: Path | None = None
-    """Of a Unix socket, the name that goes with it."""
-
-    def close(self) -> None:
-        """Listen no longer. Idempotent; never raises: a name that stays is removed by the next sender."""
-        self.socket.close()
-        if self.path is not None:
-            with contextlib.suppress(OSError):
-                self.path.unlink()
 
 
 class Meeting(ABC):
@@ -35,21 +16,21 @@ class Meeting(ABC):
 
     @abstractmethod
     def listen(self, part: str) -> Listener:
-        """[sender] Listen, at any free port. Raises `ConfigError` or `StorageError`; `part` names the half in errors."""
+        """[sender] Listen at any free port. Raises `ConfigError` or `StorageError`; `part` names the half in errors."""
 
     @abstractmethod
     def target(self, address: Address, part: str, peer: str) -> tuple[str, int] | str:
-        """[receiver] What to connect to, out of what `peer` says its address is: host and port, or the path of a Unix socket.
+        """[receiver] Return where to connect, given the address of the sender `peer`: host and port, or a Unix socket's path.
 
-        Raises `ProtocolError` for an address that is none, or `TransportError` for one that cannot be reached from here.
+        Raises `ProtocolError` when `address` is not an address, and `TransportError` when it cannot be reached from here.
         """
 
 
 class TcpMeeting(Meeting):
-    """Over TCP, at one address of this machine.
+    """Sender and receivers connect over TCP.
 
     Args:
-        host: The address; a sender is reachable on no other.
+        host: Address of this machine; a sender listens on no other.
     """
 
     def __init__(self, host: str) -> None:
@@ -67,10 +48,10 @@ class TcpMeeting(Meeting):
 
 
 class LocalMeeting(Meeting):
-    """Over Unix sockets, which can pass file descriptors, between processes of one host.
+    """Sender and receivers, processes of one host, connect over Unix sockets, which can pass file descriptors.
 
     Args:
-        directory: Where the sender's socket has a name until all receivers have come. Everybody must see it.
+        directory: Directory that all of them see. The sender's socket has a name there until all receivers have joined.
     """
 
     def __init__(self, directory: str) -> None:
@@ -88,7 +69,7 @@ class LocalMeeting(Meeting):
 
 
 def host_and_port(address: Address, part: str, peer: str) -> tuple[str, int]:
-    """Host and port out of a peer's address; `ProtocolError` when it is anything else."""
+    """Return host and port of the address that `peer` gave. Raises `ProtocolError` when it holds anything else."""
     host, port = address.get("host"), address.get("port")
     if not (isinstance(host, str) and isinstance(port, int) and 0 < port < 2**16):
         raise ProtocolError(f"{dict(address)} is not an address with host and port.", part=part, peer=peer)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from ..contract.engine import Capabilities
+from ..contract.capabilities import Capabilities
 from ..errors import (
     ConfigError,
     EngineContractError,

@@ -1,4 +1,4 @@
-"""What an engine adds that declares `Capabilities.persistent`: it stores versions, which readers find by themselves."""
+"""The optional protocol of engines that declare `Capabilities.persistent`: they store versions, which readers find later."""
 
 from __future__ import annotations
 
@@ -7,48 +7,54 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..deadline import Deadline
-from ..runtime.field_docs import document_fields
 from .engine import WeightSender
+from .field_docs import document_fields
 
 
 def bucket_file_name(index: int) -> str:
-    """Name of the file that begins with bucket `index`, in a persistent engine; `VersionFiles` documents refer to it."""
+    """Return the name of the file whose first bucket is `index`. The documents of `VersionFiles` refer to it."""
     return f"bucket-{index:05d}.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
 class VersionFiles:
-    """How a persistent engine stores a version so that other tools can read it. The engine need not understand it.
+    """The files in which a persistent engine stores a version, so that other tools can read it. They need no interpretation.
 
-    The file of a bucket is its prefix followed by its bytes, and is then a complete safetensors file called `bucket_file_name`.
-    Where several buckets make a file (`Bucket.part`), it is the first one's prefix followed by the bytes of all. They are sent
-    one after the other, and readers must not find the file before it is complete.
+    A bucket's file is called `bucket_file_name` and holds the bucket's prefix and then its bytes, which together are a complete
+    safetensors file. Where several buckets make a file (`Bucket.part`), it holds the first bucket's prefix and then the bytes
+    of all. They are posted one after the other, and readers must not find the file before it is complete.
     """
 
     version: int
-    """Weight version that is stored."""
+    """Weight version to store."""
     prefixes: Sequence[bytes]
-    """Bytes ahead of each bucket, by bucket index; none ahead of one that continues a file."""
+    """Bytes ahead of each bucket, by bucket index; empty for a bucket that continues a file."""
     documents: Mapping[str, str]
     """Text files of the version by file name (``[a-z0-9._-]+``), e.g. its manifest and the safetensors index."""
 
 
 class StoringSender(WeightSender):
-    """The sending half of an engine that stores versions. Further calls, from the thread of the others.
+    """The sending half of an engine that stores versions. The thread that makes the other calls also makes these.
 
     [sender]  ``open_version(files)``           before the version's first bucket
-    [sender]  ``commit_version(version)``       the version serves
+    [sender]  ``commit_version(version)``       when the version serves
 
-    Nobody meets such a sender: its `connect` gets no channels, and a bucket is done when it is written.
+    Such a sender has no connection to receivers: `connect` gets no channels, and a bucket is done when it is written.
     """
 
     @abstractmethod
     def open_version(self, files: VersionFiles, deadline: Deadline) -> None:
-        """Prepare to store a version. Called before its first bucket."""
+        """Prepare to store a version. Called before its first bucket.
+
+        Raises `StorageError`, `DeadlineExceededError` or `ClosedError`.
+        """
 
     @abstractmethod
     def commit_version(self, version: int, documents: Mapping[str, str], deadline: Deadline) -> None:
-        """`version` serves: store `documents` (text by file name) with it, then make it the newest one that readers find."""
+        """Store `documents`, text by file name, with `version`, and then make it the newest version that readers find.
+
+        Called when the version serves. Raises as `open_version`.
+        """
 
 
 document_fields(__name__)

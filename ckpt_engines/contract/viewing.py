@@ -1,9 +1,9 @@
-"""What an engine adds that declares `Capabilities.views`: receivers look at buckets in the sender's memory.
+"""The optional protocol of engines that declare `Capabilities.views`: receivers read buckets in the sender's memory.
 
-[sender]    ``post(lasting bucket, ...)``     once per bucket, as ever; the receiver may also ``post`` it
-[receiver]  ``view(version, index, ...)``     in place of ``post``: the bucket where it lies
-[receiver]  ``release(version)``              it looks at none of the version's buckets any more
-[sender]    ``reclaim(version)``              waits until that is true of every receiver
+[sender]    ``post(lasting bucket, ...)``     once per bucket, as for other buckets; the receiver may also ``post`` it
+[receiver]  ``view(version, index, ...)``     in place of ``post``: returns the bucket in the sender's memory
+[receiver]  ``release(version)``              the receiver no longer reads any bucket of the version
+[sender]    ``reclaim(version)``              waits until every receiver has released the version
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from .engine import WeightReceiver, WeightSender
 
 
 class ViewableSender(WeightSender):
-    """The sending half of an engine whose receivers can look at its memory."""
+    """The sending half of an engine whose receivers can read its memory."""
 
     @abstractmethod
     def reclaim(self, version: int, deadline: Deadline) -> None:
-        """Wait until no receiver looks at a lasting bucket of `version` any more: its memory may be overwritten then.
+        """Wait until no receiver reads a lasting bucket of `version` any more: its memory may then be overwritten.
 
-        Raises `PeerLostError` when a receiver has gone without saying so, which may still look, `DeadlineExceededError`,
-        or `ClosedError`.
+        Raises `PeerLostError` when a receiver has gone without releasing the version, because it may still read it;
+        `DeadlineExceededError`, after which the caller may try again; or `ClosedError`.
         """
 
 
 class ViewingReceiver(WeightReceiver):
-    """The receiving half of an engine that can look at its senders' memory."""
+    """The receiving half of an engine that can read its senders' memory."""
 
     copied_to: torch.device = HOST
-    """Where views are copied to by whoever looks at them, said before `connect`: a half that maps host memory may register it
-    with that device, so that copies are as fast as its link."""
+    """Device to which the framework copies what it views, set before `connect`. A half that maps host memory may register it
+    with that device, so that copies run at the full speed of its link."""
 
     @abstractmethod
     def view(self, version: int, index: int, nbytes: int, sender: str, deadline: Deadline) -> torch.Tensor:
-        """The next bucket from `sender`, which is lasting, where it lies: contiguous uint8 of `nbytes`, only to be read.
+        """Return the next bucket from `sender`, a lasting one, in the sender's memory: contiguous uint8 of `nbytes`, read-only.
 
-        Buckets that adjoin in the sender's memory adjoin in the tensors' common storage. A tensor stays readable for as long
-        as somebody holds it, also after `close`; what it shows may change once `release` was called. Raises as `flush`.
+        Buckets that adjoin in the sender's memory adjoin in the common storage of the tensors. A tensor stays readable as long
+        as it is referenced, also after `close`; its bytes may change once `release` was called. Raises as `flush`.
         """
 
     @abstractmethod
     def release(self, version: int, deadline: Deadline) -> None:
-        """Nobody here looks at `version` any more: tell its sender. Does nothing for a version of which nothing was viewed.
+        """Tell the sender that this receiver no longer reads `version`. Does nothing when it viewed no bucket of the version.
 
         Raises `PeerLostError`, `DeadlineExceededError` or `ClosedError`.
         """

@@ -10,17 +10,16 @@ from ..runtime.devices import HOST, checked_device
 
 
 def buffer_device(engine: CheckpointEngine, preferred: torch.device | None, part: str) -> torch.device:
-    """`preferred` (where the weights live) if `engine` carries that memory, else the CPU.
+    """Return `preferred`, the device of the weights, if `engine` carries its memory, else the CPU.
 
-    Raises `ConfigError` if it carries neither: which of its devices is meant is not guessed, nor that of an accelerator without
-    index.
+    Raises `ConfigError` when the engine carries neither memory, or when `preferred` is an accelerator without index.
     """
     devices = engine.capabilities.devices
     if preferred is not None and preferred.type in devices:
         return checked_device(preferred, part)
     if HOST.type in devices:
         return HOST
-    where = "not said to be anywhere" if preferred is None else f"on {preferred}"
+    where = "on no device that was named" if preferred is None else f"on {preferred}"
     raise ConfigError(
         f"the weights are {where}, and the engine carries {' and '.join(sorted(devices))} memory only.",
         part=part,

@@ -1,4 +1,4 @@
-"""The engine reference as Markdown, made from what each engine declares: its capabilities and its options."""
+"""The engine reference as Markdown, made from the capabilities and options that each engine declares."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
-from ..contract.engine import Capabilities, CheckpointEngine
+from ..contract.capabilities import Capabilities
+from ..contract.engine import CheckpointEngine
 from ..registry import CheckpointEngineRegistry, EngineListing
 from .evidence import EVIDENCE
 
@@ -26,7 +27,7 @@ installed, with the reason where an engine cannot run on this machine; `weightla
 every installed engine, those of other distributions included. How to write one:
 [writing-an-engine.md](../guides/writing-an-engine.md).
 """
-_SAID = {
+_MEANINGS = {
     "persistent": "buckets outlive the sender's process",
     "elastic": "receivers may join and leave without a new connection of the others",
     "same_host_only": "both sides on one host",
@@ -37,12 +38,12 @@ _SAID = {
 
 
 def engine_reference(distribution: str = "") -> str:
-    """The page for every installed engine, or for those that one `distribution` registers."""
+    """Return the page for every installed engine, or for those that one `distribution` registers."""
     registry = CheckpointEngineRegistry()
     rows = [row for row in registry.list() if not distribution or row.distribution.split()[0] == distribution]
     sections = [_TITLE, _overview(rows)]
     for row in rows:
-        if row.capabilities is None:  # another try to import it might hang
+        if row.capabilities is None:  # importing it again might hang
             sections.append(f"## {row.name}\n\nOf {row.distribution}; cannot be loaded: {row.unavailable}\n")
         else:
             sections.append(_section(row, registry.engine_class(row.name)))
@@ -63,13 +64,13 @@ def _section(row: EngineListing, engine: type[CheckpointEngine]) -> str:
     if row.distribution.split()[0] != "weightlane":
         parts.append(f"Of {row.distribution.split()[0]}.\n")
     parts.append(f"{inspect.getdoc(engine) or ''}\n")
-    said = [
-        f"`{item.name}`: {_SAID[item.name]}"
+    declared = [
+        f"`{item.name}`: {_MEANINGS[item.name]}"
         for item in fields(Capabilities)
-        if item.name in _SAID and getattr(engine.capabilities, item.name)
+        if item.name in _MEANINGS and getattr(engine.capabilities, item.name)
     ]
-    if said:
-        parts.append(f"Declares {'; '.join(said)}.\n")
+    if declared:
+        parts.append(f"Declares {'; '.join(declared)}.\n")
     options = [
         (f"`{name}`", _type(field.annotation), _default(field), field.description or "")
         for name, field in engine.config_type.model_fields.items()
@@ -92,11 +93,11 @@ def _names(values: Iterable[str]) -> str:
 
 def _flags(capabilities: Capabilities) -> str:
     flags = (item.name for item in fields(capabilities) if getattr(capabilities, item.name) is True)
-    return ", ".join(name.replace("_", " ") for name in flags if name != "channels")  # which concerns no user
+    return ", ".join(name.replace("_", " ") for name in flags if name != "channels")  # channels concern no user
 
 
 def _type(annotation: Any) -> str:
-    """An annotation in the words of its source: ``int``, ``float or none``, ``'a' or 'b'``."""
+    """Return an annotation as text: ``int``, ``float or none``, ``'a' or 'b'``."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (types.UnionType, typing.Union):
         return " or ".join(_type(argument) for argument in arguments)

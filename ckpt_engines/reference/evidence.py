@@ -1,4 +1,7 @@
-"""What was run of each built-in engine, and what was not. Update it together with the run; `reference` prints it."""
+"""Evidence for each built-in engine: which tests were run, where and when, and which were not.
+
+`engine_reference` prints it. Update it together with the run.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ _PRETENDED = (
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """One line of the table."""
+    """One row of an engine's table."""
 
     what: str
     result: str
@@ -81,4 +84,4 @@ EVIDENCE: dict[str, tuple[Evidence, ...]] = {
         Evidence("NFS; S3 of a cloud provider.", "not run", "2026-11-25", "none at hand"),
     ),
 }
-"""By engine name."""
+"""Rows by engine name."""

@@ -1,1 +1,1 @@
-"""What engines and the sync library need of the machine: devices, memory, threads, processes."""
+"""Devices, memory, threads and processes of the machine, for engines and for the libraries above them."""

@@ -1,6 +1,6 @@
-"""Closes what a program has left open when it ends, in whatever way that is.
+"""Objects that are closed when the program ends without having closed them.
 
-A thread that waits in native code while the interpreter goes down aborts the process, and the program's own exit status is lost.
+A thread that is in native code while the interpreter shuts down aborts the process, and the program's exit status is lost.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ _log = logging.getLogger(__name__)
 
 
 class Closable(Protocol):
-    """Has threads, or memory that outlives the process."""
+    """An object with threads, or with memory that outlives the process."""
 
     def close(self) -> None:
-        """End them. Idempotent."""
+        """End the threads and free the memory. Idempotent."""
 
 
 _PATIENCE_S = 5.0
-"""How long threads have to come out of native calls, all together, once everything is closed. A stuck one hurts nobody."""
+"""Longest wait for all threads to leave native calls, once everything is closed. A thread that is stuck does no harm."""
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _opened: list[tuple[int, weakref.ref[Closable]]] = []
-"""The process that opened each, in this order; what is open is kept by its own threads."""
+"""Process and object, in the order of opening. The references are weak because an open object is kept by its own threads."""
 
 
 def close_at_exit(opened: Closable) -> None:
-    """Close `opened` when this process ends, before what was opened earlier; a process that is forked from it leaves it alone."""
+    """Close `opened` when this process ends, before objects that were opened earlier. A forked process does not close it."""
     _opened[:] = [(process, each) for process, each in _opened if each() is not None]
     _opened.append((os.getpid(), weakref.ref(opened)))
 
@@ -41,7 +41,7 @@ def start_thread(name: str, target: Callable[..., object], *arguments: object) -
     """Start a daemon thread that may be in a native call when the program ends."""
     thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)
     thread.start()
-    _threads.add(thread)  # started: a process that is forked just now must not wait for one that never was
+    _threads.add(thread)  # after it started: a process that is forked before must not wait for it
     return thread
 
 
@@ -53,8 +53,8 @@ def _close_all() -> None:
             continue
         try:
             opened.close()
-        except Exception as trouble:  # noqa: BLE001 - the others are to be closed, too
-            _log.debug("could not be closed at exit: %s", trouble)
+        except Exception as trouble:  # noqa: BLE001 - the other objects are to be closed, too
+            _log.debug("an object could not be closed at exit: %s", trouble)
     end = time.monotonic() + _PATIENCE_S
     for thread in list(_threads):
         thread.join(max(0.0, end - time.monotonic()))

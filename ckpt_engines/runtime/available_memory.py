@@ -1,4 +1,4 @@
-"""How much memory a process may still take before the kernel kills somebody for it."""
+"""The memory that a process may still take before the kernel kills a process for it."""
 
 from __future__ import annotations
 
@@ -8,20 +8,17 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def available_memory_bytes(meminfo: Path = Path("/proc/meminfo"), cgroups: Path = _CGROUPS) -> int | None:
-    """Bytes of RAM that can still be had: the machine's, or the container's if that has less. None when unknown.
+    """Return the bytes of RAM still available on the machine, or in the container if it has less; None when unknown.
 
     Page cache that can be dropped counts as available, on the machine as in the container.
     """
-    known = [room for room in (_of_machine(meminfo), _of_container(cgroups)) if room is not None]
+    of_machine = _field(meminfo, "MemAvailable:", 1024)
+    known = [nbytes for nbytes in (of_machine, _of_container(cgroups)) if nbytes is not None]
     return min(known, default=None)
 
 
-def _of_machine(meminfo: Path) -> int | None:
-    return _field(meminfo, "MemAvailable:", 1024)
-
-
 def _of_container(cgroups: Path) -> int | None:
-    """Room in the cgroup v2 that a container sees as its root; limits of groups further in are its own business."""
+    """Return the bytes available in the cgroup v2 that a container sees as its root. Groups inside it are not considered."""
     limit, used = _number(cgroups / "memory.max"), _number(cgroups / "memory.current")
     if limit is None or used is None:
         return None

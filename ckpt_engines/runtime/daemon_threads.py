@@ -1,4 +1,4 @@
-"""`DaemonThreads`: a pool of threads that nobody has to wait for when the program ends."""
+"""`DaemonThreads`: a pool of threads that does not delay the end of the program."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _Call = tuple[Future[Any], Callable[[], Any]]
 
 
 class DaemonThreads(Executor):
-    """A `ThreadPoolExecutor` whose threads do not hold up the end of the process: Python joins that one's, stuck or not.
+    """A pool like `ThreadPoolExecutor`, whose threads Python would join when the process ends, even if they are stuck.
 
     Args:
-        most: How many threads there are at most; each is started when it is first needed.
-        name: What they are called, with a number each.
+        most: Largest number of threads; each is started when it is first needed.
+        name: Name of the threads, to which each adds a number.
     """
 
     def __init__(self, most: int, name: str) -> None:
@@ -45,7 +45,7 @@ class DaemonThreads(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """See `Executor.shutdown`; there is no `wait`: threads end after their last call, and nobody waits for that."""
+        """See `Executor.shutdown`, except that it never waits: the threads end by themselves after their last call."""
         del wait
         with self._lock:
             if self._closed:
@@ -66,7 +66,7 @@ class DaemonThreads(Executor):
                 call[0].cancel()
 
     def __del__(self) -> None:
-        """Let the threads of a pool end that was forgotten."""
+        """End the threads of a pool that was never shut down."""
         self.shutdown()
 
 
@@ -78,5 +78,5 @@ def _work(calls: SimpleQueue[_Call | None], idle: threading.Semaphore) -> None:
                 future.set_result(function())
             except BaseException as error:  # noqa: BLE001 - raised again where the result is asked for
                 future.set_exception(error)
-        del call, future, function  # nothing of it is kept while the next one is waited for
+        del call, future, function  # keep no reference while waiting for the next call
         idle.release()

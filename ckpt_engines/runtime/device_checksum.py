@@ -1,9 +1,9 @@
-"""Checksums over a bucket's bytes, on the device they are on. They find accidents, not attackers.
+"""Checksums over a bucket's bytes, computed on the bucket's device. They detect accidents, not attacks.
 
-In the host's memory it is XXH3 (https://github.com/Cyan4973/xxHash), which runs at memory bandwidth. On a device it is made of
-plain integer sums, which every torch device computes exactly (int64 arithmetic wraps around): the bytes are read as a matrix
-of 64-bit words, and the sums of its rows and of its columns, each weighted by position with odd numbers, give two 64-bit
-words. Any single changed word changes the first, and moved words change one or the other.
+The checksum in host memory is XXH3 (https://github.com/Cyan4973/xxHash), which runs at memory bandwidth. The checksum on a device
+consists of integer sums, which every torch device computes exactly (int64 arithmetic wraps around). The bytes are read as a
+matrix of 64-bit words. Its row sums and its column sums, each weighted by position with odd numbers, give two 64-bit words. A
+change of one word changes the first, and a moved word changes at least one of them.
 """
 
 from __future__ import annotations
@@ -12,20 +12,22 @@ import torch
 import xxhash
 
 _ROW_WORDS = 4096
+"""Words of a row; any number gives a valid checksum, but all participants must use the same."""
 _MASK = (1 << 64) - 1
 
 
 def xxh3(data: torch.Tensor) -> str:
-    """XXH3 with 64 bits of `data`, contiguous 1-D uint8 in host memory, as 16 hexadecimal digits."""
+    """Return the 64-bit XXH3 of `data`, contiguous 1-D uint8 in host memory, as 16 hexadecimal digits."""
     hashed = xxhash.xxh3_64()
-    hashed.update(
-        data.numpy().data
-    )  # lets other threads run meanwhile, which the function that does all at once does not
+    hashed.update(data.numpy().data)  # update() lets other threads run meanwhile; xxh3_64_hexdigest() does not
     return hashed.hexdigest()
 
 
 def sums(data: torch.Tensor) -> str:
-    """The weighted sums of `data`, contiguous 1-D uint8 on any device with a storage offset of a multiple of 8, in 32 digits."""
+    """Return the weighted sums of `data`, contiguous 1-D uint8 on any device, as 32 hexadecimal digits.
+
+    The storage offset of `data` is a multiple of 8.
+    """
     nbytes = data.numel()
     body_words = nbytes // 8 // _ROW_WORDS * _ROW_WORDS
     body = data[: body_words * 8].view(torch.int64).view(-1, _ROW_WORDS)

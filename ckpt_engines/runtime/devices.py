@@ -1,8 +1,7 @@
 """`DeviceRuntime`: streams, events and memory of a CPU, a CUDA device or an NPU, for code that moves bytes.
 
-A thread has a current device, and it is number 0 in a new one, whatever the thread that started it had. So nobody here asks for
-the current device: a device is said, with its index, and whatever touches it does so inside `DeviceRuntime.current` or on a
-stream.
+Every thread has a current device, which is number 0 in a new thread, whatever it was in the thread that started it. Code here
+never relies on it: it is given a device with its index, and uses the device inside `DeviceRuntime.current` or on a stream.
 """
 
 from __future__ import annotations
@@ -21,25 +20,25 @@ from ..errors import ConfigError
 
 HOST = torch.device("cpu")
 _PORTABLE, _READ_ONLY = 1, 8
-"""``cudaHostRegisterPortable``, for every device of the process; ``cudaHostRegisterReadOnly``, for pages mapped to be read."""
+"""``cudaHostRegisterPortable``, for all devices of the process, and ``cudaHostRegisterReadOnly``, for pages mapped read-only."""
 
 
 def checked_device(device: torch.device | str, part: str = "device") -> torch.device:
-    """`device`; `ConfigError` for an accelerator without an index, which would mean whatever is current in some thread."""
+    """Return `device`. Raises `ConfigError` for an accelerator without index, which would mean a thread's current device."""
     device = torch.device(device)
     if device.type == HOST.type:
         return HOST
     if device.index is None:
         raise ConfigError(
-            f"{device.type} is not one device.", part=part, hint=f"Say which one, such as {device.type}:0."
+            f"{device.type} is not one device.", part=part, hint=f"Add its index, such as {device.type}:0."
         )
     return device
 
 
 class DeviceRuntime:
-    """Streams, events and host memory of one device. This class: the CPU, whose calls have done everything when they return.
+    """Streams, events and host memory of one device. `runtime_of` returns the runtime of a device.
 
-    Streams and events are None there. Use `runtime_of` instead of making one.
+    This class is the CPU's runtime. Streams and events are None there, because every call has finished its work when it returns.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -47,82 +46,78 @@ class DeviceRuntime:
 
     @property
     def has_streams(self) -> bool:
-        """Whether work goes on after the call that started it has returned."""
+        """Whether work continues after the call that started it has returned."""
         return False
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Make it this thread's current device."""
+        """Make this device the thread's current one inside the block."""
         yield
 
     def new_stream(self) -> Any:
-        """A stream of its own, which waits for no other."""
+        """Return a new stream, which waits for no other."""
         return None
 
     @contextlib.contextmanager
     def on(self, stream: Any) -> Iterator[None]:  # noqa: ARG002
-        """Make it this thread's current device, and `stream` (one of it) its current stream."""
+        """Make this device and `stream`, one of its streams, the thread's current ones inside the block."""
         yield
 
     def recorded(self, stream: Any = None) -> Any:  # noqa: ARG002
-        """An event behind what has been started so far on `stream`, or on the stream that is current in this thread."""
+        """Return an event that passes when all work started so far on `stream`, by default the thread's current one, is done."""
         return None
 
     def finish(self, stream: Any = None) -> None:
-        """Have this thread wait until what has been started on `stream`, or on the stream that is current in it, is done."""
+        """Wait until all work started so far on `stream`, by default the thread's current one, is done."""
 
     def wait_for(self, stream: Any, event: Any) -> None:
-        """What is started on `stream` from now on begins when `event` has passed; a thread does not wait. None has passed."""
+        """Make later work on `stream` wait until `event` has passed, without blocking the thread. None has passed already."""
 
     def keep_until_done(self, memory: torch.Tensor, stream: Any) -> None:
-        """Nobody else gets `memory` before what was started on `stream` so far is done with it, though its owner drops it."""
+        """Keep torch from giving `memory` to others, once its owner drops it, until work started on `stream` so far is done."""
 
     def forget_unused(self) -> None:
-        """Give memory back to the device that torch keeps for later."""
+        """Give the memory that torch caches back to the device."""
 
     @property
     def name(self) -> str:
-        """What the device's maker calls it; empty for the CPU."""
+        """The manufacturer's name of the device; empty for the CPU."""
         return ""
 
     def allocated_bytes(self) -> int:
-        """Memory of the device that this process has from torch; 0 for the CPU."""
+        """Return how much of the device's memory torch has allocated in this process; 0 for the CPU."""
         return 0
 
     def free_bytes(self) -> int | None:
-        """Memory of the device that nobody has; None for the CPU."""
+        """Return how much of the device's memory is free; None for the CPU."""
         return None
 
     def register_host(self, address: int, nbytes: int, *, read_only: bool = False) -> bool:  # noqa: ARG002
-        """Lock host memory, so that copies from and to the device need none in between; whether that was possible."""
+        """Pin host memory, so that copies from and to the device need no staging copy; return whether that was possible."""
         return False
 
     def unregister_host(self, address: int) -> None:
         """Undo `register_host`."""
 
     def register_while_used(self, owner: object, address: int, nbytes: int, *, read_only: bool = False) -> None:
-        """As `register_host`, until `owner`, which keeps the memory, is about to be gone. On a CPU nothing happens.
+        """Pin host memory as `register_host` does, until `owner`, which keeps the memory alive, is collected.
 
-        Whoever lets go of `owner` has waited for the copies that use the memory.
+        The copies that use the memory must have ended before the last reference to `owner` goes.
         """
         if nbytes and self.register_host(address, nbytes, read_only=read_only):
             weakref.finalize(owner, self.unregister_host, address).atexit = False
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        """Host memory to copy from to the device: 1-D uint8, zeros. It is registered where there is a device that needs it."""
+        """Return host memory to copy to the device from: 1-D uint8 of zeros, pinned where the device needs that."""
         if not self.has_streams:
             return torch.zeros(nbytes, dtype=torch.uint8)
-        owner = np.zeros(nbytes, dtype=np.uint8).view(_Owner)
+        owner = np.zeros(nbytes, dtype=np.uint8)
         self.register_while_used(owner, owner.ctypes.data, nbytes)
-        return torch.from_numpy(owner).zero_()  # which touches every page, where registering has not
-
-
-class _Owner(np.ndarray[Any, np.dtype[np.uint8]]):
-    """Memory that is alive as long as a tensor looks at it. An array of numpy's own class cannot say when it goes."""
+        return torch.from_numpy(owner).zero_()  # touches every page, also where pinning has not
 
 
 class AcceleratorRuntime(DeviceRuntime):
-    """Of a device with streams; `module` is torch's own for its type, such as ``torch.cuda``."""
+    """Runtime of a device with streams. `module` is torch's module for the device type, such as ``torch.cuda``."""
 
     def __init__(self, device: torch.device, module: Any) -> None:
         super().__init__(device)
@@ -189,7 +184,7 @@ class AcceleratorRuntime(DeviceRuntime):
 
 
 class CudaRuntime(AcceleratorRuntime):
-    """Of a CUDA device."""
+    """Runtime of a CUDA device."""
 
     def register_host(self, address: int, nbytes: int, *, read_only: bool = False) -> bool:
         """See `DeviceRuntime.register_host`."""
@@ -197,7 +192,7 @@ class CudaRuntime(AcceleratorRuntime):
         with self.current():
             if int(self._module.cudart().cudaHostRegister(address, nbytes, flags)) == 0:
                 return True
-            # CUDA keeps the error, and the next kernel that is started, whosever it is, would be said to have failed with it.
+            # CUDA keeps the error and would report it for the next kernel of this process, which is this one.
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device=self.device)
         return False
@@ -208,27 +203,27 @@ class CudaRuntime(AcceleratorRuntime):
             self._module.cudart().cudaHostUnregister(address)
 
     def interprocess_event(self) -> tuple[Any, bytes]:
-        """An event that other processes can open, and the handle by which they do."""
+        """Return an event that other processes can open, and its handle."""
         with self.current():  # torch makes the event, on the current device, when it is first asked for its handle
             event = self._module.Event(interprocess=True)
             return event, event.ipc_handle()
 
     def event_of(self, handle: bytes) -> Any:
-        """The event that another process has made, by its handle."""
+        """Open the event of another process by its handle."""
         with self.current():
             return self._module.Event.from_ipc_handle(self.device, handle)
 
     def tensor_over(self, memory: Any) -> torch.Tensor:
-        """Memory that the driver has given, by its ``__cuda_array_interface__``, as a tensor that keeps it alive."""
+        """Return a tensor over `memory`, which has a ``__cuda_array_interface__`` and is kept alive by the tensor."""
         with self.current():
             return torch.as_tensor(memory, device=self.device)
 
     def uuid(self) -> str:
-        """Which physical device it is, in words that mean the same in every process."""
+        """Return the UUID of the physical device, which is the same in every process."""
         return str(self._module.get_device_properties(self.device).uuid)
 
     def can_reach(self, uuid: str) -> bool:
-        """Whether it can access the memory of the physical device `uuid`; of one that is not visible here nobody knows."""
+        """Tell whether this device can access the memory of the device `uuid`; True when that one is not visible here."""
         for index in range(self._module.device_count()):
             if index != self.device.index and str(self._module.get_device_properties(index).uuid) == uuid:
                 return bool(self._module.can_device_access_peer(self.device.index, index))
@@ -237,9 +232,9 @@ class CudaRuntime(AcceleratorRuntime):
 
 @functools.cache
 def runtime_of(device: torch.device) -> DeviceRuntime:
-    """The runtime of `device`, an accelerator with its index.
+    """Return the runtime of `device`.
 
-    Raises `ConfigError` without the index, or RuntimeError if torch has no such devices.
+    Raises `ConfigError` for an accelerator without index, or RuntimeError if torch has no such devices.
     """
     device = checked_device(device)
     if device == HOST:
@@ -249,19 +244,19 @@ def runtime_of(device: torch.device) -> DeviceRuntime:
 
 
 def numbered_device(device_type: str, number: int = 0) -> torch.device:
-    """A device of a type by its number, by default the first; the CPU has just one."""
+    """Return the device of that torch device type and `number`. There is only one CPU."""
     return HOST if device_type == HOST.type else torch.device(device_type, number)
 
 
 def device_count(device_type: str) -> int:
-    """How many devices of that type this machine has; one CPU."""
+    """Return how many devices of that torch device type this machine has; 1 for the CPU."""
     if device_type == HOST.type:
         return 1
     return int(torch.get_device_module(device_type).device_count()) if is_available(device_type) else 0
 
 
 def is_available(device_type: str) -> bool:
-    """Whether this machine has a device of that torch device type."""
+    """Tell whether this machine has a device of that torch device type."""
     if device_type == HOST.type:
         return True
     try:
@@ -271,5 +266,5 @@ def is_available(device_type: str) -> bool:
 
 
 def usable_cpus() -> int:
-    """How many cores this process may use."""
+    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""What is written to host memory faster than by torch's loops over elements: copies by libc, single elements by numpy."""
+"""Writes to host memory that are faster than torch's loops over elements: copies by libc, single elements by numpy."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import numpy as np
 import torch
 
 _CHUNK = 1 << 15
-"""Elements written at once: their offsets and values stay in the cache."""
+"""Elements written at once, few enough for their offsets and values to stay in the cache."""
 
 
 def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy `source` over `target`, both 1-D uint8 of one length, on any device; other threads run meanwhile.
+    """Copy `source` to `target`, both 1-D uint8 of one length, on any devices. Other threads run meanwhile.
 
-    From a size on that depends on the processor (40 MB here, a share of its last cache) libc writes past the caches, which is
-    nearly twice as fast. torch shares the work among its threads where it has several.
+    With one torch thread libc copies. For large copies (40 MB and more on the development machine, a share of its last-level
+    cache) libc writes past the caches, which is nearly twice as fast. Several torch threads divide the copy.
     """
     if target.device.type == source.device.type == "cpu" and torch.get_num_threads() == 1:
         np.copyto(target.numpy(), source.numpy())
@@ -22,19 +22,19 @@ def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def put_elements(target: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) -> None:
-    """Write `values` to `offsets` in `target`, all 1-D on the CPU; `target` and `values` are integers of one size.
+    """Write each of `values` to its offset in `target`.
 
     Args:
-        target: What is written to.
-        offsets: int64, or int32 where that is enough (`narrow_offsets`).
-        values: As many.
+        target: 1-D integers on the CPU.
+        offsets: Element offsets in `target`, 1-D int64 or int32 (`narrow_offsets`) on the CPU.
+        values: As many integers of the same size as those of `target`, 1-D on the CPU.
     """
     into, at, bits = target.numpy(), offsets.numpy(), values.numpy()
     for start in range(0, at.size, _CHUNK):
-        # numpy would convert narrow offsets, too, at a fifth of the whole cost more.
+        # numpy would also convert narrow offsets by itself, but that makes the whole write a fifth slower.
         into[at[start : start + _CHUNK].astype(np.int64, copy=False)] = bits[start : start + _CHUNK]
 
 
 def narrow_offsets(offsets: torch.Tensor, numel: int) -> torch.Tensor:
-    """`offsets` (int64) in a tensor of `numel` elements, in half the memory if they fit in 31 bits."""
+    """Return `offsets` (int64) into a tensor of `numel` elements as int32, half the memory, if all of them fit."""
     return offsets.to(torch.int32) if numel <= torch.iinfo(torch.int32).max else offsets

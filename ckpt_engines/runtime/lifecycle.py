@@ -1,4 +1,4 @@
-"""`Lifecycle`: how one half of an engine is closed from any thread while another thread is blocked in it."""
+"""`Lifecycle`: lets any thread close one half of an engine while another thread is blocked in it."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ..deadline import Deadline
 from ..errors import ClosedError
 
 _LONGEST_POLL_S = 3600.0
-"""``poll`` counts milliseconds in 32 bits; who waits longer asks again."""
+"""Longest single ``poll``, which counts milliseconds in 32 bits; a longer wait polls again."""
 
 
 class Lifecycle:
-    """Open-or-closed state of one half, with an interruptible wait.
+    """The state of one half, open or closed, with waits that a close ends.
 
-    Resources are released by whichever thread is last out: by `close` when no call is running, else by the running call
-    as it leaves. A file descriptor is therefore never closed under a thread that polls it, which could otherwise end up
-    polling somebody else's new descriptor of the same number.
+    The last thread that uses the half releases its resources: `close` when no call is running, else the running call as it
+    ends. A file descriptor is therefore never closed under a thread that polls it, which could otherwise poll a new descriptor
+    of the same number that belongs to something else.
 
     Args:
         part: Name of the half for error messages, e.g. ``"shm sender trainer-0"``.
-        release: Frees what the half owns. Called exactly once; what it raises is dropped.
+        release: Frees the resources of the half. Called exactly once; its exceptions are ignored.
     """
 
     def __init__(self, part: str, release: Callable[[], None]) -> None:
@@ -45,7 +45,7 @@ class Lifecycle:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """Wrap every public method but ``close``: raises `ClosedError` before or instead of what a close provokes."""
+        """Wrap every public method except ``close``. Raises `ClosedError` in place of errors that follow from a close."""
         with self._lock:
             if self._closed:
                 raise ClosedError("it is closed.", part=self.part)
@@ -66,8 +66,8 @@ class Lifecycle:
     def wait(self, interest: Mapping[int, int], timeout_s: float) -> set[int]:
         """Poll file descriptors, mapped to their ``select.POLL*`` events, for at most `timeout_s` seconds.
 
-        Returns the ready ones, none after the timeout, a `ring` or an hour; an empty `interest` makes this an interruptible
-        sleep. Raises `ClosedError` as soon as `close` is called.
+        Returns the descriptors that are ready; none after the timeout, a `ring` or an hour. With an empty `interest` this is a
+        sleep that a close ends. Raises `ClosedError` as soon as `close` is called.
         """
         poller = select.poll()
         poller.register(self._wake_read.fileno(), select.POLLIN)
@@ -83,19 +83,19 @@ class Lifecycle:
         return ready
 
     def wait_until(self, interest: Mapping[int, int], deadline: Deadline, waiting_for: str, peer: str = "") -> set[int]:
-        """As `wait`, but returns only with ready descriptors; `DeadlineExceededError` otherwise."""
+        """Poll as `wait` does, until a descriptor is ready. Raises `DeadlineExceededError` when none is by the deadline."""
         while True:
             if ready := self.wait(interest, deadline.remaining_s):
                 return ready
             deadline.check(waiting_for, part=self.part, peer=peer)
 
     def ring(self) -> None:
-        """Make a running `wait`, or the next one, return early. For callbacks; callable from any thread at any time."""
+        """Make a running `wait`, or the next one, return early. Callable from any thread at any time."""
         with contextlib.suppress(OSError):
             self._wake_write.send(b"r")
 
     def close(self) -> None:
-        """Wake a blocked call and free everything. Idempotent; never raises."""
+        """End a blocked call and release the resources. Idempotent; never raises."""
         with self._lock:
             if self._closed:
                 return

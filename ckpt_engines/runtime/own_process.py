@@ -1,6 +1,6 @@
-"""Work in a process of its own: for what sets a process up in a way that nothing else in it would survive.
+"""Runs a function in a new process, for libraries whose setup would disturb everything else in this process.
 
-The module that does the work is run as a program. Its arguments, its answer and its error are plain data.
+The function's module runs as a program. Arguments, result and error are JSON data.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ def ask_process(
     timeout_s: float,
     environment: Mapping[str, str] | None = None,
 ) -> Any:
-    """Run `module` as a program, which has to call `answer_asker`; returns what it answers.
+    """Run `module` as a program, which has to call `answer_asker`, and return its function's result.
 
     Args:
-        module: Its full name.
-        arguments: For its function, by name; as JSON.
-        part: Who asks, for error messages.
-        what: What is to be found out, for error messages.
-        timeout_s: Longest time it may take.
-        environment: Variables that it has beside those of this process.
+        module: Full name of the module.
+        arguments: JSON data for the function, by argument name.
+        part: Caller's name for error messages.
+        what: The result's name for error messages.
+        timeout_s: Longest time that the program may take, in seconds.
+        environment: Environment variables that it gets beside those of this process.
 
     Raises:
-        DeadlineExceededError: It took longer than `timeout_s`; the process and what it started have ended.
-        WorkerDiedError: The process ended without an answer.
-        WeightlaneError: What the function raised.
+        DeadlineExceededError: The program took longer than `timeout_s`; it and the processes that it started have ended.
+        WorkerDiedError: The program ended without a result.
+        WeightlaneError: The error that the function raised.
     """
     with subprocess.Popen(  # noqa: S603 - our own module
         [sys.executable, "-m", module, json.dumps(arguments)],
@@ -66,9 +66,9 @@ def ask_process(
     try:
         answer = json.loads(output)
     except ValueError as cause:
-        last = errors.decode(errors="replace").strip().splitlines()[-1:] or ["nothing was said"]
+        last = errors.decode(errors="replace").strip().splitlines()[-1:] or ["it printed no error"]
         raise WorkerDiedError(
-            f"the process that was to find {what} ended with {process.returncode}: {last[0]}", part=part
+            f"the process that was to find {what} ended with status {process.returncode}: {last[0]}", part=part
         ) from cause
     if "error" in answer:
         raise error_from_wire(answer["error"])
@@ -76,15 +76,15 @@ def ask_process(
 
 
 def answer_asker(function: Callable[..., Any], part: str) -> None:
-    """Be the program that `ask_process` runs: call `function` with the arguments, and say what it returns or raises."""
-    # Libraries print; the answer goes where nothing else does.
+    """Call `function` with the arguments of `ask_process`, and send it the result or the error. For the program's main module."""
+    # Libraries print to standard output, so the answer goes to a copy of it and theirs to standard error.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     try:
         answer = {"value": function(**json.loads(sys.argv[1]))}
     except WeightlaneError as error:
         answer = {"error": error.to_wire()}
-    except Exception as cause:  # noqa: BLE001 - whatever it is, the other process is told
+    except Exception as cause:  # noqa: BLE001 - raised again in the other process
         answer = {"error": as_weightlane_error(cause, part).to_wire()}
     with answers:
         json.dump(answer, answers)

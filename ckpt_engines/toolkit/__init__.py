@@ -1,30 +1,29 @@
-"""What engine authors need so that only the transport is left to write.
+"""Helpers for authors of engines, so that only the transport is left to write.
 
-Everything here is public and optional: an engine may do without it, as long as it keeps the contract. The built-in engines
-are made of the same parts. The connections between the halves, the proof that whoever is at the other end belongs to the session,
-and the death of a peer are the framework's (`weightlane.ckpt_engines.links.link`): an engine gets a `Channel` to each peer.
+All of them are public and optional, and the built-in engines are made of them. The framework opens and authenticates the
+connections between the halves, gives the engine a `Channel` to each peer, and watches for the death of a peer
+(`weightlane.ckpt_engines.links`).
 
-- `PairedEngine` is a whole engine but for two functions that move one bucket: the shortest way to one of your own.
-- `Lifecycle` makes a half that any thread may close while another one is blocked in it, and `PostedCalls` one whose buckets are
-  moved one after the other when they are waited for.
-- `TcpMeeting` and `LocalMeeting` say over which sockets halves are connected (`CheckpointEngine.meeting`).
+- `PairedEngine` is a whole engine except for two functions that move one bucket: the shortest start for an engine of your own.
+- `Lifecycle` lets any thread close a half while another thread is blocked in it.
+- `PostedCalls` moves posted buckets one after the other, when they are waited for.
+- `TcpMeeting` and `LocalMeeting` choose the sockets over which halves are connected (`CheckpointEngine.meeting`).
 - `announce`, `expect`, `acknowledge` and `await_acknowledgements` are messages over the channels about one bucket, for transports
-  whose sides must tell each other something: where it lies, that it has been read. `refuse` says that an announcement cannot be
-  followed.
-- `send_payload` and `receive_payload` carry the bytes themselves over the channels, for transports without a wire of their own.
-- `EngineMemory` remembers what an engine has allocated, so that its senders know a bucket that needs no copy.
-- `run_bounded` makes a blocking library call end by the deadline, and `poll_until` waits for one that must be asked.
+  whose sides must tell each other something: where the bucket lies, or that it was read. `refuse` rejects an announced bucket.
+- `send_payload` and `receive_payload` carry the bytes themselves over the channels, for transports without other connections.
+- `EngineMemory` remembers the memory that an engine has allocated, so that its senders recognise a bucket that needs no copy.
+- `run_bounded` makes a blocking library call end by the deadline, and `poll_until` waits for a library that must be polled.
 - `runtime_of` gives streams and events of one device, for halves on an accelerator.
 """
 
 from __future__ import annotations
 
-from ..channels.channel import Channel, listen_tcp
+from ..channels.channel import Channel
+from ..channels.listener import listen_tcp
 from ..channels.meeting import LocalMeeting, Meeting, TcpMeeting, host_and_port
 from ..runtime.devices import DeviceRuntime, runtime_of
 from ..runtime.lifecycle import Lifecycle
-from .engine_memory import EngineMemory
-from .handshake import (
+from .bucket_messages import (
     acknowledge,
     announce,
     await_acknowledgements,
@@ -34,6 +33,7 @@ from .handshake import (
     refuse,
     send_payload,
 )
+from .engine_memory import EngineMemory
 from .paired import PairedEngine, PostedCalls
 from .waiting import poll_until, run_bounded
 

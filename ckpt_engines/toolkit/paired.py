@@ -1,7 +1,7 @@
-"""`PairedEngine`: a plain transport in a few lines, where each pair of halves has a connection of its own.
+"""`PairedEngine`: base class for a plain transport, where each pair of halves has a connection of its own.
 
-An author writes `PairedEngine.send` and `PairedEngine.receive`, which move one bucket within a deadline, and may override what
-the rest of the class does. Everything else stands here: buckets are moved one after the other, when they are waited for.
+An author writes `PairedEngine.send` and `PairedEngine.receive`, which move one bucket within a deadline, and may override the
+other methods. Buckets are moved one after the other, when they are waited for.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from typing import Any, ClassVar, Generic, TypeVar, get_args
 import torch
 
 from ..channels.channel import Address, Channel
+from ..contract.bucket import Bucket
+from ..contract.capabilities import Capabilities, Delivery
 from ..contract.engine import (
     API_VERSION,
-    Bucket,
-    Capabilities,
     CheckpointEngine,
-    Delivery,
     EngineConfig,
     Topology,
     WeightReceiver,
@@ -27,32 +26,32 @@ from ..contract.engine import (
 )
 from ..deadline import Deadline
 from ..runtime.lifecycle import Lifecycle
-from .handshake import choose, receive_payload, send_payload
+from .bucket_messages import choose, receive_payload, send_payload
 
 C = TypeVar("C", bound=EngineConfig)
 
 
 class PostedCalls:
-    """What was posted and is done, in that order, when somebody waits for it."""
+    """Calls that were posted and are made, in the same order, when the half is flushed."""
 
     def __init__(self) -> None:
         self._calls: deque[Callable[[Deadline], None]] = deque()
 
     def post(self, call: Callable[[Deadline], None]) -> None:
-        """Have `call` done later, with the deadline of whoever waits for it then."""
+        """Add `call`, which gets the deadline of the `flush` that makes it."""
         self._calls.append(call)
 
     def flush(self, deadline: Deadline, pending: int) -> None:
-        """Do all but the last `pending`. Raises what they raise."""
+        """Make all calls except the last `pending`. Raises what they raise."""
         while len(self._calls) > pending:
             self._calls.popleft()(deadline)
 
 
 class PairedEngine(CheckpointEngine, Generic[C]):
-    """Base of plain transports; give the type of its options in brackets: ``class TcpEngine(PairedEngine[TcpConfig])``.
+    """Base of plain transports, with the type of the options in brackets: ``class TcpEngine(PairedEngine[TcpConfig])``.
 
-    A call that is blocked in `Channel` ends when the half is closed. Whoever waits for anything else does so with
-    ``channel.life``, or by `toolkit.run_bounded` and `toolkit.poll_until`.
+    A call that is blocked in `Channel` ends when the half is closed. Wait for anything else with ``channel.life``, or by
+    `toolkit.run_bounded` and `toolkit.poll_until`.
     """
 
     api_version = API_VERSION
@@ -71,14 +70,14 @@ class PairedEngine(CheckpointEngine, Generic[C]):
                     cls.config_type = argument
 
     def connected(self, channel: Channel, deadline: Deadline) -> None:
-        """A pair is connected; called on both sides, before the first bucket."""
+        """Prepare a connected pair. Called on both sides before the first bucket; does nothing unless overridden."""
 
     def send(self, channels: Mapping[str, Channel], bucket: Bucket, deadline: Deadline) -> None:
-        """Move `bucket` to every one of `channels`, and return when its memory may be overwritten."""
+        """Move `bucket` to the receivers at the other ends of `channels`; return when its memory may be overwritten."""
         send_payload(channels, bucket, deadline)
 
     def receive(self, channel: Channel, bucket: Bucket, deadline: Deadline) -> None:
-        """Fill ``bucket.data`` with what the other side's `send` moves, and return when it is there."""
+        """Fill ``bucket.data`` with the bytes that the sender's `send` moves; return when all are there."""
         receive_payload(channel, bucket, deadline)
 
     def make_sender(self, name: str, device: torch.device) -> WeightSender:  # noqa: ARG002
@@ -91,9 +90,9 @@ class PairedEngine(CheckpointEngine, Generic[C]):
 
 
 class _Half:
-    def __init__(self, engine: PairedEngine[Any], what: str) -> None:
+    def __init__(self, engine: PairedEngine[Any], side: str) -> None:
         self._engine = engine
-        self._life = Lifecycle(f"{engine_label(engine)} {what}", lambda: None)
+        self._life = Lifecycle(f"{engine_label(engine)} {side}", lambda: None)
         self._channels: dict[str, Channel] = {}
         self._posted = PostedCalls()
 

@@ -17,7 +17,8 @@ from weightlane.ckpt_engines import (
     Topology,
 )
 from weightlane.ckpt_engines.links.bounded_calls import GRACE_S, address_of, close_all
-from weightlane.ckpt_engines.links.link import receiver_link, sender_link
+from weightlane.ckpt_engines.links.receiver_link import make_receiver_link
+from weightlane.ckpt_engines.links.sender_link import make_sender_link
 from weightlane.ckpt_engines.runtime.daemon_threads import DaemonThreads
 
 from ..plan.links import PlannedLink
@@ -76,8 +77,8 @@ class EngineLinks:
 
     def _make(self, link: PlannedLink) -> SenderLink | ReceiverLink:
         if self._name in link.senders:
-            return self.senders.setdefault(link.number, sender_link(self._engine, self._name, self._device))
-        receiver = receiver_link(self._engine, self._name, self._device)
+            return self.senders.setdefault(link.number, make_sender_link(self._engine, self._name, self._device))
+        receiver = make_receiver_link(self._engine, self._name, self._device)
         receiver.views_are_copied_to(self._copied_to)
         return self.receivers.setdefault(link.number, receiver)
 

@@ -23,7 +23,7 @@ from weightlane.ckpt_engines.engines.torch_distributed.process_group import (
     open_process_group,
     translated,
 )
-from weightlane.ckpt_engines.links.bounded_calls import begun, result_of
+from weightlane.ckpt_engines.links.bounded_calls import result_of, start_call
 from weightlane.ckpt_engines.runtime.at_exit import start_thread
 from weightlane.ckpt_engines.runtime.devices import runtime_of
 
@@ -96,7 +96,7 @@ class ShardGather:
                     )
 
             # The store's questions have no timeout, so a coordinator that is frozen would hold this rank for ever.
-            group = result_of(begun(open_group), deadline, "the group of all trainer ranks", _PART, _HINT)
+            group = result_of(start_call(open_group), deadline, "the group of all trainer ranks", _PART, _HINT)
         return cls(group, names, rank, device)
 
     def receive(self, rank: int, nbytes: int, deadline: Deadline) -> torch.Tensor:

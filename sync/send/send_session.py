@@ -9,7 +9,7 @@ from typing import Any
 
 from weightlane.ckpt_engines import ClosedError, Deadline, SenderLink, Topology
 from weightlane.ckpt_engines.links.bounded_calls import address_of, close_all
-from weightlane.ckpt_engines.links.link import sender_link
+from weightlane.ckpt_engines.links.sender_link import make_sender_link
 
 from ..codecs.delta.encoding import delta_tables
 from ..control.engine_links import EngineLinks
@@ -136,7 +136,7 @@ class GatheredSendSession(SendSession):
         self.layout = layout
         self._tables: Sequence[CopyTable] = ()
         if rank.number == 0:
-            self._store_link = sender_link(rank.engine, rank.name, rank.device)
+            self._store_link = make_sender_link(rank.engine, rank.name, rank.device)
         self._gather: ShardGather | None = None
 
     def address(self) -> dict[str, Any]:

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from weightlane.ckpt_engines import Bucket, CheckpointEngineRegistry, Deadline, SenderLink, Topology
-from weightlane.ckpt_engines.links.link import receiver_link, sender_link
+from weightlane.ckpt_engines.links.receiver_link import make_receiver_link
+from weightlane.ckpt_engines.links.sender_link import make_sender_link
 from weightlane.ckpt_engines.runtime.devices import runtime_of
 
 NBYTES = 1_000_003
@@ -52,7 +53,7 @@ def main() -> None:
     seen: dict[str, Any] = {"before": all_reduced(rank, device)}
     environment = dict(os.environ)
     made = CheckpointEngineRegistry().create(engine)
-    link = sender_link(made, "s", device) if rank == 0 else receiver_link(made, "r", device)
+    link = make_sender_link(made, "s", device) if rank == 0 else make_receiver_link(made, "r", device)
     mine, other = ("s", "r") if rank == 0 else ("r", "s")
     theirs = exchange(Path(directory), mine, other, link.address(), deadline)
     sender, receiver = (link.address(), theirs) if rank == 0 else (theirs, link.address())

@@ -40,7 +40,7 @@ from weightlane.ckpt_engines import (
     WeightSender,
 )
 from weightlane.ckpt_engines.engines.shared_memory.shm import ShmConfig
-from weightlane.ckpt_engines.links.link import SenderLink
+from weightlane.ckpt_engines.links.sender_link import SenderLink
 
 Call = Callable[..., Any]
 

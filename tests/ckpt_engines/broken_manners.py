@@ -21,7 +21,8 @@ from weightlane.ckpt_engines import (
     Topology,
 )
 from weightlane.ckpt_engines.engines.torch_distributed.gloo import GlooEngine
-from weightlane.ckpt_engines.links.link import ReceiverLink, SenderLink
+from weightlane.ckpt_engines.links.receiver_link import ReceiverLink
+from weightlane.ckpt_engines.links.sender_link import SenderLink
 
 Call = Callable[..., Any]
 

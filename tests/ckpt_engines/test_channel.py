@@ -24,8 +24,10 @@ from weightlane.ckpt_engines import (
     Topology,
     TransportError,
 )
-from weightlane.ckpt_engines.channels.channel import Channel, accept_receivers, dial, listen_tcp, welcome, welcomed
-from weightlane.ckpt_engines.links.link import receiver_link
+from weightlane.ckpt_engines.channels.channel import Channel
+from weightlane.ckpt_engines.channels.dialer import dial, welcomed
+from weightlane.ckpt_engines.channels.listener import accept_receivers, listen_tcp, welcome
+from weightlane.ckpt_engines.links.receiver_link import make_receiver_link
 from weightlane.ckpt_engines.runtime.devices import HOST
 from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
 
@@ -297,7 +299,7 @@ def test_a_host_that_is_none_is_a_typed_error(host: str) -> None:
 @pytest.mark.parametrize("engine_name", ["gloo", "shm"])
 def test_an_engines_receiver_with_another_key_gets_nothing_and_the_right_one_everything(engine_name: str) -> None:
     engine = CheckpointEngineRegistry().create(engine_name)
-    session, stranger = Session(engine, "r", connect=False), receiver_link(engine, "r", HOST)
+    session, stranger = Session(engine, "r", connect=False), make_receiver_link(engine, "r", HOST)
     addresses = {"s": session.sender.address()}, {"r": session.receiver.address()}
     right, wrong = (Topology(SESSION, *addresses, key=key) for key in (KEY, OTHER_KEY))
     connecting = session.threads.submit(session.sender.connect, right, soon())

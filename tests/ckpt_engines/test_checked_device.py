@@ -30,7 +30,8 @@ from weightlane.ckpt_engines import (
 from weightlane.ckpt_engines.engines.shared_memory import cuda_memory as _cuda_memory
 from weightlane.ckpt_engines.engines.torch_distributed import collective_halves as _collective_halves
 from weightlane.ckpt_engines.engines.torch_distributed import device_group as _device_group
-from weightlane.ckpt_engines.links.link import ReceiverLink, SenderLink, receiver_link, sender_link
+from weightlane.ckpt_engines.links.receiver_link import ReceiverLink, make_receiver_link
+from weightlane.ckpt_engines.links.sender_link import SenderLink, make_sender_link
 from weightlane.ckpt_engines.runtime.device_checksum import sums
 from weightlane.ckpt_engines.runtime.devices import AcceleratorRuntime, runtime_of
 from weightlane.sync.codecs.delta.format import cuda_kernels
@@ -78,7 +79,7 @@ class Trainer:
 
     def __init__(self, world: World, engine: CheckpointEngine, kind: str, name: str, device: int) -> None:
         self.name, self.world, self.device = name, world, torch.device(kind, device)
-        self.link: SenderLink = sender_link(engine, name, self.device)
+        self.link: SenderLink = make_sender_link(engine, name, self.device)
         self.runtime = runtime_of(self.device)
         self.stream: Stream = self.runtime.new_stream()
         self.allocate = engine.allocate
@@ -120,7 +121,7 @@ class Rollout:
 
     def __init__(self, world: World, engine: CheckpointEngine, kind: str, name: str, device: int) -> None:
         self.name, self.world, self.device = name, world, torch.device(kind, device)
-        self.link: ReceiverLink = receiver_link(engine, name, self.device)
+        self.link: ReceiverLink = make_receiver_link(engine, name, self.device)
         self.runtime = runtime_of(self.device)
         self.stream: Stream = self.runtime.new_stream()
 

@@ -34,7 +34,7 @@ from weightlane.ckpt_engines.engines.shared_memory import receiver as _segment_r
 from weightlane.ckpt_engines.engines.shared_memory.cuda_driver import HANDLE_BYTES, cuda_driver
 from weightlane.ckpt_engines.engines.shared_memory.cuda_memory import CudaSegments
 from weightlane.ckpt_engines.engines.shared_memory.segments import MappedSegment, OwnedSegment
-from weightlane.ckpt_engines.links.link import receiver_link
+from weightlane.ckpt_engines.links.receiver_link import make_receiver_link
 from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
 
 NO_GPU = CheckpointEngineRegistry().engine_class("cuda_ipc").unavailable_reason()
@@ -163,7 +163,9 @@ def test_without_a_driver_the_engine_is_listed_with_the_reason_and_the_driver_sa
 
 def test_a_peer_on_another_host_is_refused_before_any_device_is_touched(tmp_path: Path) -> None:
     engine_class = CheckpointEngineRegistry().engine_class("cuda_ipc")
-    link = receiver_link(engine_class(engine_class.config_type(socket_dir=str(tmp_path))), "r", torch.device("cuda", 0))
+    link = make_receiver_link(
+        engine_class(engine_class.config_type(socket_dir=str(tmp_path))), "r", torch.device("cuda", 0)
+    )
     meeting = {"socket": "weightlane-0123456789abcdef.sock", "host": "other"}
     topology = Topology("session", {"s": {"meeting": meeting, "engine": {"device": "GPU-0"}}}, {"r": link.address()})
     with pytest.raises(TransportError, match="another host"):

@@ -30,16 +30,11 @@ from weightlane.ckpt_engines import (
     Topology,
     VersionFiles,
 )
-from weightlane.ckpt_engines.engines.faulty.engine import (
-    NO_BUCKET,
-    FaultKind,
-    FaultRecord,
-    FaultyEngine,
-    FaultyReceiverLink,
-    FaultySenderLink,
-    read_fault_log,
-)
-from weightlane.ckpt_engines.links.link import sender_link
+from weightlane.ckpt_engines.engines.faulty.engine import FaultyEngine
+from weightlane.ckpt_engines.engines.faulty.fault_config import FaultKind
+from weightlane.ckpt_engines.engines.faulty.fault_log import NO_BUCKET, FaultRecord, read_fault_log
+from weightlane.ckpt_engines.engines.faulty.faulty_links import FaultyReceiverLink, FaultySenderLink
+from weightlane.ckpt_engines.links.sender_link import make_sender_link
 from weightlane.ckpt_engines.runtime.devices import HOST
 
 BUILT_IN = ("gloo", "shm", "filesystem")
@@ -320,7 +315,7 @@ def send_much(path: Path, half: str = "s", **options: Any) -> list[FaultRecord]:
     """Faults of 60 versions of 5 buckets, of which one is empty; a store needs no receiver."""
     log = path / f"log-{len(list(path.iterdir()))}"
     options = {"delay_s": 0, "log": str(log), "inner": {"path": str(path / "store")}, **options}
-    sender = sender_link(CheckpointEngineRegistry().create("faulty:filesystem", options), half, HOST)
+    sender = make_sender_link(CheckpointEngineRegistry().create("faulty:filesystem", options), half, HOST)
     sender.connect(Topology("session", {half: sender.address()}, {}), soon())
     for version, index in itertools.product(range(60), range(5)):
         send(sender, Bucket(version, index, torch.zeros(0 if index == 1 else 4, dtype=torch.uint8)), [])
@@ -365,7 +360,7 @@ def test_lines_of_several_writers_never_mix(tmp_path: Path) -> None:
     started = threading.Barrier(4)
 
     def send_versions(half: str) -> None:
-        sender = sender_link(engine, half, HOST)
+        sender = make_sender_link(engine, half, HOST)
         sender.connect(Topology("session", {half: sender.address()}, {}), soon())
         started.wait(HANG_S)
         for version in range(50):
@@ -393,7 +388,7 @@ def test_what_a_store_is_told_of_a_version_passes_and_a_bucket_that_is_kept_back
     tmp_path: Path,
 ) -> None:
     options = {"inner": {"path": str(tmp_path)}, **always(FaultKind.REORDER)}
-    sender = sender_link(CheckpointEngineRegistry().create("faulty:filesystem", options), "s", HOST)
+    sender = make_sender_link(CheckpointEngineRegistry().create("faulty:filesystem", options), "s", HOST)
     sender.connect(Topology("session", {"s": sender.address()}, {}), soon())
     sender.open_version(VersionFiles(7, [b""] * 3, {"about.json": "[7]"}), soon())
     reused = torch.zeros(2, dtype=torch.uint8)

@@ -32,7 +32,8 @@ from weightlane.ckpt_engines import (
     toolkit,
 )
 from weightlane.ckpt_engines.channels.mac import proof
-from weightlane.ckpt_engines.links.link import receiver_link, sender_link
+from weightlane.ckpt_engines.links.receiver_link import make_receiver_link
+from weightlane.ckpt_engines.links.sender_link import make_sender_link
 from weightlane.ckpt_engines.runtime.devices import HOST
 
 NBYTES = 4096
@@ -163,7 +164,7 @@ def test_a_header_that_the_sender_has_not_made_or_that_is_none_is_refused(messag
 def test_an_address_that_is_not_a_links_is_refused(sessions: Sessions) -> None:
     session = sessions("a", connect=False)
     for address in ({}, {"meeting": 5, "engine": {}}, {"meeting": {"host": "127.0.0.1"}, "engine": {}}):
-        link = receiver_link(still_engine(), "a", HOST)
+        link = make_receiver_link(still_engine(), "a", HOST)
         with pytest.raises(ProtocolError, match=r"not (the|an) address"):
             link.connect(Topology(SESSION, {"s": address}, session.topology.receivers, KEY), soon())
         link.close()
@@ -223,7 +224,7 @@ def test_a_sender_that_has_lost_a_receiver_says_so_at_its_next_call_and_asks_its
 def test_what_a_transport_says_of_a_death_is_told_as_the_death_of_the_peer_that_hung_up(
     sessions: Sessions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightlane.ckpt_engines.links.link._CULPRIT_WAIT_S", HANG_S)
+    monkeypatch.setattr("weightlane.ckpt_engines.links.link.LOSS_WAIT_S", HANG_S)
     session = sessions()
     sender_of(session).entered.clear()  # it was set by the call that connected
     sender_of(session).fails = TransportError("NCCL error 6.", part="still half")
@@ -391,7 +392,7 @@ def test_no_descriptor_port_or_thread_is_left_however_it_ends(sessions: Sessions
 def test_a_half_that_cannot_be_made_leaves_nothing_open() -> None:
     before = descriptors()
     engine = CheckpointEngineRegistry().create("gloo", {"interface": "nosuch0"})
-    for make in (sender_link, receiver_link):
+    for make in (make_sender_link, make_receiver_link):
         with pytest.raises(WeightlaneError, match="nosuch0"):
             make(engine, "s", HOST)
     assert descriptors() == before

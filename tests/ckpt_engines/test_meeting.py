@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from weightlane.ckpt_engines import ConfigError, ProtocolError, TransportError, toolkit
+from weightlane.ckpt_engines.channels.listener import Listener
 from weightlane.ckpt_engines.channels.local_socket import host_identity
-from weightlane.ckpt_engines.channels.meeting import Listener
 
 
 def test_over_tcp_it_listens_on_one_address_and_what_it_says_of_itself_is_where_it_is_found() -> None:

@@ -43,7 +43,7 @@ from weightlane.ckpt_engines.engines.torch_distributed.process_group import (
     nccl_blocking,
     open_process_group,
 )
-from weightlane.ckpt_engines.links.link import sender_link
+from weightlane.ckpt_engines.links.sender_link import make_sender_link
 from weightlane.ckpt_engines.runtime.devices import HOST, is_available, runtime_of
 from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
 
@@ -284,9 +284,9 @@ def test_interfaces_are_dealt_out_by_rank_so_that_each_sender_has_its_own() -> N
     for name, there in (("trainer/0", True), ("trainer/2", True), ("alone", True), ("trainer/1", False)):
         if not there:
             with pytest.raises(ConfigError, match="nosuch0"):
-                sender_link(engine, name, HOST)
+                make_sender_link(engine, name, HOST)
             continue
-        sender = sender_link(engine, name, HOST)
+        sender = make_sender_link(engine, name, HOST)
         address = sender.address()
         assert (address["meeting"]["host"], address["engine"]["host"]) == ("127.0.0.1", "127.0.0.1")
         sender.close()

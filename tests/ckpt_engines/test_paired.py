@@ -19,7 +19,7 @@ from weightlane.ckpt_engines import (
     ProtocolError,
     toolkit,
 )
-from weightlane.ckpt_engines.links.link import sender_link
+from weightlane.ckpt_engines.links.sender_link import make_sender_link
 from weightlane.ckpt_engines.runtime.devices import HOST
 
 
@@ -63,7 +63,7 @@ def test_errors_call_an_engine_by_its_registered_name_or_by_its_class_where_nobo
         (registry.create("template"), "template"),
         (ManyLanes(ManyLanesConfig()), "manylanes"),
     ):
-        link = sender_link(engine, "s", HOST)
+        link = make_sender_link(engine, "s", HOST)
         assert link.part == f"{called} sender s"
         if isinstance(engine, toolkit.PairedEngine):
             assert link.half._life.part == link.part  # type: ignore[attr-defined]

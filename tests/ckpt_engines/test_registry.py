@@ -201,7 +201,11 @@ def test_an_engine_of_another_distribution_is_made_from_its_own_options_with_fau
         ("other-api", "EngineContractError", ["acme-engines 1.5", "999", "2"]),
         ("no-capabilities", "EngineContractError", ["acme-engines 1.5", "NoCapabilities must set capabilities ="]),
         ("no-version", "EngineContractError", ["NoVersion must set api_version = 2"]),
-        ("Big name", "EngineContractError", ["acme-engines 1.5", "a small letter, then small letters, digits"]),
+        (
+            "Big name",
+            "EngineContractError",
+            ["acme-engines 1.5", "a lower-case letter, followed by lower-case letters, digits"],
+        ),
         *((name, "EngineContractError", ["wrong-engines 2.0", *said]) for name, (_, said) in WRONG.items()),
         ("first-api", "EngineContractError", ["written for engine API 1", *CHANGES]),
         ("first-mailbox", "EngineImportError", ["no Mailbox any more", *CHANGES]),

@@ -34,7 +34,8 @@ from weightlane.ckpt_engines.conformance.checks.base import ConformanceBase, Con
 from weightlane.ckpt_engines.conformance.processes.payload import Parcel
 from weightlane.ckpt_engines.conformance.processes.pool import RemoteHalf
 from weightlane.ckpt_engines.engines.shared_memory.memfd import MappedFile, MemfdSegment
-from weightlane.ckpt_engines.links.link import receiver_link, sender_link
+from weightlane.ckpt_engines.links.receiver_link import make_receiver_link
+from weightlane.ckpt_engines.links.sender_link import make_sender_link
 from weightlane.ckpt_engines.runtime.available_memory import available_memory_bytes
 from weightlane.ckpt_engines.runtime.devices import HOST
 from weightlane.ckpt_engines.runtime.fork_server import ForkedProcess
@@ -129,7 +130,7 @@ def test_freeing_gives_the_memory_back_once_the_last_tensor_is_gone(
 def test_a_peer_on_another_host_and_a_socket_that_could_be_another_path_are_refused(
     engine: CheckpointEngine, address: dict[str, Any], error: type[Exception], said: str
 ) -> None:
-    receiver = receiver_link(engine, "r", HOST)
+    receiver = make_receiver_link(engine, "r", HOST)
     topology = Topology("session", {"s": {"meeting": {"host": host_identity(), **address}, "engine": {}}}, {})
     with pytest.raises(error, match=said):
         receiver.connect(topology, soon())
@@ -139,7 +140,7 @@ def test_a_peer_on_another_host_and_a_socket_that_could_be_another_path_are_refu
 def test_a_socket_path_that_is_too_long_or_missing_is_a_config_error(socket_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r"socket_dir.*at most"):
         engine_in(Path("/tmp") / ("x" * 90))
-    sender = sender_link(engine_in(socket_dir / "missing"), "s", HOST)
+    sender = make_sender_link(engine_in(socket_dir / "missing"), "s", HOST)
     with pytest.raises(ConfigError, match="missing"):
         sender.address()
     sender.close()
@@ -149,7 +150,7 @@ def test_only_sockets_of_dead_senders_are_cleared_away(engine: CheckpointEngine,
     dead = socket.socket(socket.AF_UNIX)
     dead.bind(str(socket_dir / "weightlane-dead.sock"))
     dead.close()
-    alive, second = sender_link(engine, "alive", HOST), sender_link(engine, "second", HOST)
+    alive, second = make_sender_link(engine, "alive", HOST), make_sender_link(engine, "second", HOST)
     names = {link.address()["meeting"]["socket"] for link in (alive, second)}
     assert {path.name for path in socket_dir.iterdir()} == names
     alive.close()
@@ -266,7 +267,7 @@ class TestKilledInEachPhase(ConformanceBase):
             half.call("close")
         left = [path for path in Path("/proc").glob("[0-9]*") if inodes_of_segments(path) & held]
         assert left == []
-        following = sender_link(CheckpointEngineRegistry().create("shm", engine_options), "next", HOST)
+        following = make_sender_link(CheckpointEngineRegistry().create("shm", engine_options), "next", HOST)
         name = following.address()["meeting"]["socket"]
         assert [path.name for path in sockets.iterdir()] == [name]
         following.close()
@@ -290,7 +291,7 @@ def test_a_socket_whose_owner_was_killed_before_it_listened_is_cleared_away_but_
         if killed:
             child.kill()
             child.wait(HANG_S)
-        sender = sender_link(engine, "s", HOST)
+        sender = make_sender_link(engine, "s", HOST)
         sender.address()  # which waits for nobody who holds the lock
         assert len(list(socket_dir.iterdir())) == (1 if killed else 2)
         sender.close()

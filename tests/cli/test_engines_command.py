@@ -42,17 +42,16 @@ REASONS = {
     "colours": "[red]not found[/red] :X: [/tmp/x] [/",
 }
 PROGRAM = f"""
-import inspect
 import loud_dawdles  # so that only its availability check is waited for
 from weightlane.ckpt_engines import registry
 
-bounded = registry._bounded
+listing = registry.CheckpointEngineRegistry._listing
 
-def bounded_by_engine(look, limit_s):
-    engine = inspect.signature(look).parameters["name"].default
-    return bounded(look, limit_s if engine in {SLOW} else {HANG_S})
+def limited(self, name):
+    registry.LISTING_LIMIT_S = {LIMIT_S} if name in {SLOW} else {HANG_S}
+    return listing(self, name)
 
-registry.LISTING_LIMIT_S, registry._bounded = {LIMIT_S}, bounded_by_engine
+registry.CheckpointEngineRegistry._listing = limited
 {MAIN}
 """
 

@@ -50,8 +50,8 @@ def test_a_name_that_is_none_is_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_nothing_is_overwritten_and_no_installed_engine_hidden(tmp_path: Path) -> None:
-    assert_refused(f"{tmp_path} exists already", "new-engine", "pigeon", "--directory", str(tmp_path))
-    assert_refused("'shm' is installed already", "new-engine", "shm", "--directory", str(tmp_path / "shm"))
+    assert_refused(f"{tmp_path} already exists", "new-engine", "pigeon", "--directory", str(tmp_path))
+    assert_refused("'shm' is already installed", "new-engine", "shm", "--directory", str(tmp_path / "shm"))
     assert list(tmp_path.iterdir()) == []
 
 

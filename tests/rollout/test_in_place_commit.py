@@ -10,7 +10,7 @@ from running_worker import PROMPT, Setup
 from tiny_models import check_switch
 
 from weightlane.ckpt_engines import PeerLostError, QuarantinedError, SyncAbortedError
-from weightlane.ckpt_engines.engines.faulty.engine import read_fault_log
+from weightlane.ckpt_engines.engines.faulty.fault_log import read_fault_log
 from weightlane.sync import ReplicaState
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

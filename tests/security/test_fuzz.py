@@ -41,7 +41,7 @@ from weightlane.ckpt_engines.channels.channel import Channel
 from weightlane.ckpt_engines.channels.local_socket import socket_name
 from weightlane.ckpt_engines.channels.mac import proof, proves
 from weightlane.ckpt_engines.channels.meeting import host_and_port
-from weightlane.ckpt_engines.engines.faulty.engine import read_fault_log
+from weightlane.ckpt_engines.engines.faulty.fault_log import read_fault_log
 from weightlane.ckpt_engines.engines.filesystem.file_names import parse_latest, parse_sender
 from weightlane.ckpt_engines.runtime.devices import HOST
 from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle

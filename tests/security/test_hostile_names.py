@@ -24,9 +24,10 @@ from weightlane.ckpt_engines import (
     VersionFiles,
     WeightlaneError,
 )
-from weightlane.ckpt_engines.engines.faulty.engine import read_fault_log
+from weightlane.ckpt_engines.engines.faulty.fault_log import read_fault_log
 from weightlane.ckpt_engines.engines.filesystem.file_names import parse_latest
-from weightlane.ckpt_engines.links.link import receiver_link, sender_link
+from weightlane.ckpt_engines.links.receiver_link import make_receiver_link
+from weightlane.ckpt_engines.links.sender_link import make_sender_link
 from weightlane.ckpt_engines.runtime.devices import HOST
 from weightlane.rollout.layout.loading.expectation import expectation_of
 from weightlane.trainer.engines.hf.model_dir import _check_weights
@@ -70,7 +71,7 @@ def store(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize("side", ["sender", "receiver"])
 def test_a_session(store: Path, name: str, side: str) -> None:
     engine = CheckpointEngineRegistry().create("filesystem", {"path": str(store)})
-    link = sender_link(engine, "s", HOST) if side == "sender" else receiver_link(engine, "r", HOST)
+    link = make_sender_link(engine, "s", HOST) if side == "sender" else make_receiver_link(engine, "r", HOST)
     addresses = {"meeting": {}, "engine": {}}
     with pytest.raises(ProtocolError, match="not a session name"):
         link.connect(Topology(name, {"s": addresses}, {"r": addresses}), soon())
@@ -82,7 +83,7 @@ def test_a_session(store: Path, name: str, side: str) -> None:
 def test_a_sender(store: Path, name: str) -> None:
     """It may have any name, for it is never part of a path."""
     engine = CheckpointEngineRegistry().create("filesystem", {"path": str(store)})
-    sender, receiver = sender_link(engine, name, HOST), receiver_link(engine, "r", HOST)
+    sender, receiver = make_sender_link(engine, name, HOST), make_receiver_link(engine, "r", HOST)
     topology = Topology("session", {name: sender.address()}, {"r": receiver.address()})
     sender.connect(topology, soon())
     receiver.connect(topology, soon())
@@ -131,7 +132,7 @@ def test_a_path_of_the_configuration(option: str, name: str, socket_dir: Path) -
 
 
 def use(engine: str, options: dict[str, Any]) -> None:
-    sender = sender_link(CheckpointEngineRegistry().create(engine, options), "s", HOST)
+    sender = make_sender_link(CheckpointEngineRegistry().create(engine, options), "s", HOST)
     try:
         sender.connect(Topology("session", {"s": sender.address()}, {}), soon())
         send(sender, Bucket(1, 0, torch.ones(3, dtype=torch.uint8)), [])
@@ -149,7 +150,7 @@ def test_a_fault_log(name: str, tmp_path: Path) -> None:
 @names(["nul\0", "x" * 300, "a..b", "\ud800", "nosuch interface"])
 def test_a_host_or_an_interface(option: str, name: str) -> None:
     with pytest.raises(WeightlaneError):
-        sender_link(CheckpointEngineRegistry().create("gloo", {option: name}), "s", HOST).address()
+        make_sender_link(CheckpointEngineRegistry().create("gloo", {option: name}), "s", HOST).address()
 
 
 @names([name for name in HOSTILE if name != "A"])

@@ -31,9 +31,9 @@ from weightlane.ckpt_engines import (
     error_from_wire,
 )
 from weightlane.ckpt_engines.channels.local_socket import host_identity
-from weightlane.ckpt_engines.engines.faulty.engine import read_fault_log
+from weightlane.ckpt_engines.engines.faulty.fault_log import read_fault_log
 from weightlane.ckpt_engines.engines.filesystem.file_names import parse_latest, parse_sender
-from weightlane.ckpt_engines.links.link import receiver_link
+from weightlane.ckpt_engines.links.receiver_link import make_receiver_link
 from weightlane.ckpt_engines.runtime.devices import HOST
 from weightlane.rollout.commit.remote_failure import failure_from_text
 from weightlane.rollout.layout.loading.expectation import expectation_of
@@ -257,7 +257,7 @@ def test_receivers_that_dial_something_hostile(engine_name: str, crater: Path, s
         engine_name, {} if engine_name == "gloo" else {"socket_dir": str(socket_dir)}
     )
     for bomb in bombs(crater):
-        receiver = receiver_link(engine, "r", HOST)
+        receiver = make_receiver_link(engine, "r", HOST)
         if engine_name == "gloo":
             listener = socket.create_server(("127.0.0.1", 0))
             address = {"host": "127.0.0.1", "port": listener.getsockname()[1]}

@@ -26,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from hop_run import Run, expected
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, QuarantinedError, SyncAbortedError, UntouchedError
-from weightlane.ckpt_engines.engines.faulty.engine import NO_BUCKET, FaultKind, FaultRecord, read_fault_log
+from weightlane.ckpt_engines.engines.faulty.fault_config import FaultKind
+from weightlane.ckpt_engines.engines.faulty.fault_log import NO_BUCKET, FaultRecord, read_fault_log
 from weightlane.plugins import hookimpl, make_hooks
 from weightlane.sync import ReplicaState
 from weightlane.sync.plan import Network

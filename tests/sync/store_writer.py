@@ -10,7 +10,7 @@ import torch
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, Deadline, Topology
-from weightlane.ckpt_engines.links.link import sender_link
+from weightlane.ckpt_engines.links.sender_link import make_sender_link
 from weightlane.ckpt_engines.runtime.devices import HOST, runtime_of
 from weightlane.sync import LocalShard, Manifest, Rendezvous, TensorSpec
 from weightlane.sync.send.bucket_source import SnapshotBuckets
@@ -42,7 +42,7 @@ class Writer:
     def __init__(self, options: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], session: str = "s-1") -> None:
         specs = tuple(TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
         self.layout = Manifest(0, specs, 4096, whole_tensors=True)
-        self.sender = sender_link(CheckpointEngineRegistry().create("filesystem", options), "trainer-0", HOST)
+        self.sender = make_sender_link(CheckpointEngineRegistry().create("filesystem", options), "trainer-0", HOST)
         self.topology = Topology(session, {"trainer-0": self.sender.address()}, {})
         self._rendezvous = Rendezvous.host()
         checksums = StoredChecksums(self._rendezvous.mailbox(session))

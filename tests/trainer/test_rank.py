@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from weightlane.ckpt_engines import ConfigError, GradientError
-from weightlane.ckpt_engines.channels.channel import listen_tcp
+from weightlane.ckpt_engines.channels.listener import listen_tcp
 from weightlane.trainer import AlgorithmConfig, Sample, TrainBatch, TrainerConfig
 from weightlane.trainer.placement.trainer_rank import TrainerRank
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from ...contract.engine import Capabilities
+from ...contract.capabilities import Capabilities
 from ...errors import WeightlaneError
 from ...registry import why_unavailable
 from ...runtime.devices import is_available

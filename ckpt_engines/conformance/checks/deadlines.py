@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from ...contract.engine import Capabilities
+from ...contract.capabilities import Capabilities
 from ...errors import ClosedError, DeadlineExceededError, ProtocolError, TransportError, WeightlaneError
 from ..processes.connection import waits_for_receivers
 from ..processes.payload import Parcel

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from ...contract.engine import Capabilities
+from ...contract.capabilities import Capabilities
 from ...errors import ClosedError, DeadlineExceededError, PeerLostError, StorageError, TransportError
 from ..processes.connection import Connection, waits_for_receivers
 from ..processes.payload import Parcel

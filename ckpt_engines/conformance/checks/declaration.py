@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ...contract.engine import Capabilities, Delivery
+from ...contract.capabilities import Capabilities, Delivery
 from ...errors import ConfigError, CorruptBucketError, WeightlaneError
 from ...registry import why_unavailable
 from ...runtime.devices import is_available

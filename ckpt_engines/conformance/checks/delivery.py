@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ...contract.engine import MOST_POSTED, Capabilities, Delivery
+from ...contract.capabilities import Capabilities, Delivery
+from ...contract.engine import MOST_POSTED
 from ...errors import DeadlineExceededError, PeerLostError, ProtocolError, WeightlaneError
 from ..processes.connection import waits_for_receivers
 from ..processes.payload import Parcel

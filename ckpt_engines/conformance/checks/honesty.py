@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from ...contract.engine import Capabilities, WeightReceiver, WeightSender
+from ...contract.capabilities import Capabilities
+from ...contract.engine import WeightReceiver, WeightSender
 from ...contract.storing import StoringSender
 from ...contract.viewing import ViewableSender, ViewingReceiver
 from ...errors import WeightlaneError

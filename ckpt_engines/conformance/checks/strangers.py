@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ...contract.engine import Capabilities
+from ...contract.capabilities import Capabilities
 from ...errors import DeadlineExceededError, ProtocolError, TransportError, WeightlaneError
 from ..processes.connection import Connection, waits_for_receivers
 from ..processes.network import Listener, Recorder, Strangers, listeners, rerouted

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from ...contract.engine import Capabilities
+from ...contract.capabilities import Capabilities
 from ...errors import ClosedError, DeadlineExceededError, PeerLostError, ProtocolError
 from ..processes.connection import Connection
 from ..processes.payload import Parcel

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from ...contract.engine import Capabilities, Delivery
+from ...contract.capabilities import Capabilities, Delivery
 from .payload import Parcel
 from .pool import Pool, RemoteHalf, first_answers
 

@@ -20,9 +20,12 @@ from typing import Any
 
 import torch
 
-from ...contract.engine import Bucket, CheckpointEngine, Delivery, Topology
+from ...contract.bucket import Bucket
+from ...contract.capabilities import Delivery
+from ...contract.engine import CheckpointEngine, Topology
 from ...deadline import Deadline
-from ...links.link import ReceiverLink, SenderLink, receiver_link, sender_link
+from ...links.receiver_link import ReceiverLink, make_receiver_link
+from ...links.sender_link import SenderLink, make_sender_link
 from ...runtime.devices import runtime_of
 from ...runtime.json_socket import JsonSocket
 from . import leftovers
@@ -97,7 +100,7 @@ class HalfProcess:
             self._device = torch.device(device, index % torch.get_device_module(device).device_count())
         self._buffers = SendBuffers(self._engine, self._device)
         self._opened.clear()
-        self._link = (sender_link if side == "sender" else receiver_link)(self._engine, name, self._device)
+        self._link = (make_sender_link if side == "sender" else make_receiver_link)(self._engine, name, self._device)
 
     def address(self) -> dict[str, Any]:
         """Return the half's address, which must survive JSON unchanged."""
@@ -370,7 +373,7 @@ class HalfProcess:
         create_engine(engine, options)  # the first one loads libraries
         before = leftovers.of_this_process()
         made = create_engine(engine, options)
-        links = sender_link(made, "trainer/0", self._device), receiver_link(made, "rollout/0", self._device)
+        links = make_sender_link(made, "trainer/0", self._device), make_receiver_link(made, "rollout/0", self._device)
         during = leftovers.of_this_process()
         for link in links:
             link.close()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...contract.engine import FilePart
+from ...contract.bucket import FilePart
 from ...contract.storing import VersionFiles
 
 UNTOUCHED = 0x55

@@ -32,23 +32,13 @@ import torch
 from pydantic import Field
 
 from ...channels.channel import Address, Channel
-from ...contract.engine import (
-    API_VERSION,
-    Bucket,
-    Capabilities,
-    CheckpointEngine,
-    Delivery,
-    EngineConfig,
-    FilePart,
-    Topology,
-    WeightReceiver,
-    WeightSender,
-)
+from ...contract.bucket import Bucket, FilePart
+from ...contract.capabilities import Capabilities, Delivery
+from ...contract.engine import API_VERSION, CheckpointEngine, EngineConfig, Topology, WeightReceiver, WeightSender
 from ...contract.storing import StoringSender, VersionFiles
 from ...deadline import Deadline
 from ...errors import DeadlineExceededError, PeerLostError, ProtocolError, StorageError, WeightlaneError
 from ...runtime.lifecycle import Lifecycle
-from ...runtime.process_identity import is_dead, process_identity
 from ...toolkit.paired import PostedCalls
 from .file_names import (
     COMMITTED,
@@ -65,6 +55,7 @@ from .file_names import (
     version_directory,
 )
 from .partial_file import PartialFile
+from .process_identity import is_dead, process_identity
 from .store_directory import Guard, StoreDirectory, byte_view, standalone_guard
 from .versions import (
     committed_versions,

@@ -13,7 +13,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ...contract.engine import Bucket, Topology
+from ...contract.bucket import Bucket
+from ...contract.engine import Topology
 from ...contract.storing import bucket_file_name
 from ...errors import ProtocolError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...contract.engine import Bucket
+from ...contract.bucket import Bucket
 from ...deadline import Deadline
 from ...errors import ProtocolError, StorageError
 from .file_names import DOCUMENT, CommittedVersion, payload_name

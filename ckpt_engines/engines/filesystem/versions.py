@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 
-from ...contract.engine import Bucket
+from ...contract.bucket import Bucket
 from ...errors import ProtocolError, StorageError
-from ...runtime.process_identity import is_dead
 from .file_names import (
     COMMITTED,
     SENDER,
@@ -20,6 +19,7 @@ from .file_names import (
     parse_sender,
     payload_name,
 )
+from .process_identity import is_dead
 from .store_directory import Guard, StoreDirectory, byte_view
 
 _log = logging.getLogger(__name__)

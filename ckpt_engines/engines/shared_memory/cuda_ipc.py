@@ -11,7 +11,8 @@ import sys
 import torch
 from pydantic import Field
 
-from ...contract.engine import API_VERSION, Capabilities, Delivery
+from ...contract.capabilities import Capabilities, Delivery
+from ...contract.engine import API_VERSION
 from ...runtime.devices import is_available
 from .cuda_memory import CudaSegments
 from .segment_engine import SegmentConfig, SegmentEngine

@@ -15,14 +15,15 @@ from typing import Any
 import torch
 
 from ...channels.channel import Address, Channel
-from ...contract.engine import Bucket, Topology
+from ...contract.bucket import Bucket
+from ...contract.engine import Topology
 from ...contract.viewing import ViewingReceiver
 from ...deadline import Deadline
 from ...errors import ProtocolError, TransportError
 from ...runtime.lifecycle import Lifecycle
-from ...toolkit.handshake import acknowledge, choose, expect, refuse
+from ...toolkit.bucket_messages import acknowledge, choose, expect, refuse
 from ...toolkit.waiting import poll_until
-from .segments import MappedSegment, SegmentKind, close_descriptors
+from .segments import MappedSegment, SegmentKind
 
 _LAST_COPY_WAIT_S = 1.0
 """How long all copies that still run may keep a half from closing."""
@@ -160,11 +161,7 @@ class SegmentReceiver(ViewingReceiver):
             raise KeyError(key)
         descriptors: list[int] = []
         if described["descriptors"]:
-            try:
-                channel.receive(1, deadline, "the segment's descriptors", descriptors)
-            except BaseException:
-                close_descriptors(descriptors)
-                raise
+            descriptors = channel.receive_descriptors(deadline, "the segment's descriptors")
         self._segments[key] = self._kind.adopt(nbytes, described, descriptors, device)
 
     def _forget(self, sender: str, retired: Iterable[int]) -> None:

@@ -24,12 +24,13 @@ from typing import Any
 import torch
 
 from ...channels.channel import Address, Channel
-from ...contract.engine import Bucket, Topology
+from ...contract.bucket import Bucket
+from ...contract.engine import Topology
 from ...contract.viewing import ViewableSender
 from ...deadline import Deadline
 from ...errors import ProtocolError
 from ...runtime.lifecycle import Lifecycle
-from ...toolkit.handshake import announce, checked_answer, choose
+from ...toolkit.bucket_messages import announce, checked_answer, choose
 from .segment_arena import SegmentArena
 from .segments import OwnedSegment, SegmentKind
 
@@ -182,7 +183,7 @@ class SegmentSender(ViewableSender):
             self._showing(bucket.version, name).unanswered.add(bucket.index)
         announce({name: channel}, bucket, deadline, **told)
         if descriptors:
-            channel.send(b"\0", deadline, descriptors)
+            channel.send_descriptors(descriptors, deadline)
         return retired
 
     def _place(self, bucket: Bucket) -> tuple[int, OwnedSegment | None, int, tuple[int, OwnedSegment] | None]:

@@ -13,7 +13,8 @@ import os
 
 from pydantic import Field
 
-from ...contract.engine import API_VERSION, Capabilities, Delivery
+from ...contract.capabilities import Capabilities, Delivery
+from ...contract.engine import API_VERSION
 from .memfd import MemfdSegments
 from .segment_engine import SegmentConfig, SegmentEngine
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...contract.engine import Bucket
+from ...contract.bucket import Bucket
 from ...deadline import Deadline
 from ...errors import TransportError
 from ...runtime.devices import DeviceRuntime, runtime_of

@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 
 from ...channels.channel import Address, Channel
-from ...contract.engine import Bucket, Capabilities, Delivery, Topology, WeightReceiver, WeightSender
+from ...contract.bucket import Bucket
+from ...contract.capabilities import Capabilities, Delivery
+from ...contract.engine import Topology, WeightReceiver, WeightSender
 from ...deadline import Deadline
 from ...errors import ProtocolError
 from ...runtime.lifecycle import Lifecycle

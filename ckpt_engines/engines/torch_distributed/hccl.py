@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 
-from ...contract.engine import Capabilities, Delivery
+from ...contract.capabilities import Capabilities, Delivery
 from ...runtime.devices import is_available
 from .collective_halves import CollectiveEngine
 

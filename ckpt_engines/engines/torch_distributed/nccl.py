@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from pydantic import Field
 
-from ...contract.engine import Capabilities, Delivery
+from ...contract.capabilities import Capabilities, Delivery
 from ...runtime.devices import is_available
 from .collective_halves import CollectiveEngine
 from .group_engine import TorchDistributedConfig

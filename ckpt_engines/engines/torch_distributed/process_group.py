@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol, cast
 import torch
 import torch.distributed as dist
 
-from ...channels.channel import listen_tcp
+from ...channels.listener import listen_tcp
 from ...deadline import Deadline
 from ...errors import (
     ConfigError,

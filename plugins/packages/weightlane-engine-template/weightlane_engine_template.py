@@ -1,4 +1,4 @@
-"""A checkpoint engine over plain TCP, one connection for each pair. Put your transport in place of the two marked lines."""
+"""A checkpoint engine over plain TCP, with one connection for each pair. Replace the two marked lines by your transport."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weightlane.ckpt_engines import Bucket, Channel, Deadline, EngineConfig, too
 
 
 class TemplateConfig(EngineConfig):
-    """Options of ``template``: what a user may write under ``checkpoint_engine.options``."""
+    """Options of ``template``, which users write under ``checkpoint_engine.options``."""
 
     host: str = Field("127.0.0.1", description="Address of this machine on which a sender listens for receivers.")
 
@@ -19,13 +19,13 @@ class TemplateEngine(toolkit.PairedEngine[TemplateConfig]):
     """CPU memory over plain TCP."""
 
     def meeting(self, name: str) -> toolkit.Meeting:  # noqa: ARG002
-        """Where a sender listens."""
+        """Return the sockets over which a sender and its receivers connect."""
         return toolkit.TcpMeeting(self.config.host)
 
     def send(self, channels: Mapping[str, Channel], bucket: Bucket, deadline: Deadline) -> None:
-        """Move one bucket to some receivers; return when its memory may be overwritten."""
+        """Move one bucket to its receivers; return when the bucket's memory may be overwritten."""
         toolkit.send_payload(channels, bucket, deadline)  # your transport goes here
 
     def receive(self, channel: Channel, bucket: Bucket, deadline: Deadline) -> None:
-        """Fill the bucket with what the sender moves."""
+        """Fill the bucket with the bytes that the sender moves."""
         toolkit.receive_payload(channel, bucket, deadline)  # and here

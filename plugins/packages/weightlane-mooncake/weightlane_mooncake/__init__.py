@@ -1,7 +1,7 @@
 """A checkpoint engine over the Mooncake transfer engine: receivers read one-sidedly from the sender's registered memory.
 
-What both sides say to each other goes over the framework's connections, which notice a death: Mooncake notices neither a frozen
-peer nor that a bucket is not the one the receiver waits for.
+Announcements and acknowledgements go over the framework's connections, which notice a death. Mooncake itself notices neither a
+frozen peer nor a bucket that the receiver does not wait for.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _process_engine(config: MooncakeConfig) -> ProcessEngine:
 
 
 class _Half:
-    """What both sides share."""
+    """The part that both halves share."""
 
     def __init__(self, side: str, name: str, config: MooncakeConfig) -> None:
         self._life = toolkit.Lifecycle(f"mooncake {side} {name}", self._release)
@@ -61,7 +61,7 @@ class _Half:
         return _process_engine(self._config)
 
     def _scratch_for(self, nbytes: int) -> Memory:
-        """Registered memory that holds one bucket, replaced by larger one as needed."""
+        """Return registered memory for one bucket; larger memory replaces it as needed."""
         if self._scratch is None or self._scratch.data.numel() < nbytes:
             self._drop_scratch()
             self._scratch = self._engine().allocate(nbytes)
@@ -73,7 +73,7 @@ class _Half:
             scratch.release()
 
     def address(self) -> Address:
-        """Nothing: the framework connects both sides."""
+        """Return no data: the framework connects both sides."""
         with self._life.call():
             return {}
 
@@ -83,7 +83,7 @@ class _Half:
             channel.belong_to(self._life)
 
     def flush(self, deadline: Deadline, pending: int = 0) -> None:
-        """Move what was posted, one bucket after the other."""
+        """Move the posted buckets, one after the other."""
         with self._life.call():
             self._posted.flush(deadline, pending)
 
@@ -96,7 +96,7 @@ class _Half:
 
 
 class MooncakeSender(_Half, WeightSender):
-    """Says where a bucket lies, and waits until every receiver has read it."""
+    """The sending half, which announces where a bucket is, and waits until every receiver has read it."""
 
     def __init__(self, name: str, config: MooncakeConfig, memory: toolkit.EngineMemory[Memory]) -> None:
         super().__init__("sender", name, config)
@@ -109,13 +109,13 @@ class MooncakeSender(_Half, WeightSender):
             self._take(channels)
 
     def post(self, bucket: Bucket, receivers: Sequence[str]) -> None:
-        """Send it when it is waited for."""
+        """Add `bucket` to those that `flush` sends."""
         with self._life.call():
             channels = toolkit.choose(self._channels, receivers, self._life)
             self._posted.post(lambda deadline: self._send(bucket, channels, deadline))
 
     def _send(self, bucket: Bucket, channels: Mapping[str, toolkit.Channel], deadline: Deadline) -> None:
-        """Announce the bucket and its place, and wait until all have read it."""
+        """Announce the bucket and its place, and wait until all receivers have read it."""
         start = bucket.data.data_ptr()
         if bucket.nbytes and self._memory.find(bucket.data) is None:
             scratch = self._scratch_for(bucket.nbytes)
@@ -126,10 +126,9 @@ class MooncakeSender(_Half, WeightSender):
 
 
 class MooncakeReceiver(_Half, WeightReceiver):
-    """Reads each bucket, and copies it to where it belongs.
+    """The receiving half, which reads each bucket into memory of the engine's own, and copies it to its place.
 
-    Buckets land in memory of the engine's own and not in the framework's: a read that is under way when a call fails can then
-    never reach memory that is in use for something else.
+    A read that continues after a failed call therefore never reaches memory that is in use for something else.
     """
 
     def __init__(self, name: str, config: MooncakeConfig) -> None:
@@ -142,13 +141,13 @@ class MooncakeReceiver(_Half, WeightReceiver):
             self._take(channels)
 
     def post(self, bucket: Bucket, sender: str) -> None:
-        """Read it when it is waited for."""
+        """Add `bucket` to those that `flush` receives."""
         with self._life.call():
             channel = toolkit.choose(self._channels, [sender], self._life)[sender]
             self._posted.post(lambda deadline: self._receive(bucket, channel, deadline))
 
     def _receive(self, bucket: Bucket, channel: toolkit.Channel, deadline: Deadline) -> None:
-        """Wait for the bucket to be announced, and read it."""
+        """Wait for the announcement of the bucket, and read it."""
         announced = toolkit.expect(channel, bucket, deadline)
         if bucket.nbytes:
             segment, start = announced.get("segment"), announced.get("start")
@@ -167,7 +166,7 @@ class MooncakeReceiver(_Half, WeightReceiver):
 
 
 class MooncakeEngine(CheckpointEngine):
-    """CPU memory over TCP, or over RDMA where the machines have it."""
+    """Engine for CPU memory over TCP, or over RDMA where the machines have it."""
 
     api_version = 2
     config_type = MooncakeConfig
@@ -198,9 +197,9 @@ class MooncakeEngine(CheckpointEngine):
         weakref.finalize(self, _release_all, self._memory).atexit = False
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Registered memory: a bucket that lies in it is not copied on its way out."""
+        """Return registered memory, which senders send from without a copy."""
         if device.type != "cpu":
-            raise ProtocolError(f"it has cpu memory only, not {device.type}.", part="mooncake")
+            raise ProtocolError(f"it sends from cpu memory only, not from {device.type}.", part="mooncake")
         memory = _process_engine(cast("MooncakeConfig", self.config)).allocate(nbytes)
         return self._memory.add(memory.data, memory)[:nbytes]
 

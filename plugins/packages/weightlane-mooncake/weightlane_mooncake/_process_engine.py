@@ -1,4 +1,4 @@
-"""Mooncake's transfer engine as far as weightlane uses it: one per process, memory registered with it, and reads."""
+"""The part of Mooncake that the engine uses: one transfer engine per process, memory registered with it, and reads."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ import torch
 
 from weightlane.ckpt_engines import TransportError
 
-_PAUSE_S = 0.001
-_PAUSE_OF_THE_ABANDONED_S = 0.1
+_POLL_PAUSE_S = 0.001
+_ABANDONED_POLL_PAUSE_S = 0.1
+"""Pause between two looks at a read whose result nothing waits for any more."""
 _DONE = 1
 
 
 def import_mooncake() -> Any:
-    """``mooncake.engine``; raises what its import raises, for example when libibverbs is missing."""
+    """Import and return ``mooncake.engine``; raises what its import raises, for example when libibverbs is missing."""
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("MC_DISABLE_METACACHE", "1")  # else a new peer on a dead one's port is mistaken for it
+    os.environ.setdefault("MC_DISABLE_METACACHE", "1")  # or a new peer on the port of a dead one is taken for it
     from mooncake import engine  # noqa: PLC0415 - not there on every machine
 
     return engine
 
 
 class Memory:
-    """Registered memory of a process engine, which is unregistered once it is released and no read uses it any more.
+    """Registered memory of a process engine. It is unregistered when it is released and no read uses it any more.
 
     Args:
         data: The memory, one-dimensional uint8.
@@ -54,7 +55,7 @@ class Memory:
             self._unregister(self.start)
 
     def release(self) -> None:
-        """Unregister now, or when the read that still uses it has ended. To be called once."""
+        """Unregister the memory now, or when the reads that use it have ended. To be called once."""
         with self._lock:
             self.released = True
             last = not self._reads
@@ -65,8 +66,8 @@ class Memory:
 class ProcessEngine:
     """A `TransferEngine` of Mooncake, kept until the process ends.
 
-    Ending one holds Python's lock for up to a second, so it is not done with every connection. Its threads serve reads of
-    the memory that is registered at the time, and of nothing else.
+    Ending one holds Python's global lock for up to a second, so it is not made for every connection. Its threads let peers
+    read the memory that is registered at the time, and no other memory.
     """
 
     _made: ClassVar[dict[tuple[int, str, str, str], ProcessEngine]] = {}
@@ -81,11 +82,11 @@ class ProcessEngine:
                 hint="Look at the engine's options host, protocol and devices.",
             )
         self.segment = f"{host}:{self._engine.get_rpc_port()}"
-        """Where peers reach this process."""
+        """Host and port at which peers reach this process."""
 
     @classmethod
     def of_this_process(cls, host: str, protocol: str, devices: str) -> ProcessEngine:
-        """The process's engine with these settings, made on first use; a forked child makes its own."""
+        """Return the process's engine with these settings, made on first use; a forked process makes its own."""
         key = os.getpid(), host, protocol, devices
         with cls._making:
             if key not in cls._made:
@@ -93,14 +94,14 @@ class ProcessEngine:
             return cls._made[key]
 
     def allocate(self, nbytes: int) -> Memory:
-        """`nbytes` of registered memory, at least one."""
+        """Return `nbytes` of registered memory, at least one byte."""
         data = torch.empty(max(1, nbytes), dtype=torch.uint8)
         if status := self._engine.register_memory(data.data_ptr(), data.numel()):
             raise TransportError(f"Mooncake cannot register {nbytes} bytes: status {status}.", part="mooncake")
         return Memory(data, self._engine.unregister_memory)
 
     def read(self, segment: str, start: int, nbytes: int, into: Memory) -> None:
-        """Read `nbytes` at `start` of the peer at `segment`. Blocks for as long as Mooncake likes: a minute, or for ever.
+        """Read `nbytes` at address `start` of the peer at `segment`. Without a time limit: Mooncake may block for ever.
 
         Raises `TransportError`.
         """
@@ -110,6 +111,6 @@ class ProcessEngine:
             if not batch:
                 raise TransportError(f"Mooncake cannot reach {segment}.", part="mooncake")
             while not (status := self._engine.transfer_check_status(batch)):
-                time.sleep(_PAUSE_OF_THE_ABANDONED_S if into.released else _PAUSE_S)
+                time.sleep(_ABANDONED_POLL_PAUSE_S if into.released else _POLL_PAUSE_S)
         if status != _DONE:
             raise TransportError(f"Mooncake could not read from {segment}: status {status}.", part="mooncake")

@@ -1,4 +1,4 @@
-"""The conformance suite for `mooncake`: every check, and what Mooncake itself does not do."""
+"""The conformance suite for `mooncake`, with the checks that Mooncake itself is expected to fail."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weightlane.ckpt_engines.conformance import EngineConformance
 
 
 class MooncakeConformance(EngineConformance):
-    """Over Mooncake's TCP transport."""
+    """The suite over Mooncake's TCP transport."""
 
     expected_failures: ClassVar[dict[str, str]] = {
         "test_nothing_listens_on_every_interface": "Mooncake 0.3.13 listens on all interfaces, whatever host says",

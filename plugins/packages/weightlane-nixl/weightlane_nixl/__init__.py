@@ -1,8 +1,8 @@
-"""A checkpoint engine over NIXL with its UCX backend: RDMA, shared memory or TCP, whatever UCX finds between two processes.
+"""A checkpoint engine over NIXL with its UCX backend, which chooses RDMA, shared memory or TCP between two processes.
 
-The sender writes buckets one-sidedly into registered memory of each receiver. It does not let receivers read: UCX over TCP ends
-the whole process (``ucp_request.inl: Fatal: unexpected error: Endpoint timeout``) when it serves a read of a peer that was
-killed meanwhile, and a dead rollout worker must not take the trainer with it.
+The sender writes buckets one-sidedly into registered memory of each receiver. Receivers do not read from the sender: UCX over TCP
+ends the whole process (``ucp_request.inl: Fatal: unexpected error: Endpoint timeout``) when it serves a read of a peer that was
+killed meanwhile, and a dead rollout worker must not end the trainer.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class NixlConfig(EngineConfig):
 
 
 class _Half:
-    """What both sides share. Receivers' memory is written to by senders, so only their agents ever have `_exposed` memory."""
+    """The part that both halves share. Senders write to receivers' memory, so only a receiver has `_exposed` memory."""
 
     def __init__(self, side: str, name: str, config: NixlConfig) -> None:
         self._life = toolkit.Lifecycle(f"nixl {side} {name}", self._release)
@@ -67,13 +67,13 @@ class _Half:
         return self._agent
 
     def _scratch_of(self, nbytes: int) -> torch.Tensor:
-        """Registered memory for one bucket. What was smaller stays registered: peers may know its addresses."""
+        """Return registered memory for one bucket. Smaller memory stays registered, because peers may know its addresses."""
         if self._scratch.numel() < nbytes:
             self._scratch = self._connected().allocate(max(nbytes, 2 * self._scratch.numel()))
         return self._scratch[:nbytes]
 
     def address(self) -> Address:
-        """Nothing: the framework connects both sides."""
+        """Return no data: the framework connects both sides."""
         with self._life.call():
             return {}
 
@@ -83,7 +83,7 @@ class _Half:
             channel.belong_to(self._life)
 
     def flush(self, deadline: Deadline, pending: int = 0) -> None:
-        """Move what was posted, one bucket after the other."""
+        """Move the posted buckets, one after the other."""
         with self._life.call():
             self._posted.flush(deadline, pending)
 
@@ -98,7 +98,7 @@ class _Half:
 
 
 class NixlSender(_Half, WeightSender):
-    """Writes into the receivers' memory."""
+    """The sending half, which writes into the receivers' memory."""
 
     def __init__(self, name: str, config: NixlConfig, memory: toolkit.EngineMemory[torch.Tensor]) -> None:
         super().__init__("sender", name, config)
@@ -111,13 +111,13 @@ class NixlSender(_Half, WeightSender):
             self._take(channels)
 
     def post(self, bucket: Bucket, receivers: Sequence[str]) -> None:
-        """Send it when it is waited for."""
+        """Add `bucket` to those that `flush` sends."""
         with self._life.call():
             channels = toolkit.choose(self._channels, receivers, self._life)
             self._posted.post(lambda deadline: self._send(bucket, channels, deadline))
 
     def _send(self, bucket: Bucket, channels: Mapping[str, toolkit.Channel], deadline: Deadline) -> None:
-        """Ask every receiver where it wants the bucket, write it there, and say so."""
+        """Ask every receiver for the bucket's place in its memory, write the bucket there, and announce that."""
         agent = self._connected()
         source = bucket.data
         if bucket.nbytes:
@@ -141,10 +141,10 @@ class NixlSender(_Half, WeightSender):
 
 
 class NixlReceiver(_Half, WeightReceiver):
-    """Offers memory for each bucket, and copies out of it once the sender has written there.
+    """The receiving half, which offers memory for each bucket, and copies the bucket once the sender has written it there.
 
-    Buckets land in memory of the engine's own and not in the framework's: a write that is under way when a call fails can
-    then never reach memory that is in use for something else.
+    The memory is the engine's own and not the framework's, so that a write that continues after a failed call never reaches
+    memory that is in use for something else.
     """
 
     def __init__(self, name: str, config: NixlConfig) -> None:
@@ -157,13 +157,13 @@ class NixlReceiver(_Half, WeightReceiver):
             self._take(channels)
 
     def post(self, bucket: Bucket, sender: str) -> None:
-        """Receive it when it is waited for."""
+        """Add `bucket` to those that `flush` receives."""
         with self._life.call():
             channel = toolkit.choose(self._channels, [sender], self._life)[sender]
             self._posted.post(lambda deadline: self._receive(bucket, channel, deadline))
 
     def _receive(self, bucket: Bucket, channel: toolkit.Channel, deadline: Deadline) -> None:
-        """Offer a place, wait until the sender has written there, and copy the bucket out."""
+        """Offer memory, wait until the sender has written there, and copy the bucket to its place."""
         toolkit.expect(channel, bucket, deadline)
         if not bucket.nbytes:
             toolkit.acknowledge(channel, bucket, deadline)
@@ -180,7 +180,7 @@ class NixlReceiver(_Half, WeightReceiver):
 
 
 class NixlEngine(CheckpointEngine):
-    """CPU memory over whatever UCX finds: shared memory on one host, RDMA or TCP between hosts."""
+    """Engine for CPU memory over shared memory on one host, and over RDMA or TCP between hosts, as UCX chooses."""
 
     api_version = 2
     config_type = NixlConfig
@@ -210,7 +210,7 @@ class NixlEngine(CheckpointEngine):
         self._memory: toolkit.EngineMemory[torch.Tensor] = toolkit.EngineMemory()
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Memory that every sender registers once: a bucket that lies in it is not copied on its way out."""
+        """Return memory that every sender registers once, and sends from without a copy."""
         memory = super().allocate(nbytes, device)
         return self._memory.add(memory, memory)
 

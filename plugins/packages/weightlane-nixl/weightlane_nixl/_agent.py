@@ -1,4 +1,4 @@
-"""NIXL as far as the engine uses it: an agent, memory registered with it, and writes into a peer's memory."""
+"""The part of NIXL that the engine uses: an agent, memory registered with it, and writes into a peer's memory."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from weightlane.ckpt_engines import PeerLostError, ProtocolError, TransportError
 
 _DRAM = "DRAM"
 _CHUNK_BYTES = 32 << 20
-"""A write over shared memory blocks until it is done, so large ones go piece by piece."""
+"""Most bytes written at once: a write over shared memory blocks until it is done, and no deadline is checked meanwhile."""
 _environment = threading.Lock()
 
 
 def import_nixl() -> Any:
-    """``nixl._api``; raises what its import raises."""
+    """Import and return ``nixl._api``; raises what its import raises."""
     from nixl import _api as api  # noqa: PLC0415 - large, and not there on every machine
 
     if "NIXL_LOG_LEVEL" not in os.environ:  # its default is to log to standard output
@@ -32,7 +32,7 @@ def import_nixl() -> Any:
 
 
 class Region:
-    """Memory that is registered with an agent. Keeps it alive."""
+    """Memory that is registered with an agent, and is kept alive."""
 
     def __init__(self, data: torch.Tensor) -> None:
         self.data = data
@@ -40,12 +40,12 @@ class Region:
         self.nbytes = data.numel()
 
     def holds(self, data: torch.Tensor) -> bool:
-        """Whether `data` lies in here."""
+        """Tell whether all of `data` is in this memory."""
         return self.start <= data.data_ptr() and data.data_ptr() + data.numel() <= self.start + self.nbytes
 
 
 class Memory(Region):
-    """Page-aligned memory of its own, to be registered.
+    """Page-aligned memory that belongs to the engine, to be registered.
 
     Args:
         nbytes: Size in bytes, at least 1.
@@ -58,9 +58,9 @@ class Memory(Region):
         super().__init__(torch.frombuffer(self._pages, dtype=torch.uint8))
 
     def abandon(self) -> None:
-        """Give the pages back but keep the addresses for ever: a peer may still be writing there.
+        """Give the pages back, but never use their addresses again, because a peer may still be writing there.
 
-        Shared-memory transports write by address and know of no registration, so these addresses must not be used again.
+        Shared-memory transports write by address and ignore registration.
         """
         self._pages.madvise(mmap.MADV_DONTNEED)
         self._abandoned.append(self._pages)
@@ -69,8 +69,8 @@ class Memory(Region):
 class Agent:
     """One NIXL agent with the UCX backend.
 
-    It runs without NIXL's progress thread, which keeps a core busy even when nothing happens: data moves while a `Write` is
-    asked for its state, and in `progress`.
+    It runs without NIXL's progress thread, which keeps a core busy even when idle. Data moves in calls of `Write.done` and of
+    `progress`.
 
     Args:
         net_devices: ``UCX_NET_DEVICES``.
@@ -95,14 +95,14 @@ class Agent:
             self._nixl = api.nixl_agent(f"weightlane-{secrets.token_hex(8)}", config)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """`nbytes` of registered memory; valid until `close`."""
+        """Return `nbytes` of registered memory, valid until `close`."""
         memory = Memory(max(1, nbytes))
         self._register(memory)
         self._memories.append(memory)
         return memory.data[:nbytes]
 
     def borrow(self, memory: torch.Tensor) -> None:
-        """Register `memory` that belongs to somebody else, unless it is already. It is kept until `close`."""
+        """Register `memory`, which the caller owns, unless it is registered. It is kept alive until `close`."""
         if memory.numel() and not any(region.holds(memory) for region in self._borrowed):
             region = Region(memory)
             self._register(region)
@@ -113,16 +113,16 @@ class Agent:
             self._registrations.append(self._nixl.register_memory([(region.start, region.nbytes, 0, "")], _DRAM))
 
     def place(self, data: torch.Tensor) -> dict[str, Any]:
-        """Where a peer's `write` finds `data`, memory of `allocate`, as plain data."""
+        """Return JSON data by which a peer's `write` finds `data`, memory of `allocate`."""
         with self._typed("describe its memory"):
             metadata = base64.b64encode(self._nixl.get_agent_metadata()).decode("ascii")
         return {"metadata": metadata, "start": data.data_ptr()}
 
     def write(self, source: torch.Tensor, peer: str, place: Mapping[str, Any]) -> Write:
-        """Start to write `source`, registered memory, to where `peer` says. Raises `ProtocolError` or `TransportError`."""
+        """Start to write `source`, registered memory, to the `place` of `peer`. Raises `ProtocolError` or `TransportError`."""
         metadata, start = place.get("metadata"), place.get("start")
         if not (isinstance(metadata, str) and isinstance(start, int) and start > 0):
-            raise ProtocolError("it names no place to write to.", part=self._part, peer=peer)
+            raise ProtocolError("the acknowledgement names no place to write to.", part=self._part, peer=peer)
         known, name = self._known.get(peer, ("", ""))
         if metadata != known:
             with self._typed("read the receiver's description of its memory", peer):
@@ -138,17 +138,17 @@ class Agent:
             return _Request(self, handle, self._nixl.transfer(handle), peer)
 
     def state(self, handle: Any, peer: str) -> str:
-        """``"DONE"``, ``"PROC"`` or ``"ERR"``. Raises `PeerLostError` or `TransportError`."""
+        """Return a transfer's state: ``"DONE"``, ``"PROC"`` or ``"ERR"``. Raises `PeerLostError` or `TransportError`."""
         with self._typed("write", peer):
             return str(self._nixl.check_xfer_state(handle))
 
     def progress(self) -> None:
-        """Let UCX serve its peers."""
+        """Let UCX serve the peers."""
         with self._typed("serve its peers"):
             self._nixl.get_new_notifs()
 
     def close(self, *, exposed: bool = False) -> None:
-        """Unregister everything and end the agent; `exposed` if a peer may still be writing to memory of this agent."""
+        """Unregister everything and end the agent. `exposed` says that a peer may still be writing to its memory."""
         for registration in self._registrations:
             with contextlib.suppress(Exception):
                 self._nixl.deregister_memory(registration)
@@ -162,7 +162,7 @@ class Agent:
 
     @contextlib.contextmanager
     def _typed(self, action: str, peer: str = "", hint: str = "") -> Iterator[None]:
-        """NIXL's errors, which have no base class of their own, as weightlane's."""
+        """Raise NIXL's errors, which have no common base class, as weightlane's."""
         try:
             yield
         except Exception as error:
@@ -172,7 +172,7 @@ class Agent:
 
 
 class _Request:
-    """One posted transfer."""
+    """One transfer that was started."""
 
     def __init__(self, agent: Agent, handle: Any, state: str, peer: str) -> None:
         self._agent = agent
@@ -188,12 +188,12 @@ class _Request:
         return self._state == "DONE"
 
     def release(self) -> None:
-        with contextlib.suppress(Exception):  # cancels what is under way; what cannot be cancelled ends with the agent
+        with contextlib.suppress(Exception):  # cancels the transfer; one that cannot be cancelled ends with the agent
             self._handle.release()
 
 
 class Write:
-    """A bucket on its way to one receiver. A write that is ``done`` is visible to the receiver."""
+    """The write of a bucket to one receiver, chunk by chunk. The receiver can read the bucket when it is ``done``."""
 
     def __init__(self, post: Callable[[int, int], _Request], nbytes: int) -> None:
         self._post = post
@@ -202,7 +202,7 @@ class Write:
         self._request: _Request | None = None
 
     def done(self) -> bool:
-        """Whether all of it is there; carries on with the next piece where one is. Raises as `Agent.state`."""
+        """Start the next chunk when one is written, and return whether all are. Raises as `Agent.state`."""
         if self._request is not None:
             if not self._request.done():
                 return False
@@ -215,32 +215,32 @@ class Write:
         return False
 
     def release(self) -> None:
-        """Free the piece under way."""
+        """Free the chunk that is being written."""
         if self._request is not None:
             self._request.release()
             self._request = None
 
 
 class Writes:
-    """One bucket's writes, to several receivers at once."""
+    """The writes of one bucket to several receivers at once."""
 
     def __init__(self, writes: Sequence[Write]) -> None:
         self._writes = writes
 
     def done(self) -> bool:
-        """Carry on with every write; whether all are done. Raises as `Agent.state`."""
+        """Continue every write, and return whether all are done. Raises as `Agent.state`."""
         states = [write.done() for write in self._writes]
         return all(states)
 
     def release(self) -> None:
-        """Free what is under way."""
+        """Free the chunks that are being written."""
         for write in self._writes:
             write.release()
 
 
 @contextlib.contextmanager
 def _ucx_environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """UCX takes its settings from the environment, at the moment an agent is made."""
+    """Set environment variables inside the block: UCX reads its settings from them when an agent is made."""
     with _environment:
         before = {name: os.environ.get(name) for name in settings}
         os.environ.update(settings)

@@ -1,4 +1,4 @@
-"""Puts the texts under the fields of a module's classes where ``help()`` finds them: into the class's own docstring."""
+"""Field docstrings for ``help()``: copies the texts under a class's fields into the class's own docstring."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 
 def document_fields(module: str) -> None:
-    """Add an ``Attributes`` section to the docstring of every class of `module`, made of the texts under its fields.
+    """Add an ``Attributes`` section, made of the texts under the fields, to the docstring of every class of `module`.
 
-    Call it at the module's end. Python itself forgets these texts; editors do not. Where the source is not at hand, or docstrings
-    are switched off, nothing changes.
+    To be called at the module's end. Editors show the texts where they are, but Python does not keep them. Nothing changes when
+    the source cannot be read, or docstrings are switched off.
     """
     loaded = sys.modules[module]
     try:
@@ -28,7 +28,7 @@ def document_fields(module: str) -> None:
 
 
 def _texts(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    """Every field of a class that a text follows, with that text."""
+    """Yield every field of a class that a text follows, and the text."""
     for field, follower in zip(node.body, node.body[1:], strict=False):
         target = field.targets[0] if isinstance(field, ast.Assign) else getattr(field, "target", None)
         if isinstance(target, ast.Name) and isinstance(follower, ast.Expr) and isinstance(follower.value, ast.Constant):

@@ -1,4 +1,4 @@
-"""Telling from a file whether the process that wrote it still lives."""
+"""Identities of processes, by which a reader of a file can tell whether the process that wrote it is still alive."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 
 def process_identity(pid: int | None = None) -> dict[str, Any]:
-    """A process, this one by default, so described that another one of the same host can tell whether it still lives."""
+    """Return the identity of a process, by default this one, with which `is_dead` works in any process of the same host."""
     pid = os.getpid() if pid is None else pid
     return {"host": socket.gethostname(), "pid_namespace": _pid_namespace(), "pid": pid, "started": _start_time(pid)}
 
 
 def is_dead(identity: Mapping[str, Any]) -> bool:
-    """Whether `identity` is of this host and its process is gone. What is not an identity is not dead."""
+    """Tell whether `identity` is that of a process of this host that has ended; False for anything that is no identity."""
     try:
         here = (socket.gethostname(), _pid_namespace())
         if (identity["host"], identity["pid_namespace"]) != here or not identity["started"]:
@@ -35,7 +35,7 @@ def _pid_namespace() -> str:
 
 
 def _start_time(pid: int) -> str:
-    """When a process started, in clock ticks since boot; empty when it does not exist or the platform cannot tell."""
+    """Return when a process started, in clock ticks since boot; empty when it has ended or the platform cannot tell."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:

@@ -1,0 +1,69 @@
+"""`Bucket`: the bytes that engines move, and where they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import ProtocolError
+from .field_docs import document_fields
+
+
+@dataclass(frozen=True, slots=True)
+class FilePart:
+    """Which part of a file a bucket is, where a persistent engine keeps several buckets in one file.
+
+    A file holds several buckets when a tensor continues from one to the next. Readers must find the tensor whole or not at all.
+    """
+
+    first: int
+    """Index of the file's first bucket, which names the file. The other buckets follow it without a gap."""
+    offset: int
+    """Bytes of the file's buckets before this one."""
+    total: int
+    """Bytes of all buckets of the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One contiguous run of bytes to send, or to receive into.
+
+    Raises `ProtocolError` when `data` is not contiguous one-dimensional uint8.
+    """
+
+    version: int
+    """Weight version that the bucket belongs to; version and index identify the bucket within a session."""
+    index: int
+    """Position in the version, from 0."""
+    data: torch.Tensor
+    """The bytes to send, or the memory to receive into: contiguous uint8 of one dimension and exactly the bucket's size, on the
+    device that the half was made for."""
+    after: Any = None
+    """On an accelerator, the event that the transfer has to wait for, and it needs to wait for nothing else. On a sender the
+    event follows the writing of the bytes, on a receiver the last use of the memory. None on a CPU, where both are over."""
+    to_all: bool = True
+    """The bucket goes to every receiver of the connection, so that one broadcast may carry it. Set on both sides."""
+    lasting: bool = False
+    """Receivers may read the bytes where they are, and they stay unchanged until `ViewableSender.reclaim` of the version has
+    returned. Set on the sender's side, for engines that declare `Capabilities.views`."""
+    part: FilePart | None = None
+    """Part of a file that the bucket is, or None when the bucket has a file of its own. Set on both sides, for engines that
+    declare `Capabilities.persistent`."""
+
+    def __post_init__(self) -> None:
+        if self.data.dtype != torch.uint8 or self.data.dim() != 1 or not self.data.is_contiguous():
+            raise ProtocolError(
+                f"bucket {self.index} is {self.data.dtype} of shape {tuple(self.data.shape)},"
+                " not contiguous one-dimensional uint8.",
+                part="bucket",
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes; may be 0."""
+        return self.data.numel()
+
+
+document_fields(__name__)

@@ -1,0 +1,66 @@
+"""The log of injected faults: a file with one JSON object per line."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ...errors import ProtocolError, StorageError
+from .fault_config import FaultKind
+
+NO_BUCKET = -1
+"""Version and index in the record of a fault while connecting; version in that of a failed allocation; index in that of a whole
+version's fault."""
+
+
+class FaultRecord(BaseModel):
+    """One injected fault."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    at: float
+    """Seconds since the epoch."""
+    half: str
+    """Name of the half, or ``"engine"`` for a failed allocation."""
+    session: str
+    version: int
+    """`NO_BUCKET` for a fault while connecting or allocating."""
+    index: int
+    """Index of the bucket, `NO_BUCKET` where there is none; for a failed allocation, how many there were before it."""
+    kind: FaultKind
+
+
+def append_fault(path: str, record: FaultRecord, part: str) -> None:
+    """Append `record` to the log. Raises `StorageError`; `part` names the half in it."""
+    line = f"{record.model_dump_json()}\n".encode()
+    try:  # a single write to a file opened for appending, so that the lines of several processes never mix
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(descriptor, line)
+        finally:
+            os.close(descriptor)
+    except (OSError, ValueError) as error:
+        raise StorageError(
+            f"cannot write the fault log {path!r}: {error}.",
+            part=part,
+            hint="Set another checkpoint_engine.options.log.",
+        ) from error
+
+
+def read_fault_log(path: str | os.PathLike[str]) -> list[FaultRecord]:
+    """Return every fault in the log at `path`, oldest first; none when there is no such file.
+
+    Raises `ProtocolError` for a line that is not a record, or `StorageError`.
+    """
+    try:
+        lines = Path(path).read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise StorageError(f"cannot read {str(path)!r}: {error}.", part="fault log") from error
+    try:
+        return [FaultRecord.model_validate_json(line) for line in lines]
+    except ValidationError as error:
+        raise ProtocolError(f"{path} is not a fault log: {error.errors()[0]['msg']}.", part="fault log") from None

@@ -1,0 +1,124 @@
+"""`Faults`: decides which faults one half has, logs them, and carries out those that concern no bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ...contract.bucket import Bucket
+from ...deadline import Deadline
+from ...errors import ClosedError, PeerLostError
+from .fault_config import NEED_BYTES, VERSION_KINDS, FaultKind, FaultyConfig
+from .fault_log import NO_BUCKET, FaultRecord, append_fault
+
+HINT = "This fault was injected on purpose; see checkpoint_engine.options."
+
+
+class Faults:
+    """The faults of one half, or of an engine.
+
+    Args:
+        part: Name of the half for error messages.
+        half: Name of the half in the log.
+        config: Which faults to inject, and how often.
+        possible: The kinds that this half can have.
+    """
+
+    def __init__(self, part: str, half: str, config: FaultyConfig, possible: Sequence[FaultKind]) -> None:
+        self.part = part
+        self._half = half
+        self._config = config
+        self._possible = [kind for kind in possible if kind in config.kinds]
+        self._closed = threading.Event()
+        self._session = ""
+        self._faulty_versions: set[int] = set()
+
+    def start_session(self, session: str) -> None:
+        """Set the name of the session, which decides about faults together with the seed."""
+        self._session = session
+
+    def refuses_connection(self) -> bool:
+        """Decide, and log, whether ``connect`` fails."""
+        if FaultKind.REFUSE not in self._config.kinds or not self._strikes(NO_BUCKET, NO_BUCKET):
+            return False
+        self._log(NO_BUCKET, NO_BUCKET, FaultKind.REFUSE)
+        return True
+
+    def on_bucket(self, bucket: Bucket) -> FaultKind | None:
+        """Decide, and log, which fault `bucket` has, if any."""
+        possible = [kind for kind in self._possible if bucket.nbytes or kind not in NEED_BYTES]
+        return self._choose(possible, bucket.version, bucket.index)
+
+    def on_version(self, version: int) -> FaultKind | None:
+        """Decide, and log, which fault the release or reclaim of `version` has, if any."""
+        return self._choose([kind for kind in self._possible if kind in VERSION_KINDS], version, NO_BUCKET)
+
+    def on_allocation(self, number: int) -> bool:
+        """Decide, and log, whether the engine's allocation of this `number` fails."""
+        if not self._possible or not self._strikes(NO_BUCKET, number):
+            return False
+        self._log(NO_BUCKET, number, FaultKind.EXHAUST)
+        return True
+
+    def _choose(self, possible: Sequence[FaultKind], version: int, index: int) -> FaultKind | None:
+        if version in self._faulty_versions or not possible or not self._strikes(version, index):
+            return None
+        kind = possible[self._draw("kind", version, index) % len(possible)]
+        self._faulty_versions.add(version)
+        self._log(version, index, kind)
+        return kind
+
+    def flip(self, bucket: Bucket) -> None:
+        """Change one bit of ``bucket.data`` in place."""
+        bit = self._draw("bit", bucket.version, bucket.index) % (8 * bucket.nbytes)
+        bucket.data[bit // 8].bitwise_xor_(1 << bit % 8)
+
+    def truncated(self, bucket: Bucket) -> Bucket:
+        """Return a bucket with only the first bytes of `bucket`."""
+        nbytes = self._draw("size", bucket.version, bucket.index) % bucket.nbytes
+        return replace(bucket, data=bucket.data[:nbytes])
+
+    def disturb(
+        self, kind: FaultKind | None, deadline: Deadline, peer: str, close: Callable[[], None], what: str
+    ) -> None:
+        """Delay the call, hang until the `deadline`, or lose the connection; do nothing for other kinds.
+
+        Raises `DeadlineExceededError` after a hang, `ClosedError` when the half is closed meanwhile, and `PeerLostError` that
+        says `what` was lost, after `close`.
+        """
+        if kind is FaultKind.LOSE:
+            close()
+            raise self.lost(what, peer)
+        if kind in {FaultKind.DELAY, FaultKind.HANG}:
+            longest_s = self._config.delay_s if kind is FaultKind.DELAY else deadline.remaining_s
+            if self._closed.wait(min(longest_s, deadline.remaining_s)):
+                raise ClosedError("it was closed while a call was running.", part=self.part)
+            if kind is FaultKind.HANG:
+                raise deadline.error("an injected hang to end", part=self.part, peer=peer, hint=HINT)
+
+    def lost(self, what: str, peer: str) -> PeerLostError:
+        """Return the error for a connection that is broken on purpose."""
+        return PeerLostError(f"{what} (injected fault).", part=self.part, peer=peer, hint=HINT)
+
+    def close(self) -> None:
+        """End a hang or a delay."""
+        self._closed.set()
+
+    def _strikes(self, version: int, index: int) -> bool:
+        return self._draw("whether", version, index) < self._config.rate * 2**64
+
+    def _draw(self, purpose: str, version: int, index: int) -> int:
+        """Return a number below 2**64 that depends only on the arguments, the seed, the half's name and the session."""
+        identity = [self._config.seed, self._half, self._session, version, index, purpose]
+        return int.from_bytes(hashlib.sha256(json.dumps(identity).encode()).digest()[:8], "big")
+
+    def _log(self, version: int, index: int, kind: FaultKind) -> None:
+        if self._config.log:
+            record = FaultRecord(
+                at=time.time(), half=self._half, session=self._session, version=version, index=index, kind=kind
+            )
+            append_fault(self._config.log, record, self.part)

@@ -1,0 +1,139 @@
+"""Links that inject faults into the calls of the halves that they wrap."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
+
+import torch
+
+from ...contract.bucket import Bucket
+from ...contract.engine import CheckpointEngine, Topology
+from ...deadline import Deadline
+from ...errors import StorageError
+from ...links.receiver_link import ReceiverLink
+from ...links.sender_link import SenderLink
+from .fault_config import RECEIVER_KINDS, SENDER_KINDS, FaultKind, FaultyConfig
+from .faults import HINT, Faults
+
+_LOST = "the connection was lost"
+
+
+class FaultySenderLink(SenderLink):
+    """A sender's link that injects faults."""
+
+    def __init__(self, engine: CheckpointEngine, name: str, device: torch.device) -> None:
+        super().__init__(engine, name, device)
+        self._faults = Faults(f"faulty sender {name}", name, cast("FaultyConfig", engine.config), SENDER_KINDS)
+        self._postponed: tuple[Bucket, Sequence[str], str] | None = None
+        """A bucket to post after the next one, its receivers and its checksum."""
+        self._posted_fewer = False
+        """Whether fewer buckets are posted than the caller posted."""
+
+    def connect(self, topology: Topology, deadline: Deadline) -> None:
+        """Connect, or fail to."""
+        self._faults.start_session(topology.session)
+        if self._faults.refuses_connection():
+            self.close()
+            raise self._faults.lost("the connection was refused", ", ".join(topology.receivers))
+        super().connect(topology, deadline)
+
+    def post(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline, checksum: str = "") -> None:
+        """Post `bucket` with its fault, if it has one, and then a bucket that an earlier fault postponed."""
+        postponed, self._postponed = self._postponed, None
+        self._post(bucket, receivers, deadline, checksum)
+        if postponed is not None:
+            super().post(postponed[0], postponed[1], deadline, postponed[2])
+
+    def _post(self, bucket: Bucket, receivers: Sequence[str], deadline: Deadline, checksum: str) -> None:
+        kind = self._faults.on_bucket(bucket)
+        self._faults.disturb(kind, deadline, ", ".join(receivers), self.close, _LOST)
+        if kind in {FaultKind.DROP, FaultKind.REORDER}:
+            self._posted_fewer = True
+            if kind is FaultKind.REORDER:  # a copy, because the caller may overwrite the memory soon
+                self._postponed = replace(bucket, data=bucket.data.clone()), tuple(receivers), checksum
+            return
+        if kind is FaultKind.FLIP:
+            bucket = replace(bucket, data=bucket.data.clone())
+            self._faults.flip(bucket)
+        elif kind is FaultKind.TRUNCATE:
+            bucket = self._faults.truncated(bucket)
+        super().post(bucket, receivers, deadline, checksum)
+        if kind is FaultKind.DUPLICATE:
+            super().post(bucket, receivers, deadline, checksum)
+
+    def flush(self, deadline: Deadline, pending: int = 0) -> None:
+        """See `SenderLink.flush`; waits for all buckets once fewer are posted than the caller counts."""
+        super().flush(deadline, 0 if self._posted_fewer else pending)
+
+    def reclaim(self, version: int, deadline: Deadline) -> None:
+        """See `SenderLink.reclaim`; may be delayed, hang or lose a receiver first."""
+        kind = self._faults.on_version(version)
+        self._faults.disturb(kind, deadline, "", self.close, f"a receiver of version {version} was lost")
+        super().reclaim(version, deadline)
+
+    def close(self) -> None:
+        """See `SenderLink.close`."""
+        self._faults.close()
+        super().close()
+
+
+class FaultyReceiverLink(ReceiverLink):
+    """A receiver's link that injects faults."""
+
+    def __init__(self, engine: CheckpointEngine, name: str, device: torch.device) -> None:
+        super().__init__(engine, name, device)
+        self._faults = Faults(f"faulty receiver {name}", name, cast("FaultyConfig", engine.config), RECEIVER_KINDS)
+        self._posted: deque[tuple[Bucket, bool]] = deque()
+        """Buckets that have not arrived, and whether to flip a bit of each when it has."""
+
+    def connect(self, topology: Topology, deadline: Deadline) -> None:
+        """See `ReceiverLink.connect`."""
+        self._faults.start_session(topology.session)
+        super().connect(topology, deadline)
+
+    def post(self, bucket: Bucket, sender: str, deadline: Deadline) -> str:
+        """See `ReceiverLink.post`; a fault may come first."""
+        flips = self._meet_fault(bucket, sender, deadline)
+        checksum = super().post(bucket, sender, deadline)
+        self._posted.append((bucket, flips))
+        return checksum
+
+    def flush(self, deadline: Deadline, pending: int = 0) -> None:
+        """See `ReceiverLink.flush`; flips bits of buckets that have arrived."""
+        super().flush(deadline, pending)
+        while len(self._posted) > pending:
+            bucket, flips = self._posted.popleft()
+            if flips:
+                self._faults.flip(bucket)
+
+    def view(self, version: int, index: int, nbytes: int, sender: str, deadline: Deadline) -> tuple[torch.Tensor, str]:
+        """See `ReceiverLink.view`; a fault may come first. A bit flips in a private copy: others read the memory, too."""
+        bucket = Bucket(version, index, torch.empty(nbytes, dtype=torch.uint8, device="meta"), lasting=True)
+        flips = self._meet_fault(bucket, sender, deadline)
+        data, checksum = super().view(version, index, nbytes, sender, deadline)
+        if flips:
+            data = data.clone()
+            self._faults.flip(replace(bucket, data=data))
+        return data, checksum
+
+    def _meet_fault(self, bucket: Bucket, sender: str, deadline: Deadline) -> bool:
+        """Inject the fault of `bucket`, if it has one, and return whether one of its bits is to flip."""
+        kind = self._faults.on_bucket(bucket)
+        self._faults.disturb(kind, deadline, sender, self.close, _LOST)
+        if kind is FaultKind.STORAGE:
+            raise StorageError("a read failed (injected fault).", part=self._faults.part, peer=sender, hint=HINT)
+        return kind is FaultKind.FLIP
+
+    def release(self, version: int, deadline: Deadline) -> None:
+        """See `ReceiverLink.release`; may be delayed, hang or lose the sender first."""
+        kind = self._faults.on_version(version)
+        self._faults.disturb(kind, deadline, "", self.close, f"the sender of version {version} was lost")
+        super().release(version, deadline)
+
+    def close(self) -> None:
+        """See `ReceiverLink.close`."""
+        self._faults.close()
+        super().close()

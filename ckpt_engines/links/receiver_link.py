@@ -1,0 +1,137 @@
+"""`ReceiverLink`: the framework's end around a receiving half."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+from dataclasses import replace
+from typing import cast
+
+import torch
+
+from ..channels.channel import Address, Channel
+from ..channels.dialer import dial, welcomed
+from ..contract.bucket import Bucket
+from ..contract.engine import CheckpointEngine, Topology, WeightReceiver
+from ..contract.viewing import ViewingReceiver
+from ..deadline import Deadline
+from ..errors import ProtocolError, WeightlaneError
+from .bucket_header import BucketHeader, is_signed
+from .link import LOSS_WAIT_S, Link
+
+
+class ReceiverLink(Link[WeightReceiver]):
+    """Connects to senders, checks which bucket each announces, and calls the receiving half.
+
+    Args:
+        engine: Engine that makes the half.
+        name: Name of the participant in the topology.
+        device: Device that the receiver's buckets live on; an accelerator with its index.
+    """
+
+    _watched_events = getattr(select, "POLLRDHUP", 0)
+    """Linux's event for a peer that hung up behind unread data; on other systems a receiver learns that from its reads."""
+    _fails_after_loss = False  # what a sender sent before it hung up can still be read
+
+    def __init__(self, engine: CheckpointEngine, name: str, device: torch.device) -> None:
+        super().__init__(engine, "receiver", name, engine.make_receiver(name, device))
+
+    def views_are_copied_to(self, device: torch.device) -> None:
+        """Set `ViewingReceiver.copied_to`, where the caller copies what it views. To be called before `connect`."""
+        if self._engine.capabilities.views:
+            cast("ViewingReceiver", self.half).copied_to = device
+
+    def address(self) -> Address:
+        """Return JSON data that the sender's link needs to know of this one."""
+        with self._call():
+            return {"engine": dict(self.half.address())}
+
+    def _connect_peers(self, topology: Topology, deadline: Deadline) -> None:
+        meeting = self._engine.meeting(self._name)
+        lanes: dict[str, dict[str, Channel]] = {lane: {} for lane in self._lanes}
+        with contextlib.ExitStack() as opened:
+            for sender, address in topology.senders.items():
+                target = meeting.target(self._address_part(address, "meeting", sender), self.part, sender)
+                for lane, channels in lanes.items():
+                    channels[sender] = dial(
+                        target,
+                        self._life,
+                        deadline,
+                        session=topology.session,
+                        name=self._name,
+                        peer=sender,
+                        lane=lane,
+                        key=topology.key,
+                    )
+                    opened.callback(channels[sender].close)
+            control, *engine = lanes.values()
+            for channel in control.values():
+                welcomed(channel, deadline)
+            opened.pop_all()
+        self._keep([control, *engine])
+
+    def announced(self, sender: str) -> bool:
+        """Tell whether the next bucket from `sender` is announced, so that `post` and `view` need not wait."""
+        if not self._connects:
+            return True
+        with self._call():
+            return bool(self._life.wait({self._channel(sender).fileno(): select.POLLIN}, 0.0))
+
+    def post(self, bucket: Bucket, sender: str, deadline: Deadline) -> str:
+        """Wait until `sender` announces `bucket`, post it to the half, and return its checksum as the sender gave it.
+
+        Raises `ProtocolError` when the sender announces another bucket, and makes the sender raise it, too; otherwise as `flush`.
+        """
+        with self._call():
+            if not self._connects:
+                self.half.post(bucket, sender)
+                return ""
+            header = self._expect(sender, bucket.version, bucket.index, bucket.nbytes, deadline)
+            self.half.post(replace(bucket, to_all=header.to_all), sender)
+            return header.checksum
+
+    def view(self, version: int, index: int, nbytes: int, sender: str, deadline: Deadline) -> tuple[torch.Tensor, str]:
+        """Return the bucket as `ViewingReceiver.view` does, and its checksum. Raises as `post`."""
+        with self._call():
+            header = self._expect(sender, version, index, nbytes, deadline)
+            data = cast("ViewingReceiver", self.half).view(version, index, nbytes, sender, deadline)
+            return data, header.checksum
+
+    def release(self, version: int, deadline: Deadline) -> None:
+        """See `ViewingReceiver.release`."""
+        with self._call():
+            cast("ViewingReceiver", self.half).release(version, deadline)
+
+    def _channel(self, sender: str) -> Channel:
+        try:
+            return self._control[sender]
+        except KeyError:
+            raise ProtocolError(f"not connected to {sender}.", part=self.part) from None
+
+    def _expect(self, sender: str, version: int, index: int, nbytes: int, deadline: Deadline) -> BucketHeader:
+        """Return the next header from `sender`, which must be that of this bucket."""
+        channel = self._channel(sender)
+        what = f"bucket {index} of version {version}"
+        message = channel.receive_json(deadline, what)
+        if not is_signed(message, self._session, self._key):
+            raise ProtocolError(f"the header of {what} is not the sender's.", part=self.part, peer=sender)
+        header = BucketHeader.of(message.get("bucket"))
+        if header is None:
+            offer = repr(message.get("bucket"))
+        elif (header.version, header.index, header.nbytes) == (version, index, nbytes):
+            return header
+        else:
+            offer = f"version {header.version}, bucket {header.index} of {header.nbytes} bytes"
+        with contextlib.suppress(WeightlaneError):  # the sender may be gone
+            channel.send_json({"refused": f"it waits for {what} with {nbytes} bytes"}, deadline.within(LOSS_WAIT_S))
+        raise ProtocolError(
+            f"expected version {version}, bucket {index} of {nbytes} bytes, but the sender offers {offer}.",
+            part=self.part,
+            peer=sender,
+        )
+
+
+def make_receiver_link(engine: CheckpointEngine, name: str, device: torch.device) -> ReceiverLink:
+    """Make the link of a new receiver of `engine`. See `ReceiverLink` for the arguments."""
+    kind: type[ReceiverLink] = engine.link_types[1] if engine.link_types else ReceiverLink
+    return kind(engine, name, device)
