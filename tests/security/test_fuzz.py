@@ -45,7 +45,7 @@ from weightlane.ckpt_engines.engines.faulty.fault_log import read_fault_log
 from weightlane.ckpt_engines.engines.filesystem.file_names import parse_latest, parse_sender
 from weightlane.ckpt_engines.runtime.devices import HOST
 from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
-from weightlane.ckpt_engines.toolkit.handshake import expect
+from weightlane.ckpt_engines.toolkit.bucket_messages import expect
 from weightlane.rollout.commit.remote_failure import failure_from_text
 from weightlane.rollout.layout.loading.expectation import expectation_of
 from weightlane.sync import Manifest, Rendezvous, RendezvousAddress
