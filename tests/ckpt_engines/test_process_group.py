@@ -192,7 +192,7 @@ def test_a_member_that_comes_and_is_not_heard_of_again_is_lost(monkeypatch: pyte
     store, _ = host_store("127.0.0.1")
     store.set("try0/here/1", "")
     store.add("try0/here", 1)
-    with pytest.raises(PeerLostError, match="rank 1 came to the group and was not heard of again"):
+    with pytest.raises(PeerLostError, match="rank 1 joined the group and then fell silent"):
         open_process_group("gloo", store, 0, 2, Deadline.after(NEVER_S))
 
 

@@ -32,8 +32,7 @@ _HINTS = {
     errno.EDQUOT: "Free some space there, or set another checkpoint_engine.options.path.",
     errno.EFBIG: "Allow larger files there, or set another checkpoint_engine.options.path.",
 }
-
-
+_PARTICIPLES = {"read": "read", "list": "listed", "remove": "removed"}
 _pending_writes: dict[tuple[str, str], threading.Event] = {}
 """The running write that makes a file appear, by protocol and file, even if its caller has given up. The event is set when the
 write has ended. One table for the whole process, since a new connection writes the same files as the one before it."""
@@ -128,7 +127,7 @@ class StoreDirectory:
         with self._typed("write", final):
             if self.is_local:
                 return LocalPartialFile(final, fsync=self._fsync)
-            waiting_for = f"{final} to be begun"
+            waiting_for = f"{final} to be opened"
             return self._call(
                 lambda: RemotePartialFile(self._fs, final, atomic=self._put_is_atomic), guard, waiting_for
             )
@@ -222,27 +221,18 @@ class StoreDirectory:
 
     def read_text(self, path: str, guard: Guard) -> str | None:
         """A small file's text, undecodable bytes replaced; None when there is no such file."""
-        final = self.full(path)
-        with self._typed("read", final):
-            try:
-                content = self._call(lambda: self._fs.cat_file(final), guard, f"{final} to be read")
-            except OSError as error:
-                if _is_missing(error):
-                    return None
-                raise
-            return bytes(content).decode(errors="replace")
+        content = self._unless_missing("read", path, lambda final: bytes(self._fs.cat_file(final)), guard)
+        return None if content is None else content.decode(errors="replace")
 
     def names(self, path: str, guard: Guard) -> list[str]:
         """Names of a directory's entries. They may be out of date or incomplete, and serve only to find leftovers."""
-        final = self.full(path)
-        with self._typed("list", final):
-            try:
-                entries = self._call(lambda: self._fs.ls(final, detail=False), guard, f"{final} to be listed")
-            except OSError as error:
-                if _is_missing(error) or isinstance(error, NotADirectoryError):
-                    return []
-                raise
-            return sorted(str(entry).rstrip("/").rpartition("/")[2] for entry in entries)
+
+        def entries(final: str) -> list[str]:
+            with contextlib.suppress(NotADirectoryError):
+                return [str(entry).rstrip("/").rpartition("/")[2] for entry in self._fs.ls(final, detail=False)]
+            return []
+
+        return sorted(self._unless_missing("list", path, entries, guard) or [])
 
     def look_again(self, path: str) -> None:
         """Make an NFS client forget that the directory `path`, or a file in it, did not exist.
@@ -257,20 +247,11 @@ class StoreDirectory:
 
     def remove(self, path: str, guard: Guard) -> None:
         """Remove a file, if it exists."""
-        self._remove(path, guard, recursive=False)
+        self._unless_missing("remove", path, lambda final: self._fs.rm(final, recursive=False), guard)
 
     def remove_tree(self, path: str, guard: Guard) -> None:
         """Remove a directory and all files in it, if it exists."""
-        self._remove(path, guard, recursive=True)
-
-    def _remove(self, path: str, guard: Guard, *, recursive: bool) -> None:
-        final = self.full(path)
-        with self._typed("remove", final):
-            try:
-                self._call(lambda: self._fs.rm(final, recursive=recursive), guard, f"{final} to be removed")
-            except OSError as error:
-                if not _is_missing(error):
-                    raise
+        self._unless_missing("remove", path, lambda final: self._fs.rm(final, recursive=True), guard)
 
     def remove_if_empty(self, path: str, guard: Guard) -> None:
         """Remove a directory without entries. Object stores have no directories."""
@@ -278,6 +259,17 @@ class StoreDirectory:
             final = self.full(path)
             with contextlib.suppress(OSError):
                 self._call(lambda: self._fs.rmdir(final), guard, f"{final} to be removed")
+
+    def _unless_missing(self, action: str, path: str, operation: Callable[[str], _T], guard: Guard) -> _T | None:
+        """Call `operation` with the full path. Returns None when there is no such file."""
+        final = self.full(path)
+        with self._typed(action, final):
+            try:
+                return self._call(lambda: operation(final), guard, f"{final} to be {_PARTICIPLES[action]}")
+            except OSError as error:
+                if _is_missing(error):
+                    return None
+                raise
 
     def _call(self, operation: Callable[[], _T], guard: Guard, waiting_for: str) -> _T:
         guard.check(waiting_for)

@@ -59,7 +59,7 @@ class CudaSegment(Segment):
         try:
             memory = _DeviceMemory(driver, index, nbytes)
         except StorageError:
-            runtime.forget_unused()  # torch's cache may keep memory that nobody uses
+            runtime.forget_unused()  # torch's cache may keep unused memory
             memory = _DeviceMemory(driver, index, nbytes)
         self.nbytes = nbytes
         self.data = runtime.tensor_over(memory)
@@ -224,7 +224,7 @@ def _decode(text: object) -> bytes:
     except (binascii.Error, ValueError):
         handle = b""
     if len(handle) != HANDLE_BYTES:
-        raise ProtocolError("a segment came without a valid CUDA handle.", part=_PART)
+        raise ProtocolError("a segment has no valid CUDA handle.", part=_PART)
     return handle
 
 

@@ -148,7 +148,7 @@ class MemfdSegmentKind(SegmentKind):
         if len(descriptors) == 1:
             return MemfdMapping(descriptors[0], nbytes, device)
         close_descriptors(descriptors)
-        raise ProtocolError(f"a segment came with {len(descriptors)} descriptors instead of one.", part=_PART)
+        raise ProtocolError(f"a segment has {len(descriptors)} descriptors instead of one.", part=_PART)
 
 
 def _no_memory(nbytes: int, why: str) -> StorageError:

@@ -27,7 +27,7 @@ from .segments import SegmentKind, SegmentMapping, close_descriptors, duplicate_
 _LAST_COPY_WAIT_S = 1.0
 """How long all copies that still run may delay the closing of a half."""
 _PAUSE_S = 0.001
-"""Between two looks at whether a copy is over."""
+"""Pause between two looks at whether a copy is over: a copy of a bucket takes milliseconds."""
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class SegmentReceiver(ViewingReceiver):
         self._device = device
         self._channels: dict[str, Channel] = {}
         self._mappings: dict[tuple[str, int], SegmentMapping] = {}
-        """By sender and number of the segment."""
+        """The mapped segments, by sender and number."""
         self._posted: deque[_Posted] = deque()
         self._viewed: dict[int, set[str]] = {}
         """Senders whose buckets of a version were viewed, by version."""

@@ -112,7 +112,7 @@ class SegmentKind(ABC):
 
 
 def close_descriptors(descriptors: Iterable[int]) -> None:
-    """Close file descriptors that came with a segment and that nobody uses. Never raises."""
+    """Close file descriptors that a sender passed and that no mapping uses. Never raises."""
     for descriptor in descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptor)

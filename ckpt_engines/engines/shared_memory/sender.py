@@ -77,7 +77,7 @@ class SegmentSender(ViewableSender):
         self._copies: dict[int, list[Segment]] = {}
         """Segments with copies of lasting buckets that lay in no segment, by version."""
         self._views: dict[int, dict[str, _Views]] = {}
-        """By version and receiver."""
+        """Use of the lasting buckets, by version and receiver."""
 
     def address(self) -> Address:
         """The kind's facts about this sender's segments."""

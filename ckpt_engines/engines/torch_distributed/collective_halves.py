@@ -5,7 +5,7 @@ operations must start them in the same order, and no circle of members may wait 
 everywhere (see `Capabilities.collective`), and the halves start operations in the order of their posts. A receiver starts the
 buckets of several senders in one turn side by side, so that each sender's network card is busy.
 
-A bucket for all receivers from the only sender is broadcast; every other one goes from rank to rank.
+A bucket for all receivers from the only sender is broadcast; every other one is sent from rank to rank.
 """
 
 from __future__ import annotations

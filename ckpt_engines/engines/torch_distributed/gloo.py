@@ -1,13 +1,14 @@
 """The ``gloo`` engine: CPU memory over TCP, by torch.distributed.
 
 A sender and its receivers form one process group, in which the sender is rank 0 and the receivers follow in topology order; with
-several senders there are as many groups. A bucket for every receiver is broadcast in that group. A bucket for some goes through a
-group of two for each of them, opened when it is first needed. So every transfer is a broadcast, because gloo's send and recv can
-only be waited for by blocking in C++. Several transfers run at a time, each on a thread of gloo's.
+several senders there are as many groups. A bucket for every receiver is broadcast in that group. A bucket for some receivers
+is broadcast in a group of two with each of them, opened when it is first needed. gloo's send and recv are not used: they can only
+be waited for by blocking in C++. Several transfers run at a time, each on a thread of gloo's.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,8 +37,6 @@ _PARALLEL_TRANSFERS = 8
 """Transfers of a group that gloo runs at a time: a receiver asks for each before its bytes come, half a round trip early."""
 _CLOSE_S = 1.0
 """How long running transfers may take to fail once the half is closed."""
-_NEVER_S = 10 * 365 * 86400.0
-"""gloo's own timeout of a transfer, whose deadline `flush` keeps."""
 
 
 class _Transfer:
@@ -105,13 +104,14 @@ class _GlooHalf(GroupHalf[_Posted]):
         in_turn = all(before.started for before in self._posted)
         self._posted.append(posted)
         if in_turn and all(key in self._groups for key in groups):
-            self._start(posted, Deadline.after(_NEVER_S))
+            self._start(posted, Deadline.after(math.inf))
 
     def _start(self, posted: _Posted, deadline: Deadline) -> None:
         for key in posted.groups if posted.bucket.nbytes else ():
             if key not in self._groups:
                 self._open(key, deadline)
-            work = start_broadcast(self._groups[key], posted.bucket.data, 0, Deadline.after(_NEVER_S))
+            # The deadline is that of `flush`; gloo's own timeout would close all connections of the group.
+            work = start_broadcast(self._groups[key], posted.bucket.data, 0, Deadline.after(math.inf))
             posted.transfers.append(_Transfer(work, self._life))
         posted.started = True
 
@@ -142,6 +142,7 @@ class _GlooHalf(GroupHalf[_Posted]):
         deadline = Deadline.after(_CLOSE_S)
         for key in {key for key, transfer in running if not transfer.done(deadline.remaining_s)}:
             keep_for_ever(self._groups[key])
+        self._posted.clear()
         self._groups.clear()
         self._members.clear()
         super()._release()

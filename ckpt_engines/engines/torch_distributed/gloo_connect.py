@@ -23,7 +23,7 @@ _SHORTEST_TRY_S, _LONGEST_TRY_S = 1.0, 60.0
 _GRACE_S = 5.0
 """How long a member on a busy machine may need to report a try's outcome after the try has ended."""
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
-"""Between two questions to the store."""
+"""Pauses between two questions to the store, doubled from the first to the second."""
 
 
 def connect_gloo(
@@ -55,7 +55,7 @@ def connect_gloo(
 
     Raises:
         DeadlineExceededError: A member did not come, or no try succeeded.
-        PeerLostError: A member came and was not heard of again.
+        PeerLostError: A member joined and then fell silent.
     """
     attempt = 0
     while True:
@@ -79,7 +79,7 @@ def connect_gloo(
         deadline.check(f"a group of {world} to connect to each other", part=_PART, peer=missing, hint=hint)
         if missing:
             raise PeerLostError(
-                f"{missing} came to the group and was not heard of again.",
+                f"{missing} joined the group and then fell silent.",
                 part=_PART,
                 peer=missing,
                 hint="Look at its own log for the reason.",

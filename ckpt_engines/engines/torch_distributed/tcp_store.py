@@ -31,7 +31,7 @@ def host_store(host: str, port: int = 0) -> tuple[dist.TCPStore, int]:
 
 
 def reserve_port(host: str) -> socket.socket:
-    """A bound socket that keeps a free port of `host` reserved: nobody who asks for any free port gets this one.
+    """A bound socket that keeps a free port of `host` reserved: a process that asks for any free port gets another one.
 
     The process that the port is meant for can listen there meanwhile, for example with `host_store`. Close the socket then.
     Raises `ConfigError` when `host` is not an address of this machine.
@@ -56,7 +56,7 @@ def join_store(
 ) -> dist.TCPStore:
     """A client of the store at `host`:`port`, whose timeout is the deadline's remaining time.
 
-    Raises `PeerLostError` when nobody listens there, `DeadlineExceededError` when the store does not answer in time, or
+    Raises `PeerLostError` when no process listens there, `DeadlineExceededError` when the store does not answer in time, or
     `ClosedError` when `life` is closed meanwhile.
     """
     waiting = life or Lifecycle("store", lambda: None)
