@@ -29,7 +29,7 @@ from datetime import UTC, datetime
 from typing import Any, Self
 
 from weightlane.ckpt_engines import WorkerDiedError
-from weightlane.ckpt_engines.engines.torch_distributed.process_group import reserve_port
+from weightlane.ckpt_engines.engines.torch_distributed.tcp_store import reserve_port
 from weightlane.ckpt_engines.errors import DeadlineExceededError
 from weightlane.cli.bench.report.machine import this_machine
 from weightlane.cli.bench.workload.workload import Workload, named_workload

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from weightlane.ckpt_engines import ClosedError, Deadline, ProtocolError
 from weightlane.ckpt_engines.channels.mac import derive_key, new_secret
-from weightlane.ckpt_engines.engines.torch_distributed.process_group import join_store
+from weightlane.ckpt_engines.engines.torch_distributed.tcp_store import join_store
 
 from ..config import SILENCE_S
 from .hub.client import HubClient

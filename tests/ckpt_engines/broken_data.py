@@ -39,7 +39,7 @@ from weightlane.ckpt_engines import (
     WeightlaneError,
     WeightSender,
 )
-from weightlane.ckpt_engines.engines.shared_memory.shm import ShmConfig
+from weightlane.ckpt_engines.engines.shared_memory.segment_engine import SegmentConfig
 from weightlane.ckpt_engines.links.sender_link import SenderLink
 
 Call = Callable[..., Any]
@@ -376,7 +376,7 @@ class AllocatesOneBufferTwice(Healthy):
         return self.memory[:nbytes]
 
 
-class LooseConfig(ShmConfig):
+class LooseConfig(SegmentConfig):
     model_config = ConfigDict(extra="ignore")
 
 

@@ -25,7 +25,7 @@ def _halves_are_closed() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _closing_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy the machine is, a store is tidy when it has closed."""
-    monkeypatch.setattr("weightlane.ckpt_engines.engines.filesystem.engine._CLEANUP_S", HANG_S)
+    monkeypatch.setattr("weightlane.ckpt_engines.engines.filesystem.sender._CLEANUP_S", HANG_S)
 
 
 @pytest.fixture(params=["local", "s3", "memory"])

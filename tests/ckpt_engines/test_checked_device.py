@@ -334,8 +334,8 @@ def test_memory_that_its_owner_drops_stays_until_the_transfer_is_over(
                 self.link.post(bucket, RECEIVERS, Deadline.after(HANG_S))
             else:
                 self.link.half.post(bucket, SENDERS[0])  # the headers do not matter
-            self.link.half._under_way.clear()  # type: ignore[attr-defined]
-            self.link.half._held_back.clear()  # type: ignore[attr-defined]
+            self.link.half._posted.clear()  # type: ignore[attr-defined]
+            self.link.half._unstarted.clear()  # type: ignore[attr-defined]
 
     monkeypatch.setattr(Trainer, "send", give_up)
     monkeypatch.setattr(Rollout, "receive", give_up)

@@ -124,7 +124,8 @@ def connected_half(link: PlannedLink, name: str, device: int, fleet: Fleet) -> A
     made = kind(name, TorchDistributedConfig(), "nccl", where)
     made._ranks = {other: rank for rank, other in enumerate(members(link))}
     made._senders = len(link.senders)
-    made._group = DeviceGroup(Group(fleet, made._ranks[name], device), runtime_of(where))  # type: ignore[arg-type]
+    group: Any = Group(fleet, made._ranks[name], device)
+    made._group = DeviceGroup(group, runtime_of(where), name, "")
     return made
 
 

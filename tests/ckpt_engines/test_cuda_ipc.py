@@ -32,8 +32,8 @@ from weightlane.ckpt_engines.conformance.checks.base import ConformanceBase, Con
 from weightlane.ckpt_engines.conformance.processes.payload import Parcel
 from weightlane.ckpt_engines.engines.shared_memory import receiver as _segment_receiver
 from weightlane.ckpt_engines.engines.shared_memory.cuda_driver import HANDLE_BYTES, cuda_driver
-from weightlane.ckpt_engines.engines.shared_memory.cuda_memory import CudaSegments
-from weightlane.ckpt_engines.engines.shared_memory.segments import MappedSegment, OwnedSegment
+from weightlane.ckpt_engines.engines.shared_memory.cuda_memory import CudaSegmentKind
+from weightlane.ckpt_engines.engines.shared_memory.segments import Segment, SegmentMapping
 from weightlane.ckpt_engines.links.receiver_link import make_receiver_link
 from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
 
@@ -92,17 +92,17 @@ class TestDeviceMemory(ConformanceBase):
 def test_a_segment_that_the_device_has_no_room_for_is_a_storage_error() -> None:
     total = torch.cuda.mem_get_info()[1]
     with pytest.raises(StorageError, match="device memory"):
-        CudaSegments().create(2 * total, torch.device("cuda", 0))
+        CudaSegmentKind().create(2 * total, torch.device("cuda", 0))
 
 
 @pytest.mark.gpu
 @needs_gpu
 def test_memory_of_this_very_process_cannot_be_mapped_and_the_error_says_what_is_needed() -> None:
-    kind = CudaSegments()
+    kind = CudaSegmentKind()
     segment = kind.create(MIB, torch.device("cuda", 0))
     description, _ = segment.describe()
     with pytest.raises(TransportError, match="nccl"):
-        kind.adopt(segment.nbytes, description, (), segment.data.device)
+        kind.map_segment(segment.nbytes, description, (), segment.data.device)
 
 
 @pytest.mark.parametrize("handle", [None, 7, "", "no base64!", base64.b64encode(b"x" * (HANDLE_BYTES - 1)).decode()])
@@ -110,23 +110,23 @@ def test_memory_of_this_very_process_cannot_be_mapped_and_the_error_says_what_is
 @pytest.mark.gpu
 def test_a_handle_of_another_form_is_refused_before_the_driver_sees_it(handle: object) -> None:
     with pytest.raises(ProtocolError, match="handle"):
-        CudaSegments().adopt(MIB, {"memory": handle, "event": handle}, (), torch.device("cuda", 0))
+        CudaSegmentKind().map_segment(MIB, {"memory": handle, "event": handle}, (), torch.device("cuda", 0))
 
 
 def test_a_bucket_outside_of_cuda_memory_is_refused() -> None:
     with pytest.raises(TransportError, match="cpu"):
-        CudaSegments().adopt(MIB, {}, (), torch.device("cpu"))
+        CudaSegmentKind().map_segment(MIB, {}, (), torch.device("cpu"))
 
 
 def test_descriptors_that_a_sender_passes_although_there_are_none_are_closed() -> None:
     passed = os.open("/dev/null", os.O_RDONLY)
     with pytest.raises(TransportError, match="cpu"):
-        CudaSegments().adopt(MIB, {}, (passed,), torch.device("cpu"))
+        CudaSegmentKind().map_segment(MIB, {}, (passed,), torch.device("cpu"))
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(passed)
 
 
-class Something(OwnedSegment):
+class Something(Segment):
     """Stands for device memory."""
 
     def describe(self) -> tuple[dict[str, Any], tuple[int, ...]]:
@@ -141,7 +141,7 @@ def test_memory_is_held_until_the_last_receiver_that_may_map_it_has_hung_up() ->
     life = Lifecycle("sender", lambda: None)
     segment = Something()
     gone = weakref.ref(segment)
-    CudaSegments().hang_up([Channel(ours, life, "receiver") for ours, _ in pairs], [segment])
+    CudaSegmentKind().before_close([Channel(ours, life, "receiver") for ours, _ in pairs], [segment])
     del segment
     (_, first), (_, second) = pairs
     first.close()
@@ -173,7 +173,7 @@ def test_a_peer_on_another_host_is_refused_before_any_device_is_touched(tmp_path
     link.close()
 
 
-class Copying(MappedSegment):
+class Copying(SegmentMapping):
     """Stands for mapped memory out of which a copy may still run."""
 
     def __init__(self) -> None:
@@ -196,11 +196,11 @@ def test_a_receiver_that_is_closed_during_a_copy_is_not_taken_for_gone_before_it
     monkeypatch.setattr(_segment_receiver, "_LAST_COPY_WAIT_S", 0.05)
     ours, senders = socket.socketpair()
     life = Lifecycle("receiver", lambda: None)
-    receiver = _segment_receiver.SegmentReceiver("receiver", CudaSegments(), torch.device("cpu"))
+    receiver = _segment_receiver.SegmentReceiver("receiver", CudaSegmentKind(), torch.device("cpu"))
     receiver._channels = {"s": Channel(ours, life, "s")}
     stuck, ended = Copying(), Copying()
     ended.over = True
-    receiver._segments = {("s", 0): stuck, ("s", 1): ended}
+    receiver._mappings = {("s", 0): stuck, ("s", 1): ended}
     receiver.close()
     assert ended.closed
     senders.setblocking(False)

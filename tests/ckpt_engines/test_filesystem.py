@@ -44,7 +44,8 @@ from weightlane.ckpt_engines import (
     VersionFiles,
 )
 from weightlane.ckpt_engines.conformance import ConformanceBase, ConnectionMaker, Parcel
-from weightlane.ckpt_engines.engines.filesystem.store_directory import Guard, StoreDirectory
+from weightlane.ckpt_engines.engines.filesystem.guard import Guard
+from weightlane.ckpt_engines.engines.filesystem.store_directory import StoreDirectory
 
 
 def test_a_version_is_files_that_safetensors_reads_and_receivers_get_every_byte(place: Place) -> None:
@@ -161,7 +162,7 @@ def test_a_file_that_another_host_has_replaced_under_our_hands_is_read_again(
             raise OSError(errno.ESTALE, "Stale file handle")
         return fstat(descriptor)
 
-    monkeypatch.setattr("weightlane.ckpt_engines.engines.filesystem.store_directory.os.fstat", sometimes_stale)
+    monkeypatch.setattr("weightlane.ckpt_engines.engines.filesystem.payload_file.os.fstat", sometimes_stale)
     assert torch.equal(received(receiver, 1, 0, 1000), content(1, 0, 1000))
     assert stale == [0]
 

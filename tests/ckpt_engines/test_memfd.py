@@ -12,7 +12,7 @@ import pytest
 from waiting import HANG_S
 
 from weightlane.ckpt_engines.engines.shared_memory import memfd as _memfd
-from weightlane.ckpt_engines.engines.shared_memory.memfd import MappedFile, MemfdSegment
+from weightlane.ckpt_engines.engines.shared_memory.memfd import MemfdMapping, MemfdSegment
 
 NBYTES = 8 << 20
 
@@ -43,7 +43,7 @@ def test_pages_are_there_once_a_segment_is_mapped_and_other_threads_get_on_meanw
     threading.Thread(target=other, daemon=True).start()
     segment = MemfdSegment(NBYTES)
     segment.data.fill_(7)
-    mapped = MappedFile(os.dup(segment.descriptor), NBYTES)
+    mapped = MemfdMapping(os.dup(segment.descriptor), NBYTES)
     assert went_on.is_set()
     assert resident_bytes() == [NBYTES]
     assert bool(mapped.view(0, NBYTES).eq(7).all())

@@ -177,7 +177,7 @@ def test_leaving_a_group_does_not_wait_for_a_library_that_never_returns_from_its
 ) -> None:
     monkeypatch.setattr("weightlane.ckpt_engines.engines.torch_distributed.device_group._ABORT_WAIT_S", 0.05)
     backend = StuckBackend()
-    group = DeviceGroup(backend, runtime_of(HOST))  # type: ignore[arg-type]
+    group = DeviceGroup(backend, runtime_of(HOST), "half", "")  # type: ignore[arg-type]
     group.close()
     wait_until(lambda: backend.entered == 1, "abort")
     group.close()

@@ -33,13 +33,11 @@ from weightlane.ckpt_engines.engines.torch_distributed.gloo_connect import conne
 from weightlane.ckpt_engines.engines.torch_distributed.process_group import (
     Group,
     abandon_gloo,
-    host_store,
-    join_store,
     open_process_group,
-    reserve_port,
     start_broadcast,
     translate,
 )
+from weightlane.ckpt_engines.engines.torch_distributed.tcp_store import host_store, join_store, reserve_port
 from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
 
 
@@ -194,7 +192,7 @@ def test_a_member_that_comes_and_is_not_heard_of_again_is_lost(monkeypatch: pyte
     store, _ = host_store("127.0.0.1")
     store.set("try0/here/1", "")
     store.add("try0/here", 1)
-    with pytest.raises(PeerLostError, match="rank 1 came to the group and was not heard of again"):
+    with pytest.raises(PeerLostError, match="rank 1 joined the group and then fell silent"):
         open_process_group("gloo", store, 0, 2, Deadline.after(NEVER_S))
 
 

@@ -33,7 +33,7 @@ from weightlane.ckpt_engines.channels.local_socket import host_identity
 from weightlane.ckpt_engines.conformance.checks.base import ConformanceBase, ConnectionMaker
 from weightlane.ckpt_engines.conformance.processes.payload import Parcel
 from weightlane.ckpt_engines.conformance.processes.pool import RemoteHalf
-from weightlane.ckpt_engines.engines.shared_memory.memfd import MappedFile, MemfdSegment
+from weightlane.ckpt_engines.engines.shared_memory.memfd import MemfdMapping, MemfdSegment
 from weightlane.ckpt_engines.links.receiver_link import make_receiver_link
 from weightlane.ckpt_engines.links.sender_link import make_sender_link
 from weightlane.ckpt_engines.runtime.available_memory import available_memory_bytes
@@ -164,7 +164,7 @@ def test_a_descriptor_that_is_no_segment_of_the_announced_size_is_refused(tmp_pa
         file.truncate(4096)
     for path, nbytes in ((f"/proc/self/fd/{segment.descriptor}", 8192), (str(tmp_path / "file"), 4096)):
         with Path(path).open("r+b") as opened, pytest.raises(ProtocolError, match="cannot map"):
-            MappedFile(os.dup(opened.fileno()), nbytes)
+            MemfdMapping(os.dup(opened.fileno()), nbytes)
     segment.retire()
 
 

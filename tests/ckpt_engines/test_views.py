@@ -65,7 +65,7 @@ def test_nobody_but_the_sender_can_map_the_memory_to_write_to_it(engine: Segment
     memory = filled(engine, MIB, 1)
     found = engine._arena.find(memory)
     assert found is not None
-    _, (descriptor,) = found[1].describe()
+    _, (descriptor,) = found[0].describe()
     with pytest.raises(PermissionError):
         mmap.mmap(descriptor, MIB)
     memory.fill_(2)
@@ -107,7 +107,7 @@ def test_a_freed_segment_is_unmapped_by_receivers_with_the_next_bucket_and_held_
     session.release(1)
     found = engine._arena.find(first)
     assert found is not None
-    segment = weakref.ref(found[1])
+    segment = weakref.ref(found[0])
     del found
     engine.free(first)
     del first

@@ -14,7 +14,7 @@ from store_writer import Writer, tensors_of
 from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import Deadline, StorageError, SyncAbortedError
-from weightlane.ckpt_engines.engines.filesystem.engine import FilesystemSender
+from weightlane.ckpt_engines.engines.filesystem.sender import FilesystemSender
 from weightlane.sync.send.version_storing import VersionStoring
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from weightlane.ckpt_engines import ConfigError
-from weightlane.ckpt_engines.engines.torch_distributed.process_group import reserve_port
+from weightlane.ckpt_engines.engines.torch_distributed.tcp_store import reserve_port
 from weightlane.sync.version.tensor_spec import LocalShard
 
 from ..config import TrainerConfig

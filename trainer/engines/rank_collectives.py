@@ -27,7 +27,8 @@ from weightlane.ckpt_engines import (
     error_from_wire,
 )
 from weightlane.ckpt_engines.engines.torch_distributed.gloo_connect import connect_gloo
-from weightlane.ckpt_engines.engines.torch_distributed.process_group import host_store, join_store, translate
+from weightlane.ckpt_engines.engines.torch_distributed.process_group import translate
+from weightlane.ckpt_engines.engines.torch_distributed.tcp_store import host_store, join_store
 
 _RETRY_S = 0.05
 _HINT = "Check that the other trainer ranks are alive, or raise trainer.collective_timeout_s."

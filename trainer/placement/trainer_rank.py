@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, GradientError, ProtocolError
-from weightlane.ckpt_engines.engines.torch_distributed.process_group import reserve_port
+from weightlane.ckpt_engines.engines.torch_distributed.tcp_store import reserve_port
 from weightlane.plugins import process_hooks
 from weightlane.sync import CheckpointEngineConfig, Placement, Publisher, SyncConfig, dtype_of
 

@@ -1,7 +1,7 @@
-"""Names and small JSON files of the filesystem engine; `filesystem` shows where they lie.
+"""Names and small JSON files of the filesystem engine, in the layout that the `engine` module shows.
 
-Everything read here may have been written by anybody who can reach the directory: it is validated, and never becomes a path
-unchecked.
+Any process that can reach the directory may have written what is parsed here. So all of it is validated before it becomes a
+path.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ SENDER = re.compile(r"sender-(0|[1-9]\d{0,5})")
 VERSION = re.compile(r"v(0|[1-9]\d{0,17})")
 DOCUMENT = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,100}")
 COMMITTED = "COMMITTED"
-"""Marks a version directory that is complete and has served. For people; readers go by `latest_name`."""
+"""File that marks a version directory that is complete and has served. It is for people; readers use `latest_name`."""
 SENDER_FILE = "sender.json"
+"""File with the identity of the process that writes to a sender's directory."""
 
 
 class CommittedVersion(BaseModel):
-    """A version that serves or has served, and the directory it lies in, relative to the engine's path."""
+    """A version that serves or has served, and its directory relative to the engine's path."""
 
     model_config = ConfigDict(frozen=True, strict=True)
 
@@ -37,7 +38,7 @@ class CommittedVersion(BaseModel):
 
     @property
     def sender_directory(self) -> str:
-        """Of the sender that wrote it."""
+        """Directory of the sender that wrote the version."""
         return self.directory.rpartition("/")[0]
 
 
@@ -53,14 +54,14 @@ class _SenderOnDisk(BaseModel):
 
 
 def checked_session(topology: Topology, part: str) -> str:
-    """The session's name, which comes from a peer and becomes a directory."""
+    """The session's name, which a peer has chosen and which becomes a directory. Raises `ProtocolError` for a bad one."""
     if not SESSION.fullmatch(topology.session):
         raise ProtocolError(f"{topology.session!r} is not a session name.", part=part)
     return topology.session
 
 
 def sender_directory(topology: Topology, sender: str, part: str) -> str:
-    """Relative directory of a sender. Its name may hold anything, so its place in the topology is used."""
+    """Relative directory of a sender: its place in the topology, since its name may have any characters."""
     session = checked_session(topology, part)
     try:
         place = list(topology.senders).index(sender)
@@ -75,24 +76,24 @@ def version_directory(directory: str, version: int) -> str:
 
 
 def payload_name(bucket: Bucket) -> str:
-    """File that a bucket is in."""
+    """Name of the file that has the bucket's bytes."""
     return bucket_file_name(int(bucket.part.first if bucket.part else bucket.index))
 
 
 def latest_name(directory: str) -> str:
-    """File that names the newest committed version of the senders that have the place of `directory` in their topology."""
+    """Name of the file that lists the committed versions of all senders whose place in the topology is that of `directory`."""
     place = directory.rpartition("-")[2]
     return "latest.json" if place == "0" else f"latest-{place}.json"
 
 
 def latest_text(committed: Sequence[CommittedVersion]) -> str:
-    """Contents of that file: the newest version, and all that are kept, newest first."""
+    """Text of the file `latest_name`: the newest version, and all that are kept, newest first."""
     listed = [entry.model_dump() for entry in committed]
     return json.dumps({**listed[0], "committed": listed}, indent=1) + "\n"
 
 
 def parse_latest(text: str, path: str, part: str) -> list[CommittedVersion]:
-    """Undo `latest_text`; `ProtocolError` for anything else."""
+    """Parse the output of `latest_text`. Raises `ProtocolError` for any other text."""
     try:
         committed = _LatestOnDisk.model_validate_json(text).committed
     except ValidationError as error:
@@ -105,12 +106,12 @@ def parse_latest(text: str, path: str, part: str) -> list[CommittedVersion]:
 
 
 def sender_text(process: Mapping[str, Any], oldest: int) -> str:
-    """Contents of `SENDER_FILE`: which process writes here, and which of its versions is the oldest that is still there."""
+    """Text of `SENDER_FILE`: the identity of the sender's process, and the oldest version that it has not removed."""
     return json.dumps({"process": dict(process), "oldest": oldest})
 
 
 def parse_sender(text: str) -> tuple[dict[str, Any], int]:
-    """Undo `sender_text`. What is not of that form was written by nobody, and removed nothing."""
+    """Parse the output of `sender_text`. Any other text counts as an unknown process that has removed nothing."""
     try:
         found = _SenderOnDisk.model_validate_json(text)
     except ValidationError:

@@ -1,4 +1,4 @@
-"""Files that are written piece by piece and appear under their names when they are finished, as a whole."""
+"""`PartialFile`: a file that is written bucket by bucket and appears under its name as a whole when it is finished."""
 
 from __future__ import annotations
 
@@ -9,35 +9,34 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
-LOCAL_STEP_BYTES = 8 << 20
-"""Between two looks at the deadline."""
+from .payload_file import LOCAL_STEP_BYTES
 
 Check = Callable[[], None]
-"""Raises when it is time to stop."""
+"""Raises an error when it is time to stop."""
 
 
 class PartialFile(ABC):
-    """A file on its way. Whoever begins one calls `finish` or `discard`; after any error only `discard`."""
+    """A file that is not visible yet. Its writer calls `finish` or `discard`, and only `discard` after any error."""
 
     def __init__(self, final: str) -> None:
         self.final = final
-        """Where it will be."""
+        """Path under which the finished file appears."""
 
     @abstractmethod
     def write(self, content: Sequence[bytes | memoryview], check: Check) -> None:
-        """Append `content`, piece after piece."""
+        """Append `content`."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Let it appear, in the place of any other of that name."""
+        """Make the file visible, in the place of any other of that name."""
 
     @abstractmethod
     def discard(self) -> None:
-        """Let nothing of it remain. Idempotent, never raises."""
+        """Remove the file. Idempotent, never raises."""
 
 
 class LocalPartialFile(PartialFile):
-    """On the operating system's file system: under a temporary name until it is renamed."""
+    """A file on the operating system's file system, under a temporary name until it is renamed."""
 
     def __init__(self, final: str, *, fsync: bool) -> None:
         super().__init__(final)
@@ -48,9 +47,9 @@ class LocalPartialFile(PartialFile):
         self._file: BinaryIO = open(self._unfinished, "wb", buffering=0)  # noqa: SIM115, PTH123 - closed by finish and discard
 
     def write(self, content: Sequence[bytes | memoryview], check: Check) -> None:
-        """See `PartialFile.write`. Looks at the deadline every few MiB."""
-        for piece in content:
-            rest = memoryview(piece)
+        """See `PartialFile.write`. Calls `check` every few MiB."""
+        for chunk in content:
+            rest = memoryview(chunk)
             while rest:
                 check()
                 rest = rest[self._file.write(rest[:LOCAL_STEP_BYTES]) :]
@@ -77,11 +76,11 @@ class LocalPartialFile(PartialFile):
 
 
 class RemotePartialFile(PartialFile):
-    """On any other: an upload in parts, which is there once it was completed, or a file that is renamed then.
+    """A file on any other file system: an upload in parts that is visible once completed, or a file that is renamed then.
 
     Args:
         fs: The fsspec file system.
-        final: Where it will be.
+        final: Path under which the finished file appears.
         atomic: Whether an upload appears as a whole by itself.
     """
 
@@ -94,10 +93,10 @@ class RemotePartialFile(PartialFile):
         self._file = fs.open(self._target, "wb")
 
     def write(self, content: Sequence[bytes | memoryview], check: Check) -> None:
-        """See `PartialFile.write`. What is written is copied, and uploaded when there is enough for a part."""
-        for piece in content:
+        """See `PartialFile.write`. Copies `content`, and uploads it when there is enough for a part."""
+        for chunk in content:
             check()
-            self._file.write(bytes(piece))
+            self._file.write(bytes(chunk))
 
     def finish(self) -> None:
         """See `PartialFile.finish`."""
@@ -111,7 +110,7 @@ class RemotePartialFile(PartialFile):
             with contextlib.suppress(Exception):
                 self._file.discard()
             with contextlib.suppress(Exception):
-                self._file.closed = True  # its destructor would close it, and to close an upload is to complete it
+                self._file.closed = True  # its destructor would close the upload, which completes it
         else:
             with contextlib.suppress(Exception):
                 self._file.close()
@@ -120,5 +119,5 @@ class RemotePartialFile(PartialFile):
 
 
 def _unfinished(final: str) -> str:
-    """A name nobody else uses: two processes may write the same file."""
+    """A temporary name that no other writer uses, since two processes may write the same file."""
     return f"{final}.{secrets.token_hex(4)}.part"

@@ -1,4 +1,4 @@
-"""`StoredVersion`: reading what the ``filesystem`` engine has committed, outside of any session."""
+"""`StoredVersion`: reads a version that the ``filesystem`` engine has committed, outside of any session."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from ...contract.bucket import Bucket
 from ...deadline import Deadline
 from ...errors import ProtocolError, StorageError
 from .file_names import DOCUMENT, CommittedVersion, payload_name
-from .store_directory import StoreDirectory, standalone_guard
+from .guard import standalone_guard
+from .store_directory import StoreDirectory
 from .versions import committed_versions, read_bucket
 
 _PART = "stored version"
@@ -17,9 +18,9 @@ _FIRST_SENDER = "any-session/sender-0"
 
 
 class StoredVersion:
-    """A committed version in the directory or at the fsspec URL that was a ``filesystem`` engine's ``path``.
+    """A committed version in the directory or at the fsspec URL that is a ``filesystem`` engine's ``path``.
 
-    It stays readable for as long as the engine keeps it (``keep_versions``).
+    The version stays readable for as long as the engine keeps it (``keep_versions``).
     """
 
     def __init__(self, store: StoreDirectory, entry: CommittedVersion) -> None:
@@ -45,16 +46,16 @@ class StoredVersion:
 
     @property
     def version(self) -> int:
-        """Its number."""
+        """The version's number."""
         return self._entry.version
 
     @property
     def location(self) -> str:
-        """Where it lies, as the file system knows it; fresh for every publication."""
+        """The version's directory in its file system, which no other publication has."""
         return self._store.full(self._entry.directory)
 
     def document(self, name: str, deadline: Deadline) -> str:
-        """Text of one of its documents. `StorageError` when it is not there."""
+        """Text of one of the version's documents. Raises `StorageError` when it is missing."""
         if not DOCUMENT.fullmatch(name):
             raise ProtocolError(f"{name!r} is not the name of a document.", part=_PART)
         with standalone_guard(_PART, deadline) as guard:
@@ -64,7 +65,7 @@ class StoredVersion:
         return text
 
     def read(self, bucket: Bucket, deadline: Deadline) -> None:
-        """Fill `bucket`. `StorageError` when it is not there, `ProtocolError` when it has another size."""
+        """Fill `bucket`. Raises `StorageError` when its file is missing, `ProtocolError` when the file has another size."""
         with standalone_guard(_PART, deadline) as guard:
             if not read_bucket(self._store, self._entry.directory, bucket, guard):
                 raise self._missing(payload_name(bucket))

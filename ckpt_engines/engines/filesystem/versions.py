@@ -1,4 +1,4 @@
-"""What can be done with the versions in a store directory: read buckets, find the committed ones, remove the others."""
+"""Versions in a store directory: reading buckets, finding committed versions, removing the others."""
 
 from __future__ import annotations
 
@@ -19,23 +19,28 @@ from .file_names import (
     parse_sender,
     payload_name,
 )
+from .guard import Guard
+from .payload_file import byte_view
 from .process_identity import is_dead
-from .store_directory import Guard, StoreDirectory, byte_view
+from .store_directory import StoreDirectory
 
 _log = logging.getLogger(__name__)
 
 
 def read_bucket(store: StoreDirectory, directory: str, bucket: Bucket, guard: Guard) -> bool:
-    """Fill `bucket` from the version in `directory`; False when its file is not there (yet).
+    """Fill `bucket` from the version in `directory`. Returns False when the bucket's file is not there (yet).
 
-    Raises `ProtocolError` when it has another size than the bucket, or all that are in it, or `StorageError`.
+    Raises `ProtocolError` when the file has another size than its buckets, or `StorageError`.
     """
     offset, total = (bucket.part.offset, bucket.part.total) if bucket.part else (0, bucket.nbytes)
     return store.read_payload(f"{directory}/{payload_name(bucket)}", byte_view(bucket.data), guard, offset, total)
 
 
 def committed_versions(store: StoreDirectory, directory: str, guard: Guard) -> list[CommittedVersion]:
-    """The committed versions of all senders with the place of `directory`, newest first; `ProtocolError` if unreadable."""
+    """The committed versions of all senders whose place is that of `directory`, newest first.
+
+    Raises `ProtocolError` if the list is malformed.
+    """
     name = latest_name(directory)
     text = store.read_text(name, guard)
     return [] if text is None else parse_latest(text, store.full(name), guard.life.part)
@@ -48,20 +53,20 @@ def is_in_use(store: StoreDirectory, directory: str, guard: Guard) -> bool:
 
 
 def remove_version(store: StoreDirectory, directory: str, guard: Guard) -> None:
-    """Remove a version, and the directories around it if nothing else is in them."""
+    """Remove a version, and the directories around it if they are empty then."""
     store.remove(f"{directory}/{COMMITTED}", guard)  # first, so that no incomplete version carries it
     store.remove_tree(directory, guard)
     _remove_empty(store, directory.rpartition("/")[0], guard)
 
 
 def remove_sender(store: StoreDirectory, directory: str, guard: Guard) -> None:
-    """Remove what says that a sender writes to `directory`, and the directories if there is no version in them."""
+    """Remove `SENDER_FILE` from a sender's directory, and the directory and its session's if they are empty then."""
     store.remove(f"{directory}/{SENDER_FILE}", guard)
     _remove_empty(store, directory, guard)
 
 
 def remove_leftovers(store: StoreDirectory, guard: Guard) -> None:
-    """Remove what dead senders of this host left, except for their committed versions."""
+    """Remove the files of dead senders of this host, except for their committed versions."""
     for session in filter(SESSION.fullmatch, store.names("", guard)):
         for sender in filter(SENDER.fullmatch, store.names(session, guard)):
             directory = f"{session}/{sender}"
@@ -69,8 +74,8 @@ def remove_leftovers(store: StoreDirectory, guard: Guard) -> None:
             if text is not None and is_dead(parse_sender(text)[0]):
                 try:
                     _remove_leftovers_of(store, directory, guard)
-                except (StorageError, ProtocolError) as error:  # somebody else may be at it
-                    _log.info("%s: what a dead sender left was not removed: %s", guard.life.part, error)
+                except (StorageError, ProtocolError) as error:  # another sender may be removing them
+                    _log.info("%s: the files of a dead sender were not removed: %s", guard.life.part, error)
 
 
 def _remove_leftovers_of(store: StoreDirectory, directory: str, guard: Guard) -> None:
@@ -79,7 +84,7 @@ def _remove_leftovers_of(store: StoreDirectory, directory: str, guard: Guard) ->
     for name in store.names(directory, guard):
         path = f"{directory}/{name}"
         if VERSION.fullmatch(name):
-            # If the list of committed versions is lost, what is marked as one stays.
+            # If the list of committed versions is lost, versions with the mark stay.
             marked = not committed and store.read_text(f"{path}/{COMMITTED}", guard) is not None
             if path not in kept and not marked:
                 store.remove(f"{path}/{COMMITTED}", guard)

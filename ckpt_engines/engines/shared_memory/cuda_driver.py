@@ -1,10 +1,10 @@
-"""The dozen functions of the CUDA driver that pass device memory to another process.
+"""`CudaDriver`: the dozen functions of the CUDA driver that pass device memory to another process.
 
-torch can share its own storages (``_share_cuda_``), but that is made for tensors that travel: it shares whole blocks of the
-caching allocator together with whatever else lies in them, counts references in a named file in /dev/shm that a killed
-process leaves behind, keeps memory until a peer that may be dead has counted down, and refuses or changes the handle with
-expandable segments. Segments are therefore allocated by the driver itself, each on its own. Its library has one name and
-a stable interface wherever CUDA runs, so `ctypes` reaches it without another dependency.
+torch can share its own storages (``_share_cuda_``), but that shares whole blocks of the caching allocator together with
+whatever else lies in them. It counts references in a named file in /dev/shm, which a killed process leaves behind, and keeps
+memory until a peer that may be dead has counted down. With expandable segments it refuses or changes the handle. So the driver
+allocates each segment on its own. Its library has one name and a stable interface wherever CUDA runs, so `ctypes` reaches it
+without another dependency.
 
 Source: CUDA driver API reference, sections "Memory Management" and "Primary Context Management".
 """
@@ -22,9 +22,11 @@ HANDLE_BYTES = 64
 """Size of a memory handle (``CU_IPC_HANDLE_SIZE``)."""
 _PART = "CUDA driver"
 _OUT_OF_MEMORY = 2
+"""``CUDA_ERROR_OUT_OF_MEMORY``."""
 _LAZY_ENABLE_PEER_ACCESS = 1
+"""``CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS``."""
 _GRANULE_BYTES = 2 << 20
-"""Smaller allocations share a block, and a handle always opens all of its block to the other process."""
+"""Allocations are multiples of this: smaller ones share a block, and a handle opens all of its block to the other process."""
 
 
 class _IpcHandle(ctypes.Structure):
@@ -37,7 +39,7 @@ class CudaDriver:
     """Calls the driver in the primary context of a device, the one that torch uses.
 
     Devices are torch's indices: both honour ``CUDA_VISIBLE_DEVICES``. Every method raises `TransportError` with the driver's
-    own name for what went wrong. Use `cuda_driver` instead of making one.
+    own name of the error. Use `cuda_driver` instead of making one.
     """
 
     def __init__(self) -> None:
@@ -64,12 +66,12 @@ class CudaDriver:
         return pointer.value
 
     def free(self, device: int, pointer: int) -> None:
-        """Give back what `allocate` returned. Waits for the device to be done with it."""
+        """Free memory that `allocate` returned. Waits for the device to be done with it."""
         with self._context(device):
             self._call("cuMemFree_v2", ctypes.c_uint64(pointer))
 
     def export(self, device: int, pointer: int) -> bytes:
-        """The handle by which another process opens what `allocate` returned."""
+        """The handle with which another process opens memory that `allocate` returned."""
         handle = _IpcHandle()
         with self._context(device):
             self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(pointer))
@@ -88,7 +90,7 @@ class CudaDriver:
         return pointer.value
 
     def close(self, device: int, pointer: int) -> None:
-        """Unmap what `open` returned."""
+        """Unmap memory that `open` returned."""
         with self._context(device):
             self._call("cuIpcCloseMemHandle", ctypes.c_uint64(pointer))
 

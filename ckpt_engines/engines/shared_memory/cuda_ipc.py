@@ -1,7 +1,6 @@
 """The CUDA IPC engine: buckets stay in the sender's device memory, and receivers on the same host copy them out of it.
 
-For trainer and rollout on one GPU, which NCCL refuses, and for GPUs that reach each other over NVLink or PCIe. The protocol
-is that of ``shm``; only the memory is another kind.
+For trainer and rollout on one GPU, which NCCL refuses, and for GPUs that reach each other over NVLink or PCIe.
 """
 
 from __future__ import annotations
@@ -9,31 +8,16 @@ from __future__ import annotations
 import sys
 
 import torch
-from pydantic import Field
 
 from ...contract.capabilities import Capabilities, Delivery
-from ...contract.engine import API_VERSION
 from ...runtime.devices import is_available
-from .cuda_memory import CudaSegments
-from .segment_engine import SegmentConfig, SegmentEngine
-
-
-class CudaIpcConfig(SegmentConfig):
-    """Options of ``cuda_ipc``."""
-
-    max_shared_mib: int | None = Field(
-        None,
-        ge=1,
-        description="Most device memory (MiB) that one trainer process holds; what would exceed it is refused in words."
-        " Without it, as much as the device has.",
-    )
+from .cuda_memory import CudaSegmentKind
+from .segment_engine import SegmentEngine
 
 
 class CudaIpcEngine(SegmentEngine):
     """CUDA memory shared between processes of one host. For processes that share a GPU, or whose GPUs reach each other."""
 
-    api_version = API_VERSION
-    config_type = CudaIpcConfig
     capabilities = Capabilities(
         devices=frozenset({"cuda"}),
         delivery=frozenset({Delivery.BROADCAST, Delivery.POINT_TO_POINT}),
@@ -41,7 +25,7 @@ class CudaIpcEngine(SegmentEngine):
         zero_copy=True,
     )
     label = "cuda_ipc"
-    segment_kind = CudaSegments
+    segment_kind = CudaSegmentKind
 
     @classmethod
     def unavailable_reason(cls) -> str | None:

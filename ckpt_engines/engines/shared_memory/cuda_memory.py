@@ -1,9 +1,8 @@
-"""Segments in CUDA memory: the sender's memory is mapped by another process, through CUDA's interprocess handles.
+"""Segments of ``cuda_ipc``: device memory that another process maps through CUDA's interprocess handles.
 
-Who waits for whom: the sender records an interprocess event behind whatever wrote the bucket, and announces the bucket. The
-receiver asks the event until it has passed, copies on a stream of its own, asks an event behind the copy, and acknowledges.
-No stream ever waits for another process, so a peer that dies or stops in the middle blocks a host thread until the deadline
-and never a device.
+The sender records an interprocess event behind the work that wrote the bucket, and announces the bucket. The receiver polls the
+event until it has passed, copies on a stream of its own, polls an event behind the copy, and acknowledges. No stream ever waits
+for another process, so a peer that dies or stops in the middle blocks a host thread until the deadline and never a device.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from ...channels.channel import Address, Channel
 from ...errors import ProtocolError, StorageError, TransportError
 from ...runtime.devices import CudaRuntime, runtime_of
 from .cuda_driver import HANDLE_BYTES, CudaDriver, cuda_driver
-from .segments import MappedSegment, OwnedSegment, SegmentKind, close_descriptors
+from .segments import Segment, SegmentKind, SegmentMapping, close_descriptors, duplicate_sockets
 
 _PART = "CUDA memory"
 _OTHER_ENGINES = "Set checkpoint_engine.backend to nccl, or gloo."
 
 
-class _Block:
-    """Device memory of its own, given back when nothing refers to it any more.
+class _DeviceMemory:
+    """Memory allocated by the driver, freed when nothing refers to this object any more.
 
-    torch looks at it through ``__cuda_array_interface__`` (version 3) and then keeps it alive.
+    torch makes a tensor of it through ``__cuda_array_interface__`` (version 3) and then keeps it alive.
     """
 
     def __init__(self, driver: CudaDriver, device: int, nbytes: int) -> None:
@@ -52,32 +51,32 @@ def _quietly_free(driver: CudaDriver, device: int, pointer: int) -> None:
         driver.free(device, pointer)
 
 
-class CudaSegment(OwnedSegment):
-    """Memory on one device of the process that made it."""
+class CudaSegment(Segment):
+    """A segment in the memory of one device."""
 
     def __init__(self, runtime: CudaRuntime, nbytes: int) -> None:
         driver, index = cuda_driver(), runtime.device.index
         try:
-            block = _Block(driver, index, nbytes)
+            memory = _DeviceMemory(driver, index, nbytes)
         except StorageError:
-            runtime.forget_unused()  # torch may hold what others gave back
-            block = _Block(driver, index, nbytes)
+            runtime.forget_unused()  # torch's cache may keep unused memory
+            memory = _DeviceMemory(driver, index, nbytes)
         self.nbytes = nbytes
-        self.data = runtime.tensor_over(block)
+        self.data = runtime.tensor_over(memory)
         self._runtime = runtime
         self._stream = runtime.new_stream()
         self._written, handle = runtime.interprocess_event()
         self._description = {
-            "memory": _encode(driver.export(index, block.pointer)),
+            "memory": _encode(driver.export(index, memory.pointer)),
             "event": _encode(handle),
         }
 
     def describe(self) -> tuple[Mapping[str, Any], Sequence[int]]:
-        """See `OwnedSegment.describe`."""
+        """See `Segment.describe`."""
         return self._description, ()
 
     def copy_in(self, data: torch.Tensor, after: Any) -> Any:
-        """See `OwnedSegment.copy_in`."""
+        """See `Segment.copy_in`."""
         with self._runtime.on(self._stream):
             self._runtime.wait_for(self._stream, after)
             self.data[: data.numel()].copy_(data, non_blocking=True)
@@ -86,17 +85,17 @@ class CudaSegment(OwnedSegment):
         return self._runtime.recorded(self._stream)
 
     def publish(self, after: Any) -> None:
-        """See `OwnedSegment.publish`: have the event that the receivers ask pass with `after`."""
+        """See `Segment.publish`. Has the event that receivers poll pass with `after`."""
         with self._runtime.on(self._stream):
             self._runtime.wait_for(self._stream, after)
             self._written.record(self._stream)
 
     def retire(self) -> None:
-        """See `OwnedSegment.retire`. CUDA forbids to free what another process maps, so whoever knows of one holds this."""
+        """See `Segment.retire`. The memory is freed with the last reference: CUDA forbids it while another process maps it."""
 
 
-class CudaMapping(MappedSegment):
-    """Another process's segment, mapped for copies to a device."""
+class CudaMapping(SegmentMapping):
+    """A segment of another process, mapped for copies to a device."""
 
     def __init__(self, runtime: CudaRuntime, nbytes: int, description: Mapping[str, Any]) -> None:
         self._driver = cuda_driver()
@@ -117,11 +116,11 @@ class CudaMapping(MappedSegment):
             raise _cannot_map(runtime.device, error) from error
 
     def written(self) -> bool:
-        """See `MappedSegment.written`. The thread asks, no stream waits: a sender that is gone blocks nothing on the device."""
+        """See `SegmentMapping.written`. The thread polls and no stream waits, so a sender that is gone blocks no device."""
         return bool(self._written.query())
 
     def start_copy(self, offset: int, into: torch.Tensor, after: Any) -> Callable[[], bool]:
-        """See `MappedSegment.start_copy`."""
+        """See `SegmentMapping.start_copy`."""
         self._runtime.wait_for(self._stream, after)
         source, stream = self._pointer + offset, self._stream.cuda_stream
         self._driver.copy(self._index, into.data_ptr(), source, into.numel(), stream)
@@ -130,29 +129,29 @@ class CudaMapping(MappedSegment):
         return lambda: bool(copied.query())
 
     def copied(self) -> bool:
-        """See `MappedSegment.copied`: a copy may still run if its deadline passed."""
+        """See `SegmentMapping.copied`. A copy whose deadline has passed may still run."""
         try:
             return bool(self._copied.query())
         except RuntimeError:  # after a fault nothing runs any more
             return True
 
     def close(self) -> None:
-        """See `MappedSegment.close`."""
+        """See `SegmentMapping.close`."""
         with contextlib.suppress(TransportError):  # after a fault nothing is mapped any more
             self._driver.close(self._index, self._pointer)
 
 
-class CudaSegments(SegmentKind):
-    """Segments on CUDA devices."""
+class CudaSegmentKind(SegmentKind):
+    """Makes and maps segments on CUDA devices."""
 
-    copies_at_once = True
+    copies_in_background = True
 
     def facts(self, device: torch.device) -> Mapping[str, Any]:
-        """Which physical device the segments are on, in words that mean the same in every process."""
+        """The UUID of the physical device that the segments are on, which is the same in every process."""
         return {"device": _runtime(device).uuid()}
 
     def check(self, facts: Address, device: torch.device, part: str, peer: str) -> None:
-        """Two devices must reach each other's memory. A device that is not visible here is found out by mapping."""
+        """See `SegmentKind.check`. Mapping decides about a device that is not visible in this process."""
         theirs = facts.get("device")
         if isinstance(theirs, str) and not _runtime(device).can_reach(theirs):
             raise TransportError(
@@ -166,48 +165,44 @@ class CudaSegments(SegmentKind):
         """See `SegmentKind.create`."""
         return CudaSegment(_runtime(device), max(1, nbytes))
 
-    def adopt(
-        self,
-        nbytes: int,
-        description: Mapping[str, Any],
-        descriptors: Sequence[int],
-        device: torch.device,
+    def map_segment(
+        self, nbytes: int, description: Mapping[str, Any], descriptors: Sequence[int], device: torch.device
     ) -> CudaMapping:
-        """See `SegmentKind.adopt`."""
+        """See `SegmentKind.map_segment`."""
         close_descriptors(descriptors)  # a sender that keeps the protocol passes none
         return CudaMapping(_runtime(device), nbytes, description)
 
-    def hang_up(self, channels: Iterable[Channel], segments: Iterable[OwnedSegment]) -> None:
-        """See `SegmentKind.hang_up`. Memory that a peer may still map is kept until that peer has hung up.
+    def before_close(self, channels: Iterable[Channel], segments: Iterable[Segment]) -> None:
+        """Keep memory that a receiver may still map until that receiver has closed its end.
 
         CUDA forbids freeing exported memory before it is unmapped elsewhere, and `close` may not wait for that.
         """
         kept = list(segments)
-        sockets = [socket.socket(fileno=socket.dup(channel.fileno())) for channel in channels] if kept else []
+        sockets = duplicate_sockets(channels) if kept else []
         if not sockets:
             return
         for sock in sockets:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_WR)
         threading.Thread(
-            target=_keep_until_hang_up, args=(sockets, kept), name="weightlane-cuda-ipc-free", daemon=True
+            target=_keep_until_closed, args=(sockets, kept), name="weightlane-keep-mapped", daemon=True
         ).start()
 
 
-def _keep_until_hang_up(sockets: Iterable[socket.socket], segments: list[OwnedSegment]) -> None:
-    """Hold `segments` until the other end of every one of `sockets` is closed, or its process dead."""
+def _keep_until_closed(sockets: Iterable[socket.socket], segments: list[Segment]) -> None:
+    """Keep `segments` until the other end of each of `sockets` is closed, or its process dead."""
     for sock in sockets:
         poller = select.poll()
         poller.register(sock, select.POLLIN)
-        hung_up = False
-        while not hung_up:
+        closed = False
+        while not closed:
             poller.poll()
             try:
-                hung_up = not sock.recv(4096)
+                closed = not sock.recv(4096)
             except BlockingIOError:
                 continue
             except OSError:
-                hung_up = True
+                closed = True
         sock.close()
     segments.clear()
 
@@ -229,7 +224,7 @@ def _decode(text: object) -> bytes:
     except (binascii.Error, ValueError):
         handle = b""
     if len(handle) != HANDLE_BYTES:
-        raise ProtocolError("a segment came without a valid CUDA handle.", part=_PART)
+        raise ProtocolError("a segment has no valid CUDA handle.", part=_PART)
     return handle
 
 
@@ -239,7 +234,7 @@ def _cannot_map(device: torch.device, error: Exception) -> TransportError:
         f"{device} cannot map the sender's memory: {reason}",
         part=_PART,
         hint=(
-            "Both processes must be two, on one host, in one IPC namespace (containers: share it, as with --ipc=host), and"
+            "The two processes must be on one host and in one IPC namespace (containers: share it, as with --ipc=host), and"
             f" their devices must reach each other over NVLink or PCIe. {_OTHER_ENGINES}"
         ),
     )

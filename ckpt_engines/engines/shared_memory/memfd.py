@@ -1,4 +1,4 @@
-"""Anonymous shared memory that other processes get as a file descriptor, and that vanishes with its last user."""
+"""Segments of ``shm``: anonymous memory files, which other processes get as a descriptor and which end with their last user."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from ...errors import ProtocolError, StorageError
 from ...runtime.available_memory import available_memory_bytes
 from ...runtime.devices import HOST, runtime_of
-from .segments import MappedSegment, OwnedSegment, SegmentKind, close_descriptors
+from .segments import Segment, SegmentKind, SegmentMapping, close_descriptors
 
 _PART = "shared memory"
 _F_SEAL_FUTURE_WRITE = 0x10
@@ -27,23 +27,23 @@ _MADV_POPULATE_READ = 22
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class MemfdSegment(OwnedSegment):
-    """A memory file. `data` is all of it as uint8, and keeps the mapping alive by itself.
+class MemfdSegment(Segment):
+    """A memory file of zeros.
 
-    The mapping is never removed under a tensor that looks at it: the memory is given back when the last one is gone, here and
-    in every process that maps it.
+    The mapping is never removed under a tensor that refers to it: the memory is freed when the last such tensor is gone, here
+    and in every process that maps the file.
 
     Args:
-        nbytes: Its size, at least 1. It is all zeros.
+        nbytes: Size of the file, at least 1.
 
     Raises:
         StorageError: The machine or container has too little memory.
     """
 
     def __init__(self, nbytes: int) -> None:
-        room = available_memory_bytes()
-        if room is not None and nbytes > room:  # the kernel would not refuse but kill
-            raise _no_memory(nbytes, f"only {room >> 20} MiB are left on this machine or in this container")
+        available = available_memory_bytes()
+        if available is not None and nbytes > available:  # the kernel would not refuse but kill
+            raise _no_memory(nbytes, f"only {available >> 20} MiB are left on this machine or in this container")
         self.nbytes = nbytes
         self.descriptor = os.memfd_create("weightlane", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -55,34 +55,34 @@ class MemfdSegment(OwnedSegment):
         except OSError as error:
             os.close(self.descriptor)
             raise _no_memory(nbytes, os.strerror(error.errno or errno.ENOMEM)) from error
-        with contextlib.suppress(OSError):  # an old kernel: then it is only that nobody writes
+        with contextlib.suppress(OSError):  # an old kernel cannot forbid receivers to write, and none does
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
 
     def describe(self) -> tuple[Mapping[str, Any], Sequence[int]]:
-        """See `OwnedSegment.describe`."""
+        """See `Segment.describe`."""
         return {}, [self.descriptor]
 
     def retire(self) -> None:
-        """See `OwnedSegment.retire`."""
+        """See `Segment.retire`."""
         os.close(self.descriptor)
         self.data = torch.empty(0, dtype=torch.uint8)
 
 
-class MappedFile(MappedSegment):
-    """A peer's memory file, mapped to be read: who writes into what it views ends there, and spoils nothing for others.
+class MemfdMapping(SegmentMapping):
+    """A sender's memory file, mapped read-only: a process that writes to it is killed, and spoils nothing for others.
 
     Args:
-        descriptor: Of the file. It is closed in any case; the mapping needs it no more.
-        nbytes: How large the file must be.
-        device: Where it is copied to: an accelerator gets to know the mapping, for as long as there is one.
+        descriptor: Descriptor of the file, which is closed in any case: the mapping no longer needs it.
+        nbytes: Size that the file must have.
+        device: Where buckets are copied to. An accelerator registers the mapping for as long as it exists.
 
     Raises:
-        ProtocolError: It is not a segment of that size.
+        ProtocolError: The file is not a segment of that size.
     """
 
     def __init__(self, descriptor: int, nbytes: int, device: torch.device = HOST) -> None:
         self.nbytes = nbytes
-        problem = "it is not a sealed segment of that size"
+        problem = "the file has another size, or is not sealed against shrinking"
         try:
             sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
             if sealed and os.fstat(descriptor).st_size == nbytes:
@@ -97,58 +97,58 @@ class MappedFile(MappedSegment):
         raise ProtocolError(f"cannot map {nbytes} bytes: {problem}.", part=_PART)
 
     def start_copy(self, offset: int, into: torch.Tensor, after: Any) -> None:  # noqa: ARG002
-        """See `MappedSegment.start_copy`: memory is memory, so there is nothing to wait for."""
+        """See `SegmentMapping.start_copy`. The copy is done when this returns."""
         into.copy_(self.view(offset, into.numel()))
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
-        """See `MappedSegment.view`."""
+        """See `SegmentMapping.view`."""
         return self.data[offset : offset + nbytes]
 
     def close(self) -> None:
-        """See `MappedSegment.close`."""
+        """See `SegmentMapping.close`."""
         self.data = torch.empty(0, dtype=torch.uint8)
 
 
 def _populate(data: torch.Tensor) -> None:
-    """Have page faults come now, while a bucket is staged, and not when its version is committed.
+    """Take the page faults now, while a bucket is staged, and not when its version is committed.
 
-    Mapping with ``MAP_POPULATE`` would hold the interpreter's lock meanwhile: half a second for 512 MiB, in which nothing else
-    of the process gets on, vLLM's worker included. An older kernel leaves it at that.
+    Mapping with ``MAP_POPULATE`` would hold the interpreter's lock meanwhile: half a second for 512 MiB, in which no other
+    thread of the process runs, vLLM's worker included. An older kernel does nothing here.
     """
     _libc.madvise(ctypes.c_void_p(data.data_ptr()), ctypes.c_size_t(data.numel()), _MADV_POPULATE_READ)
 
 
 def _read_only(pages: mmap.mmap, device: torch.device) -> torch.Tensor:
-    """The pages as uint8. torch has no read-only tensors, and warns of a buffer that is: this one does not tell.
+    """The pages as uint8, registered with `device` until the last tensor that refers to them is gone.
 
-    `device` knows them until the last tensor that looks at them is gone.
+    torch has no read-only tensors and warns of read-only buffers, so the pages go through a ctypes array, which hides this.
     """
     address = np.frombuffer(pages, dtype=np.uint8).ctypes.data
     array = (ctypes.c_ubyte * len(pages)).from_address(address)
-    array.pages = pages  # type: ignore[attr-defined] # which the tensor keeps through the array
+    array.pages = pages  # type: ignore[attr-defined] # kept by the tensor through the array
     runtime_of(device).register_while_used(array, address, len(pages), read_only=True)
     return torch.frombuffer(array, dtype=torch.uint8)
 
 
-class MemfdSegments(SegmentKind):
-    """Segments in memory files; the receiver maps the sender's descriptor."""
+class MemfdSegmentKind(SegmentKind):
+    """Makes memory files, and maps those whose descriptor a sender passed."""
 
     def create(self, nbytes: int, device: torch.device) -> MemfdSegment:  # noqa: ARG002
-        """See `SegmentKind.create`. Buckets on other devices are copied here."""
+        """See `SegmentKind.create`. A segment is host memory, whatever device its buckets come from."""
         return MemfdSegment(max(1, nbytes))
 
-    def adopt(
+    def map_segment(
         self,
         nbytes: int,
-        description: Mapping[str, Any],  # noqa: ARG002 - the descriptor says it all
+        description: Mapping[str, Any],  # noqa: ARG002 - the descriptor is enough
         descriptors: Sequence[int],
         device: torch.device,
-    ) -> MappedFile:
-        """See `SegmentKind.adopt`."""
+    ) -> MemfdMapping:
+        """See `SegmentKind.map_segment`."""
         if len(descriptors) == 1:
-            return MappedFile(descriptors[0], nbytes, device)
+            return MemfdMapping(descriptors[0], nbytes, device)
         close_descriptors(descriptors)
-        raise ProtocolError(f"a segment came with {len(descriptors)} descriptors instead of one.", part=_PART)
+        raise ProtocolError(f"a segment has {len(descriptors)} descriptors instead of one.", part=_PART)
 
 
 def _no_memory(nbytes: int, why: str) -> StorageError:

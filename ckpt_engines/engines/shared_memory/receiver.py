@@ -1,15 +1,15 @@
-"""The receiving half of the engines whose receivers map the sender's memory. `_segment_sender` describes what is said."""
+"""`SegmentReceiver`: maps the sender's segments, and copies or views buckets. The package's docstring describes the messages."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -23,32 +23,29 @@ from ...errors import ProtocolError, TransportError
 from ...runtime.lifecycle import Lifecycle
 from ...toolkit.bucket_messages import acknowledge, choose, expect, refuse
 from ...toolkit.waiting import poll_until
-from .segments import MappedSegment, SegmentKind
+from .segments import SegmentKind, SegmentMapping, duplicate_sockets
 
 _LAST_COPY_WAIT_S = 1.0
-"""How long all copies that still run may keep a half from closing."""
+"""How long all copies that still run may delay the closing of a half."""
 _PAUSE_S = 0.001
-"""Between two looks at whether a copy is over."""
+"""Pause between two looks at whether a copy is over: a copy of a bucket takes milliseconds."""
 
 
 @dataclass(slots=True)
 class _Posted:
     bucket: Bucket
     channel: Channel
+    started: bool = False
     copied: Callable[[], bool] | None = None
-    begun: bool = False
-
-    @property
-    def what(self) -> str:
-        return f"the copy of bucket {self.bucket.index} of version {self.bucket.version}"
+    """Tells whether the copy is done; None for a copy that is done."""
 
 
 class SegmentReceiver(ViewingReceiver):
-    """Maps the senders' segments, and copies buckets out of them or shows them.
+    """Maps the senders' segments, and copies buckets out of them or views them.
 
     Args:
         part: Name of this half for error messages, e.g. ``"shm receiver rollout-0"``.
-        kind: What the segments are.
+        kind: The kind of the senders' segments.
         device: Where buckets are copied to.
     """
 
@@ -57,17 +54,18 @@ class SegmentReceiver(ViewingReceiver):
         self._kind = kind
         self._device = device
         self._channels: dict[str, Channel] = {}
-        self._segments: dict[tuple[str, int], MappedSegment] = {}
+        self._mappings: dict[tuple[str, int], SegmentMapping] = {}
+        """The mapped segments, by sender and number."""
         self._posted: deque[_Posted] = deque()
         self._viewed: dict[int, set[str]] = {}
         """Senders whose buckets of a version were viewed, by version."""
 
     def address(self) -> Address:
-        """Empty: receivers knock."""
+        """Empty: the sender does not contact receivers."""
         return {}
 
     def connect(self, topology: Topology, channels: Mapping[str, Channel], deadline: Deadline) -> None:  # noqa: ARG002
-        """Look at where the senders' segments are."""
+        """Check that the senders' segments can be copied to this half's device."""
         with self._life.call():
             for sender, address in topology.senders.items():
                 self._kind.check(address, self._device, self._life.part, sender)
@@ -76,7 +74,7 @@ class SegmentReceiver(ViewingReceiver):
                 channel.belong_to(self._life)
 
     def post(self, bucket: Bucket, sender: str) -> None:
-        """Take the bucket when it is waited for, behind those before."""
+        """Put the bucket behind those that were posted before; `flush` copies it."""
         with self._life.call():
             if bucket.data.device != self._device:
                 message = f"a bucket is on {bucket.data.device}, the others on {self._device}."
@@ -84,50 +82,51 @@ class SegmentReceiver(ViewingReceiver):
             self._posted.append(_Posted(bucket, choose(self._channels, [sender], self._life)[sender]))
 
     def flush(self, deadline: Deadline, pending: int = 0) -> None:
-        """Read the announcements of what was posted, copy the buckets out, acknowledge those that are there."""
+        """Read the announcements of the posted buckets, copy the buckets, and acknowledge those whose copy is done."""
         with self._life.call():
             while len(self._posted) > pending:
-                due = len(self._posted) if self._kind.copies_at_once else len(self._posted) - pending
-                for posted, _ in zip(self._posted, range(due), strict=False):
-                    if not posted.begun:
-                        self._begin(posted, deadline)
+                due = len(self._posted) if self._kind.copies_in_background else len(self._posted) - pending
+                for posted in islice(self._posted, due):
+                    if not posted.started:
+                        self._start_copy(posted, deadline)
                 oldest = self._posted[0]
                 if oldest.copied is not None:
-                    self._wait(oldest, oldest.copied, deadline)
+                    self._wait_until(oldest.copied, oldest, deadline)
                 acknowledge(oldest.channel, oldest.bucket, deadline)
                 self._posted.popleft()
 
-    def _begin(self, posted: _Posted, deadline: Deadline) -> None:
+    def _start_copy(self, posted: _Posted, deadline: Deadline) -> None:
         bucket, channel = posted.bucket, posted.channel
-        announced = expect(channel, bucket, deadline)
-        with self._understanding(announced, channel.peer):
-            self._follow(channel, announced, deadline, self._device)
+        announcement = expect(channel, bucket, deadline)
+        with self._checked(announcement, channel.peer):
+            self._update_mappings(channel, announcement, deadline, self._device)
             if bucket.nbytes:
-                segment, offset = self._find(channel.peer, announced, bucket.nbytes)
-                self._wait(posted, segment.written, deadline)
-                posted.copied = segment.start_copy(offset, bucket.data, bucket.after)
-        posted.begun = True
+                mapping, offset = self._find(channel.peer, announcement, bucket.nbytes)
+                self._wait_until(mapping.written, posted, deadline)
+                posted.copied = mapping.start_copy(offset, bucket.data, bucket.after)
+        posted.started = True
 
-    def _wait(self, posted: _Posted, done: Callable[[], bool], deadline: Deadline) -> None:
-        poll_until(done, self._life, deadline, posted.what, peer=posted.channel.peer)
+    def _wait_until(self, done: Callable[[], bool], posted: _Posted, deadline: Deadline) -> None:
+        waiting_for = f"the copy of bucket {posted.bucket.index} of version {posted.bucket.version}"
+        poll_until(done, self._life, deadline, waiting_for, peer=posted.channel.peer)
 
     def view(self, version: int, index: int, nbytes: int, sender: str, deadline: Deadline) -> torch.Tensor:
         """Wait for the announcement, map the bucket's segment, acknowledge."""
         with self._life.call():
             channel = choose(self._channels, [sender], self._life)[sender]
             bucket = Bucket(version, index, torch.empty(nbytes, dtype=torch.uint8, device="meta"), lasting=True)
-            announced = expect(channel, bucket, deadline)
-            if announced.get("lasting") is not True:
-                refuse(channel, "it waits for one that it may look at", deadline)
+            announcement = expect(channel, bucket, deadline)
+            if announcement.get("lasting") is not True:
+                refuse(channel, "it waits for one that it may view", deadline)
                 message = f"bucket {index} of version {version} cannot be viewed: it is not lasting."
                 raise ProtocolError(message, part=self._life.part, peer=sender)
-            with self._understanding(announced, sender):
-                self._follow(channel, announced, deadline, self.copied_to)
+            with self._checked(announcement, sender):
+                self._update_mappings(channel, announcement, deadline, self.copied_to)
                 if not nbytes:
                     acknowledge(channel, bucket, deadline)
                     return torch.empty(0, dtype=torch.uint8)
-                segment, offset = self._find(sender, announced, nbytes)
-                data = segment.view(offset, nbytes)
+                mapping, offset = self._find(sender, announcement, nbytes)
+                data = mapping.view(offset, nbytes)
             self._viewed.setdefault(version, set()).add(sender)
             acknowledge(channel, bucket, deadline, viewed=True)
             return data
@@ -142,82 +141,76 @@ class SegmentReceiver(ViewingReceiver):
             self._viewed.pop(version, None)
 
     @contextlib.contextmanager
-    def _understanding(self, announced: Mapping[str, Any], sender: str) -> Iterator[None]:
-        """Tell the sender's mistakes from ours."""
+    def _checked(self, announcement: Mapping[str, Any], sender: str) -> Iterator[None]:
+        """Raise `ProtocolError` where an announcement lacks fields, or has others than the protocol allows."""
         try:
             yield
         except (TypeError, KeyError, AttributeError) as error:
-            raise ProtocolError(f"bad announcement: {announced}.", part=self._life.part, peer=sender) from error
+            raise ProtocolError(f"bad announcement: {announcement}.", part=self._life.part, peer=sender) from error
 
-    def _follow(self, channel: Channel, announced: Mapping[str, Any], deadline: Deadline, device: torch.device) -> None:
-        """Unmap what is retired and map what is described, to be copied to `device`."""
-        self._forget(channel.peer, announced.get("retired", ()))
-        described = announced.get("described")
+    def _update_mappings(
+        self, channel: Channel, announcement: Mapping[str, Any], deadline: Deadline, device: torch.device
+    ) -> None:
+        """Unmap the segments that an announcement retires, and map the one that it describes, for copies to `device`."""
+        for number in announcement.get("retired", ()):
+            _unmap([self._mappings.pop((channel.peer, number))], [channel])
+        described = announcement.get("described")
         if described is None:
             return
-        key = (channel.peer, announced["segment"])
+        key = (channel.peer, announcement["segment"])
         nbytes = described["nbytes"]
-        if key in self._segments or not (isinstance(nbytes, int) and nbytes > 0 and isinstance(key[1], int)):
+        if key in self._mappings or not (isinstance(nbytes, int) and nbytes > 0 and isinstance(key[1], int)):
             raise KeyError(key)
         descriptors: list[int] = []
         if described["descriptors"]:
             descriptors = channel.receive_descriptors(deadline, "the segment's descriptors")
-        self._segments[key] = self._kind.adopt(nbytes, described, descriptors, device)
+        self._mappings[key] = self._kind.map_segment(nbytes, described, descriptors, device)
 
-    def _forget(self, sender: str, retired: Iterable[int]) -> None:
-        for number in retired:
-            _unmap([self._segments.pop((sender, number))], [self._channels[sender]])
-
-    def _find(self, sender: str, announced: Mapping[str, Any], nbytes: int) -> tuple[MappedSegment, int]:
-        offset = announced["offset"]
-        segment = self._segments.get((sender, announced["segment"]))
-        if segment is None or not isinstance(offset, int) or not 0 <= offset <= segment.nbytes - nbytes:
-            raise ProtocolError(
-                f"no {nbytes} bytes at {offset} of segment {announced['segment']}.", part=self._life.part, peer=sender
-            )
-        return segment, offset
+    def _find(self, sender: str, announcement: Mapping[str, Any], nbytes: int) -> tuple[SegmentMapping, int]:
+        number, offset = announcement["segment"], announcement["offset"]
+        mapping = self._mappings.get((sender, number))
+        if mapping is None or not isinstance(offset, int) or not 0 <= offset <= mapping.nbytes - nbytes:
+            message = f"no {nbytes} bytes at {offset} of segment {number}."
+            raise ProtocolError(message, part=self._life.part, peer=sender)
+        return mapping, offset
 
     def close(self) -> None:
-        """See `WeightReceiver.close`. What was viewed stays mapped for as long as somebody holds it."""
+        """See `WeightReceiver.close`. A viewed segment stays mapped while a tensor refers to it."""
         self._life.close()
 
     def _release(self) -> None:
-        _unmap(self._segments.values(), self._channels.values())  # before the channels end
-        self._segments.clear()
+        _unmap(self._mappings.values(), self._channels.values())  # before the channels are closed
+        self._mappings.clear()
         for channel in self._channels.values():
             channel.close()
 
 
-def _unmap(segments: Iterable[MappedSegment], channels: Iterable[Channel]) -> None:
-    """Unmap what is copied, and in the background what is not within a second.
+def _unmap(mappings: Iterable[SegmentMapping], channels: Iterable[Channel]) -> None:
+    """Unmap segments whose copies are over within a second, and the others in the background.
 
-    That a channel ends tells the sender that nothing is copied out of its memory any more. So copies of the `channels` stay open
-    until all is over.
+    The end of a channel tells the sender that this receiver copies nothing out of its memory any more. So duplicates of the
+    channels' sockets stay open until all copies are over.
     """
     deadline = Deadline.after(_LAST_COPY_WAIT_S)
-    left = [segment for segment in segments if not _unmapped(segment, deadline)]
-    if not left:
-        return
-    held = []
-    for channel in channels:
-        with contextlib.suppress(OSError):  # it is closed
-            held.append(socket.socket(fileno=os.dup(channel.fileno())))
-    with contextlib.suppress(RuntimeError):  # a program that ends starts no threads, and its copies end with it
-        threading.Thread(target=_unmap_later, args=(left, held), name="weightlane-unmap", daemon=True).start()
+    copying = [mapping for mapping in mappings if not _unmapped(mapping, deadline)]
+    if copying:
+        arguments = (copying, duplicate_sockets(channels))
+        with contextlib.suppress(RuntimeError):  # a program that ends starts no threads, and its copies end with it
+            threading.Thread(target=_unmap_later, args=arguments, name="weightlane-unmap", daemon=True).start()
 
 
-def _unmapped(segment: MappedSegment, deadline: Deadline | None) -> bool:
-    """Wait until `segment` is copied, and unmap it; whether that has happened by the `deadline`."""
-    while not segment.copied():
+def _unmapped(mapping: SegmentMapping, deadline: Deadline | None) -> bool:
+    """Wait until the copies of `mapping` are over, and unmap it. Returns whether that has happened by the `deadline`."""
+    while not mapping.copied():
         if deadline is not None and deadline.expired:
             return False
         time.sleep(_PAUSE_S)
-    segment.close()
+    mapping.close()
     return True
 
 
-def _unmap_later(segments: Iterable[MappedSegment], held: Iterable[socket.socket]) -> None:
-    for segment in segments:
-        _unmapped(segment, None)
-    for sock in held:
+def _unmap_later(mappings: Iterable[SegmentMapping], open_sockets: Iterable[socket.socket]) -> None:
+    for mapping in mappings:
+        _unmapped(mapping, None)
+    for sock in open_sockets:
         sock.close()

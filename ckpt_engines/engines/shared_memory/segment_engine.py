@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 
 from ...channels.local_socket import check_socket_directory
 from ...channels.meeting import LocalMeeting, Meeting
-from ...contract.engine import CheckpointEngine, EngineConfig, WeightReceiver, WeightSender
+from ...contract.engine import API_VERSION, CheckpointEngine, EngineConfig, WeightReceiver, WeightSender
 from ...errors import ProtocolError
 from .receiver import SegmentReceiver
 from .segment_arena import SegmentArena
@@ -18,7 +18,7 @@ from .sender import SegmentSender
 
 
 class SegmentConfig(EngineConfig):
-    """Options that engines with segments have in common; each describes the limit in its own words."""
+    """Options of ``shm`` and ``cuda_ipc``."""
 
     socket_dir: str = Field(
         "/dev/shm",  # noqa: S108 - mode 0600, a random name, and gone after connect
@@ -27,7 +27,12 @@ class SegmentConfig(EngineConfig):
             " same user of the host."
         ),
     )
-    max_shared_mib: int | None = None
+    max_shared_mib: int | None = Field(
+        None,
+        ge=1,
+        description="Most memory (MiB) that one trainer process shares with receivers; more is refused with an error."
+        " Without it, as much as the machine, the container or the device has.",
+    )
 
     @field_validator("socket_dir")
     @classmethod
@@ -36,8 +41,10 @@ class SegmentConfig(EngineConfig):
 
 
 class SegmentEngine(CheckpointEngine):
-    """Owns the memory that its senders share with receivers. Subclasses say what kind it is."""
+    """Owns the memory that its senders share with receivers. A subclass chooses the kind of memory."""
 
+    api_version = API_VERSION
+    config_type = SegmentConfig
     label: ClassVar[str]
     """The engine's name for error messages."""
     segment_kind: ClassVar[type[SegmentKind]]
@@ -53,11 +60,11 @@ class SegmentEngine(CheckpointEngine):
         return LocalMeeting(self._options.socket_dir)
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Memory that receivers can map: a bucket that lies in it is not copied on its way out."""
+        """Memory that receivers can map: a bucket in it is sent without a copy on the sender's side."""
         if device.type not in self.capabilities.devices:
-            what = " or ".join(sorted(self.capabilities.devices))
-            raise ProtocolError(f"it has {what} memory only, not {device.type}.", part=self.label)
-        return self._arena.make(nbytes, device)[1].data[:nbytes]
+            types = " or ".join(sorted(self.capabilities.devices))
+            raise ProtocolError(f"it has {types} memory only, not {device.type}.", part=self.label)
+        return self._arena.make(nbytes, device).data[:nbytes]
 
     def free(self, memory: torch.Tensor) -> None:
         """See `CheckpointEngine.free`."""

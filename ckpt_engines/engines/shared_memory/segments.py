@@ -1,13 +1,10 @@
-"""What the engines share whose receivers map the sender's memory, ``shm`` and ``cuda_ipc``: the notion of a segment.
-
-A *segment* is a run of one process's memory that another process can map. What it is, and how it is mapped and copied, is the
-`SegmentKind`'s business; who owns it the `SegmentArena`'s; how receivers hear of it that of the two halves.
-"""
+"""`Segment`, `SegmentMapping` and `SegmentKind`: the memory that ``shm`` and ``cuda_ipc`` share, each in its own subclasses."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -18,61 +15,62 @@ from ...channels.channel import Address, Channel
 from ...errors import ProtocolError
 
 
-def close_descriptors(descriptors: Iterable[int]) -> None:
-    """Close file descriptors that came with a segment and that nobody uses. Never raises."""
-    for descriptor in descriptors:
-        with contextlib.suppress(OSError):
-            os.close(descriptor)
+class Segment(ABC):
+    """One block of shared memory, in the process that made it."""
 
-
-class OwnedSegment(ABC):
-    """A segment in the process that made it."""
-
+    number: int = -1
+    """Name of the segment in messages. The `SegmentArena` never gives a number twice."""
     nbytes: int
     data: torch.Tensor
-    """All of it as contiguous one-dimensional uint8. Keeps the memory alive by itself."""
+    """The segment as contiguous one-dimensional uint8, which keeps the memory alive by itself."""
 
     @abstractmethod
     def describe(self) -> tuple[Mapping[str, Any], Sequence[int]]:
-        """What a receiver needs to map it: JSON data, and file descriptors that stay the sender's."""
+        """JSON data and file descriptors with which a receiver maps the segment. The descriptors stay the sender's."""
 
     def copy_in(self, data: torch.Tensor, after: Any) -> Any:
-        """Copy contiguous uint8 `data` to its beginning once the event `after` has passed; the event when that is done."""
+        """Copy contiguous uint8 `data` to the segment's beginning once the event `after` has passed.
+
+        Returns the event that passes when the copy is done; None for a copy that is done.
+        """
         del after
         self.data[: data.numel()].copy_(data)
 
     def publish(self, after: Any) -> None:  # noqa: B027 - host memory needs no such mark
-        """A bucket is about to be announced, which is there when the event `after` has passed."""
+        """Prepare the announcement of a bucket that is complete when the event `after` has passed."""
 
     def offset_of(self, data: torch.Tensor) -> int | None:
-        """Where contiguous `data` lies in this segment, None when it does not."""
+        """Position of contiguous `data` in this segment, None when it lies elsewhere."""
         offset = data.data_ptr() - self.data.data_ptr()
         return offset if 0 <= offset <= self.nbytes - data.numel() else None
 
     @abstractmethod
     def retire(self) -> None:
-        """Its owner is done with it. Receivers may still map it, and tensors look at it: the memory stays until none does."""
+        """The owner no longer uses the segment. The memory stays until no receiver maps it and no tensor refers to it."""
 
 
-class MappedSegment(ABC):
-    """A segment in a process that maps it."""
+class SegmentMapping(ABC):
+    """A segment of another process, mapped in this one."""
 
     nbytes: int
 
     def written(self) -> bool:
-        """Whether what was announced last is there."""
+        """Whether the bucket that was announced last is complete."""
         return True
 
     @abstractmethod
     def start_copy(self, offset: int, into: torch.Tensor, after: Any) -> Callable[[], bool] | None:
-        """Start to copy as many bytes as `into` has from `offset` on, once the event `after` has passed.
+        """Start to fill `into` (contiguous uint8) from `offset` on, once the event `after` has passed.
 
-        Returns what tells whether they are there, or None when they are.
+        Returns a function that tells whether the copy is done, or None when it is.
         """
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
-        """The bytes where they lie, only to be read; the tensor keeps the mapping alive. Not every kind can."""
-        raise ProtocolError(f"{nbytes} bytes at {offset} cannot be shown.", part=type(self).__name__)
+        """`nbytes` of the segment from `offset` on, as read-only uint8 that keeps the mapping alive.
+
+        Raises `ProtocolError` for kinds of segments that cannot be viewed.
+        """
+        raise ProtocolError(f"{nbytes} bytes at {offset} cannot be viewed.", part=type(self).__name__)
 
     def copied(self) -> bool:
         """Whether every copy that was started is over, successful or not."""
@@ -80,14 +78,14 @@ class MappedSegment(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Unmap it as soon as no tensor looks at it any more. Not before it is `copied`."""
+        """Unmap the segment as soon as no tensor refers to it. Only for a mapping all of whose copies are over."""
 
 
 class SegmentKind(ABC):
     """Makes and maps the segments of one engine or half."""
 
-    copies_at_once: ClassVar[bool] = False
-    """Whether copies go on in the background, several at a time."""
+    copies_in_background: ClassVar[bool] = False
+    """Whether copies continue after `SegmentMapping.start_copy`, several at a time."""
 
     def facts(self, device: torch.device) -> Mapping[str, Any]:  # noqa: ARG002
         """[sender] JSON data for the address of a half whose buckets live on `device`."""
@@ -97,17 +95,33 @@ class SegmentKind(ABC):
         """[receiver] Raise `TransportError` when segments of the sender with this address cannot be copied to `device`."""
 
     @abstractmethod
-    def create(self, nbytes: int, device: torch.device) -> OwnedSegment:
+    def create(self, nbytes: int, device: torch.device) -> Segment:
         """[sender] A new segment of at least `nbytes` on `device`; `StorageError` when there is too little memory."""
 
     @abstractmethod
-    def adopt(
+    def map_segment(
         self, nbytes: int, description: Mapping[str, Any], descriptors: Sequence[int], device: torch.device
-    ) -> MappedSegment:
-        """[receiver] Map a segment, to be copied from to `device`, and own `descriptors` whatever happens.
+    ) -> SegmentMapping:
+        """[receiver] Map a segment, for copies to `device`. Closes `descriptors`, also when it fails.
 
-        `ProtocolError` when the description makes no sense, `TransportError` when it cannot be mapped.
+        Raises `ProtocolError` when the description is malformed, `TransportError` when the segment cannot be mapped.
         """
 
-    def hang_up(self, channels: Iterable[Channel], segments: Iterable[OwnedSegment]) -> None:  # noqa: B027 - see above
-        """[sender] The connections to `channels` are about to be closed; who is behind them may still map `segments`."""
+    def before_close(self, channels: Iterable[Channel], segments: Iterable[Segment]) -> None:  # noqa: B027 - see above
+        """[sender] Called before `channels` are closed, whose receivers may still map `segments`."""
+
+
+def close_descriptors(descriptors: Iterable[int]) -> None:
+    """Close file descriptors that a sender passed and that no mapping uses. Never raises."""
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+
+
+def duplicate_sockets(channels: Iterable[Channel]) -> list[socket.socket]:
+    """Copies of the channels' sockets, which keep the connections open when the channels are closed. Skips closed channels."""
+    copies = []
+    for channel in channels:
+        with contextlib.suppress(OSError):
+            copies.append(socket.socket(fileno=os.dup(channel.fileno())))
+    return copies

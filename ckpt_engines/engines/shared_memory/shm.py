@@ -1,40 +1,23 @@
-"""The shared-memory engine: both halves on one host, no copy on the sender's side, one or none on the receiver's.
+"""The ``shm`` engine: both halves on one host, no copy on the sender's side, one or none on the receiver's.
 
-Buckets lie in anonymous memory files, whose descriptors the sender passes over a Unix socket; the same socket carries the
-doorbells and the acknowledgements. So nothing has a name that could be left behind, even by ``kill -9``, and a peer's death
-is an end of file at once. Only the listening socket has a name, from ``address`` to the end of ``connect``; one whose owner
-was killed in between is removed by the next sender. Processes in different containers need to share nothing but the
-directory of that socket.
+Buckets lie in anonymous memory files, whose descriptors the sender passes over a Unix socket. So no file or segment has a name
+that ``kill -9`` could leave behind. Only the listening socket has a name, from ``address`` to the end of ``connect``; the next
+sender removes one whose owner was killed in between. Processes in different containers need to share only the directory of that
+socket.
 """
 
 from __future__ import annotations
 
 import os
 
-from pydantic import Field
-
 from ...contract.capabilities import Capabilities, Delivery
-from ...contract.engine import API_VERSION
-from .memfd import MemfdSegments
-from .segment_engine import SegmentConfig, SegmentEngine
-
-
-class ShmConfig(SegmentConfig):
-    """Options of ``shm``."""
-
-    max_shared_mib: int | None = Field(
-        None,
-        ge=1,
-        description="Most shared memory (MiB) that one trainer process holds; what would exceed it is refused in words."
-        " Without it, as much as the machine or container has.",
-    )
+from .memfd import MemfdSegmentKind
+from .segment_engine import SegmentEngine
 
 
 class ShmEngine(SegmentEngine):
     """CPU memory shared between processes of one host. Receivers copy buckets out of it, or read weights where they lie."""
 
-    api_version = API_VERSION
-    config_type = ShmConfig
     capabilities = Capabilities(
         devices=frozenset({"cpu"}),
         delivery=frozenset({Delivery.BROADCAST, Delivery.POINT_TO_POINT}),
@@ -43,7 +26,7 @@ class ShmEngine(SegmentEngine):
         views=True,
     )
     label = "shm"
-    segment_kind = MemfdSegments
+    segment_kind = MemfdSegmentKind
 
     @classmethod
     def unavailable_reason(cls) -> str | None:

@@ -1,4 +1,4 @@
-"""A process group on an accelerator, and its transfers as something that can be asked whether it is done."""
+"""A process group on an accelerator, whose transfers are polled for their end."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from ...deadline import Deadline
 from ...errors import TransportError
 from ...runtime.devices import DeviceRuntime, runtime_of
 from ...runtime.lifecycle import Lifecycle
+from ...toolkit.waiting import run_bounded
 from .process_group import (
     BackendName,
     Group,
@@ -27,9 +28,9 @@ from .process_group import (
     start_pairs,
 )
 
-_PART = "device group"
 _WARM_UP_POLL_S = 0.002
 _ABORT_WAIT_S = 1.0
+"""How long `close` waits for an abort: closing a half must not take long."""
 _BEHIND_S = 1.0
 """How long after its work is completed a transfer's event may pass: the device only has to go from one stream to the other."""
 _log = logging.getLogger(__name__)
@@ -37,12 +38,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What one rank has to do for one bucket.
+    """The share of one rank in the transfer of one bucket.
 
     Attributes:
         bucket: The bucket.
         source: Rank of its sender.
-        targets: Ranks of its receivers; None for everybody, by one broadcast.
+        targets: Ranks of its receivers; None for all members, by one broadcast.
     """
 
     bucket: Bucket
@@ -51,14 +52,14 @@ class Operation:
 
 
 class DeviceTransfer:
-    """Operations on a device's stream. Nothing tells when they are done, so it is asked.
+    """Operations on a device's stream, which must be polled for their end.
 
     ``Work.wait`` of these backends only orders streams, and blocks on no failure of a peer; the event behind it on the group's
-    own stream is what tells that the memory is free. The work is completed when it failed, too, and then the event never comes.
-    Whether it failed cannot be asked: ``Work.is_success`` of NCCL raises, because it was given up.
+    own stream is what tells that the memory is free. The work is completed when it failed, too, and then the event never
+    comes. ``Work.is_success``, which would tell a failure, is deprecated and raises in NCCL.
     """
 
-    def __init__(self, work: dist.Work, event: Any, part: str = _PART, peers: str = "") -> None:
+    def __init__(self, work: dist.Work, event: Any, part: str, peers: str) -> None:
         self._work = work
         self._event = event
         self._part = part
@@ -85,17 +86,17 @@ class DeviceTransfer:
 class DeviceGroup:
     """An open group on one device. Its operations run one behind the other on a stream of its own.
 
-    They wait for what each bucket says it has to wait for, and for no other work: neither for the training that goes on in the
-    same process, nor the training for them. All members start what they take part in in one order, so no two wait for each other.
+    Operations wait for the event of each bucket and for no other work: neither for the training in the same process, nor the
+    training for them. All members start their operations in one order, so no two members wait for each other.
 
     Args:
-        backend: The group itself.
-        runtime: Of the device on which buckets live.
+        backend: torch's group.
+        runtime: Runtime of the device on which buckets live.
         part: Name of the half for error messages.
         peers: Names of the other members for error messages.
     """
 
-    def __init__(self, backend: Group, runtime: DeviceRuntime, part: str = _PART, peers: str = "") -> None:
+    def __init__(self, backend: Group, runtime: DeviceRuntime, part: str, peers: str) -> None:
         self._backend = backend
         self._runtime = runtime
         self._part = part
@@ -104,7 +105,7 @@ class DeviceGroup:
         self._stream = runtime.new_stream()
 
     def start(self, operations: Sequence[Operation]) -> DeviceTransfer:
-        """Start operations side by side, of which none is a broadcast unless it is alone. Waits for nobody."""
+        """Start operations side by side, of which none is a broadcast unless it is alone. Waits for no peer."""
         device = self._runtime.device
         for operation in operations:
             if operation.bucket.data.device != device:
@@ -114,7 +115,7 @@ class DeviceGroup:
             for operation in operations:
                 self._runtime.wait_for(self._stream, operation.bucket.after)
             work = self._issue(operations)
-            work.wait()  # which has the stream wait for the backend's own
+            work.wait()  # has this stream wait for the backend's own
             event = self._runtime.recorded(self._stream)
         for operation in operations:
             self._runtime.keep_until_done(operation.bucket.data, self._stream)
@@ -125,13 +126,14 @@ class DeviceGroup:
             (alone,) = operations
             return start_broadcast(self._backend, alone.bucket.data, alone.source, None)
         rank = self._backend.rank()
-        pairs = []
-        for operation in operations:
-            for target in operation.targets or ():
-                if operation.source == rank:
-                    pairs.append(("isend", operation.bucket.data, target))
-                elif target == rank:
-                    pairs.append(("irecv", operation.bucket.data, operation.source))
+        pairs = [
+            ("isend", operation.bucket.data, target)
+            if operation.source == rank
+            else ("irecv", operation.bucket.data, operation.source)
+            for operation in operations
+            for target in operation.targets or ()
+            if rank in (operation.source, target)
+        ]
         return start_pairs(self._backend, pairs)
 
     def warm_up(self, deadline: Deadline) -> None:
@@ -148,10 +150,10 @@ class DeviceGroup:
             raise
 
     def close(self) -> None:
-        """Abort what is under way and leave the group, within a second.
+        """Abort the running operations and leave the group, within a second.
 
-        The kernels of a transfer whose peer is gone would keep their part of the device busy for ever. An abort that takes longer
-        goes on in its thread, which keeps the communicator alive until it is over.
+        The kernels of a transfer whose peer is gone would occupy a part of the device for ever. An abort that takes longer
+        continues in its thread, which keeps the communicator alive until the abort is over.
         """
         if self._aborter is None:
             aborter = threading.Thread(target=self._abort, name="weightlane-group-abort", daemon=True)
@@ -163,14 +165,14 @@ class DeviceGroup:
             return
         self._aborter.join(_ABORT_WAIT_S)
         if self._aborter.is_alive():
-            _log.warning("the abort of a communicator on %s goes on in the background", self._runtime.device)
+            _log.warning("the abort of a communicator on %s continues in the background", self._runtime.device)
 
     def _abort(self) -> None:
         try:
             with self._runtime.current():
                 abort_accelerator_group(self._backend)
         except RuntimeError as error:
-            _log.warning("a communicator could not be aborted: %s", error)
+            _log.warning("a communicator on %s could not be aborted: %s", self._runtime.device, error)
 
 
 def open_device_group(
@@ -189,46 +191,33 @@ def open_device_group(
 
     The C++ code that connects a group can be neither interrupted nor, for NCCL, bounded: it looks for an end every 2 ms,
     for up to ``TORCH_NCCL_NONBLOCKING_TIMEOUT`` (half an hour), and holds the lock that an abort would need. It runs on a
-    thread of its own, which is left behind if it does not return in time and then throws away what it made. All members
-    have shown up before this is called, so that only a host that vanishes while NCCL connects, without a word, costs one.
+    thread of its own. When that thread does not return in time, it is left behind and closes the group that it opens late.
+    All members have met in the store before, so only a host that vanishes silently while NCCL connects costs such a thread.
     """
-    world, peers = len(names), ", ".join(name for other, name in enumerate(names) if other != rank)
-    opened: list[DeviceGroup | BaseException] = []
-    left_behind = threading.Event()
-    handover = threading.Lock()
+    peers = ", ".join(name for other, name in enumerate(names) if other != rank)
+    opened: list[DeviceGroup] = []
+    abandoned = False
+    lock = threading.Lock()
 
-    def open_group() -> None:
-        result: DeviceGroup | BaseException
-        try:
-            runtime = runtime_of(device)
-            with runtime.current():  # of this thread, where it is number 0 otherwise
-                group = open_process_group(
-                    backend, store, rank, world, deadline, host=host, device=device, names=names, nccl=nccl
-                )
-                result = DeviceGroup(group, runtime, life.part, peers)
-                result.warm_up(deadline)
-        except BaseException as error:  # noqa: BLE001 - handed to the waiting thread
-            result = error
-        with handover:
-            opened.append(result)
-            if left_behind.is_set() and isinstance(result, DeviceGroup):
-                result.close()
-        life.ring()
+    def open_group() -> DeviceGroup:
+        runtime = runtime_of(device)
+        with runtime.current():  # a new thread's current device is number 0
+            backend_group = open_process_group(
+                backend, store, rank, len(names), deadline, host=host, device=device, names=names, nccl=nccl
+            )
+            group = DeviceGroup(backend_group, runtime, life.part, peers)
+            group.warm_up(deadline)
+        with lock:
+            opened.append(group)
+            if abandoned:
+                group.close()
+        return group
 
-    threading.Thread(target=open_group, name=f"weightlane-{backend}-open", daemon=True).start()
     try:
-        while not opened:
-            life.wait({}, deadline.remaining_s)
-            if not opened:
-                deadline.check(f"all {world} members of the group", part=life.part, peer=peers)
+        return run_bounded(open_group, life, deadline, f"all {len(names)} members of the group", peer=peers)
     except BaseException:
-        with handover:
-            left_behind.set()
-            abandoned = opened[0] if opened else None
-        if isinstance(abandoned, DeviceGroup):  # it was opened after all, and nobody will use it
-            abandoned.close()
+        with lock:
+            abandoned = True
+            for group in opened:
+                group.close()
         raise
-    (result,) = opened
-    if isinstance(result, BaseException):
-        raise result
-    return result

@@ -17,12 +17,12 @@ class NcclConfig(TorchDistributedConfig):
     interface: str = Field(
         "",
         description=(
-            "Network interface whose IPv4 address each process uses in place of `host` for what goes beside NCCL: control"
-            " connections and the store in which members meet. Several, such as 'eth0,eth1', are dealt out by the number at"
-            " the end of a participant's name. The data path is NCCL's: it takes the network card nearest to each GPU, so"
-            " senders on several GPUs use several cards. To choose others, start each process with its own NCCL_IB_HCA (or"
-            " NCCL_SOCKET_IFNAME, also for NCCL's bootstrap): NCCL reads these once per process, for the training's groups"
-            " too, so weightlane leaves them alone."
+            "Network interface whose IPv4 address each process uses in place of `host` for traffic beside NCCL: control"
+            " connections and the store in which members meet. Of several, such as 'eth0,eth1', a participant takes the one"
+            " that the number at the end of its name selects. The data path is NCCL's: it takes the network card nearest to"
+            " each GPU, so senders on several GPUs use several cards. To choose others, start each process with its own"
+            " NCCL_IB_HCA (or NCCL_SOCKET_IFNAME, also for NCCL's bootstrap): NCCL reads these once per process, for the"
+            " training's groups too, so weightlane leaves them alone."
         ),
     )
     net_name: str = Field(

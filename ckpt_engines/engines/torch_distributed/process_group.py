@@ -1,7 +1,7 @@
-"""torch.distributed process groups and stores beside the default ones: nothing here touches torch's global state.
+"""Process groups of torch.distributed beside its default one: nothing here touches torch's global state.
 
-A trainer and a vLLM worker each have a default process group of their own already, so weightlane's groups are made from
-the bare backend classes over a store of their own.
+A trainer and a vLLM worker each have a default process group already, so weightlane makes its groups from the bare backend
+classes over a store of their own.
 """
 
 from __future__ import annotations
@@ -10,16 +10,14 @@ import contextlib
 import ctypes
 import importlib
 import os
-import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from ...channels.listener import listen_tcp
 from ...deadline import Deadline
 from ...errors import (
     ConfigError,
@@ -27,16 +25,18 @@ from ...errors import (
     EngineUnavailableError,
     PeerLostError,
     TransportError,
+    WeightlaneError,
 )
 from ...runtime.lifecycle import Lifecycle
 from ...toolkit.waiting import run_bounded
-from .gloo_connect import called, connect_gloo
+from .gloo_connect import connect_gloo, member_names
 
 BackendName = Literal["gloo", "nccl", "hccl"]
+_T = TypeVar("_T")
 
 
 class Group(Protocol):
-    """What the backend classes of torch.distributed have in common, as far as weightlane uses it."""
+    """The methods of torch.distributed's backend classes that weightlane uses."""
 
     def rank(self) -> int:
         """Rank of this process in the group."""
@@ -65,8 +65,9 @@ class Group(Protocol):
 
 _PART = "process group"
 _GRACE_S = 0.05
-"""How much longer than a call that may miss its deadline whoever waits for it does: the call's own error says more."""
+"""How long `call_bounded` waits beyond the deadline: enough for a call that keeps the deadline to raise its own error."""
 _NEVER = timedelta(days=1)
+"""Timeout of NCCL's and HCCL's operations, whose deadlines the engine keeps."""
 _NO_WATCHDOG: dict[str, dict[str, str]] = {
     # NCCL's and HCCL's own watchdogs kill the whole process on a timeout, on an error, and when a call into the driver
     # takes long; and a wait that blocks in C++ could not be interrupted. Deadlines are kept by the engine, which aborts
@@ -79,78 +80,6 @@ _NO_WATCHDOG: dict[str, dict[str, str]] = {
     "hccl": {"HCCL_ASYNC_ERROR_HANDLING": "0", "HCCL_BLOCKING_WAIT": "0"},
 }
 _environment_lock = threading.Lock()
-
-
-def host_store(host: str, port: int = 0) -> tuple[dist.TCPStore, int]:
-    """A TCPStore served by this process on `host` only, and its port; port 0 takes a free one.
-
-    ``TCPStore`` itself would listen on every interface, so it is given a socket that is bound already. Raises
-    `AddressInUseError` or `ConfigError`.
-    """
-    listener = listen_tcp(host, port)
-    port = listener.getsockname()[1]
-    try:
-        store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.fileno())
-    except BaseException:
-        listener.close()
-        raise
-    listener.detach()  # the store owns the descriptor from here on
-    return store, port
-
-
-def reserve_port(host: str) -> socket.socket:
-    """A socket that keeps a free port of `host` until who it is meant for listens there, `host_store` for example; then close it.
-
-    Meanwhile nobody who takes any free port gets this one. Raises `ConfigError` when `host` is not an address of this machine.
-    """
-    reserved = None
-    try:
-        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-        reserved = socket.socket(family, socket.SOCK_STREAM)
-        reserved.bind((host, 0))
-    except OSError as error:
-        if reserved is not None:
-            reserved.close()
-        raise ConfigError(
-            f"cannot reserve a port of {host!r}: {error}.", part="listener", hint="Use an address of this machine."
-        ) from error
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # not before: nobody else may hold the port
-    return reserved
-
-
-def join_store(
-    host: str, port: int, deadline: Deadline, peer: str = "", life: Lifecycle | None = None
-) -> dist.TCPStore:
-    """A client of the store at `host`:`port`, which must be listening already.
-
-    The deadline's remaining time becomes the store's timeout. Raises `PeerLostError` when nobody listens there,
-    `DeadlineExceededError`, also when somebody listens and says nothing, or `ClosedError` when `life` is closed meanwhile.
-    """
-    waiting = life or Lifecycle("store", lambda: None)
-    try:  # TCPStore's first question has no timeout, so a process that was stopped would hold its caller for ever
-        return run_bounded(
-            lambda: _joined_store(host, port, deadline, waiting.part, peer),
-            waiting,
-            Deadline.after(deadline.remaining_s + _GRACE_S),
-            f"an answer of the store at {host}:{port}",
-            peer=peer,
-        )
-    finally:
-        if life is None:
-            waiting.close()
-
-
-def _joined_store(host: str, port: int, deadline: Deadline, part: str, peer: str) -> dist.TCPStore:
-    try:  # the store itself would go on trying, and log every attempt
-        socket.create_connection((host, port), timeout=max(0.001, deadline.remaining_s)).close()
-    except TimeoutError:
-        raise deadline.error(f"a connection to {host}:{port}", part=part, peer=peer) from None
-    except OSError as error:
-        raise PeerLostError(
-            f"cannot connect to {host}:{port}: {error}.", part=part, peer=peer, hint="Check that its owner is alive."
-        ) from error
-    with translated(part, deadline, f"the store at {host}:{port}", peer):
-        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=deadline.timedelta())
 
 
 def open_process_group(
@@ -177,25 +106,25 @@ def open_process_group(
         host: Address of this machine on which gloo listens.
         device: Device the group works on; needed by nccl and hccl, which connect eagerly.
         threads: How many operations gloo runs at a time; each that waits for a peer occupies a thread.
-        names: What errors call the processes, by rank; without, "rank 1".
+        names: Names of the processes for errors, by rank; without, "rank 1".
         nccl: Fields of the communicator's ``ncclConfig_t`` by the names that torch gives them, e.g. ``net_name``.
 
     Raises:
         ConfigError: This torch does not know one of the `nccl` fields.
-        DeadlineExceededError: Somebody did not come.
-        PeerLostError: Somebody came and died.
+        DeadlineExceededError: A process did not join.
+        PeerLostError: A process joined and died.
         EngineUnavailableError: This torch lacks the backend.
     """
-    others = called([other for other in range(world) if other != rank], names)
+    others = member_names([other for other in range(world) if other != rank], names)
     with translated(_PART, deadline, f"all {world} members of the group", others):
         if backend == "gloo":
 
-            def connect(place: dist.Store, timeout: timedelta) -> Group:
+            def connect(meeting_store: dist.Store, timeout: timedelta) -> Group:
                 options = cast("Any", dist.ProcessGroupGloo)._Options()  # the only way to choose the address
                 options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
                 options._timeout = timeout
                 options._threads = threads
-                return cast("Group", dist.ProcessGroupGloo(place, rank, world, options))
+                return cast("Group", dist.ProcessGroupGloo(meeting_store, rank, world, options))
 
             return connect_gloo(store, rank, world, deadline, connect, names=names)
         if device is None:
@@ -218,18 +147,18 @@ def _open_nccl(
                 f"this torch cannot set NCCL's {name}.", part=_PART, hint=f"Leave out checkpoint_engine.options.{name}."
             )
         setattr(options.config, name, value)
-    options._timeout = _NEVER  # watched by the engine
+    options._timeout = _NEVER
     with environment(_NO_WATCHDOG["nccl"]):
         group = dist.ProcessGroupNCCL(store, rank, world, options)
-    group._set_sequence_number_for_group()  # what torch does for every group it makes
+    group._set_sequence_number_for_group()  # torch does so for every group it makes
     group.eager_connect_single_device(device)
     return cast("Group", group)
 
 
 def nccl_blocking(version: tuple[int, ...]) -> int:
-    """``ncclConfig_t.blocking``: 0, so that a communicator can be aborted while it connects.
+    """``ncclConfig_t.blocking`` for an NCCL version: 0, so that a communicator can be aborted while it connects.
 
-    Except for NCCL 2.26, which hangs at random in that mode (pytorch/pytorch#153960). A communicator that cannot be
+    NCCL 2.26 gets 1, because it hangs at random in the other mode (pytorch/pytorch#153960). A communicator that cannot be
     aborted is left to the thread that opens it, as described at `open_device_group`.
     """
     return 1 if version[:2] == (2, 26) else 0
@@ -241,27 +170,14 @@ def _open_hccl(store: dist.Store, rank: int, world: int) -> Group:
     except ImportError as error:
         raise EngineUnavailableError(f"torch_npu cannot be imported: {error}.", part=_PART) from error
     options = c10d.ProcessGroupHCCL.Options()
-    options._timeout = _NEVER  # as for NCCL
+    options._timeout = _NEVER
     with environment(_NO_WATCHDOG["hccl"]):
         group: Group = c10d.ProcessGroupHCCL(store, rank, world, options)
     return group
 
 
-def abort_accelerator_group(group: Group) -> None:
-    """Abort the communicators of an NCCL or HCCL group. Blocks for as long as the library does, perhaps for ever.
-
-    torch waits for NCCL inside ``abort`` and takes the communicator's lock for it, which another thread holds while it
-    waits for NCCL to connect. So nobody who has a deadline may call this directly.
-    """
-    abort_hccl = getattr(group, "abort_hccl_comm", None)  # torch_npu implements no `Backend.abort`
-    if abort_hccl is not None:
-        abort_hccl("closed by weightlane")
-    else:
-        group.abort()
-
-
 def start_broadcast(group: Group, data: torch.Tensor, root: int, deadline: Deadline | None) -> dist.Work:
-    """Start to broadcast contiguous uint8 `data` from rank `root`; gloo gives up by itself at the deadline."""
+    """Start to broadcast contiguous uint8 `data` from rank `root`; gloo fails the broadcast at the deadline."""
     options = dist.BroadcastOptions()
     options.rootRank = root
     options.rootTensor = 0
@@ -275,12 +191,12 @@ def start_pairs(group: Group, pairs: Sequence[tuple[str, torch.Tensor, int]]) ->
 
     Args:
         group: The group.
-        pairs: ``"isend"`` or ``"irecv"``, contiguous uint8, and the rank it goes to or comes from.
+        pairs: ``"isend"`` or ``"irecv"``, contiguous uint8, and the rank of the peer.
     """
-    at_once = getattr(group, "batch_isend_irecv", None)  # torch_npu's own, which implements no coalescing
-    if at_once is not None:
+    batch_isend_irecv = getattr(group, "batch_isend_irecv", None)  # torch_npu's own, which implements no coalescing
+    if batch_isend_irecv is not None:
         kinds, tensors, ranks = zip(*pairs, strict=True)
-        return cast("dist.Work", at_once(list(kinds), list(tensors), list(ranks)))
+        return cast("dist.Work", batch_isend_irecv(list(kinds), list(tensors), list(ranks)))
     # One by one they would go through communicators of two that torch opens by itself, unbounded by any deadline.
     group._start_coalescing()
     for kind, data, rank in pairs:
@@ -288,11 +204,24 @@ def start_pairs(group: Group, pairs: Sequence[tuple[str, torch.Tensor, int]]) ->
     return group._end_coalescing()
 
 
+def abort_accelerator_group(group: Group) -> None:
+    """Abort the communicators of an NCCL or HCCL group. Blocks for as long as the library does, perhaps for ever.
+
+    torch waits for NCCL inside ``abort`` and takes the communicator's lock for it, which another thread holds while it
+    waits for NCCL to connect. So no caller with a deadline may call this directly.
+    """
+    abort_hccl = getattr(group, "abort_hccl_comm", None)  # torch_npu implements no `Backend.abort`
+    if abort_hccl is not None:
+        abort_hccl("closed by weightlane")
+    else:
+        group.abort()
+
+
 def abandon_gloo(group: Group) -> None:
     """Make every operation that is pending in a gloo group fail now.
 
     gloo has no abort, and its destructor waits for pending operations. But a receive that times out closes all
-    connections of its group, so one is made to.
+    connections of its group, so this starts such a receive.
     """
     neighbour = (group.rank() + 1) % group.size()
     with contextlib.suppress(RuntimeError):
@@ -302,10 +231,18 @@ def abandon_gloo(group: Group) -> None:
 def keep_for_ever(group: Group) -> None:
     """Never destroy a gloo group, not even when the program ends: for one whose destructor would wait without end.
 
-    gloo loses an operation that begins at the moment when its connection breaks. Nothing makes it fail any more. One thread and
-    the operation's memory are lost with it.
+    gloo loses an operation that begins at the moment when its connection breaks. Nothing makes that operation fail any more,
+    so one thread and the operation's memory are lost with it.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def call_bounded(call: Callable[[], _T], life: Lifecycle, deadline: Deadline, waiting_for: str, peer: str) -> _T:
+    """`run_bounded` for a call that keeps `deadline` by itself unless a peer is frozen.
+
+    The call's own error is raised where there is one, since it says more.
+    """
+    return run_bounded(call, life, Deadline.after(deadline.remaining_s + _GRACE_S), waiting_for, peer=peer)
 
 
 @contextlib.contextmanager
@@ -313,7 +250,7 @@ def translated(part: str, deadline: Deadline, waiting_for: str, peer: str = "") 
     """Turn the RuntimeErrors of torch.distributed into weightlane's errors."""
     try:
         yield
-    except (EngineUnavailableError, TransportError, DeadlineExceededError, ConfigError):
+    except WeightlaneError:
         raise
     except RuntimeError as error:
         raise translate(error, part, deadline, waiting_for, peer) from error
@@ -322,7 +259,7 @@ def translated(part: str, deadline: Deadline, waiting_for: str, peer: str = "") 
 def translate(
     error: RuntimeError, part: str, deadline: Deadline, waiting_for: str, peer: str = ""
 ) -> DeadlineExceededError | TransportError:
-    """What a RuntimeError of torch.distributed means; it tells the cases apart only by its text."""
+    """The weightlane error for a RuntimeError of torch.distributed, which only its text tells apart from others."""
     text = str(error)
     lowered = text.lower()
     if any(
@@ -345,7 +282,7 @@ def translate(
 
 @contextlib.contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for the duration of one constructor, which has no other way to be told."""
+    """Set environment variables while one constructor runs, which takes these settings from nowhere else."""
     with _environment_lock:
         before = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)

@@ -6,7 +6,7 @@ import threading
 
 import torch.distributed as dist
 
-from weightlane.ckpt_engines.engines.torch_distributed.process_group import host_store
+from weightlane.ckpt_engines.engines.torch_distributed.tcp_store import host_store
 
 
 class TorchStore:

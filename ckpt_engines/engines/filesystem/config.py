@@ -1,0 +1,36 @@
+"""Options of the ``filesystem`` engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from ...contract.engine import EngineConfig
+
+
+class FilesystemConfig(EngineConfig):
+    """Options of ``filesystem``."""
+
+    path: str = Field(
+        min_length=1,
+        description="Directory, or fsspec URL such as 's3://bucket/prefix', that the sender and all receivers see."
+        " One run at a time may write to it.",
+    )
+    keep_versions: int = Field(
+        2, ge=1, description="How many of the newest committed versions stay, also when the run has ended."
+    )
+    poll_s: float | None = Field(
+        None,
+        gt=0,
+        le=5,
+        description="Seconds between two looks for a new file, growing tenfold while waiting;"
+        " 0.005 for local paths and 0.1 for URLs unless set.",
+    )
+    fsync: bool = Field(False, description="Flush every file to the disk before receivers see it (local paths only).")
+    storage_options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="What fsspec hands to the file system, e.g. {endpoint_url = 'http://host:9000'} for S3. No secrets:"
+        " options are written to logs and run directories. Credentials belong in the environment (AWS_ACCESS_KEY_ID, ...) or in"
+        " the store's own configuration files, on every host.",
+    )
