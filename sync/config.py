@@ -84,7 +84,7 @@ class SyncConfig(BaseModel):
         DEFAULT_BUCKET_MIB,
         gt=0,
         le=4096,
-        description="Payload of one bucket in MiB; two are in flight per sending trainer rank.",
+        description="Payload of one bucket in MiB; a sending trainer rank has up to eight in flight, two if they must be packed.",
     )
     deadline_s: float = Field(
         60.0, gt=0, description="Seconds after which a sync that is not committed is aborted on every side."

@@ -13,18 +13,16 @@ from ..version.packing import CopyTable, copy_runs
 from .snapshot.progress import SourceBytes
 from .snapshot.send_memory import PACKING_BUFFERS, PackingBuffers
 
-_IN_PLACE = 8
-"""Buckets that lie in a snapshot are sent so many at a time: they take no memory, and keep a long link busy."""
-
 
 class BucketSource(ABC):
     """The buckets of one version, taken in order.
 
     Attributes:
-        most_at_a_time: The memory of so many of the newest buckets stays as it is.
+        packing_buffers: Number of buffers that buckets are packed into in turn, so that only the newest keep their bytes. None
+            while no bucket had to be packed.
     """
 
-    most_at_a_time: int
+    packing_buffers: int | None = None
 
     @abstractmethod
     def bucket(self, index: int) -> torch.Tensor:
@@ -47,7 +45,6 @@ class SnapshotBuckets(BucketSource):
         self._manifest = manifest
         self._buffers = buffers
         self._packed = 0
-        self.most_at_a_time = _IN_PLACE
 
     def bucket(self, index: int) -> torch.Tensor:
         """See `BucketSource.bucket`."""
@@ -63,7 +60,7 @@ class SnapshotBuckets(BucketSource):
             raise ProtocolError(
                 f"receivers shall read bucket {index} in place, and it does not lie in the snapshot.", part="send"
             )
-        self.most_at_a_time = PACKING_BUFFERS
+        self.packing_buffers = PACKING_BUFFERS
         buffers = self._buffers.of(self._manifest.largest_bucket_bytes)
         data = buffers[self._packed % len(buffers)][: stop - start]
         self._packed += 1

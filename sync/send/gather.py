@@ -174,7 +174,7 @@ class GatheredBuckets(BucketSource):
     ) -> None:
         self._gather, self._source, self._tables, self._manifest = gather, source, tables, manifest
         self._buffers = buffers.of(manifest.largest_bucket_bytes)
-        self.most_at_a_time = PACKING_BUFFERS
+        self.packing_buffers = PACKING_BUFFERS
 
     def bucket(self, index: int) -> torch.Tensor:
         """See `BucketSource.bucket`."""

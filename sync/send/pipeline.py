@@ -21,6 +21,8 @@ from ..version.safetensors_files import version_files
 from .bucket_source import BucketSource
 
 _PART = "send pipeline"
+_MOST_IN_FLIGHT = 8
+"""Most buckets in flight at a time that lie in a snapshot: they take no memory of their own, and keep a long link busy."""
 _KEPT_CHECKSUMS = 2
 """Newest versions whose checksums are kept: the one before the last may still be committed."""
 
@@ -151,7 +153,7 @@ class SendPipeline:
             for index, to in destinations.items():
                 if not to.receivers and not stored:
                     continue
-                if not queue.has_room(source.most_at_a_time, deadline):
+                if not queue.has_room(source.packing_buffers or _MOST_IN_FLIGHT, deadline):
                     break  # `result_of` below raises why
                 data = source.bucket(index)
                 checksum = checksum_of(data) if manifest.checksummed else ""

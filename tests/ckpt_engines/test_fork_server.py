@@ -18,6 +18,9 @@ from weightlane.ckpt_engines import WorkerDiedError
 from weightlane.ckpt_engines.runtime.fork_server import ForkServer
 from weightlane.ckpt_engines.runtime.json_socket import JsonSocket
 
+HERE = Path(__file__).stem
+"""This module, by the name under which children can import it: pytest has another one for it."""
+
 
 def echo(requests: JsonSocket, greeting: str) -> None:
     """Run in a child: answer every request with its sender's words."""
@@ -39,14 +42,14 @@ def sleep(requests: JsonSocket) -> None:
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ForkServer]:
     (tmp_path / "files").mkdir()
-    made = ForkServer([__name__], directory=tmp_path / "files", environment={"TMPDIR": str(tmp_path / "files")})
+    made = ForkServer([HERE], directory=tmp_path / "files", environment={"TMPDIR": str(tmp_path / "files")})
     yield made
     made.close()
     assert not (tmp_path / "files").exists()
 
 
 def test_children_answer_end_with_their_socket_and_leave_what_they_wrote(server: ForkServer, tmp_path: Path) -> None:
-    first, second = (server.fork(f"{__name__}:echo", word) for word in ("one", "two"))
+    first, second = (server.fork(f"{HERE}:echo", word) for word in ("one", "two"))
     for child, word in ((first, "one"), (second, "two")):
         child.socket.send({"n": 1})
         assert child.socket.receive(HANG_S) == {
@@ -54,7 +57,7 @@ def test_children_answer_end_with_their_socket_and_leave_what_they_wrote(server:
         }  # fmt: skip
     first.socket.close()
     wait_until(lambda: not first.alive, "end of a child whose socket is closed")
-    failing = server.fork(f"{__name__}:fail")
+    failing = server.fork(f"{HERE}:fail")
     assert failing.socket.receive(HANG_S) is None
     assert "LookupError: nobody is at home" in failing.output()
     assert second.alive
@@ -64,11 +67,11 @@ def test_children_answer_end_with_their_socket_and_leave_what_they_wrote(server:
 
 
 def test_children_end_with_the_server_and_later_ones_are_refused_with_a_typed_error(server: ForkServer) -> None:
-    child = server.fork(f"{__name__}:sleep")
+    child = server.fork(f"{HERE}:sleep")
     os.kill(int(Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
     wait_until(lambda: not child.alive, "end of a child whose server was killed")
     with pytest.raises(WorkerDiedError, match="no process can be started"):
-        server.fork(f"{__name__}:sleep")
+        server.fork(f"{HERE}:sleep")
 
 
 def test_children_and_their_files_end_with_a_program_that_is_killed(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def send(
 ) -> None:
     manifest = Manifest(7, (TensorSpec("t", (64 * buckets,), torch.uint8),), 64, checksummed=False)
     assert manifest.bucket_count == buckets
-    source = SimpleNamespace(bucket=bucket, most_at_a_time=2)
+    source = SimpleNamespace(bucket=bucket, packing_buffers=2)
     to = Destination(sender, ["rollout-0/0"])
     deadline = Deadline.after(SOON)
     sending.send_version(manifest, cast("Any", source), dict.fromkeys(range(buckets), to), deadline, stall_s)

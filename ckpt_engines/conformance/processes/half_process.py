@@ -1,8 +1,7 @@
 """One half of a checkpoint engine in a process of its own, and the operations that checks request from it.
 
 A request is ``{"op": name, ...arguments}``. Its answer is ``{"ok": result, "s": seconds}`` or ``{"error": ..., "s": seconds}``.
-A `Parcel` describes a bucket, and both sides generate the same bytes from its seed. A fork server starts the processes. Run as a
-program, this module serves on its standard input, which must be a socket.
+A `Parcel` describes a bucket: both sides generate the same bytes from its seed.
 """
 
 from __future__ import annotations

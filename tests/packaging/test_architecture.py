@@ -1,0 +1,47 @@
+"""The house: rooms that a reader takes in at a glance, modules that fit on a few screens, no imports in a circle."""
+
+from __future__ import annotations
+
+import runpy
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def drawing() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "docs/site/architecture.py"))
+
+
+def test_no_folder_has_more_entries_than_a_reader_takes_in(drawing: dict[str, Any]) -> None:
+    entries = drawing["folders"](drawing["modules"]())
+    assert len(entries) > 30
+    assert not {folder: len(each) for folder, each in entries.items() if len(each) > drawing["MOST_ENTRIES"]}
+
+
+def test_no_module_is_long_and_half_of_them_are_short(drawing: dict[str, Any]) -> None:
+    lines = {name: len(path.read_text().splitlines()) for name, path in drawing["modules"]().items()}
+    assert not {name: count for name, count in lines.items() if count > drawing["MOST_LINES"]}
+    assert statistics.median(lines.values()) < drawing["MEDIAN_LINES"]
+
+
+def test_no_imports_go_in_a_circle_not_even_for_types(drawing: dict[str, Any]) -> None:
+    known = drawing["modules"]()
+    found = {
+        folder: drawing["circles"](drawing["graph_of"](folder, entries, known))
+        for folder, entries in drawing["folders"](known).items()
+    }
+    assert not {folder: each for folder, each in found.items() if each}
+    assert drawing["circles"]({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+
+
+def test_every_folder_says_what_it_holds(drawing: dict[str, Any]) -> None:
+    assert not [name for name, path in drawing["modules"]().items() if not drawing["purpose"](path)]
+
+
+def test_the_drawing_in_the_docs_is_that_of_the_code(drawing: dict[str, Any]) -> None:
+    assert (ROOT / "docs/architecture.md").read_text() == drawing["page"](), "run python docs/site/architecture.py"
