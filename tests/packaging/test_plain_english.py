@@ -1,0 +1,41 @@
+"""A docstring begins with its subject or with what a call does, never with a word that stands in for either."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("ckpt_engines", "sync", "trainer", "rollout", "plugins", "cli")
+STANDS_IN = re.compile(r"(What|That|Those|Of|By|Who|Whoever|Whose|As)\b")
+"""Words after which a reader has to search for who does what."""
+
+
+def docstrings(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of every docstring: of modules, classes, functions, and those below attributes and constants."""
+    for node in ast.walk(ast.parse(source)):
+        body = getattr(node, "body", None)
+        for statement in body if isinstance(body, list) else []:
+            match statement:
+                case ast.Expr(value=ast.Constant(value=str() as text)):
+                    yield statement.lineno, text.strip()
+
+
+def test_no_docstring_hides_its_subject_behind_its_first_word() -> None:
+    found, seen = [], 0
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if "tests" not in path.parts:
+                for line, text in docstrings(path.read_text()):
+                    seen += 1
+                    if STANDS_IN.match(text):
+                        found.append(f"{path.relative_to(ROOT)}:{line}: {text[:60]}")
+    assert seen > 3000
+    assert not found
+
+
+def test_such_a_docstring_is_found() -> None:
+    source = 'def f():\n    """What is left."""\n\nLIMIT = 3\n"""Of all."""\n\ndef g():\n    """Whatever is left is sent."""\n'
+    assert [line for line, text in docstrings(source) if STANDS_IN.match(text)] == [5, 2]
