@@ -19,10 +19,10 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError, EngineListing, WeightlaneError
-from weightlane.ckpt_engines.new_engine import make_engine_package
-from weightlane.ckpt_engines.reference.engine_reference import engine_reference
 
+from .commands.new_engine import make_engine_package
 from .config import explain, load_config
+from .engine_reference.engine_reference import engine_reference
 from .exit_codes import FAILED, INTERRUPTED, TERMINATED, exit_code_of
 from .output import console, own_stdout
 

@@ -34,13 +34,13 @@ A complete sync inside one process (normally publisher, coordinator and subscrib
 
 from .codecs.delta.staged_delta import IncomingDelta, StagedDelta
 from .config import CheckpointEngineConfig, SyncConfig
+from .control.coordinator.coordinator import Coordinator
+from .control.coordinator.replica import Replica, ReplicaState
+from .control.coordinator.report import CommitOutcome, CommitReport, FailedAttempt, Outcome, ReplicaReport, SyncReport
 from .control.rendezvous import Rendezvous, RendezvousAddress
-from .coordinator.coordinator import Coordinator
-from .coordinator.replica import Replica, ReplicaState
 from .publisher import Publisher
 from .receive.live_stream import LivePart, LiveStream
 from .receive.stored_version import read_version
-from .report import CommitOutcome, CommitReport, FailedAttempt, Outcome, ReplicaReport, SyncReport
 from .subscriber import CommitMode, Subscriber
 from .torchrun.collective_publisher import CollectivePublisher
 from .version.expectation import Expectation, ExpectedTensor, check_coverage

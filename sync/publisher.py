@@ -29,9 +29,10 @@ from .config import CodecPolicy, Integrity, Network, Quantise
 from .control.messages import Connect, EngineTraits, Full, Go, Message
 from .control.participant import JOIN_THREAD_S, Participant
 from .control.rendezvous import RendezvousAddress
+from .control.version_outcomes import checked_version
 from .plan.session_plan import SessionPlan
 from .send.contribution import Contribution
-from .send.publication import Publication, PublicationQueue, checked_version
+from .send.publication import Publication, PublicationQueue
 from .send.send_session import open_session
 from .send.sending_rank import SendingRank
 from .send.snapshot.progress import Progress

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections import Counter
+from typing import Any
 
-from weightlane.ckpt_engines import Deadline, WeightlaneError
+from weightlane.ckpt_engines import ConfigError, Deadline, WeightlaneError
+
+
+def checked_version(version: Any, part: str) -> int:
+    """`version` as an int; it may be one of NumPy's. Raises `ConfigError` unless it is a whole number from 0."""
+    try:
+        number = operator.index(version)
+    except TypeError:
+        number = -1
+    if number < 0 or isinstance(version, bool):
+        raise ConfigError(
+            f"a version is a whole number from 0, not {version!r}.",
+            part=part,
+            hint="The number of the optimizer step will do.",
+        )
+    return number
 
 
 class VersionOutcomes:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 import threading
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from weightlane.ckpt_engines import ConfigError, WeightlaneError
+from weightlane.ckpt_engines import WeightlaneError
 
 from ..codecs.codec_choice import Choice
 from ..codecs.delta.encoding import RankDelta
@@ -20,21 +19,6 @@ from .send_session import SendSession
 from .snapshot.progress import Progress
 from .snapshot.slots import DeltaBase, SnapshotSlot, SnapshotSlots
 from .snapshot.steps import Leftovers
-
-
-def checked_version(version: Any, part: str) -> int:
-    """`version` as an int; it may be one of NumPy's. Raises `ConfigError` unless it is a whole number from 0."""
-    try:
-        number = operator.index(version)
-    except TypeError:
-        number = -1
-    if number < 0 or isinstance(version, bool):
-        raise ConfigError(
-            f"a version is a whole number from 0, not {version!r}.",
-            part=part,
-            hint="The number of the optimizer step will do.",
-        )
-    return number
 
 
 @dataclass(slots=True, eq=False)

@@ -26,8 +26,8 @@ from weightlane.ckpt_engines import CheckpointEngineRegistry, ClosedError, Weigh
 from weightlane.ckpt_engines.runtime.at_exit import close_at_exit
 
 from ..config import SyncConfig
+from ..control.coordinator.report import Outcome, SyncReport
 from ..publisher import Publisher
-from ..report import Outcome, SyncReport
 from ..version.placement import Placement
 from ..version.tensor_spec import LocalShard
 from .coordinator_thread import ConnectableReplica, CoordinatorThread, publisher_name

@@ -13,10 +13,10 @@ from weightlane.ckpt_engines.links.bounded_calls import result_of
 from weightlane.ckpt_engines.runtime.at_exit import close_at_exit, start_thread
 
 from ..config import SyncConfig
+from ..control.coordinator.coordinator import Coordinator
+from ..control.coordinator.replica import Replica, ReplicaState
+from ..control.coordinator.report import SyncReport
 from ..control.rendezvous import Rendezvous
-from ..coordinator.coordinator import Coordinator
-from ..coordinator.replica import Replica, ReplicaState
-from ..report import SyncReport
 
 _log = logging.getLogger(__name__)
 _PART = "coordinator thread"

@@ -12,7 +12,7 @@ from command_line import assert_refused, run
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import StorageError
-from weightlane.ckpt_engines.new_engine import make_engine_package
+from weightlane.cli.commands.new_engine import make_engine_package
 
 TEMPLATE = Path(__file__).parents[2] / "plugins/packages/weightlane-engine-template"
 

@@ -39,7 +39,7 @@ def test_the_wheel_holds_every_module_and_nothing_beside_weightlane(tmp_path: Pa
     zipfile.ZipFile(wheel).extractall(site)
     program = (
         "import weightlane.plugins\n"
-        "from weightlane.ckpt_engines.new_engine import make_engine_package\n"
+        "from weightlane.cli.commands.new_engine import make_engine_package\n"
         "make_engine_package('pigeon')\n"
         "print(weightlane.plugins.__file__)"
     )

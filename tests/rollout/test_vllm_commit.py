@@ -150,7 +150,7 @@ def test_a_commit_that_is_given_up_while_loading_stops_the_replica_and_the_next_
         syncing = asyncio.create_task(setup.trainer.sync(setup.models[2]))
         await setup.held(tmp_path)
         if how == "cancelled":
-            monkeypatch.setattr("weightlane.sync.coordinator.coordinator._CANCELLED_S", 0.0)
+            monkeypatch.setattr("weightlane.sync.control.coordinator.coordinator._CANCELLED_S", 0.0)
             syncing.cancel()
         else:
             timeouts[-1].reschedule(asyncio.get_running_loop().time())

@@ -231,7 +231,7 @@ class Run:
         deadlines = SimpleNamespace(after=lambda seconds: Deadline.after(seconds, clock))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(queue, "next", wait_or_pass)
-            patch.setattr("weightlane.sync.coordinator.coordinator.Deadline", deadlines)
+            patch.setattr("weightlane.sync.control.coordinator.coordinator.Deadline", deadlines)
             yield clock
 
     def _note_waits(self) -> None:

@@ -10,7 +10,7 @@ from hop_run import MakeRun, Run, expected, outcomes_of
 from waiting import NEVER_S, wait_until
 
 from weightlane.ckpt_engines import Deadline, QuarantinedError, SyncAbortedError
-from weightlane.sync.coordinator.blame import AttemptError
+from weightlane.sync.control.coordinator.blame import AttemptError
 
 
 def after(first: int, versions: list[int]) -> dict[str, str]:

@@ -23,8 +23,8 @@ from weightlane.ckpt_engines import (
     UntouchedError,
 )
 from weightlane.sync import CommitReport, Manifest, ReplicaState, TensorSpec
+from weightlane.sync.control.coordinator.commits import Commits
 from weightlane.sync.control.messages import Ready
-from weightlane.sync.coordinator.commits import Commits
 from weightlane.sync.receive.live_stream import LiveStream
 
 IN_PLACE = {"commit": "in_place"}

@@ -32,9 +32,9 @@ from weightlane.ckpt_engines import (
 from weightlane.ckpt_engines.runtime.devices import HOST
 from weightlane.plugins import RunHooks, hookimpl
 from weightlane.sync import Manifest, Outcome, Placement, ReplicaState, SyncConfig, TensorSpec
+from weightlane.sync.control.coordinator.blame import blame
+from weightlane.sync.control.coordinator.roster import Roster
 from weightlane.sync.control.messages import Failed
-from weightlane.sync.coordinator.blame import blame
-from weightlane.sync.coordinator.roster import Roster
 from weightlane.sync.plan import Network
 from weightlane.sync.plan.send_assignment import assign_slices
 from weightlane.sync.plan.session_plan import SessionPlan

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from weightlane.ckpt_engines import ConfigError, PeerLostError
 from weightlane.sync import ReplicaState
-from weightlane.sync.coordinator.roster import Roster
+from weightlane.sync.control.coordinator.roster import Roster
 
 
 def made(name: str, ranks: int = 1) -> Replica:

@@ -12,7 +12,7 @@ from typing import Any
 
 from weightlane.ckpt_engines import WeightlaneError, WorkerDiedError
 from weightlane.sync.config import SyncConfig
-from weightlane.sync.report import CommitReport, SyncReport
+from weightlane.sync.control.coordinator.report import CommitReport, SyncReport
 
 from ..processes.participants import Meeting
 from ..processes.processes import Processes, Worker

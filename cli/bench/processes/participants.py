@@ -15,11 +15,11 @@ from weightlane.ckpt_engines.runtime.host_copies import copy_bytes, narrow_offse
 from weightlane.plugins import RunHooks
 from weightlane.sync.codecs.delta.staged_delta import IncomingDelta
 from weightlane.sync.config import CodecPolicy, Integrity, Quantise, SyncConfig
+from weightlane.sync.control.coordinator.coordinator import Coordinator
+from weightlane.sync.control.coordinator.replica import Replica
+from weightlane.sync.control.coordinator.report import SyncReport
 from weightlane.sync.control.rendezvous import Rendezvous
-from weightlane.sync.coordinator.coordinator import Coordinator
-from weightlane.sync.coordinator.replica import Replica
 from weightlane.sync.publisher import Publisher
-from weightlane.sync.report import SyncReport
 from weightlane.sync.subscriber import Subscriber
 from weightlane.sync.version.box import positions_in
 from weightlane.sync.version.expectation import Expectation, ExpectedTensor

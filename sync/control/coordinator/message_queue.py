@@ -8,9 +8,9 @@ from contextlib import suppress
 
 from weightlane.ckpt_engines import ClosedError, Deadline, DeadlineExceededError, WeightlaneError, error_from_wire
 
-from ..control.hub.frames import COORDINATOR
-from ..control.messages import Failed, Hello, Joined, Left, Lost, Message, Offer, Ready, Reset, Staged, Stop
-from ..control.rendezvous import Rendezvous
+from ..hub.frames import COORDINATOR
+from ..messages import Failed, Hello, Joined, Left, Lost, Message, Offer, Ready, Reset, Staged, Stop
+from ..rendezvous import Rendezvous
 from .roster import Roster
 
 _log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from weightlane.ckpt_engines import ClosedError, Deadline, DeadlineExceededError
 from weightlane.ckpt_engines.runtime.daemon_threads import DaemonThreads
 
-from ..control.hub.frames import COORDINATOR
+from ..hub.frames import COORDINATOR
 from .message_queue import MessageQueue
 
 T = TypeVar("T")

@@ -16,10 +16,10 @@ from weightlane.ckpt_engines import (
     WeightlaneError,
 )
 
-from ..codecs.quantised import QuantisationReport
-from ..config import SyncConfig
-from ..control.hub.frames import COORDINATOR
-from ..control.messages import (
+from ...codecs.quantised import QuantisationReport
+from ...config import SyncConfig
+from ..hub.frames import COORDINATOR
+from ..messages import (
     Accepted,
     Connect,
     Connected,

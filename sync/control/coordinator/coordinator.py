@@ -15,17 +15,17 @@ from weightlane.ckpt_engines import ClosedError, Deadline, SyncAbortedError, Wei
 from weightlane.ckpt_engines.runtime.at_exit import close_at_exit
 from weightlane.plugins import RunHooks, process_hooks
 
-from ..config import SyncConfig
-from ..control.hub.frames import COORDINATOR
-from ..control.messages import Abort, Committed, Lost
-from ..control.rendezvous import Rendezvous
-from ..report import FailedAttempt, Outcome, ReplicaReport, SyncReport
-from ..send.publication import checked_version
+from ...config import SyncConfig
+from ..hub.frames import COORDINATOR
+from ..messages import Abort, Committed, Lost
+from ..rendezvous import Rendezvous
+from ..version_outcomes import checked_version
 from .attempts import Attempts
 from .blame import AttemptError
 from .commits import absent_error, commit_error
 from .message_queue import MessageQueue
 from .replica import Replica, ReplicaState
+from .report import FailedAttempt, Outcome, ReplicaReport, SyncReport
 from .roster import Roster
 from .session import Session, Streamed
 from .worker_thread import WorkerThread, run_to_end

@@ -11,13 +11,13 @@ from weightlane.ckpt_engines import Deadline, ProtocolError, QuorumError, Weight
 from weightlane.ckpt_engines.links.bounded_calls import GRACE_S
 from weightlane.plugins import RunHooks
 
-from ..config import SyncConfig
-from ..control.hub.frames import COORDINATOR
-from ..control.messages import Abort
-from ..report import FailedAttempt
+from ...config import SyncConfig
+from ..hub.frames import COORDINATOR
+from ..messages import Abort
 from .blame import AttemptError
 from .commits import Commits
 from .message_queue import MessageQueue
+from .report import FailedAttempt
 from .roster import Roster, RosterEntry
 from .session import Session, Streamed
 from .worker_thread import INTERRUPTED_S

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from weightlane.ckpt_engines import WeightlaneError
 
-from .codecs.quantised import QuantisationReport
+from ...codecs.quantised import QuantisationReport
 
 
 class CommitOutcome(Protocol):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry
-from weightlane.ckpt_engines.reference.engine_reference import engine_reference
-from weightlane.ckpt_engines.reference.evidence import EVIDENCE
+from weightlane.cli.engine_reference.engine_reference import engine_reference
+from weightlane.cli.engine_reference.evidence import EVIDENCE
 
 PAGE = Path(__file__).parents[2] / "docs/reference/engines.md"
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from weightlane.ckpt_engines import WeightlaneError
 
-from ..report import CommitOutcome
+from .report import CommitOutcome
 
 
 class Replica(Protocol):

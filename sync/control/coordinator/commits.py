@@ -19,11 +19,11 @@ from weightlane.ckpt_engines import (
 )
 from weightlane.plugins import RunHooks
 
-from ..control.hub.frames import COORDINATOR
-from ..control.messages import Failed
-from ..report import CommitOutcome, Outcome, ReplicaReport
+from ..hub.frames import COORDINATOR
+from ..messages import Failed
 from .message_queue import MessageQueue
 from .replica import ReplicaState
+from .report import CommitOutcome, Outcome, ReplicaReport
 from .roster import Roster, RosterEntry
 
 _log = logging.getLogger(__name__)

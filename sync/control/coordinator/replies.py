@@ -15,8 +15,8 @@ from weightlane.ckpt_engines import (
     error_from_wire,
 )
 
-from ..control.hub.frames import COORDINATOR
-from ..control.messages import (
+from ..hub.frames import COORDINATOR
+from ..messages import (
     Accepted,
     Connected,
     Failed,

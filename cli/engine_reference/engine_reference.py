@@ -12,9 +12,10 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
-from ..contract.capabilities import Capabilities
-from ..contract.engine import CheckpointEngine
-from ..registry import CheckpointEngineRegistry, EngineListing
+from weightlane.ckpt_engines.contract.capabilities import Capabilities
+from weightlane.ckpt_engines.contract.engine import CheckpointEngine
+from weightlane.ckpt_engines.registry import CheckpointEngineRegistry, EngineListing
+
 from .evidence import EVIDENCE
 
 _TITLE = """\

@@ -8,8 +8,8 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from .errors import ConfigError, StorageError
-from .registry import NAME_RULE, CheckpointEngineRegistry, is_engine_name
+from weightlane.ckpt_engines.errors import ConfigError, StorageError
+from weightlane.ckpt_engines.registry import NAME_RULE, CheckpointEngineRegistry, is_engine_name
 
 _PART = "new engine"
 _TEMPLATE = ("packages", "weightlane-engine-template")

@@ -14,7 +14,7 @@ from weightlane.ckpt_engines import (
     error_from_wire,
 )
 
-from ..control.messages import Failed
+from ..messages import Failed
 from .roster import Roster
 
 _PEER_LOST = TransportError | DeadlineExceededError | QuarantinedError

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from weightlane.ckpt_engines import ConfigError, PeerLostError, WeightlaneError
 
-from ..control.hub.frames import COORDINATOR
+from ..hub.frames import COORDINATOR
 from .replica import Replica, ReplicaState
 
 
