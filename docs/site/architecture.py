@@ -122,12 +122,19 @@ def section(folder: str, entries: list[str], known: dict[str, Path]) -> list[str
             lines.append(f'    {entry}_["{entry}/"]' if is_room else f'    {entry}_("{entry}.py")')
         lines += [f"    {entry}_ --> {other}_" for entry, other in arrows]
         lines += ["```", ""]
-    lines += ["| entry | what it holds |", "|---|---|"]
+    lines += ["| entry | what it holds | lines, about |", "|---|---|---|"]
     for entry in entries:
-        path = known[f"{folder}.{entry}" if folder else entry]
-        shown = f"`{entry}/`" if path.name == "__init__.py" else f"`{entry}.py`"
-        lines.append(f"| {shown} | {purpose(path)} |")
+        name = f"{folder}.{entry}" if folder else entry
+        is_room = known[name].name == "__init__.py"
+        shown, size = (f"`{entry}/`", f"{lines_of(name, known):,}") if is_room else (f"`{entry}.py`", "")
+        lines.append(f"| {shown} | {purpose(known[name])} | {size} |")
     return [*lines, ""]
+
+
+def lines_of(name: str, known: dict[str, Path]) -> int:
+    """Lines of all modules of a room, to the nearest hundred: a page that names each line would change with each commit."""
+    paths = [path for other, path in known.items() if f"{other}.".startswith(f"{name}.")]
+    return round(sum(len(path.read_text().splitlines()) for path in paths), -2)
 
 
 def page() -> str:
