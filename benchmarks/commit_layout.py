@@ -40,7 +40,7 @@ class CommitWorker:
         from vllm.config import set_current_vllm_config
         from vllm.distributed.parallel_state import get_tp_group
 
-        from weightlane.rollout.commit.rank_agreement import RankGroup
+        from weightlane.rollout.commit.rank_group import RankGroup
         from weightlane.rollout.layout import VersionLoader
         from weightlane.rollout.layout.rank_model import RankModel
 

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from weightlane.ckpt_engines import DeadlineExceededError
-from weightlane.cli.bench.processes.participants import Meeting, sync_config
+from weightlane.cli.bench.processes.participants import CoordinatingSide, sync_config
 from weightlane.cli.bench.processes.processes import Processes, Worker
 from weightlane.cli.bench.report.machine import this_machine
 from weightlane.cli.bench.workload.workload import Workload, named_workload
@@ -194,7 +194,7 @@ class Measured:
         config = sync_config(codec="dense", integrity="full", bucket_mib=None, deadline_s=self._timeout_s)
         # A directory of its own each time: a new publisher begins with an empty store.
         options = {"path": tempfile.mkdtemp(dir=self._directory)} if engine == "filesystem" else {}
-        meeting, row = Meeting(config, [self._worker]), f"{engine} {next(self._rows)}"
+        meeting, row = CoordinatingSide(config, [self._worker]), f"{engine} {next(self._rows)}"
         await self._call("open_row", row, meeting.address, engine, options, config.model_dump(mode="json"))
         await self._call("peak_bytes", row)
         await self._worker.connect(meeting.address, engine, options)
@@ -225,7 +225,7 @@ class Measured:
             seconds,
         )
 
-    async def _carry(self, row: str, meeting: Meeting) -> Carried:
+    async def _carry(self, row: str, meeting: CoordinatingSide) -> Carried:
         """The weights change, and the next version of them goes into service."""
         version = next(self._versions)
         await self._call("change", DENSITY)

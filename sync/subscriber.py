@@ -38,8 +38,8 @@ from .control.rendezvous import RendezvousAddress
 from .control.tensor_lists import TensorLists, scope_of
 from .plan.session_plan import SessionPlan
 from .plan.supply import PlanExchange
+from .receive.live_identity import LiveIdentity
 from .receive.live_stream import LiveStream
-from .receive.live_weights import LiveWeights
 from .receive.receive_loop import StageRequest
 from .receive.receive_session import BucketSender, ReceiveLink, ReceiveSession
 from .receive.relay import Relay
@@ -105,8 +105,8 @@ class Subscriber(Participant):
         live = runtime_of(device or HOST)
         self._live_device = live.device
         self._staging = Staging(name, staging_limit_bytes, self._device, live)
-        self._live_weights = LiveWeights()
-        self._receiver = VersionReceiver(name, self._device, live, self._staging, self._live_weights, self.hooks)
+        self._live_identity = LiveIdentity()
+        self._receiver = VersionReceiver(name, self._device, live, self._staging, self._live_identity, self.hooks)
         self._stored_link: ReceiverLink | None = None
         """The only link, with an engine that stores versions."""
         self._engine_links: EngineLinks | None = None
@@ -145,7 +145,7 @@ class Subscriber(Participant):
             if failure := self._outcomes.failure(version):
                 raise failure from None
             raise
-        self._live_weights.take()
+        self._live_identity.take()
         return self._restoring_of(manifest)(staged)
 
     def take_stream(self, version: int) -> LiveStream | None:
@@ -160,19 +160,19 @@ class Subscriber(Participant):
             return None
         if failure := self._outcomes.failure(version):
             raise failure
-        self._live_weights.take()
+        self._live_identity.take()
         return stream
 
     def take_delta(self, version: int) -> Any | None:
         """The result of `prepare_delta` for the delta to `version`; None when `take` has the whole version."""
-        delta = self._live_weights.delta(version)
+        delta = self._live_identity.delta(version)
         if delta is not None:
-            self._live_weights.take()
+            self._live_identity.take()
         return delta
 
     def restored(self) -> None:
         """Say that the live weights are, bit for bit, what they were before the last `take`, `take_stream` or `take_delta`."""
-        self._live_weights.restore()
+        self._live_identity.restore()
 
     def take_previous(self, version: int) -> tuple[int, Mapping[str, torch.Tensor]]:
         """The version that served before `version`, and its tensors as `take` gives them, valid until `release`.
@@ -197,7 +197,7 @@ class Subscriber(Participant):
         self._staging_thread.join(5.0)
         self._receiver.free_buffer()
         self._staging.close()  # this object may outlive its use
-        self._live_weights.forget_delta()
+        self._live_identity.forget_delta()
         self.prepare_delta = None
 
     # -- control thread -------------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ class Subscriber(Participant):
             engine_links.close()
         if stored_link is not None:
             close_all([stored_link], self.name)
-        self._live_weights.forget_delta()
+        self._live_identity.forget_delta()
         self._give_stream_up("the connection was closed.")
         self._staging.drop()
 
@@ -262,12 +262,12 @@ class Subscriber(Participant):
     def _aborted(self, version: int) -> None:
         self._give_stream_up("the coordinator aborted it.", version)
         self._staging.abort(version)
-        self._live_weights.forget_delta(version)
+        self._live_identity.forget_delta(version)
         self._clean_up_soon(version)
 
     def _committed(self, version: int) -> None:
         self._staging.commit(version)
-        self._live_weights.commit(version)
+        self._live_identity.commit(version)
         self._clean_up_soon(version)
 
     def _handle(self, message: Message) -> None:
@@ -292,7 +292,7 @@ class Subscriber(Participant):
         check_coverage(manifest, self._expectation, part=self.name, specs=restoring.specs)
         if manifest.is_delta:
             self._check_base(manifest, live=prepare_delta is not None)
-        self._live_weights.forget_delta()  # `reserve` drops other versions that are not committed
+        self._live_identity.forget_delta()  # `reserve` drops other versions that are not committed
         viewed = manifest.lasting and self._engine.capabilities.views
         if self._in_place and restoring.restores:
             raise ManifestError(
@@ -313,7 +313,7 @@ class Subscriber(Participant):
 
     def _check_base(self, manifest: Manifest, *, live: bool) -> None:
         """Raise `DeltaBaseError` unless the base of a delta is kept, or is in the `live` weights that it is for."""
-        have = self._live_weights.identity if live else self._staging.kept_identity(manifest.plan)
+        have = self._live_identity.identity if live else self._staging.kept_identity(manifest.plan)
         if have != manifest.base_identity:
             raise lacks_base(manifest, self.name, have or "no known version")
         if live:
@@ -365,7 +365,7 @@ class Subscriber(Participant):
             if request.session.name != self.session:
                 raise ClosedError("the connection was closed.", part=self.name)
             stage()
-            self._live_weights.stage(request.manifest)
+            self._live_identity.stage(request.manifest)
         if request.stream is not None and request.viewed:
             self._clean_up(request.manifest.version)
 

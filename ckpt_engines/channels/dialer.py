@@ -11,7 +11,7 @@ from ..deadline import Deadline
 from ..errors import PeerLostError, ProtocolError, TransportError
 from ..runtime.lifecycle import Lifecycle
 from .channel import Channel
-from .handshake import Hello
+from .handshake import ReceiverHello
 
 _BACKLOG_PAUSE_S = 0.01
 """How long to wait before connecting again to a Unix socket whose backlog is full: the kernel gives no event for room in it."""
@@ -58,7 +58,7 @@ def dial(
     try:
         _connect(sock, target, life, peer, deadline)
         channel = Channel(sock, life, peer)
-        _say_hello(channel, Hello.of(session, name, lane, key), key, deadline)
+        _say_hello(channel, ReceiverHello.of(session, name, lane, key), key, deadline)
     except BaseException:
         sock.close()
         raise
@@ -70,7 +70,7 @@ def welcomed(channel: Channel, deadline: Deadline) -> None:
     _answer(channel, deadline, "the sender's welcome, which needs every receiver")
 
 
-def _say_hello(channel: Channel, hello: Hello, key: bytes, deadline: Deadline) -> None:
+def _say_hello(channel: Channel, hello: ReceiverHello, key: bytes, deadline: Deadline) -> None:
     channel.send_json(hello.message(key), deadline)
     if key and not hello.admitted_by(_answer(channel, deadline, "the sender to admit it"), key):
         raise ProtocolError(

@@ -21,7 +21,7 @@ _NONCE_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class ReceiverHello:
     """A receiver's first message."""
 
     session: str
@@ -32,12 +32,12 @@ class Hello:
     """Hexadecimal digits that were never sent before; empty in a session without a key."""
 
     @classmethod
-    def of(cls, session: str, name: str, lane: str, key: bytes) -> Hello:
+    def of(cls, session: str, name: str, lane: str, key: bytes) -> ReceiverHello:
         """Make a new hello."""
         return cls(session, name, lane, secrets.token_hex(_NONCE_BYTES) if key else "")
 
     @classmethod
-    def read(cls, message: Mapping[str, Any]) -> Hello:
+    def read(cls, message: Mapping[str, Any]) -> ReceiverHello:
         """Return the hello in a `message`. Its fields may be of any type, as an unknown peer sent them."""
         return cls(*(message.get(name) for name in cls.__slots__))  # type: ignore[arg-type]
 

@@ -15,7 +15,7 @@ from ..deadline import Deadline
 from ..errors import AddressInUseError, ConfigError
 from ..runtime.lifecycle import Lifecycle
 from .channel import Address, Channel
-from .handshake import Hello
+from .handshake import ReceiverHello
 from .messages import LENGTH_BYTES, MAX_MESSAGE_BYTES, decode_text, encode_message, text_bytes
 
 _BACKLOG = 1024
@@ -166,7 +166,7 @@ class _Acceptor:
 
     def _answer(self, sock: socket.socket, message: dict[str, Any]) -> None:
         """Let the receiver that sent `message` over `sock` join, or refuse it."""
-        hello = Hello.read(message)
+        hello = ReceiverHello.read(message)
         if hello.session != self.session:
             refusal = "it waits for another session"
         elif hello.name not in self.names or hello.lane not in self.lanes:

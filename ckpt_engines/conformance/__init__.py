@@ -39,17 +39,17 @@ pytest.register_assert_rewrite(f"{__name__}.checks", f"{__name__}.processes")
 from .checks.base import ConformanceBase, ConnectionMaker  # noqa: E402 - after the rewriting
 from .processes.connection import Connection  # noqa: E402
 from .processes.payload import Parcel  # noqa: E402
-from .runner import CheckResult, ConformanceReport, Outcome, run_conformance  # noqa: E402
+from .runner import CheckOutcome, CheckResult, ConformanceReport, run_conformance  # noqa: E402
 from .suite import EngineConformance  # noqa: E402
 
 __all__ = [
+    "CheckOutcome",
     "CheckResult",
     "ConformanceBase",
     "ConformanceReport",
     "Connection",
     "ConnectionMaker",
     "EngineConformance",
-    "Outcome",
     "Parcel",
     "run_conformance",
 ]

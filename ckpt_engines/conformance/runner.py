@@ -67,7 +67,7 @@ _FAILED_CHECKS = ("AssertionError", "Failed", "HungError", "UntypedError")
 """Exceptions that report a broken promise. A reason omits their names."""
 
 
-class Outcome(StrEnum):
+class CheckOutcome(StrEnum):
     """The outcome of a check."""
 
     PASSED = "passed"
@@ -82,7 +82,7 @@ class CheckResult:
     """The result of one check."""
 
     name: str
-    outcome: Outcome
+    outcome: CheckOutcome
     seconds: float
     reason: str
     """Why the check failed or was skipped, in one line; empty if it passed."""
@@ -103,9 +103,11 @@ class ConformanceReport:
     def passed(self) -> bool:
         """Whether at least one check ran and none failed."""
         outcomes = {check.outcome for check in self.checks}
-        return Outcome.FAILED not in outcomes and bool(outcomes & {Outcome.PASSED, Outcome.EXPECTED_FAILURE})
+        return CheckOutcome.FAILED not in outcomes and bool(
+            outcomes & {CheckOutcome.PASSED, CheckOutcome.EXPECTED_FAILURE}
+        )
 
-    def count(self, outcome: Outcome) -> int:
+    def count(self, outcome: CheckOutcome) -> int:
         """Return the number of checks with this outcome."""
         return sum(check.outcome == outcome for check in self.checks)
 
@@ -232,14 +234,14 @@ def _result(reports: Sequence[pytest.TestReport]) -> CheckResult:
             crash = getattr(report.longrepr, "reprcrash", None)
             message = _one_line(str(crash.message if crash else report.longrepr))
             reason = message if message.startswith(("expected ", "[XPASS")) else f"expected no error, got {message}"
-            return CheckResult(name, Outcome.FAILED, seconds, reason, report.longreprtext)
+            return CheckResult(name, CheckOutcome.FAILED, seconds, reason, report.longreprtext)
         if report.skipped and expected is not None:
-            return CheckResult(name, Outcome.EXPECTED_FAILURE, seconds, _one_line(expected), "")
+            return CheckResult(name, CheckOutcome.EXPECTED_FAILURE, seconds, _one_line(expected), "")
         if report.skipped:
             where = report.longrepr
             text = where[2] if isinstance(where, tuple) else str(where)
-            return CheckResult(name, Outcome.SKIPPED, seconds, _one_line(text.removeprefix("Skipped: ")), "")
-    return CheckResult(name, Outcome.PASSED, seconds, "", "")
+            return CheckResult(name, CheckOutcome.SKIPPED, seconds, _one_line(text.removeprefix("Skipped: ")), "")
+    return CheckResult(name, CheckOutcome.PASSED, seconds, "", "")
 
 
 def _one_line(text: str) -> str:

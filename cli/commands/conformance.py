@@ -11,18 +11,18 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from weightlane.ckpt_engines.conformance import CheckResult, ConformanceReport, Outcome, run_conformance
+from weightlane.ckpt_engines.conformance import CheckOutcome, CheckResult, ConformanceReport, run_conformance
 
 from ..config import apply_setting
 from ..output import console, own_stdout
 
 _STYLES = {
-    Outcome.PASSED: "green",
-    Outcome.FAILED: "bold red",
-    Outcome.SKIPPED: "dim",
-    Outcome.EXPECTED_FAILURE: "yellow",
+    CheckOutcome.PASSED: "green",
+    CheckOutcome.FAILED: "bold red",
+    CheckOutcome.SKIPPED: "dim",
+    CheckOutcome.EXPECTED_FAILURE: "yellow",
 }
-_OUTCOME_WIDTH = max(len(outcome) for outcome in Outcome)
+_OUTCOME_WIDTH = max(len(outcome) for outcome in CheckOutcome)
 
 
 def check_engine(
@@ -53,9 +53,9 @@ def check_engine(
 
 def _print_verdict(shown: Console, report: ConformanceReport, *, partial: bool) -> None:
     for check in report.checks:
-        if check.outcome is Outcome.FAILED:
+        if check.outcome is CheckOutcome.FAILED:
             shown.print(Text.assemble("\n", (check.name, "bold red"), f"\n{check.detail}"))
-    counts = ", ".join(f"{report.count(outcome)} {outcome}" for outcome in Outcome if report.count(outcome))
+    counts = ", ".join(f"{report.count(outcome)} {outcome}" for outcome in CheckOutcome if report.count(outcome))
     if not report.passed:
         verdict = ("does not conform", "bold red")
     elif partial:
@@ -81,5 +81,5 @@ def _plain(report: ConformanceReport) -> dict[str, Any]:
     return {
         **facts,
         "passed": report.passed,
-        "counts": {str(outcome): report.count(outcome) for outcome in Outcome},
+        "counts": {str(outcome): report.count(outcome) for outcome in CheckOutcome},
     }

@@ -29,7 +29,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .map.layout_map import Constant, LayoutMap, Refusal, SourceSpec, StridedCopy, TargetSpec
+from .map.layout_map import Constant, LayoutCopy, LayoutMap, Refusal, SourceSpec, TargetSpec
 from .map.needs import needed_boxes
 from .trace.trace import trace_loading
 from .verdict import Verdict, WriteMethod, judge
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 __all__ = [
     "CommitPlan",
     "Constant",
+    "LayoutCopy",
     "LayoutMap",
     "LiveElements",
     "Refusal",
     "SourceSpec",
-    "StridedCopy",
     "TargetSpec",
     "Verdict",
     "VersionLoader",

@@ -18,7 +18,7 @@ from weightlane.sync import IncomingDelta, LivePart, Placement, SlicedTensors
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.sliced_tensors import without_data
 
-from ..commit.rank_agreement import RankGroup
+from ..commit.rank_group import RankGroup
 from .loading.derived import StaleView
 from .map.layout_map import LayoutMap, Refusal, SourceSpec
 from .map.needs import needed_boxes, needed_placement

@@ -20,7 +20,7 @@ from weightlane.ckpt_engines import (
 from weightlane.sync import Expectation, LiveStream, Subscriber
 from weightlane.sync.codecs.quantised.restored import are_restored
 
-from ..commit.rank_agreement import RankGroup
+from ..commit.rank_group import RankGroup
 from ..commit.transfer_calls import UpdateRequest, validated
 from ..layout import SourceSpec
 from ..layout.rank_model import RankModel

@@ -40,7 +40,7 @@ from vllm.distributed.weight_transfer.base import (
 from weightlane.ckpt_engines import ProtocolError, WeightlaneError
 from weightlane.sync import Subscriber
 
-from ..commit.rank_agreement import RankGroup
+from ..commit.rank_group import RankGroup
 from ..commit.remote_failure import RemoteFailure, RemoteFailureError
 from ..commit.transfer_calls import ConnectRequest, UpdateRequest, validated
 from ..layout import SourceSpec

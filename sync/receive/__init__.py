@@ -9,7 +9,7 @@ The `Subscriber` accepts a version on its control thread and hands a `StageReque
 3. *Sink*: a `BucketSink` names the memory for the bucket and takes the verified bucket: staging memory, views of the sender's
    memory, the decoder of a delta, or a `LiveStream` into the live weights.
 4. *Staged version*: `Staging` keeps the version until its commit, and the version that serves until the next one;
-   `LiveWeights` keeps a prepared delta.
+   `LiveIdentity` keeps a prepared delta.
 
 `read_version` reads a stored version without taking part in a run.
 """

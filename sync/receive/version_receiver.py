@@ -15,7 +15,7 @@ from weightlane.plugins import RunHooks
 from ..codecs.delta.decoding import DeltaDecoding
 from ..codecs.delta.staged_delta import StagedDelta
 from .bucket_sinks import DeltaBuckets, LiveBuckets, StagedBuckets, ViewedBuckets
-from .live_weights import LiveWeights
+from .live_identity import LiveIdentity
 from .receive_loop import ReceiveLoop, StageRequest
 from .receive_session import BucketSender, ReceiveSession
 from .staged_version import ViewedVersion, new_receive_memory
@@ -37,14 +37,14 @@ class VersionReceiver:
         device: torch.device,
         live: DeviceRuntime,
         staging: Staging,
-        live_weights: LiveWeights,
+        live_identity: LiveIdentity,
         hooks: RunHooks,
     ) -> None:
         self._name = name
         self._device = device
         self._live = live
         self._staging = staging
-        self._live_weights = live_weights
+        self._live_identity = live_identity
         self._loop = ReceiveLoop(name, device, hooks)
         self._decoding_stream = live.new_stream()
         self._live_buffer = torch.empty(0, dtype=torch.uint8, device=device)
@@ -69,7 +69,7 @@ class VersionReceiver:
             delta = self._receive_delta(request)
             if request.prepare_delta is None:
                 return partial(staging.apply, delta)
-            return partial(self._live_weights.stage_delta, manifest.version, delta)
+            return partial(self._live_identity.stage_delta, manifest.version, delta)
         if request.viewed:
             buckets = ViewedBuckets()
             self._loop.receive(request, buckets)

@@ -12,7 +12,7 @@ import pytest
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import ConfigError, EngineContractError, EngineImportError, EngineUnavailableError
-from weightlane.ckpt_engines.conformance import EngineConformance, Outcome, run_conformance
+from weightlane.ckpt_engines.conformance import CheckOutcome, EngineConformance, run_conformance
 from weightlane.ckpt_engines.conformance.processes.pool import Pool
 from weightlane.ckpt_engines.conformance.processes.resolve import engine_class
 from weightlane.ckpt_engines.engines.filesystem.engine import FilesystemEngine
@@ -191,12 +191,12 @@ def test_a_broken_engine_is_caught_by_the_checks_made_for_it(pool: Pool, tmp_pat
             f"{ENGINES}:{engine}", options_of(engine, tmp_path), checks=checks, pool=pool, limits=limits
         )
         assert sorted(result.name for result in report.checks) == sorted(checks)
-        failures = [result.reason for result in report.checks if result.outcome is Outcome.FAILED]
+        failures = [result.reason for result in report.checks if result.outcome is CheckOutcome.FAILED]
         assert [reason for reason in failures if not reason.startswith("expected ")] == []
         said = {
             result.name.removeprefix("test_"): result.reason
             for result in report.checks
-            if result.outcome is Outcome.FAILED
+            if result.outcome is CheckOutcome.FAILED
         }
         missed = {
             check: complaint for check, complaint in missed.items() if not re.search(complaint, said.get(check, ""))
@@ -215,7 +215,7 @@ def test_the_engines_that_the_broken_ones_wrap_pass_every_check(pool: Pool, tmp_
         "rounds": ROUNDS,
     }
     report = run_conformance(f"{ENGINES}:{engine}", options_of(engine, tmp_path), pool=pool, limits=limits)
-    assert report.passed, [check for check in report.checks if check.outcome is Outcome.FAILED]
+    assert report.passed, [check for check in report.checks if check.outcome is CheckOutcome.FAILED]
 
 
 def test_every_broken_engine_is_run() -> None:
@@ -269,7 +269,7 @@ def test_a_distribution_says_what_its_engine_cannot_do_and_one_that_can_after_al
     monkeypatch.syspath_prepend(tmp_path)
     report = run_conformance(broken, checks=[check], pool=pool)
     assert [(result.outcome, result.reason) for result in report.checks] == [
-        (Outcome.EXPECTED_FAILURE, "its library wants tuples")
+        (CheckOutcome.EXPECTED_FAILURE, "its library wants tuples")
     ]
     assert report.passed
     report = run_conformance("shm", checks=[check], pool=pool)

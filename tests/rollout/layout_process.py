@@ -20,7 +20,7 @@ from layout_models import bits, random_bits, scatter
 from tiny_models import copy_with
 
 from weightlane.ckpt_engines import WeightlaneError
-from weightlane.rollout.commit.rank_agreement import RankGroup
+from weightlane.rollout.commit.rank_group import RankGroup
 from weightlane.rollout.layout import LayoutMap, Refusal, SourceSpec, VersionLoader, needed_boxes, trace_loading
 from weightlane.rollout.layout import version_loader as loader_module
 from weightlane.rollout.layout.loading.expectation import checkpoint_specs, expectation_of

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from layout_models import bits, gather, random_bits, scatter
 
 from weightlane.ckpt_engines import CommitError, ProtocolError
-from weightlane.rollout.layout import CommitPlan, LayoutMap, SourceSpec, StridedCopy, trace_loading
+from weightlane.rollout.layout import CommitPlan, LayoutCopy, LayoutMap, SourceSpec, trace_loading
 from weightlane.rollout.layout.map.coverage import target_coverage, unused_elements
 from weightlane.rollout.layout.map.geometry import blocks_between
 from weightlane.rollout.layout.trace.element_runs import strided_runs
@@ -300,7 +300,7 @@ def test_a_window_on_a_strided_block_is_a_few_blocks(dimensions: list[tuple[int,
     steps, strides = [0] * len(shape), tuple(random.randrange(1, 40) for _ in shape)
     for axis in order:  # a mixed radix, with room between
         steps[axis], step = step, step * shape[axis] + dimensions[axis][1]
-    piece = StridedCopy("a", random.randrange(5), tuple(steps), "w", 7, strides, shape)
+    piece = LayoutCopy("a", random.randrange(5), tuple(steps), "w", 7, strides, shape)
 
     def elements(lengths: tuple[int, ...], source: int, target: int) -> list[tuple[int, int]]:
         return [

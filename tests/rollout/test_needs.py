@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from json_program import Program
 from tiny_models import HEADS, HIDDEN, INTERMEDIATE, make_architecture, make_qwen3_moe
 
-from weightlane.rollout.layout import LayoutMap, Refusal, SourceSpec, StridedCopy, needed_boxes
+from weightlane.rollout.layout import LayoutCopy, LayoutMap, Refusal, SourceSpec, needed_boxes
 from weightlane.sync.version.box import Box
 
 Block = tuple[int, tuple[int, ...], tuple[int, ...]]
@@ -23,7 +23,7 @@ Block = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 def layout_of(shape: Sequence[int], blocks: Sequence[Block]) -> LayoutMap:
     """A layout whose copies read `blocks` of the tensor ``a``."""
-    copies = [StridedCopy("a", offset, strides, "w", 0, strides, lengths) for offset, strides, lengths in blocks]
+    copies = [LayoutCopy("a", offset, strides, "w", 0, strides, lengths) for offset, strides, lengths in blocks]
     return LayoutMap({"a": SourceSpec(tuple(shape), torch.bfloat16)}, {}, copies)
 
 

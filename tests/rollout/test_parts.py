@@ -25,7 +25,7 @@ from waiting import HANG_S, MovableClock
 from weightlane import rollout
 from weightlane.ckpt_engines import CommitError, ConfigError, SyncAbortedError, WeightlaneError
 from weightlane.rollout import RolloutConfig
-from weightlane.rollout.commit.rank_agreement import RankGroup
+from weightlane.rollout.commit.rank_group import RankGroup
 from weightlane.rollout.commit.remote_failure import RemoteFailure, RemoteFailureError, failure_from_text
 from weightlane.rollout.commit.token_clock import TokenClock
 from weightlane.rollout.layout.loading.refused_models import _refuse_modes, refuse_unsupported

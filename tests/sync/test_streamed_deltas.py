@@ -120,7 +120,7 @@ class Rollout:
         self.inbox = rendezvous.inbox(COORDINATOR)
         self.seen: queue.SimpleQueue[str] = queue.SimpleQueue()
         stage(subscriber._staging, BASE, 1.0)
-        subscriber._live_weights.stage(BASE)
+        subscriber._live_identity.stage(BASE)
         subscriber._committed(1)
         if scatters:
             subscriber.prepare_delta = self.prepare
@@ -335,12 +335,12 @@ def test_only_what_was_taken_can_have_been_restored(subscriber: Subscriber) -> N
     for version in (1, 2):
         manifest = replace(BASE, version=version, identity=f"t/{version}")
         stage(subscriber._staging, manifest, 1.0)
-        subscriber._live_weights.stage(manifest)
+        subscriber._live_identity.stage(manifest)
         subscriber.take(version)
         subscriber.release(version)
         subscriber._committed(version)
     subscriber.restored()  # of a commit that never began
-    assert subscriber._live_weights.identity != BASE.identity, "a delta to version 1 would be put into version 2"
+    assert subscriber._live_identity.identity != BASE.identity, "a delta to version 1 would be put into version 2"
 
 
 def test_the_staging_thread_outlives_what_goes_wrong_when_memory_is_given_back(

@@ -16,10 +16,15 @@ from hypothesis import strategies as st
 
 from weightlane.ckpt_engines import ConfigError
 from weightlane.trainer.config import TrainerConfig
-from weightlane.trainer.engines.megatron.checkpoint_names import Coordinates, ModelShape, checkpoint_shapes, pieces_of
+from weightlane.trainer.engines.megatron.checkpoint_names import (
+    CheckpointShape,
+    Coordinates,
+    checkpoint_shapes,
+    pieces_of,
+)
 from weightlane.trainer.engines.megatron.model_facts import check_layout, read_model
 
-DENSE = ModelShape(
+DENSE = CheckpointShape(
     layers=8, hidden=16, intermediate=24, heads=8, groups=4, head_dim=8, vocab=61, tied=False, qk_norm=True
 )
 EXPERTS = replace(DENSE, layers=4, intermediate=0, experts=6, expert_intermediate=12)
@@ -44,7 +49,7 @@ EXPERTS = replace(DENSE, layers=4, intermediate=0, experts=6, expert_intermediat
     ],
 )
 def test_a_layout_that_cannot_work_is_refused_with_what_to_do(
-    model: ModelShape, ranks: int, layout: dict[str, Any], problem: str, hint: str
+    model: CheckpointShape, ranks: int, layout: dict[str, Any], problem: str, hint: str
 ) -> None:
     with pytest.raises(ConfigError, match=problem) as refused:
         check_layout(TrainerConfig(ranks=ranks, megatron=layout), model, ranks)
@@ -82,7 +87,7 @@ def test_a_model_that_would_be_computed_differently_is_refused(
     assert "fsdp2" in refused.value.hint
 
 
-def _local_shapes(model: ModelShape, tensor: int, expert: int) -> dict[str, tuple[int, ...]]:
+def _local_shapes(model: CheckpointShape, tensor: int, expert: int) -> dict[str, tuple[int, ...]]:
     """The parameters of a rank that has all layers, by name, with the shapes that megatron-core gives them."""
     rows = -(-model.vocab // tensor)
     qkv = (model.heads + 2 * model.groups) * model.head_dim // tensor
@@ -169,7 +174,7 @@ _NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_atten
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 @pytest.mark.filterwarnings("ignore::UserWarning:m(egatron|bridge).*")
 @pytest.mark.parametrize(("bridge_class", "model"), [("Qwen3Bridge", DENSE), ("Qwen3MoEBridge", EXPERTS)])
-def test_names_and_layouts_are_those_of_mbridge(bridge_class: str, model: ModelShape, tensor: int) -> None:
+def test_names_and_layouts_are_those_of_mbridge(bridge_class: str, model: CheckpointShape, tensor: int) -> None:
     """Parameters are filled by our pieces, merged and renamed by mbridge, and must be the checkpoint again."""
     bridges: Any = pytest.importorskip("mbridge.models", exc_type=ImportError)
 

@@ -12,7 +12,7 @@ import pytest
 from ...contract.capabilities import Capabilities
 from ...errors import DeadlineExceededError, ProtocolError, TransportError, WeightlaneError
 from ..processes.connection import Connection, waits_for_receivers
-from ..processes.network import Listener, Recorder, Strangers, listeners, rerouted
+from ..processes.network import ListeningSocket, Recorder, Strangers, listeners, rerouted
 from ..processes.payload import Parcel
 from .base import ConformanceBase, ConnectionMaker
 
@@ -141,7 +141,7 @@ def _put_recorders_between(connection: Connection, stack: contextlib.ExitStack) 
     return recorders
 
 
-def _named(address: Any, found: Iterable[Listener]) -> list[Listener]:
+def _named(address: Any, found: Iterable[ListeningSocket]) -> list[ListeningSocket]:
     """Return the TCP listeners whose port `address` names."""
     return [item for item in found if item.port and rerouted(address, {item.port: 0}) != address]
 

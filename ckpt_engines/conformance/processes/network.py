@@ -29,7 +29,7 @@ _PORT = re.compile(r"(?:(?<=:)|^)\d+$")
 """A port number in a text: all of it, or its part after the last colon."""
 
 
-class Listener(NamedTuple):
+class ListeningSocket(NamedTuple):
     """A listening stream socket: TCP, or a Unix socket whose path is the host and whose port is 0."""
 
     host: str
@@ -55,7 +55,7 @@ class Listener(NamedTuple):
         return sock
 
 
-def listeners(pid: int) -> set[Listener]:
+def listeners(pid: int) -> set[ListeningSocket]:
     """Return every stream socket on which the process `pid`, which must be the same user's, listens."""
     inodes = {target.removeprefix("socket:[").removesuffix("]") for target in descriptor_targets(pid)}
     found = set()
@@ -63,10 +63,10 @@ def listeners(pid: int) -> set[Listener]:
         for fields in socket_rows(pid, table):
             if fields[3] == TCP_LISTEN and fields[9] in inodes:
                 host, port = fields[1].split(":")
-                found.add(Listener(_host(host), int(port, 16)))
+                found.add(ListeningSocket(_host(host), int(port, 16)))
     for fields in socket_rows(pid, "unix"):
         if fields[3:5] == [_UNIX_LISTEN, _UNIX_STREAM] and fields[6] in inodes and len(fields) > 7:  # noqa: PLR2004
-            found.add(Listener(fields[7], 0))
+            found.add(ListeningSocket(fields[7], 0))
     return found
 
 
@@ -110,7 +110,7 @@ class Strangers:
         self._connections: list[socket.socket] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._visit_all, daemon=True)
-        self.visited: set[tuple[int, Listener]] = set()
+        self.visited: set[tuple[int, ListeningSocket]] = set()
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -139,7 +139,7 @@ class Strangers:
                             self._visit(listener)
                             self.visited.add((pid, listener))
 
-    def _visit(self, listener: Listener) -> None:
+    def _visit(self, listener: ListeningSocket) -> None:
         for number in range(_FLOOD if self._manner == "flood" else 2):
             try:
                 sock = listener.dial()
@@ -162,7 +162,7 @@ class Recorder:
         target: A listener of this machine.
     """
 
-    def __init__(self, target: Listener) -> None:
+    def __init__(self, target: ListeningSocket) -> None:
         self._target = target
         self._sockets: list[socket.socket] = []
         with target.dial() as probe:

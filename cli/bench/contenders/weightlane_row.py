@@ -14,7 +14,7 @@ from weightlane.ckpt_engines import WeightlaneError, WorkerDiedError
 from weightlane.sync.config import SyncConfig
 from weightlane.sync.control.coordinator.report import CommitReport, SyncReport
 
-from ..processes.participants import Meeting
+from ..processes.participants import CoordinatingSide
 from ..processes.processes import Processes, Worker
 from ..processes.worker import Span, subscriber_name
 from ..report.bench_report import PHASES
@@ -93,7 +93,7 @@ class RowContender:
     """The report of the newest version."""
     _versions: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     _receivers: list[_Receiver] = field(default_factory=list)
-    _meeting: Meeting | None = None
+    _meeting: CoordinatingSide | None = None
     _snapshot_s: float = 0.0
 
     @property
@@ -107,7 +107,7 @@ class RowContender:
             _Receiver(self.name, worker, subscriber_name(number), f"rollout-{number}", self.timeout_s)
             for number, worker in enumerate(self.processes.receivers)
         ]
-        self._meeting = Meeting(self.facts.config, self._receivers)
+        self._meeting = CoordinatingSide(self.facts.config, self._receivers)
         self.processes.on_death(self._died)
         config = self.facts.config.model_dump(mode="json")
         opened = (self.name, self._meeting.address, self.facts.engine, dict(self.facts.options), config)

@@ -195,7 +195,7 @@ class ReceivingSide:
         self._subscriber.close()
 
 
-class Meeting:
+class CoordinatingSide:
     """A row's rendezvous and coordinator, in the benchmark's own process.
 
     Args:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from .layout_map import StridedCopy
+from .layout_map import LayoutCopy
 
 Block = tuple[int, tuple[int, ...], tuple[int, ...]]
 """Offset, strides and shape, in elements."""
@@ -49,18 +49,18 @@ def overlaps_itself(block: Block) -> bool:
 
 def simplified_copy(
     source: str, source_offset: int, target: str, target_offset: int, dimensions: Iterable[tuple[int, int, int]]
-) -> StridedCopy:
+) -> LayoutCopy:
     """A copy whose `dimensions` are simplified."""
     lengths, steps, strides = (tuple(column) for column in zip(*simplified(dimensions), strict=True))
-    return StridedCopy(source, source_offset, steps, target, target_offset, strides, lengths)
+    return LayoutCopy(source, source_offset, steps, target, target_offset, strides, lengths)
 
 
-def joined_copies(copies: Iterable[StridedCopy]) -> list[StridedCopy]:
+def joined_copies(copies: Iterable[LayoutCopy]) -> list[LayoutCopy]:
     """`copies` in their order, each joined with the one before where it continues that in the outermost dimension.
 
     Loaders split fused tensors into one copy per part, and the parts are often adjacent on both sides.
     """
-    result: list[StridedCopy] = []
+    result: list[LayoutCopy] = []
     for copy in copies:
         last = result[-1] if result else None
         if last is not None and _continues(last, copy):
@@ -73,7 +73,7 @@ def joined_copies(copies: Iterable[StridedCopy]) -> list[StridedCopy]:
     return result
 
 
-def _continues(last: StridedCopy, copy: StridedCopy) -> bool:
+def _continues(last: LayoutCopy, copy: LayoutCopy) -> bool:
     return (
         (last.source, last.target, last.source_strides, last.target_strides, last.shape[1:])
         == (copy.source, copy.target, copy.source_strides, copy.target_strides, copy.shape[1:])
@@ -82,17 +82,17 @@ def _continues(last: StridedCopy, copy: StridedCopy) -> bool:
     )
 
 
-def source_block(copy: StridedCopy) -> Block:
+def source_block(copy: LayoutCopy) -> Block:
     """The block that `copy` reads."""
     return copy.source_offset, copy.source_strides, copy.shape
 
 
-def target_block(copy: StridedCopy) -> Block:
+def target_block(copy: LayoutCopy) -> Block:
     """The block that `copy` writes."""
     return copy.target_offset, copy.target_strides, copy.shape
 
 
-def blocks_between(copy: StridedCopy, start: int, stop: int) -> Iterator[tuple[tuple[int, ...], int, int]]:
+def blocks_between(copy: LayoutCopy, start: int, stop: int) -> Iterator[tuple[tuple[int, ...], int, int]]:
     """The part of `copy` whose source elements lie in [`start`, `stop`), as few blocks with the strides of `copy`.
 
     Yields shape, source offset and target offset of each. The source strides of a copy are a mixed radix: indices that are

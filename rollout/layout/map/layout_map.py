@@ -47,7 +47,7 @@ class TargetSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class StridedCopy:
+class LayoutCopy:
     """A copy of a block of `shape` from a source into a target: ``as_strided`` on both sides."""
 
     source: str
@@ -104,7 +104,7 @@ class LayoutMap:
 
     sources: dict[str, SourceSpec]
     targets: dict[str, TargetSpec]
-    copies: list[StridedCopy] = field(default_factory=list)
+    copies: list[LayoutCopy] = field(default_factory=list)
     constants: list[Constant] = field(default_factory=list)
     refused_sources: list[Refusal] = field(default_factory=list)
     refused_targets: list[Refusal] = field(default_factory=list)
@@ -155,7 +155,7 @@ class LayoutMap:
                     name: TargetSpec(tuple(shape), tuple(strides), offset, _dtype(dtype))
                     for name, (shape, strides, offset, dtype) in plain["targets"].items()
                 },
-                [StridedCopy(*_tuples(row)) for row in plain["copies"]],
+                [LayoutCopy(*_tuples(row)) for row in plain["copies"]],
                 [Constant(*_tuples(row)) for row in plain["constants"]],
                 [Refusal(*pair) for pair in plain["refused_sources"]],
                 [Refusal(*pair) for pair in plain["refused_targets"]],

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from weightlane.sync import TensorSlice
 from weightlane.sync.version.box import Box, row_major_strides
 
-from .layout_map import LayoutMap, SourceSpec, StridedCopy
+from .layout_map import LayoutCopy, LayoutMap, SourceSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ def sliced_layout(layout: LayoutMap, regions: Mapping[str, TensorSlice]) -> Layo
     for name, region in regions.items():
         received[region.spec.name].append((name, region.box))
     sources: dict[str, SourceSpec] = {}
-    copies: list[StridedCopy] = []
-    by_source: dict[str, list[StridedCopy]] = defaultdict(list)
+    copies: list[LayoutCopy] = []
+    by_source: dict[str, list[LayoutCopy]] = defaultdict(list)
     for copy in layout.copies:
         by_source[copy.source].append(copy)
     for tensor, spec in layout.sources.items():
@@ -58,7 +58,7 @@ def sliced_layout(layout: LayoutMap, regions: Mapping[str, TensorSlice]) -> Layo
     return replace(layout, sources=sources, copies=copies)
 
 
-def _steps(copy: StridedCopy, shape: tuple[int, ...]) -> tuple[list[int], list[_Step]] | None:
+def _steps(copy: LayoutCopy, shape: tuple[int, ...]) -> tuple[list[int], list[_Step]] | None:
     """The first index of `copy` in each dimension of its source, and its steps; None if `copy` does not follow them."""
     strides = row_major_strides(shape)
     first, rest = [], copy.source_offset
@@ -101,7 +101,7 @@ def _along(
         yield _Step(axis, step, length, target)
 
 
-def _from_slice(copy: StridedCopy, first: list[int], steps: list[_Step], name: str, box: Box) -> Iterator[StridedCopy]:
+def _from_slice(copy: LayoutCopy, first: list[int], steps: list[_Step], name: str, box: Box) -> Iterator[LayoutCopy]:
     """The part of `copy` that the slice `name` of its source contains."""
     inside = row_major_strides(box.shape)
     by_axis: dict[int, list[_Step]] = defaultdict(list)
@@ -115,7 +115,7 @@ def _from_slice(copy: StridedCopy, first: list[int], steps: list[_Step], name: s
         offset = sum(
             (at - start) * stride for (at, _, _), start, stride in zip(chosen, box.starts, inside, strict=True)
         )
-        yield StridedCopy(
+        yield LayoutCopy(
             name,
             offset,
             tuple(step.stride * inside[step.axis] for step in kept) or (1,),

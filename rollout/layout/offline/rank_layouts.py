@@ -12,7 +12,7 @@ import torch
 
 from weightlane.sync.version.box import Box
 
-from ...commit.rank_agreement import RankGroup
+from ...commit.rank_group import RankGroup
 from ..loading.expectation import expectation_of
 from ..loading.refused_models import refuse_other_formats, refuse_unsupported
 from ..map.layout_map import LayoutMap, Refusal, SourceSpec

@@ -18,7 +18,7 @@ from weightlane.ckpt_engines import WeightlaneError
 from weightlane.sync import LivePart
 from weightlane.sync.version.box import Box
 
-from ...commit.rank_agreement import RankGroup
+from ...commit.rank_group import RankGroup
 from ..loading.derived import StaleView
 from ..map.layout_map import SourceSpec
 from ..rank_model import RankModel

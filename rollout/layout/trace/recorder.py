@@ -16,7 +16,7 @@ from ..map.geometry import (
     target_block,
     without_broadcasts,
 )
-from ..map.layout_map import Constant, LayoutMap, Refusal, StridedCopy, TargetSpec
+from ..map.layout_map import Constant, LayoutCopy, LayoutMap, Refusal, TargetSpec
 from .element_runs import strided_runs
 from .origins import Computed, Filled, Origins, offset_of, storage_of, storage_positions
 
@@ -42,7 +42,7 @@ class CopyRecorder:
             if tensor.numel() and storage_of(tensor) not in self._targets:
                 self._targets[storage_of(tensor)] = name
                 self._live[name] = tensor
-        self._copies: list[StridedCopy] = []
+        self._copies: list[LayoutCopy] = []
         self._constants: list[tuple[int, Constant]] = []
         """Each with the number of copies made before it."""
         self.written: set[str] = set()

@@ -13,7 +13,7 @@ from weightlane.sync.version.sliced_tensors import LazyTensors, without_data
 from weightlane.sync.version.tensor_spec import raw_bytes
 
 from ..map.geometry import blocks_between
-from ..map.layout_map import LayoutMap, SourceSpec, StridedCopy
+from ..map.layout_map import LayoutCopy, LayoutMap, SourceSpec
 from .host_copies import HostCopy, StagedCopies
 
 _PART = "commit plan"
@@ -39,7 +39,7 @@ class LiveElements:
 class _LiveCopy:
     """One copy with the live memory that it writes."""
 
-    copy: StridedCopy
+    copy: LayoutCopy
     live: torch.Tensor
     host: HostCopy | None
     """The same copy by libc; None if torch has to make it."""
@@ -228,7 +228,7 @@ def _copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         torch._foreach_copy_([live for live, _ in group], [value for _, value in group], non_blocking=True)
 
 
-def _located(copy: StridedCopy, storage: torch.Tensor, positions: torch.Tensor) -> LiveElements:
+def _located(copy: LayoutCopy, storage: torch.Tensor, positions: torch.Tensor) -> LiveElements:
     """The part of ascending `positions` that `copy` reads. The source strides of a copy are a mixed radix."""
     last = copy.source_offset + sum(
         (length - 1) * step for length, step in zip(copy.shape, copy.source_strides, strict=True)

@@ -11,7 +11,7 @@ import torch
 from weightlane.ckpt_engines.runtime.host_copies import copy_bytes
 
 from ..map.geometry import simplified
-from ..map.layout_map import SourceSpec, StridedCopy
+from ..map.layout_map import LayoutCopy, SourceSpec
 
 _SMALL = 64 << 10
 """Largest copy in bytes that keeps the interpreter lock, which takes a fifth of the time of a call that releases it."""
@@ -30,7 +30,7 @@ class HostCopy:
     """One past the last byte."""
 
     @classmethod
-    def of(cls, copy: StridedCopy, source: SourceSpec, storage: torch.Tensor) -> HostCopy | None:
+    def of(cls, copy: LayoutCopy, source: SourceSpec, storage: torch.Tensor) -> HostCopy | None:
         """The host copy of `copy`; None for casts, other devices, and blocks with gaps, which torch copies as fast.
 
         Args:

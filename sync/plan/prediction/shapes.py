@@ -23,7 +23,7 @@ Wire = Literal["bf16", "fp8"]
 
 
 @dataclass(frozen=True, slots=True)
-class LatentAttention:
+class LatentAttentionShape:
     """Ranks and head sizes of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
 
     query_rank: int
@@ -50,7 +50,7 @@ class ModelShape:
     """Number of first layers that have one wide feed-forward network instead of experts."""
     dense_width: int = 0
     shared_experts: int = 0
-    latent: LatentAttention | None = None
+    latent: LatentAttentionShape | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ SHAPES: dict[str, ModelShape] = {
         dense_layers=1,
         dense_width=18432,
         shared_experts=1,
-        latent=LatentAttention(1536, 512, 128, 64, 128),
+        latent=LatentAttentionShape(1536, 512, 128, 64, 128),
     ),
 }
 """Known models by their name in ``weightlane plan``. ``1t`` has the sizes of Kimi K2."""

@@ -43,7 +43,7 @@ class LatentShape:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelShape:
+class CheckpointShape:
     """The sizes of a decoder-only model, in the words of its Hugging Face configuration."""
 
     layers: int
@@ -101,7 +101,7 @@ class CheckpointSlice:
     """The elements of the parameter."""
 
 
-def checkpoint_shapes(model: ModelShape) -> dict[str, tuple[int, ...]]:
+def checkpoint_shapes(model: CheckpointShape) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of the checkpoint, in the order in which ranks list them."""
     hidden = model.hidden
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (model.vocab, hidden)}
@@ -133,7 +133,7 @@ def checkpoint_shapes(model: ModelShape) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _attention_shapes(model: ModelShape) -> dict[str, tuple[int, ...]]:
+def _attention_shapes(model: CheckpointShape) -> dict[str, tuple[int, ...]]:
     """Checkpoint slices of the attention parameters of one layer."""
     hidden, heads, latent = model.hidden, model.heads, model.latent
     if latent is None:
@@ -156,7 +156,7 @@ def _attention_shapes(model: ModelShape) -> dict[str, tuple[int, ...]]:
     }
 
 
-def pieces_of(name: str, shape: tuple[int, ...], model: ModelShape, at: Coordinates) -> list[CheckpointSlice]:
+def pieces_of(name: str, shape: tuple[int, ...], model: CheckpointShape, at: Coordinates) -> list[CheckpointSlice]:
     """The checkpoint tensors, or parts of them, in one local tensor; together they are all of it but vocabulary padding.
 
     Args:
@@ -178,7 +178,7 @@ def pieces_of(name: str, shape: tuple[int, ...], model: ModelShape, at: Coordina
 
 
 def _layer_pieces(
-    layer: str, inner: str, shape: tuple[int, ...], model: ModelShape, at: Coordinates
+    layer: str, inner: str, shape: tuple[int, ...], model: CheckpointShape, at: Coordinates
 ) -> list[CheckpointSlice]:
     whole = _WHOLE | _LATENT_WHOLE if model.latent else _WHOLE
     if inner in whole:
@@ -229,7 +229,7 @@ _ROWS = {
 """Parameters of a layer that tensor parallelism cuts by rows."""
 
 
-def _vocabulary(name: str, shape: tuple[int, ...], model: ModelShape, at: Coordinates) -> CheckpointSlice:
+def _vocabulary(name: str, shape: tuple[int, ...], model: CheckpointShape, at: Coordinates) -> CheckpointSlice:
     first = min(at.tensor_rank * shape[0], model.vocab)
     rows = min(shape[0], model.vocab - first)
     return CheckpointSlice(name, (first, 0), Box((0, 0), (rows, shape[1])))
@@ -247,7 +247,7 @@ def _columns(name: str, shape: tuple[int, ...], rank: int) -> CheckpointSlice:
     return CheckpointSlice(name, (0, rank * shape[1]), Box.whole(shape))
 
 
-def _attention(prefix: str, shape: tuple[int, ...], model: ModelShape, rank: int) -> Iterator[CheckpointSlice]:
+def _attention(prefix: str, shape: tuple[int, ...], model: CheckpointShape, rank: int) -> Iterator[CheckpointSlice]:
     columns, dim, queries = shape[1], model.head_dim, model.queries
     local_groups = shape[0] // (queries + 2 * dim)
     for local in range(local_groups):

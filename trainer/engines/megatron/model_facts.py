@@ -10,7 +10,7 @@ from typing import Any
 from weightlane.ckpt_engines import ConfigError
 
 from ...config import TrainerConfig
-from .checkpoint_names import LatentShape, ModelShape
+from .checkpoint_names import CheckpointShape, LatentShape
 
 _PART = "megatron engine"
 _SUPPORTED = ("qwen3", "llama", "qwen3_moe", "deepseek_v2", "deepseek_v3")
@@ -52,7 +52,7 @@ class Yarn:
 class ModelFacts:
     """Facts about a model that are known before it is built."""
 
-    shape: ModelShape
+    shape: CheckpointShape
     norm_eps: float
     rope_theta: float
     rope_factor: float | None
@@ -107,13 +107,13 @@ def read_model(model_dir: Path) -> ModelFacts:
 _Refuse = Callable[[str], ConfigError]
 
 
-def _plain(config: Any, refuse: _Refuse) -> tuple[ModelShape, Routing | None]:
+def _plain(config: Any, refuse: _Refuse) -> tuple[CheckpointShape, Routing | None]:
     """Qwen3, Llama and Qwen3-MoE."""
     moe = config.model_type == "qwen3_moe"
     if moe and (config.mlp_only_layers or config.decoder_sparse_step != 1):
         raise refuse("has layers without experts among those with experts")
     heads = config.num_attention_heads
-    shape = ModelShape(
+    shape = CheckpointShape(
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
         intermediate=0 if moe else config.intermediate_size,
@@ -129,7 +129,7 @@ def _plain(config: Any, refuse: _Refuse) -> tuple[ModelShape, Routing | None]:
     return shape, Routing(config.num_experts_per_tok, bool(config.norm_topk_prob)) if moe else None
 
 
-def _deepseek(config: Any, refuse: _Refuse) -> tuple[ModelShape, Routing]:
+def _deepseek(config: Any, refuse: _Refuse) -> tuple[CheckpointShape, Routing]:
     """DeepSeek-V2, and V3, which scores experts by sigmoids instead of a softmax and chooses them with a bias."""
     third = config.model_type == "deepseek_v3"
     layers, dense = config.num_hidden_layers, config.first_k_dense_replace
@@ -149,7 +149,7 @@ def _deepseek(config: Any, refuse: _Refuse) -> tuple[ModelShape, Routing]:
     if grouped and choices // chosen != (2 if third else 1):
         raise refuse(f"chooses {choices} experts in {chosen} of {groups} groups")
     heads = config.num_attention_heads
-    shape = ModelShape(
+    shape = CheckpointShape(
         layers=layers,
         hidden=config.hidden_size,
         intermediate=config.intermediate_size if dense else 0,
@@ -183,7 +183,7 @@ def _deepseek(config: Any, refuse: _Refuse) -> tuple[ModelShape, Routing]:
     return shape, routing
 
 
-def _llama3_factor(rope: Mapping[str, Any], shape: ModelShape, refuse: _Refuse) -> float | None:
+def _llama3_factor(rope: Mapping[str, Any], shape: CheckpointShape, refuse: _Refuse) -> float | None:
     kind, usual = rope["rope_type"], all(rope.get(key) == value for key, value in _LLAMA3_ROPE.items())
     if kind == "llama3" and usual and not shape.latent:
         return float(rope["factor"])
@@ -192,7 +192,7 @@ def _llama3_factor(rope: Mapping[str, Any], shape: ModelShape, refuse: _Refuse) 
     raise refuse(f"scales its rotary embedding by {dict(rope)}")
 
 
-def _yarn(rope: Mapping[str, Any], shape: ModelShape, refuse: _Refuse) -> Yarn | None:
+def _yarn(rope: Mapping[str, Any], shape: CheckpointShape, refuse: _Refuse) -> Yarn | None:
     if rope["rope_type"] != "yarn" or not shape.latent:
         return None
     mscales = float(rope.get("mscale") or 0), float(rope.get("mscale_all_dim") or 0)
@@ -203,7 +203,7 @@ def _yarn(rope: Mapping[str, Any], shape: ModelShape, refuse: _Refuse) -> Yarn |
     return Yarn(float(rope["factor"]), original, *betas, *mscales)
 
 
-def check_layout(config: TrainerConfig, model: ModelShape, ranks: int) -> None:
+def check_layout(config: TrainerConfig, model: CheckpointShape, ranks: int) -> None:
     """Raise `ConfigError` unless `ranks` ranks can hold the model in the layout that ``trainer.megatron`` asks for."""
     layout = config.megatron
     tensor, pipeline, virtual, expert = (

@@ -19,7 +19,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from weightlane.ckpt_engines import ConfigError
 from weightlane.sync.version.box import Box, boxes_of_run
 
-from .checkpoint_names import CheckpointSlice, Coordinates, ModelShape, checkpoint_shapes, pieces_of
+from .checkpoint_names import CheckpointShape, CheckpointSlice, Coordinates, checkpoint_shapes, pieces_of
 
 WEIGHT = "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -57,7 +57,7 @@ class _Master:
 
 
 def weight_slices(
-    chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, model: ModelShape, at: Coordinates
+    chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, model: CheckpointShape, at: Coordinates
 ) -> list[WeightSlice]:
     """Every slice whose master weight is on this rank, in the order of `checkpoint_shapes`.
 
@@ -76,7 +76,7 @@ def weight_slices(
 
 
 def model_slices(
-    chunks: Sequence[torch.nn.Module], model: ModelShape, at: Coordinates
+    chunks: Sequence[torch.nn.Module], model: CheckpointShape, at: Coordinates
 ) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
     """The tensors that forward uses, as slices: name, first indices, and a view of the tensor."""
     for parameter, pieces in _pieces(chunks, model, at).items():
@@ -122,7 +122,7 @@ def copy_masters_to_model(chunks: Sequence[Any], optimizer: MegatronOptimizer) -
 
 
 def _pieces(
-    chunks: Sequence[torch.nn.Module], model: ModelShape, at: Coordinates
+    chunks: Sequence[torch.nn.Module], model: CheckpointShape, at: Coordinates
 ) -> dict[torch.Tensor, list[CheckpointSlice]]:
     """The pieces of every parameter, and of every buffer of a checkpoint, by itself."""
     pieces: dict[torch.Tensor, list[CheckpointSlice]] = {}

@@ -1,4 +1,4 @@
-"""`LiveWeights`: the publication that a rollout rank's live weights are, and the delta prepared for them."""
+"""`LiveIdentity`: the publication that a rollout rank's live weights are, and the delta prepared for them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from ..version.manifest import Manifest
 
 
-class LiveWeights:
+class LiveIdentity:
     """The state of live weights that a delta needs: a delta may only be put into its base."""
 
     def __init__(self) -> None:
