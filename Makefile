@@ -41,7 +41,7 @@ test-all: setup
 	@$(PYTEST)
 
 test-zoo: setup
-	@$(VENV)/python tests/rollout/zoo.py --document docs/reference/models.md
+	@$(VENV)/python tests/rollout/layout/zoo/zoo.py --document docs/reference/models.md
 
 # Lines and branches of the product that `make test` runs (TESTS=test-all: that all tests run), over all processes.
 TESTS ?= test

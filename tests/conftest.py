@@ -19,7 +19,10 @@ import fsspec
 import hypothesis
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "support"))
+import helper_paths
+
+# isort: split
 import budget
 import ports
 from budget import pytest_sessionfinish, pytest_terminal_summary
@@ -152,7 +155,7 @@ def socket_dir() -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def s3_options(session_children: Children) -> dict[str, str]:
     """fsspec's storage options for an S3 API on loopback, with an empty bucket called ``weights``."""
-    program = str(Path(__file__).with_name("ckpt_engines") / "s3_server.py")
+    program = str(helper_paths.TESTS / "ckpt_engines/engines/filesystem/s3_server.py")
     server = session_children.start([program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert server.stdout is not None
     options = {"endpoint_url": server.stdout.readline().strip(), "key": "test", "secret": "test"}

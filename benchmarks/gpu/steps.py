@@ -120,10 +120,10 @@ def _on_several(count: int, ini: Path) -> list[Step]:
             "nccl-tests",
             "multi",
             "several senders (four GPUs), groups beside a training's own",
-            _pytest(ini, "tests/ckpt_engines/test_nccl.py"),
+            _pytest(ini, "tests/ckpt_engines/engines/torch_distributed/test_nccl.py"),
             counted,
             120,
-            "python -m pytest -m gpu tests/ckpt_engines/test_nccl.py",
+            "python -m pytest -m gpu tests/ckpt_engines/engines/torch_distributed/test_nccl.py",
             two,
         ),
         replace(

@@ -1,16 +1,13 @@
-"""Makes this folder's helper modules importable, and gives the places in which versions are kept."""
+"""Gives the places in which versions are kept."""
 
 from __future__ import annotations
 
 import gc
-import sys
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from stores import Place, opened
 from waiting import HANG_S
 

@@ -1,16 +1,8 @@
-"""Makes this folder's helper modules importable, and lends it the tiny models and tasks of other folders' tests."""
+"""Makes a tiny model and its tasks."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-
 from tiny_run import Material, make_material
 
 

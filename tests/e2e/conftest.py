@@ -1,22 +1,17 @@
-"""Makes this folder's helper modules importable, and what its tests share."""
+"""Starts whole runs, and shares a finished one among tests."""
 
 from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "plugins"))
-sys.path.insert(0, str(Path(__file__).parent))
-
 from installed import install
 from run_process import FinishedRun, RunProcess
-from test_prometheus import scrape
+from scraping import scrape
 from tiny_run import BETAS, LEARNING_RATE, Material, make_material
 
 RAISING_PLUGIN = """

@@ -29,6 +29,21 @@ def test_no_module_is_long_and_half_of_them_are_short(drawing: dict[str, Any]) -
     assert statistics.median(lines.values()) < drawing["MEDIAN_LINES"]
 
 
+def test_the_tests_have_rooms_too(drawing: dict[str, Any]) -> None:
+    """A README and a conftest are of their folder, as an ``__init__`` is."""
+    modules = [
+        path
+        for folder in ("tests", "benchmarks", "plugins/packages")
+        for path in (ROOT / folder).rglob("*.py")
+        if "build" not in path.parts
+    ]
+    entries: dict[Path, set[str]] = {}
+    for path in modules:
+        while (path := path.parent) != ROOT and "tests" in path.parts:
+            entries[path] = {each.name for each in path.iterdir()} - {"__pycache__", "README.md", "conftest.py"}
+    assert not {str(folder): len(each) for folder, each in entries.items() if len(each) > drawing["MOST_ENTRIES"]}
+
+
 def test_no_imports_go_in_a_circle_not_even_for_types(drawing: dict[str, Any]) -> None:
     known = drawing["modules"]()
     found = {

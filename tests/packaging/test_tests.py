@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import ast
+import pkgutil
+import re
 import runpy
+import site
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+SITE = site.getsitepackages()
 READS_OF_CLOCKS = {
-    "tests/waiting.py": 2,  # how all tests poll
-    "tests/cpu_seconds.py": 2,  # a program that says how long it took, as is the next
-    "tests/rollout/matrix.py": 2,
-    "tests/rollout/zoo.py": 2,
-    "tests/sync/scripts_that_end.py": 2,  # a program that ends what hangs, and then says so
-    "tests/rollout/test_vllm_commit.py": 1,  # a timeout that is over at once
-    "tests/rollout/test_stock_server.py": 1,  # a loop for which time passes when the test wants it to
-    "tests/ckpt_engines/broken_data.py": 2,  # one of the defects that are planted there is one of time
+    "tests/support/waiting.py": 2,  # how all tests poll
+    "tests/support/processes/cpu_seconds.py": 2,  # a program that says how long it took, as is the next
+    "tests/rollout/trainers/matrix.py": 2,
+    "tests/rollout/layout/zoo/zoo.py": 2,
+    "tests/sync/torchrun/scripts_that_end.py": 2,  # a program that ends what hangs, and then says so
+    "tests/rollout/commit/test_vllm_commit.py": 1,  # a timeout that is over at once
+    "tests/rollout/stock/test_stock_server.py": 1,  # a loop for which time passes when the test wants it to
+    "tests/ckpt_engines/conformance/broken_data.py": 2,  # one of the defects that are planted there is one of time
     # The CPU time of a wait that does nothing, to which no other process can add.
     "plugins/packages/weightlane-nixl/tests/test_beyond_the_suite.py": 2,
 }
@@ -165,3 +170,18 @@ def test_planted_defects_can_be_planted() -> None:
             compile(text, path, "exec")
         files = {ROOT / test.split("::")[0] for test in defect["tests"]}
         assert all(file.exists() for file in files), defect["name"]
+
+
+# -- where a reader looks ---------------------------------------------------------------------------------------------------
+
+
+def test_every_test_module_is_in_the_table_of_promises_and_every_module_in_the_table_exists() -> None:
+    modules = [path for path in (ROOT / "tests").rglob("*.py") if path.name.startswith("test_")]
+    told = set(re.findall(r"`(?:[\w/]+/)?(test_\w+)`", (ROOT / "tests/README.md").read_text()))
+    assert {path.stem for path in modules} == told
+
+
+def test_helpers_are_found_by_names_that_nothing_else_has() -> None:
+    helpers = [path.stem for path in runpy.run_path(str(ROOT / "tests/support/helper_paths.py"))["helpers"]()]
+    assert len(helpers) == len(set(helpers))
+    assert not set(helpers) & (sys.stdlib_module_names | {top.name for top in pkgutil.iter_modules(SITE)})

@@ -8,32 +8,11 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
+from scraping import get, scrape
 from waiting import HANG_S
 
 from weightlane.plugins import make_hooks
 from weightlane.plugins.prometheus import PrometheusObserver, is_loopback, prometheus_from_environment
-
-
-def get(url: str, path: str = "/metrics", **headers: str) -> tuple[int, str]:
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=HANG_S)
-    try:
-        connection.request("GET", path, headers=headers)
-        answer = connection.getresponse()
-        return answer.status, answer.read().decode()
-    finally:
-        connection.close()
-
-
-def scrape(url: str, **headers: str) -> dict[str, float]:
-    """Samples as ``name{label=value}`` to value."""
-    status, text = get(url, **headers)
-    assert status == 200, text
-    return {
-        sample.name + "".join(f"{{{key}={value}}}" for key, value in sample.labels.items()): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
 
 
 @pytest.fixture

@@ -1,9 +1,8 @@
-"""Makes this folder's helper modules importable, here and in the vLLM processes that tests start (they inherit sys.path)."""
+"""Shares vLLM processes among the tests of replicas, and forks them from one that has imported vLLM."""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,10 +12,6 @@ import fork_server
 import pytest
 from json_program import Program
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "sync"))
-sys.path.insert(0, str(Path(__file__).parent))
-
 # vLLM's processes are forked from one that has imported it.
 fork_server.install()
 
@@ -24,20 +19,21 @@ if TYPE_CHECKING:
     from running_worker import Setup
 
 
+HERE = Path(__file__).parent
 _until_the_folder_ends = ExitStack()
 """What this folder's tests share; pytest would keep it until the session ends, beside tests of other folders."""
 
 
 @pytest.hookimpl(trylast=True)  # after the fixtures of the test itself
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    if nextitem is None or nextitem.path.parent != item.path.parent:
+    if nextitem is None or not nextitem.path.is_relative_to(HERE):
         _until_the_folder_ends.close()
 
 
 @pytest.fixture(scope="session")
 def process() -> Program:
     """`layout_process.py`, which builds models."""
-    started = Program(Path(__file__).with_name("layout_process.py"), env={"VLLM_LOGGING_LEVEL": "ERROR"})
+    started = Program(HERE / "layout/layout_process.py", env={"VLLM_LOGGING_LEVEL": "ERROR"})
     _until_the_folder_ends.callback(started.kill)
     return started
 

@@ -1,15 +1,12 @@
-"""Makes this folder's helper modules importable, and shares processes with training engines."""
+"""Shares processes with training engines among tests."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from engine_ranks import Teams, make_models
 
 

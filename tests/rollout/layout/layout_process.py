@@ -1,0 +1,594 @@
+"""Builds tiny vLLM models one after the other, without an engine, and compares ways to load them.
+
+A `json_program`, whose functions are called.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from json_program import serve
+from layout_models import bits, random_bits, scatter
+from tiny_models import copy_with
+
+from weightlane.ckpt_engines import WeightlaneError
+from weightlane.rollout.commit.rank_group import RankGroup
+from weightlane.rollout.layout import LayoutMap, Refusal, SourceSpec, VersionLoader, needed_boxes, trace_loading
+from weightlane.rollout.layout import version_loader as loader_module
+from weightlane.rollout.layout.loading.expectation import checkpoint_specs, expectation_of
+from weightlane.rollout.layout.offline import rank_layouts as rank_layouts_module
+from weightlane.rollout.layout.offline.layout_report import make_report
+from weightlane.rollout.layout.offline.rank_models import as_rank, engine_config, model_of_rank
+from weightlane.rollout.layout.proof import rehearsal as rehearsal_module
+from weightlane.rollout.layout.proof.device_room import room_beside, set_aside
+from weightlane.rollout.layout.proof.rehearsal import Rehearsal
+from weightlane.rollout.layout.rank_model import RankModel
+from weightlane.rollout.layout.trace.loading_reads import read_by_loading
+from weightlane.rollout.layout.verdict import judge, whole_reload
+from weightlane.rollout.layout.write.version_writer import VersionWriter
+from weightlane.sync import LivePart, Manifest, SlicedTensors, TensorSlice, TensorSpec
+from weightlane.sync.version.box import Box
+from weightlane.sync.version.sliced_tensors import Slicing
+
+
+def tensors_of(path: str, dtype: str) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint in `dtype`, but those that it has in float32 beside others of that type."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(Path(path) / "model.safetensors")
+    if len({tensor.dtype for tensor in tensors.values()}) > 1:
+        return tensors
+    return {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
+
+
+def other(tensors: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    """The same names and shapes, any bits."""
+    return {
+        name: random_bits(tuple(tensor.shape), tensor.dtype, seed=seed + place)
+        for place, (name, tensor) in enumerate(tensors.items())
+    }
+
+
+def state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The bytes of every parameter, buffer, and tensor that a layer or what vLLM gave it keeps beside them."""
+    found: dict[str, torch.Tensor] = {}
+    for prefix, module in model.named_modules():
+        kept = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+        for name, value in (*module._parameters.items(), *module._buffers.items(), *kept.items()):
+            inside = vars(value) if type(value).__module__.startswith("vllm.") and hasattr(value, "__dict__") else {}
+            for path, tensor in ((name, value), *((f"{name}.{inner}", item) for inner, item in inside.items())):
+                if isinstance(tensor, torch.Tensor) and name != "kv_cache":
+                    found[f"{prefix}.{path}"] = bits(tensor)
+    return found
+
+
+def committed(loader: VersionLoader, tensors: Mapping[str, torch.Tensor], group: RankGroup) -> str:
+    """Put a version into the loader's model as a worker does; the way it went."""
+    loader.learn_for(tensors, group)
+    return loader.write(tensors)
+
+
+def loaded(config: Any) -> torch.nn.Module:
+    """What vLLM's own start-up makes of a checkpoint's files."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers import rotary_embedding
+    from vllm.model_executor.model_loader import get_model_loader
+
+    rotary_embedding._ROPE_DICT.clear()  # models that are alike share these, and convert them when they first compute
+    with set_current_vllm_config(config):
+        loader = get_model_loader(config.load_config)
+        return loader.load_model(vllm_config=config, model_config=config.model_config)
+
+
+def ordinary(model: str | Path, config: Any) -> dict[str, torch.Tensor]:
+    """The state of a checkpoint that vLLM's own start-up has loaded on a rank like that of `config`.
+
+    Nothing of weightlane takes part in the loading, and nothing is loaded twice into a model.
+    """
+    kept = config.model_config
+    extra = {"max_model_len": kept.max_model_len, "model_impl": kept.model_impl, "use_tqdm_on_load": False}
+    dtype = str(config.model_config.dtype).removeprefix("torch.")
+    world = config.parallel_config.tensor_parallel_size
+    fresh = engine_config(str(model), tensor_parallel=world, dtype=dtype, extra=extra)
+    fresh.parallel_config.rank = config.parallel_config.rank
+    return state(loaded(fresh))
+
+
+def written(tensors: dict[str, torch.Tensor], like: str, folder: Path, dtype: str) -> Path:
+    """The checkpoint that `like` is with these tensors, in `dtype`."""
+    made = copy_with(tensors, Path(like), folder)
+    config = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps(config | {"dtype": dtype}))
+    return made
+
+
+def differing(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> list[str]:
+    return [
+        name
+        for name in one.keys() | two.keys()
+        if name not in one or name not in two or not torch.equal(one[name], two[name])
+    ]
+
+
+@contextmanager
+def forced(way: str) -> Iterator[None]:
+    """Inside, versions go through vLLM's own loading if `way` is ``reload``."""
+    if way != "reload":
+        yield
+        return
+    judged = whole_reload([Refusal("the model", "the test wants it")])
+    with (
+        mock.patch.object(loader_module, "judge", return_value=judged),
+        mock.patch.object(rank_layouts_module, "judge", return_value=judged),
+    ):
+        yield
+
+
+def compare(path: str, dtype: str, impl: str = "auto", way: str = "") -> dict[str, Any]:
+    """Commit versions to a model that vLLM has loaded, and lay each beside what vLLM makes of its files.
+
+    Args:
+        path: The checkpoint that it starts from.
+        dtype: What it computes in.
+        impl: vLLM's ``model_impl``.
+        way: See `forced`.
+    """
+    config = engine_config(
+        path,
+        tensor_parallel=1,
+        dtype=dtype,
+        extra={"model_impl": impl, "max_model_len": 128, "use_tqdm_on_load": False},
+    )
+    versions = [tensors_of(path, dtype)]
+    versions += [other(versions[0], seed=1000), other(versions[0], seed=3000)]
+    with as_rank(config, 0), tempfile.TemporaryDirectory() as folder:
+        try:
+            wanted = [
+                ordinary(written(version, path, Path(folder) / str(number), dtype), config)
+                for number, version in enumerate(versions)
+            ]
+        except Exception as cause:  # noqa: BLE001 - vLLM's, which alone is at work
+            return {"unbuilt": f"{type(cause).__name__}: {cause}"}
+        again = ordinary(Path(folder) / "1", config)
+        # What two ordinary loads of the same files do not have alike is memory that nothing is loaded into.
+        unwritten = set(differing(wanted[1], again))
+        model, ties = loaded(config), bool(getattr(config.model_config.hf_text_config, "tie_word_embeddings", False))
+        tied = expectation_of(path, dtype=torch.float32, tied_embeddings=ties).tied
+        loader = VersionLoader(RankModel(model, config, torch.device("cpu"), "test"), tied=tied)
+        answer: dict[str, Any] = {"started": differing(state(model), ordinary(path, config)), "after": []}
+        with forced(way):
+            for number in (1, 0, 2):
+                try:
+                    answer["way"] = committed(loader, versions[number], RankGroup(None))
+                except WeightlaneError as error:
+                    return answer | {"refused": str(error)}
+                wrong = differing(state(model), wanted[number])
+                answer["after"] += [name for name in wrong if name not in unwritten]
+        verdict, plan = loader.verdict, loader.plan
+        assert verdict is not None
+        answer["sparse"] = []
+        if plan is not None and verdict.method == "traced":
+            third = {name: tensor.clone() for name, tensor in versions[2].items()}
+            for name in plan.sources:
+                flat, new = third[name].view(-1), random_bits((third[name].numel(),), third[name].dtype, seed=len(name))
+                positions = torch.arange(len(name) % min(3, flat.numel()), flat.numel(), 3)
+                flat[positions] = new[positions]
+                scatter(plan, name, positions, new[positions])
+            made = ordinary(written(third, path, Path(folder) / "third", dtype), config)
+            answer["sparse"] = [name for name in differing(state(model), made) if name not in unwritten]
+        return answer | {
+            "reloaded": list(verdict.modules),
+            "summary": verdict.summary,
+            "copies": len(verdict.layout.copies),
+        }
+
+
+def arriving(tensors: dict[str, torch.Tensor], bucket_bytes: int) -> Iterator[LivePart]:
+    """A version as a rank that takes it in place sees it: every bucket lies where the one before lay."""
+    specs = tuple(TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
+    manifest = Manifest(2, specs, bucket_bytes)
+    stream = torch.zeros(manifest.total_bytes, dtype=torch.uint8)
+    for name, view in manifest.views(stream).items():
+        view.copy_(tensors[name])
+    bucket = torch.empty(bucket_bytes, dtype=torch.uint8)
+    for index in range(manifest.bucket_count):
+        start, stop = manifest.window(index)
+        bucket.fill_(0xA5)[: stop - start] = stream[start:stop]
+        for entry, low, high in manifest.tensors_within(start, stop):
+            values = bucket[low - start : high - start].view(entry.spec.dtype)
+            yield LivePart(entry.spec.name, (low - entry.offset) // entry.spec.dtype.itemsize, values)
+    bucket.fill_(0xA5)
+
+
+def in_place(path: str, dtype: str, bucket_bytes: int, hidden: str) -> dict[str, Any]:
+    """Take versions bucket after bucket: the way, what differs from a fresh load, and what learning has changed."""
+    config = engine_config(path, tensor_parallel=1, dtype=dtype)
+    first = tensors_of(path, dtype)
+    specs = {name: SourceSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in first.items()}
+    with as_rank(config, 0), hidden_copy_of(hidden), tempfile.TemporaryDirectory() as folder:
+        model = loaded(config)
+        loader = VersionLoader(RankModel(model, config, torch.device("cpu"), "test"))
+        before = state(model)
+        loader.learn(specs, RankGroup(None))
+        after_learning = differing(before, state(model))
+        second = other(first, seed=2000)
+        for tensors in (second, first, second):
+            way = loader.write_arriving(arriving(tensors, bucket_bytes))
+        assert loader.verdict is not None
+        return {
+            "way": way,
+            "reloaded": list(loader.verdict.modules),
+            "why": loader.verdict.summary,
+            "after_learning": after_learning,
+            "after": differing(state(model), ordinary(written(second, path, Path(folder) / "second", dtype), config)),
+        }
+
+
+def moved(path: str, dtype: str) -> dict[str, Any]:
+    """What a loader does when a parameter gets other memory between two versions, and another set of tensors comes."""
+    config = engine_config(path, tensor_parallel=1, dtype=dtype)
+    first, alone = tensors_of(path, dtype), RankGroup(None)
+    rehearsed = []
+
+    class Counted(Rehearsal):
+        """A rehearsal that is seen."""
+
+        def first_mismatch(self, *arguments: Any) -> str | None:
+            rehearsed.append(self)
+            return super().first_mismatch(*arguments)
+
+    with (
+        as_rank(config, 0),
+        mock.patch.object(loader_module, "Rehearsal", Counted),
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        model = loaded(config)
+        loader = VersionLoader(RankModel(model, config, torch.device("cpu"), "test"))
+        committed(loader, first, alone)
+        before = loader.plan
+        parameter = next(model.parameters())
+        parameter.data = parameter.data.clone()
+        second = other(first, seed=5)
+        committed(loader, second, alone)
+        after = loader.plan
+        wanted = ordinary(written(second, path, Path(folder) / "second", dtype), config)
+        answer = {"traced_again": before is not after, "differing": differing(state(model), wanted)}
+        committed(loader, first, alone)
+        answer["kept"] = loader.plan is after
+        wide = {name: random_bits(tuple(tensor.shape), torch.float32, seed=7) for name, tensor in first.items()}
+        answer["ways"] = [committed(loader, wide, alone)]
+        assert loader.plan is not None
+        answer["sent"] = sorted({str(spec.dtype) for spec in loader.plan.sources.values()})
+        wanted = ordinary(written(wide, path, Path(folder) / "wide", dtype), config)
+        return answer | {"cast": differing(state(model), wanted), "rehearsed": len(rehearsed)}
+
+
+def rehearsed_badly(path: str, left_out: str) -> str | None:
+    """What a rehearsal says of a writer that leaves something out."""
+    config = engine_config(path, tensor_parallel=1, dtype="float32")
+    specs = checkpoint_specs(path, torch.float32)
+    name = "model.layers.1.mlp.down_proj.weight"
+
+    class Sloppy(VersionWriter):
+        """Nothing tells that it has not written all."""
+
+        def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
+            if left_out == "everything":
+                return
+            live = next(tensor for full, tensor in self._rank.model.named_parameters() if full == name).data.view(-1)
+            some = slice(None) if left_out == "one tensor" else slice(-1, None)
+            before = live[some].clone()
+            super().write(tensors)
+            live[some] = before
+
+    with as_rank(config, 0), mock.patch.object(rehearsal_module, "VersionWriter", Sloppy):
+        model = loaded(config)
+        layout = trace_loading(model, specs)
+        verdict = judge(model, layout, [layout])
+        alone = RankGroup(None)
+        rehearsal = Rehearsal(RankModel(model, config, torch.device("cpu"), "test"), specs, alone, computes=True)
+        return rehearsal.first_mismatch(verdict, None)
+
+
+@contextmanager
+def hidden_copy_of(ending: str) -> Iterator[None]:
+    """Inside, layers of that name compute from a copy of their weight that nobody sees, made when they are loaded."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    process, compute = UnquantizedLinearMethod.process_weights_after_loading, UnquantizedLinearMethod.apply
+    kernels: dict[int, torch.Tensor] = {}
+
+    def pack(self: Any, layer: Any) -> None:
+        process(self, layer)
+        kernels[id(layer)] = layer.weight.detach().clone()
+
+    def apply(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if ending and layer.prefix.endswith(ending):
+            return torch.nn.functional.linear(x, kernels[id(layer)], bias)
+        return compute(self, layer, x, bias)
+
+    with mock.patch.multiple(UnquantizedLinearMethod, process_weights_after_loading=pack, apply=apply):
+        yield
+
+
+@contextmanager
+def hidden_copy_of_an_expert() -> Iterator[None]:
+    """Inside, the last expert of every layer computes from a copy of its weight that nobody sees."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    process, compute = CPUUnquantizedExperts.process_weights_after_loading, CPUUnquantizedExperts.apply
+    kernels: dict[int, torch.Tensor] = {}
+
+    def pack(self: Any, layer: Any) -> None:
+        process(self, layer)
+        kernels[id(self)] = layer.w2_weight[-1].detach().clone()
+
+    def apply(
+        self: Any, output: Any, hidden_states: Any, w1: Any, w2: torch.Tensor, *others: Any, **named: Any
+    ) -> None:
+        compute(self, output, hidden_states, w1, torch.cat([w2[:-1], kernels[id(self)].unsqueeze(0)]), *others, **named)
+
+    with mock.patch.multiple(CPUUnquantizedExperts, process_weights_after_loading=pack, apply=apply):
+        yield
+
+
+def stale_expert(path: str, dtype: str) -> str:
+    """One expert that computes from a hidden copy of its weight: why its versions are refused."""
+    config = engine_config(path, tensor_parallel=1, dtype=dtype)
+    with as_rank(config, 0), hidden_copy_of_an_expert():
+        loader = VersionLoader(RankModel(loaded(config), config, torch.device("cpu"), "test"))
+        try:
+            committed(loader, tensors_of(path, dtype), RankGroup(None))
+        except WeightlaneError as error:
+            return str(error)
+    return ""
+
+
+def experts_beside_kernel(activation: str, biased: bool) -> dict[str, float]:
+    """Largest differences of our experts from vLLM's CPU kernel, and of one rank's from the sum of two ranks'."""
+    from vllm._custom_ops import cpu_fused_moe, cpu_prepack_moe_weight
+
+    from weightlane.rollout.vllm_internals.cpu_experts import _experts
+
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    tokens, hidden, inner, count, choices = 9, 64, 32, 6, 2
+    w1, w2 = normal(count, 2 * inner, hidden) / 4, normal(count, hidden, inner) / 4
+    biases = (normal(count, 2 * inner), normal(count, hidden)) if biased else (None, None)
+    x, weights = normal(tokens, hidden), normal(tokens, choices).softmax(-1)
+    chosen = torch.stack([torch.randperm(count, generator=generator)[:choices] for _ in range(tokens)]).int()
+    wanted, got = torch.empty_like(x), torch.empty_like(x)
+    packed = [cpu_prepack_moe_weight(tensor.clone(), "vec") for tensor in (w1, w2)]
+    cpu_fused_moe(wanted, x, *packed, *biases, weights, chosen, activation, "vec", False)
+    _experts(got, x, w1, w2, *biases, weights, chosen, None, activation)
+    divided = torch.zeros_like(x)
+    for held in ([0, 2, 5], [1, 3, 4]):
+        places = torch.full((count,), -1, dtype=torch.int32)
+        places[held] = torch.arange(3, dtype=torch.int32)
+        part = torch.empty_like(x)
+        mine = [None if bias is None else bias[held] for bias in biases]
+        _experts(part, x, w1[held], w2[held], *mine, weights, chosen, places, activation)
+        divided += part
+    return {
+        "kernel": float((got - wanted).abs().max()),
+        "divided": float((got - divided).abs().max()),
+        "size": float(got.abs().mean()),
+    }
+
+
+def rotary_beside_formula(neox: bool) -> list[float]:
+    """Largest differences of vLLM's rotary embedding on CPU from the formula: queries and keys of latent attention's shapes."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    dim, heads, base = 8, 3, 100.0
+    with set_current_vllm_config(VllmConfig()):
+        parameters = {"rope_type": "default", "rope_theta": base}
+        rotary = get_rope(dim, 64, is_neox_style=neox, rope_parameters=parameters, dtype=torch.float32)
+    positions = torch.tensor([1, 2, 7])
+    query = torch.randn(3, heads, dim + 4)[..., 4:]
+    key = torch.randn(3, dim + 4)[:, 4:].unsqueeze(1)
+    angles = positions[:, None, None] / base ** (torch.arange(0, dim, 2) / dim)
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        one, two = x.chunk(2, -1) if neox else (x[..., 0::2], x[..., 1::2])
+        turned = one * angles.cos() - two * angles.sin(), two * angles.cos() + one * angles.sin()
+        return torch.cat(turned, -1) if neox else torch.stack(turned, -1).flatten(-2)
+
+    wanted = rotated(query), rotated(key)
+    got = rotary.forward_cpu(positions, query, key)
+    return [float((one - two).abs().max()) for one, two in zip(got, wanted, strict=True)]
+
+
+def scaled(case: str, layers: int) -> dict[str, Any]:
+    """What the benchmark of large mixtures of experts measures of one with so many layers."""
+    sys.path.append(str(Path(__file__).parents[3]))
+    from benchmarks.layout_scale import measure_case
+
+    return measure_case(case, 1, layers)
+
+
+def later_versions(path: str) -> dict[str, Any]:
+    """Rehearsals of versions that go through vLLM's own loading since copies were wrong, and then come in another type."""
+    config = engine_config(path, tensor_parallel=1, dtype="bfloat16")
+    first, alone, asked = tensors_of(path, "bfloat16"), RankGroup(None), []
+
+    class Counted(Rehearsal):
+        """One that is seen."""
+
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            asked.append(named["may_move"])
+            super().__init__(*arguments, **named)
+
+    with as_rank(config, 0), hidden_copy_of("down_proj"), mock.patch.object(loader_module, "Rehearsal", Counted):
+        loader = VersionLoader(RankModel(loaded(config), config, torch.device("cpu"), "test"))
+        ways = [committed(loader, first, alone)]
+        ways.append(committed(loader, {name: tensor.float() for name, tensor in first.items()}, alone))
+        fewer = dict(list(first.items())[:-1])
+        try:
+            loader.learn_for(fewer, alone)
+        except WeightlaneError as error:
+            said = str(error)
+    return {"ways": ways, "may_move": asked, "said": said}
+
+
+def room_that_is_not_there() -> list[str]:
+    """What is said where a device has no room for a second model, and the weights of the first may not move."""
+    with mock.patch.object(torch.accelerator, "get_memory_info", return_value=(0, 1)):
+        try:
+            with room_beside(torch.nn.Linear(2, 2), torch.device("cuda", 0), may_move=False):
+                return []
+        except WeightlaneError as error:
+            return [type(error).__name__, str(error)]
+
+
+def set_aside_and_back() -> dict[str, list[Any]]:
+    """Sizes of storages before, while and after they are set aside, and whether all who view them see the same bits then."""
+    tensors = [random_bits((3, 5), torch.bfloat16, seed=1), torch.zeros(0), random_bits((4,), torch.float32, seed=2)]
+    views = [tensors[0].T, tensors[0][1:, 2:], tensors[2][::2]]
+    before = [bits(tensor) for tensor in (*tensors, *views)]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    sizes = [[storage.nbytes() for storage in storages]]
+    with suppress(KeyError), set_aside(storages):
+        sizes.append([storage.nbytes() for storage in storages])
+        raise KeyError("what goes wrong meanwhile")
+    sizes.append([storage.nbytes() for storage in storages])
+    return {"sizes": sizes, "same": [torch.equal(bits(t), b) for t, b in zip((*tensors, *views), before, strict=True)]}
+
+
+def rank_layout(path: str, dtype: str, rank: int, world: int, expert_parallel: bool) -> dict[str, Any]:
+    """The layout that one rank of several would trace."""
+    config = engine_config(path, tensor_parallel=world, dtype=dtype, expert_parallel=expert_parallel)
+    with model_of_rank(config, rank) as model:
+        specs = {
+            name: SourceSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors_of(path, dtype).items()
+        }
+        return trace_loading(model, specs).to_plain()
+
+
+def used_elements(layout: LayoutMap) -> dict[str, torch.Tensor]:
+    """Which elements of each source the copies read."""
+    found = {name: torch.zeros(spec.numel, dtype=torch.bool) for name, spec in layout.sources.items()}
+    for copy in layout.copies:
+        found[copy.source].as_strided(copy.shape, copy.source_strides, copy.source_offset).fill_(True)
+    return found
+
+
+def needs(path: str, dtype: str, world: int, expert_parallel: bool) -> list[dict[str, Any]]:
+    """For each rank its boxes, and the tensors of which they hold an element twice, too few or too many."""
+    config = engine_config(path, tensor_parallel=world, dtype=dtype, expert_parallel=expert_parallel)
+    specs = {name: SourceSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors_of(path, dtype).items()}
+    answers = []
+    for rank in range(world):
+        with model_of_rank(config, rank) as model:
+            layout = trace_loading(model, specs)
+        boxes, wrong = needed_boxes(layout), {}
+        for name, used in used_elements(layout).items():
+            times = torch.zeros(specs[name].shape, dtype=torch.int32)
+            for box in boxes[name]:
+                times[box.index] += 1
+            held = times.flatten() > 0
+            counts = [int((times > 1).sum()), int((used & ~held).sum()), int((held & ~used).sum())]
+            if any(counts):
+                wrong[name] = counts
+        plain = {name: [box.to_plain() for box in each] for name, each in boxes.items()}
+        answers.append({"boxes": plain, "wrong": wrong})
+    return answers
+
+
+def quantised_slices(path: str, other_path: str, world: int) -> list[dict[str, Any]]:
+    """A version of which each rank of a quantised model gets only what it asks for: what it asks for, and what it then holds."""
+    from safetensors.torch import load_file
+
+    config, alone = engine_config(path, tensor_parallel=world, dtype="bfloat16"), RankGroup(None)
+    second = load_file(Path(other_path) / "model.safetensors")
+    torch.use_deterministic_algorithms(True, warn_only=True)  # memory that nobody has written holds NaN
+    answers = []
+
+    def less(*asked: Any) -> dict[str, list[Box]]:
+        boxes = read_by_loading(*asked)
+        boxes["model.layers.1.mlp.up_proj.weight"].pop()
+        return boxes
+
+    for rank in range(world):
+        with as_rank(config, rank):
+            wanted = ordinary(other_path, config)
+            model = loaded(config)
+            before = state(model)
+            specs = checkpoint_specs(path, torch.bfloat16)
+            blind, loader = (
+                VersionLoader(RankModel(model, config, torch.device("cpu"), "test"), computes=False) for _ in range(2)
+            )
+            assert loader.needed() is None, "slices are asked for before it is shown that they are enough"
+            with mock.patch.object(loader_module, "read_by_loading", less):
+                blind.learn(specs, alone)
+            loader.learn(specs, alone)
+            touched = differing(before, state(model))
+            needed = loader.needed()
+            assert needed is not None
+            slicing = Slicing("plan", needed.specs, tuple(TensorSlice(*each) for each in needed.slices))
+            come = {
+                region.as_tensor.name: second[region.spec.name][region.box.index].clone() for region in slicing.regions
+            }
+            way = committed(loader, SlicedTensors(slicing, come), alone)
+            answers.append(
+                {
+                    "way": way,
+                    "blind": blind.needed() is None,
+                    "touched": touched,
+                    "changed": len(differing(before, state(model))),
+                    "differing": differing(wanted, state(model)),
+                    "boxes": {
+                        spec.name: [box.to_plain() for box in boxes]
+                        for spec, boxes in zip(needed.specs, needed.boxes, strict=True)
+                    },
+                }
+            )
+            del come[next(iter(come))]
+            less = Slicing("plan", needed.specs, slicing.regions[1:])
+            try:
+                committed(loader, SlicedTensors(less, come), alone)
+            except WeightlaneError as error:
+                answers[-1]["refused"] = str(error)
+    torch.use_deterministic_algorithms(False)
+    return answers
+
+
+def report(
+    path: str, tensor_parallel: int, expert_parallel: bool = False, way: str = "", hidden: str = ""
+) -> dict[str, Any]:
+    """What ``weightlane layout`` shows; see `forced` and `hidden_copy_of`."""
+    with forced(way), hidden_copy_of(hidden):
+        return make_report(path, tensor_parallel=tensor_parallel, dtype="auto", expert_parallel=expert_parallel)
+
+
+def refused(path: str, tensor_parallel: int) -> list[str]:
+    """What a report of that model ends with."""
+    try:
+        make_report(path, tensor_parallel=tensor_parallel, dtype="float32")
+    except WeightlaneError as error:
+        return [type(error).__name__, str(error)]
+    return []
+
+
+def main() -> None:
+    # A CPU worker does the same before it runs a model.
+    torch.accelerator.empty_cache = lambda: None
+    serve(sys.modules[__name__])
+
+
+if __name__ == "__main__":
+    main()

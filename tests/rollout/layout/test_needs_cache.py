@@ -1,0 +1,152 @@
+"""The cache of what ranks need: an answer is found once, and whatever becomes of its file costs no more than finding it again."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import make_qwen3
+
+from weightlane.ckpt_engines import ProtocolError
+from weightlane.rollout.layout.offline import needs_cache
+from weightlane.rollout.layout.offline.needs_cache import CACHE_ENV, remembered
+
+ROOT = Path(__file__).parents[3]
+ANSWER = {"ranks": [[["w", [2, 2], "float32", [[[0, 0], [1, 2]]]]]], "why": ""}
+
+
+class Asker:
+    """Asks the same question about the same model, and counts how often the answer has to be found."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self.model, self.folder, self.found = model, folder, 0
+
+    def ask(self, **asked: Any) -> Any:
+        return remembered(self.model, asked, self._parse, self._find)
+
+    def file(self) -> Path:
+        (file,) = self.folder.iterdir()
+        return file
+
+    def _parse(self, answer: Any) -> Any:
+        if answer != ANSWER:
+            raise ProtocolError("not the answer.", part="test")
+        return answer
+
+    def _find(self) -> Any:
+        self.found += 1
+        return ANSWER
+
+
+@pytest.fixture
+def asker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asker:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(CACHE_ENV, raising=False)
+    return Asker(make_qwen3(tmp_path / "model", seed=1), tmp_path / "cache" / "weightlane" / "layouts")
+
+
+def test_an_answer_is_found_once_and_anew_for_whatever_it_depends_on(
+    asker: Asker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        assert asker.ask(tensor_parallel=1) == ANSWER
+    assert asker.found == 1
+    assert asker.file().stat().st_mode & 0o777 == 0o600
+    asker.ask(tensor_parallel=2)
+    config = asker.model / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"rope_theta": 5e5}))
+    asker.ask(tensor_parallel=1)
+    monkeypatch.setenv("VLLM_USE_SOMETHING", "1")
+    asker.ask(tensor_parallel=1)
+    make_qwen3(asker.model, seed=1, vocab=640)
+    asker.ask(tensor_parallel=1)
+    monkeypatch.setattr(needs_cache.metadata, "version", lambda name: "another")
+    asker.ask(tensor_parallel=1)
+    assert asker.found == 6
+    monkeypatch.setenv(CACHE_ENV, "off")
+    asker.ask(tensor_parallel=1)
+    assert asker.found == 7
+
+
+def replaced_by_link(file: Path) -> None:
+    file.rename(file.with_name("elsewhere"))
+    file.symlink_to("elsewhere")
+
+
+def replaced_by_pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def another_answer(file: Path) -> None:
+    """What is no answer, with a digest that holds."""
+    kept = json.loads(file.read_text()) | {"answer": [1], "digest": needs_cache._digest([1])}
+    file.write_text(json.dumps(kept))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda file: file.write_bytes(file.read_bytes()[:-7]),
+        lambda file: file.write_bytes(b""),
+        lambda file: file.write_bytes(pickle.dumps(ANSWER)),
+        lambda file: file.write_text("[" * 100_000),
+        lambda file: file.write_text(file.read_text().replace("[1, 2]", "[2, 2]")),
+        lambda file: file.write_text(json.dumps(json.loads(file.read_text()) | {"key": "0" * 64})),
+        lambda file: os.truncate(file, needs_cache.MOST_BYTES + 1),
+        lambda file: file.chmod(0),
+        another_answer,
+        replaced_by_link,
+        replaced_by_pipe,
+    ],
+    ids=["torn", "empty", "pickle", "deep", "changed", "stale", "huge", "closed", "odd", "link", "pipe"],
+)
+def test_a_file_that_is_odd_in_any_way_is_as_good_as_none(asker: Asker, spoil: Callable[[Path], object]) -> None:
+    asker.ask()
+    file = asker.file()
+    spoil(file)
+    assert asker.ask() == ANSWER
+    # Who may read everything may read a file that is closed, too.
+    assert asker.found == (1 if file.stat().st_mode & 0o777 == 0 and os.geteuid() == 0 else 2)
+    assert asker.ask() == ANSWER
+    assert asker.found <= 2
+
+
+def test_what_cannot_be_kept_is_found_every_time(asker: Asker) -> None:
+    asker.folder.parent.mkdir(parents=True)
+    asker.folder.write_text("not a directory")
+    for _ in range(2):
+        assert asker.ask() == ANSWER
+    assert asker.found == 2
+
+
+def test_the_oldest_are_forgotten_and_so_is_what_killed_writers_left(
+    asker: Asker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = 3
+    monkeypatch.setattr(needs_cache, "MOST_FILES", most)
+    asker.ask(number=0)
+    (asker.folder / "tmpabcdef").write_text("half")
+    for number in range(1, most + 3):
+        asker.ask(number=number)
+    kept = list(asker.folder.iterdir())
+    assert len(kept) == most
+    assert all(file.suffix == ".json" for file in kept)
+    asker.ask(number=most + 2)
+    assert asker.found == most + 3
+
+
+def test_no_worker_reads_the_cache() -> None:
+    """A file that somebody has changed so that its digest holds can make a plan wrong, and no weight."""
+
+    def named(name: str) -> set[str]:
+        files = [file for folder in ("rollout", "cli", "sync", "trainer") for file in (ROOT / folder).rglob("*.py")]
+        return {str(file.relative_to(ROOT)) for file in files if file.stem != name and name in file.read_text()}
+
+    assert named("needs_cache") == {"rollout/layout/offline/planned_needs.py"}
+    assert named("planned_needs") == {"cli/commands/plan.py"}

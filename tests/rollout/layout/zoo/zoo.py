@@ -1,0 +1,103 @@
+"""Every architecture of the zoo: what versions leave in a running vLLM is what vLLM makes of their files when it starts.
+
+    python tests/rollout/layout/zoo/zoo.py [KIND ...] [--dtypes float32 ...] [--ways decided reload] [--document FILE]
+
+Three versions of any bits whatever are committed to each model, the way that was decided for it and, with `reload`, through
+vLLM's own loading; each is laid beside an ordinary load of the same files. `test_layout_models.py` runs a handful with every
+test run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "support"))
+import helper_paths  # noqa: F401 - it makes the others importable
+from json_program import Program
+from zoo_models import KINDS, Kind, make
+
+BEGIN, END = "<!-- made by make test-zoo -->", "<!-- end -->"
+WAYS = {"decided": "", "reload": "reload"}
+
+
+class Zoo:
+    """Runs `layout_process.py`, which keeps vLLM imported from model to model."""
+
+    def __init__(self) -> None:
+        self._program: Program | None = None
+
+    def outcome(self, kind: Kind, dtype: str, way: str) -> str:
+        """The way its versions went, why they were refused, or what is wrong."""
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                model = make(kind, Path(folder), seed=1, dtype=getattr(torch, dtype))
+                return told(self._call("compare", str(model), dtype, kind.impl, WAYS[way]))
+            except Exception as error:  # noqa: BLE001 - the table says so, and the others go on
+                self.close()
+                return f"FAILED: {error}"
+
+    def _call(self, *arguments: str) -> dict[str, Any]:
+        if self._program is None:
+            path = Path(__file__).parents[1] / "layout_process.py"
+            self._program = Program(path, env={"VLLM_LOGGING_LEVEL": "ERROR"})
+        answer: dict[str, Any] = self._program.call(*arguments)
+        return answer
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        program, self._program = self._program, None
+        if program is not None:
+            program.kill()
+
+
+def told(answer: dict[str, Any]) -> str:
+    """What `layout_process.compare` found, in a few words."""
+    if "unbuilt" in answer:
+        return f"vLLM cannot load it: {answer['unbuilt'].splitlines()[0][:120]}"
+    if wrong := answer["started"] + answer["after"] + answer.get("sparse", []):
+        return f"WRONG: {', '.join(wrong[:3])}"
+    if "refused" in answer:
+        return f"refused: {answer['refused'].partition(' would not be right: ')[2].partition('. ')[0] or answer['refused']}"
+    return str(answer["way"])
+
+
+def put_between_marks(document: Path, table: str) -> None:
+    """Replace the table of `document`."""
+    before, rest = document.read_text().split(BEGIN)
+    document.write_text(f"{before}{BEGIN}\n{table}{END}{rest.partition(END)[2]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kinds", nargs="*", metavar="KIND", help=", ".join(KINDS))
+    parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--document", type=Path, help="put the table between this file's marks, too")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.kinds) - set(KINDS):
+        parser.error(f"no such architecture: {', '.join(sorted(unknown))}")
+    columns = [(way, dtype) for way in arguments.ways for dtype in arguments.dtypes]
+    zoo, began, rows = Zoo(), time.monotonic(), []
+    for name in arguments.kinds or KINDS:
+        outcomes = [zoo.outcome(KINDS[name], dtype, way) for way, dtype in columns]
+        rows.append((name, KINDS[name].group, *outcomes))
+        print(" | ".join(rows[-1]), flush=True)
+    zoo.close()
+    if arguments.document:
+        heads = ("architecture", "kind", *(f"{way}, {dtype}" for way, dtype in columns))
+        lines = [heads, ("---",) * len(heads), *rows]
+        put_between_marks(arguments.document, "".join(f"| {' | '.join(line)} |\n" for line in lines))
+    bad = sum(outcome.startswith(("WRONG", "FAILED")) for row in rows for outcome in row)
+    print(f"{len(rows)} architectures, {len(rows) * len(columns)} cases, {bad} wrong, {time.monotonic() - began:.0f} s")
+    sys.exit(bool(bad))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Notes the expensive things that processes of the tests start; Python imports it in every process with this folder on its path.
+
+`budget` puts it there, and compares what was noted with what each folder may start.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.machinery
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+LOG_ENV = "WEIGHTLANE_TEST_STARTS"
+
+
+def note(kind: str) -> None:
+    """Write a line: what was started, and by which test file."""
+    if log := os.environ.get(LOG_ENV):
+        test = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0]
+        with open(log, "a") as file:  # noqa: PTH123 - pathlib takes time to import, in every process
+            file.write(f"{kind}\t{test}\n")
+
+
+def _after(kind: str, owner: Any, name: str, counts: Callable[..., bool] = lambda *_, **__: True) -> None:
+    """Note `kind` whenever a function that `counts` ends well."""
+    function = getattr(owner, name)
+
+    @functools.wraps(function)
+    def noting(*arguments: Any, **named: Any) -> Any:
+        result = function(*arguments, **named)
+        if counts(*arguments, **named):
+            note(kind)
+        return result
+
+    setattr(owner, name, noting)
+
+
+def _first_rank(*_: Any, rank: int = -1, **__: Any) -> bool:
+    return (rank if rank >= 0 else int(os.environ.get("RANK", "0"))) == 0
+
+
+def _fork_vllm(_: Any) -> None:
+    """Let a replica's actor fork vLLM's processes, as the tests' own process does."""
+    if "WEIGHTLANE_TEST_FORKS" in os.environ:
+        sys.path.append(os.path.dirname(os.path.dirname(__file__)))  # noqa: PTH120 - as above
+        importlib.import_module("fork_server").install()
+
+
+def _note_vllm(_: Any) -> None:
+    """vLLM looks at each class of models in a process of its own, once on a machine: what a new one starts does not count."""
+    if "vllm.model_executor.models.registry" not in sys.orig_argv:
+        note("vllm imports")
+
+
+_ON_IMPORT: dict[str, Callable[[Any], None]] = {
+    "vllm": _note_vllm,
+    "vllm.v1.engine.core": lambda module: _after("vllm engines", module.EngineCore, "__init__"),
+    "weightlane.rollout.replicas.ray_actor": _fork_vllm,
+    "ray._private.services": lambda module: _after("ray clusters", module, "start_gcs_server"),
+    "torch.distributed.distributed_c10d": lambda module: _after(
+        "torch groups", module, "init_process_group", _first_rank
+    ),
+}
+
+
+class _Finder:
+    """Finds modules as Python does, and lets those of `_ON_IMPORT` be looked at when they are imported."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
+        look = _ON_IMPORT.get(name)
+        spec = importlib.machinery.PathFinder.find_spec(name, path) if look else None
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            look(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+# No audit hook, which would be simpler: memray, with which a test looks at memory, crashes where there is one.
+if LOG_ENV in os.environ:
+    sys.meta_path.insert(0, _Finder)  # type: ignore[arg-type]

@@ -1,0 +1,50 @@
+"""A script that publishes may end in any way and at any time: its exit status and its output stay its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripts_that_end import ENDS, MOMENTS
+
+ENDED = {
+    "file": (0, ""),
+    "exception": (1, "ValueError: mine"),
+    "exit": (3, ""),
+    "exit in a function": (4, ""),
+    "interrupt": (-2, "KeyboardInterrupt"),
+    "terminate": (-15, ""),
+    "terminate as exit": (6, ""),
+    "thread": (0, "ZeroDivisionError: division by zero"),
+    "fork": (0, ""),
+    "fork in block": (0, ""),
+    "forgotten": (0, ""),
+}
+"""Exit status, and the last line of the standard error."""
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [moment if moment == "published" else pytest.param(moment, marks=pytest.mark.exhaustive) for moment in MOMENTS],
+)
+def test_a_script_that_ends_before_it_closes_keeps_its_exit_status_and_says_nothing_of_ours(
+    moment: str, children: Any, tmp_path: Path
+) -> None:
+    """It leaves no process behind, and nothing in the folder of sockets; shared memory has no names."""
+    script = str(Path(__file__).with_name("scripts_that_end.py"))
+    env = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "SOCKETS": str(tmp_path)}
+    status, output, errors = children.run([script, moment, ",".join(ENDS)], env=env)
+    assert status == 0, errors
+    answer = json.loads(output)
+    assert answer["left"] == list(tmp_path.iterdir()) == []
+    results = answer["results"]
+    assert len(results) == len(ENDED)
+    for name, result in results.items():
+        wanted, said = ENDED[name.partition(", ")[2]]
+        assert result["status"] == wanted, (name, result)
+        assert (result["said"].splitlines() or [""])[-1] == said, (name, result)
+        assert result["said"].count("Traceback") == (1 if said else 0), (name, result)

@@ -1,0 +1,295 @@
+"""A trainer rank of the engines' tests.
+
+    python engine_worker.py PIPE RANK WORLD PORT TIMEOUT_S
+
+It answers commands: ``{"do": name, ...arguments}`` with ``{"ok": value}``, or with ``{"error": type, "message": text}``.
+The real engine runs here: nothing is replaced.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import random
+import resource
+import signal
+import sys
+from collections.abc import Collection
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from weightlane.ckpt_engines import WeightlaneError
+from weightlane.sync import Placement
+from weightlane.trainer.config import AlgorithmConfig, TrainerConfig
+from weightlane.trainer.data.batch import Sample, TrainBatch
+from weightlane.trainer.engines.contract import TrainingEngine
+from weightlane.trainer.engines.registry import training_engine_class
+from weightlane.trainer.objectives.losses import grpo_loss, sft_loss
+from weightlane.trainer.placement.planned_placements import _outline_all
+
+VOCAB = 61  # odd: the embedding's rows do not divide by two ranks
+LOSSES = {"sft": sft_loss(), "grpo": grpo_loss(AlgorithmConfig())}
+
+
+def make_batch(step: int, rows: int = 6) -> TrainBatch:
+    """The batch of `step`: samples of different lengths, the same in every process."""
+    rng = random.Random(step)
+    samples = []
+    for _ in range(rows):
+        prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 6)))
+        completion = tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 7)))
+        logprobs = tuple(-rng.uniform(3.0, 5.0) for _ in completion)
+        samples.append(Sample(prompt, completion, logprobs, rng.gauss(0.0, 1.0)))
+    return TrainBatch(tuple(samples), temperature=0.9)
+
+
+def _bits(parameter: torch.Tensor) -> torch.Tensor:
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local.detach().view(torch.int32)
+
+
+class Worker:
+    """The commands."""
+
+    def __init__(self, rank: int, world: int, port: int, timeout_s: float) -> None:
+        self._rank, self._world, self._port, self._timeout_s = rank, world, port, timeout_s
+        self._engine: Any = None
+        self._first: TrainingEngine | None = None
+
+    def setup(self, model: str, trainer: dict[str, Any]) -> None:
+        config = TrainerConfig(device="cpu", ranks=self._world, collective_timeout_s=self._timeout_s, **trainer)
+        fresh = training_engine_class(config.engine)(config, self._rank, self._world, ("127.0.0.1", self._port))
+        # The first engine owns the process group and stays alive; later ones share the group.
+        if self._engine is not None and self._engine is not self._first:
+            self._engine.close()  # the process groups that it made end with it, and their threads
+        fresh.setup(Path(model), seed=0)
+        self._engine = fresh
+        self._first = self._first or fresh
+
+    def lose_first_connection(self) -> None:
+        """Make the ranks' first try to connect go wrong as it does in gloo now and then: rank 0 waits for rank 1."""
+        from gloo_faults import publish_and_never_call
+
+        from weightlane.ckpt_engines.engines.torch_distributed import gloo_connect
+
+        gloo_connect._LONGEST_TRY_S = 2.0  # it would be a minute
+        gloo_connect._GRACE_S = self._timeout_s  # however busy the machine is
+        if self._rank == 0:
+            return
+        connect = dist.init_process_group
+
+        def lose(*_: Any, store: dist.Store, rank: int, timeout: timedelta, **__: Any) -> None:
+            dist.init_process_group = connect
+            first_group = dist.PrefixStore("0//cpu/", store)  # where torch has it
+            publish_and_never_call(first_group, rank, timeout)
+
+        dist.init_process_group = lose
+
+    def train(
+        self, first: int, count: int, rows: int = 6, loss: str = "grpo", zeros: str = ""
+    ) -> list[dict[str, float]]:
+        """Make `count` steps on the batches from `first` on; what is reported of each.
+
+        With `zeros` every other sample has advantage 0, and is "computed" or "left out".
+        """
+        reports = []
+        for step in range(first, first + count):
+            batch = make_batch(step, rows)
+            if zeros:
+                samples = [replace(s, advantage=s.advantage * (n % 2)) for n, s in enumerate(batch.samples)]
+                kept = [sample for sample in samples if sample.advantage or zeros == "computed"]
+                left_out = batch.loss_tokens - sum(sample.loss_tokens for sample in kept)
+                batch = replace(batch, samples=tuple(kept), left_out_tokens=left_out)
+            metrics = self._engine.forward_backward(batch, LOSSES[loss])
+            reports.append({**metrics, "norm": self._engine.optim_step(lambda names: None)})
+        return reports
+
+    def train_twice(self) -> float:
+        """The gradient norm of a step on two batches."""
+        for step in range(2):
+            self._engine.forward_backward(make_batch(step), LOSSES["grpo"])
+        return self._engine.optim_step(lambda names: None)
+
+    def shards(self, wire_dtype: str = "float32") -> list[tuple[Any, ...]]:
+        """What this rank publishes."""
+        shards = self._engine.local_shards(getattr(torch, wire_dtype))
+        return [(s.spec.name, s.spec.shape, str(s.spec.dtype), s.starts, s.data.detach().numpy()) for s in shards]
+
+    def addresses(self) -> list[int]:
+        """Where the storage behind each shard is."""
+        return [shard.data.untyped_storage().data_ptr() for shard in self._engine.local_shards(torch.float32)]
+
+    def placement(self, wire_dtype: str) -> list[Any]:
+        """What this rank holds, as plain data."""
+        return Placement.of_shards(self._engine.local_shards(getattr(torch, wire_dtype))).to_plain()
+
+    def outline(self, model: str, trainer: dict[str, Any]) -> list[Any]:
+        """What every rank would hold, as the process of `outlined_placements` finds it out: by forks of its own."""
+        return _outline_all(TrainerConfig(ranks=self._world, **trainer).model_dump(mode="json"), model, "bfloat16")
+
+    def forward_weights(self) -> list[tuple[Any, ...]]:
+        """The parameters that a megatron engine's forward pass uses, as slices of checkpoint tensors."""
+        from weightlane.trainer.engines.megatron.weights import model_slices
+
+        slices = model_slices(self._engine._chunks, self._engine._facts.shape, self._engine._coordinates)
+        return [(name, starts, str(data.dtype), data.detach().float().numpy()) for name, starts, data in slices]
+
+    def vocab_logprobs(self, scale: float, dtype: str) -> dict[str, float]:
+        """How far log-probabilities over a split vocabulary of 7 tokens, padded to 8, are from those over the whole one."""
+        from megatron.core import parallel_state
+
+        from weightlane.trainer.engines.megatron.logprobs import vocab_parallel_logprobs
+        from weightlane.trainer.objectives.losses import token_logprobs
+
+        random_of = torch.Generator().manual_seed(0)
+        logits = (torch.randn(2, 5, 7, generator=random_of) * scale).to(getattr(torch, dtype))
+        targets = torch.randint(7, (2, 5), generator=random_of)
+        weights = torch.randn(2, 5, generator=random_of)
+        whole = logits.clone().requires_grad_()
+        expected = token_logprobs(whole, targets, 0.7)
+        (expected * weights).sum().backward()
+        width = 8 // self._world
+        padded = torch.nn.functional.pad(logits, (0, 1), value=1e4)
+        mine = padded[..., self._rank * width : (self._rank + 1) * width].clone().requires_grad_()
+        group = parallel_state.get_tensor_model_parallel_group()
+        got = vocab_parallel_logprobs(mine, targets, first=self._rank * width, vocab=7, temperature=0.7, group=group)
+        (got * weights).sum().backward()
+        assert mine.grad is not None
+        assert whole.grad is not None
+        slope = torch.nn.functional.pad(whole.grad, (0, 1))[..., self._rank * width : (self._rank + 1) * width]
+        return {
+            "value": float((got - expected).abs().max().detach()),
+            "slope": float((mine.grad - slope).abs().max()),
+            "float32": float(got.dtype == torch.float32),
+        }
+
+    def save(self, directory: str) -> int:
+        self._engine.save(Path(directory))
+        return self._engine.step
+
+    def load(self, directory: str) -> int:
+        self._engine.load(Path(directory))
+        return self._engine.step
+
+    def draw(self) -> list[float]:
+        """Advance the random state."""
+        return torch.rand(3).tolist()
+
+    def export(self, directory: str, dtype: str = "float32") -> None:
+        self._engine.export_hf(Path(directory), getattr(torch, dtype))
+
+    def fence(self, fail_at: int | None = None, *, overflow: bool = False) -> dict[str, Any]:
+        """One step that notes, at every call of the fence, what it names and what has changed by then.
+
+        With `fail_at`, that call raises; with `overflow`, an advantage is so large that no gradient can hold it.
+        """
+        batch = TrainBatch((Sample((1,), (2, 3), (-4.0, -4.0), 3e38),) * 4) if overflow else make_batch(0)
+        engine = self._engine
+        live = [(shard.spec.name, shard.data) for shard in engine.local_shards(torch.float32) if shard.data.numel()]
+        before = [data.clone() for _, data in live]
+
+        def changed() -> list[str]:
+            pairs = zip(live, before, strict=True)
+            return list(dict.fromkeys(name for (name, data), old in pairs if not torch.equal(data, old)))
+
+        calls: list[dict[str, list[str]]] = []
+
+        def before_change(names: Collection[str]) -> None:
+            calls.append({"named": list(names), "changed_before": changed()})
+            if len(calls) - 1 == fail_at:
+                raise WeightlaneError("the fence failed.", part="test")
+
+        engine.forward_backward(batch, LOSSES["grpo"])
+        error = ""
+        try:
+            engine.optim_step(before_change)
+        except WeightlaneError as cause:
+            error = cause.message
+        return {
+            "calls": calls,
+            "changed": changed(),
+            "published": list(dict.fromkeys(name for name, _ in live)),
+            "error": error,
+            "step": engine.step,
+        }
+
+    def train_beside_one_whole_step(self, count: int) -> list[list[str]]:
+        """Train, and step a copy of the parameters by one AdamW over all of them with the same, clipped gradients.
+
+        Returns, per step, the parameters that differ in any bit from the copy's.
+        """
+        engine = self._engine
+        live = dict(engine._model.named_parameters())
+        twins = {name: parameter.detach().clone().requires_grad_() for name, parameter in live.items()}
+        config = engine.config
+        whole = torch.optim.AdamW(
+            twins.values(), lr=0.0, betas=config.betas, weight_decay=config.weight_decay, fused=True
+        )
+
+        def copy_gradients(_names: Collection[str]) -> None:
+            for name, parameter in live.items():
+                if twins[name].grad is None:
+                    assert parameter.grad is not None
+                    twins[name].grad = parameter.grad.clone()
+
+        different = []
+        for step in range(count):
+            whole.zero_grad()
+            engine.forward_backward(make_batch(step), LOSSES["grpo"])
+            engine.optim_step(copy_gradients)
+            for group in whole.param_groups:
+                group["lr"] = config.learning_rate * min(1.0, (step + 1) / max(1, config.lr_warmup_steps))
+            whole.step()
+            bits = [(name, _bits(live[name]), _bits(twins[name])) for name in live]
+            different.append([name for name, left, right in bits if not torch.equal(left, right)])
+        return different
+
+    def limit_files(self, size: int | None) -> None:
+        """Make writes beyond `size` bytes of a file fail; None lifts the limit."""
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard if size is None else size, hard))
+
+    def group_timeouts(self) -> list[float]:
+        """Seconds until a collective fails, in the group of all ranks and in those of an fsdp2 engine over tensor parallelism."""
+        mesh = self._engine._mesh
+        groups: list[Any] = [dist.group.WORLD, mesh.data.get_group(), mesh.tensor.get_group()]
+        return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+
+    def gloo_threads(self) -> int:
+        """How many threads work for process groups."""
+        names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+        return sum("gloo" in name for name in names)
+
+    def close(self) -> None:
+        for engine in filter(None, (self._engine, self._first)):
+            engine.close()
+            engine.close()
+
+
+def main() -> None:
+    """Be one rank until the other side closes its end of the pipe."""
+    line, rank, world, port = map(int, sys.argv[1:5])
+    torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1)
+    worker, commands = Worker(rank, world, port, timeout_s=float(sys.argv[5])), Connection(line)
+    while True:
+        try:
+            command = commands.recv()
+        except EOFError:
+            os._exit(0)  # the team is no longer needed, whatever state its engines are in
+        try:
+            answer = {"ok": getattr(worker, command.pop("do"))(**command)}
+        except Exception as error:  # noqa: BLE001 - the test judges it
+            answer = {"error": type(error).__name__, "message": str(error)}
+        commands.send(answer)
+
+
+if __name__ == "__main__":
+    main()
