@@ -5,6 +5,7 @@ connections between the halves, gives the engine a `Channel` to each peer, and w
 (`weightlane.ckpt_engines.links`).
 
 - `PairedEngine` is a whole engine except for two functions that move one bucket: the shortest start for an engine of your own.
+- `PairedSender` and `PairedReceiver` are its halves, for an engine whose halves keep something between two buckets.
 - `Lifecycle` lets any thread close a half while another thread is blocked in it.
 - `PostedCalls` moves posted buckets one after the other, when they are waited for.
 - `TcpMeeting` and `LocalMeeting` choose the sockets over which halves are connected (`CheckpointEngine.meeting`).
@@ -34,7 +35,7 @@ from .bucket_messages import (
     send_payload,
 )
 from .engine_memory import EngineMemory
-from .paired import PairedEngine, PostedCalls
+from .paired import PairedEngine, PairedHalf, PairedReceiver, PairedSender, PostedCalls
 from .waiting import poll_until, run_bounded
 
 __all__ = [
@@ -45,6 +46,9 @@ __all__ = [
     "LocalMeeting",
     "Meeting",
     "PairedEngine",
+    "PairedHalf",
+    "PairedReceiver",
+    "PairedSender",
     "PostedCalls",
     "TcpMeeting",
     "acknowledge",

@@ -6,6 +6,7 @@ other methods. Buckets are moved one after the other, when they are waited for.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar, get_args
@@ -45,6 +46,71 @@ class PostedCalls:
         """Make all calls except the last `pending`. Raises what they raise."""
         while len(self._calls) > pending:
             self._calls.popleft()(deadline)
+
+
+class PairedHalf:
+    """The part that `PairedSender` and `PairedReceiver` share: the channels, the posted buckets, and the `Lifecycle`.
+
+    Args:
+        part: Name of the half for error messages, e.g. ``"nixl sender trainer-0"``.
+    """
+
+    def __init__(self, part: str) -> None:
+        self._life = Lifecycle(part, self._release)
+        self._channels: dict[str, Channel] = {}
+        self._posted = PostedCalls()
+
+    def address(self) -> Address:
+        """Return no data: the framework connects both sides."""
+        with self._life.call():
+            return {}
+
+    def connect(self, topology: Topology, channels: Mapping[str, Channel], deadline: Deadline) -> None:  # noqa: ARG002
+        """Take the channels, whose waits a close ends from now on."""
+        with self._life.call():
+            self._channels = dict(channels)
+            for channel in self._channels.values():
+                channel.belong_to(self._life)
+
+    def flush(self, deadline: Deadline, pending: int = 0) -> None:
+        """Move the posted buckets, one after the other."""
+        with self._life.call():
+            self._posted.flush(deadline, pending)
+
+    def close(self) -> None:
+        """See `WeightSender.close`."""
+        self._life.close()
+
+    def _release(self) -> None:
+        """Free what a subclass has opened; see `Lifecycle`."""
+
+
+class PairedSender(PairedHalf, WeightSender):
+    """A sending half that moves a bucket in one call, `send`, when it is waited for."""
+
+    def post(self, bucket: Bucket, receivers: Sequence[str]) -> None:
+        """Add `bucket` to those that `flush` sends."""
+        with self._life.call():
+            channels = choose(self._channels, receivers, self._life)
+            self._posted.post(lambda deadline: self.send(channels, bucket, deadline))
+
+    @abstractmethod
+    def send(self, channels: Mapping[str, Channel], bucket: Bucket, deadline: Deadline) -> None:
+        """See `PairedEngine.send`."""
+
+
+class PairedReceiver(PairedHalf, WeightReceiver):
+    """A receiving half that moves a bucket in one call, `receive`, when it is waited for."""
+
+    def post(self, bucket: Bucket, sender: str) -> None:
+        """Add `bucket` to those that `flush` receives."""
+        with self._life.call():
+            channel = choose(self._channels, [sender], self._life)[sender]
+            self._posted.post(lambda deadline: self.receive(channel, bucket, deadline))
+
+    @abstractmethod
+    def receive(self, channel: Channel, bucket: Bucket, deadline: Deadline) -> None:
+        """See `PairedEngine.receive`."""
 
 
 class PairedEngine(CheckpointEngine, Generic[C]):
@@ -89,41 +155,23 @@ class PairedEngine(CheckpointEngine, Generic[C]):
         return _Receiver(self, f"receiver {name}")
 
 
-class _Half:
+class _EngineHalf(PairedHalf):
     def __init__(self, engine: PairedEngine[Any], side: str) -> None:
+        super().__init__(f"{engine_label(engine)} {side}")
         self._engine = engine
-        self._life = Lifecycle(f"{engine_label(engine)} {side}", lambda: None)
-        self._channels: dict[str, Channel] = {}
-        self._posted = PostedCalls()
 
-    def address(self) -> Address:
+    def connect(self, topology: Topology, channels: Mapping[str, Channel], deadline: Deadline) -> None:
         with self._life.call():
-            return {}
-
-    def connect(self, topology: Topology, channels: Mapping[str, Channel], deadline: Deadline) -> None:  # noqa: ARG002
-        with self._life.call():
-            self._channels = dict(channels)
+            super().connect(topology, channels, deadline)
             for channel in self._channels.values():
-                channel.belong_to(self._life)
                 self._engine.connected(channel, deadline)
 
-    def flush(self, deadline: Deadline, pending: int = 0) -> None:
-        with self._life.call():
-            self._posted.flush(deadline, pending)
 
-    def close(self) -> None:
-        self._life.close()
+class _Sender(_EngineHalf, PairedSender):
+    def send(self, channels: Mapping[str, Channel], bucket: Bucket, deadline: Deadline) -> None:
+        self._engine.send(channels, bucket, deadline)
 
 
-class _Sender(_Half, WeightSender):
-    def post(self, bucket: Bucket, receivers: Sequence[str]) -> None:
-        with self._life.call():
-            channels = choose(self._channels, receivers, self._life)
-            self._posted.post(lambda deadline: self._engine.send(channels, bucket, deadline))
-
-
-class _Receiver(_Half, WeightReceiver):
-    def post(self, bucket: Bucket, sender: str) -> None:
-        with self._life.call():
-            channel = choose(self._channels, [sender], self._life)[sender]
-            self._posted.post(lambda deadline: self._engine.receive(channel, bucket, deadline))
+class _Receiver(_EngineHalf, PairedReceiver):
+    def receive(self, channel: Channel, bucket: Bucket, deadline: Deadline) -> None:
+        self._engine.receive(channel, bucket, deadline)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import importlib.util
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Literal, cast
+from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from pydantic import Field
 
 from weightlane.ckpt_engines import (
-    Address,
     Bucket,
     Capabilities,
     CheckpointEngine,
@@ -46,15 +45,12 @@ def _process_engine(config: MooncakeConfig) -> ProcessEngine:
     return ProcessEngine.of_this_process(config.host, config.protocol, config.devices)
 
 
-class _Half:
+class _Half(toolkit.PairedHalf):
     """The part that both halves share."""
 
-    def __init__(self, side: str, name: str, config: MooncakeConfig) -> None:
-        self._life = toolkit.Lifecycle(f"mooncake {side} {name}", self._release)
-        self._name = name
+    def __init__(self, part: str, config: MooncakeConfig) -> None:
+        super().__init__(part)
         self._config = config
-        self._channels: dict[str, toolkit.Channel] = {}
-        self._posted = toolkit.PostedCalls()
         self._scratch: Memory | None = None
 
     def _engine(self) -> ProcessEngine:
@@ -63,58 +59,30 @@ class _Half:
     def _scratch_for(self, nbytes: int) -> Memory:
         """Return registered memory for one bucket; larger memory replaces it as needed."""
         if self._scratch is None or self._scratch.data.numel() < nbytes:
-            self._drop_scratch()
+            self._release()
             self._scratch = self._engine().allocate(nbytes)
         return self._scratch
 
-    def _drop_scratch(self) -> None:
+    def _release(self) -> None:
         scratch, self._scratch = self._scratch, None
         if scratch is not None:
             scratch.release()
 
-    def address(self) -> Address:
-        """Return no data: the framework connects both sides."""
-        with self._life.call():
-            return {}
-
-    def _take(self, channels: Mapping[str, toolkit.Channel]) -> None:
-        self._channels = dict(channels)
-        for channel in self._channels.values():
-            channel.belong_to(self._life)
-
-    def flush(self, deadline: Deadline, pending: int = 0) -> None:
-        """Move the posted buckets, one after the other."""
-        with self._life.call():
-            self._posted.flush(deadline, pending)
-
-    def close(self) -> None:
-        """See `WeightSender.close`."""
-        self._life.close()
-
-    def _release(self) -> None:
-        self._drop_scratch()
-
-
-class MooncakeSender(_Half, WeightSender):
-    """The sending half, which announces where a bucket is, and waits until every receiver has read it."""
-
-    def __init__(self, name: str, config: MooncakeConfig, memory: toolkit.EngineMemory[Memory]) -> None:
-        super().__init__("sender", name, config)
-        self._memory = memory
-
-    def connect(self, topology: Topology, channels: Mapping[str, toolkit.Channel], deadline: Deadline) -> None:  # noqa: ARG002
-        """Take the channels and start Mooncake's engine. A receiver's first read connects to the sender."""
+    def connect(self, topology: Topology, channels: Mapping[str, toolkit.Channel], deadline: Deadline) -> None:
+        """Start Mooncake's engine and take the channels. A receiver's first read connects to the sender."""
         with self._life.call():
             self._engine()
-            self._take(channels)
+            super().connect(topology, channels, deadline)
 
-    def post(self, bucket: Bucket, receivers: Sequence[str]) -> None:
-        """Add `bucket` to those that `flush` sends."""
-        with self._life.call():
-            channels = toolkit.choose(self._channels, receivers, self._life)
-            self._posted.post(lambda deadline: self._send(bucket, channels, deadline))
 
-    def _send(self, bucket: Bucket, channels: Mapping[str, toolkit.Channel], deadline: Deadline) -> None:
+class MooncakeSender(_Half, toolkit.PairedSender):
+    """The sending half, which announces where a bucket is, and waits until every receiver has read it."""
+
+    def __init__(self, part: str, config: MooncakeConfig, memory: toolkit.EngineMemory[Memory]) -> None:
+        super().__init__(part, config)
+        self._memory = memory
+
+    def send(self, channels: Mapping[str, toolkit.Channel], bucket: Bucket, deadline: Deadline) -> None:
         """Announce the bucket and its place, and wait until all receivers have read it."""
         start = bucket.data.data_ptr()
         if bucket.nbytes and self._memory.find(bucket.data) is None:
@@ -125,28 +93,13 @@ class MooncakeSender(_Half, WeightSender):
         toolkit.await_acknowledgements(channels, bucket, deadline)
 
 
-class MooncakeReceiver(_Half, WeightReceiver):
+class MooncakeReceiver(_Half, toolkit.PairedReceiver):
     """The receiving half, which reads each bucket into memory of the engine's own, and copies it to its place.
 
     A read that continues after a failed call therefore never reaches memory that is in use for something else.
     """
 
-    def __init__(self, name: str, config: MooncakeConfig) -> None:
-        super().__init__("receiver", name, config)
-
-    def connect(self, topology: Topology, channels: Mapping[str, toolkit.Channel], deadline: Deadline) -> None:  # noqa: ARG002
-        """Take the channels and start Mooncake's engine. A receiver's first read connects to the sender."""
-        with self._life.call():
-            self._engine()
-            self._take(channels)
-
-    def post(self, bucket: Bucket, sender: str) -> None:
-        """Add `bucket` to those that `flush` receives."""
-        with self._life.call():
-            channel = toolkit.choose(self._channels, [sender], self._life)[sender]
-            self._posted.post(lambda deadline: self._receive(bucket, channel, deadline))
-
-    def _receive(self, bucket: Bucket, channel: toolkit.Channel, deadline: Deadline) -> None:
+    def receive(self, channel: toolkit.Channel, bucket: Bucket, deadline: Deadline) -> None:
         """Wait for the announcement of the bucket, and read it."""
         announced = toolkit.expect(channel, bucket, deadline)
         if bucket.nbytes:
@@ -169,6 +122,7 @@ class MooncakeEngine(CheckpointEngine):
     """Engine for CPU memory over TCP, or over RDMA where the machines have it."""
 
     api_version = 2
+    config: MooncakeConfig
     config_type = MooncakeConfig
     capabilities = Capabilities(
         devices=frozenset({"cpu"}),
@@ -178,7 +132,7 @@ class MooncakeEngine(CheckpointEngine):
 
     def meeting(self, name: str) -> toolkit.Meeting:  # noqa: ARG002
         """See `CheckpointEngine.meeting`."""
-        return toolkit.TcpMeeting(cast("MooncakeConfig", self.config).host)
+        return toolkit.TcpMeeting(self.config.host)
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
@@ -200,7 +154,7 @@ class MooncakeEngine(CheckpointEngine):
         """Return registered memory, which senders send from without a copy."""
         if device.type != "cpu":
             raise ProtocolError(f"it sends from cpu memory only, not from {device.type}.", part="mooncake")
-        memory = _process_engine(cast("MooncakeConfig", self.config)).allocate(nbytes)
+        memory = _process_engine(self.config).allocate(nbytes)
         return self._memory.add(memory.data, memory)[:nbytes]
 
     def free(self, memory: torch.Tensor) -> None:
@@ -210,11 +164,11 @@ class MooncakeEngine(CheckpointEngine):
 
     def make_sender(self, name: str, device: torch.device) -> WeightSender:  # noqa: ARG002
         """See `CheckpointEngine.make_sender`."""
-        return MooncakeSender(name, cast("MooncakeConfig", self.config), self._memory)
+        return MooncakeSender(f"mooncake sender {name}", self.config, self._memory)
 
     def make_receiver(self, name: str, device: torch.device) -> WeightReceiver:  # noqa: ARG002
         """See `CheckpointEngine.make_receiver`."""
-        return MooncakeReceiver(name, cast("MooncakeConfig", self.config))
+        return MooncakeReceiver(f"mooncake receiver {name}", self.config)
 
 
 def _release_all(memory: toolkit.EngineMemory[Memory]) -> None:

@@ -8,14 +8,12 @@ killed meanwhile, and a dead rollout worker must not end the trainer.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
-from typing import cast
+from collections.abc import Mapping
 
 import torch
 from pydantic import Field
 
 from weightlane.ckpt_engines import (
-    Address,
     Bucket,
     Capabilities,
     CheckpointEngine,
@@ -45,21 +43,21 @@ class NixlConfig(EngineConfig):
     transports: str = Field("all", description="Transports that UCX may use (UCX_TLS): rc,sm for example; or all.")
 
 
-class _Half:
+class _Half(toolkit.PairedHalf):
     """The part that both halves share. Senders write to receivers' memory, so only a receiver has `_exposed` memory."""
 
-    def __init__(self, side: str, name: str, config: NixlConfig) -> None:
-        self._life = toolkit.Lifecycle(f"nixl {side} {name}", self._release)
-        self._name = name
+    def __init__(self, part: str, config: NixlConfig) -> None:
+        super().__init__(part)
         self._config = config
-        self._channels: dict[str, toolkit.Channel] = {}
-        self._posted = toolkit.PostedCalls()
         self._agent: Agent | None = None
         self._exposed = False
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
-    def _open_agent(self) -> None:
-        self._agent = Agent(self._config.net_devices, self._config.transports, self._life.part)
+    def connect(self, topology: Topology, channels: Mapping[str, toolkit.Channel], deadline: Deadline) -> None:
+        """Open the agent and take the channels. UCX connects with the first bucket."""
+        with self._life.call():
+            self._agent = Agent(self._config.net_devices, self._config.transports, self._life.part)
+            super().connect(topology, channels, deadline)
 
     def _connected(self) -> Agent:
         if self._agent is None:
@@ -72,51 +70,20 @@ class _Half:
             self._scratch = self._connected().allocate(max(nbytes, 2 * self._scratch.numel()))
         return self._scratch[:nbytes]
 
-    def address(self) -> Address:
-        """Return no data: the framework connects both sides."""
-        with self._life.call():
-            return {}
-
-    def _take(self, channels: Mapping[str, toolkit.Channel]) -> None:
-        self._channels = dict(channels)
-        for channel in self._channels.values():
-            channel.belong_to(self._life)
-
-    def flush(self, deadline: Deadline, pending: int = 0) -> None:
-        """Move the posted buckets, one after the other."""
-        with self._life.call():
-            self._posted.flush(deadline, pending)
-
-    def close(self) -> None:
-        """See `WeightSender.close`."""
-        self._life.close()
-
     def _release(self) -> None:
         self._scratch = torch.empty(0, dtype=torch.uint8)
         if self._agent is not None:
             self._agent.close(exposed=self._exposed)
 
 
-class NixlSender(_Half, WeightSender):
+class NixlSender(_Half, toolkit.PairedSender):
     """The sending half, which writes into the receivers' memory."""
 
-    def __init__(self, name: str, config: NixlConfig, memory: toolkit.EngineMemory[torch.Tensor]) -> None:
-        super().__init__("sender", name, config)
+    def __init__(self, part: str, config: NixlConfig, memory: toolkit.EngineMemory[torch.Tensor]) -> None:
+        super().__init__(part, config)
         self._memory = memory
 
-    def connect(self, topology: Topology, channels: Mapping[str, toolkit.Channel], deadline: Deadline) -> None:  # noqa: ARG002
-        """Take the channels and open the agent. UCX connects with the first bucket."""
-        with self._life.call():
-            self._open_agent()
-            self._take(channels)
-
-    def post(self, bucket: Bucket, receivers: Sequence[str]) -> None:
-        """Add `bucket` to those that `flush` sends."""
-        with self._life.call():
-            channels = toolkit.choose(self._channels, receivers, self._life)
-            self._posted.post(lambda deadline: self._send(bucket, channels, deadline))
-
-    def _send(self, bucket: Bucket, channels: Mapping[str, toolkit.Channel], deadline: Deadline) -> None:
+    def send(self, channels: Mapping[str, toolkit.Channel], bucket: Bucket, deadline: Deadline) -> None:
         """Ask every receiver for the bucket's place in its memory, write the bucket there, and announce that."""
         agent = self._connected()
         source = bucket.data
@@ -140,29 +107,14 @@ class NixlSender(_Half, WeightSender):
         toolkit.await_acknowledgements(channels, bucket, deadline)
 
 
-class NixlReceiver(_Half, WeightReceiver):
+class NixlReceiver(_Half, toolkit.PairedReceiver):
     """The receiving half, which offers memory for each bucket, and copies the bucket once the sender has written it there.
 
     The memory is the engine's own and not the framework's, so that a write that continues after a failed call never reaches
     memory that is in use for something else.
     """
 
-    def __init__(self, name: str, config: NixlConfig) -> None:
-        super().__init__("receiver", name, config)
-
-    def connect(self, topology: Topology, channels: Mapping[str, toolkit.Channel], deadline: Deadline) -> None:  # noqa: ARG002
-        """Take the channels and open the agent. UCX connects with the first bucket."""
-        with self._life.call():
-            self._open_agent()
-            self._take(channels)
-
-    def post(self, bucket: Bucket, sender: str) -> None:
-        """Add `bucket` to those that `flush` receives."""
-        with self._life.call():
-            channel = toolkit.choose(self._channels, [sender], self._life)[sender]
-            self._posted.post(lambda deadline: self._receive(bucket, channel, deadline))
-
-    def _receive(self, bucket: Bucket, channel: toolkit.Channel, deadline: Deadline) -> None:
+    def receive(self, channel: toolkit.Channel, bucket: Bucket, deadline: Deadline) -> None:
         """Offer memory, wait until the sender has written there, and copy the bucket to its place."""
         toolkit.expect(channel, bucket, deadline)
         if not bucket.nbytes:
@@ -183,6 +135,7 @@ class NixlEngine(CheckpointEngine):
     """Engine for CPU memory over shared memory on one host, and over RDMA or TCP between hosts, as UCX chooses."""
 
     api_version = 2
+    config: NixlConfig
     config_type = NixlConfig
     capabilities = Capabilities(
         devices=frozenset({"cpu"}),
@@ -192,7 +145,7 @@ class NixlEngine(CheckpointEngine):
 
     def meeting(self, name: str) -> toolkit.Meeting:  # noqa: ARG002
         """See `CheckpointEngine.meeting`."""
-        return toolkit.TcpMeeting(cast("NixlConfig", self.config).host)
+        return toolkit.TcpMeeting(self.config.host)
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
@@ -220,8 +173,8 @@ class NixlEngine(CheckpointEngine):
 
     def make_sender(self, name: str, device: torch.device) -> WeightSender:  # noqa: ARG002
         """See `CheckpointEngine.make_sender`."""
-        return NixlSender(name, cast("NixlConfig", self.config), self._memory)
+        return NixlSender(f"nixl sender {name}", self.config, self._memory)
 
     def make_receiver(self, name: str, device: torch.device) -> WeightReceiver:  # noqa: ARG002
         """See `CheckpointEngine.make_receiver`."""
-        return NixlReceiver(name, cast("NixlConfig", self.config))
+        return NixlReceiver(f"nixl receiver {name}", self.config)
