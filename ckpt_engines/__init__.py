@@ -9,20 +9,10 @@ True
 True
 """
 
-from typing import TYPE_CHECKING
-
 from .channels.channel import Address, Channel
 from .contract.bucket import Bucket, FilePart
 from .contract.capabilities import Capabilities, Delivery
-from .contract.engine import (
-    API_VERSION,
-    WHAT_CHANGED,
-    CheckpointEngine,
-    EngineConfig,
-    Topology,
-    WeightReceiver,
-    WeightSender,
-)
+from .contract.engine import API_VERSION, CheckpointEngine, EngineConfig, Topology, WeightReceiver, WeightSender
 from .contract.storing import StoringSender, VersionFiles, bucket_file_name
 from .contract.viewing import ViewableSender, ViewingReceiver
 from .deadline import Deadline
@@ -118,11 +108,3 @@ __all__ = [
     "bucket_file_name",
     "error_from_wire",
 ]
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name):
-        """Tell the author of an engine for API 1, which imports ``Mailbox`` from here, what has become of it."""
-        if name == "Mailbox":
-            raise ImportError(f"there is no Mailbox any more: {WHAT_CHANGED}")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from .contract.capabilities import Capabilities
-from .contract.engine import API_VERSION, WHAT_CHANGED, CheckpointEngine, EngineConfig
+from .contract.engine import API_VERSION, CheckpointEngine, EngineConfig
 from .contract.field_docs import document_fields
 from .engines.faulty.engine import PREFIX as FAULTY
 from .engines.faulty.engine import faulty
@@ -235,8 +235,8 @@ def contract_breach(loaded: object) -> str | None:
     if version is None:
         return f"has no api_version: {loaded.__qualname__} must set api_version = {API_VERSION}"
     if version != API_VERSION:
-        change = f". {WHAT_CHANGED.rstrip('.')}" if isinstance(version, int) and version < API_VERSION else ""
-        return f"was written for engine API {version}, this weightlane has {API_VERSION}{change}"
+        guide = "docs/guides/writing-an-engine.md"
+        return f"was written for engine API {version}, this weightlane has {API_VERSION} (see {guide})"
     if missing := sorted(getattr(loaded, "__abstractmethods__", ())):
         return f"does not implement {', '.join(missing)}"
     if not isinstance(getattr(loaded, "capabilities", None), Capabilities):

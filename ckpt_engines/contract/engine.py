@@ -50,12 +50,6 @@ MOST_POSTED = 16
 """Most buckets that the framework posts to a half before the first of them is done."""
 API_VERSION = 2
 """Version of this contract. An engine declares the one it was written for; the registry refuses any other."""
-WHAT_CHANGED = (
-    "Since engine API 2 `make_sender` and `make_receiver` get the device, `connect` gets connected channels in place of a"
-    " mailbox, and `post` and `flush` replace `send` and `receive`; `CheckpointEngine.meeting` replaces `toolkit.Door` and"
-    " `dial_senders`. See docs/guides/writing-an-engine.md."
-)
-"""Changes that the author of an engine for an older version has to make."""
 
 _IN_NO_NAME = re.compile("[\0\ud800-\udfff]")
 """Characters that no path, host or interface can have; the system's calls fail for them with errors of many types."""
