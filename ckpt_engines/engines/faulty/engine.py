@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 from pydantic import Field, create_model
@@ -30,14 +30,14 @@ PREFIX = "faulty:"
 class FaultyEngine(CheckpointEngine):
     """Base of the engines that `faulty` makes. A subclass names the class of the engine that it wraps."""
 
+    config: FaultyConfig
     inner_class: ClassVar[type[CheckpointEngine]]
     link_types = FaultySenderLink, FaultyReceiverLink
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        faulty_config = cast("FaultyConfig", config)
-        self._inner = self.inner_class(faulty_config.inner)
-        self._faults = Faults("faulty engine", "engine", faulty_config, (FaultKind.EXHAUST,))
+        self._inner = self.inner_class(self.config.inner)
+        self._faults = Faults("faulty engine", "engine", self.config, (FaultKind.EXHAUST,))
         self._allocations = itertools.count()
 
     @classmethod

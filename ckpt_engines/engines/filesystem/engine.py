@@ -22,7 +22,6 @@ opening the directories anew; where that is not enough, mount with ``lookupcache
 from __future__ import annotations
 
 import secrets
-from typing import cast
 
 import torch
 
@@ -40,6 +39,7 @@ class FilesystemEngine(CheckpointEngine):
     """CPU memory through files."""
 
     api_version = API_VERSION
+    config: FilesystemConfig
     config_type = FilesystemConfig
     capabilities = Capabilities(
         devices=frozenset({"cpu"}), delivery=frozenset({Delivery.STORE}), persistent=True, elastic=True, channels=False
@@ -47,8 +47,7 @@ class FilesystemEngine(CheckpointEngine):
 
     def check(self, deadline: Deadline) -> None:
         """See `CheckpointEngine.check`. Writes a small file to the directory, and removes it."""
-        config = cast("FilesystemConfig", self.config)
-        store = StoreDirectory(config.path, config.storage_options)
+        store = StoreDirectory(self.config.path, self.config.storage_options)
         name = f"probe-{secrets.token_hex(4)}"
         with standalone_guard("filesystem engine", deadline) as guard:
             was_empty = not store.names("", guard)
@@ -59,8 +58,8 @@ class FilesystemEngine(CheckpointEngine):
 
     def make_sender(self, name: str, device: torch.device) -> WeightSender:  # noqa: ARG002
         """See `CheckpointEngine.make_sender`."""
-        return FilesystemSender(name, cast("FilesystemConfig", self.config))
+        return FilesystemSender(name, self.config)
 
     def make_receiver(self, name: str, device: torch.device) -> WeightReceiver:  # noqa: ARG002
         """See `CheckpointEngine.make_receiver`."""
-        return FilesystemReceiver(name, cast("FilesystemConfig", self.config))
+        return FilesystemReceiver(name, self.config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 from pydantic import Field, field_validator
@@ -44,6 +44,7 @@ class SegmentEngine(CheckpointEngine):
     """Owns the memory that its senders share with receivers. A subclass chooses the kind of memory."""
 
     api_version = API_VERSION
+    config: SegmentConfig
     config_type = SegmentConfig
     label: ClassVar[str]
     """The engine's name for error messages."""
@@ -51,13 +52,12 @@ class SegmentEngine(CheckpointEngine):
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        self._options = cast("SegmentConfig", config)
-        limit = self._options.max_shared_mib
+        limit = self.config.max_shared_mib
         self._arena = SegmentArena(self.label, self.segment_kind(), None if limit is None else limit << 20)
 
     def meeting(self, name: str) -> Meeting:  # noqa: ARG002
         """See `CheckpointEngine.meeting`."""
-        return LocalMeeting(self._options.socket_dir)
+        return LocalMeeting(self.config.socket_dir)
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Memory that receivers can map: a bucket in it is sent without a copy on the sender's side."""

@@ -149,8 +149,8 @@ class CollectiveEngine(GroupEngine):
 
     def make_sender(self, name: str, device: torch.device) -> WeightSender:
         """See `CheckpointEngine.make_sender`."""
-        return CollectiveSender(name, self.options, self.backend, device)
+        return CollectiveSender(name, self.config, self.backend, device)
 
     def make_receiver(self, name: str, device: torch.device) -> WeightReceiver:
         """See `CheckpointEngine.make_receiver`."""
-        return CollectiveReceiver(name, self.options, self.backend, device)
+        return CollectiveReceiver(name, self.config, self.backend, device)

@@ -224,8 +224,8 @@ class GlooEngine(GroupEngine):
 
     def make_sender(self, name: str, device: torch.device) -> WeightSender:  # noqa: ARG002
         """See `CheckpointEngine.make_sender`."""
-        return GlooSender(name, self.options)
+        return GlooSender(name, self.config)
 
     def make_receiver(self, name: str, device: torch.device) -> WeightReceiver:  # noqa: ARG002
         """See `CheckpointEngine.make_receiver`."""
-        return GlooReceiver(name, self.options)
+        return GlooReceiver(name, self.config)

@@ -7,7 +7,7 @@ import ipaddress
 import re
 import socket
 import struct
-from typing import ClassVar, cast
+from typing import ClassVar
 
 from pydantic import Field, field_validator
 
@@ -90,28 +90,24 @@ class GroupEngine(CheckpointEngine):
     """Base of ``gloo``, ``nccl`` and ``hccl``; a subclass names the backend."""
 
     api_version = API_VERSION
+    config: TorchDistributedConfig
     config_type = TorchDistributedConfig
     backend: ClassVar[BackendName]
 
-    @property
-    def options(self) -> TorchDistributedConfig:
-        """The engine's options."""
-        return cast("TorchDistributedConfig", self.config)
-
     def meeting(self, name: str) -> Meeting:
         """See `CheckpointEngine.meeting`."""
-        return TcpMeeting(self.options.listen_host(name))
+        return TcpMeeting(self.config.listen_host(name))
 
     def check(self, deadline: Deadline) -> None:  # noqa: ARG002 - it takes no time
         """Raise `ConfigError` unless every interface has an address, or else `host` is an address of this machine."""
-        interfaces = self.options.interfaces()
+        interfaces = self.config.interfaces()
         for interface in interfaces:
             _address_of(interface)
         if interfaces:
             return
         try:
-            reserve_port(self.options.host).close()
+            reserve_port(self.config.host).close()
         except ConfigError as error:
             raise ConfigError(
-                f"host is {self.options.host}: {error.message}", part=f"{self.backend} engine", hint=error.hint
+                f"host is {self.config.host}: {error.message}", part=f"{self.backend} engine", hint=error.hint
             ) from error
