@@ -6,29 +6,20 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from weightlane.ckpt_engines import ConfigError, Deadline, ProtocolError
 
 from ..codecs.quantised.quantisation import checked_scheme
 from ..codecs.quantised.quantised_needs import needed_on_the_wire
 from ..config import Network
+from ..version.bucket_checksums import SessionMailbox
 from ..version.placement import Placement
 from ..version.tensor_spec import TensorSpec
 
 _PART = "transfer plan"
 WHOLE = ""
 """The key of a rollout rank that needs all of every tensor."""
-
-
-class PlanMailbox(Protocol):
-    """A mailbox of the session."""
-
-    def put(self, key: str, value: Any) -> None:
-        """See `Mailbox.put`."""
-
-    def get(self, key: str, deadline: Deadline) -> Any:
-        """See `Mailbox.get`."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +99,7 @@ class PlanExchange:
         mailbox: A mailbox that only this session uses.
     """
 
-    def __init__(self, mailbox: PlanMailbox) -> None:
+    def __init__(self, mailbox: SessionMailbox) -> None:
         self._mailbox = mailbox
 
     def supply(self, supply: Supply) -> None:

@@ -66,17 +66,17 @@ def checksums_of_document(text: str, count: int) -> list[str]:
     return checksums
 
 
-class ChecksumMailbox(Protocol):
-    """A mailbox of the session whose messages can be deleted."""
+class SessionMailbox(Protocol):
+    """A mailbox of the session: `weightlane.sync.control.mailbox.Mailbox` in a run."""
 
     def put(self, key: str, value: Any) -> None:
-        """Publish JSON-representable `value` under `key`."""
+        """See `Mailbox.put`."""
 
     def get(self, key: str, deadline: Deadline) -> Any:
-        """Wait for `key` and return its value. Raises `DeadlineExceededError`."""
+        """See `Mailbox.get`."""
 
     def delete(self, key: str) -> None:
-        """Delete `key`."""
+        """See `Mailbox.delete`."""
 
 
 class StoredChecksums:
@@ -86,7 +86,7 @@ class StoredChecksums:
         mailbox: Private to the session.
     """
 
-    def __init__(self, mailbox: ChecksumMailbox) -> None:
+    def __init__(self, mailbox: SessionMailbox) -> None:
         self._mailbox = mailbox
         self._put: list[int] = []
 
