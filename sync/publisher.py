@@ -47,6 +47,11 @@ _NOTABLE_S = 0.05
 """A fence that takes longer is worth a line in the log, once: training waits noticeably."""
 
 
+def publisher_name(rank: int) -> str:
+    """The name under which a trainer rank publishes."""
+    return f"trainer-{rank}"
+
+
 class Publisher(Participant):
     """Publishes weight versions of one trainer rank.
 

@@ -27,10 +27,10 @@ from weightlane.ckpt_engines.runtime.at_exit import close_at_exit
 
 from ..config import SyncConfig
 from ..control.coordinator.report import Outcome, SyncReport
-from ..publisher import Publisher
+from ..publisher import Publisher, publisher_name
 from ..version.placement import Placement
 from ..version.tensor_spec import LocalShard
-from .coordinator_thread import ConnectableReplica, CoordinatorThread, publisher_name
+from .coordinator_thread import ConnectableReplica, CoordinatorThread
 from .rank_exchange import RankExchange
 
 _log = logging.getLogger(__name__)

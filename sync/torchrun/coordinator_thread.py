@@ -17,6 +17,7 @@ from ..control.coordinator.coordinator import Coordinator
 from ..control.coordinator.replica import Replica, ReplicaState
 from ..control.coordinator.report import SyncReport
 from ..control.rendezvous import Rendezvous
+from ..publisher import publisher_name
 
 _log = logging.getLogger(__name__)
 _PART = "coordinator thread"
@@ -155,8 +156,3 @@ class CoordinatorThread:
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         self._loop.close()
-
-
-def publisher_name(rank: int) -> str:
-    """The name of a trainer rank's publisher."""
-    return f"trainer-{rank}"

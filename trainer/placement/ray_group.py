@@ -13,12 +13,13 @@ import torch
 
 from weightlane.ckpt_engines import DeadlineExceededError, WeightlaneError, WorkerDiedError, as_weightlane_error
 from weightlane.sync import CheckpointEngineConfig, SyncConfig
+from weightlane.sync.publisher import publisher_name
 from weightlane.sync.version.placement import Placement
 
 from ..config import AlgorithmConfig, TrainerConfig
 from ..data.batch import TrainBatch
 from ..loop.protocols import StepReport
-from .trainer_rank import TrainerRank, publisher_name
+from .trainer_rank import TrainerRank
 
 _CLOSE_S = 10.0
 _DEATH_NOTICE_S = 5.0

@@ -13,6 +13,7 @@ from weightlane.ckpt_engines import CheckpointEngineRegistry, GradientError, Pro
 from weightlane.ckpt_engines.engines.torch_distributed.tcp_store import reserve_port
 from weightlane.plugins import process_hooks
 from weightlane.sync import CheckpointEngineConfig, Placement, Publisher, SyncConfig, dtype_of
+from weightlane.sync.publisher import publisher_name
 
 from ..config import AlgorithmConfig, TrainerConfig
 from ..data.batch import TrainBatch
@@ -20,11 +21,6 @@ from ..engines.contract import TrainingEngine
 from ..engines.registry import training_engine_class
 from ..loop.protocols import StepReport
 from ..objectives.losses import LossFn, grpo_loss
-
-
-def publisher_name(rank: int) -> str:
-    """The name under which a trainer rank publishes."""
-    return f"trainer-{rank}"
 
 
 class TrainerRank:
