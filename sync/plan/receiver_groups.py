@@ -61,20 +61,15 @@ def missing_tensor(spec: TensorSpec, receiver: str) -> ManifestError:
     )
 
 
-def check_spec(sent: TensorSpec, sender: str, other: TensorSpec, rank: str, *, exact: bool) -> None:
-    """Raise `ManifestError` unless two ranks describe a tensor alike.
+def check_spec(sent: TensorSpec, sender: str, needed: TensorSpec, rank: str) -> None:
+    """Raise `ManifestError` unless a tensor has the same shape on `sender` and on `rank`, which needs it.
 
-    Args:
-        sent: The tensor of the rank `sender`.
-        sender: A rank that sends the tensor.
-        other: The tensor of the rank `rank`.
-        rank: A rank that needs the tensor, or sends it, too.
-        exact: Whether the dtypes must be equal; otherwise `rank` may have any dtype that holds every value that is sent.
+    The rank that needs it may have any dtype that holds every value that is sent.
     """
-    if sent.shape != other.shape:
-        padded = len(sent.shape) == len(other.shape) > 0 and sent.shape[1:] == other.shape[1:]
+    if sent.shape != needed.shape:
+        padded = len(sent.shape) == len(needed.shape) > 0 and sent.shape[1:] == needed.shape[1:]
         if padded:
-            rows = sent.shape[0] - other.shape[0]
+            rows = sent.shape[0] - needed.shape[0]
             hint = (
                 f"{sender if rows > 0 else rank} has {abs(rows)} rows more: a padded vocabulary?"
                 " Describe the checkpoint's tensor, without the padding."
@@ -82,15 +77,15 @@ def check_spec(sent: TensorSpec, sender: str, other: TensorSpec, rank: str, *, e
         else:
             hint = "Trainer and rollout must load the same model, and describe slices of its checkpoint's tensors."
         raise ManifestError(
-            f"{sent.name} has shape {list(sent.shape)} on {sender} and {list(other.shape)} on {rank}.",
+            f"{sent.name} has shape {list(sent.shape)} on {sender} and {list(needed.shape)} on {rank}.",
             part=PART,
             peer=rank,
             hint=hint,
         )
-    if sent.dtype != other.dtype and (exact or not holds_every(other.dtype, sent.dtype)):
+    if sent.dtype != needed.dtype and not holds_every(needed.dtype, sent.dtype):
         raise ManifestError(
-            f"{sent.name} is {dtype_name(sent.dtype)} on {sender} and {dtype_name(other.dtype)} on {rank}"
-            f"{'' if exact else ', a cast that loses bits'}.",
+            f"{sent.name} is {dtype_name(sent.dtype)} on {sender} and {dtype_name(needed.dtype)} on {rank},"
+            " a cast that loses bits.",
             part=PART,
             peer=rank,
             hint="sync.wire_dtype must be the rollout's dtype.",

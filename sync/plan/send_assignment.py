@@ -28,12 +28,29 @@ class ReplicatedSlice:
 
 
 @dataclass(slots=True)
-class _Tensor:
+class HeldTensor:
+    """A tensor with the slices that trainer ranks hold, or send."""
+
     spec: TensorSpec
     first: int
     """The rank that named the tensor first."""
     boxes: list[tuple[Box, int]] = field(default_factory=list)
     """Slices with the rank that holds them."""
+
+
+def combined(held: Mapping[str, Placement]) -> dict[str, HeldTensor]:
+    """Every tensor by name, with the slices of all ranks. Raises `ManifestError` if ranks disagree about shape or dtype."""
+    ranks = tuple(held)
+    tensors: dict[str, HeldTensor] = {}
+    for rank, placement in enumerate(held.values()):
+        for spec, boxes in zip(placement.specs, placement.boxes, strict=True):
+            tensor = tensors.get(spec.name)
+            if tensor is None:
+                tensor = tensors[spec.name] = HeldTensor(spec, rank)
+            elif tensor.spec is not spec and tensor.spec != spec:
+                raise _disagreement(tensor.spec, ranks[tensor.first], spec, ranks[rank])
+            tensor.boxes += [(box, rank) for box in boxes]
+    return tensors
 
 
 _Cells = tuple[tuple[Box, Labels], ...]
@@ -64,16 +81,7 @@ class HolderMap:
         Raises:
             ManifestError: Ranks disagree about a tensor, or no rank holds some of its elements.
         """
-        ranks = tuple(held)
-        tensors: dict[str, _Tensor] = {}
-        for rank, placement in enumerate(held.values()):
-            for spec, boxes in zip(placement.specs, placement.boxes, strict=True):
-                tensor = tensors.get(spec.name)
-                if tensor is None:
-                    tensor = tensors[spec.name] = _Tensor(spec, rank)
-                elif tensor.spec is not spec and tensor.spec != spec:
-                    raise _disagreement(tensor.spec, ranks[tensor.first], spec, ranks[rank])
-                tensor.boxes += [(box, rank) for box in boxes]
+        ranks, tensors = tuple(held), combined(held)
         # Layers are alike: the cells of one tensor serve all with the same shape and the same slices.
         known: dict[object, _Cells] = {}
         return cls(
@@ -142,7 +150,7 @@ def assign_slices(held: Mapping[str, Placement]) -> dict[str, Placement]:
     return HolderMap.of(held).assign()
 
 
-def _cells(tensor: _Tensor, ranks: Sequence[str], known: dict[object, _Cells]) -> _Cells:
+def _cells(tensor: HeldTensor, ranks: Sequence[str], known: dict[object, _Cells]) -> _Cells:
     spec, key = tensor.spec, (tensor.spec.shape, tuple(tensor.boxes))
     if (found := known.get(key)) is not None:
         return found

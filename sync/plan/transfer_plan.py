@@ -14,7 +14,7 @@ from ..version.box import Box, Labels, merge, overlay
 from ..version.placement import Placement
 from ..version.tensor_spec import TensorSpec
 from .receiver_groups import check_spec, group_receivers, missing_tensor
-from .send_assignment import PART, some, where
+from .send_assignment import PART, HeldTensor, combined, some, where
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,28 +102,13 @@ def plan_transfer(
     return _Planner(shares, needed).plan(cut)
 
 
-@dataclass(slots=True)
-class _Sent:
-    spec: TensorSpec
-    first: int
-    """The sender that names the tensor first."""
-    boxes: list[tuple[Box, int]]
-    """Slices with the index of their sender."""
-
-
 class _Planner:
     def __init__(self, shares: Mapping[str, Placement], needed: Mapping[str, Placement]) -> None:
         self._shares = shares
         self._senders = tuple(shares)
         self._receivers = tuple(needed)
         self._groups = group_receivers(needed)
-        self._sent: dict[str, _Sent] = {}
-        for sender, placement in enumerate(shares.values()):
-            for spec, boxes in zip(placement.specs, placement.boxes, strict=True):
-                sent = self._sent.setdefault(spec.name, _Sent(spec, sender, []))
-                if sent.spec is not spec:
-                    check_spec(sent.spec, self._senders[sent.first], spec, self._senders[sender], exact=True)
-                sent.boxes += [(box, sender) for box in boxes]
+        self._sent = combined(shares)
         self._specs = tuple(sent.spec for sent in self._sent.values())
         # Layers are alike: the cells of one tensor serve all with the same shape and the same slices.
         self._known: dict[object, list[tuple[int, Labels, Box]]] = {}
@@ -151,11 +136,11 @@ class _Planner:
                 if sent is None:
                     raise missing_tensor(spec, group.receivers[0])
                 if sent.spec is not spec:
-                    check_spec(sent.spec, self._senders[sent.first], spec, group.receivers[0], exact=False)
+                    check_spec(sent.spec, self._senders[sent.first], spec, group.receivers[0])
                 needs[index_of[spec.name]] += [(box, number) for box in boxes]
         return needs
 
-    def _cells(self, sent: _Sent, need: list[tuple[Box, int]]) -> Iterator[tuple[int, Labels, Box]]:
+    def _cells(self, sent: HeldTensor, need: list[tuple[Box, int]]) -> Iterator[tuple[int, Labels, Box]]:
         """The cells of a tensor: sender, groups of receivers, and slice."""
         shape = sent.spec.shape
         for box, group in need:
@@ -175,7 +160,7 @@ class _Planner:
             for box in merge(boxes) if len(boxes) > 1 else boxes:
                 yield sender, groups, box
 
-    def _overlaid(self, sent: _Sent, need: list[tuple[Box, int]]) -> Iterator[tuple[Box, Labels, Labels]]:
+    def _overlaid(self, sent: HeldTensor, need: list[tuple[Box, int]]) -> Iterator[tuple[Box, Labels, Labels]]:
         """Cells of a tensor, the groups that need each, and the senders that send it."""
         count = len(self._groups)
         shares = ((box, count + sender) for box, sender in sent.boxes)
