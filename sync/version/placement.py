@@ -37,10 +37,7 @@ class Placement:
         found: dict[str, tuple[TensorSpec, list[Box]]] = {}
         for spec, box in slices:
             found.setdefault(spec.name, (spec, []))[1].append(box)
-        return cls(
-            tuple(spec for spec, _ in found.values()),
-            tuple(tuple(box for box in boxes if box.numel) for _, boxes in found.values()),
-        )
+        return cls.of_boxes(found.values())
 
     @classmethod
     def of_boxes(cls, boxes: Iterable[tuple[TensorSpec, Iterable[Box]]]) -> Placement:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -143,29 +143,9 @@ class StreamEntry:
         return self.offset + self.spec.nbytes
 
 
-class Shard(Protocol):
-    """A slice of a tensor that one trainer rank holds."""
-
-    @property
-    def spec(self) -> TensorSpec:
-        """The tensor."""
-
-    @property
-    def box(self) -> Box:
-        """The slice."""
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-
-    @property
-    def nbytes(self) -> int:
-        """Size on the wire in bytes."""
-
-
 @dataclass(frozen=True, slots=True)
 class LazyShard:
-    """A `Shard` whose elements are computed when a snapshot is taken."""
+    """The slice of one tensor that a trainer rank sends, and whose elements are computed when a snapshot is taken."""
 
     spec: TensorSpec
     box: Box
@@ -174,12 +154,12 @@ class LazyShard:
 
     @property
     def numel(self) -> int:
-        """See `Shard`."""
+        """Number of elements."""
         return self.box.numel
 
     @property
     def nbytes(self) -> int:
-        """See `Shard`."""
+        """Size on the wire in bytes."""
         return self.numel * self.spec.dtype.itemsize
 
 
@@ -257,3 +237,7 @@ class LocalShard:
     def nbytes(self) -> int:
         """Size on the wire in bytes."""
         return self.numel * self.spec.dtype.itemsize
+
+
+Shard = LocalShard | LazyShard
+"""A slice of a tensor that one trainer rank sends."""
