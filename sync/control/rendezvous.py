@@ -28,7 +28,7 @@ from .hub.connection import ControlConnection
 from .hub.frames import COORDINATOR, Frame, Kind
 from .hub.handshake import dial
 from .hub.hub import ControlHub
-from .hub.member import Member
+from .hub.mailboxes import Member
 from .inbox import Inbox
 from .mailbox import Mailbox
 from .messages import Message, encode

@@ -18,8 +18,7 @@ from .connection import CLOSED_BY_PEER, ControlConnection
 from .frames import COORDINATOR, Frame, Kind, payload_digest
 from .handshake import Keys
 from .listener import ControlListener
-from .mailboxes import Mailboxes
-from .member import Member
+from .mailboxes import Mailboxes, Member
 from .torch_store import TorchStore
 
 _log = logging.getLogger(__name__)

@@ -15,12 +15,20 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from .frames import Frame, Kind, payload_digest
-from .member import Member
 
 _ENTRY = struct.Struct("<HI")
 """Lengths of a key and its value."""
 _ENDED_SESSIONS = 1024
 """How many ended sessions are remembered: a participant that is late may still put a value there."""
+
+
+@dataclass(eq=False)
+class Member:
+    """A process that is connected to the hub, and the inboxes it reads."""
+
+    send: Callable[[Frame, bytes | None], None]
+    """Sends a frame without waiting, with the digest of its payload if that is known."""
+    inboxes: set[str] = field(default_factory=set)
 
 
 @dataclass(eq=False)

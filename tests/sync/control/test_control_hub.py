@@ -16,7 +16,7 @@ from weightlane.sync import Rendezvous
 from weightlane.sync.control.hub import listener
 from weightlane.sync.control.hub.frames import COORDINATOR, Frame, Kind
 from weightlane.sync.control.hub.hub import ControlHub
-from weightlane.sync.control.hub.member import Member
+from weightlane.sync.control.hub.mailboxes import Member
 from weightlane.sync.send.agreement.rank_agreement import Interrupt, RankAgreement
 
 
