@@ -20,10 +20,9 @@ True
 
 from .decoder import decode
 from .encoder import Encoded, TooDense, encode
-from .patch import ContiguousValues, Patch, ScatteredValues
+from .patch import Patch, ScatteredValues
 
 __all__ = [
-    "ContiguousValues",
     "Encoded",
     "Patch",
     "ScatteredValues",

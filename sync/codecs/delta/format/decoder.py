@@ -11,11 +11,10 @@ import torch
 from weightlane.ckpt_engines import ProtocolError
 
 from . import elias_fano
-from .patch import ContiguousValues, Patch, ScatteredValues
+from .patch import Patch, ScatteredValues
 from .raw import PART, Bytes, Positions, tensor_of, unsigned, words_of
 from .wire_format import (
     BITMAP,
-    DENSE,
     FORMAT,
     FRAME,
     FRAME_HEADER,
@@ -80,24 +79,18 @@ def decode(data: torch.Tensor | memoryview | bytes, *, elements: int, itemsize: 
     carried = _checked_header(raw, elements, itemsize)
     reader = _Reader(raw[HEADER.size :])
     scattered: list[ScatteredValues] = []
-    contiguous: list[ContiguousValues] = []
     for start in range(0, elements, FRAME):
-        nbytes, frame_carried = reader.header(FRAME_HEADER)
+        nbytes, changed = reader.header(FRAME_HEADER)
         if nbytes < FRAME_HEADER.size or nbytes % 8:
             raise _damaged(f"a frame of {nbytes} bytes")
-        found = 0
         body = _Reader(reader.take(nbytes - FRAME_HEADER.size))
-        for values in _frame_values(body, start, min(FRAME, elements - start), itemsize):
-            found += values.values.numel()
-            if isinstance(values, ScatteredValues):
-                scattered.append(values)
-            else:
-                contiguous.append(values)
-        if found != frame_carried:
-            raise _damaged(f"a frame carries {found} values, its header says {frame_carried}")
+        parts = list(_frame_values(body, start, min(FRAME, elements - start), itemsize))
+        if (found := sum(part.values.numel() for part in parts)) != changed:
+            raise _damaged(f"a frame carries {found} values, its header says {changed}")
+        scattered += parts
     if reader.left:
         raise _damaged(f"{reader.left} bytes are left over")
-    patch = Patch(elements, itemsize, tuple(scattered), tuple(contiguous))
+    patch = Patch(elements, itemsize, tuple(scattered))
     if patch.carried != carried:
         raise _damaged(f"it carries {patch.carried} values, its header says {carried}")
     return patch
@@ -123,9 +116,7 @@ def _checked_header(raw: Bytes, elements: int, itemsize: int) -> int:
     return int(carried)
 
 
-def _frame_values(
-    body: _Reader, start: int, elements: int, itemsize: int
-) -> Iterator[ScatteredValues | ContiguousValues]:
+def _frame_values(body: _Reader, start: int, elements: int, itemsize: int) -> Iterator[ScatteredValues]:
     """The values in the body of the frame that begins at element `start`."""
     if not body.left:
         return
@@ -142,22 +133,13 @@ def _frame_values(
             raise _damaged(f"{count} values for {universe} elements")
         places = _places(body, method, runs, count, universe)
         values = body.take(count * itemsize).copy().view(unsigned(itemsize))
-        if places is not None:
-            yield ScatteredValues(start, torch.from_numpy(places.astype(np.int32)), tensor_of(values))
-            continue
-        for run in runs:
-            part = values[run.offset : run.offset + run.stop - run.start]
-            yield ContiguousValues(start + run.start, tensor_of(part))
+        yield ScatteredValues(start, torch.from_numpy(places.astype(np.int32)), tensor_of(values))
     if body.left:
         raise _damaged(f"{body.left} bytes are left over in a frame")
 
 
-def _places(body: _Reader, method: int, runs: list[Run], count: int, universe: int) -> Positions | None:
-    """The positions in the frame of a section's values; None when the values are all elements of `runs`."""
-    if method == DENSE:
-        if count != universe:
-            raise _damaged(f"{count} values for all of {universe} elements")
-        return None
+def _places(body: _Reader, method: int, runs: list[Run], count: int, universe: int) -> Positions:
+    """The positions in the frame of a section's values."""
     if method == BITMAP:
         bits = np.unpackbits(body.take(-(-universe // 8)), bitorder="little").view(np.bool_)
         places = bits.nonzero()[0]

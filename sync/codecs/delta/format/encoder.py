@@ -14,7 +14,6 @@ from .frame_changes import DeviceChanges, FrameChanges, HostChanges
 from .raw import PART, Bytes, Words, integer_view, words_of
 from .wire_format import (
     BITMAP,
-    DENSE,
     FORMAT,
     FRAME,
     FRAME_HEADER,
@@ -42,8 +41,6 @@ class Encoded:
     """Elements of the segment."""
     changed: int
     """Elements whose bits differ."""
-    carried: int
-    """Values on the wire: dense blocks carry unchanged elements, too."""
     nbytes: int
     """Length on the wire in bytes; a multiple of 8."""
     parts: tuple[Bytes, ...] = field(repr=False)
@@ -86,7 +83,6 @@ class TooDense:
 @dataclass(frozen=True, slots=True)
 class _Frame:
     changed: int
-    carried: int
     nbytes: int
     parts: tuple[Bytes, ...]
 
@@ -99,8 +95,7 @@ def encode(old: torch.Tensor, new: torch.Tensor, *, capacity_bytes: int | None =
     Args:
         old: The base, of any dtype with elements of 1, 2, 4 or 8 bytes; contiguous; on CPU or a CUDA device.
         new: The new version, of the same dtype, number of elements and device.
-        capacity_bytes: Give up as soon as the delta cannot fit; None for no limit. Without a limit the result is
-            at most 0.01 % and 200 bytes longer than `new`.
+        capacity_bytes: Give up as soon as the delta cannot fit; None for no limit.
 
     Raises:
         ConfigError: The tensors cannot be compared.
@@ -122,46 +117,42 @@ def encode(old: torch.Tensor, new: torch.Tensor, *, capacity_bytes: int | None =
         if counted.total * itemsize > capacity:
             return TooDense(int(capacity), counted.total * itemsize, 1.0)
         positions, values = counted.compact()
-        changes = DeviceChanges(positions.cpu().numpy(), words_of(values.cpu()), new)
+        changes = DeviceChanges(positions.cpu().numpy(), words_of(values.cpu()))
     frames: list[_Frame] = []
     total = HEADER.size
     for start in range(0, elements, FRAME):
         stop = min(start + FRAME, elements)
-        frames.append(_encode_frame(changes.frame(start, stop), stop - start, itemsize))
+        frames.append(_encode_frame(changes.frame(start, stop), stop - start))
         total += frames[-1].nbytes
         if total > capacity:
             return TooDense(int(capacity), total, stop / elements)
     if total > capacity:
         return TooDense(int(capacity), total, 1.0)
-    carried = sum(frame.carried for frame in frames)
-    header = HEADER.pack(MAGIC, FORMAT, itemsize, LOG_BLOCK, LOG_FRAME_BLOCKS, elements, carried, total)
+    changed = sum(frame.changed for frame in frames)
+    header = HEADER.pack(MAGIC, FORMAT, itemsize, LOG_BLOCK, LOG_FRAME_BLOCKS, elements, changed, total)
     parts = (np.frombuffer(header, np.uint8), *(part for frame in frames for part in frame.parts))
-    return Encoded(elements, sum(frame.changed for frame in frames), carried, total, parts)
+    return Encoded(elements, changed, total, parts)
 
 
-def _encode_frame(changes: FrameChanges | None, elements: int, itemsize: int) -> _Frame:
+def _encode_frame(changes: FrameChanges | None, elements: int) -> _Frame:
     if changes is None:
         header = np.frombuffer(FRAME_HEADER.pack(FRAME_HEADER.size, 0), np.uint8)
-        return _Frame(0, 0, header.size, (header,))
-    methods = choose_methods(changes.counts, lengths_of_blocks(elements), itemsize)
-    parts = _padded(methods)
-    carried = 0
+        return _Frame(0, header.size, (header,))
+    methods = choose_methods(changes.counts, lengths_of_blocks(elements))
+    parts, changed = _padded(methods), int(changes.counts.sum())
     for method in np.unique(methods).tolist():
         if method != UNCHANGED:
             places, values = _section(changes, method, methods)
-            carried += values.size
             count = np.frombuffer(SECTION_HEADER.pack(values.size), np.uint8)
             parts += [count, *_padded(*places), *_padded(values.view(np.uint8))]
     nbytes = FRAME_HEADER.size + sum(part.size for part in parts)
-    header = np.frombuffer(FRAME_HEADER.pack(nbytes, carried), np.uint8)
-    return _Frame(int(changes.counts.sum()), carried, nbytes, (header, *parts))
+    header = np.frombuffer(FRAME_HEADER.pack(nbytes, changed), np.uint8)
+    return _Frame(changed, nbytes, (header, *parts))
 
 
 def _section(changes: FrameChanges, method: int, methods: Bytes) -> tuple[list[Bytes], Words]:
     """Encode the places and values of the blocks with this method."""
     runs = runs_of(methods, method, changes.words.size)
-    if method == DENSE:
-        return [], changes.dense(runs)
     if method == BITMAP:
         bits, values = changes.bitmap(runs)
         return [bits], values

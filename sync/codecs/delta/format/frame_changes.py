@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import torch
 
 from . import compare
-from .raw import Bytes, Positions, Words, integer_view, unsigned
+from .raw import Bytes, Positions, Words, unsigned
 from .wire_format import BLOCK, FRAME, Counts, Run, is_heavy, lengths_of_blocks
 
 _COUNT_BLOCKS_FROM = 0.3
@@ -37,7 +36,7 @@ class FrameChanges:
     positions: Positions
     """Positions of the changed elements, ascending. Heavy blocks may be left out."""
     words: Words
-    """The frame's new elements."""
+    """The frame's new elements; those that have not changed may be anything."""
     mask: compare.Mask
     """For each element of a heavy block whether it has changed."""
 
@@ -59,10 +58,6 @@ class FrameChanges:
         ]
         bits = [np.packbits(mask, bitorder="little") for mask in masks]
         return np.concatenate(bits), np.concatenate(values)
-
-    def dense(self, runs: list[Run]) -> Words:
-        """All elements of `runs`."""
-        return np.concatenate([self.words[run.start : run.stop] for run in runs])
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +100,6 @@ class DeviceChanges:
     """Positions of the changed elements in the segment, ascending; on CPU."""
     values: Words
     """The new elements there; on CPU."""
-    new: torch.Tensor
 
     def frame(self, start: int, stop: int) -> FrameChanges | None:
         """The changes in elements [`start`, `stop`); None if there are none."""
@@ -120,10 +114,6 @@ class DeviceChanges:
         mask[positions] = True
         words = np.zeros(size, unsigned(self.values.itemsize))
         words[positions] = self.values[low:high]
-        for block in is_heavy(counts, lengths_of_blocks(size)).nonzero()[0].tolist():
-            here = slice(block * BLOCK, min((block + 1) * BLOCK, size))
-            elements = integer_view(self.new)[start + here.start : start + here.stop].cpu()
-            words[here] = elements.numpy().view(words.dtype)
         return FrameChanges(counts, positions, words, mask)
 
 

@@ -10,7 +10,6 @@ from weightlane.ckpt_engines import ConfigError
 
 from . import cuda_kernels
 from .raw import INTEGERS, PART, integer_view
-from .wire_format import FRAME
 
 _CHUNK = 1 << 15
 """Elements exchanged at once, so few that their copies and their positions widened to 64 bits stay in the cache."""
@@ -29,16 +28,6 @@ class ScatteredValues:
 
 
 @dataclass(frozen=True, slots=True)
-class ContiguousValues:
-    """New values for neighbouring elements of a frame."""
-
-    base: int
-    """First element."""
-    values: torch.Tensor
-    """Integers of the element size."""
-
-
-@dataclass(frozen=True, slots=True)
 class Patch:
     """The decoded changes of one segment. Positions are proven to lie in the segment and to occur once."""
 
@@ -47,26 +36,24 @@ class Patch:
     itemsize: int
     """Bytes of an element."""
     scattered: tuple[ScatteredValues, ...]
-    contiguous: tuple[ContiguousValues, ...]
+    """In the order of their frames; several of one frame have different positions."""
 
     @property
     def carried(self) -> int:
         """Number of values."""
-        scattered = sum(part.values.numel() for part in self.scattered)
-        return scattered + sum(part.values.numel() for part in self.contiguous)
+        return sum(part.values.numel() for part in self.scattered)
 
     @property
     def nbytes(self) -> int:
-        """Memory in bytes: the values, and 4 bytes for each scattered one."""
-        return self.carried * self.itemsize + 4 * sum(run.positions.numel() for run in self.scattered)
+        """Memory in bytes: the values, and 4 bytes for the position of each."""
+        return self.carried * (self.itemsize + 4)
 
     def to(self, device: torch.device | str) -> Patch:
         """The patch on another device."""
         scattered = [
             ScatteredValues(run.base, run.positions.to(device), run.values.to(device)) for run in self.scattered
         ]
-        contiguous = [ContiguousValues(run.base, run.values.to(device)) for run in self.contiguous]
-        return Patch(self.elements, self.itemsize, tuple(scattered), tuple(contiguous))
+        return Patch(self.elements, self.itemsize, tuple(scattered))
 
     def positions_and_values(self) -> tuple[torch.Tensor, torch.Tensor]:
         """All changes as positions (int64, ascending, in the segment) and new values (integers of the element size).
@@ -76,14 +63,11 @@ class Patch:
         frames: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for scattered in self.scattered:
             positions = scattered.positions.long().add_(scattered.base)
-            frames.setdefault(scattered.base // FRAME, []).append((positions, scattered.values))
-        for part in self.contiguous:
-            positions = torch.arange(part.base, part.base + part.values.numel(), device=part.values.device)
-            frames.setdefault(part.base // FRAME, []).append((positions, part.values))
+            frames.setdefault(scattered.base, []).append((positions, scattered.values))
         if not frames:
             return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=INTEGERS[self.itemsize])
         # Sorting takes ten times as long as all the rest, so only frames with several parts are sorted.
-        ordered = [_sorted(parts) for _, parts in sorted(frames.items(), key=lambda frame: frame[0])]
+        ordered = [_sorted(parts) for parts in frames.values()]
         return _joined([positions for positions, _ in ordered]), _joined([values for _, values in ordered])
 
     def swap_(self, target: torch.Tensor) -> None:
@@ -103,8 +87,6 @@ class Patch:
                 hint="Apply it to the segment it was made for.",
             )
         flat = integer_view(target)
-        for part in self.contiguous:
-            _swap_contiguous(flat[part.base : part.base + part.values.numel()], part.values)
         if flat.device.type != "cpu":
             for run in self.scattered:
                 cuda_kernels.exchange(flat[run.base :], run.positions, run.values)
@@ -124,14 +106,6 @@ def _sorted(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tenso
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _swap_contiguous(target: torch.Tensor, values: torch.Tensor) -> None:
-    for start in range(0, values.numel(), _CHUNK):
-        mine, theirs = values[start : start + _CHUNK], target[start : start + _CHUNK]
-        old = theirs.clone()
-        theirs.copy_(mine)
-        mine.copy_(old)
 
 
 def _swap_scattered(target: torch.Tensor, run: ScatteredValues, scratch: torch.Tensor) -> None:

@@ -5,12 +5,11 @@ and frames into *blocks* of 2**16. Positions are relative to the frame. All numb
 multiple of 8 bytes; the gaps are zeros:
 
     segment = header (32 bytes: magic, format, element size, log2 of elements per block, log2 of blocks per frame,
-                      elements u64, values carried u64, length of all of it in bytes u64), frames
-    frame   = bytes of the frame u32, values carried u32; if an element changed also:
+                      elements u64, changed elements u64, length of all of it in bytes u64), frames
+    frame   = bytes of the frame u32, changed elements u32; if an element changed also:
               method of each block (u8), then a section for each method in use, in the methods' order
     section = number of values u64, places, values in the order of their places
-    places  = dense: none, the values are all elements of the section's blocks; bitmap: one bit for each of these elements;
-              sparse: Elias-Fano code of the positions among these elements
+    places  = bitmap: one bit for each element of the section's blocks; sparse: Elias-Fano code of the positions among these
 
 Each block has the method that takes the fewest bytes.
 """
@@ -28,7 +27,7 @@ from . import elias_fano
 from .raw import Bytes
 
 MAGIC = b"WLdl"
-FORMAT = 1
+FORMAT = 2
 LOG_BLOCK = 16
 LOG_FRAME_BLOCKS = 5
 BLOCK = 1 << LOG_BLOCK
@@ -38,7 +37,7 @@ HEADER = struct.Struct("<4sBBBBQQQ")
 FRAME_HEADER = struct.Struct("<II")
 SECTION_HEADER = struct.Struct("<Q")
 
-UNCHANGED, DENSE, BITMAP, SPARSE = 0, 1, 2, 3
+UNCHANGED, BITMAP, SPARSE = 0, 1, 2
 """Methods of a block. ``SPARSE + i`` is Elias-Fano with ``LOW_BITS[i]`` low bits."""
 METHODS = SPARSE + len(elias_fano.LOW_BITS)
 HEAVY_SHARE = 4
@@ -75,16 +74,15 @@ def lengths_of_blocks(elements: int) -> Counts:
 
 
 def is_heavy(counts: Counts, lengths: Counts) -> npt.NDArray[np.bool_]:
-    """For each block whether it is encoded as a bitmap or dense."""
+    """For each block whether it is encoded as a bitmap."""
     return counts * HEAVY_SHARE >= lengths
 
 
-def choose_methods(counts: Counts, lengths: Counts, itemsize: int) -> Bytes:
+def choose_methods(counts: Counts, lengths: Counts) -> Bytes:
     """The method of each block of a frame, by its number of changed elements."""
-    table = _method_by_count(itemsize)
-    methods: Bytes = table.take(counts)
+    methods: Bytes = _method_by_count().take(counts)
     if lengths[-1] != BLOCK:
-        methods[-1:] = _cheapest(counts[-1:], lengths[-1:], itemsize)
+        methods[-1:] = _cheapest(counts[-1:], lengths[-1:])
     sparse = methods >= SPARSE
     among = methods[sparse]
     if among.size and (among != among[0]).any():
@@ -97,17 +95,15 @@ def choose_methods(counts: Counts, lengths: Counts, itemsize: int) -> Bytes:
 
 
 @cache
-def _method_by_count(itemsize: int) -> Bytes:
+def _method_by_count() -> Bytes:
     """The method of a full block by its number of changed elements."""
-    return _cheapest(np.arange(BLOCK + 1), np.full(BLOCK + 1, BLOCK), itemsize)
+    return _cheapest(np.arange(BLOCK + 1), np.full(BLOCK + 1, BLOCK))
 
 
-def _cheapest(counts: Counts, lengths: Counts, itemsize: int) -> Bytes:
+def _cheapest(counts: Counts, lengths: Counts) -> Bytes:
     """The method that takes the fewest bits for each block by itself."""
-    values = counts * itemsize * 8
-    bits = np.vstack((lengths * itemsize * 8 - values, (lengths + 7) // 8 * 8, _sparse_bits(counts, lengths)))
-    bits[SPARSE - 1 :, is_heavy(counts, lengths)] = np.iinfo(np.int64).max
-    methods: Bytes = (bits.argmin(0) + 1).astype(np.uint8)
+    methods: Bytes = (SPARSE + _sparse_bits(counts, lengths).argmin(0)).astype(np.uint8)
+    methods[is_heavy(counts, lengths)] = BITMAP
     methods[counts == 0] = UNCHANGED
     return methods
 

@@ -16,7 +16,6 @@ from weightlane.sync.codecs.delta.format.patch import Patch
 from weightlane.sync.codecs.delta.format.wire_format import (
     BITMAP,
     BLOCK,
-    DENSE,
     FRAME,
     METHODS,
     SPARSE,
@@ -41,10 +40,10 @@ def check_round_trip(old: torch.Tensor, new: torch.Tensor) -> tuple[Encoded, Pat
     assert isinstance(encoded, Encoded)
     items = bits(old).view(-1, old.itemsize) != bits(new).view(-1, old.itemsize)
     differ = items.any(1).nonzero().squeeze(1)
-    assert encoded.changed == differ.numel() <= encoded.carried
+    assert encoded.changed == differ.numel()
     wire = encoded.to_bytes()
     assert wire.numel() == encoded.nbytes
-    assert encoded.nbytes <= new.nbytes * 1.0001 + 200
+    assert encoded.nbytes <= new.nbytes * 1.0001 + new.numel() / 8 + 200
     patch = decode(wire, elements=new.numel(), itemsize=new.itemsize)
     bits(wire).fill_(255)  # the patch owns its memory
     received = old.clone()
@@ -91,7 +90,7 @@ def test_frames_meet_without_a_gap() -> None:
     where[FRAME + 5 * BLOCK : FRAME + 7 * BLOCK] = True
     new = flipped(old, where)
     _, patch = check_round_trip(old, new)
-    assert [run.base for run in patch.contiguous] == [FRAME + 5 * BLOCK, 2 * FRAME]
+    assert [run.base for run in patch.scattered] == [0, FRAME, FRAME, 2 * FRAME]
 
 
 def test_equal_and_unequal_are_a_matter_of_bits() -> None:
@@ -105,7 +104,7 @@ def test_equal_and_unequal_are_a_matter_of_bits() -> None:
 
 @pytest.mark.parametrize(
     ("density", "most"),
-    [(0.0, 0.0001), (0.001, 0.0018), (0.01, 0.0156), (0.05, 0.0702), (0.2, 0.255), (0.5, 0.565), (1.0, 1.0001)],
+    [(0.0, 0.0001), (0.001, 0.0018), (0.01, 0.0156), (0.05, 0.0702), (0.2, 0.255), (0.5, 0.565), (1.0, 1.0626)],
 )
 def test_a_delta_is_about_as_small_as_it_can_be(density: float, most: float) -> None:
     """Of bf16 with random positions: up to 20 % within 0.65 bits per change of the positions' entropy (8.08 bits at 1 %)."""
@@ -118,18 +117,18 @@ def test_a_delta_is_about_as_small_as_it_can_be(density: float, most: float) -> 
     if density == 0.01:
         patch = decode(encoded.to_bytes(), elements=numel, itemsize=2)
         assert patch.nbytes == 3 * encoded.changed * old.itemsize
-        assert patch.carried == encoded.carried
+        assert patch.carried == encoded.changed
 
 
 def test_every_block_gets_the_method_that_takes_least() -> None:
     lengths = lengths_of_blocks(7 * BLOCK + 100)
     counts = np.array([0, 1, 60, 700, 9000, BLOCK // 3, BLOCK, 100])
-    methods = choose_methods(counts, lengths, 2)
-    assert methods[[0, 5, 6, 7]].tolist() == [UNCHANGED, BITMAP, DENSE, DENSE]
+    methods = choose_methods(counts, lengths)
+    assert methods[[0, 5, 6, 7]].tolist() == [UNCHANGED, BITMAP, BITMAP, BITMAP]
     assert (methods[1:5] >= SPARSE).all()
     assert (np.diff(methods[1:5].astype(int)) < 0).all(), "the sparser, the more low bits"
     assert methods.max() < METHODS
-    alike = choose_methods(np.array([600, 700, 650]), lengths_of_blocks(3 * BLOCK), 2)
+    alike = choose_methods(np.array([600, 700, 650]), lengths_of_blocks(3 * BLOCK))
     assert len(set(alike.tolist())) == 1
 
 

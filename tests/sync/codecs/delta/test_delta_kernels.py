@@ -72,12 +72,12 @@ def test_a_device_and_the_cpu_write_the_same_delta() -> None:
     direct = encode(old, new)
     assert isinstance(direct, Encoded)
     positions, values = cuda_kernels.count_changes(old, new).compact()
-    changes = DeviceChanges(positions.numpy(), words_of(values), new)
+    changes = DeviceChanges(positions.numpy(), words_of(values))
     at = 0
     parts = []
     for start in range(0, numel, FRAME):
         stop = min(start + FRAME, numel)
-        parts += encoder._encode_frame(changes.frame(start, stop), stop - start, 2).parts
+        parts += encoder._encode_frame(changes.frame(start, stop), stop - start).parts
     for mine, theirs in zip(parts, direct.parts[1:], strict=True):
         assert mine.tobytes() == theirs.tobytes()
         at += mine.size
