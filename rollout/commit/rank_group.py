@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from weightlane.ckpt_engines import WeightlaneError, as_weightlane_error, error_from_wire
+from weightlane.sync.torchrun.rank_exchange import gathered
 
 
 class RankGroup:
@@ -54,17 +55,4 @@ class RankGroup:
         if self._group is None:
             return [fact]
         data = b"" if fact is None else json.dumps(fact).encode()
-        sizes = self._all_gather(torch.tensor([len(data)]))
-        longest = int(max(size.item() for size in sizes))
-        if longest == 0:
-            return [None for _ in sizes]
-        texts = self._all_gather(torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8))
-        return [
-            json.loads(bytes(text.numpy())) if size.item() else None for text, size in zip(texts, sizes, strict=True)
-        ]
-
-    def _all_gather(self, own: torch.Tensor) -> list[torch.Tensor]:
-        assert self._group is not None
-        gathered = [torch.empty_like(own) for _ in range(self._group.size())]
-        dist.all_gather(gathered, own, group=self._group)
-        return gathered
+        return [json.loads(text) if text else None for text in gathered(data, torch.device("cpu"), self._group)]

@@ -37,7 +37,8 @@ class RankExchange:
         except Exception as error:  # noqa: BLE001 - any error must reach the other ranks, which wait for this one
             own = as_weightlane_error(error, f"trainer rank {self.rank}")
         message = {"result": result or {}, "error": own.to_wire() if own else None}
-        everything = [json.loads(each) for each in self._all_gather(json.dumps(message).encode())]
+        mine = json.dumps(message).encode()
+        everything = [json.loads(each) for each in ([mine] if self.world == 1 else gathered(mine, self._device))]
         if own is not None:
             raise own
         for each in everything:
@@ -45,14 +46,17 @@ class RankExchange:
                 raise error_from_wire(each["error"])
         return [each["result"] for each in everything]
 
-    def _all_gather(self, mine: bytes) -> list[bytes]:
-        if self.world == 1:
-            return [mine]
-        sizes = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(self.world)]
-        dist.all_gather(sizes, torch.tensor([len(mine)], device=self._device))
-        longest = max(int(size.item()) for size in sizes)
-        padded = torch.zeros(longest, dtype=torch.uint8, device=self._device)
-        padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self._device)
-        everything = [torch.empty_like(padded) for _ in range(self.world)]
-        dist.all_gather(everything, padded)
-        return [bytes(each[: int(size.item())].cpu().numpy()) for each, size in zip(everything, sizes, strict=True)]
+
+def gathered(mine: bytes, device: torch.device, group: dist.ProcessGroup | None = None) -> list[bytes]:
+    """The bytes of all ranks of `group`, by default of all ranks, in their order; moved on `device`. Collective."""
+
+    def all_gather(own: torch.Tensor) -> list[torch.Tensor]:
+        everything = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(everything, own, group=group)
+        return everything
+
+    sizes = [int(size.item()) for size in all_gather(torch.tensor([len(mine)], device=device))]
+    if not any(sizes):
+        return [b"" for _ in sizes]
+    padded = torch.frombuffer(bytearray(mine.ljust(max(sizes))), dtype=torch.uint8).to(device)
+    return [bytes(each[:size].cpu().numpy()) for each, size in zip(all_gather(padded), sizes, strict=True)]
