@@ -135,27 +135,11 @@ class RolloutReplica:
         )
         return completion
 
-    async def generate_group(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        count: int,
-        max_new_tokens: int,
-        temperature: float,
-        stop_token_ids: Sequence[int],
-        greedy: bool = False,
-    ) -> list[Completion | WeightlaneError]:
+    async def generate_group(self, prompt_ids: Sequence[int], **options: Any) -> list[Completion | WeightlaneError]:
         """See `RolloutWorker.generate_group`."""
-        answers: list[Completion | WeightlaneError] = await self._call(
-            "generate_group",
-            self.config.request_timeout_s,
-            list(prompt_ids),
-            count=count,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            stop_token_ids=list(stop_token_ids),
-            greedy=greedy,
-        )
+        limit_s = self.config.request_timeout_s
+        answers: list[Completion | WeightlaneError]
+        answers = await self._call("generate_group", limit_s, list(prompt_ids), **options)
         return answers
 
     async def watch(self) -> NoReturn:
