@@ -19,17 +19,7 @@ from .snapshot.slots import SnapshotSlots
 
 
 class SendingRank:
-    """One trainer rank's engine, contribution, codec and memory.
-
-    Args:
-        name: The publisher.
-        engine: The transport.
-        contribution: The slices that the rank sends.
-        codec: How versions are encoded; see `SyncConfig`.
-        full_every: With deltas, at the latest every so many versions one is sent in full.
-        network: The speed of links; None to have no rollout rank relay.
-        deadline_s: Limits each step before a version is sent, in seconds.
-        hooks: Observers.
+    """One trainer rank's engine, contribution, codec and memory. For the arguments see `Publisher`.
 
     Raises:
         ConfigError: The engine cannot carry the parameters' memory.

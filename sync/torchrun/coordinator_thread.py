@@ -39,12 +39,7 @@ class ConnectableReplica(Replica, Protocol):
 class CoordinatorThread:
     """Hosts the rendezvous and runs the coordinator, in the process of trainer rank 0.
 
-    Args:
-        replicas: The replicas; at least one.
-        world: Number of trainer ranks.
-        config: Deadlines, and the address of the rendezvous.
-        backend: Name of the checkpoint engine.
-        options: Options of that engine.
+    There are `world` trainer ranks; for the other arguments see `CollectivePublisher`.
     """
 
     def __init__(

@@ -26,13 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class Attempts:
-    """The attempts at one version. `stage` runs on the coordinator's worker thread, the commits on the event loop.
-
-    Args:
-        version: The version.
-        deadline: The end of the sync.
-        loop: The event loop that runs the commits.
-    """
+    """The attempts at one version until `deadline`. `stage` runs on the coordinator's worker thread, the commits on `loop`."""
 
     def __init__(
         self,

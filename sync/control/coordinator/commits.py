@@ -39,10 +39,7 @@ class Commits:
     The commit of an in-place replica begins while the version is being sent: `begin_in_place` is called on the sending thread
     then. Everything else is called on the event loop, while nothing is sent.
 
-    Args:
-        version: The version.
-        deadline: The end of the sync.
-        loop: The event loop that runs the commits.
+    `deadline` is the end of the sync, and `loop` the event loop that runs the commits.
     """
 
     def __init__(

@@ -24,17 +24,11 @@ _PENDING_S = 30.0
 class ControlListener:
     """Listens for participants, on the thread of the process's `IoLoop`.
 
+    The other arguments, and the errors, are those of `ControlHub`.
+
     Args:
-        host: Address to listen on.
-        port: 0 takes a free one.
-        secret: The run's secret.
-        silence_s: Seconds of silence after which the host of a member, or of the hub, counts as gone.
         on_admitted: Called on the loop's thread with the socket and the keys of every admitted connection.
         on_close: Called there once, after `close`.
-
-    Raises:
-        AddressInUseError: The port is taken.
-        ConfigError: `host` is no address of this machine.
     """
 
     def __init__(

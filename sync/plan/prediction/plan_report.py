@@ -62,19 +62,9 @@ def explain(
     may_relay: bool = False,
     links: int = 10,
 ) -> dict[str, Any]:
-    """Explain a plan in plain data.
+    """Explain a plan in plain data: sizes in bytes and times in seconds.
 
-    Args:
-        plan: The plan.
-        holders: The slices that the trainer ranks hold.
-        shares: The slices that each trainer rank sends, in rank order.
-        needed: The slices that each rollout rank needs.
-        network: Speeds of the network cards.
-        may_relay: See `plan_routes`.
-        links: Number of busiest links to list.
-
-    Returns:
-        Sizes in bytes and times in seconds.
+    The trainer ranks hold what `holders` says, and send their `shares`. For the other arguments see `plan_report`.
     """
     replicas = {name: replica_of(name) for name in needed}
     routes = plan_routes(plan, network, may_relay=may_relay)
