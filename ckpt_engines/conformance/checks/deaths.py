@@ -65,14 +65,8 @@ class DeathChecks(ConformanceBase):
         """The other receiver gets the whole bucket or an error. It never hangs."""
         connection = connected(2)
         alive, doomed = connection.receivers
-        waits = waits_for_receivers(capabilities)
-        self._kill_in_mid_bucket(connection, doomed, [alive], self.interrupted_s if waits else self.deadline_s)
-        if not waits:
-            connection.check_received([alive], connection.sender)
-            return
-        self.failure(connection.sender, *_LOSSES, names=doomed.name, between_s=self.in_time(self.interrupted_s))
-        connection.sender.call("close")
-        self._right_or_typed([alive], connection)
+        self._kill_in_mid_bucket(connection, doomed, alive, self._limit_s(capabilities))
+        self._check_survivors(connection, doomed, alive, capabilities)
 
     def test_a_sender_killed_in_mid_bucket_fails_its_receivers_in_time(self, connected: ConnectionMaker) -> None:
         """No receiver accepts a part of a bucket as the bucket."""
@@ -96,16 +90,9 @@ class DeathChecks(ConformanceBase):
         plan = [Parcel(1, 0, 1000, 1), Parcel(1, 1, LARGE, 2)]
         connection.deliver(plan[:1], plan=plan, commit=False)
         doomed.kill()
-        waits = waits_for_receivers(capabilities)
-        deadline_s = self.interrupted_s if waits else self.deadline_s  # a death does not interrupt a store's calls
-        connection.start_receive(alive, plan[1:], deadline_s=deadline_s)
-        connection.start_send(plan[1:], deadline_s=deadline_s)
-        if not waits:
-            connection.check_received([alive], connection.sender)
-            return
-        self.failure(connection.sender, *_LOSSES, names=doomed.name, between_s=self.in_time(self.interrupted_s))
-        connection.sender.call("close")
-        self._right_or_typed([alive], connection)
+        connection.start_receive(alive, plan[1:], deadline_s=self._limit_s(capabilities))
+        connection.start_send(plan[1:], deadline_s=self._limit_s(capabilities))
+        self._check_survivors(connection, doomed, alive, capabilities)
 
     def test_a_sender_killed_between_buckets_fails_its_receivers_in_time(self, connected: ConnectionMaker) -> None:
         """Receivers wait for the next bucket when the sender dies."""
@@ -131,7 +118,7 @@ class DeathChecks(ConformanceBase):
         connection = connected(2)
         if side == "receiver":
             alive, doomed = connection.receivers
-            self._kill_in_mid_bucket(connection, doomed, [alive], self.deadline_s)
+            self._kill_in_mid_bucket(connection, doomed, alive, self.deadline_s)
             witness = connection.sender
         else:
             witness, other = connection.receivers
@@ -163,14 +150,28 @@ class DeathChecks(ConformanceBase):
                 )
         halves(2).connect().deliver([Parcel(1, 0, 100_000, 2)])
 
+    def _limit_s(self, capabilities: Capabilities) -> float:
+        """The deadline of calls during which a receiver dies, which does not interrupt those of a store."""
+        return self.interrupted_s if waits_for_receivers(capabilities) else self.deadline_s
+
+    def _check_survivors(
+        self, connection: Connection, doomed: RemoteHalf, alive: RemoteHalf, capabilities: Capabilities
+    ) -> None:
+        """Check that the death of a receiver fails the sender, unless it stores, and harms no other receiver."""
+        if not waits_for_receivers(capabilities):
+            connection.check_received([alive], connection.sender)
+            return
+        self.failure(connection.sender, *_LOSSES, names=doomed.name, between_s=self.in_time(self.interrupted_s))
+        connection.sender.call("close")
+        self._right_or_typed([alive], connection)
+
     def _kill_in_mid_bucket(
-        self, connection: Connection, doomed: RemoteHalf, alive: Sequence[RemoteHalf], deadline_s: float
+        self, connection: Connection, doomed: RemoteHalf, alive: RemoteHalf, deadline_s: float
     ) -> None:
         """Kill a receiver while a bucket is sent to all receivers."""
         parcel = Parcel(1, 0, LARGE, 1)
         doomed.stop()  # so that the send cannot end before the kill
-        for half in alive:
-            connection.start_receive(half, [parcel], deadline_s=deadline_s)
+        connection.start_receive(alive, [parcel], deadline_s=deadline_s)
         connection.start_send([parcel], deadline_s=deadline_s)
         time.sleep(self.settle_s)
         doomed.kill()
