@@ -48,8 +48,8 @@ class PostedCalls:
             self._calls.popleft()(deadline)
 
 
-class PairedHalf:
-    """The part that `PairedSender` and `PairedReceiver` share: the channels, the posted buckets, and the `Lifecycle`.
+class ConnectedHalf:
+    """The part that most halves share: a `Lifecycle`, and the channels to the peers.
 
     Args:
         part: Name of the half for error messages, e.g. ``"nixl sender trainer-0"``.
@@ -58,7 +58,6 @@ class PairedHalf:
     def __init__(self, part: str) -> None:
         self._life = Lifecycle(part, self._release)
         self._channels: dict[str, Channel] = {}
-        self._posted = PostedCalls()
 
     def address(self) -> Address:
         """Return no data: the framework connects both sides."""
@@ -72,17 +71,25 @@ class PairedHalf:
             for channel in self._channels.values():
                 channel.belong_to(self._life)
 
-    def flush(self, deadline: Deadline, pending: int = 0) -> None:
-        """Move the posted buckets, one after the other."""
-        with self._life.call():
-            self._posted.flush(deadline, pending)
-
     def close(self) -> None:
         """See `WeightSender.close`."""
         self._life.close()
 
     def _release(self) -> None:
         """Free what a subclass has opened; see `Lifecycle`."""
+
+
+class PairedHalf(ConnectedHalf):
+    """The part that `PairedSender` and `PairedReceiver` share: a `ConnectedHalf` with posted buckets."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__(part)
+        self._posted = PostedCalls()
+
+    def flush(self, deadline: Deadline, pending: int = 0) -> None:
+        """Move the posted buckets, one after the other."""
+        with self._life.call():
+            self._posted.flush(deadline, pending)
 
 
 class PairedSender(PairedHalf, WeightSender):

@@ -9,8 +9,7 @@ from ...contract.bucket import Bucket
 from ...contract.engine import Topology, WeightReceiver
 from ...deadline import Deadline
 from ...errors import PeerLostError, ProtocolError, StorageError
-from ...runtime.lifecycle import Lifecycle
-from ...toolkit.paired import PostedCalls
+from ...toolkit.paired import PairedHalf
 from .config import FilesystemConfig
 from .file_names import SENDER_FILE, checked_session, parse_sender, payload_name, sender_directory, version_directory
 from .guard import Guard
@@ -26,11 +25,11 @@ _HEALTH_CHECK_S = {True: 0.5, False: 2.0}
 """Pause between two looks at whether the sender lives, by whether the store is local."""
 
 
-class FilesystemReceiver(WeightReceiver):
+class FilesystemReceiver(PairedHalf, WeightReceiver):
     """Waits for the sender's files and reads them."""
 
     def __init__(self, name: str, config: FilesystemConfig) -> None:
-        self._life = Lifecycle(f"filesystem receiver {name}", lambda: None)
+        super().__init__(f"filesystem receiver {name}")
         self._store = StoreDirectory(config.path, config.storage_options)
         self._first_poll_s = config.poll_s or _FIRST_POLL_S[self._store.is_local]
         self._slowest_poll_s = _SLOWEST_POLL_FACTOR * self._first_poll_s
@@ -38,11 +37,6 @@ class FilesystemReceiver(WeightReceiver):
         self._directories: dict[str, str] = {}
         """Directory of each sender."""
         self._senders: dict[str, Address] = {}
-        self._posted = PostedCalls()
-
-    def address(self) -> Address:
-        """Empty: the sender does not contact receivers."""
-        return {}
 
     def connect(self, topology: Topology, channels: Mapping[str, Channel], deadline: Deadline) -> None:  # noqa: ARG002
         """Wait until every sender has made its directory. Possible at any time while the session lasts."""
@@ -60,16 +54,11 @@ class FilesystemReceiver(WeightReceiver):
                 self._directories[sender] = directory
 
     def post(self, bucket: Bucket, sender: str) -> None:
-        """Note the bucket; `flush` reads its file."""
+        """Note the bucket; `flush` waits for its file, and reads it straight into the bucket."""
         with self._life.call():
             if sender not in self._directories:
                 raise ProtocolError(f"not connected to {sender}.", part=self._life.part)
             self._posted.post(lambda deadline: self._read(bucket, sender, Guard(self._life, deadline, sender)))
-
-    def flush(self, deadline: Deadline, pending: int = 0) -> None:
-        """Wait for the files of the posted buckets and read them straight into the buckets."""
-        with self._life.call():
-            self._posted.flush(deadline, pending)
 
     def _read(self, bucket: Bucket, sender: str, guard: Guard) -> None:
         directory = version_directory(self._directories[sender], bucket.version)
@@ -101,7 +90,3 @@ class FilesystemReceiver(WeightReceiver):
                 peer=sender,
                 hint="Raise checkpoint_engine.options.keep_versions.",
             )
-
-    def close(self) -> None:
-        """See `WeightReceiver.close`."""
-        self._life.close()

@@ -13,8 +13,7 @@ from ...contract.engine import Topology
 from ...contract.storing import StoringSender, VersionFiles
 from ...deadline import Deadline
 from ...errors import DeadlineExceededError, ProtocolError, StorageError, WeightlaneError
-from ...runtime.lifecycle import Lifecycle
-from ...toolkit.paired import PostedCalls
+from ...toolkit.paired import PairedHalf
 from .config import FilesystemConfig
 from .file_names import (
     COMMITTED,
@@ -65,12 +64,12 @@ class _PartialPayload:
         return (bucket.version, part) == (self.version, expected) and self.nbytes + bucket.nbytes <= part.total
 
 
-class FilesystemSender(StoringSender):
+class FilesystemSender(PairedHalf, StoringSender):
     """Writes files, and knows nothing of the receivers that read them."""
 
     def __init__(self, name: str, config: FilesystemConfig) -> None:
+        super().__init__(f"filesystem sender {name}")
         self._name = name
-        self._life = Lifecycle(f"filesystem sender {name}", self._release)
         self._config = config
         self._store = StoreDirectory(config.path, config.storage_options, fsync=config.fsync)
         self._directory = ""
@@ -83,7 +82,6 @@ class FilesystemSender(StoringSender):
         self._to_remove: list[str] = []
         """Version directories of other sessions that are no longer kept and could not be removed yet."""
         self._partial: _PartialPayload | None = None
-        self._posted = PostedCalls()
 
     def address(self) -> Address:
         """Identity of this process, so that receivers on the same host notice its death."""
@@ -120,11 +118,6 @@ class FilesystemSender(StoringSender):
         """Note the bucket; `flush` writes its file."""
         with self._life.call():
             self._posted.post(lambda deadline: self._write(bucket, self._guard(deadline)))
-
-    def flush(self, deadline: Deadline, pending: int = 0) -> None:
-        """Write the posted buckets. Files of older versions stay."""
-        with self._life.call():
-            self._posted.flush(deadline, pending)
 
     def _write(self, bucket: Bucket, guard: Guard) -> None:
         version = self._versions.setdefault(bucket.version, _Version(None))
@@ -241,11 +234,8 @@ class FilesystemSender(StoringSender):
         guard.check("the file system")
         return guard
 
-    def close(self) -> None:
-        """See `WeightSender.close`. Committed versions stay."""
-        self._life.close()
-
     def _release(self) -> None:
+        """Remove the versions that are not committed."""
         deadline = Deadline.after(_CLEANUP_S)
         self._discard_partial(deadline)
         if not self._directory:

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from ...channels.channel import Address, Channel
+from ...channels.channel import Channel
 from ...contract.bucket import Bucket
 from ...contract.engine import Topology
 from ...contract.viewing import ViewingReceiver
 from ...deadline import Deadline
 from ...errors import ProtocolError, TransportError
-from ...runtime.lifecycle import Lifecycle
 from ...toolkit.bucket_messages import acknowledge, choose, expect, refuse
+from ...toolkit.paired import ConnectedHalf
 from ...toolkit.waiting import poll_until
 from .segments import SegmentKind, SegmentMapping, duplicate_sockets
 
@@ -40,7 +40,7 @@ class _Posted:
     """Tells whether the copy is done; None for a copy that is done."""
 
 
-class SegmentReceiver(ViewingReceiver):
+class SegmentReceiver(ConnectedHalf, ViewingReceiver):
     """Maps the senders' segments, and copies buckets out of them or views them.
 
     Args:
@@ -50,28 +50,21 @@ class SegmentReceiver(ViewingReceiver):
     """
 
     def __init__(self, part: str, kind: SegmentKind, device: torch.device) -> None:
-        self._life = Lifecycle(part, self._release)
+        super().__init__(part)
         self._kind = kind
         self._device = device
-        self._channels: dict[str, Channel] = {}
         self._mappings: dict[tuple[str, int], SegmentMapping] = {}
         """The mapped segments, by sender and number."""
         self._posted: deque[_Posted] = deque()
         self._viewed: dict[int, set[str]] = {}
         """Senders whose buckets of a version were viewed, by version."""
 
-    def address(self) -> Address:
-        """Empty: the sender does not contact receivers."""
-        return {}
-
-    def connect(self, topology: Topology, channels: Mapping[str, Channel], deadline: Deadline) -> None:  # noqa: ARG002
+    def connect(self, topology: Topology, channels: Mapping[str, Channel], deadline: Deadline) -> None:
         """Check that the senders' segments can be copied to this half's device."""
         with self._life.call():
             for sender, address in topology.senders.items():
                 self._kind.check(address, self._device, self._life.part, sender)
-            self._channels = dict(channels)
-            for channel in self._channels.values():
-                channel.belong_to(self._life)
+            super().connect(topology, channels, deadline)
 
     def post(self, bucket: Bucket, sender: str) -> None:
         """Put the bucket behind those that were posted before; `flush` copies it."""
@@ -174,11 +167,8 @@ class SegmentReceiver(ViewingReceiver):
             raise ProtocolError(message, part=self._life.part, peer=sender)
         return mapping, offset
 
-    def close(self) -> None:
-        """See `WeightReceiver.close`. A viewed segment stays mapped while a tensor refers to it."""
-        self._life.close()
-
     def _release(self) -> None:
+        """Unmap every segment; a viewed one stays mapped while a tensor refers to it."""
         _unmap(self._mappings.values(), self._channels.values())  # before the channels are closed
         self._mappings.clear()
         for channel in self._channels.values():

@@ -16,8 +16,8 @@ from ...contract.engine import Topology
 from ...contract.viewing import ViewableSender
 from ...deadline import Deadline
 from ...errors import ProtocolError
-from ...runtime.lifecycle import Lifecycle
 from ...toolkit.bucket_messages import announce, checked_answer, choose
+from ...toolkit.paired import ConnectedHalf
 from .segment_arena import SegmentArena
 from .segments import Segment, SegmentKind
 
@@ -54,7 +54,7 @@ class _Posted:
     """The segment to use again when the bucket is done."""
 
 
-class SegmentSender(ViewableSender):
+class SegmentSender(ConnectedHalf, ViewableSender):
     """Announces to receivers where buckets lie.
 
     Args:
@@ -65,11 +65,10 @@ class SegmentSender(ViewableSender):
     """
 
     def __init__(self, part: str, kind: SegmentKind, arena: SegmentArena, device: torch.device) -> None:
-        self._life = Lifecycle(part, self._release)
+        super().__init__(part)
         self._kind = kind
         self._arena = arena
         self._device = device
-        self._channels: dict[str, Channel] = {}
         self._known: dict[str, dict[int, Segment]] = {}
         """Segments that each receiver may map. The reference matters: device memory must not be freed under a mapping."""
         self._posted: deque[_Posted] = deque()
@@ -85,12 +84,10 @@ class SegmentSender(ViewableSender):
         with self._life.call():
             return self._kind.facts(self._device)
 
-    def connect(self, topology: Topology, channels: Mapping[str, Channel], deadline: Deadline) -> None:  # noqa: ARG002
+    def connect(self, topology: Topology, channels: Mapping[str, Channel], deadline: Deadline) -> None:
         """Use `channels`, which the framework has connected."""
         with self._life.call():
-            self._channels = dict(channels)
-            for channel in self._channels.values():
-                channel.belong_to(self._life)
+            super().connect(topology, channels, deadline)
             self._known = {name: {} for name in self._channels}
 
     def post(self, bucket: Bucket, receivers: Sequence[str]) -> None:
@@ -213,10 +210,6 @@ class SegmentSender(ViewableSender):
             views = self._views[bucket.version][name]
             views.unanswered.discard(bucket.index)
             views.viewed = views.viewed or answer.get("viewed") is True
-
-    def close(self) -> None:
-        """See `WeightSender.close`."""
-        self._life.close()
 
     def _release(self) -> None:
         self._scratch += [posted.scratch for posted in self._posted if posted.scratch is not None]
