@@ -14,6 +14,7 @@ connections between the halves, gives the engine a `Channel` to each peer, and w
 - `send_payload` and `receive_payload` carry the bytes themselves over the channels, for transports without other connections.
 - `EngineMemory` remembers the memory that an engine has allocated, so that its senders recognise a bucket that needs no copy.
 - `run_bounded` makes a blocking library call end by the deadline, and `poll_until` waits for a library that must be polled.
+- `environment` sets variables for a library that reads its settings from nowhere else.
 - `runtime_of` gives streams and events of one device, for halves on an accelerator.
 """
 
@@ -23,6 +24,7 @@ from ..channels.channel import Channel
 from ..channels.listener import listen_tcp
 from ..channels.meeting import LocalMeeting, Meeting, TcpMeeting, host_and_port
 from ..runtime.devices import DeviceRuntime, runtime_of
+from ..runtime.environment import environment
 from ..runtime.lifecycle import Lifecycle
 from .bucket_messages import (
     acknowledge,
@@ -55,6 +57,7 @@ __all__ = [
     "announce",
     "await_acknowledgements",
     "choose",
+    "environment",
     "expect",
     "host_and_port",
     "listen_tcp",

@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
-import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal, Protocol, TypeVar, cast
@@ -27,6 +25,7 @@ from ...errors import (
     TransportError,
     WeightlaneError,
 )
+from ...runtime.environment import environment
 from ...runtime.lifecycle import Lifecycle
 from ...toolkit.waiting import run_bounded
 from .gloo_connect import connect_gloo, member_names
@@ -79,7 +78,6 @@ _NO_WATCHDOG: dict[str, dict[str, str]] = {
     },
     "hccl": {"HCCL_ASYNC_ERROR_HANDLING": "0", "HCCL_BLOCKING_WAIT": "0"},
 }
-_environment_lock = threading.Lock()
 
 
 def open_process_group(
@@ -278,19 +276,3 @@ def translate(
             hint="Look at the peers' own logs for the reason.",
         )
     return TransportError(f"torch.distributed failed: {reason}", part=part, peer=peer)
-
-
-@contextlib.contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables while one constructor runs, which takes these settings from nowhere else."""
-    with _environment_lock:
-        before = {name: os.environ.get(name) for name in variables}
-        os.environ.update(variables)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value

@@ -8,18 +8,16 @@ import logging
 import mmap
 import os
 import secrets
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 
-from weightlane.ckpt_engines import PeerLostError, ProtocolError, TransportError
+from weightlane.ckpt_engines import PeerLostError, ProtocolError, TransportError, toolkit
 
 _DRAM = "DRAM"
 _CHUNK_BYTES = 32 << 20
 """Most bytes written at once: a write over shared memory blocks until it is done, and no deadline is checked meanwhile."""
-_environment = threading.Lock()
 
 
 def import_nixl() -> Any:
@@ -89,9 +87,9 @@ class Agent:
         self._registrations: list[Any] = []
         self._known: dict[str, tuple[str, str]] = {}
         config = api.nixl_agent_config(backends=["UCX"], enable_prog_thread=False)
-        environment = {"UCX_NET_DEVICES": net_devices, "UCX_TLS": transports}
+        settings = {"UCX_NET_DEVICES": net_devices, "UCX_TLS": transports}  # UCX reads them when an agent is made
         hint = "Look at the engine's options net_devices and transports."
-        with _ucx_environment(environment), self._typed("start UCX", hint=hint):
+        with toolkit.environment(settings), self._typed("start UCX", hint=hint):
             self._nixl = api.nixl_agent(f"weightlane-{secrets.token_hex(8)}", config)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
@@ -236,22 +234,6 @@ class Writes:
         """Free the chunks that are being written."""
         for write in self._writes:
             write.release()
-
-
-@contextlib.contextmanager
-def _ucx_environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables inside the block: UCX reads its settings from them when an agent is made."""
-    with _environment:
-        before = {name: os.environ.get(name) for name in settings}
-        os.environ.update(settings)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
 
 
 def _text(name: str | bytes) -> str:
