@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from weightlane.sync.version.box import row_major_strides
+
 from .layout_map import LayoutCopy
 
 Block = tuple[int, tuple[int, ...], tuple[int, ...]]
@@ -195,7 +197,4 @@ def _end(block: Block) -> int:
 
 def elements_of(shape: Sequence[int]) -> Block:
     """All elements of a contiguous tensor of `shape`."""
-    strides = [1]
-    for length in itertools.islice(reversed(shape), max(len(shape) - 1, 0)):
-        strides.append(strides[-1] * max(length, 1))
-    return 0, tuple(reversed(strides[: len(shape)])), tuple(shape)
+    return 0, row_major_strides(tuple(shape)), tuple(shape)

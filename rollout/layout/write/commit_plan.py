@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from weightlane.ckpt_engines import CommitError
+from weightlane.sync.codecs.delta.format.raw import INTEGERS
 from weightlane.sync.version.sliced_tensors import LazyTensors, without_data
 from weightlane.sync.version.tensor_spec import raw_bytes
 
@@ -17,7 +18,6 @@ from ..map.layout_map import LayoutCopy, LayoutMap, SourceSpec
 from .host_copies import HostCopy, StagedCopies
 
 _PART = "commit plan"
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,4 +275,4 @@ def _addresses(
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:
     """A view of `tensor` as integers of the size of its elements."""
-    return tensor.view(_INTEGERS[tensor.dtype.itemsize])
+    return tensor.view(INTEGERS[tensor.dtype.itemsize])
