@@ -116,18 +116,16 @@ class Go(_VersionMessage):
     stall_s: float
 
 
-class Full(_SessionMessage):
+class Full(_VersionMessage):
     """Offer this version again, in full: a rollout rank lacks the base of its delta."""
 
     type: Literal["full"] = "full"
-    version: int
 
 
-class Committed(_SessionMessage):
+class Committed(_VersionMessage):
     """The version serves."""
 
     type: Literal["committed"] = "committed"
-    version: int
 
 
 class Abort(_VersionMessage):
@@ -185,11 +183,10 @@ class Accepted(_VersionReply):
     """Whether the version is written straight into the live weights; `Ready` follows then."""
 
 
-class Ready(_Reply):
+class Ready(_VersionReply):
     """The first bucket of an in-place version is verified: the replica's commit may begin, to write it and the others."""
 
     type: Literal["ready"] = "ready"
-    version: int
 
 
 class Sent(_VersionReply):
