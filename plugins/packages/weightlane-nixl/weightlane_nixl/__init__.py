@@ -27,7 +27,7 @@ from weightlane.ckpt_engines import (
     toolkit,
 )
 
-from ._agent import Agent, Writes, import_nixl
+from ._agent import Agent, import_nixl
 
 __all__ = ["NixlConfig", "NixlEngine"]
 
@@ -97,12 +97,18 @@ class NixlSender(_Half, toolkit.PairedSender):
         places = toolkit.await_acknowledgements(channels, bucket, deadline)
         if not bucket.nbytes or not channels:
             return
-        writes = Writes([agent.write(source, name, place) for name, place in places.items()])
+        writes = [agent.write(source, name, place) for name, place in places.items()]
         what = f"bucket {bucket.index} of version {bucket.version} to be written"
+
+        def done() -> bool:
+            states = [write.done() for write in writes]  # every write goes on
+            return all(states)
+
         try:
-            toolkit.poll_until(writes.done, self._life, deadline, what, peer=", ".join(channels))
+            toolkit.poll_until(done, self._life, deadline, what, peer=", ".join(channels))
         finally:
-            writes.release()
+            for write in writes:
+                write.release()
         toolkit.announce(channels, bucket, deadline)
         toolkit.await_acknowledgements(channels, bucket, deadline)
 

@@ -8,7 +8,7 @@ import logging
 import mmap
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -126,14 +126,15 @@ class Agent:
             with self._typed("read the receiver's description of its memory", peer):
                 name = _text(self._nixl.add_remote_agent(base64.b64decode(metadata, validate=True)))
             self._known[peer] = metadata, name
-        return Write(lambda offset, nbytes: self._post(source, name, start, offset, nbytes, peer), source.numel())
 
-    def _post(self, source: torch.Tensor, name: str, start: int, offset: int, nbytes: int, peer: str) -> _Request:
-        with self._typed("write", peer):
-            local = self._nixl.get_xfer_descs([(source.data_ptr() + offset, nbytes, 0)], _DRAM)
-            remote = self._nixl.get_xfer_descs([(start + offset, nbytes, 0)], _DRAM)
-            handle = self._nixl.initialize_xfer("WRITE", local, remote, name)
-            return _Request(self, handle, self._nixl.transfer(handle), peer)
+        def post(offset: int, nbytes: int) -> tuple[Any, str]:
+            with self._typed("write", peer):
+                local = self._nixl.get_xfer_descs([(source.data_ptr() + offset, nbytes, 0)], _DRAM)
+                remote = self._nixl.get_xfer_descs([(start + offset, nbytes, 0)], _DRAM)
+                handle = self._nixl.initialize_xfer("WRITE", local, remote, name)
+                return handle, self._nixl.transfer(handle)
+
+        return Write(self, post, source.numel(), peer)
 
     def state(self, handle: Any, peer: str) -> str:
         """Return a transfer's state: ``"DONE"``, ``"PROC"`` or ``"ERR"``. Raises `PeerLostError` or `TransportError`."""
@@ -169,71 +170,47 @@ class Agent:
             raise kind(text, part=self._part, peer=peer, hint=hint) from error
 
 
-class _Request:
-    """One transfer that was started."""
+class Write:
+    """The write of a bucket to one receiver, chunk by chunk. The receiver can read the bucket when it is ``done``.
 
-    def __init__(self, agent: Agent, handle: Any, state: str, peer: str) -> None:
+    Args:
+        agent: The writing agent.
+        post: Starts to write a chunk, given by offset and size; returns the transfer and its state.
+        nbytes: Size of the bucket.
+        peer: The receiver.
+    """
+
+    def __init__(self, agent: Agent, post: Callable[[int, int], tuple[Any, str]], nbytes: int, peer: str) -> None:
         self._agent = agent
-        self._handle = handle
-        self._state = state
+        self._post = post
+        self._nbytes = nbytes
         self._peer = peer
+        self._offset = 0
+        self._handle: Any = None
+        self._state = "DONE"
 
     def done(self) -> bool:
+        """Start the next chunk when one is written, and return whether all are. Raises as `Agent.state`."""
         if self._state == "PROC":
             self._state = self._agent.state(self._handle, self._peer)
         if self._state == "ERR":
             raise TransportError("NIXL could not write.", part="nixl", peer=self._peer)
-        return self._state == "DONE"
-
-    def release(self) -> None:
-        with contextlib.suppress(Exception):  # cancels the transfer; one that cannot be cancelled ends with the agent
-            self._handle.release()
-
-
-class Write:
-    """The write of a bucket to one receiver, chunk by chunk. The receiver can read the bucket when it is ``done``."""
-
-    def __init__(self, post: Callable[[int, int], _Request], nbytes: int) -> None:
-        self._post = post
-        self._nbytes = nbytes
-        self._offset = 0
-        self._request: _Request | None = None
-
-    def done(self) -> bool:
-        """Start the next chunk when one is written, and return whether all are. Raises as `Agent.state`."""
-        if self._request is not None:
-            if not self._request.done():
-                return False
-            self.release()
+        if self._state != "DONE":
+            return False
+        self.release()
         if self._offset == self._nbytes:
             return True
         nbytes = min(_CHUNK_BYTES, self._nbytes - self._offset)
-        self._request = self._post(self._offset, nbytes)
+        self._handle, self._state = self._post(self._offset, nbytes)
         self._offset += nbytes
         return False
 
     def release(self) -> None:
-        """Free the chunk that is being written."""
-        if self._request is not None:
-            self._request.release()
-            self._request = None
-
-
-class Writes:
-    """The writes of one bucket to several receivers at once."""
-
-    def __init__(self, writes: Sequence[Write]) -> None:
-        self._writes = writes
-
-    def done(self) -> bool:
-        """Continue every write, and return whether all are done. Raises as `Agent.state`."""
-        states = [write.done() for write in self._writes]
-        return all(states)
-
-    def release(self) -> None:
-        """Free the chunks that are being written."""
-        for write in self._writes:
-            write.release()
+        """Free the chunk that is being written: cancel the transfer; one that cannot be cancelled ends with the agent."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            with contextlib.suppress(Exception):
+                handle.release()
 
 
 def _text(name: str | bytes) -> str:
