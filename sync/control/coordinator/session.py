@@ -285,8 +285,7 @@ class Session:
         self._queue.offers.pop(version, None)
         self._replies.check_offerable(version, leader)
         self._queue.post_all(self._roster.publishers, Full(session=self.name, version=version))
-        self._replies.collect(Offer, [leader], version, deadline, f"to offer version {version} in full")
-        return self._queue.offers[version]
+        return self._offer(version, deadline)
 
     def _open(
         self, offer: Offer, names: Sequence[str], deadline: Deadline
