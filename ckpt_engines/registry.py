@@ -125,19 +125,7 @@ class CheckpointEngineRegistry:
 
     def validate_options(self, name: str, options: Mapping[str, Any] | None = None) -> EngineConfig:
         """Return `options` as the engine's typed config. Raises `ConfigError` that names every bad key, and as `engine_class`."""
-        config_type = self.engine_class(name).config_type
-        try:
-            return config_type.model_validate(dict(options or {}))
-        except ValidationError as error:
-            known = list(config_type.model_fields)
-            problems = "; ".join(
-                f"checkpoint_engine.options.{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()
-            )
-            raise ConfigError(
-                f"{problems}.",
-                part=f"engine {name}",
-                hint=f"Options of {name}: {', '.join(known) or 'none'}.",
-            ) from None
+        return checked_options(name, self.engine_class(name), options or {}, "checkpoint_engine.options.")
 
     def list(self) -> list[EngineListing]:
         """Return every registered engine with its capabilities and, where it cannot be used, the reason.
@@ -172,6 +160,18 @@ class CheckpointEngineRegistry:
         nearest = difflib.get_close_matches(name, self.names(), n=1, cutoff=0.5)
         guess = f"Did you mean {nearest[0]!r}? " if nearest else ""
         return f"{guess}Installed: {', '.join(self.names()) or 'none'}."
+
+
+def checked_options(
+    name: str, cls: type[CheckpointEngine], options: Mapping[str, Any], prefix: str = ""
+) -> EngineConfig:
+    """Return `options` of the engine `name` as its typed config. Raises `ConfigError`, with `prefix` before each bad key."""
+    try:
+        return cls.config_type.model_validate(dict(options))
+    except ValidationError as error:
+        problems = "; ".join(f"{prefix}{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+        known = ", ".join(cls.config_type.model_fields) or "none"
+        raise ConfigError(f"{problems}.", part=f"engine {name}", hint=f"Options of {name}: {known}.") from None
 
 
 def is_engine_name(name: str) -> bool:

@@ -89,12 +89,12 @@ class Connection:
             index=half.index,
         )
 
-    def exchange_addresses(self, session: str = "") -> None:
+    def exchange_addresses(self) -> None:
         """Fill in `topology` for a new session."""
         for half in self.halves:
             half.start("address")
         self.topology = {
-            "session": session or f"conformance-{os.getpid()}-{next(_sessions)}",
+            "session": f"conformance-{os.getpid()}-{next(_sessions)}",
             "senders": {half.name: half.result() for half in self.senders},
             "receivers": {half.name: half.result() for half in self.receivers},
             "key": secrets.token_hex(32),

@@ -11,11 +11,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pydantic import ValidationError
-
 from ...contract.engine import CheckpointEngine
-from ...errors import ConfigError, EngineContractError, EngineImportError, EngineUnavailableError
-from ...registry import CheckpointEngineRegistry, contract_breach, why_unavailable
+from ...errors import EngineContractError, EngineImportError, EngineUnavailableError
+from ...registry import CheckpointEngineRegistry, checked_options, contract_breach, why_unavailable
 
 _PART = "conformance"
 _REGISTRY_PREFIXES = ("faulty",)
@@ -57,15 +55,7 @@ def create_engine(name: str, options: Mapping[str, Any]) -> CheckpointEngine:
     cls = engine_class(name)
     if reason := why_unavailable(cls):
         raise EngineUnavailableError(f"{name} cannot run here: {reason}.", part=_PART)
-    try:
-        return cls(cls.config_type.model_validate(dict(options)))
-    except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
-        raise ConfigError(
-            f"{problems}.",
-            part=f"engine {name}",
-            hint=f"Options of {name}: {', '.join(cls.config_type.model_fields) or 'none'}.",
-        ) from None
+    return cls(checked_options(name, cls, options))
 
 
 @functools.cache

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 
-def process_identity(pid: int | None = None) -> dict[str, Any]:
-    """Return the identity of a process, by default this one, with which `is_dead` works in any process of the same host."""
-    pid = os.getpid() if pid is None else pid
+def process_identity() -> dict[str, Any]:
+    """Return the identity of this process, with which `is_dead` works in any process of the same host."""
+    pid = os.getpid()
     return {"host": socket.gethostname(), "pid_namespace": _pid_namespace(), "pid": pid, "started": _start_time(pid)}
 
 
