@@ -67,13 +67,7 @@ class VllmEngine:
         return self._engine
 
     async def start(self, version: int) -> None:
-        """Load the model and start serving it as `version`.
-
-        Raises:
-            ConfigError: vLLM refuses the model or an argument.
-            WorkerDiedError: The engine's processes ended while starting.
-            DeadlineExceededError: The start took longer than `RolloutConfig.start_timeout_s`.
-        """
+        """Load the model and start serving it as `version`. Raises as `RolloutWorker.start`."""
         if not self._model_dir.is_dir():
             raise ConfigError(f"model directory {self._model_dir} does not exist.", part=self.name)
         try:

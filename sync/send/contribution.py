@@ -25,20 +25,12 @@ _PART = "publisher"
 class Contribution:
     """The slices that every trainer rank sends of a version, and this rank's snapshot.
 
-    Which rank sends which slice follows from the placements alone: it is the same for all receivers.
+    Which rank sends which slice follows from the placements alone: it is the same for all receivers. The other arguments, and the
+    errors, are those of `Publisher`.
 
     Args:
-        placements: The slices that each trainer rank holds, in rank order.
-        rank: This rank.
-        shards: Its shards.
-        quantise: How linear weights are quantised; see `SyncConfig`.
-        bucket_bytes: Payload of a bucket.
         checksummed: Whether buckets are checksummed.
         stored: Whether the engine stores versions, and wants one stream of whole tensors.
-
-    Raises:
-        ManifestError: The ranks together do not hold every element, or this rank's shards are not those of its placement.
-        ConfigError: Nothing can be quantised, or not as it is sharded.
     """
 
     def __init__(

@@ -31,14 +31,9 @@ def engine_config(
     expert_parallel: bool = False,
     extra: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Configure a replica of `model` as vLLM does.
+    """Configure a replica of `model` as vLLM does. For the other arguments see `layout_report`.
 
-    Args:
-        model: Checkpoint directory, or the name of a model whose files are on this machine.
-        tensor_parallel: Ranks of the replica.
-        dtype: Data type to compute in; ``auto`` takes the checkpoint's.
-        expert_parallel: Whether experts are divided between the ranks by number.
-        extra: Further arguments of vLLM's ``EngineArgs``, which override all of these except how processes are run.
+    `extra` are further arguments of vLLM's ``EngineArgs``, which override all of these except how processes are run.
 
     Raises:
         ConfigError: vLLM does not know the architecture, or cannot divide the model between so many ranks.
