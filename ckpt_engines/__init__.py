@@ -1,12 +1,14 @@
 """Checkpoint engines: the contract, the registry that finds engines by name, and the built-in ones.
 
->>> from weightlane.ckpt_engines import CheckpointEngineRegistry
->>> registry = CheckpointEngineRegistry()
->>> "shm" in registry.names()
-True
->>> engine = registry.create("shm", {})
->>> engine.capabilities.same_host_only
-True
+The registry makes an engine of its name:
+
+    >>> from weightlane.ckpt_engines import CheckpointEngineRegistry
+    >>> registry = CheckpointEngineRegistry()
+    >>> "shm" in registry.names()
+    True
+    >>> engine = registry.create("shm", {})
+    >>> engine.capabilities.same_host_only
+    True
 """
 
 from .channels.channel import Address, Channel

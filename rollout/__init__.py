@@ -9,7 +9,7 @@ Importing this package needs neither vLLM nor Ray; starting a replica does.
     >>> RolloutConfig(replicas=2).kv_on_commit
     'recompute'
 
-A replica's life, in a coroutine, with Ray initialized::
+A replica's life, in a coroutine, with Ray initialized:
 
     [replica] = await start_replicas(RolloutConfig(), "path/to/model")
     await replica.connect({"host": "127.0.0.1", "port": 29500}, "shm")

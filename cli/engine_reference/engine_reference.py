@@ -26,7 +26,7 @@ _TITLE = """\
 An engine is chosen by `checkpoint_engine.backend` and set up by `checkpoint_engine.options`. `weightlane engines` lists what is
 installed, with the reason where an engine cannot run on this machine; `weightlane engines --markdown` prints this page for
 every installed engine, those of other distributions included. How to write one:
-[writing-an-engine.md](../guides/writing-an-engine.md).
+[Writing an engine](../guides/writing-an-engine.md).
 """
 _MEANINGS = {
     "persistent": "buckets outlive the sender's process",
@@ -79,7 +79,7 @@ def _section(row: EngineListing, engine: type[CheckpointEngine]) -> str:
     parts.append(_table(("option", "type", "default", "meaning"), options) if options else "No options.\n")
     if evidence := EVIDENCE.get(row.name, ()) if row.distribution.split()[0] == "weightlane" else ():
         lines = [(item.what, f"**{item.result}**", item.date, item.device) for item in evidence]
-        parts.append(_table(("what", "", "date", "device"), lines))
+        parts.append(_table(("what", "result", "date", "device"), lines))
     return "\n".join(parts)
 
 

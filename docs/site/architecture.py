@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,8 @@ MOST_LINES = 400
 """Of a module."""
 MEDIAN_LINES = 150
 """Half of all modules are shorter."""
+MOST_IN_A_ROW = 4
+"""Entries side by side in a drawing: as many as the page's width shows at their full size."""
 
 Graph = dict[str, set[str]]
 
@@ -52,7 +55,7 @@ def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
 
 
 def folders(known: dict[str, Path]) -> dict[str, list[str]]:
-    """The entries of every folder: its modules and rooms, without its ``__init__.py``."""
+    """The entries of every folder: its modules and folders, without its ``__init__.py``."""
     entries: dict[str, set[str]] = {"": set(FOLDERS)}
     for name in known:
         parts = name.split(".")
@@ -100,6 +103,16 @@ def _drawn(graph: Graph) -> Iterator[tuple[str, str]]:
         yield from ((entry, other) for other in sorted(others - further))
 
 
+def _direction(entries: list[str], arrows: list[tuple[str, str]]) -> str:
+    """``TD`` (downwards), or ``LR`` (to the right) where the rows of the drawing would be too wide to read."""
+    row = dict.fromkeys(entries, 0)
+    for _ in entries:  # no circles: no row is changed more often
+        for entry, other in arrows:
+            row[other] = max(row[other], row[entry] + 1)
+    widest = max(Counter(row.values()).values())
+    return "LR" if widest > max(MOST_IN_A_ROW, max(row.values()) + 1) else "TD"
+
+
 def purpose(path: Path) -> str:
     """The first sentence of a module's docstring."""
     text = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0].replace("\n", " ")
@@ -109,30 +122,30 @@ def purpose(path: Path) -> str:
 def section(folder: str, entries: list[str], known: dict[str, Path]) -> list[str]:
     """A folder as a heading, a drawing and a table."""
     graph = graph_of(folder, entries, known)
-    title = f"{folder.replace('.', '/')}/" if folder else "The house"
+    title = f"{folder.replace('.', '/')}/" if folder else "Top folders"
     lines = [f"{'##' if folder.count('.') == 0 else '###'} {title}", ""]
     if folder:
         lines += [purpose(known[folder]), ""]
     arrows = list(_drawn(graph))
     if arrows:
-        lines += ["```mermaid", "flowchart TD"]
+        lines += ["```mermaid", f"flowchart {_direction(entries, arrows)}"]
         for entry in entries:
             name = f"{folder}.{entry}" if folder else entry
-            is_room = known[name].name == "__init__.py"
-            lines.append(f'    {entry}_["{entry}/"]' if is_room else f'    {entry}_("{entry}.py")')
+            is_folder = known[name].name == "__init__.py"
+            lines.append(f'    {entry}_["{entry}/"]' if is_folder else f'    {entry}_("{entry}.py")')
         lines += [f"    {entry}_ --> {other}_" for entry, other in arrows]
         lines += ["```", ""]
-    lines += ["| entry | what it holds | lines, about |", "|---|---|---|"]
+    lines += ["| entry | what it holds | lines (rounded) |", "|---|---|---|"]
     for entry in entries:
         name = f"{folder}.{entry}" if folder else entry
-        is_room = known[name].name == "__init__.py"
-        shown, size = (f"`{entry}/`", f"{lines_of(name, known):,}") if is_room else (f"`{entry}.py`", "")
+        is_folder = known[name].name == "__init__.py"
+        shown, size = (f"`{entry}/`", f"{lines_of(name, known):,}") if is_folder else (f"`{entry}.py`", "")
         lines.append(f"| {shown} | {purpose(known[name])} | {size} |")
     return [*lines, ""]
 
 
 def lines_of(name: str, known: dict[str, Path]) -> int:
-    """Lines of all modules of a room, to the nearest hundred: a page that names each line would change with each commit."""
+    """Lines of all modules of a folder, to the nearest hundred: a page that names each line would change with each commit."""
     paths = [path for other, path in known.items() if f"{other}.".startswith(f"{name}.")]
     return round(sum(len(path.read_text().splitlines()) for path in paths), -2)
 
@@ -146,7 +159,7 @@ def page() -> str:
         "Every folder of the product, drawn from its imports by `python docs/site/architecture.py`. An arrow means",
         "“imports”; arrows that follow from others are left out. No arrows form a circle, a folder has at most",
         f"{MOST_ENTRIES} entries, and no module has more than {MOST_LINES} lines: `tests/packaging/test_architecture.py`",
-        "holds that. Why things are so: [design.md](design.md).",
+        "holds that. Why things are so: [Design](design.md).",
         "",
     ]
     for folder, entries in folders(known).items():

@@ -24,14 +24,14 @@ class TrainingEngine(ABC):
     tagged [all] is collective: every rank calls it, in the same order, or the others fail after
     ``TrainerConfig.collective_timeout_s``:
 
-        1. [all]   ``Engine(config, rank, world, rendezvous)``   cheap, talks to nobody
-        2. [all]   ``setup(model_dir, seed)``                     joins the other ranks, loads the weights
-        3. [all]   ``load(directory)``                            optional: resume from a saved state
-        4. [all]   ``forward_backward(batch, loss)``              } once or more, then
-           [all]   ``optim_step(before_change)``                  } once: one training step
-        5. [any]   ``local_shards(wire_dtype)``                   whenever no `optim_step` runs; never talks to a peer
-        6. [all]   ``save(directory)``, ``export_hf(directory)``  between training steps
-        7. [each]  ``close()``                                    any number of times
+        1. [all]   Engine(config, rank, world, rendezvous)  cheap, talks to nobody
+        2. [all]   setup(model_dir, seed)                    joins the other ranks, loads the weights
+        3. [all]   load(directory)                           optional: resume from a saved state
+        4. [all]   forward_backward(batch, loss)             } once or more, then
+           [all]   optim_step(before_change)                 } once: one training step
+        5. [any]   local_shards(wire_dtype)                  whenever no optim_step runs; never talks to a peer
+        6. [all]   save(directory), export_hf(directory)     between training steps
+        7. [each]  close()                                   any number of times
 
     Instead of 2 to 6, `outline` and then `local_shards` tell what a rank would hold, with neither weights nor other ranks.
 
@@ -44,7 +44,7 @@ class TrainingEngine(ABC):
     """
 
     def __init__(self, config: TrainerConfig, rank: int, world: int, rendezvous: tuple[str, int]) -> None:
-        """Remember the arguments.
+        """Store the arguments. Nothing is loaded or connected yet.
 
         Args:
             config: the run's trainer section.

@@ -62,7 +62,7 @@ def token_logprobs(logits: torch.Tensor, targets: torch.Tensor, temperature: flo
 def grpo_loss(config: AlgorithmConfig) -> LossFn:
     """GRPO's objective as a dual-clip surrogate, against the rollout's own log-probabilities.
 
-    With ``r = exp(logprob - rollout_logprob)`` and advantage ``A``, per token::
+    With ``r = exp(logprob - rollout_logprob)`` and advantage ``A``, per token:
 
         loss = -min(min(r, ratio_cap) * A, clip(r, 1 - clip_low, 1 + clip_high) * A)
 
