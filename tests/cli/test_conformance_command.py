@@ -12,7 +12,7 @@ from command_line import assert_refused, run
 
 from weightlane.ckpt_engines.conformance import ConformanceReport, run_conformance
 
-BROKEN = Path(__file__).parents[1] / "ckpt_engines" / "broken_engines.py"
+BROKEN = Path(__file__).parents[1] / "ckpt_engines" / "conformance" / "broken_engines.py"
 ADDRESS = "test_an_address_is_plain_data"
 ONE_CHECK = ["--check", ADDRESS]
 

@@ -45,7 +45,8 @@ def _first_rank(*_: Any, rank: int = -1, **__: Any) -> bool:
 def _fork_vllm(_: Any) -> None:
     """Let a replica's actor fork vLLM's processes, as the tests' own process does."""
     if "WEIGHTLANE_TEST_FORKS" in os.environ:
-        sys.path.append(os.path.dirname(os.path.dirname(__file__)))  # noqa: PTH120 - as above
+        sys.path.append(os.path.abspath(f"{os.path.dirname(__file__)}/../.."))  # noqa: PTH100, PTH120 - as above
+        importlib.import_module("helper_paths")
         importlib.import_module("fork_server").install()
 
 
