@@ -49,7 +49,7 @@ with CollectivePublisher(shards, servers, backend=args.engine, options=args.opti
         weights.fence()  # the version before is copied: its tensors may change
         optimizer.step()
         optimizer.zero_grad()
-        weights.publish(step)  # returns at once; the servers generate and this loop trains while it travels
+        weights.publish(step)  # waits only while the version before is on its way; servers generate meanwhile
 if args.out:
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if dist.get_rank() == 0:

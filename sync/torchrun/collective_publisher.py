@@ -7,7 +7,7 @@ Under torchrun, in every rank, after the model was sharded::
             loss(model).backward()
             weights.fence()  # parameters may change from here on
             optimizer.step()
-            weights.publish(step)  # returns at once; the next forward and backward overlap the transfer
+            weights.publish(step)  # returns at once, unless the version before is still on its way
 
 Rank 0 hosts the rendezvous and runs the coordinator on a thread. The ranks exchange JSON over the default process group of
 torch.distributed when they begin, and never again.

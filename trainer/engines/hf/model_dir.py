@@ -67,7 +67,7 @@ def find_model(name: str | Path) -> Path:
         reason = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
         raise _error(
             f"there is no model directory {name}, and a model of this name can be had neither from the local cache nor from"
-            f" Hugging Face's hub: {reason}",
+            f" Hugging Face's hub: {reason.rstrip('.')}.",
             f"Correct model.path. Without a network: `hf download {name}` where there is one, and point to the directory.",
         ) from cause
 
