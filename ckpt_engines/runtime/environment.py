@@ -7,13 +7,26 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 
+from ..errors import DeadlineExceededError
+
 _lock = threading.Lock()
+_LONGEST_S = 60.0
+"""Most seconds to wait for another thread's block. A constructor takes milliseconds unless it hangs."""
 
 
 @contextlib.contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables inside the block, of which there is one at a time. Public in `toolkit`."""
-    with _lock:
+    """Set environment variables inside the block. Public in `toolkit`.
+
+    One thread at a time is inside such a block. Raises `DeadlineExceededError` when another thread stays in its own for a minute.
+    """
+    if not _lock.acquire(timeout=_LONGEST_S):
+        raise DeadlineExceededError(
+            f"another thread has been making an object with environment variables of its own for {_LONGEST_S:.0f} s.",
+            part="environment",
+            hint="A constructor of torch.distributed or UCX hangs in this process: `py-spy dump` shows where.",
+        )
+    try:
         before = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)
         try:
@@ -24,3 +37,5 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
                     del os.environ[name]
                 else:
                     os.environ[name] = value
+    finally:
+        _lock.release()

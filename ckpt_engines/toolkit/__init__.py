@@ -6,6 +6,7 @@ connections between the halves, gives the engine a `Channel` to each peer, and w
 
 - `PairedEngine` is a whole engine except for two functions that move one bucket: the shortest start for an engine of your own.
 - `PairedSender` and `PairedReceiver` are its halves, for an engine whose halves keep something between two buckets.
+- `PostingHalf` is the base of both: a `Lifecycle`, the channels, and `PostedCalls`.
 - `Lifecycle` lets any thread close a half while another thread is blocked in it.
 - `PostedCalls` moves posted buckets one after the other, when they are waited for.
 - `TcpMeeting` and `LocalMeeting` choose the sockets over which halves are connected (`CheckpointEngine.meeting`).
@@ -37,7 +38,8 @@ from .bucket_messages import (
     send_payload,
 )
 from .engine_memory import EngineMemory
-from .paired import PairedEngine, PairedHalf, PairedReceiver, PairedSender, PostedCalls
+from .halves import PostedCalls, PostingHalf
+from .paired import PairedEngine, PairedReceiver, PairedSender
 from .waiting import poll_until, run_bounded
 
 __all__ = [
@@ -48,10 +50,10 @@ __all__ = [
     "LocalMeeting",
     "Meeting",
     "PairedEngine",
-    "PairedHalf",
     "PairedReceiver",
     "PairedSender",
     "PostedCalls",
+    "PostingHalf",
     "TcpMeeting",
     "acknowledge",
     "announce",

@@ -7,13 +7,12 @@ other methods. Buckets are moved one after the other, when they are waited for.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar, get_args
 
 import torch
 
-from ..channels.channel import Address, Channel
+from ..channels.channel import Channel
 from ..contract.bucket import Bucket
 from ..contract.capabilities import Capabilities, Delivery
 from ..contract.engine import (
@@ -26,73 +25,13 @@ from ..contract.engine import (
     engine_label,
 )
 from ..deadline import Deadline
-from ..runtime.lifecycle import Lifecycle
 from .bucket_messages import choose, receive_payload, send_payload
+from .halves import PostingHalf
 
 C = TypeVar("C", bound=EngineConfig)
 
 
-class PostedCalls:
-    """Calls that were posted and are made, in the same order, when the half is flushed."""
-
-    def __init__(self) -> None:
-        self._calls: deque[Callable[[Deadline], None]] = deque()
-
-    def post(self, call: Callable[[Deadline], None]) -> None:
-        """Add `call`, which gets the deadline of the `flush` that makes it."""
-        self._calls.append(call)
-
-    def flush(self, deadline: Deadline, pending: int) -> None:
-        """Make all calls except the last `pending`. Raises what they raise."""
-        while len(self._calls) > pending:
-            self._calls.popleft()(deadline)
-
-
-class ConnectedHalf:
-    """The part that most halves share: a `Lifecycle`, and the channels to the peers.
-
-    Args:
-        part: Name of the half for error messages, e.g. ``"nixl sender trainer-0"``.
-    """
-
-    def __init__(self, part: str) -> None:
-        self._life = Lifecycle(part, self._release)
-        self._channels: dict[str, Channel] = {}
-
-    def address(self) -> Address:
-        """Return no data: the framework connects both sides."""
-        with self._life.call():
-            return {}
-
-    def connect(self, topology: Topology, channels: Mapping[str, Channel], deadline: Deadline) -> None:  # noqa: ARG002
-        """Take the channels, whose waits a close ends from now on."""
-        with self._life.call():
-            self._channels = dict(channels)
-            for channel in self._channels.values():
-                channel.belong_to(self._life)
-
-    def close(self) -> None:
-        """See `WeightSender.close`."""
-        self._life.close()
-
-    def _release(self) -> None:
-        """Free what a subclass has opened; see `Lifecycle`."""
-
-
-class PairedHalf(ConnectedHalf):
-    """The part that `PairedSender` and `PairedReceiver` share: a `ConnectedHalf` with posted buckets."""
-
-    def __init__(self, part: str) -> None:
-        super().__init__(part)
-        self._posted = PostedCalls()
-
-    def flush(self, deadline: Deadline, pending: int = 0) -> None:
-        """Move the posted buckets, one after the other."""
-        with self._life.call():
-            self._posted.flush(deadline, pending)
-
-
-class PairedSender(PairedHalf, WeightSender):
+class PairedSender(PostingHalf, WeightSender):
     """A sending half that moves a bucket in one call, `send`, when it is waited for."""
 
     def post(self, bucket: Bucket, receivers: Sequence[str]) -> None:
@@ -106,7 +45,7 @@ class PairedSender(PairedHalf, WeightSender):
         """See `PairedEngine.send`."""
 
 
-class PairedReceiver(PairedHalf, WeightReceiver):
+class PairedReceiver(PostingHalf, WeightReceiver):
     """A receiving half that moves a bucket in one call, `receive`, when it is waited for."""
 
     def post(self, bucket: Bucket, sender: str) -> None:
@@ -162,7 +101,7 @@ class PairedEngine(CheckpointEngine, Generic[C]):
         return _Receiver(self, f"receiver {name}")
 
 
-class _EngineHalf(PairedHalf):
+class _EngineHalf(PostingHalf):
     def __init__(self, engine: PairedEngine[Any], side: str) -> None:
         super().__init__(f"{engine_label(engine)} {side}")
         self._engine = engine

@@ -9,7 +9,7 @@ from ...contract.bucket import Bucket
 from ...contract.engine import Topology, WeightReceiver
 from ...deadline import Deadline
 from ...errors import PeerLostError, ProtocolError, StorageError
-from ...toolkit.paired import PairedHalf
+from ...toolkit.halves import PostingHalf
 from .config import FilesystemConfig
 from .file_names import SENDER_FILE, checked_session, parse_sender, payload_name, sender_directory, version_directory
 from .guard import Guard
@@ -25,7 +25,7 @@ _HEALTH_CHECK_S = {True: 0.5, False: 2.0}
 """Pause between two looks at whether the sender lives, by whether the store is local."""
 
 
-class FilesystemReceiver(PairedHalf, WeightReceiver):
+class FilesystemReceiver(PostingHalf, WeightReceiver):
     """Waits for the sender's files and reads them."""
 
     def __init__(self, name: str, config: FilesystemConfig) -> None:

@@ -13,7 +13,7 @@ from ...contract.engine import Topology
 from ...contract.storing import StoringSender, VersionFiles
 from ...deadline import Deadline
 from ...errors import DeadlineExceededError, ProtocolError, StorageError, WeightlaneError
-from ...toolkit.paired import PairedHalf
+from ...toolkit.halves import PostingHalf
 from .config import FilesystemConfig
 from .file_names import (
     COMMITTED,
@@ -64,7 +64,7 @@ class _PartialPayload:
         return (bucket.version, part) == (self.version, expected) and self.nbytes + bucket.nbytes <= part.total
 
 
-class FilesystemSender(PairedHalf, StoringSender):
+class FilesystemSender(PostingHalf, StoringSender):
     """Writes files, and knows nothing of the receivers that read them."""
 
     def __init__(self, name: str, config: FilesystemConfig) -> None:

@@ -21,7 +21,7 @@ from ...contract.viewing import ViewingReceiver
 from ...deadline import Deadline
 from ...errors import ProtocolError, TransportError
 from ...toolkit.bucket_messages import acknowledge, choose, expect, refuse
-from ...toolkit.paired import ConnectedHalf
+from ...toolkit.halves import ConnectedHalf
 from ...toolkit.waiting import poll_until
 from .segments import SegmentKind, SegmentMapping, duplicate_sockets
 

@@ -17,7 +17,7 @@ from ...contract.viewing import ViewableSender
 from ...deadline import Deadline
 from ...errors import ProtocolError
 from ...toolkit.bucket_messages import announce, checked_answer, choose
-from ...toolkit.paired import ConnectedHalf
+from ...toolkit.halves import ConnectedHalf
 from .segment_arena import SegmentArena
 from .segments import Segment, SegmentKind
 

@@ -45,7 +45,7 @@ def _process_engine(config: MooncakeConfig) -> ProcessEngine:
     return ProcessEngine.of_this_process(config.host, config.protocol, config.devices)
 
 
-class _Half(toolkit.PairedHalf):
+class _Half(toolkit.PostingHalf):
     """The part that both halves share."""
 
     def __init__(self, part: str, config: MooncakeConfig) -> None:

@@ -43,7 +43,7 @@ class NixlConfig(EngineConfig):
     transports: str = Field("all", description="Transports that UCX may use (UCX_TLS): rc,sm for example; or all.")
 
 
-class _Half(toolkit.PairedHalf):
+class _Half(toolkit.PostingHalf):
     """The part that both halves share. Senders write to receivers' memory, so only a receiver has `_exposed` memory."""
 
     def __init__(self, part: str, config: NixlConfig) -> None:
