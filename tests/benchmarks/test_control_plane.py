@@ -49,6 +49,6 @@ def test_participants_that_never_join_are_not_waited_for_without_end(
     never_joins.write_text("#!/bin/sh\nexec sleep 1000000\n")
     never_joins.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(never_joins))
-    monkeypatch.setattr(control_plane, "_LIMIT_S", 0.2)
+    monkeypatch.setattr(control_plane, "LIMIT_S", 0.2)
     assert control_plane.main(["--participants", "2", "--tensors", "3", "--versions", "1", "--sessions", "1"]) == 2
     assert "a process of participants to join" in capsys.readouterr().err

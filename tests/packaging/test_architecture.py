@@ -37,6 +37,8 @@ def test_the_tests_have_rooms_too(drawing: dict[str, Any]) -> None:
         for path in (ROOT / folder).rglob("*.py")
         if "build" not in path.parts
     ]
+    lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in modules}
+    assert not {name: count for name, count in lines.items() if count > drawing["MOST_LINES"]}
     entries: dict[Path, set[str]] = {}
     for path in modules:
         while (path := path.parent) != ROOT and "tests" in path.parts:

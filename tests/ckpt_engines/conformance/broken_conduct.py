@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 from broken_wrappers import (
     FOREVER_S,
     SHARED_MEMORY_PREFIX,
+    Call,
     Half,
     Healthy,
     HealthyGloo,
@@ -40,8 +41,6 @@ from weightlane.ckpt_engines import (
     ProtocolError,
     Topology,
 )
-
-Call = Callable[..., Any]
 
 # --- time ------------------------------------------------------------------------------------------------------------
 

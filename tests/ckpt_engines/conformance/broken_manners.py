@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from broken_wrappers import Half, Healthy, HealthyGloo, Receiver, Sender, broken, broken_link, declaring
+from broken_wrappers import Call, Half, Healthy, HealthyGloo, Receiver, Sender, broken, broken_link, declaring
 
 from weightlane.ckpt_engines import (
     Address,
@@ -23,8 +23,6 @@ from weightlane.ckpt_engines import (
 from weightlane.ckpt_engines.engines.torch_distributed.gloo import GlooEngine
 from weightlane.ckpt_engines.links.receiver_link import ReceiverLink
 from weightlane.ckpt_engines.links.sender_link import SenderLink
-
-Call = Callable[..., Any]
 
 # --- strangers -------------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,8 @@ from weightlane.ckpt_engines.links.sender_link import SenderLink
 
 FOREVER_S = 3600.0
 SHARED_MEMORY_PREFIX = "broken-engine-"
+Call = Callable[..., Any]
+"""A call of the right engine, which a defect makes or leaves out."""
 
 
 class Half:

@@ -162,7 +162,7 @@ FURTHER: dict[str, dict[str, str]] = {
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
     made = Pool()
-    made.preload(["broken_data", "broken_conduct", "broken_manners"])
+    made.preload(["broken_data", "broken_views", "broken_conduct", "broken_manners"])
     yield made
     made.close()
 

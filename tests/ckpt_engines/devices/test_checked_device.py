@@ -15,8 +15,9 @@ import pytest
 import torch
 from checked_device.driver import Driver
 from checked_device.group import open_group
+from checked_device.streams import FREED, NO_WAIT, ORDER, OTHER_BYTES, REUSED, TRAINER, WRONG_DEVICE, Stream, names
 from checked_device.tensors import CheckedTensor, installed
-from checked_device.world import FREED, NO_WAIT, ORDER, OTHER_BYTES, REUSED, TRAINER, WRONG_DEVICE, Stream, World, names
+from checked_device.world import World
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import (

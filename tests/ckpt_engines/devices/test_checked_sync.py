@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 from checked_device.driver import Driver
+from checked_device.streams import NO_WAIT, TRAINER, names
 from checked_device.tensors import installed
-from checked_device.world import NO_WAIT, TRAINER, World, names
+from checked_device.world import World
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, WeightlaneError

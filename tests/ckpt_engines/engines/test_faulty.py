@@ -1,18 +1,16 @@
-"""The fault-injection wrapper: each fault does what its name says, in the contract's own errors, and can be counted."""
+"""The fault-injection wrapper: each fault does what its name says, in the errors of the contract."""
 
 from __future__ import annotations
 
 import inspect
-import itertools
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from sessions import Session, receive, send, soon
+from faulty_transfers import SIZE, always, carry, changed_bits, half_of, note_waits, payloads
+from sessions import Session, send, soon
 from waiting import HANG_S, NEVER_S, wait_until
 
 from weightlane.ckpt_engines import (
@@ -32,47 +30,15 @@ from weightlane.ckpt_engines import (
 )
 from weightlane.ckpt_engines.engines.faulty.engine import FaultyEngine
 from weightlane.ckpt_engines.engines.faulty.fault_config import FaultKind
-from weightlane.ckpt_engines.engines.faulty.fault_log import NO_BUCKET, FaultRecord, read_fault_log
+from weightlane.ckpt_engines.engines.faulty.fault_log import NO_BUCKET, read_fault_log
 from weightlane.ckpt_engines.engines.faulty.faulty_links import FaultyReceiverLink, FaultySenderLink
 from weightlane.ckpt_engines.links.sender_link import make_sender_link
 from weightlane.ckpt_engines.runtime.devices import HOST
 
 BUILT_IN = ("gloo", "shm", "filesystem")
-SIZE = 4096
 on_every_engine = pytest.mark.parametrize("engine_name", BUILT_IN)
 """For faults that the other side answers as the engine does; the others end within the wrapper."""
 on_either_side = pytest.mark.parametrize("side", ["sender", "receiver"])
-
-Received = Future[list[torch.Tensor]]
-
-
-def carry(
-    session: Session, buckets: list[torch.Tensor], deadline_s: float = HANG_S, receive_s: float | None = None
-) -> tuple[Future[None], Received]:
-    """Send `buckets` as version 1; a side closes as soon as it fails, as the framework would do."""
-    deadline = Deadline.after(deadline_s)
-    until = Deadline.after(deadline_s if receive_s is None else receive_s)
-
-    def send_all() -> None:
-        try:
-            for index, data in enumerate(buckets):
-                send(session.sender, Bucket(1, index, data), ["r"], deadline)
-        except BaseException:
-            session.sender.close()
-            raise
-
-    def receive_all() -> list[torch.Tensor]:
-        received = []
-        try:
-            for index, data in enumerate(buckets):
-                received.append(torch.zeros_like(data))
-                receive(session.receiver, Bucket(1, index, received[-1]), "s", until)
-        except BaseException:
-            session.receiver.close()
-            raise
-        return received
-
-    return session.threads.submit(send_all), session.threads.submit(receive_all)
 
 
 @pytest.fixture
@@ -100,30 +66,6 @@ def pair(engine_name: str, tmp_path: Path) -> Iterator[Callable[..., Session]]:
     yield pair
     for one in made:
         one.close()
-
-
-def always(kind: FaultKind, **options: Any) -> dict[str, Any]:
-    """Options under which the first bucket of a version meets `kind`."""
-    return {"kinds": [kind], "rate": 1, **options}
-
-
-def half_of(session: Session, side: str) -> Any:
-    return session.sender if side == "sender" else session.receiver
-
-
-def note_waits(half: Any, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Instead of waiting, a half's faults note for how long they would."""
-    waits: list[float] = []
-    monkeypatch.setattr(half._faults._closed, "wait", waits.append)
-    return waits
-
-
-def payloads(count: int = 3) -> list[torch.Tensor]:
-    return [torch.randint(0, 256, (SIZE,), dtype=torch.uint8) for _ in range(count)]
-
-
-def changed_bits(one: torch.Tensor, other: torch.Tensor) -> int:
-    return sum(int(byte).bit_count() for byte in (one ^ other).tolist())
 
 
 def test_the_wrapper_of_every_engine_declares_what_the_engine_declares() -> None:
@@ -309,79 +251,6 @@ def test_an_engine_runs_out_of_memory_as_often_as_it_is_told_to(tmp_path: Path) 
     assert 5 <= len(failed) <= 31  # 18, give or take three and a half standard deviations
     records = [(record.half, record.version, record.index, record.kind) for record in read_fault_log(log)]
     assert records == [("engine", NO_BUCKET, number, FaultKind.EXHAUST) for number in failed]
-
-
-def send_much(path: Path, half: str = "s", **options: Any) -> list[FaultRecord]:
-    """Faults of 60 versions of 5 buckets, of which one is empty; a store needs no receiver."""
-    log = path / f"log-{len(list(path.iterdir()))}"
-    options = {"delay_s": 0, "log": str(log), "inner": {"path": str(path / "store")}, **options}
-    sender = make_sender_link(CheckpointEngineRegistry().create("faulty:filesystem", options), half, HOST)
-    sender.connect(Topology("session", {half: sender.address()}, {}), soon())
-    for version, index in itertools.product(range(60), range(5)):
-        send(sender, Bucket(version, index, torch.zeros(0 if index == 1 else 4, dtype=torch.uint8)), [])
-    sender.close()
-    return read_fault_log(log)
-
-
-HARMLESS = ["delay", "flip", "truncate", "duplicate", "drop"]
-
-
-def test_the_same_seed_injects_the_same_faults_and_another_seed_or_name_others(tmp_path: Path) -> None:
-    def faults(**options: Any) -> list[tuple[int, int, FaultKind]]:
-        records = send_much(tmp_path, kinds=HARMLESS, **options)
-        return [(record.version, record.index, record.kind) for record in records]
-
-    first = faults(seed=1, rate=0.1)
-    assert first == faults(seed=1, rate=0.1)
-    assert first != faults(seed=2, rate=0.1)
-    assert first != faults(seed=1, rate=0.1, half="other")
-    assert {kind for _, _, kind in first} == {FaultKind(kind) for kind in HARMLESS}
-    assert faults(rate=0) == []
-
-
-def test_a_version_meets_at_most_one_fault_of_a_half_and_one_that_needs_bytes_spares_empty_buckets(
-    tmp_path: Path,
-) -> None:
-    records = send_much(tmp_path, kinds=HARMLESS, rate=1)
-    assert [record.version for record in records] == list(range(60))
-    assert {record.index for record in records} == {0}
-    records = send_much(tmp_path, kinds=HARMLESS, rate=0.3)
-    versions = [record.version for record in records]
-    assert len(set(versions)) == len(versions)
-    # Five chances of 0.3 each make 0.83 of a version: 50 of 60, give or take three standard deviations.
-    assert 41 <= len(versions) <= 59
-    assert not [record for record in records if record.index == 1 and record.kind in {"flip", "truncate"}]
-
-
-def test_lines_of_several_writers_never_mix(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    options = {**always(FaultKind.DROP), "log": str(log), "inner": {"path": str(tmp_path / "store")}}
-    engine = CheckpointEngineRegistry().create("faulty:filesystem", options)
-    started = threading.Barrier(4)
-
-    def send_versions(half: str) -> None:
-        sender = make_sender_link(engine, half, HOST)
-        sender.connect(Topology("session", {half: sender.address()}, {}), soon())
-        started.wait(HANG_S)
-        for version in range(50):
-            send(sender, Bucket(version, 0, torch.zeros(1, dtype=torch.uint8)), [])
-        sender.close()
-
-    halves = [f"half-{number}-{'x' * 200}" for number in range(4)]
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(send_versions, halves))
-    counted = [record.half for record in read_fault_log(log)]
-    assert {half: counted.count(half) for half in halves} == dict.fromkeys(halves, 50)
-    assert log.stat().st_mode & 0o777 == 0o600
-
-
-def test_a_log_that_is_missing_is_empty_and_one_that_is_none_is_refused(tmp_path: Path) -> None:
-    assert read_fault_log(tmp_path / "missing") == []
-    (tmp_path / "log").write_text('{"at": 1}\n')
-    with pytest.raises(ProtocolError, match="not a fault log"):
-        read_fault_log(tmp_path / "log")
-    with pytest.raises(StorageError):
-        read_fault_log(tmp_path)
 
 
 def test_what_a_store_is_told_of_a_version_passes_and_a_bucket_that_is_kept_back_keeps_its_bytes(

@@ -5,11 +5,10 @@ A `json_program`, whose functions are called.
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,119 +16,35 @@ from unittest import mock
 import torch
 from json_program import serve
 from layout_models import bits, random_bits, scatter
-from tiny_models import copy_with
+from loaded_models import (
+    committed,
+    differing,
+    forced,
+    hidden_copy_of,
+    hidden_copy_of_an_expert,
+    loaded,
+    ordinary,
+    other,
+    state,
+    tensors_of,
+    written,
+)
+from rank_needs import needs, quantised_slices, rank_layout  # noqa: F401 - tests call them by these names
 
 from weightlane.ckpt_engines import WeightlaneError
 from weightlane.rollout.commit.rank_group import RankGroup
-from weightlane.rollout.layout import LayoutMap, Refusal, SourceSpec, VersionLoader, needed_boxes, trace_loading
+from weightlane.rollout.layout import SourceSpec, VersionLoader, trace_loading
 from weightlane.rollout.layout import version_loader as loader_module
 from weightlane.rollout.layout.loading.expectation import checkpoint_specs, expectation_of
-from weightlane.rollout.layout.offline import rank_layouts as rank_layouts_module
 from weightlane.rollout.layout.offline.layout_report import make_report
-from weightlane.rollout.layout.offline.rank_models import as_rank, engine_config, model_of_rank
+from weightlane.rollout.layout.offline.rank_models import as_rank, engine_config
 from weightlane.rollout.layout.proof import rehearsal as rehearsal_module
 from weightlane.rollout.layout.proof.device_room import room_beside, set_aside
 from weightlane.rollout.layout.proof.rehearsal import Rehearsal
 from weightlane.rollout.layout.rank_model import RankModel
-from weightlane.rollout.layout.trace.loading_reads import read_by_loading
-from weightlane.rollout.layout.verdict import judge, whole_reload
+from weightlane.rollout.layout.verdict import judge
 from weightlane.rollout.layout.write.version_writer import VersionWriter
-from weightlane.sync import LivePart, Manifest, SlicedTensors, TensorSlice, TensorSpec
-from weightlane.sync.version.box import Box
-from weightlane.sync.version.sliced_tensors import Slicing
-
-
-def tensors_of(path: str, dtype: str) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint in `dtype`, but those that it has in float32 beside others of that type."""
-    from safetensors.torch import load_file
-
-    tensors = load_file(Path(path) / "model.safetensors")
-    if len({tensor.dtype for tensor in tensors.values()}) > 1:
-        return tensors
-    return {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
-
-
-def other(tensors: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
-    """The same names and shapes, any bits."""
-    return {
-        name: random_bits(tuple(tensor.shape), tensor.dtype, seed=seed + place)
-        for place, (name, tensor) in enumerate(tensors.items())
-    }
-
-
-def state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The bytes of every parameter, buffer, and tensor that a layer or what vLLM gave it keeps beside them."""
-    found: dict[str, torch.Tensor] = {}
-    for prefix, module in model.named_modules():
-        kept = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-        for name, value in (*module._parameters.items(), *module._buffers.items(), *kept.items()):
-            inside = vars(value) if type(value).__module__.startswith("vllm.") and hasattr(value, "__dict__") else {}
-            for path, tensor in ((name, value), *((f"{name}.{inner}", item) for inner, item in inside.items())):
-                if isinstance(tensor, torch.Tensor) and name != "kv_cache":
-                    found[f"{prefix}.{path}"] = bits(tensor)
-    return found
-
-
-def committed(loader: VersionLoader, tensors: Mapping[str, torch.Tensor], group: RankGroup) -> str:
-    """Put a version into the loader's model as a worker does; the way it went."""
-    loader.learn_for(tensors, group)
-    return loader.write(tensors)
-
-
-def loaded(config: Any) -> torch.nn.Module:
-    """What vLLM's own start-up makes of a checkpoint's files."""
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.layers import rotary_embedding
-    from vllm.model_executor.model_loader import get_model_loader
-
-    rotary_embedding._ROPE_DICT.clear()  # models that are alike share these, and convert them when they first compute
-    with set_current_vllm_config(config):
-        loader = get_model_loader(config.load_config)
-        return loader.load_model(vllm_config=config, model_config=config.model_config)
-
-
-def ordinary(model: str | Path, config: Any) -> dict[str, torch.Tensor]:
-    """The state of a checkpoint that vLLM's own start-up has loaded on a rank like that of `config`.
-
-    Nothing of weightlane takes part in the loading, and nothing is loaded twice into a model.
-    """
-    kept = config.model_config
-    extra = {"max_model_len": kept.max_model_len, "model_impl": kept.model_impl, "use_tqdm_on_load": False}
-    dtype = str(config.model_config.dtype).removeprefix("torch.")
-    world = config.parallel_config.tensor_parallel_size
-    fresh = engine_config(str(model), tensor_parallel=world, dtype=dtype, extra=extra)
-    fresh.parallel_config.rank = config.parallel_config.rank
-    return state(loaded(fresh))
-
-
-def written(tensors: dict[str, torch.Tensor], like: str, folder: Path, dtype: str) -> Path:
-    """The checkpoint that `like` is with these tensors, in `dtype`."""
-    made = copy_with(tensors, Path(like), folder)
-    config = json.loads((made / "config.json").read_text())
-    (made / "config.json").write_text(json.dumps(config | {"dtype": dtype}))
-    return made
-
-
-def differing(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> list[str]:
-    return [
-        name
-        for name in one.keys() | two.keys()
-        if name not in one or name not in two or not torch.equal(one[name], two[name])
-    ]
-
-
-@contextmanager
-def forced(way: str) -> Iterator[None]:
-    """Inside, versions go through vLLM's own loading if `way` is ``reload``."""
-    if way != "reload":
-        yield
-        return
-    judged = whole_reload([Refusal("the model", "the test wants it")])
-    with (
-        mock.patch.object(loader_module, "judge", return_value=judged),
-        mock.patch.object(rank_layouts_module, "judge", return_value=judged),
-    ):
-        yield
+from weightlane.sync import LivePart, Manifest, TensorSpec
 
 
 def compare(path: str, dtype: str, impl: str = "auto", way: str = "") -> dict[str, Any]:
@@ -298,48 +213,6 @@ def rehearsed_badly(path: str, left_out: str) -> str | None:
         return rehearsal.first_mismatch(verdict, None)
 
 
-@contextmanager
-def hidden_copy_of(ending: str) -> Iterator[None]:
-    """Inside, layers of that name compute from a copy of their weight that nobody sees, made when they are loaded."""
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-
-    process, compute = UnquantizedLinearMethod.process_weights_after_loading, UnquantizedLinearMethod.apply
-    kernels: dict[int, torch.Tensor] = {}
-
-    def pack(self: Any, layer: Any) -> None:
-        process(self, layer)
-        kernels[id(layer)] = layer.weight.detach().clone()
-
-    def apply(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if ending and layer.prefix.endswith(ending):
-            return torch.nn.functional.linear(x, kernels[id(layer)], bias)
-        return compute(self, layer, x, bias)
-
-    with mock.patch.multiple(UnquantizedLinearMethod, process_weights_after_loading=pack, apply=apply):
-        yield
-
-
-@contextmanager
-def hidden_copy_of_an_expert() -> Iterator[None]:
-    """Inside, the last expert of every layer computes from a copy of its weight that nobody sees."""
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-
-    process, compute = CPUUnquantizedExperts.process_weights_after_loading, CPUUnquantizedExperts.apply
-    kernels: dict[int, torch.Tensor] = {}
-
-    def pack(self: Any, layer: Any) -> None:
-        process(self, layer)
-        kernels[id(self)] = layer.w2_weight[-1].detach().clone()
-
-    def apply(
-        self: Any, output: Any, hidden_states: Any, w1: Any, w2: torch.Tensor, *others: Any, **named: Any
-    ) -> None:
-        compute(self, output, hidden_states, w1, torch.cat([w2[:-1], kernels[id(self)].unsqueeze(0)]), *others, **named)
-
-    with mock.patch.multiple(CPUUnquantizedExperts, process_weights_after_loading=pack, apply=apply):
-        yield
-
-
 def stale_expert(path: str, dtype: str) -> str:
     """One expert that computes from a hidden copy of its weight: why its versions are refused."""
     config = engine_config(path, tensor_parallel=1, dtype=dtype)
@@ -467,104 +340,6 @@ def set_aside_and_back() -> dict[str, list[Any]]:
         raise KeyError("what goes wrong meanwhile")
     sizes.append([storage.nbytes() for storage in storages])
     return {"sizes": sizes, "same": [torch.equal(bits(t), b) for t, b in zip((*tensors, *views), before, strict=True)]}
-
-
-def rank_layout(path: str, dtype: str, rank: int, world: int, expert_parallel: bool) -> dict[str, Any]:
-    """The layout that one rank of several would trace."""
-    config = engine_config(path, tensor_parallel=world, dtype=dtype, expert_parallel=expert_parallel)
-    with model_of_rank(config, rank) as model:
-        specs = {
-            name: SourceSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors_of(path, dtype).items()
-        }
-        return trace_loading(model, specs).to_plain()
-
-
-def used_elements(layout: LayoutMap) -> dict[str, torch.Tensor]:
-    """Which elements of each source the copies read."""
-    found = {name: torch.zeros(spec.numel, dtype=torch.bool) for name, spec in layout.sources.items()}
-    for copy in layout.copies:
-        found[copy.source].as_strided(copy.shape, copy.source_strides, copy.source_offset).fill_(True)
-    return found
-
-
-def needs(path: str, dtype: str, world: int, expert_parallel: bool) -> list[dict[str, Any]]:
-    """For each rank its boxes, and the tensors of which they hold an element twice, too few or too many."""
-    config = engine_config(path, tensor_parallel=world, dtype=dtype, expert_parallel=expert_parallel)
-    specs = {name: SourceSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors_of(path, dtype).items()}
-    answers = []
-    for rank in range(world):
-        with model_of_rank(config, rank) as model:
-            layout = trace_loading(model, specs)
-        boxes, wrong = needed_boxes(layout), {}
-        for name, used in used_elements(layout).items():
-            times = torch.zeros(specs[name].shape, dtype=torch.int32)
-            for box in boxes[name]:
-                times[box.index] += 1
-            held = times.flatten() > 0
-            counts = [int((times > 1).sum()), int((used & ~held).sum()), int((held & ~used).sum())]
-            if any(counts):
-                wrong[name] = counts
-        plain = {name: [box.to_plain() for box in each] for name, each in boxes.items()}
-        answers.append({"boxes": plain, "wrong": wrong})
-    return answers
-
-
-def quantised_slices(path: str, other_path: str, world: int) -> list[dict[str, Any]]:
-    """A version of which each rank of a quantised model gets only what it asks for: what it asks for, and what it then holds."""
-    from safetensors.torch import load_file
-
-    config, alone = engine_config(path, tensor_parallel=world, dtype="bfloat16"), RankGroup(None)
-    second = load_file(Path(other_path) / "model.safetensors")
-    torch.use_deterministic_algorithms(True, warn_only=True)  # memory that nobody has written holds NaN
-    answers = []
-
-    def less(*asked: Any) -> dict[str, list[Box]]:
-        boxes = read_by_loading(*asked)
-        boxes["model.layers.1.mlp.up_proj.weight"].pop()
-        return boxes
-
-    for rank in range(world):
-        with as_rank(config, rank):
-            wanted = ordinary(other_path, config)
-            model = loaded(config)
-            before = state(model)
-            specs = checkpoint_specs(path, torch.bfloat16)
-            blind, loader = (
-                VersionLoader(RankModel(model, config, torch.device("cpu"), "test"), computes=False) for _ in range(2)
-            )
-            assert loader.needed() is None, "slices are asked for before it is shown that they are enough"
-            with mock.patch.object(loader_module, "read_by_loading", less):
-                blind.learn(specs, alone)
-            loader.learn(specs, alone)
-            touched = differing(before, state(model))
-            needed = loader.needed()
-            assert needed is not None
-            slicing = Slicing("plan", needed.specs, tuple(TensorSlice(*each) for each in needed.slices))
-            come = {
-                region.as_tensor.name: second[region.spec.name][region.box.index].clone() for region in slicing.regions
-            }
-            way = committed(loader, SlicedTensors(slicing, come), alone)
-            answers.append(
-                {
-                    "way": way,
-                    "blind": blind.needed() is None,
-                    "touched": touched,
-                    "changed": len(differing(before, state(model))),
-                    "differing": differing(wanted, state(model)),
-                    "boxes": {
-                        spec.name: [box.to_plain() for box in boxes]
-                        for spec, boxes in zip(needed.specs, needed.boxes, strict=True)
-                    },
-                }
-            )
-            del come[next(iter(come))]
-            less = Slicing("plan", needed.specs, slicing.regions[1:])
-            try:
-                committed(loader, SlicedTensors(less, come), alone)
-            except WeightlaneError as error:
-                answers[-1]["refused"] = str(error)
-    torch.use_deterministic_algorithms(False)
-    return answers
 
 
 def report(

@@ -10,11 +10,10 @@ import pytest
 import torch
 from json_program import Program
 from tiny_models import make_architecture, make_qwen3_moe
-from zoo_models import KINDS, make
+from zoo_kind import make
+from zoo_models import KINDS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-
-
 EXHAUSTIVE = pytest.mark.exhaustive
 EXP = "A: loading reads it back (exp)"
 BFLOAT16_CONV = "conv1d.weight: the layer repacks this weight" if torch.cpu._is_avx512_bf16_supported() else EXP

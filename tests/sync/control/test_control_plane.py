@@ -1,26 +1,20 @@
-"""The control plane: who gets in, what reaches whom, what is left of old sessions, how the end of a coordinator is noticed."""
+"""The control plane: who gets in, what reaches whom, what is left of old sessions."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import select
-import shutil
-import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
+from hub_calls import raised_by, value_counts
 from sessions import never, soon
 from waiting import HANG_S, wait_until
 
@@ -30,43 +24,13 @@ from weightlane.ckpt_engines import (
     DeadlineExceededError,
     PeerLostError,
     ProtocolError,
-    WeightlaneError,
 )
 from weightlane.ckpt_engines.channels.mac import new_secret
-from weightlane.sync import Manifest, Rendezvous, RendezvousAddress, SyncConfig, TensorSpec
+from weightlane.sync import Rendezvous, RendezvousAddress
 from weightlane.sync.control.hub.connection import ControlConnection
 from weightlane.sync.control.hub.frames import Frame, Kind
 from weightlane.sync.control.hub.handshake import dial
 from weightlane.sync.control.messages import Abort, Committed, Stop
-from weightlane.sync.control.tensor_lists import TensorLists
-from weightlane.sync.send.agreement.rank_agreement import Interrupt, RankAgreement
-
-NAMES = [f"t-{rank}" for rank in range(3)]
-
-
-def raised_by(call: Callable[[], Any]) -> tuple[threading.Thread, list[WeightlaneError]]:
-    """Run `call` on a thread of its own; what it raises."""
-    errors: list[WeightlaneError] = []
-
-    def run() -> None:
-        try:
-            call()
-        except WeightlaneError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread, errors
-
-
-@pytest.fixture
-def member(rendezvous: Rendezvous) -> Iterator[Rendezvous]:
-    joined = Rendezvous.join(rendezvous.address)
-    yield joined
-    joined.close()
-
-
-# -- who gets in --------------------------------------------------------------------------------------------------------
 
 
 def test_who_does_not_know_the_secret_is_no_member_and_disturbs_nobody(
@@ -277,12 +241,6 @@ def test_what_nobody_refers_to_any_more_ends_wherever_garbage_is_collected() -> 
     wait_until(lambda: connection._ended and hub._listener._sock.fileno() < 0, "end of both")
 
 
-def value_counts(rendezvous: Rendezvous) -> dict[str, int]:
-    """How many values the hub keeps in each scope."""
-    scopes = list(rendezvous._hub.mailboxes._scopes.items())
-    return {name: len(scope.values) for name, scope in scopes if scope.values}
-
-
 # -- mailboxes and sessions ----------------------------------------------------------------------------------------------
 
 
@@ -337,176 +295,3 @@ def test_of_a_session_that_is_over_nothing_is_left_and_nobody_waits(rendezvous: 
         member.mailbox("plan/s-1").get("late", never())
     assert set(value_counts(rendezvous)) == {"plan/s-12", "plan/s-2"}
     assert rendezvous._hub.torch_store._opened[0].list_keys() == ["gather-group/s-2/rank"]
-
-
-# -- ranks that agree ----------------------------------------------------------------------------------------------------
-
-
-def talks(rendezvous: Rendezvous) -> list[RankAgreement]:
-    return [RankAgreement(rendezvous.mailbox("agreement/s"), NAMES, rank) for rank in range(3)]
-
-
-def test_ranks_hear_all_of_one_another_by_two_messages_each_and_old_versions_go(rendezvous: Rendezvous) -> None:
-    ranks = talks(rendezvous)
-    kept = []
-    for version in range(1, 9):
-        before, _ = rendezvous.traffic
-        for rank, talk in enumerate(ranks):
-            talk.say("deltas", version, [version, rank])
-        for talk in ranks:
-            assert list(talk.hear("deltas", version, soon(), Interrupt()).items()) == [
-                (name, [version, rank]) for rank, name in enumerate(NAMES)
-            ]
-        assert rendezvous.traffic[0] - before <= 4 * len(ranks), "say, ask, answer, and one to forget"
-        kept.append(sum(value_counts(rendezvous).values()))
-    assert kept[-1] == kept[2], "it grows with every version"
-
-
-def test_a_rank_that_says_nothing_is_named(rendezvous: Rendezvous) -> None:
-    first, _, third = talks(rendezvous)
-    first.say("deltas", 1, None)
-    third.say("deltas", 1, None)
-    with pytest.raises(DeadlineExceededError, match="the deltas of version 1") as caught:
-        first.hear("deltas", 1, Deadline.after(0.05), Interrupt())
-    assert caught.value.peer == "t-1"
-
-
-def test_a_rank_hears_the_others_no_longer_than_it_wants(rendezvous: Rendezvous) -> None:
-    first, second, _ = talks(rendezvous)
-    superseded, other = Interrupt(), Interrupt()
-    thread, errors = raised_by(lambda: first.hear("deltas", 1, never(), superseded))
-    wait_until(lambda: bool(superseded._waits), "rank that hears")
-    other.set()
-    assert superseded._waits, "another version is superseded"
-    superseded.set()
-    thread.join(HANG_S)
-    closed, others = raised_by(lambda: second.hear("deltas", 1, never(), Interrupt()))
-    wait_until(lambda: bool(second._session_over._waits), "rank that hears")
-    second.close()
-    closed.join(HANG_S)
-    assert [type(error) for error in (*errors, *others)] == [ClosedError, ClosedError]
-    for rank, interrupt in ((first, superseded), (second, Interrupt())):
-        with pytest.raises(ClosedError):
-            rank.hear("deltas", 1, never(), interrupt)
-
-
-def test_others_than_the_ranks_are_not_listened_to(rendezvous: Rendezvous) -> None:
-    first, second, _ = talks(rendezvous)
-    first.say("deltas", 1, None)
-    second.say("deltas", 1, None)
-    rendezvous.mailbox("agreement/s/deltas/1").put("t-9", None)
-    with pytest.raises(ProtocolError, match="no trainer ranks speak of it: t-9"):
-        first.hear("deltas", 1, soon(), Interrupt())
-
-
-# -- manifests by reference ----------------------------------------------------------------------------------------------
-
-
-def manifest(version: int = 0) -> Manifest:
-    specs = tuple(TensorSpec(f"w.{number}", (3, number), torch.float32) for number in range(40))
-    return Manifest(version, specs, 1024)
-
-
-def test_a_list_of_tensors_is_sent_once_for_a_session(rendezvous: Rendezvous) -> None:
-    trainer, rollout, model = TensorLists(), TensorLists(), manifest()
-    for session in ("s-1", "s-2"):
-        board = rendezvous.mailbox(f"tensors/{session}")
-        for version in range(3):
-            offered = model.as_version(version, "")
-            before = rendezvous.traffic
-            plain = trainer.referred_to(offered.to_plain(), board, session)
-            assert isinstance(plain["tensors"], str)
-            assert Manifest.from_plain(rollout.looked_up(plain, board, soon())) == offered
-            assert version == 0 or rendezvous.traffic == before, "it is there already"
-        assert value_counts(rendezvous)[f"tensors/{session}"] == 1
-
-
-def test_a_list_that_is_not_what_its_digest_says_is_refused(rendezvous: Rendezvous) -> None:
-    board = rendezvous.mailbox("tensors/s")
-    plain = TensorLists().referred_to(manifest().to_plain(), board, "s")
-    board.put(plain["tensors"], [])
-    with pytest.raises(ProtocolError, match="not the one that the manifest refers to"):
-        TensorLists().looked_up(plain, board, soon())
-    with pytest.raises(DeadlineExceededError):
-        TensorLists().looked_up(plain | {"tensors": "0" * 64}, board, Deadline.after(0.02))
-
-
-def test_another_version_of_a_manifest_is_what_it_would_be_if_it_were_made_anew() -> None:
-    first = manifest(1)
-    assert first.bucket_count
-    assert first.as_version(7, "x") == replace(first, version=7, identity="x")
-    assert first.version == 1
-    same = Manifest.from_plain(first.as_version(7, "x").to_plain(), first)
-    assert same == replace(first, version=7, identity="x")
-    for changed in ({"bucket_bytes": 2048}, {"checksummed": False}, {"lasting": True}, {"quantised": "fp8"}):
-        other = replace(first, version=7, **changed)
-        assert Manifest.from_plain(other.to_plain(), first) == other
-
-
-# -- a coordinator that is silent ----------------------------------------------------------------------------------------
-
-SILENT = """
-import sys
-from weightlane.sync import Rendezvous
-host = Rendezvous.host(silence_s=1.0)
-print(host.address.port, host.address.secret, flush=True)
-sys.stdin.readline()
-"""
-
-
-def test_a_coordinator_that_is_only_busy_is_not_taken_for_a_dead_one(children: Any) -> None:
-    process = children.start(["-c", SILENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    port, secret = process.stdout.readline().split()
-    with contextlib.closing(Rendezvous.join(RendezvousAddress("127.0.0.1", int(port), secret))) as member:
-        process.send_signal(signal.SIGSTOP)
-        member.mailbox("s").put("key", 1)
-        sock = member._client.send.__self__._sock  # type: ignore[attr-defined]
-        # A host that has vanished, and acknowledges nothing, is waited for no longer than one second.
-        wait_until(lambda: acknowledged_after_ms(sock) > 3000, "answers of the host's kernel to keep-alive probes")
-        process.send_signal(signal.SIGCONT)
-        assert member.mailbox("s").get("key", soon()) == 1
-
-
-def acknowledged_after_ms(sock: socket.socket) -> int:
-    """How long after the last data that was sent on `sock` the last acknowledgement came."""
-    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 60)
-    data_sent_ms_ago, _, _, acknowledged_ms_ago = struct.unpack_from("4I", info, 44)  # see linux/tcp.h
-    return int(data_sent_ms_ago - acknowledged_ms_ago)
-
-
-@pytest.mark.parametrize(("deadline_s", "silence_s"), [(60.0, 20.0), (5.0, 5.0), (0.5, 2.0)])
-def test_a_vanished_host_is_noticed_within_a_sync(deadline_s: float, silence_s: float) -> None:
-    assert SyncConfig(deadline_s=deadline_s).silence_s == silence_s
-
-
-# -- a coordinator that vanishes -----------------------------------------------------------------------------------------
-
-VANISHING = Path(__file__).parent / "vanishing_coordinator.py"
-PROBE = "ip link add wl0 type veth peer name wl1 && ip link set wl0 up"
-
-
-@pytest.fixture
-def own_network() -> str:
-    """How to run a program in a network of its own; skips, with the reason, where there is none."""
-    if (unshare := shutil.which("unshare")) is None or shutil.which("ip") is None:
-        pytest.skip("unshare, of util-linux, or ip, of iproute2, not found")
-    done = subprocess.run([unshare, "--net", "sh", "-c", PROBE], capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"this system makes no links: {done.stderr.strip()}")
-    return unshare
-
-
-def test_a_coordinator_whose_host_vanishes_without_a_word_is_noticed_by_everybody(own_network: str) -> None:
-    done = subprocess.run(
-        [own_network, "--net", sys.executable, str(VANISHING)],
-        capture_output=True,
-        text=True,
-        timeout=2 * HANG_S,  # it ends by itself after one
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    said = done.stdout.splitlines()
-    assert len(said) == 4, done.stdout
-    for line in said:
-        assert "ClosedError" in line
-        assert "coordinator at 10.77.0.2" in line

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .world import FREED, WRONG_DEVICE, World
+from .streams import FREED, WRONG_DEVICE
+from .world import World
 
 
 class Driver:

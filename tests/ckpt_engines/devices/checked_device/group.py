@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .streams import ORDER, WRONG_DEVICE, Block, Event, Operation, Stream
 from .tensors import CheckedTensor, _range
-from .world import ORDER, WRONG_DEVICE, Block, Event, Operation, Stream, World
+from .world import World
 
 Place = tuple[Block, int, int]
 _fleets: dict[str, Fleet] = {}

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from .world import WRONG_DEVICE, Block, Event, Stream, World
+from .streams import WRONG_DEVICE, Block, Event, Stream
+from .world import World
 
 _VIEWS = {
     "view", "__getitem__", "detach", "as_strided", "reshape", "narrow", "alias", "squeeze", "unsqueeze", "flatten",

@@ -14,173 +14,25 @@ import random
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from waiting import HANG_S
 
-Clock = dict[int, int]
-"""How many operations of each stream have been waited for, by the stream's number."""
-
-WRONG_DEVICE = "wrong device"
-NO_WAIT = "no wait for what is written"
-REUSED = "memory reused too early"
-TRAINER = "waits for the training"
-FREED = "memory freed too early"
-ORDER = "different orders"
-OTHER_BYTES = "other bytes than were sent"
-
-
-@dataclass(frozen=True, slots=True)
-class Violation:
-    """A rule that was broken."""
-
-    rule: str
-    what: str
-
-
-@dataclass(slots=True)
-class Access:
-    """That an operation reads or writes some bytes of a block."""
-
-    start: int
-    stop: int
-    writes: bool
-    stream: int
-    count: int
-    what: str
-
-
-class Block:
-    """A run of device memory.
-
-    Attributes:
-        device: Whose.
-        raw: The bytes; they stay for as long as an operation uses them, whoever has freed the block.
-    """
-
-    def __init__(self, world: World, device: int, nbytes: int, stream: Stream | None) -> None:
-        self.device = device
-        self.raw = bytearray(world.garbage(max(8, nbytes)))
-        self.address = world.place(nbytes)
-        self.nbytes = nbytes
-        self.stream = stream
-        """On which it was allocated, as far as torch's allocator knows; None for memory of the driver's."""
-        self.recorded: set[int] = set()
-        """Streams that the allocator was told of."""
-        self.accesses: list[Access] = []
-
-    def bytes(self, start: int, stop: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The bytes from `start` on."""
-        return np.frombuffer(self.raw, dtype=np.uint8)[start:stop]
-
-
-@dataclass(slots=True)
-class Operation:
-    """Something to be done on a stream."""
-
-    what: str
-    run: Callable[[], object]
-    clock: Clock
-    count: int
-    waits: list[Event] = field(default_factory=list)
-    ready: Callable[[], bool] = lambda: True
-    """Whether it can run, for one that has to meet others."""
-
-
-class Stream:
-    """Operations of one device, one behind the other."""
-
-    def __init__(self, world: World, device: int, name: str) -> None:
-        self.world, self.device, self.name = world, device, name
-        self.number = world.number()
-        self.clock: Clock = {}
-        self.count = 0
-        self.queue: deque[Operation] = deque()
-        self._waits: list[Event] = []
-
-    @property
-    def cuda_stream(self) -> int:
-        """As torch's streams."""
-        return self.number
-
-    def wait_event(self, event: Event) -> None:
-        """As torch's streams."""
-        with self.world.changed:
-            self._waits.append(event)
-            _merge(self.clock, event.clock)
-
-    def wait_stream(self, other: Stream) -> None:
-        """As torch's streams."""
-        event = Event(self.world)
-        event.record(other)
-        self.wait_event(event)
-
-    def synchronize(self) -> None:
-        """As torch's streams."""
-        event = Event(self.world)
-        event.record(self)
-        event.synchronize()
-
-    def put(self, what: str, run: Callable[[], object], *, ready: Callable[[], bool] = lambda: True) -> Operation:
-        """Start an operation; it begins when its turn has come."""
-        with self.world.changed:
-            _merge(self.clock, self.world.host)
-            self.count += 1
-            self.clock[self.number] = self.count
-            operation = Operation(what, run, dict(self.clock), self.count, self._waits, ready)
-            self._waits = []
-            self.queue.append(operation)
-            self.world.started(self, operation)
-            return operation
-
-
-class Event:
-    """As torch's."""
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self.clock: Clock = {}
-        self.passed = True
-        self.device: int | None = None
-        """On which it is; torch makes it when it is first recorded, or exported."""
-
-    def record(self, stream: Stream) -> None:
-        """Pass when everything that was started on `stream` is done."""
-        if self.device not in (None, stream.device):
-            self.world.violate(WRONG_DEVICE, f"an event of device {self.device} is recorded on {stream.name}")
-        self.device = stream.device
-        self.passed = False
-        operation = stream.put("event", self._pass)
-        self.clock = operation.clock
-
-    def _pass(self) -> None:
-        self.passed = True
-
-    def query(self) -> bool:
-        """Whether it has passed. The host then knows of everything before."""
-        with self.world.changed:
-            if self.passed:
-                _merge(self.world.host, self.clock)
-            return self.passed
-
-    def synchronize(self) -> None:
-        """Wait until it has passed."""
-        self.world.wait_until(self.query, "an event")
-
-    def wait(self, stream: Stream) -> None:
-        """Have `stream` wait."""
-        stream.wait_event(self)
-
-    def ipc_handle(self) -> bytes:
-        """By which another half opens it."""
-        if self.device is None:
-            self.device = self.world.current_device
-        return self.world.handle_of(self)
+from .streams import (
+    FREED,
+    NO_WAIT,
+    REUSED,
+    TRAINER,
+    Access,
+    Block,
+    Clock,
+    Operation,
+    Stream,
+    Violation,
+    merge,
+)
 
 
 class World:
@@ -324,10 +176,10 @@ class World:
             known = dict(self.host)
             if block.stream is not None:
                 # The allocator lets the memory's own stream use it again, behind what the streams it was told of do now.
-                _merge(known, block.stream.clock)
+                merge(known, block.stream.clock)
                 for stream in self._streams:
                     if stream.number in block.recorded:
-                        _merge(known, stream.clock)
+                        merge(known, stream.clock)
             for access in block.accesses:
                 if known.get(access.stream, 0) < access.count:
                     self.violate(FREED, f"{access.what} uses memory of device {block.device} that was given back")
@@ -405,14 +257,3 @@ class World:
             self._over = True
             self.changed.notify_all()
         self._thread.join(5.0)
-
-
-def _merge(into: Clock, other: Mapping[int, int]) -> None:
-    for number, count in other.items():
-        if into.get(number, 0) < count:
-            into[number] = count
-
-
-def names(violations: Iterable[Violation]) -> str:
-    """All of them, for a failure's text."""
-    return "\n".join(f"{violation.rule}: {violation.what}" for violation in violations)

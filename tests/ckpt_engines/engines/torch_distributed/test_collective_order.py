@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from checked_device.group import Fleet, Group
+from checked_device.streams import ORDER, names
 from checked_device.tensors import installed
-from checked_device.world import ORDER, World, names
+from checked_device.world import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sessions import soon

@@ -21,7 +21,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[3] / "support"))
 import helper_paths  # noqa: F401 - it makes the others importable
 from json_program import Program
-from zoo_models import KINDS, Kind, make
+from zoo_kind import Kind, make
+from zoo_models import KINDS
 
 BEGIN, END = "<!-- made by make test-zoo -->", "<!-- end -->"
 WAYS = {"decided": "", "reload": "reload"}

@@ -16,7 +16,7 @@ from weightlane.ckpt_engines import ProtocolError
 from weightlane.rollout.layout.offline import needs_cache
 from weightlane.rollout.layout.offline.needs_cache import CACHE_ENV, remembered
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 ANSWER = {"ranks": [[["w", [2, 2], "float32", [[[0, 0], [1, 2]]]]]], "why": ""}
 
 

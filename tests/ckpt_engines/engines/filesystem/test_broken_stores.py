@@ -1,0 +1,318 @@
+"""Stores that refuse, hang, fill up or lose a list: typed errors, and no version is lost or shown half."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sessions import soon
+from stores import (
+    Place,
+    connect,
+    connect_sender,
+    place_of,
+    publish,
+    receive,
+    received,
+    send,
+    version_files,
+)
+from waiting import HANG_S, MovableClock
+
+from weightlane.ckpt_engines import (
+    Bucket,
+    ConfigError,
+    Deadline,
+    DeadlineExceededError,
+    StorageError,
+    StoringSender,
+)
+from weightlane.ckpt_engines.engines.filesystem.guard import Guard
+from weightlane.ckpt_engines.engines.filesystem.store_directory import StoreDirectory
+
+
+def test_what_could_not_be_removed_is_removed_after_the_next_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"path": str(tmp_path), "keep_versions": 1}
+    first, _ = connect_sender(options, "session-1")
+    publish(first, 1, 100)
+    first.close()
+    second, _ = connect_sender(options, "session-2")
+    publish(second, 2, 100, commit=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(StoreDirectory, "remove_tree", refuse)
+        publish(second, 3, 100)
+    assert "not removed" in caplog.text
+    assert place_of(tmp_path).latest() == [(3, "session-2/sender-0/v3")]
+    assert len(list(tmp_path.glob("*/sender-0/v*"))) == 3
+    publish(second, 4, 100)
+    assert [path.name for path in tmp_path.glob("*/sender-0/v*")] == ["v4"]
+
+
+def refuse(*arguments: Any) -> None:
+    raise StorageError("cannot.", part="test")
+
+
+@pytest.mark.parametrize("fails", ["ahead of the list", "behind the list", "at the mark"])
+def test_a_version_whose_commit_failed_stays_if_and_only_if_readers_may_find_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    sender, _ = connect_sender({"path": str(tmp_path)})
+    publish(sender, 1, 100, commit=False)
+    write_text = StoreDirectory.write_text
+
+    def failing(store: StoreDirectory, path: str, *arguments: Any) -> None:
+        fails_here = path.endswith("COMMITTED" if fails == "at the mark" else "latest.json")
+        if not fails_here or fails == "behind the list":
+            write_text(store, path, *arguments)
+        if fails_here:
+            raise StorageError("cannot.", part="test")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StoreDirectory, "write_text", failing)
+        with pytest.raises(StorageError):
+            sender.commit_version(1, {"checksums.json": "7"}, soon())
+    sender.close()
+    there = [name for name in version_files("session-1/sender-0/v1", 1) if not name.endswith("COMMITTED")]
+    stays = ["latest.json", *there]  # and so all of it is there as soon as the list names it
+    assert place_of(tmp_path).files() == (stays if fails != "ahead of the list" else [])
+
+
+class HeldUp:
+    """Writes of ``latest.json`` by `sender`, which are held up until `go_on` is set."""
+
+    def __init__(self, sender: Any, patch: pytest.MonkeyPatch) -> None:
+        self.go_on, self.ended = threading.Event(), threading.Semaphore(0)
+        write = sender._store._fs.pipe_file
+
+        def held_up(path: str, data: bytes, *arguments: Any) -> None:
+            if not path.endswith("latest.json"):
+                write(path, data, *arguments)
+                return
+            was_held = not self.go_on.is_set()  # fsspec shares its object with later senders, which write here, too
+            assert self.go_on.wait(HANG_S)
+            write(path, data, *arguments)
+            if was_held:
+                self.ended.release()
+
+        patch.setattr(sender._store._fs, "pipe_file", held_up)
+
+
+@contextmanager
+def lists_of_versions_are_soon_given_up() -> Iterator[None]:
+    """Writes of ``latest.json`` are soon too late, and everything else has its time, however busy the machine is."""
+    run = Guard.run
+
+    def impatient(guard: Guard, operation: Callable[[], Any], waiting_for: str) -> Any:
+        given_up = "latest.json" in waiting_for and (
+            "to be written" in waiting_for or "an earlier write" in waiting_for
+        )
+        return run(replace(guard, deadline=Deadline.after(0.1)) if given_up else guard, operation, waiting_for)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Guard, "run", impatient)
+        yield
+
+
+@pytest.fixture
+def held_up(
+    s3_url: str, s3_options: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> tuple[Place, StoringSender, HeldUp]:
+    """An object store with version 1, and its sender, whose next ``latest.json`` is held up."""
+    place = Place(s3_url, s3_options)
+    sender, _ = connect_sender(place.options)
+    publish(sender, 1, 100)
+    return place, sender, HeldUp(sender, monkeypatch)
+
+
+def test_a_write_that_was_given_up_never_replaces_a_later_one(held_up: tuple[Place, StoringSender, HeldUp]) -> None:
+    place, sender, held = held_up
+    for version, waits_for in ((2, "latest.json to be written"), (3, "an earlier write of .*latest.json")):
+        publish(sender, version, 100, commit=False)
+        with lists_of_versions_are_soon_given_up(), pytest.raises(DeadlineExceededError, match=waits_for):
+            sender.commit_version(version, {}, soon())
+    # A connection that is made anew has a sender of its own.
+    successor, _ = connect_sender(place.options)
+    publish(successor, 4, 100, commit=False)
+    with (
+        lists_of_versions_are_soon_given_up(),
+        pytest.raises(DeadlineExceededError, match=r"an earlier write of .*latest\.json"),
+    ):
+        successor.commit_version(4, {}, soon())
+    held.go_on.set()
+    publish(successor, 4, 100)
+    assert place.latest()[0][0] == 4
+    assert held.ended.acquire(timeout=HANG_S)
+    assert place.latest()[0][0] == 4
+
+
+def test_a_local_write_that_is_stuck_in_the_kernel_never_replaces_a_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, stuck, go_on = place_of(tmp_path), threading.Event(), threading.Event()
+    sender, _ = connect_sender(place.options)
+    publish(sender, 1, 100)
+    move = os.replace
+
+    def held_up(source: str, target: str) -> None:
+        if str(target).endswith("latest.json") and not stuck.is_set():
+            stuck.set()
+            assert go_on.wait(HANG_S)
+        move(source, target)
+
+    monkeypatch.setattr("weightlane.ckpt_engines.engines.filesystem.partial_file.os.replace", held_up)
+    publish(sender, 2, 100, commit=False)
+    late = threading.Thread(target=sender.commit_version, args=(2, {}, soon()))
+    late.start()
+    assert stuck.wait(HANG_S)
+    successor, _ = connect_sender(place.options)
+    publish(successor, 3, 100, commit=False)
+    with (
+        lists_of_versions_are_soon_given_up(),
+        pytest.raises(DeadlineExceededError, match=r"an earlier write of .*latest\.json"),
+    ):
+        successor.commit_version(3, {}, soon())
+    assert place.latest()[0][0] == 1
+    newer = threading.Thread(target=successor.commit_version, args=(3, {}, soon()))
+    newer.start()
+    go_on.set()
+    for thread in (late, newer):
+        thread.join(HANG_S)
+    assert place.latest()[0][0] == 3
+
+
+def test_a_version_whose_listing_is_in_doubt_stays_when_its_sender_closes(
+    held_up: tuple[Place, StoringSender, HeldUp],
+) -> None:
+    place, sender, held = held_up
+    publish(sender, 2, 100, commit=False)
+    with lists_of_versions_are_soon_given_up(), pytest.raises(DeadlineExceededError):
+        sender.commit_version(2, {"checksums.json": "2"}, soon())
+    sender.close()
+    held.go_on.set()
+    assert held.ended.acquire(timeout=HANG_S)
+    assert place.latest()[0] == (2, "session-1/sender-0/v2")
+    missing = set(version_files("session-1/sender-0/v2", 1)) - set(place.files())
+    assert missing == {"session-1/sender-0/v2/COMMITTED"}, "what readers find is there, but for the mark behind it"
+
+
+@pytest.mark.parametrize("damage", ["", "{", '{"version": 1, "directory": "../../etc", "committed": []}', "[1]"])
+def test_a_damaged_list_of_versions_removes_nothing_and_the_next_commit_makes_a_new_one(
+    tmp_path: Path, damage: str
+) -> None:
+    options = {"path": str(tmp_path), "keep_versions": 1}
+    first, _ = connect_sender(options, "session-1")
+    publish(first, 1, 100)
+    first.close()
+    (tmp_path / "latest.json").write_text(damage)
+    second, _ = connect_sender(options, "session-2")
+    publish(second, 2, 100)
+    second.close()
+    assert place_of(tmp_path).latest() == [(2, "session-2/sender-0/v2")]
+    assert (tmp_path / "session-1/sender-0/v1/COMMITTED").exists()
+
+
+def test_a_store_that_does_not_answer_costs_no_more_than_the_deadline(s3_options: dict[str, str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        options = {"path": "s3://weights/x", "storage_options": {**s3_options, "endpoint_url": endpoint}}
+        with pytest.raises(DeadlineExceededError, match="filesystem sender trainer"):
+            connect_sender(options, deadline=Deadline.after(0.3))
+
+
+def test_a_bucket_that_does_not_exist_is_a_storage_error_with_what_to_check(s3_options: dict[str, str]) -> None:
+    options = {"path": "s3://no-such-place/x", "storage_options": s3_options}
+    with pytest.raises(StorageError, match=r"no-such-place(?s:.*)credentials"):
+        connect_sender(options)
+
+
+@pytest.mark.parametrize(
+    ("remote", "looks_after_s"),
+    [(False, [0, 0.005, 0.01, 0.02, 0.04, 0.05, 0.05]), (True, [0, 0.1, 0.2, 0.4, 0.8, 1.0])],
+)
+def test_a_store_is_not_asked_more_than_a_few_times_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: bool, looks_after_s: list[float]
+) -> None:
+    clock, pauses, looks = MovableClock(), [0.0], []
+    read_payload = StoreDirectory.read_payload
+
+    def looked(*arguments: Any) -> bool:
+        looks.append(pauses[-1])
+        return read_payload(*arguments)
+
+    def pause(_: Guard, seconds: float) -> None:
+        pauses.append(seconds)
+        clock.advance(seconds)
+
+    _, receiver = connect({"path": f"memory://{tmp_path}" if remote else str(tmp_path)})
+    monkeypatch.setattr(StoreDirectory, "read_payload", looked)
+    monkeypatch.setattr(Guard, "sleep", pause)
+    bucket = Bucket(1, 0, torch.empty(10, dtype=torch.uint8))
+    with pytest.raises(DeadlineExceededError, match="peer trainer"):
+        receive(receiver, bucket, Deadline.after(sum(looks_after_s) + 0.001, clock))
+    assert looks == looks_after_s
+
+
+@pytest.mark.parametrize("fsync", [False, True])
+def test_a_file_url_and_fsync_deliver_the_same_bytes(tmp_path: Path, fsync: bool) -> None:
+    sender, receiver = connect({"path": f"file://{tmp_path}/x", "fsync": fsync})
+    sent = send(sender, 1, 0, 12_345)
+    assert torch.equal(received(receiver, 1, 0, 12_345), sent)
+
+
+def test_a_place_where_nothing_can_be_kept_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path, error in (("nosuch://bucket/x", ConfigError), (f"{tmp_path}/file/store", StorageError)):
+        with pytest.raises(error, match=path.partition("://")[0]):
+            connect_sender({"path": path})
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB; where none can be mounted, a limit of 1 MiB on the size of a file."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True, check=False
+    )
+    if mounted.returncode == 0:
+        yield disk
+        subprocess.run(["umount", str(disk)], check=True)
+        return
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    yield disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_is_a_storage_error_that_says_so_and_costs_only_what_was_not_complete(tiny_disk: Path) -> None:
+    sender, receiver = connect({"path": str(tiny_disk / "store"), "keep_versions": 1})
+    publish(sender, 1, 100_000)
+    sent = send(sender, 2, 0, 100_000)
+    with pytest.raises(StorageError, match=r"(?i)(no space left|file too large)(?s:.*)\.path") as failure:
+        send(sender, 2, 1, 4 << 20)
+    assert str(tiny_disk) in str(failure.value)
+    version_1, version_2 = (f"session-1/sender-0/v{version}" for version in (1, 2))
+    committed = ["latest.json", *version_files(version_1, 1)]
+    store = place_of(tiny_disk / "store")
+    unfinished = ["session-1/sender-0/sender.json", f"{version_2}/bucket-00000.safetensors"]
+    assert store.files() == sorted([*committed, *unfinished])
+    assert torch.equal(received(receiver, 2, 0, sent.numel()), sent)  # what was complete before is still good
+    sender.close()
+    receiver.close()
+    assert store.files() == sorted(committed)
+    assert store.latest() == [(1, version_1)]

@@ -1,0 +1,156 @@
+"""Tiny vLLM models that are loaded in one way or another, their tensors, and how these differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from layout_models import bits, random_bits
+from tiny_models import copy_with
+
+from weightlane.rollout.commit.rank_group import RankGroup
+from weightlane.rollout.layout import Refusal, VersionLoader
+from weightlane.rollout.layout import version_loader as loader_module
+from weightlane.rollout.layout.offline import rank_layouts as rank_layouts_module
+from weightlane.rollout.layout.offline.rank_models import engine_config
+from weightlane.rollout.layout.verdict import whole_reload
+
+
+def tensors_of(path: str, dtype: str) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint in `dtype`, but those that it has in float32 beside others of that type."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(Path(path) / "model.safetensors")
+    if len({tensor.dtype for tensor in tensors.values()}) > 1:
+        return tensors
+    return {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
+
+
+def other(tensors: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    """The same names and shapes, any bits."""
+    return {
+        name: random_bits(tuple(tensor.shape), tensor.dtype, seed=seed + place)
+        for place, (name, tensor) in enumerate(tensors.items())
+    }
+
+
+def state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The bytes of every parameter, buffer, and tensor that a layer or what vLLM gave it keeps beside them."""
+    found: dict[str, torch.Tensor] = {}
+    for prefix, module in model.named_modules():
+        kept = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+        for name, value in (*module._parameters.items(), *module._buffers.items(), *kept.items()):
+            inside = vars(value) if type(value).__module__.startswith("vllm.") and hasattr(value, "__dict__") else {}
+            for path, tensor in ((name, value), *((f"{name}.{inner}", item) for inner, item in inside.items())):
+                if isinstance(tensor, torch.Tensor) and name != "kv_cache":
+                    found[f"{prefix}.{path}"] = bits(tensor)
+    return found
+
+
+def committed(loader: VersionLoader, tensors: Mapping[str, torch.Tensor], group: RankGroup) -> str:
+    """Put a version into the loader's model as a worker does; the way it went."""
+    loader.learn_for(tensors, group)
+    return loader.write(tensors)
+
+
+def loaded(config: Any) -> torch.nn.Module:
+    """What vLLM's own start-up makes of a checkpoint's files."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers import rotary_embedding
+    from vllm.model_executor.model_loader import get_model_loader
+
+    rotary_embedding._ROPE_DICT.clear()  # models that are alike share these, and convert them when they first compute
+    with set_current_vllm_config(config):
+        loader = get_model_loader(config.load_config)
+        return loader.load_model(vllm_config=config, model_config=config.model_config)
+
+
+def ordinary(model: str | Path, config: Any) -> dict[str, torch.Tensor]:
+    """The state of a checkpoint that vLLM's own start-up has loaded on a rank like that of `config`.
+
+    Nothing of weightlane takes part in the loading, and nothing is loaded twice into a model.
+    """
+    kept = config.model_config
+    extra = {"max_model_len": kept.max_model_len, "model_impl": kept.model_impl, "use_tqdm_on_load": False}
+    dtype = str(config.model_config.dtype).removeprefix("torch.")
+    world = config.parallel_config.tensor_parallel_size
+    fresh = engine_config(str(model), tensor_parallel=world, dtype=dtype, extra=extra)
+    fresh.parallel_config.rank = config.parallel_config.rank
+    return state(loaded(fresh))
+
+
+def written(tensors: dict[str, torch.Tensor], like: str, folder: Path, dtype: str) -> Path:
+    """The checkpoint that `like` is with these tensors, in `dtype`."""
+    made = copy_with(tensors, Path(like), folder)
+    config = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps(config | {"dtype": dtype}))
+    return made
+
+
+def differing(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> list[str]:
+    return [
+        name
+        for name in one.keys() | two.keys()
+        if name not in one or name not in two or not torch.equal(one[name], two[name])
+    ]
+
+
+@contextmanager
+def forced(way: str) -> Iterator[None]:
+    """Inside, versions go through vLLM's own loading if `way` is ``reload``."""
+    if way != "reload":
+        yield
+        return
+    judged = whole_reload([Refusal("the model", "the test wants it")])
+    with (
+        mock.patch.object(loader_module, "judge", return_value=judged),
+        mock.patch.object(rank_layouts_module, "judge", return_value=judged),
+    ):
+        yield
+
+
+@contextmanager
+def hidden_copy_of(ending: str) -> Iterator[None]:
+    """Inside, layers of that name compute from a copy of their weight that nobody sees, made when they are loaded."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    process, compute = UnquantizedLinearMethod.process_weights_after_loading, UnquantizedLinearMethod.apply
+    kernels: dict[int, torch.Tensor] = {}
+
+    def pack(self: Any, layer: Any) -> None:
+        process(self, layer)
+        kernels[id(layer)] = layer.weight.detach().clone()
+
+    def apply(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if ending and layer.prefix.endswith(ending):
+            return torch.nn.functional.linear(x, kernels[id(layer)], bias)
+        return compute(self, layer, x, bias)
+
+    with mock.patch.multiple(UnquantizedLinearMethod, process_weights_after_loading=pack, apply=apply):
+        yield
+
+
+@contextmanager
+def hidden_copy_of_an_expert() -> Iterator[None]:
+    """Inside, the last expert of every layer computes from a copy of its weight that nobody sees."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    process, compute = CPUUnquantizedExperts.process_weights_after_loading, CPUUnquantizedExperts.apply
+    kernels: dict[int, torch.Tensor] = {}
+
+    def pack(self: Any, layer: Any) -> None:
+        process(self, layer)
+        kernels[id(self)] = layer.w2_weight[-1].detach().clone()
+
+    def apply(
+        self: Any, output: Any, hidden_states: Any, w1: Any, w2: torch.Tensor, *others: Any, **named: Any
+    ) -> None:
+        compute(self, output, hidden_states, w1, torch.cat([w2[:-1], kernels[id(self)].unsqueeze(0)]), *others, **named)
+
+    with mock.patch.multiple(CPUUnquantizedExperts, process_weights_after_loading=pack, apply=apply):
+        yield

@@ -1,0 +1,127 @@
+"""Elements of a checkpoint that a rank reads, compared with those that it asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from loaded_models import (
+    committed,
+    differing,
+    loaded,
+    ordinary,
+    state,
+    tensors_of,
+)
+
+from weightlane.ckpt_engines import WeightlaneError
+from weightlane.rollout.commit.rank_group import RankGroup
+from weightlane.rollout.layout import LayoutMap, SourceSpec, VersionLoader, needed_boxes, trace_loading
+from weightlane.rollout.layout import version_loader as loader_module
+from weightlane.rollout.layout.loading.expectation import checkpoint_specs
+from weightlane.rollout.layout.offline.rank_models import as_rank, engine_config, model_of_rank
+from weightlane.rollout.layout.rank_model import RankModel
+from weightlane.rollout.layout.trace.loading_reads import read_by_loading
+from weightlane.sync import SlicedTensors, TensorSlice
+from weightlane.sync.version.box import Box
+from weightlane.sync.version.sliced_tensors import Slicing
+
+
+def rank_layout(path: str, dtype: str, rank: int, world: int, expert_parallel: bool) -> dict[str, Any]:
+    """The layout that one rank of several would trace."""
+    config = engine_config(path, tensor_parallel=world, dtype=dtype, expert_parallel=expert_parallel)
+    with model_of_rank(config, rank) as model:
+        specs = {
+            name: SourceSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors_of(path, dtype).items()
+        }
+        return trace_loading(model, specs).to_plain()
+
+
+def used_elements(layout: LayoutMap) -> dict[str, torch.Tensor]:
+    """Which elements of each source the copies read."""
+    found = {name: torch.zeros(spec.numel, dtype=torch.bool) for name, spec in layout.sources.items()}
+    for copy in layout.copies:
+        found[copy.source].as_strided(copy.shape, copy.source_strides, copy.source_offset).fill_(True)
+    return found
+
+
+def needs(path: str, dtype: str, world: int, expert_parallel: bool) -> list[dict[str, Any]]:
+    """For each rank its boxes, and the tensors of which they hold an element twice, too few or too many."""
+    config = engine_config(path, tensor_parallel=world, dtype=dtype, expert_parallel=expert_parallel)
+    specs = {name: SourceSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors_of(path, dtype).items()}
+    answers = []
+    for rank in range(world):
+        with model_of_rank(config, rank) as model:
+            layout = trace_loading(model, specs)
+        boxes, wrong = needed_boxes(layout), {}
+        for name, used in used_elements(layout).items():
+            times = torch.zeros(specs[name].shape, dtype=torch.int32)
+            for box in boxes[name]:
+                times[box.index] += 1
+            held = times.flatten() > 0
+            counts = [int((times > 1).sum()), int((used & ~held).sum()), int((held & ~used).sum())]
+            if any(counts):
+                wrong[name] = counts
+        plain = {name: [box.to_plain() for box in each] for name, each in boxes.items()}
+        answers.append({"boxes": plain, "wrong": wrong})
+    return answers
+
+
+def quantised_slices(path: str, other_path: str, world: int) -> list[dict[str, Any]]:
+    """A version of which each rank of a quantised model gets only what it asks for: what it asks for, and what it then holds."""
+    from safetensors.torch import load_file
+
+    config, alone = engine_config(path, tensor_parallel=world, dtype="bfloat16"), RankGroup(None)
+    second = load_file(Path(other_path) / "model.safetensors")
+    torch.use_deterministic_algorithms(True, warn_only=True)  # memory that nobody has written holds NaN
+    answers = []
+
+    def less(*asked: Any) -> dict[str, list[Box]]:
+        boxes = read_by_loading(*asked)
+        boxes["model.layers.1.mlp.up_proj.weight"].pop()
+        return boxes
+
+    for rank in range(world):
+        with as_rank(config, rank):
+            wanted = ordinary(other_path, config)
+            model = loaded(config)
+            before = state(model)
+            specs = checkpoint_specs(path, torch.bfloat16)
+            blind, loader = (
+                VersionLoader(RankModel(model, config, torch.device("cpu"), "test"), computes=False) for _ in range(2)
+            )
+            assert loader.needed() is None, "slices are asked for before it is shown that they are enough"
+            with mock.patch.object(loader_module, "read_by_loading", less):
+                blind.learn(specs, alone)
+            loader.learn(specs, alone)
+            touched = differing(before, state(model))
+            needed = loader.needed()
+            assert needed is not None
+            slicing = Slicing("plan", needed.specs, tuple(TensorSlice(*each) for each in needed.slices))
+            come = {
+                region.as_tensor.name: second[region.spec.name][region.box.index].clone() for region in slicing.regions
+            }
+            way = committed(loader, SlicedTensors(slicing, come), alone)
+            answers.append(
+                {
+                    "way": way,
+                    "blind": blind.needed() is None,
+                    "touched": touched,
+                    "changed": len(differing(before, state(model))),
+                    "differing": differing(wanted, state(model)),
+                    "boxes": {
+                        spec.name: [box.to_plain() for box in boxes]
+                        for spec, boxes in zip(needed.specs, needed.boxes, strict=True)
+                    },
+                }
+            )
+            del come[next(iter(come))]
+            less = Slicing("plan", needed.specs, slicing.regions[1:])
+            try:
+                committed(loader, SlicedTensors(less, come), alone)
+            except WeightlaneError as error:
+                answers[-1]["refused"] = str(error)
+    torch.use_deterministic_algorithms(False)
+    return answers

@@ -1,0 +1,73 @@
+"""One architecture of the zoo: the sizes of its tiny config, and its checkpoint with random weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCAB = 64, 4, 2, 16, 128, 300
+
+
+def common(layers: int) -> dict[str, Any]:
+    """What most configs call their sizes."""
+    return {
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One architecture."""
+
+    name: str
+    config: str
+    """Of transformers, without ``Config``."""
+    group: str
+    """dense, moe, mla, state space or hybrid."""
+    sizes: dict[str, Any] = field(default_factory=dict)
+    layers: int = 2
+    shared: bool = True
+    """Whether it takes the sizes of `common`."""
+    backend: str = "vllm"
+    """``transformers`` where vLLM is to run transformers' own class."""
+    model: str = ""
+    """Of transformers, where it is not the config's name and ``ForCausalLM``."""
+
+    @property
+    def impl(self) -> str:
+        """vLLM's ``model_impl``."""
+        return "transformers" if self.backend == "transformers" else "auto"
+
+
+def make(kind: Kind, path: Path, *, seed: int, dtype: torch.dtype) -> Path:
+    """A checkpoint whose weights depend on `seed` only, with the types that transformers gives them. Raises what it raises."""
+    shared = common(kind.layers) if kind.shared else {}
+    sizes = {name: value for name, value in {**shared, **kind.sizes}.items() if value is not None or name not in shared}
+    config = getattr(transformers, f"{kind.config}Config")(**sizes)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model_class = getattr(transformers, kind.model or f"{kind.config}ForCausalLM")
+        model = model_class(config)
+        for name, tensor in model.state_dict().items():
+            # Norms, biases and sinks start as constants, so that one that is never replaced would go unnoticed.
+            if tensor.is_floating_point() and (tensor.dim() <= 1 or "bias" in name):
+                tensor.uniform_(0.5, 1.5)
+    model.save_pretrained(path)
+    if dtype != torch.float32:
+        # Some tensors stay float32 in some architectures.
+        model_class.from_pretrained(path, dtype=dtype).save_pretrained(path)
+    return path

@@ -1,0 +1,264 @@
+"""A trainer, replicas and a syncer of the loop that live in one process, and a run of the loop with them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, NoReturn, cast
+
+from waiting import HANG_S
+
+from weightlane.ckpt_engines import (
+    PeerLostError,
+    QuarantinedError,
+    SyncAbortedError,
+    WeightlaneError,
+    WorkerDiedError,
+)
+from weightlane.plugins import hookimpl, make_hooks
+from weightlane.sync import Outcome, ReplicaReport, ReplicaState, SyncReport
+from weightlane.trainer.config import AlgorithmConfig
+from weightlane.trainer.data.batch import TrainBatch
+from weightlane.trainer.data.tasks import Task
+from weightlane.trainer.loop.config import LoopConfig
+from weightlane.trainer.loop.fleet import Successor
+from weightlane.trainer.loop.loop import AsyncLoop, LoopParts
+from weightlane.trainer.loop.protocols import Rollout, StepReport, Syncer
+from weightlane.trainer.loop.rollout_feeder import Judge
+from weightlane.trainer.loop.state import LoopState
+from weightlane.trainer.loop.summary import RunSummary
+
+ALGORITHM = AlgorithmConfig(prompts_per_step=2, group_size=3, max_new_tokens=4)
+TASKS = [Task(f"task-{number}", "") for number in range(12)]
+
+
+class Characters:
+    """A tokenizer: a character is its code point."""
+
+    def encode(self, text: str) -> Sequence[int]:
+        return [ord(character) for character in text]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(chr, token_ids))
+
+
+PUBLISH_S, BLOCKED_S = 0.25, 0.5
+"""What a version costs the trainer and each replica."""
+
+
+@dataclass
+class World:
+    """Trainers, rollouts and a syncer that share what they know; any of them can be made to fail."""
+
+    version: int = 0
+    step: int = 0
+    published: int = -1
+    trained: list[str] = field(default_factory=list)
+    events: list[str] = field(default_factory=list)
+    saved: list[LoopState] = field(default_factory=list)
+    steps: list[Mapping[str, Any]] = field(default_factory=list)
+    """Facts of every step."""
+    staleness: list[int] = field(default_factory=list)
+    fails_at_step: int = -1
+    failure_is_a_death: bool = True
+    dies: asyncio.Event = field(default_factory=asyncio.Event)
+    replicas: dict[str, LiveRollout] = field(default_factory=dict)
+    states_: dict[str, ReplicaState] = field(default_factory=dict)
+    told: list[Mapping[str, Any]] = field(default_factory=list)
+    """Facts of replicas that were lost and that joined."""
+    at_step: dict[int, Callable[[], None]] = field(default_factory=dict)
+    failures: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
+    bad_answers: dict[str, Any] = field(default_factory=dict)
+    """By prompt, what is answered once in the place of its first completion."""
+    skips: set[int] = field(default_factory=set)
+    """Calls of `train_step`, from 0, that change nothing."""
+    calls: int = 0
+    log: list[str] = field(default_factory=list)
+    """What was published and saved, in this order."""
+    evaluations: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
+    samples: list[tuple[int, list[Mapping[str, Any]]]] = field(default_factory=list)
+    aborts: list[int] = field(default_factory=list)
+    """Versions that are aborted, as often as they stand here."""
+
+    def __post_init__(self) -> None:
+        self.add(LiveRollout(self, "rollout-0"))
+
+    async def train_step(self, batch: TrainBatch) -> StepReport:
+        self.calls += 1
+        if self.calls - 1 in self.skips:
+            return StepReport(self.step, skipped="the gradient norm is nan.")
+        if self.step == self.fails_at_step:
+            if self.failure_is_a_death:
+                asyncio.get_running_loop().call_later(0.01, self.dies.set)
+            raise PeerLostError("the connection was reset.", part="gloo")
+        self.trained += dict.fromkeys("".join(map(chr, sample.prompt_ids)) for sample in batch.samples)
+        await asyncio.sleep(0.001)
+        self.step += 1
+        self.at_step.pop(self.step, lambda: None)()
+        return StepReport(self.step)
+
+    async def publish(self, version: int) -> float:
+        assert version == self.step, "the parameters are those of the version that is published"
+        self.published = version
+        self.log.append(f"published {version}")
+        return PUBLISH_S
+
+    async def save_loop(self, state: LoopState) -> None:
+        self.saved.append(state)
+        self.log.append(f"saved {state.step}")
+
+    async def export(self, step: int) -> None:
+        assert step == self.step
+        self.log.append(f"exported {step}")
+
+    async def watch(self) -> NoReturn:
+        await self.dies.wait()
+        raise WorkerDiedError("trainer rank 1 (process 7) died.", part="trainer group", peer="trainer-1")
+
+    async def sync(self, version: int) -> SyncReport:
+        await asyncio.sleep(0.002)
+        assert version == self.published
+        if version in self.aborts:
+            self.aborts.remove(version)
+            raise SyncAbortedError.because(version, PeerLostError("the connection was reset.", part="gloo"))
+        self.version = version
+        reports = {}
+        for name, state in self.states_.items():
+            if state is not ReplicaState.LOST:
+                self.replicas[name].version = version
+                self.states_[name] = ReplicaState.SERVING
+                reports[name] = ReplicaReport(Outcome.COMMITTED, blocked_s=BLOCKED_S)
+        return SyncReport(version, 0.002, 0, reports)
+
+    def states(self) -> Mapping[str, ReplicaState]:
+        return self.states_
+
+    def participant_lost(self, error: WeightlaneError, replica: str = "") -> None:
+        self.states_[replica] = ReplicaState.LOST
+
+    def add(self, replica: LiveRollout) -> None:
+        self.replicas[replica.name] = replica
+        self.states_[replica.name] = ReplicaState.JOINING
+
+    def remove(self, name: str) -> None:
+        del self.states_[name]
+
+    @hookimpl
+    def replica_lost(self, replica: str, facts: Mapping[str, Any]) -> None:
+        self.told.append({"lost": replica, **facts})
+
+    @hookimpl
+    def replica_joined(self, replica: str, facts: Mapping[str, Any]) -> None:
+        self.told.append({"joined": replica, **facts})
+
+    @hookimpl
+    def training_step(self, step: int, facts: Mapping[str, Any]) -> None:
+        self.staleness.append(facts["staleness_max"])
+        self.steps.append(facts)
+
+    @hookimpl
+    def evaluated(self, step: int, facts: Mapping[str, Any]) -> None:
+        self.evaluations.append((step, facts))
+
+    @hookimpl
+    def samples_trained(self, step: int, facts: Mapping[str, Any]) -> None:
+        self.samples.append((step, facts["samples"]))
+
+    @hookimpl
+    def item_failed(self, kind: str, facts: Mapping[str, Any]) -> None:
+        self.failures.append((kind, facts))
+
+    @hookimpl
+    def run_ended(self, facts: Mapping[str, Any]) -> None:
+        self.events.append(facts.get("error", "well"))
+
+
+class LiveRollout:
+    """A replica: answers with the version it has until it dies or is quarantined."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name = world, name
+        self.version = -1
+        self.versions: list[int] = []
+        self.quarantined = False
+        self.gone = asyncio.Event()
+
+    @property
+    def death(self) -> WorkerDiedError:
+        return WorkerDiedError(f"{self.name} (process 9) died.", part="rollout replica", peer=self.name)
+
+    async def generate_group(
+        self, prompt_ids: Sequence[int], *, count: int, max_new_tokens: int, **_: Any
+    ) -> Sequence[Any]:
+        version = self.version
+        self.versions.append(version)
+        assert self.world.states_[self.name] is not ReplicaState.JOINING, "it has no version of this run yet"
+        await asyncio.sleep(0.001)
+        if self.gone.is_set():
+            raise self.death
+        if self.quarantined:
+            raise QuarantinedError("not now.", part=self.name)
+        each = {"logprobs": [-1.0] * max_new_tokens, "versions": [version] * max_new_tokens}
+        answers = [SimpleNamespace(token_ids=[65 + n] * max_new_tokens, **each) for n in range(count)]
+        bad = self.world.bad_answers.pop("".join(map(chr, prompt_ids)), None)
+        return answers if bad is None else [bad, *answers[1:]]
+
+    async def stats(self) -> Any:
+        return SimpleNamespace(max_token_gap_s=0.0)
+
+    async def watch(self) -> NoReturn:
+        await self.gone.wait()
+        raise self.death
+
+
+def run(
+    world: World,
+    judge: Callable[[str, Mapping[str, Any]], float],
+    *,
+    resume: LoopState | None = None,
+    quorum: float = 0.5,
+    succeed: Successor | None = None,
+    max_successors: int = 3,
+    max_model_len: int = 0,
+    **config: Any,
+) -> RunSummary:
+    loop = AsyncLoop(
+        LoopParts(
+            trainers=world,
+            rollouts=cast("Sequence[Rollout]", list(world.replicas.values())),
+            syncer=cast("Syncer", world),
+            tokenizer=Characters(),
+            stop_token_ids=[0],
+            judge=judging(judge),
+            train_tasks=TASKS,
+            heldout_tasks=[Task("held-out", "")],
+            hooks=make_hooks([world]),
+            save=world.save_loop,
+            export=world.export,
+            quorum=quorum,
+            succeed=succeed,
+            max_successors=max_successors,
+            max_model_len=max_model_len,
+        ),
+        LoopConfig(**{"steps": 6, **config}),
+        ALGORITHM,
+        seed=0,
+        concurrency=2 * ALGORITHM.group_size,
+        resume=resume,
+    )
+    return asyncio.run(asyncio.wait_for(loop.run(), HANG_S))
+
+
+def judging(judge: Callable[[str, Mapping[str, Any]], float]) -> Judge:
+    """`judge`, as the loop calls it."""
+
+    async def called(completion: str, task: Mapping[str, Any]) -> float:
+        return judge(completion, task)
+
+    return called
+
+
+def first_is_better(completion: str, task: Mapping[str, Any]) -> float:
+    return float(completion.startswith("A"))

@@ -1,0 +1,87 @@
+"""A run directory keeps two states, metrics and failures, and resumes from a whole state."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from weightlane.ckpt_engines import ConfigError, StorageError
+from weightlane.trainer.run_files.observers import FailuresFile, MetricsFile, _what_counts
+from weightlane.trainer.run_files.run_dir import RunDir
+
+
+def test_a_run_directory_keeps_the_two_newest_states_and_resumes_from_the_last(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run", resume=False)
+    for step in (2, 4, 10):
+        trainer = run_dir.begin_state(step)
+        trainer.mkdir()
+        (trainer / "shard").write_text(str(step))
+        run_dir.finish_state(step, {"step": step})
+    assert sorted(path.name for path in (tmp_path / "run" / "state").iterdir()) == ["latest.json", "step-10", "step-4"]
+    for forgotten in (30, 40):  # of a run that went on from an older state, by hand
+        run_dir.begin_state(forgotten).mkdir()
+    run_dir.begin_state(10).mkdir()
+    (run_dir.trainer_state(10) / "shard").write_text("10")
+    run_dir.finish_state(10, {"step": 10})
+    assert sorted(path.name for path in (tmp_path / "run" / "state").iterdir()) == ["latest.json", "step-10"]
+    run_dir.begin_state(12).mkdir()
+    again = RunDir(tmp_path / "run", resume=True)
+    assert list(again.begin_state(12).parent.iterdir()) == [], "a half-written state is no state, and makes room"
+    assert again.latest_step() == 10
+    assert again.loop_state(10) == {"step": 10}
+    assert (again.trainer_state(10) / "shard").read_text() == "10"
+
+
+def test_a_run_that_could_not_start_does_not_use_its_directory_up(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    RunDir(path, resume=False).write_text("config.toml", "")
+    (path / "logs").mkdir()
+    RunDir(path, resume=False)
+    (path / "metrics.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"holds files, but no saved state.*--set run\.dir="):
+        RunDir(path, resume=False)
+    with pytest.raises(ConfigError, match=r"holds files, but no saved state.*--set run\.dir="):
+        RunDir(path, resume=True)
+
+
+def test_a_directory_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="Not a directory"):
+        RunDir(tmp_path / "file", resume=False)
+    with pytest.raises(ConfigError, match="Not a directory"):
+        RunDir(tmp_path / "file" / "run", resume=False)
+    run_dir = RunDir(tmp_path / "run", resume=False)
+    (tmp_path / "run" / "state" / "latest.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"latest\.json is damaged"):
+        RunDir(tmp_path / "run", resume=True)
+    with pytest.raises(StorageError, match="cannot write"):
+        run_dir.write_json("nowhere/summary.json", {})
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_metrics_are_lines_of_json_that_survive_from_run_to_run(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    MetricsFile(path).training_step(step=1, facts={"reward": 0.5})
+    MetricsFile(path).version_aborted(version=2, facts={"error": "no\nroom"})
+    first, second = map(json.loads, path.read_text().splitlines())
+    assert (first["event"], first["step"], first["reward"]) == ("training_step", 1, 0.5)
+    assert (second["event"], second["version"], second["error"]) == ("version_aborted", 2, "no\nroom")
+    FailuresFile(path).item_failed(kind="reward", facts={"error": "no number", "count": 1})
+    assert json.loads(path.read_text().splitlines()[2])["kind"] == "reward"
+    with pytest.raises(StorageError, match="cannot write"):
+        MetricsFile(tmp_path / "nowhere" / "metrics.jsonl").evaluated(step=0, facts={})
+
+
+def test_curves_show_what_was_trained_and_not_what_was_lost_before_a_resume(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    for start, steps in ((0, (1, 2, 3)), (2, (3, 4))):
+        file.run_started(facts={"step": start, "steps": 4})
+        for step in steps:
+            file.training_step(step=step, facts={"reward": 0.1 * start})
+            file.version_committed(version=step, facts={"latency_s": 0.1})
+    counted = _what_counts([json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()])
+    steps = [(event["step"], event["reward"]) for event in counted if event["event"] == "training_step"]
+    assert steps == [(1, 0.0), (2, 0.0), (3, 0.2), (4, 0.2)]
+    assert [event["version"] for event in counted if event["event"] == "version_committed"] == [1, 2, 3, 4]
