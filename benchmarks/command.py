@@ -1,4 +1,4 @@
-"""What commands of benchmarks have in common: options, and how they end: a table, JSON if asked for, an exit code."""
+"""Helpers for benchmark commands: options, a case in its own process, and output as a table, JSON and an exit code."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def options_of(
 
 
 def case_in_own_process(name: str, case: str, arguments: Sequence[str], timeout_s: float) -> Report:
-    """What ``python -m benchmarks.NAME --here CASE ARGUMENTS`` prints as JSON in its last line, on one thread."""
+    """Run ``python -m benchmarks.NAME --here CASE ARGUMENTS`` on one thread; return its last line, parsed as JSON."""
     done = subprocess.run(  # noqa: S603 - a benchmark of this folder
         [sys.executable, "-m", f"benchmarks.{name}", "--here", case, *arguments],
         cwd=Path(__file__).resolve().parents[1],

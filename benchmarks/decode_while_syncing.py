@@ -69,18 +69,18 @@ class Checks:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What happened in one turn."""
+    """Measurements of one turn: decoded tokens per second, committed versions, and how long decoding was blocked."""
 
     tokens_per_s: float
     versions: int
     blocked_s: float
-    """Of all commits together."""
+    """Seconds that all commits of the turn together blocked the rollout."""
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """What one version cost, in seconds."""
+    """Costs of one version, in seconds: the trainer's and the rollout's blocked time, and the latency."""
 
     trainer_blocked_s: float
     rollout_blocked_s: float
@@ -361,7 +361,7 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 _MODULE = "benchmarks.decode_while_syncing"
-"""What vLLM's processes import this as."""
+"""Name under which vLLM's processes import this module; ``__name__`` is ``__main__`` when it runs as a command."""
 
 
 def main(arguments: list[str] | None = None) -> int:

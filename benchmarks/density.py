@@ -46,7 +46,7 @@ class Run:
 
 
 def wire_bits(model: torch.nn.Module) -> list[torch.Tensor]:
-    """What would travel: int16 bits of every parameter in bfloat16, tied ones once."""
+    """Return the bits that a sync would send: each parameter in bfloat16, viewed as int16; tied parameters once."""
     return [parameter.detach().to(torch.bfloat16).view(torch.int16) for parameter in model.parameters()]
 
 

@@ -54,7 +54,10 @@ class Process:
         theirs.close()
 
     def answer(self) -> Any:
-        """What it says next."""
+        """Return the rank's next answer from its pipe.
+
+        Raises `DeadlineExceededError` if none comes in time, `WorkerDiedError` if the process ended or the call failed.
+        """
         try:
             if not self._pipe.poll(self._timeout_s):
                 raise DeadlineExceededError(
@@ -76,7 +79,7 @@ class Process:
         return value
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """What a method returns there."""
+        """Call a method of the rank in its process and return the result."""
         self._pipe.send([method, *arguments])
         return self.answer()
 

@@ -34,12 +34,12 @@ _TIMEOUT = timedelta(seconds=120)
 
 
 def rows_of(spec: TensorSpec, rank: int) -> Box:
-    """What a trainer rank holds: rows, as FSDP2 cuts them."""
+    """Return the slice of a tensor that a trainer rank holds: rows, as FSDP2 shards them."""
     return _part(spec.shape, 0, -(-spec.shape[0] // TRAINERS), rank)
 
 
 def needed_by(spec: TensorSpec, rank: int) -> Box:
-    """What a tensor-parallel rollout rank needs."""
+    """Return the slice of a tensor that a tensor-parallel rollout rank needs: rows, columns, or the whole tensor."""
     if _BY_ROWS.search(spec.name):
         return _part(spec.shape, 0, -(-spec.shape[0] // ROLLOUTS), rank)
     if _BY_COLUMNS.search(spec.name):
@@ -78,12 +78,12 @@ class Rank(ABC):
         self._memory = PeakMemory(shared=True)
 
     def extra_memory(self) -> int:
-        """By how many bytes its peak was above what it took when the watch began."""
+        """Stop the watch; return by how many bytes this process's memory peaked above its value at the start."""
         assert self._memory is not None, "watched"
         return self._memory.stop()
 
     def held_bytes(self) -> int:
-        """Of the model's weights."""
+        """Return the size in bytes of the weights that this rank holds."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def gathered_open(self, port: int, number: int, bucket_bytes: int) -> None:
@@ -135,7 +135,7 @@ class Buckets:
             self.numbers[-1].append(number)
             held += spec.nbytes
         self.places: list[list[int]] = []
-        """Of each bucket, where in a rank's part each tensor begins, and the part's length."""
+        """For each bucket, the byte offset of every tensor in a rank's part, followed by the part's length."""
         for bucket in self.numbers:
             places = [0]
             for number in bucket:
@@ -168,7 +168,7 @@ class TrainerRank(Rank):
     def __init__(self, specs: Sequence[TensorSpec], rank: int) -> None:
         super().__init__(specs, rows_of, rank)
         self._publishers: dict[str, Publisher] = {}
-        """By their `integrity`."""
+        """Open publishers by their `integrity` setting."""
         for number, (spec, box) in enumerate(zip(specs, self.boxes, strict=True)):
             self._integers(number).copy_(bits(spec, box, number))
 
@@ -247,7 +247,7 @@ class RolloutRank(Rank):
         super().__init__(specs, needed_by, rank)
         self._at = {spec.name: number for number, spec in enumerate(specs)}
         self._subscribers: dict[str, Subscriber] = {}
-        """By the `integrity` of what they receive."""
+        """Open subscribers by the `integrity` setting of their publishers."""
 
     def wrong(self, steps: int) -> list[str]:
         """Names of the tensors that are not, bit for bit, the trainers' after so many steps."""

@@ -30,7 +30,7 @@ RANKS_OF_A_REPLICA = 8
 LIMIT_S = 120.0
 """Most that the participants may take to join, and any single message, session or version; far beyond what 1,280 need."""
 _SAID = [[number, f"{number:016x}"] for number in range(4)]
-"""What a trainer rank says of a version to the others: as many digests as a check of 4 MiB of copies has."""
+"""Digests that each trainer rank tells the others for a version: as many as a check of 4 MiB of copies has."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Case:
         )
 
     def needed(self, rank: int) -> Placement:
-        """What a rollout rank needs: its rows of every tensor."""
+        """Return the slices that a rollout rank needs: its rows of every tensor."""
         rows = 64
         return Placement.of((spec, Box((rank * rows, 0), (rows, 64))) for spec in self.specs)
 

@@ -32,7 +32,10 @@ INTERFACE = "wl0"
 _PART = "limited link"
 _SUBNET = "10.83.71"
 _BURST_BYTES = 256 << 10
-"""What may pass at once: four of the largest segments the kernel hands down, a quarter of a percent of a second's worth."""
+"""Burst of the token bucket: the most bytes that a link passes at once, above its rate.
+
+It is four of the largest segments the kernel hands down, about 0.2 % of what a link of 1 Gbit/s carries in a second.
+"""
 _QUEUE_MS = 50
 _COMMAND_S = 20.0
 _PIECE_BYTES = 1 << 20
@@ -119,10 +122,10 @@ def limited_link(rate_mbit: float) -> Iterator[Link]:
 
 @contextlib.contextmanager
 def delayed_link(rate_mbit: float, delay_ms: float) -> Iterator[Link]:
-    """As `limited_link`, and what is sent arrives so much later, in each direction.
+    """Join two fresh namespaces by a link of that rate that delivers every packet `delay_ms` late, in each direction.
 
-    Not every kernel can delay packets by itself: the link is two TUN devices, between which threads of this process carry them.
-    Raises `ConfigError`, too, where there are no TUN devices.
+    Not every kernel can delay packets itself, so the link is two TUN devices, and threads of this process carry the packets
+    between them. Raises `ConfigError` where `limited_link` does, and where there are no TUN devices.
     """
     with _namespaces(2) as paths, contextlib.ExitStack() as opened:
         hosts = [Host(path, f"{_SUBNET}.{number}") for number, path in enumerate(paths, 1)]

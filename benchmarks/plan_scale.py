@@ -1,4 +1,4 @@
-"""What planning costs at scale, and how long the planned transfers should take.
+"""Measures what transfer planning costs at scale, and predicts how long the planned transfers take.
 
     python -m benchmarks.plan_scale [--case NAME] [--rounds 3] [--gb-per-s 50] [--json FILE] [--markdown]
 
@@ -39,7 +39,7 @@ CASES: dict[str, tuple[str, str, str, Wire, bool]] = {
 """Shape, trainer, rollout, type on the wire, and whether receivers may relay."""
 MOST_S = 5.0
 MOST_MIB = 1024.0
-"""What planning the first case may take."""
+"""Targets for planning the first case, `1t`: seconds of its fastest round, and peak memory of its process in MiB."""
 _LATENCY_S = 20e-6
 _TIMEOUT_S = 300.0
 

@@ -30,7 +30,7 @@ from benchmarks.peers.table import markdown  # noqa: E402
 RESULTS = HERE / "RESULTS.md"
 WORSE = 1.2
 NEGLIGIBLE_SHARE = 0.01
-"""Of the blocking way: what the trainer is blocked for less than this is not looked at more closely."""
+"""Share of the blocking way's trainer-blocked time up to which a row's own is never marked as a regression."""
 _NAME = re.compile(r"(?P<date>\d{4}-\d{2}-\d{2})-(?P<model>[a-z0-9][a-z0-9._-]*)\.json")
 _COLUMNS = (
     "engine", "codec", "integrity", "changed", "trainer blocked (ms)", "of blocking way", "rollout blocked (ms)",
@@ -44,7 +44,10 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "relays": lambda report: f"```\n{relays.text(report)}\n```\n",
     "version-cost": lambda report: f"```\n{version_cost.text(report)}\n```\n",
 }
-"""Of other benchmarks, whose figures are kept beside these as ``<machine>/<name>-<date>.json``."""
+"""Formatters of the other benchmarks' reports, by name.
+
+Each report is kept beside the baselines as ``<machine>/<name>-<date>.json``.
+"""
 _OTHERS = (
     *(f"{name}-" for name in _TABLES),
     *(
@@ -87,7 +90,7 @@ def read_baselines(folder: Path) -> list[Baseline]:
 
 
 def ratios(report: BenchReport, row: Row) -> dict[str, float]:
-    """What a row's figures are as multiples of what bounds them."""
+    """Return a row's blocked times and latency as multiples of their bounds in the same report."""
     return {
         "trainer": row.trainer_blocked_s.median / report.blocking.trainer_blocked_s.median,
         "rollout": row.rollout_blocked_s.median / report.limits.memcpy_all_receivers_s.median,
@@ -96,7 +99,10 @@ def ratios(report: BenchReport, row: Row) -> dict[str, float]:
 
 
 def regressions(now: BenchReport, before: BenchReport) -> dict[tuple[str, str], float]:
-    """Which ratios have grown too much: the earlier value by row and figure."""
+    """Find the ratios that exceed those of `before` by more than a factor of `WORSE`.
+
+    Returns the earlier ratios by row and figure; none if the two runs had different numbers of receivers.
+    """
     if now.setup.receivers != before.setup.receivers:
         return {}
     earlier = {(row.name, row.density): ratios(before, row) for row in before.rows}

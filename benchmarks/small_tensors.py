@@ -1,9 +1,9 @@
-"""What many small tensors cost beyond their bytes: packing and committing them, beside a memcpy of the same bytes.
+"""Measures the overhead of many small tensors: packing and committing them, beside a memcpy of the same bytes.
 
     python benchmarks/small_tensors.py [--tensors 10000] [--bytes 4096] [--rounds 15] [--json FILE]
 
 One thread, one process, bfloat16, each tensor in memory of its own. The ways follow one another in every round, in changing
-order, after two rounds that are not counted; memcpy is libc's, in one piece. What comes out is compared bit for bit.
+order, after two rounds that are not counted; memcpy is libc's, in one piece. The results are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ class Live(torch.nn.Module):
 
 
 def ways(count: int, nbytes: int) -> tuple[dict[str, Callable[[], object]], Callable[[], bool]]:
-    """What is measured, by its name, and the question whether everything is where it belongs."""
+    """Set up the ways to measure, for `count` tensors of `nbytes` each.
+
+    Returns a callable for each way, by name, and a check that every element has arrived where it belongs.
+    """
     width = nbytes // 2
     specs = [TensorSpec(f"t{index}", (width,), torch.bfloat16) for index in range(count)]
     sources = [torch.randint(-(2**15), 2**15, (width,), dtype=torch.int16).view(torch.bfloat16) for _ in specs]

@@ -39,7 +39,7 @@ from .decode_while_syncing import DENSITY, Carried, Checks, Measured
 
 BLOCKING = "blocking way"
 PROMPT_TOKENS, NEW_TOKENS = 7, 6
-"""As in the demo."""
+"""Tokens of a prompt and of its completion, as many as in the arithmetic demo."""
 _SHARED_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108 - a directory of its own is made there
 
 

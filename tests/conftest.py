@@ -134,7 +134,7 @@ def session_children() -> Iterator[Children]:
 
 @pytest.fixture
 def forked_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What weightlane asks a process of its own for is answered by forked ones, which have imported vLLM already."""
+    """Let weightlane start its helper processes as forks of a process that has already imported vLLM."""
     forking = types.SimpleNamespace(**{**vars(subprocess), "Popen": ForkedPopen})
     monkeypatch.setattr("weightlane.ckpt_engines.runtime.own_process.subprocess", forking)
 

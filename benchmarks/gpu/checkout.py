@@ -11,7 +11,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("ckpt_engines", "sync", "trainer", "rollout", "plugins", "cli")
-"""As `setup.py` has them."""
+"""Folders of the checkout that become subpackages of `weightlane`; the same list is in `setup.py`."""
 PACKAGES = ROOT / ".cache" / "gpu-packages"
 """Where packages are found that were brought here from another machine."""
 OLDEST_TORCH = (2, 9)

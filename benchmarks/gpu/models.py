@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 SHARE_OF_MEMORY = 1 / 8
-"""Of a GPU's memory, what a model's files may take. vLLM has half of it; in the other half are the trainer's weights, their
-snapshot, and up to two staged versions."""
+"""Largest share of a GPU's memory that a model's files may have.
+
+vLLM takes half of the memory. The rest holds the trainer's weights, their snapshot, and up to two staged versions.
+"""
 
 
 def cached_models(hub: Path, largest_bytes: float) -> dict[str, Path]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("numpy", "pydantic", "pluggy", "fsspec", "xxhash", "typer", "rich", "pytest", "hypothesis")
-"""What weightlane, its command and its tests import, beside torch. Each has the name by which pip knows it."""
+"""Packages that weightlane, its command and its tests import beside torch. Their pip names are their import names."""
 OPTIONAL = ("triton", "vllm", "safetensors", "aiohttp")
 _DRIVER = re.compile(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s")
 

@@ -70,7 +70,7 @@ class Step:
 
 @dataclass
 class Result:
-    """What became of a step."""
+    """Outcome of one step, with the figures it produced and, if it did not pass, the reason."""
 
     name: str
     part: str

@@ -100,7 +100,7 @@ class _Safetensors(HalvesPeer):
     receiver = _SafetensorsReceiver
 
     def unavailable_reason(self) -> str | None:
-        """As `Peer.unavailable_reason`."""
+        """Return why safetensors cannot be imported and how to install it, or None."""
         return Needs(("safetensors.torch",), "pip install safetensors").missing()
 
 

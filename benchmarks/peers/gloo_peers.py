@@ -72,7 +72,7 @@ class _Gloo(HalvesPeer):
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """As `Peer.environment`: stay on this machine."""
+        """Environment variables that bind gloo to the loopback interface, so that nothing leaves this machine."""
         return {"GLOO_SOCKET_IFNAME": "lo"}
 
 

@@ -24,7 +24,10 @@ _JOIN_S = 10.0
 
 
 class Link:
-    """What the halves tell each other beside the weights: signals by semaphore, and plain data. Every wait has a deadline."""
+    """Channel between a peer's halves for everything but the weights: signals by semaphore, and queues of plain data.
+
+    Every wait has a deadline.
+    """
 
     def __init__(self, task: Task) -> None:
         self.receivers = task.receivers
@@ -166,12 +169,12 @@ class HalvesPeer(Peer):
         self.options = options
 
     def unavailable_reason(self) -> str | None:
-        """As `Peer.unavailable_reason`: it needs nothing but torch."""
+        """Return None, since plain processes need nothing but torch. Peers with other dependencies override this."""
         return None
 
     @contextmanager
     def open(self, task: Task) -> Iterator[Session]:
-        """As `Peer.open`."""
+        """Start sender and receivers as processes and connect them; leaving ends them. See `Peer.open`."""
         if self.receivers_at_most is not None:
             receivers = min(task.receivers, self.receivers_at_most)
             task = Task(task.workload, receivers, task.deadline_s, task.memory_dir, task.disk_dir)

@@ -1,4 +1,4 @@
-"""What no way of carrying weights within one machine can beat: plain copies."""
+"""Plain copies of the weights: lower limits on the time of any method that carries them within one machine."""
 
 from __future__ import annotations
 

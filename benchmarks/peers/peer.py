@@ -1,4 +1,4 @@
-"""What one way of carrying a state dict has to offer to be measured."""
+"""The interface that every row of the comparison implements: a `Peer` opens a `Session`, whose exchanges are timed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What to measure with."""
+    """Settings of one measurement: the workload, the number of receivers, the deadline, and folders for files."""
 
     workload: Workload
     receivers: int
@@ -69,9 +69,9 @@ class Peer(ABC):
     name: str
     group: Group = "peer"
     through: Through
-    """What the weights go through: only rows of the same kind can take each other's place."""
+    """Medium that the weights pass through. Only rows with the same medium can replace one another."""
     what: str
-    """What it does, in a few words, for the table."""
+    """Short description, for the table, of how the peer carries the weights."""
     packages: tuple[str, ...] = ()
     """Distributions whose versions belong to the row."""
 
@@ -107,7 +107,7 @@ class Needs:
     install: str
 
     def missing(self) -> str | None:
-        """What keeps the first of `modules` that cannot be imported from being so, or None."""
+        """Return why the first of `modules` that fails to import does so, and how to install it; None if all import."""
         for module in self.modules:
             try:
                 importlib.import_module(module)

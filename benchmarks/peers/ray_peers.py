@@ -23,7 +23,7 @@ _ROOT = str(Path(__file__).resolve().parents[2])
 
 
 class _Node:
-    """What every actor holds."""
+    """Body of every actor, sender or receiver: owns the actor's tensors and moves them in or out."""
 
     def __init__(self, workload: Workload, rank: int) -> None:
         torch.set_num_threads(1)
@@ -157,7 +157,7 @@ class _Ray(Peer):
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """As `Peer.environment`: nothing leaves this machine, and no warnings about its memory."""
+        """Environment variables of Ray's processes: gloo on the loopback, no usage reports, no memory checks."""
         return {
             "GLOO_SOCKET_IFNAME": "lo",
             "PYTHONPATH": _ROOT,
@@ -167,7 +167,7 @@ class _Ray(Peer):
         }
 
     def unavailable_reason(self) -> str | None:
-        """As `Peer.unavailable_reason`."""
+        """Return why a needed module cannot be imported and how to install it, or None."""
         return self._needs.missing()
 
     @abstractmethod
@@ -176,7 +176,10 @@ class _Ray(Peer):
 
     @contextmanager
     def open(self, task: Task) -> Iterator[Session]:
-        """As `Peer.open`: in a cluster of its own, with room for three payloads in the object store."""
+        """Start a Ray cluster for this peer alone and connect the actors in it; leaving shuts it down.
+
+        Its object store has room for at least three payloads.
+        """
         import ray
 
         with tempfile.TemporaryDirectory(

@@ -1,4 +1,4 @@
-"""What was measured, put together: a row per peer, with what its figures are held against."""
+"""Builds the report of a run: one row per peer, with the ratio of its latency to that of the limit `memcpy-all`."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def fastest_peers(report: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on, and nothing that names the machine."""
+    """Describe the hardware and software that the figures depend on, without anything that identifies the machine."""
     processor = ""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()

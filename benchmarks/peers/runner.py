@@ -36,10 +36,10 @@ _TMPFS = "/dev/shm"  # noqa: S108 - everything goes into fresh folders below it
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to run."""
+    """Settings of a run: the workload, how many rounds and turns each peer has, and the time limits."""
 
     workload: str
-    """As `weightlane bench` knows it: a name, or a directory of safetensors files."""
+    """Name of a workload of `weightlane bench`, or a directory of safetensors files."""
     receivers: int
     rounds: int
     """Per peer, over all passes; each pass has a warm-up round beside."""
@@ -120,10 +120,10 @@ def _turn(
 
 
 def workload_named(name: str) -> Workload:
-    """What `weightlane bench` calls so.
+    """Return the workload of `name`: a model that `weightlane bench` knows, or a directory of safetensors files.
 
     Raises:
-        ConfigError: there is no such thing.
+        ConfigError: `name` is neither.
         ValueError: not all of its tensors are bfloat16.
     """
     specs = named_workload(name).specs

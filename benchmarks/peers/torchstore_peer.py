@@ -107,18 +107,18 @@ class _TorchStore(Peer):
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """As `Peer.environment`: the actors' processes find this module."""
+        """Environment variables of the actors' processes, which put this repository on their import path."""
         return {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
 
     def unavailable_reason(self) -> str | None:
-        """As `Peer.unavailable_reason`."""
+        """Return why torchstore or Monarch cannot be imported and how to install it, or None."""
         return Needs(
             ("torchstore", "monarch.actor"), "pip install --no-deps torchstore torchmonarch (README.md has the rest)"
         ).missing()
 
     @contextmanager
     def open(self, task: Task) -> Iterator[Session]:
-        """As `Peer.open`."""
+        """Start the store, and an actor each for the sender and every receiver; leaving shuts the store down."""
         session = _TorchStoreSession(task)
         try:
             session.start()

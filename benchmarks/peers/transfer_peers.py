@@ -72,12 +72,12 @@ class _Nixl(HalvesPeer):
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """As `Peer.environment`: which of UCX's transports may be used."""
+        """Environment variables that restrict UCX to the peer's transports; none if UCX may pick one itself."""
         tls = self.options["tls"]
         return {"UCX_TLS": tls} if tls else {}
 
     def unavailable_reason(self) -> str | None:
-        """As `Peer.unavailable_reason`."""
+        """Return why NIXL cannot be imported and how to install it, or None."""
         return Needs(("nixl._api",), "pip install --no-deps nixl nixl-cu12").missing()
 
 
@@ -130,11 +130,11 @@ class _Mooncake(HalvesPeer):
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """As `Peer.environment`: no log lines of every transfer."""
+        """Environment variables that keep Mooncake from logging every transfer."""
         return {"GLOG_minloglevel": "2"}
 
     def unavailable_reason(self) -> str | None:
-        """As `Peer.unavailable_reason`."""
+        """Return why Mooncake cannot be imported and how to install it, or None."""
         return Needs(
             ("mooncake.engine",), "pip install mooncake-transfer-engine-non-cuda, and libibverbs1 of the system"
         ).missing()

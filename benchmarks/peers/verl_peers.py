@@ -153,11 +153,11 @@ class _VerlPeer(HalvesPeer):
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """As `Peer.environment`."""
+        """Environment variables that keep Mooncake from logging every transfer."""
         return {"GLOG_minloglevel": "2"}
 
     def unavailable_reason(self) -> str | None:
-        """As `Peer.unavailable_reason`."""
+        """Return why Ray, verl or the library of its engine cannot be imported and how to install it, or None."""
         engine = "nixl._api" if self.options["kind"] == "nixl" else "mooncake.engine"
         return Needs(
             ("ray", engine, "verl"), "pip install --no-deps verl in an environment of its own (README.md has the rest)"

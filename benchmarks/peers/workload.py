@@ -28,12 +28,15 @@ class Workload:
         return 2 * sum(math.prod(shape) for shape in self.shapes.values())
 
     def to_plain(self) -> dict[str, Any]:
-        """As JSON: whoever measures a peer may have no weightlane to ask for the shapes."""
+        """Return the workload as JSON-ready data.
+
+        It includes the shapes, since a process that measures a peer may have no weightlane to ask for them.
+        """
         return {"name": self.name, "shapes": self.shapes}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Workload:
-        """What `to_plain` gave."""
+        """Rebuild a workload from the output of `to_plain`."""
         return cls(plain["name"], {name: tuple(shape) for name, shape in plain["shapes"].items()})
 
 

@@ -15,9 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/architecture.md"
 FOLDERS = ("plugins", "ckpt_engines", "sync", "trainer", "rollout", "cli")
 MOST_ENTRIES = 12
-"""Of a folder, beside its ``__init__.py``: as many as a reader takes in at a glance."""
+"""Largest number of entries of a folder, beside its ``__init__.py``: as many as a reader takes in at a glance."""
 MOST_LINES = 400
-"""Of a module."""
+"""Largest number of lines of a module."""
 MEDIAN_LINES = 150
 """Half of all modules are shorter."""
 MOST_IN_A_ROW = 4
@@ -65,7 +65,7 @@ def folders(known: dict[str, Path]) -> dict[str, list[str]]:
 
 
 def graph_of(folder: str, entries: list[str], known: dict[str, Path]) -> Graph:
-    """Which entry of `folder` imports which other ones."""
+    """Return, for each entry of `folder`, the other entries of `folder` that it imports."""
     inside = f"{folder}." if folder else ""
     graph: Graph = {entry: set() for entry in entries}
     for name, path in known.items():

@@ -1,4 +1,4 @@
-"""What the density benchmark counts."""
+"""The density benchmark counts elements whose bits on the wire changed, at every step, and tied weights once."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_the_shapes_are_those_of_the_model_and_survive_the_way_to_another_interp
 
 
 def turn_of(rounds: int, took_s: float = 1.0, *, clean: bool = True) -> list[dict[str, Any]]:
-    """What a sender says of a turn in which every round after the warm-up took so long."""
+    """A sender's report of one turn: a warm-up and `rounds` rounds, each of `took_s` seconds."""
     times = dict.fromkeys(("trainer_blocked_s", "rollout_blocked_s", "latency_s"), took_s)
     words = [{"round": n, "warm_up": n == 0, "clean": clean, "verified": True, **times} for n in range(rounds + 1)]
     return [{"versions": {}, "setup_s": 0.0}, *words]

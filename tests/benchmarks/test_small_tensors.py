@@ -1,4 +1,4 @@
-"""What the benchmark of many small tensors measures is done completely, and it says so when it is not."""
+"""The benchmark of many small tensors completes every operation that it measures, and reports one that is incomplete."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def run(*arguments: str, columns: int = 160) -> Result:
 
 
 def report(*arguments: str) -> Any:
-    """What a command that ends well says as JSON."""
+    """Run a command with ``--json``, check that it succeeds, and return the parsed output."""
     result = run(*arguments, "--json")
     assert result.exit_code == 0, result.stderr
     return json.loads(result.stdout)

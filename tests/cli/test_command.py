@@ -30,7 +30,7 @@ from weightlane.cli.output import console, own_stdout
 from weightlane.cli.run.display import RunDisplay
 
 ENGINES = ["cuda_ipc", "filesystem", "gloo", "hccl", "nccl", "shm"]
-"""Those of this distribution; others may be installed beside it."""
+"""Engines of this distribution; other distributions may add more."""
 EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic" / "arithmetic.toml"
 
 

@@ -33,7 +33,7 @@ def metrics_of(run_dir: Path, event: str) -> list[dict[str, Any]]:
 
 
 def check_files(run_dir: Path, steps: int) -> None:
-    """What every finished run promises to leave."""
+    """Check the files that every finished run must leave."""
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary.keys() == {
         "run",
@@ -158,7 +158,7 @@ def saved_state(run_dir: Path, step: int, folder: Path) -> dict[str, Any]:
 
 
 def check_optimizer(at_4: dict[str, Any], at_6: dict[str, Any]) -> None:
-    """What AdamW makes of the parameters and moments of step 4 in two steps without a gradient (Loshchilov and Hutter)."""
+    """Check that step 6 is step 4 after two AdamW steps without a gradient (Loshchilov and Hutter): parameters and moments."""
     assert (int(at_4["step"]), int(at_6["step"])) == (4, 6)
     assert at_6["model"].keys() == at_4["model"].keys()
     beta_1, beta_2 = BETAS

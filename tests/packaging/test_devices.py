@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("ckpt_engines", "sync", "plugins/packages")
 TYPES = {"cuda", "npu", "xpu"}
-"""As devices they mean whichever is current."""
+"""Types of devices. A type that is used as a device means whichever device of that type is current."""
 ABOUT_A_TYPE = {"Capabilities", "is_available", "device_count"}
 """Calls that are told a type of devices, and mean no device."""
 CURRENT = {"current_device", "set_device"}
@@ -26,7 +26,7 @@ ALLOWED = {
 
 
 def offences(source: str) -> list[str]:
-    """What in a module acts on the current device, or could: ``line: what``."""
+    """List the lines of a module that act on the current device, or could, as ``line: what``."""
     tree = ast.parse(source)
     skipped = {id(node) for annotation in _annotations(tree) for node in ast.walk(annotation)}
     skipped |= {id(node) for harmless in _about_types(tree) for node in ast.walk(harmless)}
@@ -50,7 +50,7 @@ def _name(function: ast.expr) -> str:
 
 
 def _annotations(tree: ast.Module) -> Iterator[ast.AST]:
-    """Of arguments, results and attributes: nothing acts there."""
+    """Yield the annotations of arguments, results and attributes, which act on no device."""
     for node in ast.walk(tree):
         for annotation in (getattr(node, "annotation", None), getattr(node, "returns", None)):
             if isinstance(annotation, ast.AST):

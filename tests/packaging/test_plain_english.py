@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("ckpt_engines", "sync", "trainer", "rollout", "plugins", "cli")
+FOLDERS = ("ckpt_engines", "sync", "trainer", "rollout", "plugins", "cli", "tests", "benchmarks", "docs", "examples")
 STANDS_IN = re.compile(r"(What|That|Those|Of|By|Who|Whoever|Whose|As)\b")
 """Words after which a reader has to search for who does what."""
 
@@ -27,12 +27,13 @@ def test_no_docstring_hides_its_subject_behind_its_first_word() -> None:
     found, seen = [], 0
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
-            if "tests" not in path.parts:
-                for line, text in docstrings(path.read_text()):
-                    seen += 1
-                    if STANDS_IN.match(text):
-                        found.append(f"{path.relative_to(ROOT)}:{line}: {text[:60]}")
-    assert seen > 3000
+            if "build" in path.parts:  # a package that was installed leaves a copy there
+                continue
+            for line, text in docstrings(path.read_text()):
+                seen += 1
+                if STANDS_IN.match(text):
+                    found.append(f"{path.relative_to(ROOT)}:{line}: {text[:60]}")
+    assert seen > 5000
     assert not found
 
 

@@ -1,4 +1,4 @@
-"""What a newcomer reads: pages made from the code are up to date, every page is in the menu, README and glossary are short."""
+"""The documentation is consistent: generated pages are current, the menu has every page, README and glossary are short."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 TIMEOUT_S = 300
-"""Of a test, which fails then and ends what it has started; all of them have twice as long."""
+"""Seconds that one test may take before it fails and ends what it has started. A defect's tests have twice as long in all."""
 FOUND = 1
 """pytest's exit code when a test has failed; others mean that none ran, or that something else is wrong."""
 

@@ -43,7 +43,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> MovableClock:
 
 
 def test_every_hook_leaves_its_mark_in_the_row_of_its_participant(path: Path, clock: MovableClock) -> None:
-    """Of a small run: one version committed, one aborted, one step."""
+    """The trace is of a small run: one version committed, one aborted, one step."""
     hooks = traced(path)
     hooks.run_started(facts={"step": 0, "steps": 3})
     clock.advance(0.01)

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 _until_the_folder_ends = ExitStack()
-"""What this folder's tests share; pytest would keep it until the session ends, beside tests of other folders."""
+"""Resources that this folder's tests share, closed after the last of them.
+
+pytest would keep session fixtures until the session ends, beside the tests of other folders.
+"""
 
 
 @pytest.hookimpl(trylast=True)  # after the fixtures of the test itself

@@ -99,7 +99,7 @@ PLAIN: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "sender's file": ({"process": {"pid": 1}, "oldest": 0}, lambda plain: parse_sender(json.dumps(plain))),
 }  # fmt: skip
 NOT_A_MAPPING = {"rendezvous address", "TCP address", "socket name", "fault options", "filesystem options"}
-"""What is handed a mapping by its caller: the connection's own message type, or the configuration's, sees to that."""
+"""Parsers that are only given mappings: the connection's message type, or the configuration's, checks that first."""
 
 
 @pytest.mark.parametrize("what", PLAIN)

@@ -157,7 +157,7 @@ HEADER = [1, 0, 4, True, "xxh3:0"]
 
 
 def test_headers_of_buckets_are_read_or_refused_whoever_made_them() -> None:
-    """By somebody who knows the session's key, and by others who changed what it says."""
+    """The headers come from a peer that knows the session's key, and from others who changed the bytes that it signed."""
     bucket = Bucket(1, 0, torch.zeros(4, dtype=torch.uint8))
 
     def signed(said: Any) -> bytes:

@@ -52,7 +52,7 @@ MODULES = {
     "torch.multiprocessing", "torch.package", "torch.distributed.checkpoint", "torch.distributed.rpc", "ray",
     "pebble",
 }  # fmt: skip
-"""What unpickles, runs or builds objects out of what it reads; yaml because there is nothing of it here to look at."""
+"""Modules that unpickle, run or build objects out of what they read. `yaml` is here as a whole because nothing uses it."""
 CALLS = {
     "eval", "exec", "compile", "read_pickle", "broadcast_object_list", "all_gather_object", "gather_object",
     "scatter_object_list", "send_object_list", "recv_object_list",
@@ -85,7 +85,7 @@ ALLOWED = {
 
 
 def dangers(path: Path) -> set[str]:
-    """What in a module could unpickle or run what it reads."""
+    """Find the imports, calls and settings in a module that could unpickle or run what it reads."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -319,7 +319,7 @@ def test_files(crater: Path, tmp_path: Path) -> None:
 
 
 def test_the_directory_of_the_filesystem_engine(crater: Path, tmp_path: Path) -> None:
-    """Whoever can write there can spoil what is read, and run nothing."""
+    """A user who can write to the directory can spoil the data, but cannot run code."""
     for number, bomb in enumerate(bombs(crater)):
         store = tmp_path / str(number)
         for directory in (store, store / "dead" / "sender-0"):

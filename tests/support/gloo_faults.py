@@ -1,4 +1,4 @@
-"""What goes wrong between the members of a gloo group."""
+"""Faults between the members of a gloo group."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 _LOOPBACK = b"\x7f\x00\x00\x01"
 _HIGHEST_PORT = b"\xff\xff"
-"""Of two members, the one with the lower port waits to be called."""
+"""Port to publish so that the other member waits: of two members, the one with the lower port waits to be called."""
 
 
 def publish_and_never_call(place: dist.Store, rank: int, timeout: timedelta) -> None:

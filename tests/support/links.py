@@ -42,11 +42,11 @@ class _Half:
         self.life = Lifecycle(f"still half of {name}", lambda: None)
         self.posted: list[Bucket] = []
         self.waits: set[str] = {"flush", "reclaim", "view"}
-        """Which calls wait."""
+        """Names of the calls that wait."""
         self.over = threading.Event()
         self.entered = threading.Event()
         self.fails: Exception | None = None
-        """What the next call that waits raises instead."""
+        """Error that `wait` raises instead of waiting, if any."""
 
     def wait(self, call: str, deadline: Deadline) -> None:
         with self.life.call():

@@ -39,7 +39,7 @@ REFERENCES = {"fp8": reference_fp8, "int8": reference_int8}
 
 
 def restored(matrix: torch.Tensor, scheme: str) -> torch.Tensor:
-    """What is left of a matrix, float32."""
+    """Quantise a matrix and restore it to float32."""
     if scheme == "int8":
         quantised, scales = reference_int8(matrix)
         return quantised.float() * scales
@@ -49,7 +49,7 @@ def restored(matrix: torch.Tensor, scheme: str) -> torch.Tensor:
 
 
 def left_of(tensors: dict[str, torch.Tensor], scheme: str) -> dict[str, torch.Tensor]:
-    """What a rollout that is not quantised itself must hold of a model: its linear layers are quantised and nothing else."""
+    """Return the weights that an unquantised rollout must hold: linear layers quantised and restored, all others unchanged."""
     return {
         name: restored(tensor, scheme) if name in ("q.weight", "o.weight", "up.weight", "down.weight") else tensor
         for name, tensor in tensors.items()

@@ -25,5 +25,5 @@ class SimulatedTimeLoop(asyncio.SelectorEventLoop):
         selector.select = skip
 
     def time(self) -> float:
-        """As the standard library's: seconds."""
+        """Return the simulated time in seconds, as the standard library's loops return the real time."""
         return self._now

@@ -91,7 +91,7 @@ def lobby() -> Iterator[Callable[[bytes], Lobby]]:
 
 
 def refusal(sock: socket.socket) -> str:
-    """What the sender says before it hangs up."""
+    """Return the reason that the sender gives for its refusal before it hangs up."""
     heard = b"".join(iter(lambda: sock.recv(65536), b""))
     (length,) = struct.unpack_from("<I", heard)
     assert len(heard) == 4 + length
@@ -127,7 +127,7 @@ def test_a_sender_without_the_key_is_not_believed(lobby: Callable[[bytes], Lobby
 
 
 def dial_impostor(life: Lifecycle, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """As receiver `a` dial something that took the sender's place and gives that answer to a hello."""
+    """Dial, as receiver `a`, an impostor of the sender that replies to the hello with `answer`."""
     with listen_tcp("127.0.0.1") as listener, ThreadPoolExecutor(1) as threads:
         threads.submit(answer_once, listener, lambda hello: frame(json.dumps(answer(json.loads(hello))).encode()))
         dial(listener.getsockname(), life, soon(), session=SESSION, name="a", peer="s", key=KEY)
@@ -141,7 +141,7 @@ def test_an_impostor_can_neither_make_up_nor_repeat_nor_mirror_the_senders_proof
     real = sender.stranger()
 
     def forward(hello: dict[str, Any]) -> dict[str, Any]:
-        """What the real sender answers to that hello."""
+        """Forward the hello to the real sender and record its reply; return a made-up proof."""
         real.sendall(frame(json.dumps(hello).encode()))
         (length,) = struct.unpack("<I", real.recv(4, socket.MSG_WAITALL))
         recorded.append(json.loads(real.recv(length, socket.MSG_WAITALL)))

@@ -58,7 +58,7 @@ ReclaimIgnoresDeadline = broken("sender.reclaim")(ignores_the_deadline)
 
 @broken("sender.connect", HealthyStore)
 def WaitsForItsReaders(half: Half, connect: Call, *arguments: Any) -> None:
-    """Of a store, which is there without them."""
+    """The sender of a store waits for its readers, although a store is usable without them."""
     time.sleep(FOREVER_S)
 
 
@@ -110,7 +110,10 @@ class CloseWaitsForCalls(Healthy):
 
 
 class CloseOfAStoreWaitsForCalls(HealthyStore):
-    """As `CloseWaitsForCalls`, where the half waits by itself for what the framework's control connection tells others."""
+    """A lock around every call of a store's half, which `close` takes too.
+
+    A store's half waits by itself for what other halves learn through the framework's control connection.
+    """
 
     sender, receiver = LockedSender, LockedReceiver
 
@@ -154,7 +157,7 @@ def NoticesDeathsAtTheDeadline(half: Half, flush: Call, deadline: Deadline, pend
 
 @broken("sender.flush")
 def ExitsTheProcess(half: Half, flush: Call, *arguments: Any) -> None:
-    """As a library does whose network error handler calls ``exit``."""
+    """The process exits when a peer is lost, like a library whose network error handler calls ``exit``."""
     try:
         flush(*arguments)
     except PeerLostError:
@@ -163,7 +166,7 @@ def ExitsTheProcess(half: Half, flush: Call, *arguments: Any) -> None:
 
 @engine_with
 class ExitsWhileIdle(Sender):
-    """As a library does that notices in a thread of its own that a peer is gone."""
+    """A thread of the sender exits the process when a peer is gone, like a library that watches its peers in a thread."""
 
     def connect(self, topology: Topology, channels: Mapping[str, Channel], deadline: Deadline) -> None:
         super().connect(topology, channels, deadline)

@@ -103,7 +103,7 @@ class FlushesTooEarly(Sender):
 
 @engine_with
 class LastPostedFirstDone(Receiver):
-    """Of several buckets that are under way, the one that was posted last counts as done first."""
+    """The bucket that was posted last counts as done first when several buckets are in flight."""
 
     def post(self, bucket: Bucket, sender: str) -> None:
         landing = replace(bucket, data=torch.empty_like(bucket.data))

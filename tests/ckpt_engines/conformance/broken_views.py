@@ -39,7 +39,7 @@ def ShowsCopies(half: Half, view: Call, *arguments: Any) -> Any:
 
 
 class ShowsOneCopyForAll(Healthy):
-    """What does not lie in the engine's memory is copied to one place there, bucket after bucket."""
+    """The sender copies each bucket to the same place in the engine's memory, over the bucket before it."""
 
     memory: ClassVar[list[torch.Tensor]] = []
 
@@ -55,7 +55,7 @@ class ShowsOneCopyForAll(Healthy):
 
 @engine_with
 class CopiesByViewing(Receiver):
-    """Who copies counts as one who looks, and never says that it is done."""
+    """The receiver copies each bucket out of a view, and never releases the view."""
 
     def post(self, bucket: Bucket, sender: str) -> None:
         self.kept["posted"] = bucket, sender
@@ -107,7 +107,7 @@ class WipesItsMemoryOnClose(Healthy):
 
 
 class WipesWhatIsFreed(Healthy):
-    """As if it were handed out again while somebody still looks."""
+    """`free` zeroes the memory, as if it were reused while a receiver still views it."""
 
     def free(self, memory: torch.Tensor) -> None:
         memory.zero_()
@@ -116,7 +116,7 @@ class WipesWhatIsFreed(Healthy):
 
 @engine_with
 class UnmapsOnClose(Receiver):
-    """What was viewed is gone with its receiver: zeros, as if the pages had been dropped."""
+    """Closing the receiver zeroes everything that it has viewed, as if the pages had been dropped."""
 
     def view(self, version: int, index: int, *rest: Any) -> torch.Tensor:
         data: torch.Tensor = super().view(version, index, *rest).clone()

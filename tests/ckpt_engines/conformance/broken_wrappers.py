@@ -1,4 +1,4 @@
-"""What the broken engines are made of: wrappers around engines that are right, mostly around `shm`."""
+"""Wrappers that build broken engines around working ones, mostly around `shm`."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def broken(call: str, of: type = Healthy) -> Callable[[Callable[..., Any]], type
 
 
 def broken_link(call: str) -> Callable[[Callable[..., Any]], type]:
-    """As `broken`, for what the framework does around a half and a healthy one cannot show: the link is broken."""
+    """Decorate what a link does at `call`, as `broken` does for a half. Only a link can break what the framework does itself."""
     side, _, name = call.partition(".")
 
     def engine(does: Callable[..., Any]) -> type:

@@ -121,7 +121,7 @@ WRONG = {
     ),
     "no-classmethod": ("def unavailable_reason(self): return None", ["asked of the class", "@classmethod"]),
 }
-"""By engine, each in a module of its own: what is wrong in a class that is right otherwise, and what is said of it."""
+"""Faulty engine classes by engine name, each in its own module: the one wrong line, and parts of the error message."""
 
 PROBE = """
 import json, sys
@@ -143,7 +143,7 @@ print(json.dumps(found))
 
 
 def install(site: Path, name: str, version: str, entry_points: str) -> None:
-    """What pip would leave of a distribution's metadata."""
+    """Write the metadata that pip would leave of an installed distribution."""
     info = site / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nProvides-Extra: rdma\n")
@@ -152,7 +152,7 @@ def install(site: Path, name: str, version: str, entry_points: str) -> None:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, session_children: Any) -> dict[str, Any]:
-    """What a registry in another process finds beside the built-in engines."""
+    """The report of a registry in another process, where three more distributions with engines are installed."""
     site = tmp_path_factory.mktemp("site")
     install(site, "acme-engines", "1.5", ENTRY_POINTS)
     install(site, "other-engines", "0.3", "[weightlane.ckpt_engines]\ntwin = acme_engines:Good\n")

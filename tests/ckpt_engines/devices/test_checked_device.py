@@ -220,7 +220,7 @@ def test_what_everybody_gets_from_one_sender_is_broadcast(engine: str, tmp_path:
 
 
 def on_the_current_device(world: World, patch: pytest.MonkeyPatch) -> None:
-    """As if the thread that connects had asked which device is current."""
+    """Make an engine open its device group on the thread's current device, not on the device it was given."""
     real = _collective_halves.open_device_group
 
     def current(backend: Any, device: torch.device, *arguments: Any, **more: Any) -> Any:
@@ -230,7 +230,7 @@ def on_the_current_device(world: World, patch: pytest.MonkeyPatch) -> None:
 
 
 def mapped_on_the_first_device(_: World, patch: pytest.MonkeyPatch) -> None:
-    """As if memory had been mapped for a device without an index."""
+    """Make an engine map memory on device 0, as if the device had no index."""
     real = _cuda_memory.CudaMapping
 
     def first(runtime: Any, *arguments: Any) -> Any:
@@ -245,7 +245,7 @@ def without_waiting(_: World, patch: pytest.MonkeyPatch) -> None:
 
 
 def behind_the_training(world: World, patch: pytest.MonkeyPatch) -> None:
-    """What is waited for is whatever the device's default stream does."""
+    """Make a stream wait for the device's default stream, where training runs, instead of the snapshot's event."""
     patch.setattr(
         AcceleratorRuntime,
         "wait_for",

@@ -1,4 +1,4 @@
-"""What is written by libc and numpy: the same bits as torch writes."""
+"""Host copies by libc and numpy write the same bits as torch."""
 
 import pytest
 import torch

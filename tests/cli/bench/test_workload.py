@@ -1,4 +1,4 @@
-"""What is carried, and how it changes."""
+"""Benchmark workloads have the shapes of their models, and each version changes a given share of the elements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user can get wrong about a run is found before anything is started, and leaves nothing behind."""
+"""A run detects a user's mistakes before it starts anything, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ SPLIT = configured("trainer", **{"engine": "megatron", "ranks": 2, "megatron.ten
 def test_a_bad_model_task_reward_engine_or_address_is_refused(
     trial: Trial, break_it: Callable[[Trial], None], said: list[str]
 ) -> None:
-    """What else can be wrong with each of them, `tests/trainer` holds."""
+    """The run raises a `ConfigError` before it starts. `tests/trainer` covers the other faults of each kind."""
     break_it(trial)
     trial.fails(ConfigError, *said)
 

@@ -1,4 +1,4 @@
-"""What a run takes follows from its model and from the machine; what does not fit is said before anything starts."""
+"""A run derives its resources from the model and the machine, and refuses a run that does not fit before it starts."""
 
 from __future__ import annotations
 

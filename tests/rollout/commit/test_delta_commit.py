@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 def live(setup: Setup) -> dict[str, torch.Tensor]:
-    """What the trainer has now."""
+    """Return copies of the trainer's current tensors."""
     return {name: tensor.clone() for name, tensor in setup.trainer.live.items()}
 
 

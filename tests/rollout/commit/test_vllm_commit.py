@@ -1,4 +1,4 @@
-"""What a commit promises, on real vLLM: exact weights, exact tokens, exact version stamps, and a sound end of every failure."""
+"""Commits on real vLLM give exact weights, exact tokens and exact version stamps, and every failure ends in a safe state."""
 
 from __future__ import annotations
 

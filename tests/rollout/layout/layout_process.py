@@ -148,7 +148,7 @@ def in_place(path: str, dtype: str, bucket_bytes: int, hidden: str) -> dict[str,
 
 
 def moved(path: str, dtype: str) -> dict[str, Any]:
-    """What a loader does when a parameter gets other memory between two versions, and another set of tensors comes."""
+    """Move a parameter's memory between two versions, then commit tensors in float32; report what the loader did."""
     config = engine_config(path, tensor_parallel=1, dtype=dtype)
     first, alone = tensors_of(path, dtype), RankGroup(None)
     rehearsed = []
@@ -187,7 +187,7 @@ def moved(path: str, dtype: str) -> dict[str, Any]:
 
 
 def rehearsed_badly(path: str, left_out: str) -> str | None:
-    """What a rehearsal says of a writer that leaves something out."""
+    """Rehearse with a version writer that leaves something out; return the mismatch that the rehearsal finds."""
     config = engine_config(path, tensor_parallel=1, dtype="float32")
     specs = checkpoint_specs(path, torch.float32)
     name = "model.layers.1.mlp.down_proj.weight"
@@ -287,7 +287,7 @@ def rotary_beside_formula(neox: bool) -> list[float]:
 
 
 def scaled(case: str, layers: int) -> dict[str, Any]:
-    """What the benchmark of large mixtures of experts measures of one with so many layers."""
+    """Measure `case` of the benchmark of large mixtures of experts, with `layers` layers."""
     sys.path.append(str(Path(__file__).parents[3]))
     from benchmarks.layout_scale import measure_case
 
@@ -319,7 +319,7 @@ def later_versions(path: str) -> dict[str, Any]:
 
 
 def room_that_is_not_there() -> list[str]:
-    """What is said where a device has no room for a second model, and the weights of the first may not move."""
+    """Return the error of `room_beside` on a device with no room for a second model, if the first's weights may not move."""
     with mock.patch.object(torch.accelerator, "get_memory_info", return_value=(0, 1)):
         try:
             with room_beside(torch.nn.Linear(2, 2), torch.device("cuda", 0), may_move=False):
@@ -345,13 +345,13 @@ def set_aside_and_back() -> dict[str, list[Any]]:
 def report(
     path: str, tensor_parallel: int, expert_parallel: bool = False, way: str = "", hidden: str = ""
 ) -> dict[str, Any]:
-    """What ``weightlane layout`` shows; see `forced` and `hidden_copy_of`."""
+    """Make the report that ``weightlane layout`` shows; see `forced` for `way` and `hidden_copy_of` for `hidden`."""
     with forced(way), hidden_copy_of(hidden):
         return make_report(path, tensor_parallel=tensor_parallel, dtype="auto", expert_parallel=expert_parallel)
 
 
 def refused(path: str, tensor_parallel: int) -> list[str]:
-    """What a report of that model ends with."""
+    """Return the type and message of the error that a report of the model raises, or an empty list."""
     try:
         make_report(path, tensor_parallel=tensor_parallel, dtype="float32")
     except WeightlaneError as error:

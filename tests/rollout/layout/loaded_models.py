@@ -59,7 +59,7 @@ def committed(loader: VersionLoader, tensors: Mapping[str, torch.Tensor], group:
 
 
 def loaded(config: Any) -> torch.nn.Module:
-    """What vLLM's own start-up makes of a checkpoint's files."""
+    """Load a checkpoint's files into a model by vLLM's own start-up."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers import rotary_embedding
     from vllm.model_executor.model_loader import get_model_loader

@@ -1,4 +1,4 @@
-"""What a replica expects of a version follows from its checkpoint, and a broken checkpoint is named."""
+"""A replica derives the tensors it expects from its checkpoint, and names the file of a broken checkpoint."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def test_versions_that_are_not_written_completely_do_not_pass_the_rehearsal(
 
 
 def compared(process: Program, kind: str, folder: Path, dtype: str, way: str = "") -> dict[str, Any]:
-    """What `layout_process.compare` says of an architecture of the zoo, which starts as vLLM has loaded it."""
+    """Run `layout_process.compare` on an architecture of the zoo, and check that it starts as vLLM has loaded it."""
     model = make(KINDS[kind], folder, seed=1, dtype=getattr(torch, dtype))
     answer: dict[str, Any] = process.call("compare", str(model), dtype, KINDS[kind].impl, way)
     assert answer["started"] == []

@@ -192,7 +192,7 @@ def test_a_tensor_that_is_zeroed_before_it_is_loaded_leaves_zeros_and_nothing_of
 
 
 def rearranged(tensor: torch.Tensor, choices: Random) -> torch.Tensor:
-    """What a random chain of views and copies makes of `tensor`."""
+    """Apply a random chain of views and copies to `tensor`."""
     for _ in range(choices.randrange(7)):
         axis = choices.randrange(tensor.ndim)
         match choices.choice(["permute", "narrow", "step", "copy", "copy", "split", "join", "cast"]):

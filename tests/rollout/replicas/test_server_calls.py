@@ -1,4 +1,4 @@
-"""What answers a control call may come from anything that listens: each way of not being a willing vLLM server is named."""
+"""`ServerReplica` names the fault in every answer that does not come from a willing vLLM server, whoever listens there."""
 
 from __future__ import annotations
 

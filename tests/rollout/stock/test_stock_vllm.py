@@ -48,7 +48,7 @@ def offline() -> Iterator[Program]:
 
 
 def take_versions(offline: Program, trainer: OneRankTrainer, models: Sequence[Path]) -> list[Any]:
-    """What vLLM holds and decodes after each version, which it takes by calls of its own."""
+    """Let vLLM take each version by its own calls; return its parameters and greedy tokens after each."""
     replica = PlainReplica("stock", lambda version: offline.call("commit", version))
     held = []
 

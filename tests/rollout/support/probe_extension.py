@@ -1,4 +1,4 @@
-"""What tests need inside a vLLM worker and its own interface does not offer: raw parameters, and failures on purpose."""
+"""vLLM worker extension for tests: it reads raw parameters and fails on purpose, which vLLM's own interface cannot do."""
 
 from __future__ import annotations
 

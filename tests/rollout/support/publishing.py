@@ -133,7 +133,7 @@ class OtherReplica(PlainReplica):
     def __init__(self, name: str, trainer: OneRankTrainer) -> None:
         super().__init__(name, lambda version: None)
         self.refuses_after: Callable[[int], Awaitable[object]] | None = None
-        """What it waits for, given the version, before it refuses to commit that; None to commit."""
+        """Function of the version that the replica awaits before it refuses the commit. With None, the replica commits."""
         tensors = {
             name: ExpectedTensor(tuple(tensor.shape), frozenset({tensor.dtype}))
             for name, tensor in trainer.live.items()

@@ -54,7 +54,7 @@ class Layout:
     settings: dict[str, Any] = field(default_factory=dict)
     """The engine's own."""
     experts: dict[str, Any] = field(default_factory=dict)
-    """What a mixture of experts needs beside them."""
+    """Engine settings that a mixture of experts needs in addition."""
     experts_only: bool = False
 
     def trainer(self, model: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ KV_HEADS = 2
 HEAD_DIM = 32
 INTERMEDIATE = 128
 PLAIN_DIM, VALUE_DIM = 32, 16
-"""Of latent attention, per head: keys without positions, and values."""
+"""Sizes per head in latent attention: keys without positions, and values."""
 
 
 def make_qwen3(
@@ -66,7 +66,7 @@ def quantised_copy(model: Path, path: Path, scheme: Quantise) -> Path:
 
 
 def left_of(tensors: Mapping[str, torch.Tensor], scheme: Quantise) -> dict[str, torch.Tensor]:
-    """What the reference quantiser leaves of a checkpoint's tensors."""
+    """Quantise and restore a checkpoint's projections with the reference quantiser; other tensors stay as they are."""
     return {name: restored(tensor, scheme) if "_proj." in name else tensor for name, tensor in tensors.items()}
 
 
@@ -183,13 +183,13 @@ def check_ranks(
 def vllm_parameters(
     tensors: Mapping[str, torch.Tensor], *, rank: int = 0, world: int = 1, expert_parallel: bool = False
 ) -> dict[str, torch.Tensor]:
-    """What rank `rank` of `world` of vLLM's Qwen3, Llama, Qwen3-MoE or DeepSeek-V3 must hold, independently of vLLM's loaders.
+    """Compute what rank `rank` of `world` of vLLM's Qwen3, Llama, Qwen3-MoE or DeepSeek-V3 must hold, without vLLM's loaders.
 
     Queries, keys and values, and gate and up, are fused by rows; heads, intermediate units and the vocabulary are divided
     between ranks by rows, the two output projections by columns; norms are whole everywhere. The vocabulary is padded with
-    zero rows to a multiple of 64 first. Experts are divided as other layers are, or each rank has as many whole ones, in order.
-    Latent attention's projections down are fused and whole, and those up divided by heads; of keys and values, they are there a
-    second time, cut into the two and turned round.
+    zero rows to a multiple of 64 first. Experts are divided like other layers, or each rank has as many whole ones, in order.
+    Latent attention's down projections are fused and whole; its up projections are divided by heads. The one of keys and values
+    is there a second time, split by head into keys and transposed values.
     """
     rows = {name: _part(tensor, 0, rank, world) for name, tensor in tensors.items()}
     wanted = _stacked_experts(tensors, rank, world, expert_parallel=expert_parallel)
@@ -226,7 +226,7 @@ _FUSED = {
 
 
 def _absorbed(attention: str, projection: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What latent attention derives from the projection of keys and values on a rank: rows by head, keys before values."""
+    """Derive latent attention's parameters from a rank's key-value projection, whose rows are by head, keys before values."""
     by_head = projection.view(-1, PLAIN_DIM + VALUE_DIM, projection.shape[1])
     keys, values = by_head.split([PLAIN_DIM, VALUE_DIM], dim=1)
     return {f"{attention}.W_UK_T": keys, f"{attention}.W_UV": values.transpose(1, 2)}
@@ -302,7 +302,7 @@ def _model(path: Path) -> torch.nn.Module:
 
 @torch.no_grad()
 def _logits(path: Path, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
-    """Of each of `tokens`, after `prompt` and its predecessors."""
+    """Return the logits that predict each of `tokens` from `prompt` and the tokens before it."""
     logits: torch.Tensor = _model(path)(torch.tensor([[*prompt, *tokens]])).logits
     return logits[0, len(prompt) - 1 : -1]
 

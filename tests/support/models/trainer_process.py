@@ -82,7 +82,7 @@ class Process:
 
 
 def nudge(numbers: torch.Tensor, version: int, every: int) -> torch.Tensor:
-    """What is added, in a version, to the elements with these `numbers` of a tensor."""
+    """Compute the increment that `version` adds to the elements with these `numbers` in a tensor."""
     return (numbers % every == version % every).float() * (0.25 + numbers % 7) / 8
 
 

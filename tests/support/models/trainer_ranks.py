@@ -29,7 +29,7 @@ class Trainers:
         self.names = [f"trainer-{rank}" for rank in range(world)]
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """What every rank answers, in rank order."""
+        """Call `method` on every rank and return the answers in rank order."""
         return call_all(self._programs, method, *arguments)
 
     @asynccontextmanager

@@ -1,6 +1,6 @@
-"""What a run of the tests costs: seconds by folder, and what each folder starts, which must not exceed its budget.
+"""Cost of a test run: seconds by folder, and each folder's expensive starts, which must not exceed its budget.
 
-The budget is the table of `tests/README.md`. It counts what is expensive, not seconds, so that it holds on any machine.
+The budget is the table of `tests/README.md`. It counts starts, not seconds, so that it holds on any machine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STARTS = Path(__file__).with_name("process_starts")
 KINDS = ("vllm imports", "vllm engines", "ray clusters", "torch groups")
 _LOG_ENV = "WEIGHTLANE_TEST_STARTS"
 _SELECTION = "not exhaustive"
-"""What `make test` selects; everything else is held against the budget of `make test-all`."""
+"""Marker expression of `make test`; every other selection is held against the budget of `make test-all`."""
 
 
 def watch() -> None:

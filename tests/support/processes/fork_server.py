@@ -49,7 +49,7 @@ IMPORTS = (
     "vllm.model_executor.models.qwen3",
     "vllm.entrypoints.openai.api_server",
 )
-"""What the first server imports."""
+"""Modules that the first server imports."""
 ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
@@ -57,7 +57,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "OMP_NUM_THREADS": "1",
 }
-"""What these imports read; the environment of each process comes later."""
+"""Environment variables that these imports read. Each forked process gets its own environment later."""
 _PR_SET_CHILD_SUBREAPER = 36
 _MOST_DESCRIPTORS = 64
 
@@ -229,7 +229,7 @@ def _become(request: dict[str, Any], received: list[int], line: socket.socket) -
 
 
 def _run(arguments: list[str]) -> None:
-    """As ``python <arguments>``."""
+    """Run a program as ``python <arguments>`` would."""
     if arguments[0] == "-c":
         sys.argv = ["-c", *arguments[2:]]
         main = sys.modules["__main__"] = types.ModuleType("__main__")

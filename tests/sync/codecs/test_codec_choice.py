@@ -1,4 +1,4 @@
-"""What `auto` chooses in worlds whose truth is known: by a clock that only moves when a version is carried."""
+"""`auto` picks the faster codec in simulated worlds of known cost, whose clock moves only when a version is carried."""
 
 from __future__ import annotations
 

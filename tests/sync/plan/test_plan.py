@@ -1,4 +1,4 @@
-"""Whatever is held and needed, every element that is needed arrives once, from a rank that holds it."""
+"""A transfer plan delivers every needed element once, from a rank that holds it, whatever the ranks hold and need."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_plan_that_differs_in_anything_has_another_digest(problem: tuple, data
 
 @given(problems())
 def test_no_rank_sends_much_more_than_it_must_whoever_holds_what(problem: tuple) -> None:
-    """What only the ranks of a set hold, divided by how many these are, is the least that its busiest rank sends."""
+    """A set's busiest rank must send at least the bytes that only ranks of the set hold, divided by the number of its ranks."""
     _, held, _ = problem
     holdings = HolderMap.of(held)
     cells = [

@@ -45,7 +45,7 @@ from weightlane.sync.receive.receive_session import BucketSender, ReceiveLink, R
 from weightlane.sync.version.bucket_checksums import checksum_of
 
 SLOW_SENDERS = Network(sender_bytes_per_s=1e8, receiver_bytes_per_s=1e9, bucket_bytes=8192)
-"""What trainers send is what takes longest, by far."""
+"""Network in which the trainers' sends take longest, by far."""
 TOLERANT = PATIENT | {"quorum": 0.5}
 
 

@@ -40,7 +40,7 @@ BASE = Manifest(1, SPECS, 64, identity="t/1")
 
 
 def delta_of(parts: list[torch.Tensor], version: int = 2) -> Manifest:
-    """Of `parts`, one for each tensor, to `BASE`; every bucket is 64 bytes."""
+    """Return the manifest of a delta on `BASE` that has one of `parts` for each tensor; every bucket is 64 bytes."""
     return replace(
         BASE,
         version=version,
@@ -53,7 +53,7 @@ def delta_of(parts: list[torch.Tensor], version: int = 2) -> Manifest:
 
 
 def parts_to(filled: float) -> list[torch.Tensor]:
-    """What turns tensors of ones into others."""
+    """Encode the deltas that turn tensors of ones into tensors of `filled`."""
     parts = []
     for _ in SPECS:
         part = encode(torch.ones(8), torch.full((8,), filled))

@@ -24,7 +24,7 @@ from weightlane.sync.version.snapshot_slices import snapshot_slices
 
 
 def tensors_of(version: int) -> dict[str, torch.Tensor]:
-    """Of several dtypes, one larger than a bucket, one empty, one scalar."""
+    """Return tensors of several dtypes: one larger than a bucket, one empty, one scalar."""
     generator = torch.Generator().manual_seed(version)
     return {
         "embedding": torch.randn(40, 64, generator=generator).bfloat16(),

@@ -1,4 +1,4 @@
-"""What a trainer rank says that it holds is a slice of the tensor that it names, or is refused before a byte moves."""
+"""`LocalShard` refuses data that is not a slice of the tensor it names, before a byte moves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies on disk: other tools load it, latecomers read it bit for bit, and nobody gets anything else."""
+"""Stored versions load in other tools and reach late readers bit for bit; nobody reads a damaged version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What publishing takes of a trainer rank's memory, by a record of every allocation."""
+"""A publishing trainer rank takes no tensor memory beyond its share and two buckets, by a record of every allocation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from traced_trainer import BUCKET_BYTES, CUTS, SPECS, WORLD, TracedTrainer
 from weightlane.sync import Coordinator, Rendezvous, SyncConfig
 
 PYTHON_BYTES = 4 << 20
-"""What objects, modules that are imported late and libraries take beside tensors."""
+"""Allowance for Python objects, modules that are imported late and libraries, beside the memory of tensors."""
 
 
 @pytest.mark.parametrize(

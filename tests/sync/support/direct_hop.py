@@ -258,7 +258,7 @@ MakeHop = Callable[..., Hop]
 
 
 def of_rank(cut: Cut, rank: int, world: int, specs: Specs = SPECS) -> Placement:
-    """What a tensor-parallel rank needs; of a scalar everything."""
+    """Return the placement that a tensor-parallel rank needs: its cut of each tensor, and every scalar whole."""
     return Placement.of_boxes(
         (spec, cut(spec, rank, world) if spec.shape else [Box((), ())]) for spec in specs.values()
     )

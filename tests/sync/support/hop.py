@@ -1,6 +1,6 @@
-"""What runs in the processes of a hop: trainer ranks and rollout ranks around a coordinator in the test's own process.
+"""Trainer ranks and rollout ranks of a hop, in processes around a coordinator in the test's own process.
 
-`serve` obeys commands that come through a pipe, lists of a method's name and its arguments, and answers each.
+`serve` executes commands from a pipe, each a list of a method's name and its arguments, and answers each.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Trainer:
         self._load()
 
     def nudge(self, version: int, every: int) -> None:
-        """As `step`, but of each tensor only one element in so many changes; see `nudged`."""
+        """Pass the fence, then change one element in `every` of each tensor; see `nudged`."""
         self.end.fence()
         nudge(self._values, version, every)
         self._load()
@@ -208,7 +208,7 @@ class Rollout:
         self._memory = PeakMemory(shared=False)
 
     def extra_memory(self) -> int:
-        """By how many bytes its peak was above what it took when the watch began."""
+        """Return by how many bytes peak memory exceeded the memory in use when `watch_memory` was called."""
         return self._memory.stop()
 
     def trip(self, after: int, victim: int = 0) -> None:

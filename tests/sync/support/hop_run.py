@@ -112,9 +112,9 @@ class Replica:
         self.ranks = ranks
         self.method = "commit"
         self.fails_with: WeightlaneError | None = None
-        """What the next commit ends with, after it has taken the version."""
+        """Error that the next commit raises after the ranks have taken the version, if any."""
         self.refuses_with: WeightlaneError | None = None
-        """What the next commit ends with, before it has touched anything."""
+        """Error that the next commit raises before it has touched anything, if any."""
         self.quarantined_by: list[WeightlaneError] = []
         self.serves = 0
         """The version last reported as committed here."""
@@ -307,7 +307,7 @@ class Run:
         self.publish(version)
 
     def serve(self, version: int) -> None:
-        """As `publish_next`, and every replica serves it, bit for bit."""
+        """Publish `version` like `publish_next`, sync it, and check that every replica serves it, bit for bit."""
         self.publish_next(version)
         outcomes = self.outcomes(version)
         assert set(outcomes.values()) == {"committed"}
@@ -324,12 +324,12 @@ class Run:
         return caught.value
 
     def fails(self, version: int, says: str | None = None) -> SyncAbortedError:
-        """As `publish_next`, and everybody gives it up."""
+        """Publish `version` like `publish_next`, sync it, and return the error with which everybody gives it up."""
         self.publish_next(version)
         return self.aborts(version, says)
 
     def nudge(self, version: int, every: int = 20) -> SyncReport:
-        """As `publish_next`, after a step that changes one element in so many, and sync it."""
+        """Take a step that changes one element in `every`, publish it as `version`, and sync it."""
         for trainer in self.trainers:
             trainer.call("nudge", version, every)
         self.publish(version)

@@ -51,7 +51,7 @@ def read_later_than_rank_0_closes(rank: int, waited_for: Any) -> None:
 
 
 class Rank:
-    """Of two. Mode ``unwilling``: the replica refuses to connect. ``slow``: see `read_later_than_rank_0_closes`."""
+    """One of two ranks. In mode ``unwilling`` its replica refuses to connect; ``slow``: see `read_later_than_rank_0_closes`."""
 
     def __init__(self, rank: int, port: int, mode: str, waited_for: Any) -> None:
         self._rank = rank

@@ -48,7 +48,7 @@ ENDS = {
     ),
     "forgotten": "del weights, shelf",
 }
-"""What it does then."""
+"""Last lines of a script, by the name of its end. They run after the lines of a moment."""
 
 BEGIN = """
 import asyncio, os, signal, sys, threading, time

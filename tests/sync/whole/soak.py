@@ -38,7 +38,7 @@ IMPATIENT = {"deadline_s": DEADLINE_S, "rejoin_s": 10.0, "stall_s": 0.5, "retrie
 
 
 def harmless(engine: str) -> set[FaultKind]:
-    """What is absorbed without a failed attempt, unless something else is slow as well."""
+    """Return the fault kinds that `engine` absorbs without a failed attempt, unless something else is slow as well."""
     # A store that writes a bucket twice has it once.
     stores = CheckpointEngineRegistry().engine_class(engine).capabilities.persistent
     return {FaultKind.DELAY, FaultKind.DUPLICATE} if stores else {FaultKind.DELAY}
@@ -46,11 +46,11 @@ def harmless(engine: str) -> set[FaultKind]:
 
 @dataclass
 class Result:
-    """What a soak saw, and what the run reported by the hooks that any observer gets."""
+    """Findings of a soak, and facts that the run reported through the hooks that any observer gets."""
 
     failed_sessions: set[str] = field(default_factory=set)
     outcomes: Counter[str] = field(default_factory=Counter)
-    """Of versions on each replica, and `aborted` once for each version that was."""
+    """Outcomes of versions, counted over the replicas; `aborted` counts each aborted version once."""
     recovered: int = 0
     """Versions that were committed at a further attempt, or after one that was aborted."""
     engine_faults: Counter[str] = field(default_factory=Counter)
@@ -162,7 +162,7 @@ def _carry(run: Run, version: int, result: Result) -> None:
 
 
 def _check(run: Run, result: Result) -> None:
-    """Whoever may get requests holds exactly the version it is said to serve."""
+    """Note every serving replica that does not hold exactly the version it is said to serve."""
     states = run.coordinator.states()
     for replica in run.replicas:
         if states[replica.name] is not ReplicaState.SERVING:

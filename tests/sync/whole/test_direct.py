@@ -117,7 +117,7 @@ def test_copies_are_compared_element_by_element_however_each_rank_has_cut_them()
 
 
 def other(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> dict[str, TensorSpec]:
-    """What is sent if one of the tensors is another, or there is one more."""
+    """Return the specs of a sender that has one tensor more than `SPECS`, or another in place of one."""
     return {**SPECS, name: TensorSpec(name, shape, dtype)}
 
 

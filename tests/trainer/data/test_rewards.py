@@ -157,7 +157,7 @@ class Refusing(ThreadPoolExecutor):
 
 
 def judged(reward: Reward, *completions: str, **settings: Any) -> list[float | BaseException]:
-    """What a pool makes of `completions`, judged at the same time."""
+    """Judge `completions` in one reward pool at the same time; return their rewards or errors."""
 
     async def judge() -> list[float | BaseException]:
         asyncio.get_running_loop().set_default_executor(Refusing())

@@ -94,7 +94,7 @@ def test_bfloat16_forward_uses_the_master_weights_rounded(
 
 
 def test_a_layer_that_predicts_further_tokens_is_left_out(teams: Teams, tmp_path: Path) -> None:
-    """As transformers does with DeepSeek-V3's."""
+    """The megatron engine skips multi-token prediction layers, as transformers skips DeepSeek-V3's."""
     start, ranks = checkpoint(teams.models["deepseek-v3"]), teams.of(2)
     model = shutil.copytree(teams.models["deepseek-v3"], tmp_path / "model")
     further = {

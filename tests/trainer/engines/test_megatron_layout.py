@@ -1,4 +1,4 @@
-"""What the megatron engine refuses before anything is started, and where its parameters lie in a checkpoint: arithmetic only."""
+"""The megatron engine refuses bad layouts before it starts, and locates its parameters in a checkpoint; arithmetic only."""
 
 from __future__ import annotations
 

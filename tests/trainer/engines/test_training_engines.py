@@ -1,4 +1,4 @@
-"""What every training engine promises, in real processes over gloo: the same tests for each engine and layout."""
+"""Every training engine passes the same tests in each of its layouts, in real processes over gloo."""
 
 from __future__ import annotations
 

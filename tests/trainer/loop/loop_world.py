@@ -45,7 +45,7 @@ class Characters:
 
 
 PUBLISH_S, BLOCKED_S = 0.25, 0.5
-"""What a version costs the trainer and each replica."""
+"""Seconds for which one version blocks the trainer, and each replica."""
 
 
 @dataclass
@@ -71,12 +71,12 @@ class World:
     at_step: dict[int, Callable[[], None]] = field(default_factory=dict)
     failures: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
     bad_answers: dict[str, Any] = field(default_factory=dict)
-    """By prompt, what is answered once in the place of its first completion."""
+    """Bad answers by prompt; each replaces the prompt's first completion, once."""
     skips: set[int] = field(default_factory=set)
     """Calls of `train_step`, from 0, that change nothing."""
     calls: int = 0
     log: list[str] = field(default_factory=list)
-    """What was published and saved, in this order."""
+    """Log of versions published, states saved and steps exported, in order."""
     evaluations: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
     samples: list[tuple[int, list[Mapping[str, Any]]]] = field(default_factory=list)
     aborts: list[int] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Which of the groups that are drawn are trained on: long ones as often as short ones, within the staleness bound."""
+"""The loop trains on drawn groups within the staleness bound, on long ones as often as on short ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class World:
         self.long_s = long_s
         self.step = self.version = 0
         self.trained: list[bool] = []
-        """Of every group that was trained on, whether it was long."""
+        """Whether a group was long, for every group that was trained on."""
         self.drawn: list[bool] = []
         self.staleness: list[int] = []
 

@@ -108,7 +108,7 @@ def test_an_evaluation_that_fails_beside_the_training_ends_the_run_then() -> Non
 
 
 def some_are_better(completion: str, task: Mapping[str, Any]) -> float:
-    """Of any two completions of a prompt one is better."""
+    """Reward a completion by its first letter, so that one of any two completions of a prompt is better."""
     return float("ABC".index(completion[0]))
 
 

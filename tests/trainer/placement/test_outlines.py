@@ -1,4 +1,4 @@
-"""What ranks will hold is known before there are any: exactly what real ones say."""
+"""An outline gives the placements of ranks before any rank exists, exactly as real ranks report them."""
 
 from __future__ import annotations
 

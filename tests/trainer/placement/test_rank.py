@@ -1,4 +1,4 @@
-"""What a trainer rank adds to its training engine."""
+"""`TrainerRank` adds a free address, the publisher's fence and skipped steps to its training engine."""
 
 from __future__ import annotations
 

@@ -263,7 +263,7 @@ def assert_fence_tells_of_changes(ranks: Ranks, names: Collection[str]) -> list[
 
 
 _alone: dict[str, list[dict[str, float]]] = {}
-"""What FSDP2 on one rank reports of each of twenty steps, by model."""
+"""Reports of FSDP2 on one rank for each of twenty steps, by model."""
 
 
 def assert_twenty_steps_are_those_of_one_rank(

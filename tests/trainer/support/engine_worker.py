@@ -118,7 +118,7 @@ class Worker:
         return self._engine.optim_step(lambda names: None)
 
     def shards(self, wire_dtype: str = "float32") -> list[tuple[Any, ...]]:
-        """What this rank publishes."""
+        """Return the shards that this rank publishes: name, shape, dtype, starts and values of each."""
         shards = self._engine.local_shards(getattr(torch, wire_dtype))
         return [(s.spec.name, s.spec.shape, str(s.spec.dtype), s.starts, s.data.detach().numpy()) for s in shards]
 
@@ -127,11 +127,11 @@ class Worker:
         return [shard.data.untyped_storage().data_ptr() for shard in self._engine.local_shards(torch.float32)]
 
     def placement(self, wire_dtype: str) -> list[Any]:
-        """What this rank holds, as plain data."""
+        """Return this rank's placement as plain data."""
         return Placement.of_shards(self._engine.local_shards(getattr(torch, wire_dtype))).to_plain()
 
     def outline(self, model: str, trainer: dict[str, Any]) -> list[Any]:
-        """What every rank would hold, as the process of `outlined_placements` finds it out: by forks of its own."""
+        """Return every rank's outlined placement, computed like in the process of `outlined_placements`: by forks of this one."""
         return _outline_all(TrainerConfig(ranks=self._world, **trainer).model_dump(mode="json"), model, "bfloat16")
 
     def forward_weights(self) -> list[tuple[Any, ...]]:

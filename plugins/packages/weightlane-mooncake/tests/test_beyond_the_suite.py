@@ -1,4 +1,4 @@
-"""What the conformance suite cannot ask of every engine."""
+"""Tests of the Mooncake engine beyond the conformance suite: when it registers and unregisters memory."""
 
 from __future__ import annotations
 

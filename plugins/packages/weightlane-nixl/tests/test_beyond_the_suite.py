@@ -1,4 +1,4 @@
-"""What the conformance suite cannot ask of every engine."""
+"""Tests of the NIXL engine beyond the conformance suite: idle waits, listening addresses, and use of memory."""
 
 from __future__ import annotations
 

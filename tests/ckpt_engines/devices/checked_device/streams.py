@@ -34,7 +34,7 @@ class Violation:
 
 @dataclass(slots=True)
 class Access:
-    """That an operation reads or writes some bytes of a block."""
+    """One operation's read or write of a range of bytes in a block."""
 
     start: int
     stop: int
@@ -94,23 +94,23 @@ class Stream:
 
     @property
     def cuda_stream(self) -> int:
-        """As torch's streams."""
+        """The stream's number, in place of torch's native stream handle."""
         return self.number
 
     def wait_event(self, event: Event) -> None:
-        """As torch's streams."""
+        """Make later operations on this stream wait for `event`, like torch's `Stream.wait_event`."""
         with self.world.changed:
             self._waits.append(event)
             merge(self.clock, event.clock)
 
     def wait_stream(self, other: Stream) -> None:
-        """As torch's streams."""
+        """Make later operations on this stream wait for everything started on `other`, like torch's `Stream.wait_stream`."""
         event = Event(self.world)
         event.record(other)
         self.wait_event(event)
 
     def synchronize(self) -> None:
-        """As torch's streams."""
+        """Wait until everything started on this stream is done, like torch's `Stream.synchronize`."""
         event = Event(self.world)
         event.record(self)
         event.synchronize()
@@ -129,7 +129,7 @@ class Stream:
 
 
 class Event:
-    """As torch's."""
+    """An event of the checked device, with the interface of torch's events."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -166,7 +166,7 @@ class Event:
         stream.wait_event(self)
 
     def ipc_handle(self) -> bytes:
-        """By which another half opens it."""
+        """Return a handle by which another half opens the event."""
         if self.device is None:
             self.device = self.world.current_device
         return self.world.handle_of(self)

@@ -43,7 +43,7 @@ class CheckedTensor(torch.Tensor):
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]
-        """Of the pretended device."""
+        """Whether the pretended device is of type ``cuda``."""
         return Devices.kind == "cuda"
 
     @property
@@ -56,7 +56,7 @@ class CheckedTensor(torch.Tensor):
         return self.block.address + self.storage_offset() * self.element_size()
 
     def record_stream(self, stream: Stream) -> None:
-        """As torch's."""
+        """Note that `stream` uses the tensor's block, like torch's `Tensor.record_stream`."""
         self.block.recorded.add(stream.number)
 
     @classmethod
@@ -85,7 +85,7 @@ def _plain(value: Any) -> Any:
 
 
 def _apart(value: Any) -> Any:
-    """As `_plain`, but nobody is kept from giving the memory back: only the bytes stay."""
+    """Unwrap tensors like `_plain`, but onto the bytes of the block only, so that the block can still be freed."""
     if isinstance(value, CheckedTensor):
         whole = torch.frombuffer(value.block.raw, dtype=torch.uint8)
         usable = whole[: whole.numel() // value.element_size() * value.element_size()]

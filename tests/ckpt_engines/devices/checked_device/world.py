@@ -148,7 +148,7 @@ class World:
     # -- memory --------------------------------------------------------------------------------------------------------------
 
     def garbage(self, nbytes: int) -> bytes:
-        """What fresh memory holds."""
+        """Return random bytes, which stand for the content of fresh memory."""
         return self._random.randbytes(nbytes)
 
     def place(self, nbytes: int) -> int:
@@ -217,7 +217,7 @@ class World:
             return (len(self._handles) - 1).to_bytes(64, "little")
 
     def by_handle(self, handle: bytes) -> Any:
-        """What `handle_of` was given."""
+        """Return the object for which `handle_of` made `handle`."""
         return self._handles[int.from_bytes(handle, "little")]
 
     # -- running -------------------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ class Place:
         self.fs.pipe_file(f"{self.root}/{path}", content)
 
     def latest(self) -> list[tuple[int, str]]:
-        """What is committed: version and directory, newest first."""
+        """Return the committed versions and their directories, newest first."""
         found = json.loads(self.read("latest.json"))
         assert (found["version"], found["directory"]) == tuple(found["committed"][0].values())
         return [(entry["version"], entry["directory"]) for entry in found["committed"]]

@@ -126,7 +126,7 @@ def test_a_large_file_goes_to_an_object_store_in_parts_which_are_dropped_with_it
 
 
 def uploads(place: Place) -> list[str]:
-    """What is on its way to the bucket of `place`, by key."""
+    """List the keys of unfinished multipart uploads to the S3 bucket of `place`."""
     name, _, prefix = place.root.partition("/")
     found = place.fs.call_s3("list_multipart_uploads", Bucket=name, Prefix=prefix)
     return [upload["Key"] for upload in found.get("Uploads", [])]

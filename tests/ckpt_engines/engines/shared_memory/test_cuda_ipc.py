@@ -52,7 +52,7 @@ def test_the_whole_conformance_suite_passes_on_the_devices_there_are() -> None:
 @pytest.mark.gpu
 @needs_gpu
 class TestDeviceMemory(ConformanceBase):
-    """What becomes of device memory. Halves share the devices there are."""
+    """Device memory is freed after every connection and after a kill on either side. Halves share the available devices."""
 
     @pytest.fixture
     def engine_name(self) -> str:

@@ -18,7 +18,7 @@ NBYTES = 8 << 20
 
 
 def resident_bytes() -> list[int]:
-    """Of each read-only mapping of a segment in this process."""
+    """Return the resident bytes of each read-only segment mapping in this process."""
     mappings = re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
     ours = [each for each in mappings if "memfd:weightlane" in each and " r--s " in each.splitlines()[0]]
     return [1024 * int(re.search(r"^Rss: +(\d+)", each, re.MULTILINE)[1]) for each in ours]  # type: ignore[index]

@@ -1,4 +1,4 @@
-"""What `shm` keeps beyond the conformance suite's checks: whose memory it is, when it goes, and who may write to it."""
+"""Tests of `shm` beyond the conformance suite: who owns its memory, when the memory is freed, and who may write to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever the plan, the ranks of a collective engine's connections keep one order, and none waits for another in a circle."""
+"""Ranks of a collective engine post in one order under any plan, so that they never wait for each other in a circle."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def shares(world: int) -> Iterator[Placement]:
 
 @st.composite
 def plans(draw: st.DrawFn) -> SessionPlan:
-    """Of some trainer ranks and some rollout ranks, with relays or without."""
+    """Draw a session plan for some trainer ranks and some rollout ranks, with or without relays."""
     trainers = draw(st.integers(1, 4))
     cuts = draw(st.lists(st.sampled_from([1, 2, 3]), min_size=1, max_size=3))
     network = draw(st.sampled_from([None, Network(1e6, 1e9, bucket_bytes=64), Network(1e9, 1e9, bucket_bytes=64)]))
@@ -137,7 +137,7 @@ def post_all(
     device_of: Mapping[str, int],
     reordered: Callable[[str, deque[Any]], None] | None,
 ) -> None:
-    """What every member of a link posts for one version, in the order of its turns."""
+    """Post one version on every member of `link`, in the order of the link's turns. `reordered` may change a member's order."""
     queues = {name: deque[tuple[str, int, int]]() for name in connected}
     for sender, lane, index in link.turns(plan.layout):
         for name in (

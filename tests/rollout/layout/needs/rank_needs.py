@@ -40,7 +40,7 @@ def rank_layout(path: str, dtype: str, rank: int, world: int, expert_parallel: b
 
 
 def used_elements(layout: LayoutMap) -> dict[str, torch.Tensor]:
-    """Which elements of each source the copies read."""
+    """Mark the elements of each source that the layout's copies read."""
     found = {name: torch.zeros(spec.numel, dtype=torch.bool) for name, spec in layout.sources.items()}
     for copy in layout.copies:
         found[copy.source].as_strided(copy.shape, copy.source_strides, copy.source_offset).fill_(True)

@@ -84,7 +84,7 @@ def replaced_by_pipe(file: Path) -> None:
 
 
 def another_answer(file: Path) -> None:
-    """What is no answer, with a digest that holds."""
+    """Store a malformed answer with a digest that matches it."""
     kept = json.loads(file.read_text()) | {"answer": [1], "digest": needs_cache._digest([1])}
     file.write_text(json.dumps(kept))
 

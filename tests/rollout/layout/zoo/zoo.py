@@ -59,7 +59,7 @@ class Zoo:
 
 
 def told(answer: dict[str, Any]) -> str:
-    """What `layout_process.compare` found, in a few words."""
+    """Summarise the answer of `layout_process.compare` in a few words."""
     if "unbuilt" in answer:
         return f"vLLM cannot load it: {answer['unbuilt'].splitlines()[0][:120]}"
     if wrong := answer["started"] + answer["after"] + answer.get("sparse", []):

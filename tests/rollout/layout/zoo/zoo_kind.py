@@ -13,7 +13,7 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCAB = 64, 4, 2, 16, 128, 300
 
 
 def common(layers: int) -> dict[str, Any]:
-    """What most configs call their sizes."""
+    """Return a tiny model's sizes under the names that most transformers configs use."""
     return {
         "vocab_size": VOCAB,
         "hidden_size": HIDDEN,
@@ -35,7 +35,7 @@ class Kind:
 
     name: str
     config: str
-    """Of transformers, without ``Config``."""
+    """Name of the config class in transformers, without ``Config``."""
     group: str
     """dense, moe, mla, state space or hybrid."""
     sizes: dict[str, Any] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Kind:
     backend: str = "vllm"
     """``transformers`` where vLLM is to run transformers' own class."""
     model: str = ""
-    """Of transformers, where it is not the config's name and ``ForCausalLM``."""
+    """Name of the model class in transformers; if empty, `config` followed by ``ForCausalLM``."""
 
     @property
     def impl(self) -> str:

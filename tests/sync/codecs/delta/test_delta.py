@@ -107,7 +107,7 @@ def test_equal_and_unequal_are_a_matter_of_bits() -> None:
     [(0.0, 0.0001), (0.001, 0.0018), (0.01, 0.0156), (0.05, 0.0702), (0.2, 0.255), (0.5, 0.565), (1.0, 1.0626)],
 )
 def test_a_delta_is_about_as_small_as_it_can_be(density: float, most: float) -> None:
-    """Of bf16 with random positions: up to 20 % within 0.65 bits per change of the positions' entropy (8.08 bits at 1 %)."""
+    """For up to 20 % random bf16 changes, positions cost within 0.65 bits per change of their entropy (8.08 bits at 1 %)."""
     numel = 1 << 21
     old = random_bits((numel,), torch.bfloat16)
     encoded = encode(old, flipped(old, torch.rand(numel, generator=torch.Generator().manual_seed(0)) < density))

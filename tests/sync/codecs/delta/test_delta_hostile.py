@@ -1,4 +1,4 @@
-"""What a peer sends in place of a delta is refused in words, and never written anywhere."""
+"""The decoder refuses malformed deltas from a peer with a clear error, and never writes them anywhere."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_the_programs_are_exact_and_compile(children: Any, tmp_path: Path, what:
 
 @pytest.fixture
 def no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a device for which there is no Triton."""
+    """Hide the Triton kernels, as on a device for which there is no Triton."""
     monkeypatch.setattr(cuda_kernels, "_kernels", lambda: None)
 
 

@@ -11,7 +11,7 @@ from weightlane.sync.version.packing import compact_places
 
 
 def encoder_of(tensors: list[torch.Tensor]) -> tuple[DeltaEncoder, torch.Tensor]:
-    """Of live `tensors`, and a snapshot of them as they are."""
+    """Return a delta encoder of live `tensors`, and a snapshot of their current values."""
     specs = [TensorSpec(str(number), tuple(tensor.shape), tensor.dtype) for number, tensor in enumerate(tensors)]
     shards = [LocalShard.whole(spec, tensor) for spec, tensor in zip(specs, tensors, strict=True)]
     places = compact_places(shards)

@@ -65,7 +65,7 @@ def weights(version: int) -> dict[str, torch.Tensor]:
 
 
 def wanted(version: int, scheme: str = "fp8") -> dict[str, torch.Tensor]:
-    """What a rollout must hold: what is not quantised travels in bfloat16; what is, is quantised from float32."""
+    """Return a rollout's expected weights: unquantised tensors travel in bfloat16, the others are quantised from float32."""
     return {name: tensor.bfloat16() for name, tensor in left_of(weights(version), scheme).items()}
 
 
