@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ast
+import os
 import pkgutil
 import re
 import runpy
 import site
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = site.getsitepackages()
@@ -173,6 +176,19 @@ def test_planted_defects_can_be_planted() -> None:
 
 
 # -- where a reader looks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "program", sorted(set(re.findall(r"python (tests/\S+\.py)", (ROOT / "tests/README.md").read_text())))
+)
+def test_programs_that_the_readme_names_find_their_helpers_when_started_by_themselves(program: str) -> None:
+    folder = str(Path(program).parent)  # which is where Python looks first
+    load = f"import runpy, sys; sys.path[0] = {folder!r}; runpy.run_path({program!r}, run_name='loaded')"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", load], cwd=ROOT, env=environment, capture_output=True, timeout=HANG_S, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
 
 
 def test_every_test_module_is_in_the_table_of_promises_and_every_module_in_the_table_exists() -> None:
