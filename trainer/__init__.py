@@ -12,10 +12,13 @@ Importing this package needs neither transformers nor Ray. The objective by itse
 from typing import TYPE_CHECKING, Any
 
 from .config import AlgorithmConfig, DataConfig, RewardConfig, TrainerConfig
-from .data.batch import MicroBatch, Sample, TrainBatch
+from .data.batch import MicroBatch, MiniBatch, TokenBatch, TokenSequence
 from .engines.contract import TrainingEngine
 from .engines.registry import training_engine_class, training_engine_names
-from .objectives.losses import LossFn, LossOutput, group_advantages, grpo_loss, sft_loss
+from .objectives.advantages import group_advantages
+from .objectives.loss import Loss, LossOutput, LossTerm, ModelOutputs, needs
+from .objectives.named import Objective
+from .objectives.supervised import sft
 
 if TYPE_CHECKING:
     from .engines.fsdp2.shards import shards_of
@@ -23,17 +26,21 @@ if TYPE_CHECKING:
 __all__ = [
     "AlgorithmConfig",
     "DataConfig",
-    "LossFn",
+    "Loss",
     "LossOutput",
+    "LossTerm",
     "MicroBatch",
+    "MiniBatch",
+    "ModelOutputs",
+    "Objective",
     "RewardConfig",
-    "Sample",
-    "TrainBatch",
+    "TokenBatch",
+    "TokenSequence",
     "TrainerConfig",
     "TrainingEngine",
     "group_advantages",
-    "grpo_loss",
-    "sft_loss",
+    "needs",
+    "sft",
     "shards_of",
     "training_engine_class",
     "training_engine_names",

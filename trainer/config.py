@@ -21,6 +21,11 @@ class Fsdp2Config(BaseModel):
         ge=1,
         description="Neighbouring ranks that share every matrix of a layer, by transformers' plan for the architecture.",
     )
+    packing: Literal["auto", "off"] = Field(
+        default="auto",
+        description="Compute sequences one after the other in a row, without padding, where the architecture allows; off:"
+        " pad all sequences of a micro-batch to the longest.",
+    )
 
 
 class MegatronConfig(BaseModel):
@@ -76,6 +81,15 @@ class TrainerConfig(BaseModel):
     lr_warmup_steps: int = Field(
         default=0, ge=0, description="Optimizer steps over which the learning rate rises linearly from 0."
     )
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="How the learning rate falls after the warm-up."
+    )
+    lr_decay_steps: int = Field(
+        default=0, ge=0, description="Optimizer steps after the warm-up over which a linear or cosine schedule falls."
+    )
+    lr_final_share: float = Field(
+        default=0.0, ge=0, le=1, description="Share of the learning rate at which such a schedule ends, and stays."
+    )
     betas: tuple[float, float] = Field(
         default=(0.9, 0.999), description="AdamW's decay rates of the two moment averages."
     )
@@ -126,13 +140,26 @@ class TrainerConfig(BaseModel):
             raise ValueError("betas must lie in [0, 1)")
         return self
 
+    @model_validator(mode="after")
+    def _a_schedule_has_a_length(self) -> Self:
+        if self.lr_schedule != "constant" and not self.lr_decay_steps:
+            raise ValueError(
+                f"lr_schedule is {self.lr_schedule}, which needs lr_decay_steps, the steps over which it falls"
+            )
+        return self
+
 
 class AlgorithmConfig(BaseModel):
     """The policy-gradient objective and how completions are sampled for it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: Literal["grpo"] = Field(default="grpo", description="Objective: group relative policy optimization.")
+    objective: str = Field(
+        default="dual_clip",
+        min_length=1,
+        description="The loss: dual_clip, grpo, gspo, cispo, or 'module:function' for one of your own; the module is looked for"
+        " beside the configuration file, then in the working directory, then among installed packages.",
+    )
     group_size: int = Field(
         default=8, ge=2, description="Completions sampled per prompt; their rewards are compared to each other."
     )
@@ -147,6 +174,15 @@ class AlgorithmConfig(BaseModel):
         description="The second clip of a dual-clip surrogate: the ratio counts as at most this where the first clip does not"
         " bound it, on tokens with negative advantage that the rollout found unlikely; their gradient is 0 beyond it."
         " At least 1 + clip_high.",
+    )
+    proximal: Literal["rollout", "trainer"] = Field(
+        default="rollout",
+        description="The policy that the clips of grpo and gspo are around: the one that sampled a token, or the trainer's at the"
+        " start of a step, with a truncated importance weight between the two.",
+    )
+    importance_cap: float = Field(default=2.0, gt=0, description="That weight is at most this. It has no gradient.")
+    importance_level: Literal["token", "sequence"] = Field(
+        default="token", description="Whether each token has such a weight, or each completion the product of them."
     )
     normalize_std: bool = Field(
         default=True,

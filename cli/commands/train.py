@@ -22,6 +22,7 @@ from weightlane.trainer.loop.fleet import Successor
 from weightlane.trainer.loop.loop import AsyncLoop, LoopParts
 from weightlane.trainer.loop.state import LoopState
 from weightlane.trainer.loop.summary import RunSummary
+from weightlane.trainer.objectives.named import Objective
 from weightlane.trainer.placement.ray_group import TrainerGroup
 from weightlane.trainer.run_files.observers import FailuresFile, MetricsFile, SamplesFile, draw_curves
 from weightlane.trainer.run_files.run_dir import RunDir
@@ -65,7 +66,9 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
         config = fitted(config, Sizes.of(config, model), cluster.machines())
         run_dir.write_text("config.toml", explain(config))
         stack.callback(shutil.rmtree, run_dir.path / VERSIONS_DIR, ignore_errors=True)
-        trainers, replicas, coordinator = await _start(config, model, run_dir, state, rendezvous, hooks, display, stack)
+        trainers, replicas, coordinator = await _start(
+            config, model, ready.objective, run_dir, state, rendezvous, hooks, display, stack
+        )
         await coordinator.connect()
         # Otherwise each collection would traverse every object of the start, and stop the loop for a third of a second.
         gc.collect()
@@ -122,6 +125,7 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
 async def _start(
     config: RunConfig,
     model: ModelInfo,
+    objective: Objective,
     run_dir: RunDir,
     state: LoopState | None,
     rendezvous: Rendezvous,
@@ -137,7 +141,7 @@ async def _start(
         f" replica(s) x TP{config.rollout.tensor_parallel} (vLLM), weights by {config.checkpoint_engine.backend!r}"
         + (f", resuming at step {version}" if state else "")
     )
-    trainers = TrainerGroup.place(config.trainer, config.algorithm)
+    trainers = TrainerGroup.place(config.trainer, objective)
     stack.push_async_callback(trainers.close)
     trainer_state = run_dir.trainer_state(version) if state else None
     starting_trainers = asyncio.create_task(

@@ -11,6 +11,7 @@ from weightlane.trainer.data.tasks import Task, load_splits
 from weightlane.trainer.data.tokenizer import HfTokenizer
 from weightlane.trainer.engines.hf.model_dir import ModelInfo, check_model_dir, find_model
 from weightlane.trainer.engines.registry import training_engine_class
+from weightlane.trainer.objectives.named import Objective
 
 from ..config import RunConfig, check_engine, load_config
 
@@ -25,6 +26,7 @@ class Preparation:
     train_tasks: Sequence[Task]
     heldout_tasks: Sequence[Task]
     reward: Reward
+    objective: Objective
 
 
 def prepare(path: Path, overrides: Sequence[str]) -> Preparation:
@@ -37,5 +39,7 @@ def prepare(path: Path, overrides: Sequence[str]) -> Preparation:
     training_engine.check(config.trainer, model.path)
     tokenizer = HfTokenizer(model.path)
     train_tasks, heldout_tasks = load_splits(config.data, tokenizer.as_chat)
-    reward = Reward(config.reward.function, [path.parent, Path()], config.reward.time_limit_s)
-    return Preparation(config, model, tokenizer, train_tasks, heldout_tasks, reward)
+    own_modules = [path.parent, Path()]
+    reward = Reward(config.reward.function, own_modules, config.reward.time_limit_s)
+    objective = Objective(config.algorithm, own_modules)
+    return Preparation(config, model, tokenizer, train_tasks, heldout_tasks, reward, objective)

@@ -1,211 +1,301 @@
-"""Training batches: samples, their split over ranks, and micro batches as padded tensors."""
+"""Batches: token sequences with named values, and packed micro-batches of them.
+
+Everything is aligned with the tokens that a model reads: entry ``t`` of `TokenSequence.targets` is the token to predict after
+reading token ``t``, and entry ``t`` of a named value says something about that prediction. No code after this module shifts.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Self
 
 import torch
 
 from weightlane.ckpt_engines import ProtocolError
 
+IGNORED = -100
+"""The target of a position at which nothing is predicted; torch's and transformers' own number."""
+
+TEMPERATURE = "temperature"
+"""The per-sequence value by which logits are divided, if a sequence has it."""
+
 _PART = "training batch"
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One completion with what its rollout and its reward said about it.
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenSequence:
+    """One sequence: the tokens that a model reads, those that it is to predict, and named values.
 
-    Raises `ProtocolError` when lengths disagree, the prompt or the completion is empty, or a number is NaN or infinite.
+    Raises `ProtocolError`, naming tensor and index, when there is no token, lengths disagree, a target is neither a token nor
+    `IGNORED`, or a value is NaN or infinite.
     """
 
-    prompt_ids: tuple[int, ...]
-    completion_ids: tuple[int, ...]
-    rollout_logprobs: tuple[float, ...]
-    """Log-probability of each completion token under the policy that sampled it, at the sampling temperature."""
-    advantage: float
-    """Advantage of the whole completion; every token of it carries the same."""
-    masked: int = 0
-    """Number of leading completion tokens that are left out of the loss; at least one token counts."""
+    tokens: torch.Tensor
+    """int64 [T], T at least 1."""
+    targets: torch.Tensor
+    """int64 [T], or [T, K] for K labels of every position; `IGNORED` where nothing is predicted."""
+    per_token: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Values of every position, [T] or [T, ...] each."""
+    per_sequence: Mapping[str, float] = field(default_factory=dict)
+    """Values of the whole sequence."""
 
     def __post_init__(self) -> None:
-        if not self.prompt_ids or not self.completion_ids:
-            raise ProtocolError("a sample needs at least one prompt token and one completion token.", part=_PART)
-        if not 0 <= self.masked < len(self.completion_ids):
+        if self.tokens.ndim != 1 or not len(self.tokens):
             raise ProtocolError(
-                f"{self.masked} of {len(self.completion_ids)} completion tokens are masked.", part=_PART
-            )
-        if len(self.rollout_logprobs) != len(self.completion_ids):
-            raise ProtocolError(
-                f"{len(self.completion_ids)} completion tokens came with {len(self.rollout_logprobs)} log-probabilities.",
+                f"tokens have shape {list(self.tokens.shape)}; a sequence has one dimension and at least one token.",
                 part=_PART,
             )
-        for index, value in enumerate(self.rollout_logprobs):
-            if not math.isfinite(value):
+        for name, tensor in {"targets": self.targets, **self.per_token}.items():
+            if not tensor.ndim or len(tensor) != len(self.tokens):
                 raise ProtocolError(
-                    f"the rollout's log-probability of completion token {index} (id {self.completion_ids[index]}) is {value}.",
+                    f"{name} has shape {list(tensor.shape)} beside {len(self.tokens)} tokens.",
                     part=_PART,
-                    hint="The rollout's weights or sampling settings are broken; a policy trained on this would be too.",
+                    hint="Every per-token value has one entry for each token that the model reads.",
                 )
-        if not math.isfinite(self.advantage):
-            raise ProtocolError(f"a sample has advantage {self.advantage}.", part=_PART, hint="Check its reward.")
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                index = int(
+                    (~torch.isfinite(tensor.flatten(1) if tensor.ndim > 1 else tensor[:, None])).any(1).nonzero()[0]
+                )
+                raise ProtocolError(
+                    f"{name} of token {index} (id {int(self.tokens[index])}) is {tensor[index].tolist()}.",
+                    part=_PART,
+                    hint="A model trained on this would be broken, too; look at what computed it.",
+                )
+        for name, value in self.per_sequence.items():
+            if not math.isfinite(value):
+                raise ProtocolError(f"{name} of a sequence is {value}.", part=_PART)
+        for name, tensor in (("token", self.tokens), ("target", self.targets)):
+            wrong = tensor < 0 if name == "token" else (tensor < 0) & (tensor != IGNORED)
+            if bool(wrong.any()):
+                place = wrong.nonzero()[0].tolist()
+                raise ProtocolError(
+                    f"{name} {place[0]} is {int(tensor[tuple(place)])}, which is no token.",
+                    part=_PART,
+                    hint=f"Targets that do not count are {IGNORED}.",
+                )
 
     @classmethod
-    def supervised(cls, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> Self:
-        """A sample for supervised fine-tuning: no rollout, advantage 1."""
-        return cls(tuple(prompt_ids), tuple(completion_ids), (0.0,) * len(completion_ids), 1.0)
+    def of_completion(
+        cls,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        *,
+        masked: int = 0,
+        per_token: Mapping[str, float | Sequence[float]] | None = None,
+        per_sequence: Mapping[str, float] | None = None,
+    ) -> Self:
+        """The tokens of a prompt and its completion, of which the completion is predicted.
+
+        Args:
+            prompt_ids: At least one token.
+            completion_ids: At least one token.
+            masked: Number of leading completion tokens that are read, but are no targets.
+            per_token: Values of the completion tokens: one for each of them, or one number for all.
+            per_sequence: Values of the whole sequence.
+
+        Raises:
+            ProtocolError: One of them is empty, or has another length than its values.
+        """
+        if not prompt_ids or not completion_ids:
+            raise ProtocolError("a sample needs at least one prompt token and one completion token.", part=_PART)
+        if not 0 <= masked < len(completion_ids):
+            raise ProtocolError(f"{masked} of {len(completion_ids)} completion tokens are masked.", part=_PART)
+        before = len(prompt_ids) - 1
+        values = {}
+        for name, given in (per_token or {}).items():
+            each = [given] * len(completion_ids) if isinstance(given, int | float) else list(given)
+            if len(each) != len(completion_ids):
+                raise ProtocolError(
+                    f"{len(completion_ids)} completion tokens came with {len(each)} {name}.", part=_PART
+                )
+            values[name] = torch.tensor([0.0] * before + each, dtype=torch.float32)
+        return cls(
+            torch.tensor([*prompt_ids, *completion_ids[:-1]]),
+            torch.tensor([IGNORED] * (before + masked) + list(completion_ids[masked:])),
+            values,
+            dict(per_sequence or {}),
+        )
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and completion."""
-        return len(self.prompt_ids) + len(self.completion_ids)
+        """Tokens that the model reads."""
+        return len(self.tokens)
 
     @property
-    def loss_tokens(self) -> int:
-        """Completion tokens that count in the loss."""
-        return len(self.completion_ids) - self.masked
+    def target_tokens(self) -> int:
+        """Positions with a target."""
+        return int(_has_target(self.targets).sum())
 
 
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """The tensors of one forward pass: B right-padded sequences of T tokens, and their last A = T - `first_target` positions.
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenBatch:
+    """Sequences in an order that outputs keep. All have the same names and shapes of values.
 
-    A token is a *target* when the model is asked for its log-probability; only the tail that some completion reaches is
-    kept. `first_target` is at least 1, since the first token has no logits.
+    Raises `ProtocolError` when there is no sequence, or when they differ in what they carry.
     """
 
-    input_ids: torch.Tensor
-    """int64 [B, T]."""
-    attention_mask: torch.Tensor
-    """int64 [B, T]: 1 on tokens, 0 on padding."""
-    first_target: int
-    """Position of the first target."""
-    loss_mask: torch.Tensor
-    """bool [B, A]: True on completion tokens."""
-    rollout_logprobs: torch.Tensor
-    """float32 [B, A]; 0 outside the mask."""
-    advantages: torch.Tensor
-    """float32 [B, A]; 0 outside the mask."""
+    sequences: tuple[TokenSequence, ...]
+
+    def __post_init__(self) -> None:
+        if not self.sequences:
+            raise ProtocolError("a training batch needs at least one sequence.", part=_PART)
+        carried = [_kinds(sequence) for sequence in self.sequences]
+        for index, kinds in enumerate(carried):
+            if kinds != carried[0]:
+                odd = sorted(name for name in {*kinds, *carried[0]} if kinds.get(name) != carried[0].get(name))
+                raise ProtocolError(
+                    f"sequence {index} and sequence 0 differ in {', '.join(odd)}.",
+                    part=_PART,
+                    hint="All sequences of a batch carry values of the same names, types and shapes.",
+                )
+
+    def __len__(self) -> int:
+        return len(self.sequences)
 
     @property
-    def targets(self) -> torch.Tensor:
-        """int64 [B, A]: the tokens whose log-probability counts."""
-        return self.input_ids[:, self.first_target :]
-
-    @classmethod
-    def from_samples(cls, samples: Sequence[Sample]) -> Self:
-        """Pad `samples` to the longest of them. Padding ids are 0: nothing reads the outputs there."""
-        rows, length = len(samples), max(sample.length for sample in samples)
-        first_target = min(len(sample.prompt_ids) for sample in samples)
-        input_ids = torch.zeros(rows, length, dtype=torch.int64)
-        attention_mask = torch.zeros(rows, length, dtype=torch.int64)
-        loss_mask = torch.zeros(rows, length, dtype=torch.bool)
-        logprobs = torch.zeros(rows, length)
-        advantages = torch.zeros(rows, length)
-        for row, sample in enumerate(samples):
-            completion = slice(len(sample.prompt_ids) + sample.masked, sample.length)
-            input_ids[row, : sample.length] = torch.tensor(sample.prompt_ids + sample.completion_ids)
-            attention_mask[row, : sample.length] = 1
-            loss_mask[row, completion] = True
-            logprobs[row, completion] = torch.tensor(sample.rollout_logprobs[sample.masked :])
-            advantages[row, completion] = sample.advantage
-        tail = slice(first_target, None)
-        return cls(input_ids, attention_mask, first_target, loss_mask[:, tail], logprobs[:, tail], advantages[:, tail])
-
-    @classmethod
-    def empty(cls) -> Self:
-        """A micro batch of weight zero: a rank that ran out of samples still takes part in every collective."""
-        ones = torch.ones(1, 2, dtype=torch.int64)
-        return cls(
-            torch.zeros_like(ones), ones, 1, torch.zeros(1, 1, dtype=torch.bool), torch.zeros(1, 1), torch.zeros(1, 1)
-        )
-
-    def padded_to_multiple(self, multiple: int) -> Self:
-        """The same micro batch with T a multiple of `multiple`, by more padding on the right."""
-        extra = -self.input_ids.shape[1] % multiple
-        if not extra:
-            return self
-
-        def pad(tensor: torch.Tensor) -> torch.Tensor:
-            return torch.nn.functional.pad(tensor, (0, extra))
-
-        return replace(
-            self,
-            input_ids=pad(self.input_ids),
-            attention_mask=pad(self.attention_mask),
-            loss_mask=pad(self.loss_mask),
-            rollout_logprobs=pad(self.rollout_logprobs),
-            advantages=pad(self.advantages),
-        )
-
-    def to(self, device: torch.device) -> Self:
-        """The same micro batch with its tensors on `device`."""
-        return replace(
-            self,
-            input_ids=self.input_ids.to(device),
-            attention_mask=self.attention_mask.to(device),
-            loss_mask=self.loss_mask.to(device),
-            rollout_logprobs=self.rollout_logprobs.to(device),
-            advantages=self.advantages.to(device),
-        )
+    def target_tokens(self) -> int:
+        """Positions with a target, over all sequences."""
+        return sum(sequence.target_tokens for sequence in self.sequences)
 
 
 @dataclass(frozen=True, slots=True)
-class TrainBatch:
-    """The samples of one optimizer step, all ranks together. Every rank is handed the same batch and takes its own share."""
+class MiniBatch:
+    """How many tokens and sequences a whole mini-batch has: by these its losses are divided, however it is split.
 
-    samples: tuple[Sample, ...]
-    temperature: float = 1.0
-    """Sampling temperature of the rollout; the policy's logits are divided by it."""
-    left_out_tokens: int = 0
-    """Completion tokens of samples that are not here because their advantage, and so their gradient, is 0."""
+    It is fixed before the first forward pass of an optimizer step. Tokens or sequences whose gradient is known to be 0 may be
+    counted here and left out of the batches.
+    """
 
-    def __post_init__(self) -> None:
-        if not self.samples:
-            raise ProtocolError("a training batch needs at least one sample.", part=_PART)
+    tokens: float
+    """Positions with a target."""
+    sequences: float
+
+    @classmethod
+    def of(cls, *batches: TokenBatch) -> Self:
+        """The mini-batch of which `batches` are all parts."""
+        return cls(float(sum(batch.target_tokens for batch in batches)), float(sum(map(len, batches))))
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """Sequences of one forward pass, one after the other and without padding: N tokens of S sequences.
+
+    Losses see this form, whatever form the model computes in.
+    """
+
+    tokens: torch.Tensor
+    """int64 [N]."""
+    targets: torch.Tensor
+    """int64 [N] or [N, K]; see `TokenSequence.targets`."""
+    offsets: torch.Tensor
+    """int64 [S + 1]: where each sequence begins, and N."""
+    per_token: Mapping[str, torch.Tensor]
+    """[N] or [N, ...] each."""
+    per_sequence: Mapping[str, torch.Tensor]
+    """float32 [S] each."""
+
+    @classmethod
+    def of(cls, sequences: Sequence[TokenSequence]) -> Self:
+        """Pack `sequences`, at least one, in their order."""
+        first = sequences[0]
+        lengths = torch.tensor([0, *(sequence.length for sequence in sequences)])
+        return cls(
+            torch.cat([sequence.tokens for sequence in sequences]),
+            torch.cat([sequence.targets for sequence in sequences]),
+            lengths.cumsum(0),
+            {name: torch.cat([sequence.per_token[name] for sequence in sequences]) for name in first.per_token},
+            {
+                name: torch.tensor([sequence.per_sequence[name] for sequence in sequences], dtype=torch.float32)
+                for name in first.per_sequence
+            },
+        )
+
+    @classmethod
+    def without_targets(cls, like: TokenSequence) -> Self:
+        """One token that predicts nothing, with values of the names and shapes of `like`.
+
+        A rank that ran out of sequences computes this, and so takes part in every collective.
+        """
+        return cls.of(
+            [
+                TokenSequence(
+                    torch.zeros(1, dtype=torch.int64),
+                    torch.full_like(like.targets[:1], IGNORED),
+                    {name: torch.zeros_like(tensor[:1]) for name, tensor in like.per_token.items()},
+                    dict.fromkeys(like.per_sequence, 1.0),
+                )
+            ]
+        )
+
+    @cached_property
+    def mask(self) -> torch.Tensor:
+        """Bool [N]: where there is a target."""
+        return _has_target(self.targets)
+
+    @cached_property
+    def lengths(self) -> torch.Tensor:
+        """int64 [S]: tokens of each sequence."""
+        return self.offsets.diff()
+
+    @cached_property
+    def sequence_of(self) -> torch.Tensor:
+        """int64 [N]: the sequence, 0 to S - 1, that each token belongs to."""
+        order = torch.arange(len(self.lengths), device=self.tokens.device)
+        return torch.repeat_interleave(order, self.lengths, output_size=len(self.tokens))
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """int64 [N]: the position of each token in its sequence."""
+        return torch.arange(len(self.tokens), device=self.tokens.device) - self.offsets[self.sequence_of]
 
     @property
-    def loss_tokens(self) -> int:
-        """Divisor of the summed loss: all completion tokens, those that were left out included."""
-        return self.computed_tokens + self.left_out_tokens
+    def temperatures(self) -> torch.Tensor | None:
+        """float32 [N]: what each position's logits are divided by; None where no sequence says."""
+        given = self.per_sequence.get(TEMPERATURE)
+        return None if given is None else given[self.sequence_of]
 
-    @property
-    def computed_tokens(self) -> int:
-        """Completion tokens that go through the loss; the divisor of its summed metrics."""
-        return sum(sample.loss_tokens for sample in self.samples)
+    def sum_by_sequence(self, values: torch.Tensor) -> torch.Tensor:
+        """[S]: the sums of `values` [N] over the tokens of each sequence."""
+        return values.new_zeros(len(self.lengths)).index_add(0, self.sequence_of, values)
 
-    def split(self, world: int) -> list[list[Sample]]:
-        """The samples of each of `world` ranks: disjoint, together complete, balanced by tokens, the same on every rank.
+    def split(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """`values` [N, ...] as one tensor per sequence."""
+        return list(torch.split(values, self.lengths.tolist()))
 
-        Longest first, each to the rank with the fewest tokens so far (lowest rank on a tie). A rank's list may be empty.
+    def to(self, device: torch.device) -> Self:
+        """The same micro-batch with its tensors on `device`."""
+        move: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor.to(device)  # noqa: E731
+        return replace(
+            self,
+            tokens=move(self.tokens),
+            targets=move(self.targets),
+            offsets=move(self.offsets),
+            per_token={name: move(tensor) for name, tensor in self.per_token.items()},
+            per_sequence={name: move(tensor) for name, tensor in self.per_sequence.items()},
+        )
+
+    def padded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens as right-padded rows, for models that compute in this form.
+
+        Returns:
+            int64 [S, T] tokens, with 0 as padding; and int64 [N], where each packed token is in the flattened rows.
         """
-        shares: list[list[Sample]] = [[] for _ in range(world)]
-        loads = [0] * world
-        for sample in sorted(self.samples, key=lambda sample: -sample.length):
-            rank = loads.index(min(loads))
-            shares[rank].append(sample)
-            loads[rank] += sample.length
-        return shares
-
-    def micro_batches(self, rank: int, world: int, max_tokens: int) -> list[MicroBatch]:
-        """The micro batches of `rank`: as many on every rank, the missing ones empty.
-
-        Each holds at most `max_tokens` tokens including padding, except where a single sample is longer than that.
-        """
-        plans = [_pack(share, max_tokens) for share in self.split(world)]
-        count = max(len(plan) for plan in plans)
-        mine = [MicroBatch.from_samples(samples) for samples in plans[rank]]
-        return mine + [MicroBatch.empty() for _ in range(count - len(mine))]
+        width = int(self.lengths.max())
+        rows, places = len(self.lengths), self.sequence_of * width + self.positions
+        tokens = self.tokens.new_zeros(rows * width).index_copy(0, places, self.tokens)
+        return tokens.view(rows, width), places
 
 
-def _pack(samples: Sequence[Sample], max_tokens: int) -> list[list[Sample]]:
-    """Cut `samples`, sorted longest first, into runs whose padded size stays within `max_tokens`."""
-    packs: list[list[Sample]] = []
-    for sample in samples:
-        if packs and (len(packs[-1]) + 1) * packs[-1][0].length <= max_tokens:
-            packs[-1].append(sample)
-        else:
-            packs.append([sample])
-    return packs
+def _has_target(targets: torch.Tensor) -> torch.Tensor:
+    counts = targets != IGNORED
+    return counts.flatten(1).any(1) if counts.ndim > 1 else counts
+
+
+def _kinds(sequence: TokenSequence) -> dict[str, Any]:
+    """Type and shape of an entry of each tensor and value of a sequence, by name."""
+    tensors = {"targets": sequence.targets, **sequence.per_token}
+    kinds: dict[str, Any] = {name: (tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in tensors.items()}
+    return {**kinds, **dict.fromkeys(sequence.per_sequence, float)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import importlib
 import inspect
 import multiprocessing
 import numbers
@@ -18,10 +17,11 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
-from weightlane.ckpt_engines import ConfigError, RewardError
+from weightlane.ckpt_engines import RewardError
 from weightlane.ckpt_engines.runtime.daemon_threads import DaemonThreads
 
 from ..config import RewardConfig
+from ..named_function import function_named
 
 _PART = "reward"
 _CLOSE_S = 5.0
@@ -56,7 +56,9 @@ class Reward:
         self.name = function
         self._time_limit_s = time_limit_s
         self._search_path = tuple(search_path)
-        self._function = _resolve(function, search_path)
+        self._function: Callable[[str, Mapping[str, Any]], object] = function_named(
+            function, search_path, part=_PART, setting="reward.function"
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Reward, (self.name, self._search_path, self._time_limit_s)
@@ -219,37 +221,3 @@ def _as_float(value: object) -> float | None:
         inner = item()
         return float(inner) if isinstance(inner, numbers.Real) else None
     return None
-
-
-def _resolve(function: str, search_path: Sequence[Path]) -> Callable[[str, Mapping[str, Any]], object]:
-    module_name, colon, attribute = function.partition(":")
-    if not colon or not module_name or not attribute:
-        raise ConfigError(
-            f"{function!r} is not of the form 'module:function'.", part=_PART, hint="Set reward.function."
-        )
-    for folder in reversed([str(Path(folder).resolve()) for folder in search_path]):
-        if folder in sys.path:
-            sys.path.remove(folder)
-        sys.path.insert(0, folder)
-    importlib.invalidate_caches()
-    try:
-        found: Any = importlib.import_module(module_name)
-    except Exception as cause:
-        looked = ", ".join(str(folder) for folder in search_path) or "sys.path"
-        raise ConfigError(
-            f"the module of {function!r} could not be imported: {type(cause).__name__}: {cause}.",
-            part=_PART,
-            hint=f"Looked in {looked}, then among installed packages.",
-        ) from cause
-    for name in attribute.split("."):
-        if not hasattr(found, name):
-            raise ConfigError(
-                f"{found.__name__} has no {name!r}, which {function!r} names.",
-                part=_PART,
-                hint=f"Its file is {getattr(sys.modules[module_name], '__file__', 'unknown')}.",
-            )
-        found = getattr(found, name)
-    if not callable(found):
-        raise ConfigError(f"{function!r} is a {type(found).__name__}, not a function.", part=_PART)
-    resolved: Callable[[str, Mapping[str, Any]], object] = found
-    return resolved

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -13,8 +14,21 @@ from weightlane.ckpt_engines.engines.torch_distributed.tcp_store import reserve_
 from weightlane.sync.version.tensor_spec import LocalShard
 
 from ..config import TrainerConfig
-from ..data.batch import TrainBatch
-from ..objectives.losses import LossFn
+from ..data.batch import MiniBatch, TokenBatch
+from ..objectives.loss import LOGPROBS, Loss, OutputName
+
+SequenceOutputs = Mapping[str, torch.Tensor]
+"""Outputs for one sequence by name, on the CPU: what `ModelOutputs` has for its tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardResult:
+    """The result of `TrainingEngine.forward_backward` on a batch."""
+
+    metrics: Mapping[str, float]
+    """``loss``, its terms, the metrics of the loss function, and ``tokens``; the same on every rank. See `LossSums.named`."""
+    outputs: Mapping[int, SequenceOutputs] = field(default_factory=dict)
+    """Outputs of this rank's sequences by their index in the batch; empty where none were asked for."""
 
 
 class TrainingEngine(ABC):
@@ -27,7 +41,8 @@ class TrainingEngine(ABC):
         1. [all]   Engine(config, rank, world, rendezvous)  cheap, talks to nobody
         2. [all]   setup(model_dir, seed)                    joins the other ranks, loads the weights
         3. [all]   load(directory)                           optional: resume from a saved state
-        4. [all]   forward_backward(batch, loss)             } once or more, then
+        4. [all]   forward(batch)                            whenever no training step is half done
+           [all]   forward_backward(batch, loss, mini_batch) } once or more, then
            [all]   optim_step(before_change)                 } once: one training step
         5. [any]   local_shards(wire_dtype)                  whenever no optim_step runs; never talks to a peer
         6. [all]   save(directory), export_hf(directory)     between training steps
@@ -95,14 +110,41 @@ class TrainingEngine(ABC):
         )
 
     @abstractmethod
-    def forward_backward(self, batch: TrainBatch, loss: LossFn) -> dict[str, float]:
-        """Add the gradient of the token-mean `loss` over the whole `batch` to the gradients.
+    def forward(self, batch: TokenBatch, outputs: Collection[OutputName] = LOGPROBS) -> dict[int, SequenceOutputs]:
+        """Compute outputs without gradient.
 
-        Every rank passes the same batch and works on its own share of it, in micro batches.
+        Every rank passes the same batch, of any size, and works on its own share of it, in micro-batches.
+
+        Args:
+            batch: The sequences.
+            outputs: What to compute, see `ModelOutputs`.
 
         Returns:
-            ``loss`` and each metric of the loss function, as means over the tokens of all ranks, see `TrainBatch`; and
-            ``tokens``, the number of those that were computed. The same on every rank.
+            Outputs by the index of their sequence in the batch. Over all ranks, each sequence is there once.
+        """
+
+    @abstractmethod
+    def forward_backward(
+        self,
+        batch: TokenBatch,
+        loss: Loss,
+        mini_batch: MiniBatch | None = None,
+        outputs: Collection[OutputName] = (),
+    ) -> BackwardResult:
+        """Add the gradient of `loss` over `batch` to the gradients.
+
+        Every rank passes the same batch and works on its own share of it, in micro-batches. Neither these nor the ranks nor the
+        calls into which a mini-batch is split change the sum of the gradients.
+
+        Args:
+            batch: The sequences, a part of the mini-batch or all of it.
+            loss: What is summed, and by what each sum is divided.
+            mini_batch: Tokens and sequences of the whole mini-batch; None if `batch` is all of it. The same in every call
+                until `optim_step`.
+            outputs: What to return of the forward pass.
+
+        Raises:
+            ProtocolError: `mini_batch` is not that of the calls before.
         """
 
     @abstractmethod
@@ -145,7 +187,7 @@ class TrainingEngine(ABC):
 
     @abstractmethod
     def load(self, directory: Path) -> None:
-        """Resume from what `save` wrote. With the same number of ranks, training continues bit for bit."""
+        """Resume from what `save` wrote; gradients are cleared. With the same number of ranks, training continues bit for bit."""
 
     @abstractmethod
     def export_hf(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:

@@ -6,19 +6,21 @@ import gc
 import math
 import random
 from abc import abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 
-from weightlane.ckpt_engines import ConfigError, GradientError, WeightlaneError
+from weightlane.ckpt_engines import ConfigError, GradientError, ProtocolError, WeightlaneError
 from weightlane.sync.version.tensor_spec import dtype_of
 
 from ..config import TrainerConfig
-from ..data.batch import TrainBatch
-from ..objectives.losses import LossOutput
-from .contract import TrainingEngine
+from ..data.batch import MicroBatch, MiniBatch, TokenBatch
+from ..data.packing import micro_batches
+from ..objectives.loss import ModelOutputs, OutputName
+from .contract import SequenceOutputs, TrainingEngine
+from .learning_rate import learning_rate
 from .rank_collectives import join_ranks, leave_ranks, typed_collective_errors
 
 
@@ -35,6 +37,8 @@ class TorchEngine(TrainingEngine):
         self._owns_group = False
         self._torn = False
         self._step = 0
+        self._mini_batch: MiniBatch | None = None
+        """The mini-batch whose gradients are being added up."""
         self._kept: Collection[str] = ()
         """Checkpoint tensors that are float32 whatever type the others travel or are exported in."""
 
@@ -109,18 +113,39 @@ class TorchEngine(TrainingEngine):
             )
 
     def _learning_rate(self) -> float:
-        """Learning rate of the next step: it rises linearly over the warm-up."""
-        return self.config.learning_rate * min(1.0, (self._step + 1) / max(1, self.config.lr_warmup_steps))
+        """Learning rate of the next step."""
+        return learning_rate(self.config, self._step)
+
+    def _begin(self, batch: TokenBatch, mini_batch: MiniBatch | None) -> MiniBatch:
+        """The mini-batch that `batch` is part of."""
+        found = mini_batch or MiniBatch.of(batch)
+        if self._mini_batch is not None and self._mini_batch != found:
+            raise ProtocolError(
+                f"a mini-batch of {found.tokens:g} tokens and {found.sequences:g} sequences was begun before the step for one of"
+                f" {self._mini_batch.tokens:g} and {self._mini_batch.sequences:g} was taken.",
+                part=self._part,
+                hint="Pass the same mini_batch to every forward_backward until optim_step.",
+            )
+        self._mini_batch = found
+        return found
+
+    def _share(
+        self, batch: TokenBatch, data_rank: int, data_world: int, *, padded: bool
+    ) -> list[tuple[list[int], MicroBatch]]:
+        """This rank's micro-batches of `batch`, on its device, and which sequences each of them has."""
+        lengths = [sequence.length for sequence in batch.sequences]
+        plan = micro_batches(lengths, data_world, self.config.micro_batch_tokens, padded=padded)[data_rank]
+        nothing = MicroBatch.without_targets(batch.sequences[0])
+        packed = [MicroBatch.of([batch.sequences[index] for index in part]) if part else nothing for part in plan]
+        return [(part, micro.to(self._device)) for part, micro in zip(plan, packed, strict=True)]
 
 
-def means(sums: dict[str, torch.Tensor], totals: torch.Tensor, batch: TrainBatch) -> dict[str, float]:
-    """The metrics of a batch from its `totals` over all ranks, float64 [len(sums)], in the order of `sums`."""
-    of = {name: batch.loss_tokens if name == "loss" else batch.computed_tokens for name in sums}
-    found = {name: total / of[name] for name, total in zip(sums, totals.tolist(), strict=True)}
-    return {**found, "tokens": float(batch.computed_tokens)}
-
-
-def add_sums(sums: dict[str, torch.Tensor], output: LossOutput) -> None:
-    """Add one micro batch's loss and metrics, each summed over its tokens, to `sums`."""
-    for name, value in {"loss": output.loss_sum.detach(), **output.metric_sums}.items():
-        sums[name] = sums[name] + value if name in sums else value
+def outputs_by_sequence(
+    indices: Sequence[int], micro: MicroBatch, outputs: ModelOutputs, wanted: Collection[OutputName]
+) -> dict[int, SequenceOutputs]:
+    """The `wanted` outputs of a micro-batch, by the index of their sequence in its batch; moves them to the CPU."""
+    found: dict[int, dict[str, torch.Tensor]] = {index: {} for index in indices}
+    for name in wanted:
+        for index, values in zip(indices, micro.split(outputs.required(name).detach().cpu()), strict=False):
+            found[index][name] = values
+    return dict(found)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from ..config import AlgorithmConfig
-from ..data.batch import Sample, TrainBatch
+from ..data.batch import TEMPERATURE, MiniBatch, TokenBatch, TokenSequence
 from ..data.tasks import Task
-from ..objectives.losses import group_advantages
+from ..objectives.advantages import group_advantages
+from ..objectives.policy_values import ADVANTAGES, ROLLOUT_LOGPROBS
 from .protocols import Completion
 
 
@@ -39,35 +40,48 @@ class PromptGroup:
         return sum(len(completion.token_ids) for completion in self.completions)
 
 
-def to_batch(groups: Sequence[PromptGroup], algorithm: AlgorithmConfig, oldest: int | None = None) -> TrainBatch:
-    """The groups as one training batch, advantages computed within each group.
+def to_batch(
+    groups: Sequence[PromptGroup], algorithm: AlgorithmConfig, oldest: int | None = None
+) -> tuple[TokenBatch, MiniBatch]:
+    """The groups as one training batch, advantages computed within each group, and the mini-batch that its loss is a mean over.
 
-    Samples with advantage 0 are left out, unless `algorithm` says otherwise: they have no gradient.
+    Sequences with advantage 0 are left out, unless `algorithm` says otherwise: they have no gradient. They count in the mean.
 
     Args:
         groups: Each has two completions or more.
         algorithm: How advantages are scaled, and the temperature.
-        oldest: Tokens of older versions are left out of the loss; None to leave out none.
+        oldest: Tokens of older versions are no targets; None to leave out none.
     """
-    samples = [sample for group in groups for sample in _samples(group, algorithm, oldest)]
-    if not samples:  # every token is too old; a batch has a sample
-        samples = [replace(sample, advantage=0.0) for sample in _samples(groups[0], algorithm, None)][:1]
-    if algorithm.compute_zero_advantage:
-        return TrainBatch(tuple(samples), temperature=algorithm.temperature)
-    kept = [sample for sample in samples if sample.advantage] or [min(samples, key=lambda sample: sample.length)]
-    left_out = sum(sample.loss_tokens for sample in samples) - sum(sample.loss_tokens for sample in kept)
-    return TrainBatch(tuple(kept), temperature=algorithm.temperature, left_out_tokens=left_out)
+    judged = [each for group in groups for each in _sequences(group, algorithm, oldest)]
+    if not judged:  # every token is too old; a batch has a sequence
+        judged = [(0.0, sequence) for _, sequence in _sequences(groups[0], algorithm, None, weight=0.0)][:1]
+    every = [sequence for _, sequence in judged]
+    kept = every
+    if not algorithm.compute_zero_advantage:
+        kept = [sequence for advantage, sequence in judged if advantage]
+        kept = kept or [min(every, key=lambda sequence: sequence.length)]
+    return TokenBatch(tuple(kept)), MiniBatch.of(TokenBatch(tuple(every)))
 
 
-def _samples(group: PromptGroup, algorithm: AlgorithmConfig, oldest: int | None) -> Iterator[Sample]:
-    """Samples of a group that have a token in the loss."""
+def _sequences(
+    group: PromptGroup, algorithm: AlgorithmConfig, oldest: int | None, weight: float = 1.0
+) -> Iterator[tuple[float, TokenSequence]]:
+    """The completions of a group that have a target, each with its advantage, which is multiplied by `weight`."""
     rewards = torch.tensor([list(group.rewards)], dtype=torch.float64)
-    (advantages,) = group_advantages(rewards, normalize_std=algorithm.normalize_std).tolist()
-    prompt = tuple(group.prompt_ids)
+    (advantages,) = (weight * group_advantages(rewards, normalize_std=algorithm.normalize_std)).tolist()
     for completion, advantage in zip(group.completions, advantages, strict=True):
         masked = 0 if oldest is None else sum(version < oldest for version in completion.versions)
         if masked < len(completion.token_ids):
-            yield Sample(prompt, tuple(completion.token_ids), tuple(completion.logprobs), advantage, masked)
+            yield (
+                advantage,
+                TokenSequence.of_completion(
+                    group.prompt_ids,
+                    completion.token_ids,
+                    masked=masked,
+                    per_token={ROLLOUT_LOGPROBS: completion.logprobs, ADVANTAGES: advantage},
+                    per_sequence={TEMPERATURE: algorithm.temperature},
+                ),
+            )
 
 
 def staleness(groups: Sequence[PromptGroup], step: int) -> tuple[float, int]:

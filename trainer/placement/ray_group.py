@@ -16,9 +16,10 @@ from weightlane.sync import CheckpointEngineConfig, SyncConfig
 from weightlane.sync.publisher import publisher_name
 from weightlane.sync.version.placement import Placement
 
-from ..config import AlgorithmConfig, TrainerConfig
-from ..data.batch import TrainBatch
+from ..config import TrainerConfig
+from ..data.batch import MiniBatch, TokenBatch
 from ..loop.protocols import StepReport
+from ..objectives.loss import Loss
 from .trainer_rank import TrainerRank
 
 _CLOSE_S = 10.0
@@ -29,8 +30,8 @@ _DEATH_NOTICE_S = 5.0
 class _RankActor:
     """The Ray actor of one trainer rank, with a call that lasts as long as the process."""
 
-    def __init__(self, config: TrainerConfig, algorithm: AlgorithmConfig, rank: int, world: int) -> None:
-        self._rank = TrainerRank(config, algorithm, rank, world)
+    def __init__(self, config: TrainerConfig, loss: Loss, rank: int, world: int) -> None:
+        self._rank = TrainerRank(config, loss, rank, world)
         self._closed = threading.Event()
 
     def call(self, method: str, *args: Any) -> Any:
@@ -66,7 +67,7 @@ class TrainerGroup:
         self._pids: list[int] = []
 
     @classmethod
-    def place(cls, config: TrainerConfig, algorithm: AlgorithmConfig) -> TrainerGroup:
+    def place(cls, config: TrainerConfig, loss: Loss) -> TrainerGroup:
         """Ask Ray, which must be initialized, for one actor per rank; `start` waits for them."""
         import ray  # noqa: PLC0415 - optional, and slow to import
 
@@ -77,7 +78,7 @@ class TrainerGroup:
             concurrency_groups={"watch": 1, "close": 1},
             runtime_env={"env_vars": {"OMP_NUM_THREADS": str(config.threads_per_rank)}},
         )(_with_concurrency_groups(_RankActor))
-        return cls(config, [actor_class.remote(config, algorithm, rank, config.ranks) for rank in range(config.ranks)])
+        return cls(config, [actor_class.remote(config, loss, rank, config.ranks) for rank in range(config.ranks)])
 
     def publisher_names(self) -> list[str]:
         """The names under which the ranks publish, in rank order."""
@@ -105,11 +106,11 @@ class TrainerGroup:
         placements: list[Placement] = await self._all("placement", dtype)
         await self._all("connect", dict(rendezvous), transport, sync, dtype, placements)
 
-    async def train_step(self, batch: TrainBatch) -> StepReport:
+    async def train_step(self, batch: TokenBatch, mini_batch: MiniBatch | None = None) -> StepReport:
         """One optimizer step on every rank."""
         import ray  # noqa: PLC0415 - as above
 
-        reports: list[StepReport] = await self._all("train_step", ray.put(batch))
+        reports: list[StepReport] = await self._all("train_step", ray.put(batch), mini_batch)
         return StepReport(
             reports[0].step,
             reports[0].metrics,

@@ -15,12 +15,12 @@ from weightlane.plugins import process_hooks
 from weightlane.sync import CheckpointEngineConfig, Placement, Publisher, SyncConfig, dtype_of
 from weightlane.sync.publisher import publisher_name
 
-from ..config import AlgorithmConfig, TrainerConfig
-from ..data.batch import TrainBatch
+from ..config import TrainerConfig
+from ..data.batch import MiniBatch, TokenBatch
 from ..engines.contract import TrainingEngine
 from ..engines.registry import training_engine_class
 from ..loop.protocols import StepReport
-from ..objectives.losses import LossFn, grpo_loss
+from ..objectives.loss import Loss
 
 
 class TrainerRank:
@@ -28,15 +28,15 @@ class TrainerRank:
 
     Args:
         config: The run's trainer section.
-        algorithm: The objective.
+        loss: The objective.
         rank: This process, from 0.
         world: Number of trainer ranks.
     """
 
-    def __init__(self, config: TrainerConfig, algorithm: AlgorithmConfig, rank: int, world: int) -> None:
+    def __init__(self, config: TrainerConfig, loss: Loss, rank: int, world: int) -> None:
         self._config = config
         self._rank, self._world = rank, world
-        self._loss: LossFn = grpo_loss(algorithm)
+        self._loss = loss
         self._engine: TrainingEngine | None = None
         self._publisher: Publisher | None = None
         self._reserved: socket.socket | None = None
@@ -103,7 +103,7 @@ class TrainerRank:
         self._publisher.publish(version)
         return time.perf_counter() - started
 
-    def train_step(self, batch: TrainBatch) -> StepReport:
+    def train_step(self, batch: TokenBatch, mini_batch: MiniBatch | None = None) -> StepReport:
         """Forward, backward, fence, optimizer step. Collective. A gradient that is not finite changes nothing."""
         started = time.perf_counter()
         engine, fence_at, fence_s = self._open(), 0.0, 0.0
@@ -114,7 +114,7 @@ class TrainerRank:
             if self._publisher is not None:
                 fence_s += self._publisher.fence(names)
 
-        metrics = engine.forward_backward(batch, self._loss)
+        metrics = engine.forward_backward(batch, self._loss, mini_batch).metrics
         try:
             grad_norm = engine.optim_step(before_change)
         except GradientError as error:  # on every rank

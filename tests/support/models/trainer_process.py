@@ -13,7 +13,7 @@ from waiting import HANG_S
 
 from weightlane.sync import CheckpointEngineConfig, Placement, SyncConfig
 from weightlane.sync.config import CodecPolicy, Quantise
-from weightlane.trainer import AlgorithmConfig, Sample, TrainBatch, TrainerConfig
+from weightlane.trainer import AlgorithmConfig, Objective, TokenBatch, TokenSequence, TrainerConfig
 from weightlane.trainer.placement.trainer_rank import TrainerRank
 
 
@@ -32,7 +32,7 @@ class Process:
         """A new trainer rank. The first one owns the ranks' process group, which the later ones share."""
         rank, world, port = self._place
         config = TrainerConfig(ranks=world, learning_rate=1e-2, device="cpu", **(trainer or {}))
-        fresh = TrainerRank(config, AlgorithmConfig(), rank, world)
+        fresh = TrainerRank(config, Objective(AlgorithmConfig()), rank, world)
         step = fresh.setup(("127.0.0.1", port), Path(model), 0)
         self._ranks.append(fresh)
         return step
@@ -59,10 +59,15 @@ class Process:
 
     def train(self, seed: int) -> int:
         """One real optimizer step on samples that depend on `seed`."""
-        samples = tuple(
-            Sample((seed + index, 5, 6), (7 + index, 8 + seed), (-1.0, -2.0), (-1.0) ** index) for index in range(4)
+        sequences = tuple(
+            TokenSequence.of_completion(
+                (seed + index, 5, 6),
+                (7 + index, 8 + seed),
+                per_token={"rollout_logprobs": (-1.0, -2.0), "advantages": (-1.0) ** index},
+            )
+            for index in range(4)
         )
-        return self._rank.train_step(TrainBatch(samples)).step
+        return self._rank.train_step(TokenBatch(sequences)).step
 
     def nudge(self, version: int, every: int) -> None:
         """Change one element in `every` of each tensor, the same ones on whatever rank they are: see `nudge`."""

@@ -1,9 +1,9 @@
-"""Samples, their split over ranks, and padded micro batches."""
+"""Token sequences, batches, and packed micro-batches."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,81 +12,109 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightlane.ckpt_engines import ProtocolError
-from weightlane.trainer.data.batch import MicroBatch, Sample, TrainBatch
+from weightlane.trainer.data.batch import IGNORED, MicroBatch, MiniBatch, TokenBatch, TokenSequence
 
-ids = st.lists(st.integers(0, 99), min_size=1, max_size=9).map(tuple)
-samples = st.builds(
-    lambda prompt, completion, advantage: Sample(prompt, completion, tuple(-0.5 - i for i in completion), advantage),
+ids = st.lists(st.integers(0, 99), min_size=1, max_size=9)
+completions = st.builds(
+    lambda prompt, completion: TokenSequence.of_completion(
+        prompt,
+        completion,
+        per_token={"values": [token / 7 for token in completion]},
+        per_sequence={"weight": len(prompt)},
+    ),
     ids,
     ids,
-    st.floats(-2, 2, width=32),
 )
-batches = st.lists(samples, min_size=1, max_size=12).map(lambda found: TrainBatch(tuple(found)))
 
 
-@settings(max_examples=80, deadline=None)
-@given(batches, st.integers(1, 5))
-def test_every_sample_goes_to_exactly_one_rank_and_loads_are_balanced(batch: TrainBatch, world: int) -> None:
-    shares = batch.split(world)
-    assert Counter(sample for share in shares for sample in share) == Counter(batch.samples)
-    loads = [sum(sample.length for sample in share) for share in shares]
-    assert max(loads) - min(loads) <= max(sample.length for sample in batch.samples)
-    assert shares == TrainBatch(batch.samples).split(world)
+def test_a_completion_is_predicted_from_the_token_before_each_of_its_own() -> None:
+    sequence = TokenSequence.of_completion(
+        [1, 2], [3, 4, 5], masked=1, per_token={"advantages": 2.0, "logprobs": [-0.5, -1.0, -1.5]}
+    )
+    assert sequence.tokens.tolist() == [1, 2, 3, 4]
+    assert sequence.targets.tolist() == [IGNORED, IGNORED, 4, 5]
+    assert sequence.per_token["advantages"].tolist() == [0.0, 2.0, 2.0, 2.0]
+    assert sequence.per_token["logprobs"].tolist() == [0.0, -0.5, -1.0, -1.5]
+    assert (sequence.length, sequence.target_tokens) == (4, 2)
 
 
-@settings(max_examples=80, deadline=None)
-@given(batches, st.integers(1, 4), st.integers(1, 60))
-def test_ranks_run_equally_many_micro_batches_that_hold_every_token_once(
-    batch: TrainBatch, world: int, max_tokens: int
+@settings(max_examples=60, deadline=None)
+@given(st.lists(completions, min_size=1, max_size=6))
+def test_a_micro_batch_has_every_token_once_with_its_values_packed_and_padded(
+    sequences: list[TokenSequence],
 ) -> None:
-    plans = [batch.micro_batches(rank, world, max_tokens) for rank in range(world)]
-    assert len({len(plan) for plan in plans}) == 1
-    tokens = Counter()  # type: Counter[tuple[int, float, float]]
-    for micro in (micro for plan in plans for micro in plan):
-        rows, length = micro.input_ids.shape
-        assert rows == 1 or rows * length <= max_tokens
-        assert micro.targets.shape == micro.loss_mask.shape == micro.rollout_logprobs.shape == micro.advantages.shape
-        mask = micro.loss_mask
-        parts = (micro.targets, micro.rollout_logprobs, micro.advantages)
-        tokens.update(zip(*(part[mask].tolist() for part in parts), strict=True))
-        assert bool((micro.rollout_logprobs[~mask] == 0).all())
-    expected = Counter(
-        (token, logprob, sample.advantage)
-        for sample in batch.samples
-        for token, logprob in zip(sample.completion_ids, sample.rollout_logprobs, strict=True)
-    )
-    assert tokens == expected
-    assert tokens.total() == batch.loss_tokens
+    micro = MicroBatch.of(sequences)
+    assert micro.tokens.tolist() == [token for each in sequences for token in each.tokens.tolist()]
+    assert micro.positions.tolist() == [place for each in sequences for place in range(each.length)]
+    assert micro.sequence_of.tolist() == [row for row, each in enumerate(sequences) for _ in range(each.length)]
+    assert micro.per_sequence["weight"].tolist() == [each.per_sequence["weight"] for each in sequences]
+    for part, each in zip(micro.split(micro.per_token["values"]), sequences, strict=True):
+        assert torch.equal(part, each.per_token["values"])
+    sums = [math.fsum(each.per_token["values"].tolist()) for each in sequences]
+    assert micro.sum_by_sequence(micro.per_token["values"]).tolist() == pytest.approx(sums, rel=1e-5, abs=1e-5)
+    assert int(micro.mask.sum()) == TokenBatch(tuple(sequences)).target_tokens
+    tokens, places = micro.padded()
+    assert tokens.shape == (len(sequences), max(each.length for each in sequences))
+    for row, each in enumerate(sequences):
+        assert tokens[row, : each.length].tolist() == each.tokens.tolist()
+    assert torch.equal(tokens.flatten()[places], micro.tokens)
 
 
-def test_sequences_are_padded_on_the_right_and_targets_begin_at_the_first_completion() -> None:
-    micro = MicroBatch.from_samples(
-        [Sample((1, 2), (3,), (-0.1,), 2.0), Sample((4,), (5, 6, 7), (-1.0, -2.0, -3.0), -1.0)]
+def test_a_micro_batch_without_targets_has_the_names_of_others_and_weighs_nothing() -> None:
+    like = TokenSequence(
+        torch.tensor([1, 2]), torch.tensor([[2, 3], [4, 5]]), {"teacher": torch.rand(2, 4)}, {"temperature": 0.5}
     )
-    assert micro.input_ids.tolist() == [[1, 2, 3, 0], [4, 5, 6, 7]]
-    assert micro.attention_mask.tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
-    assert micro.first_target == 1
-    assert micro.targets.tolist() == [[2, 3, 0], [5, 6, 7]]
-    assert micro.loss_mask.tolist() == [[False, True, False], [True, True, True]]
-    torch.testing.assert_close(micro.rollout_logprobs, torch.tensor([[0.0, -0.1, 0.0], [-1.0, -2.0, -3.0]]))
-    assert micro.advantages.tolist() == [[0.0, 2.0, 0.0], [-1.0, -1.0, -1.0]]
+    empty = MicroBatch.without_targets(like)
+    assert not bool(empty.mask.any())
+    assert (empty.targets.shape, empty.per_token["teacher"].shape) == ((1, 2), (1, 4))
+    assert empty.temperatures is not None
+
+
+def test_a_label_in_any_dimension_makes_a_position_a_target() -> None:
+    sequence = TokenSequence(torch.tensor([1, 2]), torch.tensor([[IGNORED, 3], [IGNORED, IGNORED]]))
+    assert (sequence.target_tokens, MicroBatch.of([sequence]).mask.tolist()) == (1, [True, False])
+
+
+def tokens(count: int) -> torch.Tensor:
+    return torch.arange(count)
 
 
 @pytest.mark.parametrize(
-    ("sample", "problem"),
+    ("make", "problem"),
     [
-        *((((1,), (8, 9), (-1.0, x), 0.0), rf"token 1 \(id 9\) is {x}") for x in (math.nan, math.inf, -math.inf)),
-        (((1,), (2,), (-1.0,), math.nan), "advantage nan"),
-        (((1,), (2, 3), (-1.0,), 0.0), "2 completion tokens came with 1 log-probabilities"),
-        (((), (2,), (-1.0,), 0.0), "at least one prompt token and one completion token"),
-        (((1,), (), (), 0.0), "at least one prompt token and one completion token"),
+        *(
+            (lambda x=x: TokenSequence.of_completion([1], [8, 9], per_token={"logprobs": [-1.0, x]}),
+             rf"logprobs of token 1 \(id 8\) is {x}")
+            for x in (math.nan, math.inf, -math.inf)
+        ),
+        (lambda: TokenSequence(tokens(2), tokens(2), {"topk": torch.tensor([[0.0, 0.0], [math.nan, 0.0]])}),
+         r"topk of token 1 \(id 1\) is \[nan, 0.0\]"),
+        (lambda: TokenSequence.of_completion([1], [2], per_sequence={"reward": math.nan}), "reward of a sequence is nan"),
+        (lambda: TokenSequence.of_completion([1], [2, 3], per_token={"logprobs": [-1.0]}),
+         "2 completion tokens came with 1 logprobs"),
+        (lambda: TokenSequence.of_completion([], [2]), "at least one prompt token and one completion token"),
+        (lambda: TokenSequence.of_completion([1], []), "at least one prompt token and one completion token"),
+        (lambda: TokenSequence.of_completion([1], [2], masked=1), "1 of 1 completion tokens are masked"),
+        (lambda: TokenSequence(tokens(0), tokens(0)), r"tokens have shape \[0\]"),
+        (lambda: TokenSequence(tokens(4).view(2, 2), tokens(2)), r"tokens have shape \[2, 2\]"),
+        (lambda: TokenSequence(tokens(3), tokens(2)), r"targets has shape \[2\] beside 3 tokens"),
+        (lambda: TokenSequence(tokens(3), tokens(3), {"weights": torch.ones(4)}), r"weights has shape \[4\] beside 3"),
+        (lambda: TokenSequence(tokens(2), torch.tensor([1, -7])), "target 1 is -7, which is no token"),
+        (lambda: TokenSequence(torch.tensor([1, -1]), tokens(2)), "token 1 is -1, which is no token"),
+        (lambda: TokenBatch(()), "at least one sequence"),
+        (lambda: TokenBatch((TokenSequence(tokens(1), tokens(1)), TokenSequence(tokens(1), tokens(1), {"a": torch.ones(1)}))),
+         "sequence 1 and sequence 0 differ in a"),
+        (lambda: TokenBatch((TokenSequence(tokens(1), tokens(1)), TokenSequence(tokens(1), torch.ones(1, 2).long()))),
+         "sequence 1 and sequence 0 differ in targets"),
     ],
-)
-def test_a_malformed_sample_is_refused_by_name(sample: tuple[Any, ...], problem: str) -> None:
+)  # fmt: skip
+def test_what_is_empty_ragged_or_not_a_number_is_refused_by_name_and_index(
+    make: Callable[[], Any], problem: str
+) -> None:
     with pytest.raises(ProtocolError, match=problem):
-        Sample(*sample)
+        make()
 
 
-def test_a_batch_of_no_samples_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="at least one sample"):
-        TrainBatch(())
+def test_a_mini_batch_counts_all_its_parts() -> None:
+    parts = [TokenBatch((TokenSequence.of_completion([1], [2] * count),)) for count in (2, 3)]
+    assert MiniBatch.of(*parts) == MiniBatch(5, 2)

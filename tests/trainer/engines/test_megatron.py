@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from engine_ranks import (
     megatron,
 )
 from safetensors.torch import save_file
+
+from weightlane.trainer.engines.registry import training_engine_class
 
 pytestmark = pytest.mark.megatron
 
@@ -39,6 +42,8 @@ EP_DP = {"expert_parallel": 2, "distributed_optimizer": True}
         pytest.param(2, "qwen3-moe", {**TP_SP, "expert_parallel": 2}, id="tp2, ep2"),
         pytest.param(2, "deepseek-v3", {**TP_SP, "expert_parallel": 2}, id="latent attention, tp2, ep2"),
         pytest.param(2, "deepseek-v2", {"pipeline_parallel": 2}, id="latent attention, yarn, pp2"),
+        exhaustive(2, "qwen2", TP_SP, id="biases, tp2, sequence parallel"),
+        exhaustive(4, "qwen2", PP_DP, id="biases, pp2, dp2, distributed optimizer"),
         exhaustive(2, "deepseek-v2", {**TP_SP, "expert_parallel": 2}, id="latent attention, yarn, tp2, ep2"),
         exhaustive(4, "deepseek-v3", EP_DP, id="latent attention, ep2, dp4, distributed optimizer"),
         exhaustive(1, "qwen3-tied", {}, id="one rank"),
@@ -106,15 +111,15 @@ def test_a_layer_that_predicts_further_tokens_is_left_out(teams: Teams, tmp_path
     assert_same(gathered(ranks), start)
 
 
-def test_logprobs_over_a_split_vocabulary_are_those_over_the_whole_one(teams: Teams) -> None:
-    """Padding, however large its logits, counts for nothing; half precision is only what the logits come in."""
+def test_logprobs_and_entropies_over_a_split_vocabulary_are_those_over_the_whole_one(teams: Teams) -> None:
+    """Half precision is only what hidden states, weights and logits come in."""
     ranks = teams.of(2)
     ranks.setup("qwen3-tied", **megatron({"tensor_parallel": 2}))
-    for scale, dtype in ((1.0, "float32"), (200.0, "float32"), (5.0, "bfloat16")):
-        for report in ranks.all("vocab_logprobs", scale=scale, dtype=dtype):
+    for scale, dtype in ((1.0, "float32"), (200.0, "float32"), (1.0, "bfloat16")):
+        for report in ranks.all("split_head", scale=scale, dtype=dtype):
             assert report["float32"] == 1.0
-            assert report["value"] <= 1e-6 * max(1.0, scale)
-            assert report["slope"] <= (1e-6 if dtype == "float32" else 1e-2)
+            assert report["value"] <= (2e-6 * scale if dtype == "float32" else 0.1)
+            assert report["slope"] <= (1e-5 if dtype == "float32" else 2e-2)
 
 
 def test_gradients_of_several_calls_add_up(teams: Teams) -> None:
@@ -158,6 +163,41 @@ def test_a_saved_run_goes_on_in_another_layout_with_the_same_weights_and_moments
     assert_same(gathered(new), weights)
     for mine, theirs in zip(new.all("train", first=3, count=3)[0], reports, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-4)
+
+
+def test_an_adam_that_counts_steps_in_its_groups_goes_on_counting_after_a_load() -> None:
+    """The fused ones of Apex and TransformerEngine, which a GPU has, do; bias correction would begin anew."""
+    training_engine_class("megatron")  # imports megatron-core, and keeps its warnings to itself
+    from weightlane.trainer.engines.megatron.weights import init_moments, set_moment_steps
+
+    class GroupAdam(torch.optim.Optimizer):
+        def __init__(self, parameters: list[torch.Tensor]) -> None:
+            super().__init__(parameters, {"lr": 0.1})
+
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                group["step"] = group.get("step", 0) + 1
+                for parameter in group["params"]:
+                    state = self.state[parameter]
+                    state["exp_avg"].lerp_(parameter.grad, 0.1)
+                    parameter.data -= group["lr"] * state["exp_avg"] / (1 - 0.9 ** group["step"])
+
+    def optimizer_of(parameter: torch.Tensor) -> Any:
+        parameter.grad = torch.ones_like(parameter)
+        made: Any = SimpleNamespace(optimizer=GroupAdam([parameter]))
+        init_moments(made)
+        return made
+
+    whole, resumed = torch.zeros(2), torch.zeros(2)
+    first, second = optimizer_of(whole), optimizer_of(resumed)
+    for _ in range(3):
+        first.optimizer.step()
+    resumed.copy_(whole)
+    second.optimizer.state[resumed]["exp_avg"].copy_(first.optimizer.state[whole]["exp_avg"])
+    set_moment_steps(second, 3)
+    first.optimizer.step()
+    second.optimizer.step()
+    assert torch.equal(resumed, whole)
 
 
 def test_a_state_of_another_model_is_refused_and_changes_nothing(teams: Teams, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def test_without_transformers_modules_import_and_an_engine_whose_library_is_miss
         "from weightlane.trainer.data import rewards, tasks\n"
         "from weightlane.trainer.engines.fsdp2 import engine\n"
         "from weightlane.trainer.engines.hf import model_dir\n"
-        "from weightlane.trainer.objectives import losses\n"
+        "from weightlane.trainer.objectives import named\n"
         "from weightlane.trainer.engines.registry import training_engine_class\n"
         "try:\n    training_engine_class('megatron')\n"
         "except ConfigError as error:\n    print(error.message, error.hint)\n"
@@ -45,7 +45,7 @@ def test_without_transformers_modules_import_and_an_engine_whose_library_is_miss
         ("fsdp", r"'fsdp'\. Did you mean 'fsdp2'\? Installed: .*fsdp2"),
         ("absent", "could not be imported from no_such_package_here.engine:Engine: ModuleNotFoundError"),
         ("wrong", r"\(pathlib:Path\) is not a TrainingEngine class"),
-        ("partial", "does not implement close, export_hf, forward_backward"),
+        ("partial", "does not implement close, export_hf, forward, forward_backward"),
         ("fsdp2", "is registered twice, as other_engines other_engines:Fsdp2Engine and weightlane"),
     ],
 )

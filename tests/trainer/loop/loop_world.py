@@ -20,7 +20,7 @@ from weightlane.ckpt_engines import (
 from weightlane.plugins import hookimpl, make_hooks
 from weightlane.sync import Outcome, ReplicaReport, ReplicaState, SyncReport
 from weightlane.trainer.config import AlgorithmConfig
-from weightlane.trainer.data.batch import TrainBatch
+from weightlane.trainer.data.batch import IGNORED, MiniBatch, TokenBatch, TokenSequence
 from weightlane.trainer.data.tasks import Task
 from weightlane.trainer.loop.config import LoopConfig
 from weightlane.trainer.loop.fleet import Successor
@@ -46,6 +46,12 @@ class Characters:
 
 PUBLISH_S, BLOCKED_S = 0.25, 0.5
 """Seconds for which one version blocks the trainer, and each replica."""
+
+
+def prompt_of(sequence: TokenSequence) -> tuple[int, ...]:
+    """Tokens read before the first target."""
+    first = int((sequence.targets != IGNORED).nonzero()[0])
+    return tuple(sequence.tokens[: first + 1].tolist())
 
 
 @dataclass
@@ -85,7 +91,7 @@ class World:
     def __post_init__(self) -> None:
         self.add(LiveRollout(self, "rollout-0"))
 
-    async def train_step(self, batch: TrainBatch) -> StepReport:
+    async def train_step(self, batch: TokenBatch, mini_batch: MiniBatch) -> StepReport:
         self.calls += 1
         if self.calls - 1 in self.skips:
             return StepReport(self.step, skipped="the gradient norm is nan.")
@@ -93,7 +99,7 @@ class World:
             if self.failure_is_a_death:
                 asyncio.get_running_loop().call_later(0.01, self.dies.set)
             raise PeerLostError("the connection was reset.", part="gloo")
-        self.trained += dict.fromkeys("".join(map(chr, sample.prompt_ids)) for sample in batch.samples)
+        self.trained += dict.fromkeys("".join(map(chr, prompt_of(sequence))) for sequence in batch.sequences)
         await asyncio.sleep(0.001)
         self.step += 1
         self.at_step.pop(self.step, lambda: None)()

@@ -8,11 +8,13 @@ from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
 import pytest
+import torch
+from loop_world import prompt_of
 from simulated_time import SimulatedTimeLoop
 
 from weightlane.plugins import hookimpl, make_hooks
 from weightlane.sync import Outcome, ReplicaReport, ReplicaState, SyncReport
-from weightlane.trainer import AlgorithmConfig, TrainBatch
+from weightlane.trainer import AlgorithmConfig, MicroBatch, MiniBatch, TokenBatch
 from weightlane.trainer.data.tasks import Task
 from weightlane.trainer.loop.config import LoopConfig
 from weightlane.trainer.loop.group import PromptGroup, to_batch
@@ -39,8 +41,8 @@ class World:
         self.drawn: list[bool] = []
         self.staleness: list[int] = []
 
-    async def train_step(self, batch: TrainBatch) -> StepReport:
-        prompts = dict.fromkeys(tuple(sample.prompt_ids) for sample in batch.samples)
+    async def train_step(self, batch: TokenBatch, mini_batch: MiniBatch) -> StepReport:
+        prompts = dict.fromkeys(map(prompt_of, batch.sequences))
         self.trained += [prompt[0] == 1 for prompt in prompts]
         await asyncio.sleep(STEP_S)
         self.step += 1
@@ -159,23 +161,25 @@ def group(*versions: Sequence[int], rewards: Sequence[float]) -> PromptGroup:
 
 
 def test_tokens_that_are_too_old_are_left_out_of_the_loss_and_completions_without_others_altogether() -> None:
-    batch = to_batch([group([1, 1, 2, 3], [1, 1], [3], rewards=[1.0, 0.0, 0.0])], ALGORITHM, oldest=2)
-    assert [(len(sample.completion_ids), sample.masked) for sample in batch.samples] == [(4, 2), (1, 0)]
-    assert (batch.computed_tokens, batch.loss_tokens) == (3, 3)
-    (micro,) = batch.micro_batches(0, 1, 100)
-    assert micro.loss_mask.tolist() == [[False, False, True, True], [True, False, False, False]]
-    assert micro.rollout_logprobs.tolist() == [[0.0, 0.0, -3.0, -4.0], [-1.0, 0.0, 0.0, 0.0]]
-    nothing = to_batch([group([1, 1], [0], rewards=[1.0, 0.0])], ALGORITHM, oldest=2)
-    assert [sample.advantage for sample in nothing.samples] == [0.0], "a step without a gradient"
+    batch, mini_batch = to_batch([group([1, 1, 2, 3], [1, 1], [3], rewards=[1.0, 0.0, 0.0])], ALGORITHM, oldest=2)
+    assert [(each.length, each.target_tokens) for each in batch.sequences] == [(4, 2), (1, 1)]
+    assert (batch.target_tokens, mini_batch) == (3, MiniBatch(3, 2))
+    micro = MicroBatch.of(batch.sequences)
+    assert micro.mask.tolist() == [False, False, True, True, True]
+    assert micro.per_token["rollout_logprobs"].tolist() == [-1.0, -2.0, -3.0, -4.0, -1.0]
+    nothing, mini_batch = to_batch([group([1, 1], [0], rewards=[1.0, 0.0])], ALGORITHM, oldest=2)
+    (only,) = nothing.sequences
+    assert torch.equal(only.per_token["advantages"], torch.zeros(2)), "a step without a gradient"
+    assert mini_batch == MiniBatch(2, 1)
 
 
 def test_completions_without_an_advantage_are_not_computed_but_count_in_the_mean() -> None:
     equal, different = group([1] * 5, [1] * 3, rewards=[1.0, 1.0]), group([1] * 2, [1] * 4, rewards=[1.0, 0.0])
-    batch = to_batch([equal, different], ALGORITHM)
-    assert [len(sample.completion_ids) for sample in batch.samples] == [2, 4]
-    assert (batch.computed_tokens, batch.loss_tokens) == (6, 14)
+    batch, mini_batch = to_batch([equal, different], ALGORITHM)
+    assert [each.target_tokens for each in batch.sequences] == [2, 4]
+    assert (batch.target_tokens, mini_batch) == (6, MiniBatch(14, 4))
     everything = to_batch([equal, different], ALGORITHM.model_copy(update={"compute_zero_advantage": True}))
-    assert (len(everything.samples), everything.computed_tokens, everything.loss_tokens) == (4, 14, 14)
-    nothing = to_batch([equal], ALGORITHM)
-    assert [len(sample.completion_ids) for sample in nothing.samples] == [3], "the shortest: a step has a batch"
-    assert nothing.loss_tokens == 8
+    assert (len(everything[0]), everything[0].target_tokens, everything[1]) == (4, 14, MiniBatch(14, 4))
+    nothing, mini_batch = to_batch([equal], ALGORITHM)
+    assert [each.target_tokens for each in nothing.sequences] == [3], "the shortest: a step has a batch"
+    assert mini_batch == MiniBatch(8, 2)

@@ -11,6 +11,7 @@ from engine_worker import make_batch
 from waiting import HANG_S
 
 from weightlane.trainer.config import AlgorithmConfig, MegatronConfig, TrainerConfig
+from weightlane.trainer.objectives.named import Objective
 
 pytestmark = [pytest.mark.ray, pytest.mark.megatron, pytest.mark.slow, pytest.mark.exhaustive]
 
@@ -25,7 +26,7 @@ def test_megatron_ranks_in_ray_train_and_save_as_plain_processes_do(
     config = TrainerConfig(engine="megatron", ranks=2, device="cpu", megatron=layout, **patience, **TRAINER)
 
     async def train() -> None:
-        group = TrainerGroup.place(config, AlgorithmConfig())
+        group = TrainerGroup.place(config, Objective(AlgorithmConfig()))
         try:
             assert await group.start(teams.models["qwen3-tied"], 0, "127.0.0.1", None) == 0
             for step in range(2):

@@ -25,6 +25,7 @@ from transformers import (
     DeepseekV3Config,
     LlamaConfig,
     PreTrainedTokenizerFast,
+    Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -190,6 +191,7 @@ def make_models(root: Path) -> dict[str, Path]:
             **latent, q_lora_rank=None, rope_parameters={**yarn, "mscale_all_dim": 0.9}, routed_scaling_factor=1.5
         ),
         "deepseek-v3": DeepseekV3Config(**latent, **groups, q_lora_rank=6),
+        "qwen2": Qwen2Config(**{**sizes, "vocab_size": VOCAB + 2}, tie_word_embeddings=True),  # its tokenizer adds one
     }
     vocabulary = {f"t{index}": index for index in range(VOCAB)}
     tokenizer = PreTrainedTokenizerFast(
@@ -199,7 +201,7 @@ def make_models(root: Path) -> dict[str, Path]:
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
         for key, tensor in model.state_dict().items():
-            if key.endswith(NEVER_TRAINED):  # zeros choose nothing, and are the same in every type
+            if key.endswith((NEVER_TRAINED, ".bias")):  # zeros choose nothing, and are the same wherever they are
                 tensor.uniform_(0.1, 0.9)
         model.save_pretrained(root / name)
         tokenizer.save_pretrained(root / name)

@@ -14,8 +14,8 @@ import random
 import resource
 import signal
 import sys
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,18 +28,40 @@ from torch.distributed.tensor import DTensor
 from weightlane.ckpt_engines import WeightlaneError
 from weightlane.sync import Placement
 from weightlane.trainer.config import AlgorithmConfig, TrainerConfig
-from weightlane.trainer.data.batch import Sample, TrainBatch
+from weightlane.trainer.data.batch import MicroBatch, MiniBatch, TokenBatch, TokenSequence
 from weightlane.trainer.engines.contract import TrainingEngine
 from weightlane.trainer.engines.registry import training_engine_class
-from weightlane.trainer.objectives.losses import grpo_loss, sft_loss
+from weightlane.trainer.objectives.dual_clip import dual_clip
+from weightlane.trainer.objectives.loss import LossOutput, LossTerm, ModelOutputs, needs
+from weightlane.trainer.objectives.policy_values import ADVANTAGES, ROLLOUT_LOGPROBS
+from weightlane.trainer.objectives.supervised import sft
 from weightlane.trainer.placement.planned_placements import _outline_all
 
+TEMPERATURE = 0.9
 VOCAB = 61  # odd: the embedding's rows do not divide by two ranks
-LOSSES = {"sft": sft_loss(), "grpo": grpo_loss(AlgorithmConfig())}
+LOSSES: dict[str, Any] = {"sft": sft, "policy": dual_clip(AlgorithmConfig())}
 
 
-def make_batch(step: int, rows: int = 6) -> TrainBatch:
-    """The batch of `step`: samples of different lengths, the same in every process."""
+@dataclass
+class Sample:
+    """A prompt and a completion, as plain numbers."""
+
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    rollout_logprobs: tuple[float, ...]
+    advantage: float
+
+    def sequence(self) -> TokenSequence:
+        return TokenSequence.of_completion(
+            self.prompt_ids,
+            self.completion_ids,
+            per_token={ROLLOUT_LOGPROBS: self.rollout_logprobs, ADVANTAGES: self.advantage},
+            per_sequence={"temperature": TEMPERATURE},
+        )
+
+
+def make_samples(step: int, rows: int = 6) -> list[Sample]:
+    """Samples of `step`, of different lengths, the same in every process."""
     rng = random.Random(step)
     samples = []
     for _ in range(rows):
@@ -47,7 +69,30 @@ def make_batch(step: int, rows: int = 6) -> TrainBatch:
         completion = tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 7)))
         logprobs = tuple(-rng.uniform(3.0, 5.0) for _ in completion)
         samples.append(Sample(prompt, completion, logprobs, rng.gauss(0.0, 1.0)))
-    return TrainBatch(tuple(samples), temperature=0.9)
+    return samples
+
+
+def batch_of(samples: Iterable[Sample]) -> TokenBatch:
+    return TokenBatch(tuple(sample.sequence() for sample in samples))
+
+
+def make_batch(step: int, rows: int = 6) -> TokenBatch:
+    """The samples of `step` as a batch."""
+    return batch_of(make_samples(step, rows))
+
+
+@needs("logprobs", "entropy")
+def mixed(outputs: ModelOutputs, micro: MicroBatch) -> LossOutput:
+    """Three terms of different normalisation: over tokens, over sequences, by a constant."""
+    logprobs, entropy = outputs.required("logprobs"), outputs.required("entropy")
+    lengths = micro.sum_by_sequence(micro.mask.float()).clamp(min=1)
+    return LossOutput(
+        {
+            "policy": LossTerm(-(micro.per_token[ADVANTAGES] * logprobs).sum()),
+            "square": LossTerm((micro.sum_by_sequence(logprobs.square()) / lengths).sum(), "sequences"),
+            "entropy": LossTerm(-entropy.sum(), 50.0),
+        }
+    )
 
 
 def _bits(parameter: torch.Tensor) -> torch.Tensor:
@@ -93,7 +138,7 @@ class Worker:
         dist.init_process_group = lose
 
     def train(
-        self, first: int, count: int, rows: int = 6, loss: str = "grpo", zeros: str = ""
+        self, first: int, count: int, rows: int = 6, loss: str = "policy", zeros: str = ""
     ) -> list[dict[str, float]]:
         """Make `count` steps on the batches from `first` on; what is reported of each.
 
@@ -101,20 +146,69 @@ class Worker:
         """
         reports = []
         for step in range(first, first + count):
-            batch = make_batch(step, rows)
+            samples = make_samples(step, rows)
+            mini_batch = MiniBatch.of(batch_of(samples))
             if zeros:
-                samples = [replace(s, advantage=s.advantage * (n % 2)) for n, s in enumerate(batch.samples)]
-                kept = [sample for sample in samples if sample.advantage or zeros == "computed"]
-                left_out = batch.loss_tokens - sum(sample.loss_tokens for sample in kept)
-                batch = replace(batch, samples=tuple(kept), left_out_tokens=left_out)
-            metrics = self._engine.forward_backward(batch, LOSSES[loss])
+                samples = [replace(s, advantage=s.advantage * (n % 2)) for n, s in enumerate(samples)]
+                samples = [sample for sample in samples if sample.advantage or zeros == "computed"]
+            metrics = self._engine.forward_backward(batch_of(samples), LOSSES[loss], mini_batch).metrics
             reports.append({**metrics, "norm": self._engine.optim_step(lambda names: None)})
         return reports
 
+    def gradient(self, rows: int, calls: list[list[int]]) -> tuple[float, list[tuple[Any, ...]]]:
+        """The loss, and slices of the gradient, of `rows` samples that are split into `calls`.
+
+        AdamW's first moment is the gradient itself where its decay rate is 0.
+        """
+        samples = make_samples(0, rows)
+        mini_batch = MiniBatch.of(batch_of(samples))
+        results = [
+            self._engine.forward_backward(batch_of(samples[row] for row in call), mixed, mini_batch) for call in calls
+        ]
+        self._engine.optim_step(lambda names: None)
+        if self._engine.config.engine == "megatron":
+            slices = [(s.name, s.box.shape, s.box.starts, s.moments[0]) for s in self._engine._slices if s.moments]
+        else:
+            from weightlane.trainer.engines.fsdp2.shards import local_shards
+
+            moments = {name: state["exp_avg"] for name, state in self._engine._named_optimizer_state().items()}
+            shards = local_shards(self._engine._runs, moments, self._rank, None, ())
+            slices = [(s.spec.name, s.data.shape, s.starts, s.data) for s in shards if s.data.numel()]
+        return (
+            sum(result.metrics["loss"] for result in results),
+            [(name, starts, data.numpy()) for name, _, starts, data in slices],
+        )
+
+    def outputs(self, rows: int) -> dict[int, dict[str, Any]]:
+        """Log-probabilities and entropies of a batch, by sequence: without gradient, and beside one."""
+        batch = make_batch(0, rows)
+        alone = self._engine.forward(batch, ("logprobs", "entropy"))
+        beside = self._engine.forward_backward(batch, LOSSES["sft"], outputs=("logprobs",)).outputs
+        self._engine.optim_step(lambda names: None)
+        return {
+            index: {
+                **{name: values.numpy() for name, values in found.items()},
+                "beside": beside[index]["logprobs"].numpy(),
+            }
+            for index, found in alone.items()
+        }
+
+    def run_code(self, code: str) -> dict[str, float]:
+        """Run a block of the documentation, with the engine and some pairs of prompt and answer; the metrics of its result."""
+        names: dict[str, Any] = {"engine": self._engine, "pairs": [([1, 2], [3]), ([4], [5, 6])]}
+        exec(code, names)
+        return dict(names["result"].metrics)
+
+    def change_mini_batch(self) -> None:
+        """Begin another mini-batch before the step for the first one."""
+        self._engine.forward_backward(make_batch(0), LOSSES["sft"])
+        self._engine.forward_backward(make_batch(1, rows=5), LOSSES["sft"])
+
     def train_twice(self) -> float:
         """The gradient norm of a step on two batches."""
-        for step in range(2):
-            self._engine.forward_backward(make_batch(step), LOSSES["grpo"])
+        batches = [make_batch(step) for step in range(2)]
+        for batch in batches:
+            self._engine.forward_backward(batch, LOSSES["policy"], MiniBatch.of(*batches))
         return self._engine.optim_step(lambda names: None)
 
     def shards(self, wire_dtype: str = "float32") -> list[tuple[Any, ...]]:
@@ -141,33 +235,41 @@ class Worker:
         slices = model_slices(self._engine._chunks, self._engine._facts.shape, self._engine._coordinates)
         return [(name, starts, str(data.dtype), data.detach().float().numpy()) for name, starts, data in slices]
 
-    def vocab_logprobs(self, scale: float, dtype: str) -> dict[str, float]:
-        """How far log-probabilities over a split vocabulary of 7 tokens, padded to 8, are from those over the whole one."""
+    def split_head(self, scale: float, dtype: str) -> dict[str, float]:
+        """How far a head of 7 tokens, of which each rank has some, is from torch's own softmax over all of them."""
         from megatron.core import parallel_state
 
-        from weightlane.trainer.engines.megatron.logprobs import vocab_parallel_logprobs
-        from weightlane.trainer.objectives.losses import token_logprobs
+        from weightlane.trainer.engines.head import VocabularyShare, head_outputs
 
         random_of = torch.Generator().manual_seed(0)
-        logits = (torch.randn(2, 5, 7, generator=random_of) * scale).to(getattr(torch, dtype))
-        targets = torch.randint(7, (2, 5), generator=random_of)
-        weights = torch.randn(2, 5, generator=random_of)
-        whole = logits.clone().requires_grad_()
-        expected = token_logprobs(whole, targets, 0.7)
-        (expected * weights).sum().backward()
-        width = 8 // self._world
-        padded = torch.nn.functional.pad(logits, (0, 1), value=1e4)
-        mine = padded[..., self._rank * width : (self._rank + 1) * width].clone().requires_grad_()
-        group = parallel_state.get_tensor_model_parallel_group()
-        got = vocab_parallel_logprobs(mine, targets, first=self._rank * width, vocab=7, temperature=0.7, group=group)
-        (got * weights).sum().backward()
-        assert mine.grad is not None
-        assert whole.grad is not None
-        slope = torch.nn.functional.pad(whole.grad, (0, 1))[..., self._rank * width : (self._rank + 1) * width]
+        exact, first = torch.float64, 4 * self._rank
+
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=random_of)
+
+        hidden, weight = (draw(9, 5) * scale).to(getattr(torch, dtype)), draw(7, 5).to(getattr(torch, dtype))
+        targets, by_logprob, by_entropy = torch.randint(7, (9,), generator=random_of), draw(9), draw(9)
+        whole = [hidden.to(exact).requires_grad_(), weight.to(exact).requires_grad_()]
+        logs = torch.log_softmax(whole[0] @ whole[1].T / 0.7, -1)
+        expected = [logs[torch.arange(9), targets], -(logs.exp() * logs).sum(1)]
+        (expected[0] @ by_logprob.to(exact) + expected[1] @ by_entropy.to(exact)).backward()
+        mine = [hidden.clone().requires_grad_(), weight[first : first + 4].clone().requires_grad_()]
+        got = head_outputs(
+            mine[0],
+            mine[1],
+            targets,
+            entropy=True,
+            temperatures=torch.full((9,), 0.7),
+            share=VocabularyShare(first, parallel_state.get_tensor_model_parallel_group()),
+        )
+        (got[0] @ by_logprob + got[1] @ by_entropy).backward()
+        slopes = [part.grad for part in mine]
+        dist.all_reduce(slopes[0], group=parallel_state.get_tensor_model_parallel_group())
+        wanted = [whole[0].grad, whole[1].grad[first : first + 4]]
         return {
-            "value": float((got - expected).abs().max().detach()),
-            "slope": float((mine.grad - slope).abs().max()),
-            "float32": float(got.dtype == torch.float32),
+            "value": max(float((g - e).abs().max()) for g, e in zip(got, expected, strict=True)),
+            "slope": max(float((g - w).norm() / w.norm()) for g, w in zip(slopes, wanted, strict=True)),
+            "float32": float(all(each.dtype == torch.float32 for each in got)),
         }
 
     def save(self, directory: str) -> int:
@@ -190,7 +292,7 @@ class Worker:
 
         With `fail_at`, that call raises; with `overflow`, an advantage is so large that no gradient can hold it.
         """
-        batch = TrainBatch((Sample((1,), (2, 3), (-4.0, -4.0), 3e38),) * 4) if overflow else make_batch(0)
+        batch = batch_of([Sample((1,), (2, 3), (-4.0, -4.0), 3e38)] * 4) if overflow else make_batch(0)
         engine = self._engine
         live = [(shard.spec.name, shard.data) for shard in engine.local_shards(torch.float32) if shard.data.numel()]
         before = [data.clone() for _, data in live]
@@ -206,7 +308,7 @@ class Worker:
             if len(calls) - 1 == fail_at:
                 raise WeightlaneError("the fence failed.", part="test")
 
-        engine.forward_backward(batch, LOSSES["grpo"])
+        engine.forward_backward(batch, LOSSES["policy"])
         error = ""
         try:
             engine.optim_step(before_change)
@@ -242,7 +344,7 @@ class Worker:
         different = []
         for step in range(count):
             whole.zero_grad()
-            engine.forward_backward(make_batch(step), LOSSES["grpo"])
+            engine.forward_backward(make_batch(step), LOSSES["policy"])
             engine.optim_step(copy_gradients)
             for group in whole.param_groups:
                 group["lr"] = config.learning_rate * min(1.0, (step + 1) / max(1, config.lr_warmup_steps))

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from weightlane.ckpt_engines import ConfigError
 from weightlane.sync.version.tensor_spec import LocalShard
 
 from ...config import TrainerConfig
-from ...data.batch import MicroBatch, TrainBatch
-from ...objectives.losses import LossFn, token_logprobs
+from ...data.batch import MicroBatch, MiniBatch, TokenBatch
+from ...objectives.loss import LOGPROBS, Loss, LossSums, ModelOutputs, OutputName, needed_outputs
+from ..contract import BackwardResult, SequenceOutputs
+from ..hf.causal_head import HeadQuery, replace_head
 from ..hf.model_dir import check_model_dir, kept_types
 from ..hf.names import CheckpointRun, checkpoint_runs
+from ..hf.packed_attention import can_pack, pack_attention
 from ..rank_collectives import require_open
-from ..torch_engine import TorchEngine, add_sums, means
+from ..torch_engine import TorchEngine, outputs_by_sequence
+from .loading import can_read_slices, materialise, model_without_weights, read_slices, whole_model
 from .mesh import RankMesh, check_mesh, clip_gradients
 from .partwise_adamw import PartwiseAdamW, split_into_parts
 from .shards import checkpoint_tensors, local_shards
@@ -49,10 +50,19 @@ class Fsdp2Engine(TorchEngine):
         check_model_dir(model_dir)
         check_mesh(self.config, model_dir)
         self._join(model_dir, seed)
-        model = _load_model(model_dir)
+        model = model_without_weights(model_dir)
+        runs = checkpoint_runs(model, checkpoint_tensors(model))
+        sliced = can_read_slices(model, model_dir, runs)
+        self._packs = self.config.fsdp2.packing == "auto" and can_pack(model)
+        if not sliced:
+            model = whole_model(model_dir)
+        if self._packs:
+            pack_attention(model)
+        replace_head(model)
         self._shard(model, model_dir)
-        takes = inspect.signature(model.forward).parameters
-        self._keeps_logits = "logits_to_keep" in takes
+        if sliced:
+            materialise(model, self._device)
+            read_slices(model_dir, self._runs, checkpoint_tensors(model))
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._parameters = list(trained.values())
         self._optimizer = PartwiseAdamW(
@@ -65,23 +75,37 @@ class Fsdp2Engine(TorchEngine):
     def outline(self, model_dir: Path) -> None:
         """See `TrainingEngine.outline`."""
         check_mesh(self.config, model_dir)
-        self._shard(_model_without_weights(model_dir), model_dir)
+        self._shard(model_without_weights(model_dir), model_dir)
 
-    def forward_backward(self, batch: TrainBatch, loss: LossFn) -> dict[str, float]:
+    def forward(self, batch: TokenBatch, outputs: Collection[OutputName] = LOGPROBS) -> dict[int, SequenceOutputs]:
+        """See `TrainingEngine.forward`."""
+        model, mesh = self._open_model(), self._mesh
+        found: dict[int, SequenceOutputs] = {}
+        with self._collective("the parameters of the other ranks"), torch.no_grad():
+            for indices, micro in self._share(batch, mesh.data_rank, mesh.data_world, padded=not self._packs):
+                found |= outputs_by_sequence(indices, micro, self._outputs(model, micro, outputs), outputs)
+        return found if mesh.answers else {}
+
+    def forward_backward(
+        self,
+        batch: TokenBatch,
+        loss: Loss,
+        mini_batch: MiniBatch | None = None,
+        outputs: Collection[OutputName] = (),
+    ) -> BackwardResult:
         """See `TrainingEngine.forward_backward`."""
-        model = self._open_model()
-        mesh, tokens = self._mesh, batch.loss_tokens
-        sums: dict[str, torch.Tensor] = {}
+        model, mesh = self._open_model(), self._mesh
+        sums = LossSums(self._begin(batch, mini_batch))
+        found: dict[int, SequenceOutputs] = {}
         with self._collective("the gradients of the other ranks"):
-            for cpu_micro in batch.micro_batches(mesh.data_rank, mesh.data_world, self.config.micro_batch_tokens):
-                micro = cpu_micro.to(self._device)
-                output = loss(self._logprobs(model, micro, batch.temperature), micro)
-                # FSDP averages gradients over the ranks; the token mean wants their sum.
-                torch.autograd.backward(output.loss_sum * (mesh.data_world / tokens))
-                add_sums(sums, output)
-            totals = torch.stack([value.double() for value in sums.values()])
+            for indices, micro in self._share(batch, mesh.data_rank, mesh.data_world, padded=not self._packs):
+                computed = self._outputs(model, micro, {*outputs, *needed_outputs(loss)})
+                # FSDP averages gradients over the ranks, where their sum is wanted.
+                torch.autograd.backward(sums.add(loss(computed, micro)) * mesh.data_world)
+                found |= outputs_by_sequence(indices, micro, computed, outputs)
+            totals = sums.as_tensor()
             dist.all_reduce(totals, group=mesh.data.get_group())
-        return means(sums, totals, batch)
+        return BackwardResult(sums.named(totals, batch.target_tokens), found if mesh.answers else {})
 
     def optim_step(self, before_change: Callable[[Collection[str]], None]) -> float:
         """See `TrainingEngine.optim_step`."""
@@ -96,7 +120,11 @@ class Fsdp2Engine(TorchEngine):
             before_change(names)
             self._torn = True
 
-        self._optimizer.step(about_to_change)
+        try:
+            self._optimizer.step(about_to_change)
+        except BaseException:
+            self._clear_gradients()  # they were clipped already, and nothing may be added to that
+            raise
         self._torn = False
         self._clear_gradients()
         self._step += 1
@@ -117,6 +145,7 @@ class Fsdp2Engine(TorchEngine):
         tensors = checkpoint_tensors(self._loaded_model())
         with self._collective("the trainer ranks to load"):
             self._step = load_state(directory, tensors, self._named_optimizer_state(), self.rank, self._device)
+        self._clear_gradients()
         self._torn = False
 
     def export_hf(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
@@ -129,7 +158,7 @@ class Fsdp2Engine(TorchEngine):
     @classmethod
     def export_saved(cls, state: Path, model_dir: Path, directory: Path, dtype: torch.dtype) -> None:
         """See `TrainingEngine.export_saved`; reads the weights only."""
-        model = _model_without_weights(model_dir)
+        model = model_without_weights(model_dir)
         runs = checkpoint_runs(model, checkpoint_tensors(model))
         kept = kept_types(model_dir, (run.name for run in runs))
         export_saved(state, model_dir, directory, dtype, _sources(runs, kept))
@@ -158,6 +187,7 @@ class Fsdp2Engine(TorchEngine):
 
     def _clear_gradients(self) -> None:
         self._optimizer.zero_grad()
+        self._mini_batch = None
 
     def _loaded_model(self) -> torch.nn.Module:
         require_open(self._model is not None, self._part)
@@ -168,13 +198,29 @@ class Fsdp2Engine(TorchEngine):
         self._refuse_torn()
         return self._loaded_model()
 
-    def _logprobs(self, model: torch.nn.Module, micro: MicroBatch, temperature: float) -> torch.Tensor:
-        """float32 [B, A]: log-probability of each target."""
-        wanted = micro.input_ids.shape[1] - micro.first_target + 1
-        extra: dict[str, Any] = {"logits_to_keep": wanted} if self._keeps_logits else {}
-        output = model(input_ids=micro.input_ids, attention_mask=micro.attention_mask, use_cache=False, **extra)
-        # The logits of a position predict the next one, so the last position's predict nothing.
-        return token_logprobs(output.logits[:, -wanted:-1], micro.targets, temperature)
+    def _outputs(self, model: torch.nn.Module, micro: MicroBatch, wanted: Collection[OutputName]) -> ModelOutputs:
+        """Run the model on a micro-batch."""
+        rows = micro.mask.nonzero().squeeze(1)
+        if self._packs:
+            places = rows
+            inputs = {
+                "input_ids": micro.tokens[None],
+                "position_ids": micro.positions[None],
+                "cu_seq_lens_q": micro.offsets,
+            }
+        else:
+            # No mask: attention is causal, and padding is on the right, where no token sees it.
+            tokens, all_places = micro.padded()
+            inputs, places = {"input_ids": tokens}, all_places[rows]
+        temperatures = micro.temperatures
+        query = HeadQuery(
+            places,
+            micro.targets[rows],
+            None if temperatures is None else temperatures[rows],
+            "entropy" in wanted,
+        )
+        logprobs, entropy = model(query, **inputs)
+        return ModelOutputs.at(rows, micro, logprobs, entropy if "entropy" in wanted else None)
 
     def _named_optimizer_state(self) -> dict[str, dict[str, torch.Tensor]]:
         return {
@@ -195,41 +241,3 @@ def _decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module)]
     layers = [layer for blocks in lists for layer in blocks if type(layer).__name__ in kept_whole]
     return layers or max((list(blocks) for blocks in lists), key=len, default=[])
-
-
-def _load_model(model_dir: Path) -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - optional, and slow to import
-    from transformers.utils import logging as transformers_logging  # noqa: PLC0415 - as above
-
-    transformers_logging.disable_progress_bar()
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=torch.float32, local_files_only=True, output_loading_info=True
-        )
-    except (OSError, RuntimeError, ValueError) as cause:
-        raise ConfigError(
-            f"the model in {model_dir} cannot be loaded: {cause}", part="model", hint="Check or fetch it again."
-        ) from cause
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if names := sorted(str(item) for item in report.get(kind) or ()):
-            raise ConfigError(
-                f"the weights in {model_dir} do not fit their config.json: {kind.replace('_', ' ')} {', '.join(names[:5])}"
-                f"{' and more' if len(names) > 5 else ''}.",  # noqa: PLR2004 - enough names to recognise the pattern
-                part="model",
-                hint="Fetch the model again, or repair its config.json.",
-            )
-    loaded: torch.nn.Module = model.eval()
-    return loaded
-
-
-def _model_without_weights(model_dir: Path) -> torch.nn.Module:
-    """The model that `_load_model` would load, on the meta device. Only ``config.json`` is read."""
-    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - as above
-
-    try:
-        with torch.device("meta"):
-            config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
-            model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except (OSError, RuntimeError, ValueError) as cause:
-        raise ConfigError(f"the model in {model_dir} cannot be built: {cause}", part="model") from cause
-    return model.eval()

@@ -67,6 +67,11 @@ class RankMesh:
     data_rank: int
     data_world: int
 
+    @property
+    def answers(self) -> bool:
+        """Whether this rank returns the outputs of its share, which the ranks that share matrices with it compute, too."""
+        return self.tensor is None or self.tensor.get_local_rank() == 0
+
     @classmethod
     def of(cls, device: torch.device, rank: int, world: int, tensor_parallel: int, timeout_s: float) -> RankMesh:
         """Make the mesh of `world` ranks on rank `rank`. Collective; collectives in it fail after `timeout_s` seconds."""

@@ -58,6 +58,8 @@ class CheckpointShape:
     tied: bool
     qk_norm: bool
     """Whether queries and keys are normalised by head."""
+    qkv_bias: bool = False
+    """Whether the projections to queries, keys and values have biases."""
     experts: int = 0
     expert_intermediate: int = 0
     dense_layers: int = 0
@@ -116,6 +118,8 @@ def checkpoint_shapes(model: CheckpointShape) -> dict[str, tuple[int, ...]]:
         shapes[f"{layer}.input_layernorm.weight"] = (hidden,)
         for inner, shape in _attention_shapes(model).items():
             shapes[f"{layer}.self_attn.{inner}.weight"] = shape
+            if model.qkv_bias and inner in ("q_proj", "k_proj", "v_proj"):
+                shapes[f"{layer}.self_attn.{inner}.bias"] = shape[:1]
         shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
         if model.has_experts(index):
             shapes[f"{layer}.mlp.gate.weight"] = (model.experts, hidden)
@@ -185,8 +189,9 @@ def _layer_pieces(
         return [_all_of(f"{layer}.{whole[inner]}", shape)]
     if inner in _ROWS:
         return [_rows(f"{layer}.{_ROWS[inner]}", shape, at.tensor_rank)]
-    if inner == "self_attention.linear_qkv.weight":
-        return list(_attention(f"{layer}.self_attn", shape, model, at.tensor_rank))
+    kind = inner.removeprefix("self_attention.linear_qkv.")
+    if kind == "weight" or (kind == "bias" and model.qkv_bias):
+        return list(_attention(f"{layer}.self_attn", kind, shape, model, at.tensor_rank))
     if inner == "self_attention.linear_proj.weight":
         return [_columns(f"{layer}.self_attn.o_proj.weight", shape, at.tensor_rank)]
     expert = re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.weight)", inner)
@@ -247,13 +252,18 @@ def _columns(name: str, shape: tuple[int, ...], rank: int) -> CheckpointSlice:
     return CheckpointSlice(name, (0, rank * shape[1]), Box.whole(shape))
 
 
-def _attention(prefix: str, shape: tuple[int, ...], model: CheckpointShape, rank: int) -> Iterator[CheckpointSlice]:
-    columns, dim, queries = shape[1], model.head_dim, model.queries
+def _attention(
+    prefix: str, kind: str, shape: tuple[int, ...], model: CheckpointShape, rank: int
+) -> Iterator[CheckpointSlice]:
+    """The parts of a fused projection's weight [rows, columns] or bias [rows]."""
+    columns, dim, queries = shape[1:], model.head_dim, model.queries
     local_groups = shape[0] // (queries + 2 * dim)
     for local in range(local_groups):
         group, row = rank * local_groups + local, local * (queries + 2 * dim)
-        for kind, rows in (("q", queries), ("k", dim), ("v", dim)):
-            yield CheckpointSlice(f"{prefix}.{kind}_proj.weight", (group * rows, 0), Box((row, 0), (rows, columns)))
+        for of, rows in (("q", queries), ("k", dim), ("v", dim)):
+            rest = (0,) * len(columns)
+            box = Box((row, *rest), (rows, *columns))
+            yield CheckpointSlice(f"{prefix}.{of}_proj.{kind}", (group * rows, *rest), box)
             row += rows
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,13 @@ from weightlane.ckpt_engines import ConfigError
 from weightlane.sync.version.tensor_spec import LocalShard, TensorSpec
 
 from ...config import TrainerConfig
-from ...data.batch import MicroBatch, TrainBatch
-from ...objectives.losses import LossFn
+from ...data.batch import MicroBatch, MiniBatch, TokenBatch
+from ...objectives.loss import LOGPROBS, Loss, LossSums, ModelOutputs, OutputName, needed_outputs
+from ..contract import BackwardResult, SequenceOutputs
+from ..head import VocabularyShare, head_outputs
 from ..hf.model_dir import check_model_dir, kept_types
 from ..rank_collectives import require_open
-from ..torch_engine import TorchEngine, add_sums, means
+from ..torch_engine import TorchEngine, outputs_by_sequence
 from .checkpoint_names import HEAD, Coordinates, checkpoint_shapes
 from .model_facts import check_layout, read_model
 
@@ -31,12 +32,11 @@ with warnings.catch_warnings():
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-    from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer.module import Float16Module
 
-    from .logprobs import vocab_parallel_logprobs
-    from .model import build_chunks, keep_expert_bias, transformer_config
+    from .model import build_chunks, head_weight, keep_expert_bias, transformer_config
+    from .schedule import Part, run_schedule
     from .state import export_model, export_saved, load_model, load_state, save_state
     from .weights import (
         WeightSlice,
@@ -85,37 +85,45 @@ class MegatronEngine(TorchEngine):
         with self._megatron("the trainer ranks to build the model"):
             self._build(seed=0)
 
-    def forward_backward(self, batch: TrainBatch, loss: LossFn) -> dict[str, float]:
+    def forward(self, batch: TokenBatch, outputs: Collection[OutputName] = LOGPROBS) -> dict[int, SequenceOutputs]:
+        """See `TrainingEngine.forward`."""
+        found: dict[int, SequenceOutputs] = {}
+
+        def keep(indices: list[int], micro: MicroBatch, computed: ModelOutputs) -> torch.Tensor:
+            found.update(outputs_by_sequence(indices, micro, computed, outputs))
+            return torch.zeros((), device=self._device)
+
+        with self._megatron("the activations of the other ranks"), torch.no_grad():
+            self._run(batch, outputs, keep, forward_only=True)
+        return found if self._answers() else {}
+
+    def forward_backward(
+        self,
+        batch: TokenBatch,
+        loss: Loss,
+        mini_batch: MiniBatch | None = None,
+        outputs: Collection[OutputName] = (),
+    ) -> BackwardResult:
         """See `TrainingEngine.forward_backward`."""
         self._require_whole()
-        micros = self._micro_batches(batch)
-        sums: dict[str, torch.Tensor] = {}
+        sums = LossSums(self._begin(batch, mini_batch))
+        found: dict[int, SequenceOutputs] = {}
 
-        def forward(micros: Iterator[MicroBatch], chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-            micro = next(micros)
-            positions = torch.arange(micro.input_ids.shape[1], device=self._device).expand_as(micro.input_ids)
-            output = chunk(micro.input_ids, positions, None)
-            return output, partial(self._judge, micro, batch, loss, sums)
+        def judge(indices: list[int], micro: MicroBatch, computed: ModelOutputs) -> torch.Tensor:
+            found.update(outputs_by_sequence(indices, micro, computed, outputs))
+            return sums.add(loss(computed, micro))
 
+        needed = {*outputs, *needed_outputs(loss)}
         with self._megatron("the activations and gradients of the other ranks"):
-            get_forward_backward_func()(
-                forward_step_func=forward,
-                data_iterator=[iter(micros) for _ in self._chunks],
-                model=self._chunks,
-                num_microbatches=len(micros),
-                seq_length=micros[0].input_ids.shape[1],
-                micro_batch_size=micros[0].input_ids.shape[0],
-                forward_only=False,
-            )
-            if not sums:  # not the last pipeline stage: only the names of the metrics are asked for
-                empty = MicroBatch.empty()
-                output = loss(torch.zeros(empty.loss_mask.shape), empty)
-                sums = dict.fromkeys(("loss", *output.metric_sums), torch.zeros((), device=self._device))
-            totals = torch.stack([value.double() for value in sums.values()])
+            self._run(batch, needed, judge, forward_only=False)
+            if not parallel_state.is_pipeline_last_stage():  # only the names of the sums are wanted
+                nothing = MicroBatch.without_targets(batch.sequences[0]).to(self._device)
+                sums.add(loss(ModelOutputs.nothing(nothing), nothing))
+            totals = sums.as_tensor()
             if parallel_state.get_tensor_model_parallel_rank() != 0:
                 totals.zero_()  # they are those of tensor parallel rank 0
             dist.all_reduce(totals)
-        return means(sums, totals, batch)
+        return BackwardResult(sums.named(totals, batch.target_tokens), found if self._answers() else {})
 
     def optim_step(self, before_change: Callable[[Collection[str]], None]) -> float:
         """See `TrainingEngine.optim_step`. Everything is stepped at once: `before_change` is called once, with all names."""
@@ -183,6 +191,7 @@ class MegatronEngine(TorchEngine):
             except BaseException:
                 self._torn = True
                 raise
+            self._clear_gradients()
         self._torn = False
 
     def export_hf(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
@@ -298,47 +307,65 @@ class MegatronEngine(TorchEngine):
         self._clear_gradients()
 
     def _clear_gradients(self) -> None:
+        self._mini_batch = None
         self._optimizer.zero_grad()
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
 
-    def _micro_batches(self, batch: TrainBatch) -> list[MicroBatch]:
-        """This rank's share of the batch, the same on all stages of its pipeline."""
-        layout = self.config.megatron
-        micros = batch.micro_batches(
-            parallel_state.get_data_parallel_rank(),
-            parallel_state.get_data_parallel_world_size(),
-            self.config.micro_batch_tokens,
-        )
-        if layout.virtual_pipeline > 1:  # its stages take turns by as many micro batches as there are ranks
-            micros += [MicroBatch.empty() for _ in range(-len(micros) % layout.pipeline_parallel)]
-        if layout.sequence_parallel:
-            micros = [micro.padded_to_multiple(layout.tensor_parallel) for micro in micros]
-        return [micro.to(self._device) for micro in micros]
+    def _run(
+        self,
+        batch: TokenBatch,
+        wanted: Collection[OutputName],
+        use: Callable[[list[int], MicroBatch, ModelOutputs], torch.Tensor],
+        *,
+        forward_only: bool,
+    ) -> None:
+        """Run this rank's share of `batch` through megatron-core's schedule.
 
-    def _judge(
-        self, micro: MicroBatch, batch: TrainBatch, loss: LossFn, sums: dict[str, torch.Tensor], logits: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """The part of the token mean that one micro batch is, as megatron-core's schedules ask for it; adds to `sums`.
-
-        Args:
-            micro: the micro batch.
-            batch: the batch it is part of.
-            loss: the objective.
-            sums: the loss and its metrics, each summed over tokens.
-            logits: [batch, positions, local vocabulary], on the last pipeline stage.
+        On the last pipeline stage, `use` gets the indices of a micro-batch's sequences, itself and what the model says about it,
+        and returns its part of the loss.
         """
-        logprobs = vocab_parallel_logprobs(
-            logits[:, micro.first_target - 1 : -1],  # the logits of a position predict the next one
-            micro.targets,
-            first=self._coordinates.tensor_rank * logits.shape[-1],
-            vocab=self._facts.shape.vocab,
-            temperature=batch.temperature,
-            group=parallel_state.get_tensor_model_parallel_group(),
+        multiple = self.config.megatron.tensor_parallel if self.config.megatron.sequence_parallel else 1
+
+        def finish(chunk: Any, part: Part, hidden: torch.Tensor) -> torch.Tensor:
+            indices, micro = part
+            return use(indices, micro, self._outputs(hidden, head_weight(chunk), micro, wanted))
+
+        run_schedule(self._chunks, self._micro_batches(batch), finish, multiple=multiple, forward_only=forward_only)
+
+    def _micro_batches(self, batch: TokenBatch) -> list[tuple[list[int], MicroBatch]]:
+        """This rank's share of the batch, the same on all stages of its pipeline."""
+        data_rank = parallel_state.get_data_parallel_rank()
+        share = self._share(batch, data_rank, parallel_state.get_data_parallel_world_size(), padded=False)
+        if self.config.megatron.virtual_pipeline > 1:
+            # Its stages take turns by as many micro-batches as there are ranks.
+            nothing = MicroBatch.without_targets(batch.sequences[0]).to(self._device)
+            share += [([], nothing) for _ in range(-len(share) % self.config.megatron.pipeline_parallel)]
+        return share
+
+    def _outputs(
+        self, hidden: torch.Tensor, weight: torch.Tensor, micro: MicroBatch, wanted: Collection[OutputName]
+    ) -> ModelOutputs:
+        """Compute the outputs for a micro-batch from `hidden` [tokens, width], which the head reads."""
+        rows = micro.mask.nonzero().squeeze(1)
+        first = self._coordinates.tensor_rank * len(weight)
+        real = weight[: max(0, self._facts.shape.vocab - first)]  # without padding
+        split = self.config.megatron.tensor_parallel > 1
+        temperatures = micro.temperatures
+        logprobs, entropy = head_outputs(
+            hidden[rows].to(weight.dtype),
+            real,
+            micro.targets[rows],
+            entropy="entropy" in wanted,
+            temperatures=None if temperatures is None else temperatures[rows],
+            share=VocabularyShare(first, parallel_state.get_tensor_model_parallel_group()) if split else None,
         )
-        output = loss(logprobs, micro)
-        add_sums(sums, output)
-        return output.loss_sum / batch.loss_tokens, torch.zeros((), dtype=torch.int, device=self._device), {}
+        return ModelOutputs.at(rows, micro, logprobs, entropy if "entropy" in wanted else None)
+
+    def _answers(self) -> bool:
+        """Whether this rank returns the outputs of its share, which the ranks that share its matrices compute, too."""
+        last = bool(parallel_state.is_pipeline_last_stage())
+        return last and parallel_state.get_tensor_model_parallel_rank() == 0
 
 
 def _parallel_groups() -> list[Any] | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -28,6 +29,8 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
+
+from ..attention import packed_attention
 
 if not hasattr(moe_utils, "te_general_gemm"):
     # megatron-core 0.16.1 asks whether it is None, and only defines it where TransformerEngine is installed.
@@ -57,10 +60,7 @@ class RmsNorm(torch.nn.Module):
 
 
 class CausalAttention(torch.nn.Module):
-    """torch's scaled dot product attention behind a causal mask; memory grows with the sequence, not with its square.
-
-    Sequences are padded on the right, so the causal mask keeps every token from the padding, and no other mask is needed.
-    """
+    """Causal attention over packed sequences; memory grows with the longest sequence, not with its square."""
 
     def __init__(
         self,
@@ -75,23 +75,27 @@ class CausalAttention(torch.nn.Module):
         del config, layer_number, attn_mask_type, attention_type
         self._scale = softmax_scale
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *_: Any,
+        packed_seq_params: PackedSeqParams,
+        **__: Any,
+    ) -> torch.Tensor:
         """Attend.
 
         Args:
-            query: [positions, batch, heads, head_dim].
-            key: [positions, batch, groups, head_dim].
+            query: [tokens, heads, head_dim].
+            key: [tokens, groups, head_dim].
             value: as `key`.
+            packed_seq_params: where sequences begin.
 
         Returns:
-            [positions, batch, heads * head_dim].
+            [tokens, heads, head_dim of values].
         """
-        shared = query.shape[2] != key.shape[2]
-        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        out = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=self._scale, enable_gqa=shared
-        )
-        return out.permute(2, 0, 1, 3).flatten(2).contiguous()
+        return packed_attention(query, key, value, packed_seq_params.cu_seqlens_q, scale=self._scale).contiguous()
 
 
 class LatentAttention(MLASelfAttention):  # type: ignore[misc]  # megatron-core is untyped to us

@@ -11,6 +11,8 @@ from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.moe.router import TopKRouter
@@ -42,6 +44,7 @@ def transformer_config(
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tensor_parallel,
@@ -152,7 +155,30 @@ def build_chunks(config: TransformerConfig, facts: ModelFacts) -> list[torch.nn.
             )
         )
         _mark_parameters(chunks[-1])
+        if chunks[-1].post_process:
+            _skip_head(chunks[-1].output_layer)
     return chunks
+
+
+def head_weight(chunk: torch.nn.Module) -> torch.Tensor:
+    """[local vocabulary, hidden]: this rank's rows of the head, in a chunk of the last pipeline stage."""
+    while not isinstance(chunk, GPTModel):
+        chunk = chunk.module  # type: ignore[assignment]  # a wrapper
+    tied = chunk.share_embeddings_and_output_weights
+    weight: torch.Tensor = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
+    return weight
+
+
+def _skip_head(head: ColumnParallelLinear) -> None:
+    """Let the last stage hand out what its head reads: its rows of the head are computed in chunks, by `head_outputs`."""
+
+    def forward(hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        # Backward, both add up what each rank's rows of the head contribute.
+        if head.sequence_parallel:
+            return gather_from_sequence_parallel_region(hidden, group=head.tp_group), None
+        return copy_to_tensor_model_parallel_region(hidden, group=head.tp_group), None
+
+    head.forward = forward
 
 
 def keep_expert_bias(chunk: torch.nn.Module) -> None:
@@ -173,6 +199,9 @@ def _mark_parameters(chunk: torch.nn.Module) -> None:
         weight = getattr(module, "weight", None)
         if type(module) in cut and weight is not None:
             set_tensor_model_parallel_attributes(weight, True, cut[type(module)], 1)
+            bias = getattr(module, "bias", None)
+            if isinstance(module, ColumnParallelLinear) and bias is not None and not bias.tensor_model_parallel:
+                set_tensor_model_parallel_attributes(bias, True, 0, 1)
     with torch.no_grad():
         for parameter in chunk.parameters():
             parameter.zero_()

@@ -13,7 +13,7 @@ from ...config import TrainerConfig
 from .checkpoint_names import CheckpointShape, LatentShape
 
 _PART = "megatron engine"
-_SUPPORTED = ("qwen3", "llama", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+_SUPPORTED = ("qwen2", "qwen3", "llama", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 _LATENT_EPS = 1e-6
 """Epsilon of the norms of latent vectors in transformers, whatever the configuration says; megatron-core has one for all."""
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -108,7 +108,7 @@ _Refuse = Callable[[str], ConfigError]
 
 
 def _plain(config: Any, refuse: _Refuse) -> tuple[CheckpointShape, Routing | None]:
-    """Qwen3, Llama and Qwen3-MoE."""
+    """Qwen2, Qwen3, Llama and Qwen3-MoE."""
     moe = config.model_type == "qwen3_moe"
     if moe and (config.mlp_only_layers or config.decoder_sparse_step != 1):
         raise refuse("has layers without experts among those with experts")
@@ -123,6 +123,7 @@ def _plain(config: Any, refuse: _Refuse) -> tuple[CheckpointShape, Routing | Non
         vocab=config.vocab_size,
         tied=bool(config.tie_word_embeddings),
         qk_norm=config.model_type.startswith("qwen3"),
+        qkv_bias=config.model_type == "qwen2",
         experts=config.num_experts if moe else 0,
         expert_intermediate=config.moe_intermediate_size if moe else 0,
     )

@@ -22,8 +22,8 @@ from weightlane.sync.version.box import Box
 from ..hf.export import write_model_dir
 from ..hf.model_dir import kept_types
 from ..hf.partial_dir import PART, discard_partial, make_partial, partial_name, storage_error, write_on_rank_zero
+from ..hf.stored_slices import Shelf, StoredSlice, hf_tensors, shapes_in
 from ..rank_collectives import on_every_rank, share_json
-from .stored_slices import Shelf, StoredSlice, hf_tensors, shapes_in
 from .weights import WEIGHT, WeightSlice
 
 _STATE = "state.json"

@@ -102,9 +102,13 @@ def init_moments(optimizer: MegatronOptimizer) -> None:
 
 
 def set_moment_steps(optimizer: MegatronOptimizer, step: int) -> None:
-    """Say how many steps the moments have seen; their bias correction depends on it."""
+    """Say how many steps the moments have seen; their bias correction depends on it.
+
+    torch's AdamW counts them for each parameter, the fused Adam of Apex and TransformerEngine for each group.
+    """
     for inner in inner_optimizers(optimizer):
         for group in inner.optimizer.param_groups:
+            group["step"] = step
             for parameter in group["params"]:
                 inner.optimizer.state[parameter]["step"].fill_(step)
 

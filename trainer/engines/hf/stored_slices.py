@@ -13,7 +13,10 @@ import torch
 
 from weightlane.sync.version.box import Box
 
-from ..hf.partial_dir import storage_error
+from .partial_dir import storage_error
+
+_MAPPED_BYTES = 64 * 2**20
+"""Bytes read from a file after which it is mapped anew, so that what was read of it does not stay in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,7 @@ class Shelf:
         self._stored = stored
         self._opened: dict[Path, Any] = {}
         self._stack = ExitStack()
+        self._mapped = 0
 
     def __enter__(self) -> Self:
         return self
@@ -52,6 +56,7 @@ class Shelf:
                     continue
                 tensor = self._open(stored.file).get_slice(stored.key)[common.within(stored.box).index]
                 into[common.within(box).index].copy_(tensor)
+                self._mapped += tensor.nbytes
                 left += part.minus(common)
             missing = left
 
@@ -65,6 +70,9 @@ class Shelf:
     def _open(self, file: Path) -> Any:
         from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - optional
 
+        if self._mapped > _MAPPED_BYTES:
+            self._stack.close()
+            self._opened, self._mapped = {}, 0
         if file not in self._opened:
             try:
                 self._opened[file] = self._stack.enter_context(safe_open(file, framework="pt"))

@@ -1,0 +1,212 @@
+"""The cost of training beside the ways that it replaces: log-probabilities over a large vocabulary, padding, and loading.
+
+    python -m benchmarks.training [--parts head,packing,loading] [--json FILE]
+
+Each way runs in a process of its own, in turn with the others, so that its peak memory is its own. On a CPU, with one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TOKENS, WIDTH, VOCAB = 1024, 256, 151_936
+ROUNDS = 3
+LENGTHS = (32, 64, 96, 128, 160, 192, 224, 256) * 2
+"""Sequences whose lengths are one to eight."""
+GIGABYTE_MODEL = {"hidden_size": 1536, "num_hidden_layers": 8, "intermediate_size": 4608, "vocab_size": 32_000}
+"""About a gigabyte in float32."""
+
+
+def _measured(way: Callable[..., Any], *args: Any) -> dict[str, float]:
+    """Median seconds and peak memory in bytes of `way`, which is called once to warm up, in a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_child, args=(theirs, way, *args))
+    process.start()
+    theirs.close()
+    try:
+        found: dict[str, float] = ours.recv()
+    finally:
+        process.join()
+    return found
+
+
+def _child(pipe: Any, way: Callable[..., Any], *args: Any) -> None:
+    torch.set_num_threads(1)
+    run = way(*args)
+    before = _peak_bytes()
+    seconds = []
+    for _ in range(ROUNDS + 1):
+        started = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - started)
+    pipe.send({"seconds": statistics.median(seconds[1:]), "bytes": float(_peak_bytes() - before)})
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _head(*, chunked: bool) -> Callable[[], None]:
+    """Forward and backward of target log-probabilities from hidden states, in chunks or by whole logits."""
+    from weightlane.trainer.engines.head import head_outputs
+
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(TOKENS, WIDTH, requires_grad=True), torch.randn(VOCAB, WIDTH, requires_grad=True)
+    targets = torch.randint(VOCAB, (TOKENS,))
+
+    def run() -> None:
+        if chunked:
+            logprobs = head_outputs(hidden, weight, targets)[0]
+        else:
+            logits = torch.nn.functional.linear(hidden, weight).float()
+            logprobs = torch.log_softmax(logits, -1).gather(1, targets[:, None]).squeeze(1)
+        logprobs.sum().backward()
+        hidden.grad = weight.grad = None
+
+    return run
+
+
+def _chunked_head() -> Callable[[], None]:
+    return _head(chunked=True)
+
+
+def _whole_head() -> Callable[[], None]:
+    return _head(chunked=False)
+
+
+def head() -> dict[str, Any]:
+    """Target log-probabilities, forward and backward."""
+    whole, chunked = _measured(_whole_head), _measured(_chunked_head)
+    print(f"log-probabilities of {TOKENS} targets out of {VOCAB} tokens, width {WIDTH}, forward and backward")
+    _print_rows({"whole logits": whole, "in chunks": chunked})
+    print(f"  memory {chunked['bytes'] / whole['bytes']:.2f} x, time {chunked['seconds'] / whole['seconds']:.2f} x\n")
+    return {"whole": whole, "chunked": chunked}
+
+
+def _step(path: str, packing: str) -> Callable[[], None]:
+    """Forward and backward of the fsdp2 engine on one rank."""
+    from weightlane.trainer import MiniBatch, TokenBatch, TokenSequence, TrainerConfig, sft
+    from weightlane.trainer.engines.fsdp2.engine import Fsdp2Engine
+
+    torch.manual_seed(0)
+    drawn = [torch.randint(1000, (length + 1,)) for length in LENGTHS]
+    batch = TokenBatch(tuple(TokenSequence(tokens[:-1], tokens[1:]) for tokens in drawn))
+    budget = len(LENGTHS) * max(LENGTHS)
+    config = TrainerConfig(device="cpu", micro_batch_tokens=budget, fsdp2={"packing": packing})
+    engine = Fsdp2Engine(config, 0, 1, ("127.0.0.1", 0))
+    engine.setup(Path(path), seed=0)
+    mini_batch = MiniBatch.of(batch)
+    return lambda: engine.forward_backward(batch, sft, mini_batch) and None
+
+
+def packing() -> dict[str, Any]:
+    """Tokens per second of packed and of padded micro-batches."""
+    with tempfile.TemporaryDirectory() as folder:
+        _write_model(Path(folder), hidden_size=256, num_hidden_layers=4, intermediate_size=768, vocab_size=1000)
+        padded, packed = _measured(_step, folder, "off"), _measured(_step, folder, "auto")
+    tokens = sum(LENGTHS)
+    print(f"{len(LENGTHS)} sequences of {min(LENGTHS)} to {max(LENGTHS)} tokens, forward and backward, fsdp2")
+    _print_rows({"padded": padded, "packed": packed}, tokens)
+    print(f"  tokens per second {padded['seconds'] / packed['seconds']:.2f} x\n")
+    return {"padded": padded, "packed": packed, "tokens": tokens}
+
+
+def _print_rows(rows: Mapping[str, Mapping[str, float]], tokens: int = 0) -> None:
+    for name, row in rows.items():
+        speed = f"  {tokens / row['seconds']:8.0f} tokens/s" if tokens else ""
+        print(f"  {name:14} {row['seconds']:7.2f} s  {row['bytes'] / 1e6:7.0f} MB{speed}")
+
+
+def _write_model(path: Path, **sizes: int) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+
+    config = Qwen3Config(
+        **sizes, num_attention_heads=8, num_key_value_heads=4, head_dim=64, eos_token_id=1, bos_token_id=None
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))  # noqa: S106 - a word
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="b").save_pretrained(path)  # noqa: S106 - as above
+
+
+def _load(pipe: Any, path: str, rank: int, port: int, whole: bool) -> None:
+    from weightlane.trainer import TrainerConfig
+    from weightlane.trainer.engines.fsdp2 import engine as module
+
+    torch.set_num_threads(1)
+    if whole:  # what every rank did before, and still does with older checkpoint formats
+        module.can_read_slices = lambda *_: False
+    engine = module.Fsdp2Engine(TrainerConfig(device="cpu", ranks=4), rank, 4, ("127.0.0.1", port))
+    from transformers import AutoModelForCausalLM  # noqa: F401 - so that its import isn't measured
+
+    before, started = _peak_bytes(), time.perf_counter()
+    engine.setup(Path(path), seed=0)
+    seconds = time.perf_counter() - started
+    share = sum(shard.data.nbytes for shard in engine.local_shards(torch.float32))
+    # AdamW's two moments are made with the model.
+    pipe.send({"seconds": seconds, "bytes": float(_peak_bytes() - before - 2 * share), "share": float(share)})
+    engine.close()
+
+
+def loading() -> dict[str, Any]:
+    """Time and peak memory of loading a model on four ranks."""
+    from weightlane.ckpt_engines.engines.torch_distributed.tcp_store import reserve_port
+
+    context = multiprocessing.get_context("spawn")
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        _write_model(Path(folder), **GIGABYTE_MODEL)
+        size = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
+        for name, whole in (("whole model", True), ("own slices", False)) * 2:
+            with reserve_port("127.0.0.1") as reserved:
+                port = int(reserved.getsockname()[1])
+            lines = [context.Pipe() for _ in range(4)]
+            ranks = [
+                context.Process(target=_load, args=(theirs, folder, rank, port, whole))
+                for rank, (_, theirs) in enumerate(lines)
+            ]
+            for rank in ranks:
+                rank.start()
+            answers = [ours.recv() for ours, _ in lines]
+            for rank in ranks:
+                rank.join()
+            found[name] = {key: max(answer[key] for answer in answers) for key in answers[0]}
+    print(f"loading {size / 1e9:.2f} GB on four ranks: the slowest rank, and the one with most memory")
+    _print_rows(found)
+    share = found["own slices"]["share"]
+    print(f"  a rank's share is {share / 1e6:.0f} MB\n")
+    return {"bytes": size, **found}
+
+
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {"head": head, "packing": packing, "loading": loading}
+
+
+def main() -> None:
+    """Measure the parts that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    asked = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    results = {part: PARTS[part]() for part in asked.parts.split(",")}
+    if asked.json:
+        asked.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""Which sequences a rank computes, and in which micro-batches."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weightlane.trainer.data.packing import micro_batches, shares
+
+lengths_of = st.lists(st.integers(1, 18), min_size=1, max_size=12)
+
+
+@settings(max_examples=80, deadline=None)
+@given(lengths_of, st.integers(1, 5))
+def test_every_sequence_goes_to_exactly_one_rank_and_loads_are_balanced(lengths: list[int], world: int) -> None:
+    found = shares(lengths, world)
+    assert sorted(index for share in found for index in share) == list(range(len(lengths)))
+    loads = [sum(lengths[index] for index in share) for share in found]
+    assert max(loads) - min(loads) <= max(lengths)
+
+
+@settings(max_examples=80, deadline=None)
+@given(lengths_of, st.integers(1, 4), st.integers(1, 60), st.booleans())
+def test_ranks_run_equally_many_micro_batches_within_the_budget(
+    lengths: list[int], world: int, max_tokens: int, padded: bool
+) -> None:
+    plans = micro_batches(lengths, world, max_tokens, padded=padded)
+    assert len({len(plan) for plan in plans}) == 1
+    assert sorted(index for plan in plans for part in plan for index in part) == list(range(len(lengths)))
+    for part in (part for plan in plans for part in plan if len(part) > 1):
+        each = [lengths[index] for index in part]
+        assert (len(each) * max(each) if padded else sum(each)) <= max_tokens
+
+
+def test_packing_fills_what_padding_wastes() -> None:
+    lengths = [8, 1, 1, 1, 1, 1, 1, 1, 1]
+    assert micro_batches(lengths, 1, 8, padded=False) == [[[0], [1, 2, 3, 4, 5, 6, 7, 8]]]
+    assert len(micro_batches([8, *[5] * 3, *[3] * 3], 1, 8, padded=False)[0]) == 4
+    assert len(micro_batches([8, *[5] * 3, *[3] * 3], 1, 8, padded=True)[0]) == 6

@@ -1,0 +1,88 @@
+"""The fsdp2 engine's loading and log-probabilities, for every architecture of the zoo, against transformers' own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from zoo_kind import VOCAB, Kind, make
+from zoo_models import KINDS as KINDS_BY_NAME
+from zoo_models import ZOO
+
+from weightlane.trainer.data.batch import MicroBatch, TokenSequence
+from weightlane.trainer.engines.fsdp2.loading import (
+    can_read_slices,
+    materialise,
+    model_without_weights,
+    read_slices,
+    whole_model,
+)
+from weightlane.trainer.engines.fsdp2.shards import checkpoint_tensors
+from weightlane.trainer.engines.hf.causal_head import HeadQuery, replace_head
+from weightlane.trainer.engines.hf.names import checkpoint_runs
+from weightlane.trainer.engines.hf.packed_attention import can_pack, pack_attention
+
+KINDS = [pytest.param(kind, id=kind.name) for kind in ZOO if kind.backend == "vllm"]
+PADDED = {"gptj", "bloom", "falcon", "falcon-new", "stablelm", "nemotron"}
+"""Architectures that cannot take packed sequences, beside those with layers that are no attention."""
+LENGTHS = (45, 1, 12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_those_of_an_ordinary_load_and_log_probabilities_those_of_whole_logits(
+    kind: Kind, tmp_path: Path
+) -> None:
+    path = make(kind, tmp_path / "model", seed=0, dtype=torch.float32)
+    ordinary = getattr(transformers, kind.model or f"{kind.config}ForCausalLM").from_pretrained(path).eval()
+    model = model_without_weights(path)
+    packs = can_pack(model)
+    runs = checkpoint_runs(model, checkpoint_tensors(model))
+    assert can_read_slices(model, path, runs)
+    materialise(model, torch.device("cpu"))
+    read_slices(path, runs, checkpoint_tensors(model))
+    for left, right in (
+        (model.named_parameters(), ordinary.named_parameters()),
+        (model.named_buffers(), ordinary.named_buffers()),
+    ):
+        mine, theirs = dict(left), dict(right)
+        assert mine.keys() == theirs.keys()
+        assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
+
+    if packs:
+        pack_attention(model)
+    assert packs is (kind.name not in PADDED and kind.group not in {"state space", "hybrid"})
+    replace_head(model)
+    random_of = torch.Generator().manual_seed(1)
+    drawn = [torch.randint(3, VOCAB, (length + 1,), generator=random_of) for length in LENGTHS]
+    micro = MicroBatch.of([TokenSequence(tokens[:-1], tokens[1:]) for tokens in drawn])
+    if packs:
+        rows = torch.arange(len(micro.tokens))
+        inputs = {
+            "input_ids": micro.tokens[None],
+            "position_ids": micro.positions[None],
+            "cu_seq_lens_q": micro.offsets,
+        }
+    else:
+        tokens, rows = micro.padded()
+        inputs = {"input_ids": tokens}
+    with torch.no_grad():
+        logprobs, entropy = model(HeadQuery(rows, micro.targets, entropy=True), **inputs)
+        for tokens, mine, spread in zip(drawn, micro.split(logprobs), micro.split(entropy), strict=True):
+            logs = torch.log_softmax(ordinary(input_ids=tokens[None, :-1], use_cache=False).logits[0].float(), -1)
+            torch.testing.assert_close(mine, logs[range(len(mine)), tokens[1:]], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(spread, -(logs.exp() * logs).sum(1), atol=1e-5, rtol=1e-5)
+
+
+def test_a_checkpoint_in_another_form_than_models_are_saved_in_is_loaded_by_transformers(tmp_path: Path) -> None:
+    """Here, as some are on the hub, without the prefix of the model inside."""
+    path = make(KINDS_BY_NAME["llama-tied"], tmp_path / "model", seed=0, dtype=torch.float32)
+    weights = load_file(path / "model.safetensors")
+    bare = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+    save_file(bare, path / "model.safetensors", {"format": "pt"})
+    model = model_without_weights(path)
+    assert not can_read_slices(model, path, checkpoint_runs(model, checkpoint_tensors(model)))
+    loaded = dict(whole_model(path).named_parameters())
+    assert [name for name, tensor in weights.items() if not torch.equal(loaded[name], tensor)] == []

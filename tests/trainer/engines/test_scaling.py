@@ -1,0 +1,143 @@
+"""The gradient of a mini-batch does not depend on how it is split: against one process of transformers in float64."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_ranks import FSDP2_TP2, Teams, checkpoint, exhaustive, megatron
+from engine_worker import TEMPERATURE, make_samples
+from transformers import AutoModelForCausalLM
+
+ROWS = 7
+SPLITS = {
+    "one call": [[*range(ROWS)]],
+    "three calls": [[0], [3, 1, 2, 4], [6, 5]],
+}
+
+
+@functools.cache
+def exact(path: Path, rows: int) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradient of the whole mini-batch by plain transformers, one sequence at a time, everything in float64.
+
+    The three terms of `engine_worker.mixed` are written out here once more.
+    """
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager").eval()
+    samples = make_samples(0, rows)
+    tokens = sum(len(sample.completion_ids) for sample in samples)
+    loss = torch.zeros((), dtype=torch.float64)
+    for sample in samples:
+        ids = torch.tensor([sample.prompt_ids + sample.completion_ids])
+        logits = model(ids, use_cache=False).logits[0, len(sample.prompt_ids) - 1 : -1] / TEMPERATURE
+        assert logits.dtype == torch.float64
+        logs = torch.log_softmax(logits, -1)
+        chosen = logs[range(len(sample.completion_ids)), list(sample.completion_ids)]
+        advantage = float(np.float32(sample.advantage))  # in which it travels
+        loss = loss - advantage * chosen.sum() / tokens + chosen.square().mean() / rows + (logs.exp() * logs).sum() / 50
+    loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    saved = path.parent / f"{path.name}-gradient-{rows}"
+    model.save_pretrained(saved)  # under the names of a checkpoint
+    return float(loss.detach()), checkpoint(saved)
+
+
+def assert_gradient_is_exact(
+    teams: Teams, world: int, name: str, settings: dict[str, Any], rows: int, calls: list[list[int]], limit: float
+) -> None:
+    ranks = teams.of(world)
+    ranks.setup(name, **{"betas": (0.0, 0.999), "max_grad_norm": 1e9, "micro_batch_tokens": 20, **settings})
+    answers = ranks.all("gradient", rows=rows, calls=calls)
+    loss, wanted = exact(teams.models[name], rows)
+    wanted = {key: value for key, value in wanted.items() if not key.endswith("e_score_correction_bias")}
+    found = {key: torch.full(value.shape, torch.nan, dtype=torch.float64) for key, value in wanted.items()}
+    for total, slices in answers:
+        assert total == pytest.approx(loss, rel=limit)
+        for key, starts, data in slices:
+            index = tuple(slice(start, start + size) for start, size in zip(starts, data.shape, strict=True))
+            found[key][index] = torch.from_numpy(data).double()
+    difference = torch.stack([(found[key] - value).norm() for key, value in wanted.items()]).norm()
+    norm = torch.stack([value.norm() for value in wanted.values()]).norm()
+    assert float(difference / norm) <= limit
+
+
+LAYOUTS = [
+    exhaustive(1, "qwen3-tied", {}, id="fsdp2"),
+    pytest.param(2, "qwen3-tied", {}, id="fsdp2, 2 ranks"),
+    exhaustive(4, "llama-untied", {}, id="fsdp2, 4 ranks"),
+    pytest.param(2, "llama-untied", FSDP2_TP2, id="fsdp2, tp2"),
+    exhaustive(2, "qwen3-moe", {}, id="fsdp2, 2 ranks, experts"),
+    *(
+        pytest.param(2, name, megatron(layout), id=f"megatron, {id_}", marks=pytest.mark.megatron)
+        for name, layout, id_ in (
+            ("qwen2", {"tensor_parallel": 2, "sequence_parallel": True}, "tp2"),
+            ("qwen3-tied", {"pipeline_parallel": 2}, "pp2"),
+            ("qwen3-moe", {"expert_parallel": 2}, "ep2"),
+            ("qwen3-untied", {"distributed_optimizer": True}, "dp2"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("calls", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize(("world", "name", "settings"), LAYOUTS)
+def test_the_gradient_is_that_of_one_process_in_float64(
+    teams: Teams, world: int, name: str, settings: dict[str, Any], calls: list[list[int]]
+) -> None:
+    """Micro-batches and tokens per rank are uneven, and terms are means over tokens, over sequences, and by a constant."""
+    assert_gradient_is_exact(teams, world, name, settings, ROWS, calls, limit=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("qwen3-tied", {}), pytest.param("qwen3-untied", megatron({}), marks=pytest.mark.megatron)],
+    ids=["fsdp2", "megatron"],
+)
+def test_ranks_without_a_sequence_and_half_precision_change_it_no_more_than_rounding(
+    teams: Teams, name: str, settings: dict[str, Any]
+) -> None:
+    assert_gradient_is_exact(teams, 2, name, settings, 1, [[0]], limit=1e-6)
+    half = {**settings, "compute_dtype": "bfloat16"}
+    assert_gradient_is_exact(teams, 2, name, half, ROWS, SPLITS["three calls"], limit=0.05)
+
+
+@pytest.mark.parametrize("settings", [{}, FSDP2_TP2, megatron({"pipeline_parallel": 2})], ids=["fsdp2", "tp2", "pp2"])
+def test_outputs_come_by_sequence_and_are_those_of_transformers(teams: Teams, settings: dict[str, Any]) -> None:
+    ranks = teams.of(2)
+    ranks.setup("llama-untied", micro_batch_tokens=20, **settings)
+    model = AutoModelForCausalLM.from_pretrained(teams.models["llama-untied"], dtype=torch.float32).eval()
+    answers = ranks.all("outputs", rows=ROWS)
+    found = {index: values for answer in answers for index, values in answer.items()}
+    assert sorted(index for answer in answers for index in answer) == list(range(ROWS)), "each from one rank"
+    for index, sample in enumerate(make_samples(0, ROWS)):
+        ids, start = torch.tensor([sample.prompt_ids + sample.completion_ids]), len(sample.prompt_ids) - 1
+        with torch.no_grad():
+            logs = torch.log_softmax(model(ids, use_cache=False).logits[0, start:-1] / TEMPERATURE, -1)
+        wanted = logs[range(len(sample.completion_ids)), list(sample.completion_ids)]
+        np.testing.assert_allclose(found[index]["logprobs"][start:], wanted, atol=1e-5)
+        np.testing.assert_allclose(found[index]["entropy"][start:], -(logs.exp() * logs).sum(1), atol=1e-5)
+        np.testing.assert_array_equal(found[index]["logprobs"], found[index]["beside"])
+        assert not found[index]["logprobs"][:start].any()
+
+
+def test_the_guides_way_without_a_run_trains(teams: Teams) -> None:
+    guide = Path(__file__).parents[3] / "docs/guides/your-own-loss.md"
+    block = re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL)[1]
+    ranks = teams.of(2)
+    ranks.setup("qwen3-tied")
+    first, second = ranks.all("run_code", code=block)[0], ranks.all("run_code", code=block)[0]
+    assert (first["tokens"], second["loss"] < first["loss"]) == (3.0, True)
+
+
+def test_a_mini_batch_is_fixed_by_its_first_call(teams: Teams) -> None:
+    ranks = teams.of(1)
+    ranks.setup("qwen3-tied")
+    ranks.all_fail(
+        "ProtocolError", "Pass the same mini_batch to every forward_backward until optim_step", "change_mini_batch"
+    )

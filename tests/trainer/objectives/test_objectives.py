@@ -1,0 +1,190 @@
+"""Objectives, value and gradient, against formulas worked out by hand on single numbers; and objectives by name."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from weightlane.ckpt_engines import ConfigError, ProtocolError
+from weightlane.trainer.config import AlgorithmConfig
+from weightlane.trainer.data.batch import MicroBatch, MiniBatch, TokenSequence
+from weightlane.trainer.objectives.loss import LossOutput, LossSums, ModelOutputs
+from weightlane.trainer.objectives.named import BUILT_IN, Objective
+
+Token = tuple[float, float, float]
+"""Log-probabilities of a token: now, in the rollout, and proximal."""
+Rows = list[tuple[list[Token], float, int]]
+"""Tokens, advantage and number of masked tokens of each completion."""
+
+logprob = st.floats(-6.0, -0.01)
+far = st.floats(-80.0, -0.01)
+rows_of: st.SearchStrategy[Rows] = st.lists(
+    st.lists(st.tuples(logprob | far, logprob | far, logprob | far), min_size=1, max_size=5).flatmap(
+        lambda tokens: st.tuples(st.just(tokens), st.just(0.0) | st.floats(-3, 3), st.integers(0, len(tokens) - 1))
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def batch_of(rows: Rows, *, proximal: bool) -> tuple[MicroBatch, torch.Tensor]:
+    """Packed completions, and the log-probabilities that a model would return for them, in float64."""
+    sequences = []
+    for tokens, advantage, masked in rows:
+        values: dict[str, Any] = {"rollout_logprobs": [token[1] for token in tokens], "advantages": advantage}
+        if proximal:
+            values["proximal_logprobs"] = [token[2] for token in tokens]
+        sequences.append(TokenSequence.of_completion([1, 2], [3] * len(tokens), masked=masked, per_token=values))
+    micro = MicroBatch.of(sequences)
+    object.__setattr__(micro, "per_token", {name: tensor.double() for name, tensor in micro.per_token.items()})
+    logprobs = torch.zeros(micro.targets.shape, dtype=torch.float64)
+    logprobs[micro.per_token["rollout_logprobs"] != 0] = torch.tensor(
+        [token[0] for tokens, _, _ in rows for token in tokens], dtype=torch.float64
+    )
+    logprobs = torch.where(micro.mask, logprobs, 0.0)
+    return micro, logprobs.requires_grad_()
+
+
+def as_float32(value: float) -> float:
+    return float(torch.tensor(value, dtype=torch.float32))
+
+
+def expected(name: str, rows: Rows, config: AlgorithmConfig, *, proximal: bool) -> tuple[float, list[float]]:
+    """The loss and its derivative by the log-probability of each target, by the formulas of the papers."""
+    low, high, cap = 1 - config.clip_low, 1 + config.clip_high, config.importance_cap
+    counted = [
+        (
+            [(now, as_float32(rollout), as_float32(prox)) for now, rollout, prox in tokens[masked:]],
+            as_float32(advantage),
+        )
+        for tokens, advantage, masked in rows
+    ]
+    all_tokens = sum(len(tokens) for tokens, _ in counted)
+    loss, slopes = 0.0, []
+    for tokens, advantage in counted:
+        around = [p if proximal else (r if config.proximal == "rollout" else n) for n, r, p in tokens]
+        drifts = [a - rollout for a, (_, rollout, _) in zip(around, tokens, strict=True)]
+        if config.importance_level == "sequence":
+            drifts = [sum(drifts)] * len(drifts)
+        weights = [min(math.exp(min(drift, 100.0)), cap) for drift in drifts]
+        if name == "gspo":
+            drift = sum(now - a for a, (now, _, _) in zip(around, tokens, strict=True)) / len(tokens)
+            ratio, weight = math.exp(min(drift, 20.0)), sum(weights) / len(weights)
+            clipped = min(max(ratio, low), high)
+            loss -= weight * min(ratio * advantage, clipped * advantage) / len(counted)
+            moves = ratio * advantage <= clipped * advantage and drift < 20.0
+            slope = -weight * ratio * advantage / len(tokens) / len(counted) if moves else 0.0
+            slopes += [slope] * len(tokens)
+            continue
+        for (now, rollout, _), a, weight in zip(tokens, around, weights, strict=True):
+            if name == "cispo":
+                clipped = min(max(math.exp(min(now - rollout, 20.0)), low), high)
+                loss -= clipped * advantage * now / all_tokens
+                slopes.append(-clipped * advantage / all_tokens)
+                continue
+            ratio = math.exp(min(now - a, 20.0))
+            clipped = min(max(ratio, low), high)
+            loss -= weight * min(ratio * advantage, clipped * advantage) / all_tokens
+            moves = ratio * advantage <= clipped * advantage and now - a < 20.0
+            slopes.append(-weight * ratio * advantage / all_tokens if moves else 0.0)
+    return loss, slopes
+
+
+@pytest.mark.parametrize("proximal", [False, True], ids=["", "recomputed"])
+@pytest.mark.parametrize(
+    "further",
+    [{}, {"proximal": "trainer"}, {"proximal": "trainer", "importance_level": "sequence", "importance_cap": 1.2}],
+    ids=["rollout", "trainer", "trainer, sequence"],
+)
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
+@settings(max_examples=40, deadline=None)
+@given(rows_of)
+@example([([(-0.01, -70.0, -0.5)] * 5, 1.0, 0), ([(-70.0, -0.01, -0.02)], -2.0, 0), ([(-1.0, -2.0, -1.5)], 0.0, 0)])
+def test_value_and_gradient_are_the_papers(name: str, further: dict[str, Any], proximal: bool, rows: Rows) -> None:
+    config = AlgorithmConfig(objective=name, clip_low=0.2, clip_high=0.3, **further)
+    micro, logprobs = batch_of(rows, proximal=proximal)
+    output = Objective(config)(ModelOutputs(logprobs), micro)
+    mini_batch = MiniBatch(float(micro.mask.sum()), float(len(rows)))
+    sums = LossSums(mini_batch)
+    torch.autograd.backward(sums.add(output))
+    loss, slopes = expected(name, rows, config, proximal=proximal)
+    assert sums.named(sums.as_tensor(), 1)["loss"] == pytest.approx(loss, rel=1e-6, abs=1e-9)
+    assert logprobs.grad is not None
+    assert logprobs.grad[micro.mask].tolist() == pytest.approx(slopes, rel=1e-6, abs=1e-9)
+    assert not bool(logprobs.grad[~micro.mask].any())
+    assert all(math.isfinite(float(value)) for value in output.metrics.values())
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_objective_names_the_same_sums_for_a_micro_batch_without_targets_and_all_are_zero(name: str) -> None:
+    values = {"rollout_logprobs": -1.0, "advantages": 1.0}
+    like = TokenSequence.of_completion([1], [2], per_token=values)
+    objective = Objective(AlgorithmConfig(objective=name))
+    empty, one = MicroBatch.without_targets(like), MicroBatch.of([like])
+    nothing, something = objective(ModelOutputs.nothing(empty), empty), objective(ModelOutputs.nothing(one), one)
+    assert (list(nothing.terms), list(nothing.metrics)) == (list(something.terms), list(something.metrics))
+    assert [float(term.total) for term in nothing.terms.values()] == [0.0] * len(nothing.terms)
+    assert [float(value) for value in nothing.metrics.values()] == [0.0] * len(nothing.metrics)
+
+
+OWN = """
+from weightlane.trainer import LossOutput, LossTerm, needs
+
+@needs("logprobs", "entropy")
+def curious(outputs, micro):
+    return LossOutput({"entropy": LossTerm(-outputs.required("entropy").sum())})
+
+def wrong(outputs, micro):
+    return 3.0
+"""
+
+
+def test_a_loss_of_ones_own_is_found_beside_the_configuration_also_by_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_loss.py").write_text(OWN)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    objective = Objective(AlgorithmConfig(objective="own_loss:curious"), [tmp_path])
+    again: Objective = pickle.loads(pickle.dumps(objective))
+    assert again.needs == ("logprobs", "entropy")
+    micro = MicroBatch.of([TokenSequence.of_completion([1], [2])])
+    found = again(ModelOutputs.nothing(micro), micro)
+    assert isinstance(found, LossOutput)
+    with pytest.raises(ProtocolError, match=r"'own_loss:wrong' returned a float, not a LossOutput"):
+        Objective(AlgorithmConfig(objective="own_loss:wrong"), [tmp_path])(ModelOutputs.nothing(micro), micro)
+
+
+def test_the_guides_loss_is_a_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    guide = Path(__file__).parents[3] / "docs/guides/your-own-loss.md"
+    (tmp_path / "my_loss.py").write_text(re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL)[0])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    objective = Objective(AlgorithmConfig(objective="my_loss:loss"), [tmp_path])
+    micro = MicroBatch.of([TokenSequence.of_completion([1], [2, 3], per_token={"advantages": 2.0})])
+    found = objective(ModelOutputs(torch.tensor([-1.0, -3.0]), torch.tensor([0.5, 1.0])), micro)
+    assert {name: float(term.total) for name, term in found.terms.items()} == {
+        "policy": 8.0,
+        "entropy": pytest.approx(-0.015),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("grpa", r"no objective is called 'grpa'. Did you mean 'grpo'\? Built in: cispo, dual_clip, grpo, gspo"),
+        ("no_such_module_here:f", r"the module of 'no_such_module_here:f' could not be imported"),
+        ("math:absent", "math has no 'absent'"),
+        (":f", r"':f' is not of the form 'module:function'. Set algorithm.objective"),
+    ],
+)
+def test_an_objective_that_cannot_be_had_says_why(name: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        Objective(AlgorithmConfig(objective=name))

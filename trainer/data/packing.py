@@ -1,0 +1,68 @@
+"""Which sequences a data parallel rank computes, and in which micro-batches: pure functions of lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def shares(lengths: Sequence[int], world: int) -> list[list[int]]:
+    """The sequences of each of `world` ranks: disjoint, together complete, balanced by tokens, the same on every rank.
+
+    Longest first, each to the rank with the fewest tokens so far (lowest rank on a tie). A rank's share may be empty.
+
+    Args:
+        lengths: Tokens of each sequence.
+        world: Number of data parallel ranks.
+
+    Returns:
+        Indices of sequences, longest first, for each rank.
+    """
+    found: list[list[int]] = [[] for _ in range(world)]
+    loads = [0] * world
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        rank = loads.index(min(loads))
+        found[rank].append(index)
+        loads[rank] += lengths[index]
+    return found
+
+
+def micro_batches(lengths: Sequence[int], world: int, max_tokens: int, *, padded: bool) -> list[list[list[int]]]:
+    """The micro-batches of each rank: as many on every rank, the missing ones empty.
+
+    Each holds at most `max_tokens` tokens, except where a single sequence is longer than that.
+
+    Args:
+        lengths: Tokens of each sequence.
+        world: Number of data parallel ranks.
+        max_tokens: Token budget of a micro-batch.
+        padded: Whether the model pads every sequence of a micro-batch to the longest, so that padding counts, too.
+
+    Returns:
+        For each rank its micro-batches, each a list of indices of sequences.
+    """
+    plans = [_cut(share, lengths, max_tokens, padded=padded) for share in shares(lengths, world)]
+    count = max(len(plan) for plan in plans)
+    return [plan + [[] for _ in range(count - len(plan))] for plan in plans]
+
+
+def _cut(share: Sequence[int], lengths: Sequence[int], max_tokens: int, *, padded: bool) -> list[list[int]]:
+    """Cut sequences, longest first, into micro-batches within the budget."""
+    if padded:
+        rows: list[list[int]] = []
+        for index in share:
+            if rows and (len(rows[-1]) + 1) * lengths[rows[-1][0]] <= max_tokens:
+                rows[-1].append(index)
+            else:
+                rows.append([index])
+        return rows
+    packs: list[list[int]] = []
+    free: list[int] = []
+    for index in share:  # first fit, decreasing
+        fits = next((place for place, room in enumerate(free) if room >= lengths[index]), None)
+        if fits is None:
+            packs.append([index])
+            free.append(max_tokens - lengths[index])
+        else:
+            packs[fits].append(index)
+            free[fits] -= lengths[index]
+    return packs

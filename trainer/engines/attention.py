@@ -1,0 +1,144 @@
+"""Causal attention over packed sequences, without a mask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from torch.nn import functional
+
+_HALF = (torch.float16, torch.bfloat16)
+_PADDING = 0.25
+"""Most padding in a group of sequences, as a share of its tokens: each group costs the time of some hundred tokens."""
+
+
+def packed_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """Attend within each sequence.
+
+    On a GPU in half precision, torch's kernel for sequences of different lengths does it. Elsewhere sequences of about the same
+    length are attended to together, and padded to the longest of them for that.
+
+    Args:
+        query: [tokens, heads, width], all sequences one after the other.
+        key: [tokens, groups, width], where groups divides heads.
+        value: [tokens, groups, value width].
+        offsets: int64 [sequences + 1]: where each sequence begins, and the number of tokens.
+        scale: Factor of scores; by default one by the square root of the width.
+        window: Number of tokens that each one sees, itself included; None for all before it.
+        softcap: Scores become ``softcap * tanh(scores / softcap)``.
+        sinks: [heads], a score beside those of the tokens, whose share of the attention goes nowhere.
+        dropout: Share of attention that is dropped.
+
+    Returns:
+        [tokens, heads, value width].
+    """
+    plain = softcap is None and sinks is None and not dropout
+    if plain and query.is_cuda and query.dtype in _HALF and query.shape[-1] == value.shape[-1]:
+        return _kernel(query, key, value, offsets, scale, window)
+    shared = query.shape[1] != key.shape[1]
+    parts, order = [], []
+    for places, real in _groups(offsets):
+        length, mask = places.shape[1], None
+        q, k, v = (
+            tensor.index_select(0, places.flatten()).view(*places.shape, *tensor.shape[1:]).transpose(1, 2)
+            for tensor in (query, key, value)
+        )
+        if window is not None and length > window:
+            ones = torch.ones(length, length, dtype=torch.bool, device=q.device)
+            mask = ones.tril() & ones.triu(1 - window)
+        if plain:
+            part = functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=shared
+            )
+        else:
+            part = _written_out(q, k, v, mask, scale, softcap, sinks, dropout)
+        parts.append(part.transpose(1, 2)[real])
+        order.append(places[real])
+    return torch.cat(parts).index_select(0, torch.cat(order).argsort())
+
+
+def _groups(offsets: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Sequences of about the same length together, each once.
+
+    Yields:
+        int64 [sequences, longest] indices of tokens, and bool of this shape, which is False on padding. Causal attention keeps
+        every token from padding behind it.
+    """
+    bounds = offsets.tolist()
+    ranges = sorted(pairwise(bounds), key=lambda bound: bound[0] - bound[1])
+    group: list[tuple[int, int]] = []
+    total = 0
+    for start, end in [*ranges, (0, 0)]:
+        longest = group[0][1] - group[0][0] if group else 0
+        if group and (end == start or (len(group) + 1) * longest > (1 + _PADDING) * (total + end - start)):
+            starts, ends = torch.tensor(group, device=offsets.device).unbind(1)
+            places = starts[:, None] + torch.arange(longest, device=offsets.device)
+            real = places < ends[:, None]
+            yield torch.where(real, places, starts[:, None]), real
+            group, total = [], 0
+        group.append((start, end))
+        total += end - start
+
+
+def _kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    offsets: torch.Tensor,
+    scale: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - where there is a GPU
+
+    starts, longest = offsets.int(), int(offsets.diff().max())
+    out = varlen_attn(
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        starts,
+        starts,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(out, torch.Tensor)  # and nothing beside it, which was not asked for
+    return out
+
+
+def _written_out(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    dropout: float,
+) -> torch.Tensor:
+    """Attention of [sequences, heads, length, width] each, with what torch's own function doesn't know."""
+    repeats, length = query.shape[1] // key.shape[1], query.shape[2]
+    key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril() if mask is None else mask
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        beside = sinks.view(1, -1, 1, 1).expand(len(scores), -1, length, 1).to(scores.dtype)
+        scores = torch.cat([scores, beside], dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)[..., :length]
+    return functional.dropout(weights, dropout) @ value

@@ -1,0 +1,97 @@
+"""Asks a transformers model for log-probabilities of chosen targets instead of logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weightlane.ckpt_engines import ConfigError
+
+from ..head import LogitTransform, head_outputs
+
+_PROBE = (1e-3, 1e6, 1.0, -3.0, 30.0)
+"""Logits that the model transforms in every forward pass: from two of them the transform is known, the others confirm it."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadQuery:
+    """A request for outputs of a model; one object, whose tensors FSDP's mixed precision doesn't cast."""
+
+    rows: torch.Tensor
+    """int64 [R]: positions, in the flattened rows of tokens."""
+    labels: torch.Tensor
+    """int64 [R] or [R, K]: tokens whose log-probability is wanted there."""
+    temperatures: torch.Tensor | None = None
+    """float32 [R], by which logits are divided."""
+    entropy: bool = False
+    """Whether entropies are wanted."""
+
+
+def replace_head(model: torch.nn.Module) -> None:
+    """Let `model`, a causal language model of transformers, compute its head in chunks, see `head_outputs`.
+
+    Afterwards, ``model(query, **inputs)`` runs it on ``inputs`` and returns what `head_outputs` does for a `HeadQuery`. The head
+    still belongs to the model's own forward pass, where FSDP has gathered its weight. Its parameters keep their names.
+
+    Raises:
+        ConfigError: The model has no linear head.
+    """
+    head = model.get_output_embeddings()  # type: ignore[operator]  # of transformers' PreTrainedModel
+    if not isinstance(head, torch.nn.Linear):
+        raise ConfigError(
+            f"{type(model).__name__} has no linear head over its vocabulary.",
+            part="fsdp2 engine",
+            hint="Train a causal language model.",
+        )
+    _Head(model, head)
+
+
+class _Head:
+    """The forward pass of a model and of its head, in the place of their own."""
+
+    def __init__(self, model: torch.nn.Module, head: torch.nn.Linear) -> None:
+        self._model, self._head = model, head
+        self._run = model.forward
+        self._read: torch.Tensor | None = None
+        self._transform: LogitTransform | None = None
+        model.forward = self
+        head.forward = self._keep  # type: ignore[method-assign, assignment]
+
+    def _keep(self, hidden: torch.Tensor) -> torch.Tensor:
+        """In place of the head: note what it reads, and hand some known logits to the rest of the model's forward pass."""
+        self._read = hidden
+        return torch.tensor(_PROBE, device=hidden.device).expand(*hidden.shape[:-1], -1)
+
+    def __call__(self, query: HeadQuery, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        probe = self._run(**inputs, use_cache=False).logits[0, 0].detach()
+        hidden, self._read = self._read, None
+        assert hidden is not None
+        if self._transform is None:
+            self._transform = _transform_of(probe, self._model)
+        return head_outputs(
+            hidden.flatten(0, -2)[query.rows],
+            self._head.weight,
+            query.labels,
+            entropy=query.entropy,
+            bias=self._head.bias,
+            temperatures=query.temperatures,
+            transform=self._transform,
+        )
+
+
+def _transform_of(probe: torch.Tensor, model: torch.nn.Module) -> LogitTransform:
+    """Find the transform from `probe`, which the model made of the logits `_PROBE`."""
+    small, large = probe[:2].tolist()
+    scale = small / _PROBE[0]
+    softcap = None if abs(large) > 1e-3 * abs(scale) * _PROBE[1] else abs(large)
+    found = LogitTransform(1.0 if abs(scale - 1.0) < 1e-5 else scale, softcap)  # noqa: PLR2004 - rounding
+    expected = found(torch.tensor(_PROBE, device=probe.device))
+    if not torch.allclose(probe.float(), expected, rtol=1e-4):
+        raise ConfigError(
+            f"{type(model).__name__} changes its logits in a way that is neither a factor nor a soft cap.",
+            part="fsdp2 engine",
+            hint="Its log-probabilities cannot be computed in chunks; train another architecture.",
+        )
+    return found

@@ -1,0 +1,98 @@
+"""Lets models of transformers attend to packed sequences, by an attention implementation registered with transformers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from weightlane.ckpt_engines import ConfigError
+
+from ..attention import packed_attention
+
+IMPLEMENTATION = "weightlane_packed"
+_ATTENTIONS = {"full_attention", "sliding_attention"}
+
+
+def can_pack(skeleton: torch.nn.Module) -> bool:
+    """Whether the architecture of `skeleton`, a model whose parameters are on the meta device, can take packed sequences.
+
+    It cannot where layers other than attention carry a state from token to token, where attention is not transformers'
+    exchangeable one, or where the model doesn't hand on to it where sequences begin.
+    """
+    kinds = set(getattr(skeleton.config, "layer_types", None) or ())
+    carries = any(isinstance(module, torch.nn.Conv1d | torch.nn.RNNBase) for module in skeleton.modules())
+    if not getattr(skeleton, "_supports_attention_backend", False) or kinds - _ATTENTIONS or carries:
+        return False
+    probe = copy.deepcopy(skeleton).to("meta")
+    pack_attention(probe)
+    two = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    try:
+        # With a mask, transformers doesn't look at the values of positions, of which there are none.
+        probe(input_ids=two, attention_mask=two, cu_seq_lens_q=None, weightlane_probe=True, use_cache=False)
+    except _ProbedError:
+        return True
+    except Exception:  # noqa: BLE001 - whatever an architecture does without data, padding is right for it
+        return False
+    return False
+
+
+def pack_attention(model: torch.nn.Module) -> None:
+    """Let `model` attend to packed sequences.
+
+    Afterwards, ``model(input_ids, position_ids, cu_seq_lens_q, ...)`` takes all sequences in one row, ``input_ids`` int64 [1, N],
+    and attends within each only; ``cu_seq_lens_q`` int64 [sequences + 1] is where each begins, and N.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface  # noqa: PLC0415 - optional, and slow to import
+
+    AttentionInterface.register(IMPLEMENTATION, _attend)
+    AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
+    model.set_attn_implementation(IMPLEMENTATION)  # type: ignore[operator]  # of transformers' PreTrainedModel
+
+
+class _ProbedError(Exception):
+    """The first attention layer of a probe was handed what it needs."""
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """No mask is needed: the sequences say which tokens each one sees."""
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,  # noqa: ARG001 - transformers' interface
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    weightlane_probe: bool = False,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Transformers' interface: [1, heads, N, width] each; returns [1, N, heads, width]."""
+    if weightlane_probe:
+        raise _ProbedError
+    if cu_seq_lens_q is None:
+        raise ConfigError(
+            f"{type(module).__name__} was not told where packed sequences begin, since its model hands nothing on.",
+            part="fsdp2 engine",
+            hint="Set trainer.fsdp2.packing to off.",
+        )
+    out = packed_attention(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        cu_seq_lens_q,
+        scale=scaling,
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+        dropout=dropout,
+    )
+    return out[None].contiguous(), None

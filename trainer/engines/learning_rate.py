@@ -1,0 +1,22 @@
+"""The learning rate of each optimizer step."""
+
+from __future__ import annotations
+
+import math
+
+from ..config import TrainerConfig
+
+
+def learning_rate(config: TrainerConfig, step: int) -> float:
+    """The learning rate of the step after `step` steps.
+
+    It rises linearly over ``lr_warmup_steps``, then follows ``lr_schedule`` for ``lr_decay_steps`` down to ``lr_final_share`` of
+    ``learning_rate``, where it stays.
+    """
+    if step < config.lr_warmup_steps:
+        return config.learning_rate * (step + 1) / config.lr_warmup_steps
+    if config.lr_schedule == "constant":
+        return config.learning_rate
+    done = min(1.0, (step - config.lr_warmup_steps) / config.lr_decay_steps)
+    left = 1.0 - done if config.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return config.learning_rate * (config.lr_final_share + (1.0 - config.lr_final_share) * left)

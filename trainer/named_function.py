@@ -1,0 +1,54 @@
+"""Functions of the user's own that a configuration names."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from weightlane.ckpt_engines import ConfigError
+
+
+def function_named(function: str, search_path: Sequence[Path], *, part: str, setting: str) -> Any:
+    """Import ``"module:function"``; dots after the colon reach into classes.
+
+    Args:
+        function: the name.
+        search_path: folders in which the module is looked for before installed packages; put at the front of ``sys.path``
+            in this order, and left there because the function may import its neighbours later.
+        part: what asks, for errors.
+        setting: where the name is set, for errors.
+
+    Raises:
+        ConfigError: The name is malformed, or nothing callable can be imported under it.
+    """
+    module_name, colon, attribute = function.partition(":")
+    if not colon or not module_name or not attribute:
+        raise ConfigError(f"{function!r} is not of the form 'module:function'.", part=part, hint=f"Set {setting}.")
+    for folder in reversed([str(Path(folder).resolve()) for folder in search_path]):
+        if folder in sys.path:
+            sys.path.remove(folder)
+        sys.path.insert(0, folder)
+    importlib.invalidate_caches()
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as cause:
+        looked = ", ".join(str(folder) for folder in search_path) or "sys.path"
+        raise ConfigError(
+            f"the module of {function!r} could not be imported: {type(cause).__name__}: {cause}.",
+            part=part,
+            hint=f"Looked in {looked}, then among installed packages.",
+        ) from cause
+    for name in attribute.split("."):
+        if not hasattr(found, name):
+            raise ConfigError(
+                f"{found.__name__} has no {name!r}, which {function!r} names.",
+                part=part,
+                hint=f"Its file is {getattr(sys.modules[module_name], '__file__', 'unknown')}.",
+            )
+        found = getattr(found, name)
+    if not callable(found):
+        raise ConfigError(f"{function!r} is a {type(found).__name__}, not a function.", part=part)
+    return found

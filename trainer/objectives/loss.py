@@ -1,0 +1,155 @@
+"""The contract of losses: plain functions of a model's outputs and a micro-batch that return sums, which the engine divides.
+
+A loss returns *sums* over the tokens or sequences of one micro-batch, and says by what the engine divides each of them: the
+tokens or sequences of the whole mini-batch (`MiniBatch`), or a constant. So the gradient of a mini-batch does not depend on
+how it is split into calls, ranks and micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, Self
+
+import torch
+
+from ..data.batch import MicroBatch, MiniBatch
+
+OutputName = Literal["logprobs", "entropy"]
+"""The outputs that a model can be asked for."""
+LOGPROBS: tuple[OutputName, ...] = ("logprobs",)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOutputs:
+    """Outputs of a model for the N tokens of a `MicroBatch`; None where nobody asked for one."""
+
+    logprobs: torch.Tensor | None = None
+    """float32 [N], or [N, K] for K labels of every position: log-probability of each target; 0 where there is none."""
+    entropy: torch.Tensor | None = None
+    """float32 [N]: entropy, in nats, of the distribution that the target is drawn from; 0 where there is no target."""
+
+    @classmethod
+    def at(
+        cls, rows: torch.Tensor, micro: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor | None = None
+    ) -> Self:
+        """Outputs that were computed for the tokens `rows` of a micro-batch only, those with targets."""
+        device = logprobs.device
+        return cls(
+            torch.zeros(micro.targets.shape, device=device).index_copy(0, rows, logprobs),
+            None if entropy is None else torch.zeros(micro.tokens.shape, device=device).index_copy(0, rows, entropy),
+        )
+
+    @classmethod
+    def nothing(cls, micro: MicroBatch) -> Self:
+        """All zeros: what a model says about a micro-batch without targets."""
+        zeros = torch.zeros(micro.targets.shape, device=micro.tokens.device)
+        return cls(zeros, torch.zeros(micro.tokens.shape, device=micro.tokens.device))
+
+    def required(self, name: OutputName) -> torch.Tensor:
+        """The output `name`; KeyError if it was not asked for."""
+        found: torch.Tensor | None = getattr(self, name)
+        if found is None:
+            raise KeyError(f"the loss did not ask for {name}: decorate it with needs({name!r})")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class LossTerm:
+    """A sum over a micro-batch, and what it is divided by."""
+
+    total: torch.Tensor
+    """Scalar with gradient."""
+    mean_over: Literal["tokens", "sequences"] | float = "tokens"
+    """The tokens or the sequences of the whole mini-batch, or a constant."""
+
+    def divided(self, mini_batch: MiniBatch) -> torch.Tensor:
+        """The part of the mini-batch's mean that this micro-batch is."""
+        if isinstance(self.mean_over, str):
+            count: float = getattr(mini_batch, self.mean_over)
+            return self.total / max(1.0, count)
+        return self.total / self.mean_over
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutput:
+    """The result of a loss over one micro-batch."""
+
+    terms: Mapping[str, LossTerm]
+    """The loss is the sum of these, each divided; the same names for every micro-batch."""
+    metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Scalars without gradient, each a sum over targets; the same names for every micro-batch."""
+
+
+class Loss(Protocol):
+    """A loss as the training engine calls it."""
+
+    def __call__(self, outputs: ModelOutputs, micro: MicroBatch) -> LossOutput:
+        """Sum the loss over one micro-batch.
+
+        Args:
+            outputs: What the model says; see `needs`.
+            micro: The tokens, targets and named values. It may have no target at all: every sum is 0 then.
+        """
+
+
+def needs(*outputs: OutputName) -> Callable[[Loss], Loss]:
+    """Decorate a loss that needs other outputs of the model than log-probabilities."""
+
+    def mark(loss: Loss) -> Loss:
+        loss.needs = outputs  # type: ignore[attr-defined]
+        return loss
+
+    return mark
+
+
+def needed_outputs(loss: Loss) -> tuple[OutputName, ...]:
+    """The outputs that `loss` needs."""
+    named: tuple[OutputName, ...] = getattr(loss, "needs", LOGPROBS)
+    return named
+
+
+class LossSums:
+    """The loss and the metrics of a rank's micro-batches, until they are added up over the ranks.
+
+    Args:
+        mini_batch: By what losses are divided.
+    """
+
+    def __init__(self, mini_batch: MiniBatch) -> None:
+        self._mini_batch = mini_batch
+        self._terms: dict[str, torch.Tensor] = {}
+        self._metrics: dict[str, torch.Tensor] = {}
+
+    def add(self, output: LossOutput) -> torch.Tensor:
+        """Add a micro-batch; returns its part of the mini-batch's loss, a scalar with gradient."""
+        parts = {name: term.divided(self._mini_batch) for name, term in output.terms.items()}
+        for sums, values in ((self._terms, parts), (self._metrics, output.metrics)):
+            for name, value in values.items():
+                found = value.detach().double()
+                sums[name] = sums[name] + found if name in sums else found
+        return torch.stack(list(parts.values())).sum()
+
+    def as_tensor(self) -> torch.Tensor:
+        """float64 [terms + metrics]: this rank's sums."""
+        return torch.stack([*self._terms.values(), *self._metrics.values()])
+
+    def named(self, totals: torch.Tensor, target_tokens: int) -> dict[str, float]:
+        """The report of a batch.
+
+        Args:
+            totals: `as_tensor`, added up over the ranks.
+            target_tokens: Targets of the batch, over all ranks; metrics are means over them.
+
+        Returns:
+            ``loss``; each term of it as ``loss/name``, if there are several; each metric; and ``tokens``, `target_tokens`.
+        """
+        values = totals.tolist()
+        terms = dict(zip(self._terms, values, strict=False))
+        metrics = dict(zip(self._metrics, values[len(terms) :], strict=True))
+        return {
+            "loss": sum(terms.values()),
+            **({f"loss/{name}": value for name, value in terms.items()} if len(terms) > 1 else {}),
+            **{name: value / max(1, target_tokens) for name, value in metrics.items()},
+            "tokens": float(target_tokens),
+        }

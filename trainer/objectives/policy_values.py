@@ -1,0 +1,71 @@
+"""The named values that policy-gradient objectives read, what they derive from these, and the metrics that all of them have."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ..config import AlgorithmConfig
+from ..data.batch import MicroBatch
+
+ROLLOUT_LOGPROBS = "rollout_logprobs"
+"""Per-token value: log-probability of the target under the policy that sampled it, at the sampling temperature."""
+ADVANTAGES = "advantages"
+"""Per-token value: how much better than expected the target was."""
+PROXIMAL_LOGPROBS = "proximal_logprobs"
+"""Per-token value, optional: log-probability of the target under the policy that the trust region is around."""
+
+_LARGEST_LOG_RATIO = 20.0
+"""Beyond it the estimate of a divergence is of no use, and its exponential too large."""
+
+
+def proximal_logprobs(logprobs: torch.Tensor, micro: MicroBatch, config: AlgorithmConfig) -> torch.Tensor:
+    """float32 [N] without gradient: log-probabilities under the policy that the trust region is around.
+
+    These are the ones in the batch if it has `PROXIMAL_LOGPROBS`. Else they are the rollout's, or, with
+    ``AlgorithmConfig.proximal = "trainer"``, those of the parameters before the step, which `logprobs` are, too.
+    """
+    if PROXIMAL_LOGPROBS in micro.per_token:
+        return micro.per_token[PROXIMAL_LOGPROBS]
+    return micro.per_token[ROLLOUT_LOGPROBS] if config.proximal == "rollout" else logprobs.detach()
+
+
+def importance_weights(proximal: torch.Tensor, micro: MicroBatch, config: AlgorithmConfig) -> torch.Tensor:
+    """float32 [N] without gradient: how much likelier a target is in the trainer than in the rollout, truncated.
+
+    ``min(exp(proximal - rollout), importance_cap)`` for each token, or, with ``importance_level = "sequence"``, the same of the
+    sums over a sequence. Truncated importance sampling, as in IMPALA (arXiv 1802.01561, section 4.1, the weight rho); it is 1
+    where the trust region is around the rollout's policy.
+    """
+    log_ratio = torch.where(micro.mask, proximal - micro.per_token[ROLLOUT_LOGPROBS], 0.0)
+    if config.importance_level == "sequence":
+        log_ratio = micro.sum_by_sequence(log_ratio)[micro.sequence_of]
+    return torch.exp(log_ratio.clamp(max=math.log(config.importance_cap)))
+
+
+def policy_metrics(
+    logprobs: torch.Tensor, micro: MicroBatch, unclipped: torch.Tensor, ratio: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Metrics of a policy's objective, each a sum over targets.
+
+    Args:
+        logprobs: float32 [N].
+        micro: the micro-batch.
+        unclipped: bool [N]: where no clip removed the gradient.
+        ratio: float32 [N]: the ratio that the objective clips.
+
+    Returns:
+        ``ratio``; ``clip_fraction``, targets with an advantage whose gradient a clip removed; ``approx_kl``, from the rollout to
+        the policy by Schulman's estimator k3, ``r - 1 - log r``; and ``entropy``, by the estimate ``-logprob``.
+    """
+    with torch.no_grad():
+        mask, advantages = micro.mask, micro.per_token[ADVANTAGES]
+        drift = torch.where(mask, logprobs - micro.per_token[ROLLOUT_LOGPROBS], 0.0)
+        drift = drift.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO)
+        return {
+            "ratio": torch.where(mask, ratio, 0.0).sum(),
+            "clip_fraction": (mask & ~unclipped & (advantages != 0)).sum().float(),
+            "approx_kl": (torch.exp(drift) - 1.0 - drift).sum(),
+            "entropy": torch.where(mask, -logprobs, 0.0).sum(),
+        }
