@@ -6,7 +6,6 @@ reading token ``t``, and entry ``t`` of a named value says something about that 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,14 +22,15 @@ TEMPERATURE = "temperature"
 """The per-sequence value by which logits are divided, if a sequence has it."""
 
 _PART = "training batch"
+_NO_TOKEN = f"Tokens are numbers from 0; targets that do not count are {IGNORED}."
+_NO_NUMBER = "A model trained on this would be broken, too; look at what computed it."
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenSequence:
     """One sequence: the tokens that a model reads, those that it is to predict, and named values.
 
-    Raises `ProtocolError`, naming tensor and index, when there is no token, lengths disagree, a target is neither a token nor
-    `IGNORED`, or a value is NaN or infinite.
+    Raises `ProtocolError` when there is no token, or lengths disagree. `TokenBatch` looks at the values.
     """
 
     tokens: torch.Tensor
@@ -54,27 +54,6 @@ class TokenSequence:
                     f"{name} has shape {list(tensor.shape)} beside {len(self.tokens)} tokens.",
                     part=_PART,
                     hint="Every per-token value has one entry for each token that the model reads.",
-                )
-            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-                index = int(
-                    (~torch.isfinite(tensor.flatten(1) if tensor.ndim > 1 else tensor[:, None])).any(1).nonzero()[0]
-                )
-                raise ProtocolError(
-                    f"{name} of token {index} (id {int(self.tokens[index])}) is {tensor[index].tolist()}.",
-                    part=_PART,
-                    hint="A model trained on this would be broken, too; look at what computed it.",
-                )
-        for name, value in self.per_sequence.items():
-            if not math.isfinite(value):
-                raise ProtocolError(f"{name} of a sequence is {value}.", part=_PART)
-        for name, tensor in (("token", self.tokens), ("target", self.targets)):
-            wrong = tensor < 0 if name == "token" else (tensor < 0) & (tensor != IGNORED)
-            if bool(wrong.any()):
-                place = wrong.nonzero()[0].tolist()
-                raise ProtocolError(
-                    f"{name} {place[0]} is {int(tensor[tuple(place)])}, which is no token.",
-                    part=_PART,
-                    hint=f"Targets that do not count are {IGNORED}.",
                 )
 
     @classmethod
@@ -128,37 +107,6 @@ class TokenSequence:
     def target_tokens(self) -> int:
         """Positions with a target."""
         return int(_has_target(self.targets).sum())
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TokenBatch:
-    """Sequences in an order that outputs keep. All have the same names and shapes of values.
-
-    Raises `ProtocolError` when there is no sequence, or when they differ in what they carry.
-    """
-
-    sequences: tuple[TokenSequence, ...]
-
-    def __post_init__(self) -> None:
-        if not self.sequences:
-            raise ProtocolError("a training batch needs at least one sequence.", part=_PART)
-        carried = [_kinds(sequence) for sequence in self.sequences]
-        for index, kinds in enumerate(carried):
-            if kinds != carried[0]:
-                odd = sorted(name for name in {*kinds, *carried[0]} if kinds.get(name) != carried[0].get(name))
-                raise ProtocolError(
-                    f"sequence {index} and sequence 0 differ in {', '.join(odd)}.",
-                    part=_PART,
-                    hint="All sequences of a batch carry values of the same names, types and shapes.",
-                )
-
-    def __len__(self) -> int:
-        return len(self.sequences)
-
-    @property
-    def target_tokens(self) -> int:
-        """Positions with a target, over all sequences."""
-        return sum(sequence.target_tokens for sequence in self.sequences)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +235,89 @@ class MicroBatch:
         rows, places = len(self.lengths), self.sequence_of * width + self.positions
         tokens = self.tokens.new_zeros(rows * width).index_copy(0, places, self.tokens)
         return tokens.view(rows, width), places
+
+
+@dataclass(frozen=True, eq=False)
+class TokenBatch:
+    """Sequences in an order that outputs keep. All have the same names and shapes of values.
+
+    Raises `ProtocolError`, naming sequence, tensor and index, when there is no sequence, when sequences differ in what they
+    carry, when a target is neither a token nor `IGNORED`, or when a value is NaN or infinite.
+    """
+
+    sequences: tuple[TokenSequence, ...]
+
+    def __post_init__(self) -> None:
+        if not self.sequences:
+            raise ProtocolError("a training batch needs at least one sequence.", part=_PART)
+        carried = [_kinds(sequence) for sequence in self.sequences]
+        for index, kinds in enumerate(carried):
+            if kinds != carried[0]:
+                odd = sorted(name for name in {*kinds, *carried[0]} if kinds.get(name) != carried[0].get(name))
+                raise ProtocolError(
+                    f"sequence {index} and sequence 0 differ in {', '.join(odd)}.",
+                    part=_PART,
+                    hint="All sequences of a batch carry values of the same names, types and shapes.",
+                )
+        packed = self.packed
+        _refuse(packed, "token", packed.tokens, packed.tokens < 0, _NO_TOKEN)
+        _refuse(packed, "target", packed.targets, (packed.targets < 0) & (packed.targets != IGNORED), _NO_TOKEN)
+        for name, tensor in packed.per_token.items():
+            if tensor.is_floating_point():
+                _refuse(packed, name, tensor, ~torch.isfinite(tensor), _NO_NUMBER)
+        for name, tensor in packed.per_sequence.items():
+            for index in (~torch.isfinite(tensor)).nonzero().flatten().tolist():
+                raise ProtocolError(
+                    f"{name} of sequence {index} is {float(tensor[index])}.", part=_PART, hint=_NO_NUMBER
+                )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpacked, (self.packed,)  # a few large tensors instead of thousands of small ones
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    @cached_property
+    def packed(self) -> MicroBatch:
+        """All sequences, one after the other."""
+        return MicroBatch.of(self.sequences)
+
+    @property
+    def target_tokens(self) -> int:
+        """Positions with a target, over all sequences."""
+        return int(self.packed.mask.sum())
+
+
+def _unpacked(packed: MicroBatch) -> TokenBatch:
+    """The batch whose sequences are packed in `packed`."""
+    values = {name: packed.split(tensor) for name, tensor in packed.per_token.items()}
+    whole = {name: tensor.tolist() for name, tensor in packed.per_sequence.items()}
+    return TokenBatch(
+        tuple(
+            TokenSequence(
+                tokens,
+                targets,
+                {name: tensors[index] for name, tensors in values.items()},
+                {name: numbers[index] for name, numbers in whole.items()},
+            )
+            for index, (tokens, targets) in enumerate(
+                zip(packed.split(packed.tokens), packed.split(packed.targets), strict=True)
+            )
+        )
+    )
+
+
+def _refuse(packed: MicroBatch, name: str, tensor: torch.Tensor, wrong: torch.Tensor, hint: str) -> None:
+    """Raise `ProtocolError` for the first token at which `wrong` holds anywhere in `tensor`, [N] or [N, ...] both."""
+    if not bool(wrong.any()):
+        return
+    at = int((wrong.flatten(1).any(1) if wrong.ndim > 1 else wrong).nonzero()[0])
+    sequence, place = int(packed.sequence_of[at]), int(packed.positions[at])
+    raise ProtocolError(
+        f"{name} of token {place} (id {int(packed.tokens[at])}) of sequence {sequence} is {tensor[at].tolist()}.",
+        part=_PART,
+        hint=hint,
+    )
 
 
 def _has_target(targets: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -79,19 +80,35 @@ def tokens(count: int) -> torch.Tensor:
     return torch.arange(count)
 
 
+def one(*sequences: TokenSequence) -> TokenBatch:
+    return TokenBatch(sequences)
+
+
+FINE = TokenSequence.of_completion([1], [2, 3], per_token={"logprobs": -1.0})
+
+
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
         *(
-            (lambda x=x: TokenSequence.of_completion([1], [8, 9], per_token={"logprobs": [-1.0, x]}),
-             rf"logprobs of token 1 \(id 8\) is {x}")
+            (
+                lambda x=x: one(FINE, TokenSequence.of_completion([1], [8, 9], per_token={"logprobs": [-1.0, x]})),
+                rf"logprobs of token 1 \(id 8\) of sequence 1 is {x}",
+            )
             for x in (math.nan, math.inf, -math.inf)
         ),
-        (lambda: TokenSequence(tokens(2), tokens(2), {"topk": torch.tensor([[0.0, 0.0], [math.nan, 0.0]])}),
-         r"topk of token 1 \(id 1\) is \[nan, 0.0\]"),
-        (lambda: TokenSequence.of_completion([1], [2], per_sequence={"reward": math.nan}), "reward of a sequence is nan"),
-        (lambda: TokenSequence.of_completion([1], [2, 3], per_token={"logprobs": [-1.0]}),
-         "2 completion tokens came with 1 logprobs"),
+        (
+            lambda: one(TokenSequence(tokens(2), tokens(2), {"topk": torch.tensor([[0.0, 0.0], [math.nan, 0.0]])})),
+            r"topk of token 1 \(id 1\) of sequence 0 is \[nan, 0.0\]",
+        ),
+        (
+            lambda: one(TokenSequence.of_completion([1], [2], per_sequence={"reward": math.nan})),
+            "reward of sequence 0 is nan",
+        ),
+        (
+            lambda: TokenSequence.of_completion([1], [2, 3], per_token={"logprobs": [-1.0]}),
+            "2 completion tokens came with 1 logprobs",
+        ),
         (lambda: TokenSequence.of_completion([], [2]), "at least one prompt token and one completion token"),
         (lambda: TokenSequence.of_completion([1], []), "at least one prompt token and one completion token"),
         (lambda: TokenSequence.of_completion([1], [2], masked=1), "1 of 1 completion tokens are masked"),
@@ -99,15 +116,22 @@ def tokens(count: int) -> torch.Tensor:
         (lambda: TokenSequence(tokens(4).view(2, 2), tokens(2)), r"tokens have shape \[2, 2\]"),
         (lambda: TokenSequence(tokens(3), tokens(2)), r"targets has shape \[2\] beside 3 tokens"),
         (lambda: TokenSequence(tokens(3), tokens(3), {"weights": torch.ones(4)}), r"weights has shape \[4\] beside 3"),
-        (lambda: TokenSequence(tokens(2), torch.tensor([1, -7])), "target 1 is -7, which is no token"),
-        (lambda: TokenSequence(torch.tensor([1, -1]), tokens(2)), "token 1 is -1, which is no token"),
-        (lambda: TokenBatch(()), "at least one sequence"),
-        (lambda: TokenBatch((TokenSequence(tokens(1), tokens(1)), TokenSequence(tokens(1), tokens(1), {"a": torch.ones(1)}))),
-         "sequence 1 and sequence 0 differ in a"),
-        (lambda: TokenBatch((TokenSequence(tokens(1), tokens(1)), TokenSequence(tokens(1), torch.ones(1, 2).long()))),
-         "sequence 1 and sequence 0 differ in targets"),
+        (
+            lambda: one(TokenSequence(tokens(2), torch.tensor([1, -7]))),
+            r"target of token 1 \(id 1\) of sequence 0 is -7",
+        ),
+        (
+            lambda: one(TokenSequence(torch.tensor([1, -1]), tokens(2))),
+            r"token of token 1 \(id -1\) of sequence 0 is -1",
+        ),
+        (one, "at least one sequence"),
+        (lambda: one(FINE, TokenSequence(tokens(1), tokens(1))), "sequence 1 and sequence 0 differ in logprobs"),
+        (
+            lambda: one(TokenSequence(tokens(1), tokens(1)), TokenSequence(tokens(1), torch.ones(1, 2).long())),
+            "sequence 1 and sequence 0 differ in targets",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_empty_ragged_or_not_a_number_is_refused_by_name_and_index(
     make: Callable[[], Any], problem: str
 ) -> None:
@@ -118,3 +142,15 @@ def test_what_is_empty_ragged_or_not_a_number_is_refused_by_name_and_index(
 def test_a_mini_batch_counts_all_its_parts() -> None:
     parts = [TokenBatch((TokenSequence.of_completion([1], [2] * count),)) for count in (2, 3)]
     assert MiniBatch.of(*parts) == MiniBatch(5, 2)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(completions, min_size=1, max_size=6))
+def test_a_batch_reaches_another_process_as_it_is(sequences: list[TokenSequence]) -> None:
+    batch = TokenBatch(tuple(sequences))
+    again: TokenBatch = pickle.loads(pickle.dumps(batch))
+    for mine, theirs in zip(again.sequences, batch.sequences, strict=True):
+        assert torch.equal(mine.tokens, theirs.tokens)
+        assert torch.equal(mine.targets, theirs.targets)
+        assert torch.equal(mine.per_token["values"], theirs.per_token["values"])
+        assert mine.per_sequence == theirs.per_sequence
