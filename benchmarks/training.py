@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
-import resource
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,40 +23,44 @@ import torch
 
 TOKENS, WIDTH, VOCAB = 1024, 256, 151_936
 ROUNDS = 3
+_LONGEST_S = 600
 LENGTHS = (32, 64, 96, 128, 160, 192, 224, 256) * 2
 """Sequences whose lengths are one to eight."""
 GIGABYTE_MODEL = {"hidden_size": 1536, "num_hidden_layers": 8, "intermediate_size": 4608, "vocab_size": 32_000}
 """About a gigabyte in float32."""
 
 
-def _measured(way: Callable[..., Any], *args: Any) -> dict[str, float]:
-    """Median seconds and peak memory in bytes of `way`, which is called once to warm up, in a process of its own."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_child, args=(theirs, way, *args))
-    process.start()
-    theirs.close()
-    try:
-        found: dict[str, float] = ours.recv()
-    finally:
-        process.join()
+def _measured(way: str, *args: str) -> dict[str, float]:
+    """Median seconds and peak memory in bytes of a way, which is called once to warm up, in a process of its own."""
+    (found,) = _answers([[way, *args]])
     return found
 
 
-def _child(pipe: Any, way: Callable[..., Any], *args: Any) -> None:
-    torch.set_num_threads(1)
-    run = way(*args)
+def _answers(ways: Sequence[Sequence[str]]) -> list[dict[str, float]]:
+    """The figures of ways that run at the same time, each in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.training", "--way"]
+    processes = [subprocess.Popen([*command, *way], stdout=subprocess.PIPE) for way in ways]  # noqa: S603 - this module
+    try:
+        outputs = [process.communicate(timeout=_LONGEST_S)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [dict(json.loads(output.splitlines()[-1])) for output in outputs]
+
+
+def _repeated(run: Callable[[], None]) -> dict[str, float]:
     before = _peak_bytes()
     seconds = []
     for _ in range(ROUNDS + 1):
         started = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - started)
-    pipe.send({"seconds": statistics.median(seconds[1:]), "bytes": float(_peak_bytes() - before)})
+    return {"seconds": statistics.median(seconds[1:]), "bytes": float(_peak_bytes() - before)}
 
 
 def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    status = Path("/proc/self/status").read_text()  # getrusage would count what the process was forked from
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
 def _head(*, chunked: bool) -> Callable[[], None]:
@@ -80,17 +83,9 @@ def _head(*, chunked: bool) -> Callable[[], None]:
     return run
 
 
-def _chunked_head() -> Callable[[], None]:
-    return _head(chunked=True)
-
-
-def _whole_head() -> Callable[[], None]:
-    return _head(chunked=False)
-
-
 def head() -> dict[str, Any]:
     """Target log-probabilities, forward and backward."""
-    whole, chunked = _measured(_whole_head), _measured(_chunked_head)
+    whole, chunked = _measured("whole-head"), _measured("chunked-head")
     print(f"log-probabilities of {TOKENS} targets out of {VOCAB} tokens, width {WIDTH}, forward and backward")
     _print_rows({"whole logits": whole, "in chunks": chunked})
     print(f"  memory {chunked['bytes'] / whole['bytes']:.2f} x, time {chunked['seconds'] / whole['seconds']:.2f} x\n")
@@ -117,7 +112,7 @@ def packing() -> dict[str, Any]:
     """Tokens per second of packed and of padded micro-batches."""
     with tempfile.TemporaryDirectory() as folder:
         _write_model(Path(folder), hidden_size=256, num_hidden_layers=4, intermediate_size=768, vocab_size=1000)
-        padded, packed = _measured(_step, folder, "off"), _measured(_step, folder, "auto")
+        padded, packed = _measured("step", folder, "off"), _measured("step", folder, "auto")
     tokens = sum(LENGTHS)
     print(f"{len(LENGTHS)} sequences of {min(LENGTHS)} to {max(LENGTHS)} tokens, forward and backward, fsdp2")
     _print_rows({"padded": padded, "packed": packed}, tokens)
@@ -144,48 +139,39 @@ def _write_model(path: Path, **sizes: int) -> None:
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="b").save_pretrained(path)  # noqa: S106 - as above
 
 
-def _load(pipe: Any, path: str, rank: int, port: int, whole: bool) -> None:
+def _load(path: str, rank: str, port: str, how: str) -> dict[str, float]:
+    """Load as one of four ranks."""
     from weightlane.trainer import TrainerConfig
     from weightlane.trainer.engines.fsdp2 import engine as module
 
-    torch.set_num_threads(1)
-    if whole:  # what every rank did before, and still does with older checkpoint formats
+    if how == "whole model":  # what every rank did before, and still does with older checkpoint formats
         module.can_read_slices = lambda *_: False
-    engine = module.Fsdp2Engine(TrainerConfig(device="cpu", ranks=4), rank, 4, ("127.0.0.1", port))
+    engine = module.Fsdp2Engine(TrainerConfig(device="cpu", ranks=4), int(rank), 4, ("127.0.0.1", int(port)))
     from transformers import AutoModelForCausalLM  # noqa: F401 - so that its import isn't measured
 
     before, started = _peak_bytes(), time.perf_counter()
     engine.setup(Path(path), seed=0)
     seconds = time.perf_counter() - started
     share = sum(shard.data.nbytes for shard in engine.local_shards(torch.float32))
-    # AdamW's two moments are made with the model.
-    pipe.send({"seconds": seconds, "bytes": float(_peak_bytes() - before - 2 * share), "share": float(share)})
+    # AdamW's moments, made with the model, are zeros that take no memory before the first step.
+    found = {"seconds": seconds, "bytes": float(_peak_bytes() - before), "share": float(share)}
     engine.close()
+    return found
 
 
 def loading() -> dict[str, Any]:
     """Time and peak memory of loading a model on four ranks."""
     from weightlane.ckpt_engines.engines.torch_distributed.tcp_store import reserve_port
 
-    context = multiprocessing.get_context("spawn")
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         _write_model(Path(folder), **GIGABYTE_MODEL)
         size = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
-        for name, whole in (("whole model", True), ("own slices", False)) * 2:
+        for how in ("whole model", "own slices") * 2:  # the first time reads the file from disk
             with reserve_port("127.0.0.1") as reserved:
-                port = int(reserved.getsockname()[1])
-            lines = [context.Pipe() for _ in range(4)]
-            ranks = [
-                context.Process(target=_load, args=(theirs, folder, rank, port, whole))
-                for rank, (_, theirs) in enumerate(lines)
-            ]
-            for rank in ranks:
-                rank.start()
-            answers = [ours.recv() for ours, _ in lines]
-            for rank in ranks:
-                rank.join()
-            found[name] = {key: max(answer[key] for answer in answers) for key in answers[0]}
+                port = str(reserved.getsockname()[1])
+            answers = _answers([["load", folder, str(rank), port, how] for rank in range(4)])
+            found[how] = {key: max(answer[key] for answer in answers) for key in answers[0]}
     print(f"loading {size / 1e9:.2f} GB on four ranks: the slowest rank, and the one with most memory")
     _print_rows(found)
     share = found["own slices"]["share"]
@@ -193,6 +179,12 @@ def loading() -> dict[str, Any]:
     return {"bytes": size, **found}
 
 
+WAYS: dict[str, Callable[..., dict[str, float]]] = {
+    "whole-head": lambda: _repeated(_head(chunked=False)),
+    "chunked-head": lambda: _repeated(_head(chunked=True)),
+    "step": lambda path, packing: _repeated(_step(path, packing)),
+    "load": _load,
+}
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {"head": head, "packing": packing, "loading": loading}
 
 
@@ -201,7 +193,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
     parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--way", nargs="+", help=argparse.SUPPRESS)
     asked = parser.parse_args()
+    if asked.way:  # a process of its own, for one way
+        torch.set_num_threads(1)
+        print(json.dumps(WAYS[asked.way[0]](*asked.way[1:])))
+        return
     os.environ["OMP_NUM_THREADS"] = "1"
     results = {part: PARTS[part]() for part in asked.parts.split(",")}
     if asked.json:

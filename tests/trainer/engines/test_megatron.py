@@ -119,7 +119,10 @@ def test_logprobs_and_entropies_over_a_split_vocabulary_are_those_over_the_whole
         for report in ranks.all("split_head", scale=scale, dtype=dtype):
             assert report["float32"] == 1.0
             assert report["value"] <= (2e-6 * scale if dtype == "float32" else 0.1)
-            assert report["slope"] <= (1e-5 if dtype == "float32" else 2e-2)
+            # Numbers of some hundreds, as logits are at the large scale, lie 3e-5 apart in float32.
+            assert report["slope"] <= (1e-5 if scale == 1.0 else 1e-4) or (
+                dtype == "bfloat16" and report["slope"] <= 2e-2
+            )
 
 
 def test_gradients_of_several_calls_add_up(teams: Teams) -> None:
