@@ -45,6 +45,7 @@ def _answers(ways: Sequence[Sequence[str]]) -> list[dict[str, float]]:
     finally:
         for process in processes:
             process.kill()
+            process.wait()
     return [dict(json.loads(output.splitlines()[-1])) for output in outputs]
 
 

@@ -79,16 +79,24 @@ class TokenSequence:
             ProtocolError: One of them is empty, or has another length than its values.
         """
         if not prompt_ids or not completion_ids:
-            raise ProtocolError("a sample needs at least one prompt token and one completion token.", part=_PART)
+            raise ProtocolError(
+                "a sequence needs at least one prompt token and one completion token.", part=_PART, hint="Leave it out."
+            )
         if not 0 <= masked < len(completion_ids):
-            raise ProtocolError(f"{masked} of {len(completion_ids)} completion tokens are masked.", part=_PART)
+            raise ProtocolError(
+                f"{masked} of {len(completion_ids)} completion tokens are masked.",
+                part=_PART,
+                hint="Leave a sequence out of which no token counts.",
+            )
         before = len(prompt_ids) - 1
         values = {}
         for name, given in (per_token or {}).items():
             each = [given] * len(completion_ids) if isinstance(given, int | float) else list(given)
             if len(each) != len(completion_ids):
                 raise ProtocolError(
-                    f"{len(completion_ids)} completion tokens came with {len(each)} {name}.", part=_PART
+                    f"{len(completion_ids)} completion tokens came with {len(each)} {name}.",
+                    part=_PART,
+                    hint="Give one value for each completion token, or one number for all.",
                 )
             values[name] = torch.tensor([0.0] * before + each, dtype=torch.float32)
         return cls(
@@ -124,7 +132,12 @@ class MiniBatch:
     @classmethod
     def of(cls, *batches: TokenBatch) -> Self:
         """The mini-batch of which `batches` are all parts."""
-        return cls(float(sum(batch.target_tokens for batch in batches)), float(sum(map(len, batches))))
+        return cls.of_sequences([sequence for batch in batches for sequence in batch.sequences])
+
+    @classmethod
+    def of_sequences(cls, sequences: Sequence[TokenSequence]) -> Self:
+        """The mini-batch of these sequences."""
+        return cls(float(sum(sequence.target_tokens for sequence in sequences)), float(len(sequences)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,7 +193,7 @@ class MicroBatch:
 
     @cached_property
     def mask(self) -> torch.Tensor:
-        """Bool [N]: where there is a target."""
+        """Where there is a target: bool [N]."""
         return _has_target(self.targets)
 
     @cached_property
@@ -286,6 +299,12 @@ class TokenBatch:
     def target_tokens(self) -> int:
         """Positions with a target, over all sequences."""
         return int(self.packed.mask.sum())
+
+    def check_vocabulary(self, size: int) -> None:
+        """Raise `ProtocolError` for the first token or target that a model of `size` tokens doesn't have."""
+        hint = f"The model has tokens 0 to {size - 1}: use its own tokenizer."
+        _refuse(self.packed, "token", self.packed.tokens, self.packed.tokens >= size, hint)
+        _refuse(self.packed, "target", self.packed.targets, self.packed.targets >= size, hint)
 
 
 def _unpacked(packed: MicroBatch) -> TokenBatch:

@@ -76,20 +76,22 @@ def _groups(offsets: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]
         int64 [sequences, longest] indices of tokens, and bool of this shape, which is False on padding. Causal attention keeps
         every token from padding behind it.
     """
-    bounds = offsets.tolist()
-    ranges = sorted(pairwise(bounds), key=lambda bound: bound[0] - bound[1])
-    group: list[tuple[int, int]] = []
-    total = 0
-    for start, end in [*ranges, (0, 0)]:
-        longest = group[0][1] - group[0][0] if group else 0
-        if group and (end == start or (len(group) + 1) * longest > (1 + _PADDING) * (total + end - start)):
-            starts, ends = torch.tensor(group, device=offsets.device).unbind(1)
-            places = starts[:, None] + torch.arange(longest, device=offsets.device)
-            real = places < ends[:, None]
-            yield torch.where(real, places, starts[:, None]), real
-            group, total = [], 0
-        group.append((start, end))
-        total += end - start
+    groups: list[list[tuple[int, int]]] = []
+    tokens = 0
+    for start, end in sorted(pairwise(offsets.tolist()), key=lambda bounds: bounds[0] - bounds[1]):  # longest first
+        tokens += end - start
+        if groups:
+            first, last = groups[-1][0]
+            if (len(groups[-1]) + 1) * (last - first) <= (1 + _PADDING) * tokens:
+                groups[-1].append((start, end))
+                continue
+        groups.append([(start, end)])
+        tokens = end - start
+    for group in groups:
+        starts, ends = torch.tensor(group, device=offsets.device).unbind(1)
+        places = starts[:, None] + torch.arange(int((ends - starts)[0]), device=offsets.device)
+        real = places < ends[:, None]
+        yield torch.where(real, places, starts[:, None]), real
 
 
 def _kernel(
@@ -100,6 +102,7 @@ def _kernel(
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
+    """Attend by torch's flash attention for sequences of different lengths."""
     from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - where there is a GPU
 
     starts, longest = offsets.int(), int(offsets.diff().max())

@@ -144,7 +144,8 @@ class TrainingEngine(ABC):
             outputs: What to return of the forward pass.
 
         Raises:
-            ProtocolError: `mini_batch` is not that of the calls before.
+            ProtocolError: `mini_batch` is not that of the calls before, or the model doesn't have a token or target. Where
+                a forward or backward pass fails, the whole mini-batch's gradient is gone.
         """
 
     @abstractmethod

@@ -6,8 +6,8 @@ import gc
 import math
 import random
 from abc import abstractmethod
-from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
@@ -37,6 +37,8 @@ class TorchEngine(TrainingEngine):
         self._owns_group = False
         self._torn = False
         self._step = 0
+        self._vocabulary = 0
+        """Tokens of the model; set with it."""
         self._mini_batch: MiniBatch | None = None
         """The mini-batch whose gradients are being added up."""
         self._kept: Collection[str] = ()
@@ -116,6 +118,15 @@ class TorchEngine(TrainingEngine):
         """Learning rate of the next step."""
         return learning_rate(self.config, self._step)
 
+    @contextmanager
+    def _gradients_or_none(self) -> Iterator[None]:
+        """Around forward and backward: where they fail, no part of the mini-batch's gradient is left."""
+        try:
+            yield
+        except BaseException:
+            self._clear_gradients()
+            raise
+
     def _begin(self, batch: TokenBatch, mini_batch: MiniBatch | None) -> MiniBatch:
         """The mini-batch that `batch` is part of."""
         found = mini_batch or MiniBatch.of(batch)
@@ -132,7 +143,11 @@ class TorchEngine(TrainingEngine):
     def _share(
         self, batch: TokenBatch, data_rank: int, data_world: int, *, padded: bool
     ) -> list[tuple[list[int], MicroBatch]]:
-        """This rank's micro-batches of `batch`, on its device, and which sequences each of them has."""
+        """This rank's micro-batches of `batch`, on its device, and which sequences each of them has.
+
+        Raises `ProtocolError`, on every rank, for a token or target that the model doesn't have.
+        """
+        batch.check_vocabulary(self._vocabulary)
         lengths = [sequence.length for sequence in batch.sequences]
         plan = micro_batches(lengths, data_world, self.config.micro_batch_tokens, padded=padded)[data_rank]
         nothing = MicroBatch.without_targets(batch.sequences[0])
@@ -146,6 +161,7 @@ def outputs_by_sequence(
     """The `wanted` outputs of a micro-batch, by the index of their sequence in its batch; moves them to the CPU."""
     found: dict[int, dict[str, torch.Tensor]] = {index: {} for index in indices}
     for name in wanted:
+        # A micro-batch without targets has a sequence that none of the batch's is.
         for index, values in zip(indices, micro.split(outputs.required(name).detach().cpu()), strict=False):
             found[index][name] = values
     return dict(found)

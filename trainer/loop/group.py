@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -54,21 +54,23 @@ def to_batch(
     """
     judged = [each for group in groups for each in _sequences(group, algorithm, oldest)]
     if not judged:  # every token is too old; a batch has a sequence
-        judged = [(0.0, sequence) for _, sequence in _sequences(groups[0], algorithm, None, weight=0.0)][:1]
+        _, sequence = next(_sequences(groups[0], algorithm, None))
+        zeros = {ADVANTAGES: torch.zeros(sequence.length)}
+        judged = [(0.0, replace(sequence, per_token={**sequence.per_token, **zeros}))]
     every = [sequence for _, sequence in judged]
     kept = every
     if not algorithm.compute_zero_advantage:
         kept = [sequence for advantage, sequence in judged if advantage]
         kept = kept or [min(every, key=lambda sequence: sequence.length)]
-    return TokenBatch(tuple(kept)), MiniBatch.of(TokenBatch(tuple(every)))
+    return TokenBatch(tuple(kept)), MiniBatch.of_sequences(every)
 
 
 def _sequences(
-    group: PromptGroup, algorithm: AlgorithmConfig, oldest: int | None, weight: float = 1.0
+    group: PromptGroup, algorithm: AlgorithmConfig, oldest: int | None
 ) -> Iterator[tuple[float, TokenSequence]]:
-    """The completions of a group that have a target, each with its advantage, which is multiplied by `weight`."""
+    """The completions of a group that have a target, each with its advantage."""
     rewards = torch.tensor([list(group.rewards)], dtype=torch.float64)
-    (advantages,) = (weight * group_advantages(rewards, normalize_std=algorithm.normalize_std)).tolist()
+    (advantages,) = group_advantages(rewards, normalize_std=algorithm.normalize_std).tolist()
     for completion, advantage in zip(group.completions, advantages, strict=True):
         masked = 0 if oldest is None else sum(version < oldest for version in completion.versions)
         if masked < len(completion.token_ids):

@@ -7,7 +7,7 @@ import torch
 from ..config import AlgorithmConfig
 from ..data.batch import MicroBatch
 from .loss import Loss, LossOutput, LossTerm, ModelOutputs
-from .policy_values import ADVANTAGES, ROLLOUT_LOGPROBS, policy_metrics
+from .policy_values import ADVANTAGES, ROLLOUT_LOGPROBS, policy_metrics, ratio_of
 
 
 def cispo(config: AlgorithmConfig) -> Loss:
@@ -24,7 +24,7 @@ def cispo(config: AlgorithmConfig) -> Loss:
     def loss(outputs: ModelOutputs, micro: MicroBatch) -> LossOutput:
         logprobs, advantages = outputs.required("logprobs"), micro.per_token[ADVANTAGES]
         drift = torch.where(micro.mask, logprobs.detach() - micro.per_token[ROLLOUT_LOGPROBS], 0.0)
-        ratio = torch.exp(drift.clamp(max=20.0))
+        ratio = ratio_of(drift)
         weights = ratio.clamp(low, high)
         per_token = torch.where(micro.mask, -weights * advantages * logprobs, 0.0)
         metrics = policy_metrics(logprobs, micro, ratio == weights, weights)

@@ -7,7 +7,7 @@ import torch
 from ..config import AlgorithmConfig
 from ..data.batch import MicroBatch
 from .loss import Loss, LossOutput, LossTerm, ModelOutputs
-from .policy_values import ADVANTAGES, importance_weights, policy_metrics, proximal_logprobs
+from .policy_values import ADVANTAGES, importance_weights, policy_metrics, proximal_logprobs, ratio_of
 
 
 def grpo(config: AlgorithmConfig) -> Loss:
@@ -28,8 +28,7 @@ def grpo(config: AlgorithmConfig) -> Loss:
         logprobs, advantages = outputs.required("logprobs"), micro.per_token[ADVANTAGES]
         proximal = proximal_logprobs(logprobs, micro, config)
         weights = importance_weights(proximal, micro, config)
-        # A ratio so large that it overflows is clipped, or belongs to a token whose gradient would be of no use.
-        ratio = torch.exp(torch.where(micro.mask, logprobs - proximal, 0.0).clamp(max=20.0))
+        ratio = ratio_of(torch.where(micro.mask, logprobs - proximal, 0.0))
         surrogate = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
         per_token = torch.where(micro.mask, -weights * surrogate, 0.0)
         unclipped = torch.where(advantages > 0, ratio <= high, ratio >= low)

@@ -7,7 +7,7 @@ import torch
 from ..config import AlgorithmConfig
 from ..data.batch import MicroBatch
 from .loss import Loss, LossOutput, LossTerm, ModelOutputs
-from .policy_values import ADVANTAGES, importance_weights, policy_metrics, proximal_logprobs
+from .policy_values import ADVANTAGES, importance_weights, policy_metrics, proximal_logprobs, ratio_of
 
 
 def gspo(config: AlgorithmConfig) -> Loss:
@@ -34,7 +34,7 @@ def gspo(config: AlgorithmConfig) -> Loss:
 
         weights = importance_weights(proximal, micro, config)
         advantages = mean(micro.per_token[ADVANTAGES])
-        ratio = torch.exp(mean(logprobs - proximal).clamp(max=20.0))
+        ratio = ratio_of(mean(logprobs - proximal))
         surrogate = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
         unclipped = torch.where(advantages > 0, ratio <= high, ratio >= low)[micro.sequence_of]
         metrics = policy_metrics(logprobs, micro, unclipped, ratio.detach()[micro.sequence_of])

@@ -18,6 +18,7 @@ from ..data.batch import MicroBatch, MiniBatch
 OutputName = Literal["logprobs", "entropy"]
 """The outputs that a model can be asked for."""
 LOGPROBS: tuple[OutputName, ...] = ("logprobs",)
+"""The output that is computed unless others are asked for."""
 
 
 @dataclass(frozen=True, slots=True)

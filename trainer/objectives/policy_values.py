@@ -17,7 +17,12 @@ PROXIMAL_LOGPROBS = "proximal_logprobs"
 """Per-token value, optional: log-probability of the target under the policy that the trust region is around."""
 
 _LARGEST_LOG_RATIO = 20.0
-"""Beyond it the estimate of a divergence is of no use, and its exponential too large."""
+"""A log ratio beyond it counts as this: its exponential would be too large, and no gradient or estimate of use."""
+
+
+def ratio_of(log_ratio: torch.Tensor) -> torch.Tensor:
+    """The ratio itself, bounded so that it never overflows."""
+    return torch.exp(log_ratio.clamp(max=_LARGEST_LOG_RATIO))
 
 
 def proximal_logprobs(logprobs: torch.Tensor, micro: MicroBatch, config: AlgorithmConfig) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,20 @@ def test_weights_are_those_of_an_ordinary_load_and_log_probabilities_those_of_wh
             logs = torch.log_softmax(ordinary(input_ids=tokens[None, :-1], use_cache=False).logits[0].float(), -1)
             torch.testing.assert_close(mine, logs[range(len(mine)), tokens[1:]], atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(spread, -(logs.exp() * logs).sum(1), atol=1e-5, rtol=1e-5)
+
+
+def test_attention_by_a_mask_or_a_bias_of_the_models_own_is_not_packed(tmp_path: Path) -> None:
+    """It would be ignored: the log-probabilities would be wrong, and nobody told."""
+    model = model_without_weights(make(KINDS_BY_NAME["qwen3"], tmp_path / "model", seed=0, dtype=torch.float32))
+    assert can_pack(model)
+    for extra in ("attention_mask", "position_bias"):
+        biased = copy.deepcopy(model)
+        attention = biased.model.layers[0].self_attn
+        attention.register_forward_pre_hook(
+            lambda _, args, rest, name=extra: (args, {**rest, name: torch.ones(1, 1, 2, 2, device="meta")}),
+            with_kwargs=True,
+        )
+        assert not can_pack(biased)
 
 
 def test_a_checkpoint_in_another_form_than_models_are_saved_in_is_loaded_by_transformers(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_ranks import FSDP2_TP2, Teams, checkpoint, exhaustive, megatron
+from engine_ranks import FSDP2_TP2, Teams, assert_same, checkpoint, exhaustive, gathered, megatron
 from engine_worker import TEMPERATURE, make_samples
 from transformers import AutoModelForCausalLM
 
@@ -124,6 +124,47 @@ def test_outputs_come_by_sequence_and_are_those_of_transformers(teams: Teams, se
         np.testing.assert_allclose(found[index]["entropy"][start:], -(logs.exp() * logs).sum(1), atol=1e-5)
         np.testing.assert_array_equal(found[index]["logprobs"], found[index]["beside"])
         assert not found[index]["logprobs"][:start].any()
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, pytest.param(megatron({}), marks=pytest.mark.megatron)], ids=["fsdp2", "megatron"]
+)
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("token", "token of token 0 (id 99) of sequence 3 is 99. The model has tokens 0 to 60"),
+        ("target", "of sequence 3 is 99. The model has tokens 0 to 60"),
+        ("loss", "the loss failed."),
+    ],
+)
+def test_a_call_that_fails_leaves_no_gradient_of_its_mini_batch(
+    teams: Teams, settings: dict[str, Any], how: str, says: str
+) -> None:
+    ranks = teams.of(2)
+    ranks.setup("qwen3-untied", micro_batch_tokens=8, **settings)
+    assert all(says in error for error in ranks.all("fail", how=how))
+    after = ranks.all("train", first=0, count=1)
+    ranks.setup("qwen3-untied", micro_batch_tokens=8, **settings)
+    assert ranks.all("train", first=0, count=1) == after
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_outputs_follow_the_parameters_and_leave_the_shards_as_they_are(
+    teams: Teams, tmp_path: Path, reshard: bool
+) -> None:
+    """Also where parameters stay gathered after a forward pass: copies of them must not outlive a change of the shards."""
+    ranks = teams.of(2)
+    ranks.setup("qwen3-tied", reshard_after_forward=reshard)
+    ranks.all("save", directory=tmp_path / "state")
+    before = ranks.all("logprobs")
+    assert_same(gathered(ranks), checkpoint(teams.models["qwen3-tied"]))
+    ranks.all("train", first=0, count=1)
+    trained = ranks.all("logprobs")
+    ranks.all("load", directory=tmp_path / "state")
+    for mine, first, other in zip(ranks.all("logprobs"), before, trained, strict=True):
+        for index, values in mine.items():
+            np.testing.assert_array_equal(values, first[index])
+            assert (values != other[index]).any()
 
 
 def test_the_guides_way_without_a_run_trains(teams: Teams) -> None:

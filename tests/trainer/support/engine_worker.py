@@ -193,6 +193,32 @@ class Worker:
             for index, found in alone.items()
         }
 
+    def logprobs(self, rows: int = 6) -> dict[int, Any]:
+        """Log-probabilities of a batch by sequence, without gradient."""
+        return {index: found["logprobs"].numpy() for index, found in self._engine.forward(make_batch(0, rows)).items()}
+
+    def fail(self, how: str) -> str:
+        """A forward_backward that fails after one that did not: by a token or target that no model has, or by its loss."""
+        samples, seen = make_samples(0), []
+        mini_batch = MiniBatch.of(batch_of(samples), batch_of(samples))
+
+        def loss(outputs: ModelOutputs, micro: MicroBatch) -> LossOutput:
+            seen.append(micro)
+            if how == "loss" and len(seen) > 1:
+                raise ValueError("the loss failed.")
+            return sft(outputs, micro)
+
+        self._engine.forward_backward(batch_of(samples), sft, mini_batch)
+        if how == "token":
+            samples[3].prompt_ids = (99, *samples[3].prompt_ids)
+        if how == "target":
+            samples[3].completion_ids = (*samples[3].completion_ids[:-1], 99)
+        try:
+            self._engine.forward_backward(batch_of(samples), loss, mini_batch)
+        except (ValueError, WeightlaneError) as error:
+            return str(error)
+        return ""
+
     def run_code(self, code: str) -> dict[str, float]:
         """Run a block of the documentation, with the engine and some pairs of prompt and answer; the metrics of its result."""
         names: dict[str, Any] = {"engine": self._engine, "pairs": [([1, 2], [3]), ([4], [5, 6])]}

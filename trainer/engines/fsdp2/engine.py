@@ -58,7 +58,7 @@ class Fsdp2Engine(TorchEngine):
             model = whole_model(model_dir)
         if self._packs:
             pack_attention(model)
-        replace_head(model)
+        self._vocabulary = replace_head(model)
         self._shard(model, model_dir)
         if sliced:
             materialise(model, self._device)
@@ -97,7 +97,7 @@ class Fsdp2Engine(TorchEngine):
         model, mesh = self._open_model(), self._mesh
         sums = LossSums(self._begin(batch, mini_batch))
         found: dict[int, SequenceOutputs] = {}
-        with self._collective("the gradients of the other ranks"):
+        with self._collective("the gradients of the other ranks"), self._gradients_or_none():
             for indices, micro in self._share(batch, mesh.data_rank, mesh.data_world, padded=not self._packs):
                 computed = self._outputs(model, micro, {*outputs, *needed_outputs(loss)})
                 # FSDP averages gradients over the ranks, where their sum is wanted.

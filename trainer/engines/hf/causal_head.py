@@ -29,11 +29,14 @@ class HeadQuery:
     """Whether entropies are wanted."""
 
 
-def replace_head(model: torch.nn.Module) -> None:
+def replace_head(model: torch.nn.Module) -> int:
     """Let `model`, a causal language model of transformers, compute its head in chunks, see `head_outputs`.
 
     Afterwards, ``model(query, **inputs)`` runs it on ``inputs`` and returns what `head_outputs` does for a `HeadQuery`. The head
     still belongs to the model's own forward pass, where FSDP has gathered its weight. Its parameters keep their names.
+
+    Returns:
+        How many tokens the head knows.
 
     Raises:
         ConfigError: The model has no linear head.
@@ -46,6 +49,7 @@ def replace_head(model: torch.nn.Module) -> None:
             hint="Train a causal language model.",
         )
     _Head(model, head)
+    return head.out_features
 
 
 class _Head:
@@ -61,10 +65,17 @@ class _Head:
 
     def _keep(self, hidden: torch.Tensor) -> torch.Tensor:
         """In place of the head: note what it reads, and hand some known logits to the rest of the model's forward pass."""
+        if self._read is not None:
+            raise ConfigError(
+                f"{type(self._model).__name__} calls its head more than once in a forward pass.",
+                part="fsdp2 engine",
+                hint="Its log-probabilities cannot be computed in chunks; train another architecture.",
+            )
         self._read = hidden
         return torch.tensor(_PROBE, device=hidden.device).expand(*hidden.shape[:-1], -1)
 
     def __call__(self, query: HeadQuery, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        self._read = None
         probe = self._run(**inputs, use_cache=False).logits[0, 0].detach()
         hidden, self._read = self._read, None
         assert hidden is not None

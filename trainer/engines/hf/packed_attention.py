@@ -13,13 +13,15 @@ from ..attention import packed_attention
 
 IMPLEMENTATION = "weightlane_packed"
 _ATTENTIONS = {"full_attention", "sliding_attention"}
+_HARMLESS = {"position_ids"}
+"""Tensors that attention is handed and doesn't attend by: rotation by position is done before."""
 
 
 def can_pack(skeleton: torch.nn.Module) -> bool:
     """Whether the architecture of `skeleton`, a model whose parameters are on the meta device, can take packed sequences.
 
     It cannot where layers other than attention carry a state from token to token, where attention is not transformers'
-    exchangeable one, or where the model doesn't hand on to it where sequences begin.
+    exchangeable one or has a mask or a bias of its own, or where the model doesn't tell it where sequences begin.
     """
     kinds = set(getattr(skeleton.config, "layer_types", None) or ())
     carries = any(isinstance(module, torch.nn.Conv1d | torch.nn.RNNBase) for module in skeleton.modules())
@@ -64,7 +66,7 @@ def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,  # noqa: ARG001 - transformers' interface
+    attention_mask: torch.Tensor | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -73,9 +75,16 @@ def _attend(
     s_aux: torch.Tensor | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     weightlane_probe: bool = False,
-    **_: Any,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Transformers' interface: [1, heads, N, width] each; returns [1, N, heads, width]."""
+    """The interface of transformers: [1, heads, N, width] each; returns [1, N, heads, width]."""
+    ignored = {"attention_mask": attention_mask, **others}
+    if odd := [name for name, value in ignored.items() if isinstance(value, torch.Tensor) and name not in _HARMLESS]:
+        raise ConfigError(
+            f"{type(module).__name__} attends by {', '.join(odd)}, too, which is not done for packed sequences.",
+            part="fsdp2 engine",
+            hint="Set trainer.fsdp2.packing to off.",
+        )
     if weightlane_probe:
         raise _ProbedError
     if cu_seq_lens_q is None:

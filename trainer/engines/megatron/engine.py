@@ -114,7 +114,7 @@ class MegatronEngine(TorchEngine):
             return sums.add(loss(computed, micro))
 
         needed = {*outputs, *needed_outputs(loss)}
-        with self._megatron("the activations and gradients of the other ranks"):
+        with self._megatron("the activations and gradients of the other ranks"), self._gradients_or_none():
             self._run(batch, needed, judge, forward_only=False)
             if not parallel_state.is_pipeline_last_stage():  # only the names of the sums are wanted
                 nothing = MicroBatch.without_targets(batch.sequences[0]).to(self._device)
@@ -268,6 +268,7 @@ class MegatronEngine(TorchEngine):
     def _read(self, model_dir: Path) -> None:
         """Facts about the model and its checkpoint that are known before it is built."""
         self._facts = read_model(model_dir)
+        self._vocabulary = self._facts.shape.vocab
         check_layout(self.config, self._facts.shape, self.world)
         self._shapes = checkpoint_shapes(self._facts.shape)
         self._kept = kept_types(model_dir, self._shapes)

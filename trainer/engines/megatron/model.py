@@ -199,9 +199,6 @@ def _mark_parameters(chunk: torch.nn.Module) -> None:
         weight = getattr(module, "weight", None)
         if type(module) in cut and weight is not None:
             set_tensor_model_parallel_attributes(weight, True, cut[type(module)], 1)
-            bias = getattr(module, "bias", None)
-            if isinstance(module, ColumnParallelLinear) and bias is not None and not bias.tensor_model_parallel:
-                set_tensor_model_parallel_attributes(bias, True, 0, 1)
     with torch.no_grad():
         for parameter in chunk.parameters():
             parameter.zero_()
