@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_batches import TEMPERATURE, make_samples
 from engine_ranks import (
     FSDP2_TP2,
     LEARNING_RATE,
@@ -18,7 +19,6 @@ from engine_ranks import (
     exhaustive,
     gathered,
 )
-from engine_worker import TEMPERATURE, make_samples
 from transformers import AutoModelForCausalLM
 from waiting import HANG_S
 

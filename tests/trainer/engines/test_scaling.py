@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_batches import TEMPERATURE, make_samples
 from engine_ranks import FSDP2_TP2, Teams, assert_same, checkpoint, exhaustive, gathered, megatron
-from engine_worker import TEMPERATURE, make_samples
 from transformers import AutoModelForCausalLM
 
 ROWS = 7
@@ -25,7 +25,7 @@ SPLITS = {
 def exact(path: Path, rows: int) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradient of the whole mini-batch by plain transformers, one sequence at a time, everything in float64.
 
-    The three terms of `engine_worker.mixed` are written out here once more.
+    The three terms of `engine_batches.mixed` are written out here once more.
     """
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager").eval()
     samples = make_samples(0, rows)

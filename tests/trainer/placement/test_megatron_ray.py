@@ -6,8 +6,8 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from engine_batches import make_batch
 from engine_ranks import TRAINER, Teams, assert_same, gathered, megatron
-from engine_worker import make_batch
 from waiting import HANG_S
 
 from weightlane.trainer.config import AlgorithmConfig, MegatronConfig, TrainerConfig

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import pytest
 import torch
-from engine_worker import VOCAB
+from engine_batches import VOCAB
 from fork_server import fork_python
 from ports import free_port
 from safetensors.torch import load_file

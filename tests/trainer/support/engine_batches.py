@@ -1,0 +1,72 @@
+"""Batches and losses of the engines' tests, the same in every process."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from weightlane.trainer.config import AlgorithmConfig
+from weightlane.trainer.data.batch import MicroBatch, TokenBatch, TokenSequence
+from weightlane.trainer.objectives.dual_clip import dual_clip
+from weightlane.trainer.objectives.loss import LossOutput, LossTerm, ModelOutputs, needs
+from weightlane.trainer.objectives.policy_values import ADVANTAGES, ROLLOUT_LOGPROBS
+from weightlane.trainer.objectives.supervised import sft
+
+TEMPERATURE = 0.9
+VOCAB = 61  # odd: the embedding's rows do not divide by two ranks
+LOSSES: dict[str, Any] = {"sft": sft, "policy": dual_clip(AlgorithmConfig())}
+
+
+@dataclass
+class Sample:
+    """A prompt and a completion, as plain numbers."""
+
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    rollout_logprobs: tuple[float, ...]
+    advantage: float
+
+    def sequence(self) -> TokenSequence:
+        return TokenSequence.of_completion(
+            self.prompt_ids,
+            self.completion_ids,
+            per_token={ROLLOUT_LOGPROBS: self.rollout_logprobs, ADVANTAGES: self.advantage},
+            per_sequence={"temperature": TEMPERATURE},
+        )
+
+
+def make_samples(step: int, rows: int = 6) -> list[Sample]:
+    """Samples of `step`, of different lengths, the same in every process."""
+    rng = random.Random(step)
+    samples = []
+    for _ in range(rows):
+        prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 6)))
+        completion = tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 7)))
+        logprobs = tuple(-rng.uniform(3.0, 5.0) for _ in completion)
+        samples.append(Sample(prompt, completion, logprobs, rng.gauss(0.0, 1.0)))
+    return samples
+
+
+def batch_of(samples: Iterable[Sample]) -> TokenBatch:
+    return TokenBatch(tuple(sample.sequence() for sample in samples))
+
+
+def make_batch(step: int, rows: int = 6) -> TokenBatch:
+    """The samples of `step` as a batch."""
+    return batch_of(make_samples(step, rows))
+
+
+@needs("logprobs", "entropy")
+def mixed(outputs: ModelOutputs, micro: MicroBatch) -> LossOutput:
+    """Three terms of different normalisation: over tokens, over sequences, by a constant."""
+    logprobs, entropy = outputs.required("logprobs"), outputs.required("entropy")
+    lengths = micro.sum_by_sequence(micro.mask.float()).clamp(min=1)
+    return LossOutput(
+        {
+            "policy": LossTerm(-(micro.per_token[ADVANTAGES] * logprobs).sum()),
+            "square": LossTerm((micro.sum_by_sequence(logprobs.square()) / lengths).sum(), "sequences"),
+            "entropy": LossTerm(-entropy.sum(), 50.0),
+        }
+    )
