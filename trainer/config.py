@@ -10,6 +10,9 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+Head = Literal["tokens", "value"]
+"""A model's last layer: see ``TrainerConfig.head``."""
+
 
 class Fsdp2Config(BaseModel):
     """How the fsdp2 engine splits a model over the ranks; ranks / tensor_parallel is data parallel, sharded by FSDP2."""
@@ -76,6 +79,11 @@ class TrainerConfig(BaseModel):
         default="auto",
         description="Dtype of forward and backward; master weights, gradients and AdamW stay float32. auto: bfloat16 on a"
         " CUDA device, float32 on the CPU.",
+    )
+    head: Head = Field(
+        default="tokens",
+        description="tokens: the model's own head over its vocabulary. value: one number per position, as a critic has; this head"
+        " starts as zeros, unless model.path has one (an architecture named ...ForTokenClassification with one label).",
     )
     learning_rate: float = Field(default=1e-6, gt=0, description="AdamW learning rate after the warm-up.")
     lr_warmup_steps: int = Field(

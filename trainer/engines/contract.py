@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -13,12 +14,16 @@ from weightlane.ckpt_engines import ConfigError
 from weightlane.ckpt_engines.engines.torch_distributed.tcp_store import reserve_port
 from weightlane.sync.version.tensor_spec import LocalShard
 
-from ..config import TrainerConfig
+from ..config import Head, TrainerConfig
 from ..data.batch import MiniBatch, TokenBatch
 from ..objectives.loss import LOGPROBS, Loss, OutputName
 
 SequenceOutputs = Mapping[str, torch.Tensor]
 """Outputs for one sequence by name, on the CPU: what `ModelOutputs` has for its tokens."""
+StatePart = Literal["parameters", "gradients", "optimizer"]
+"""A part of an engine's state: weights and buffers, gradients, or the optimizer's own tensors."""
+STATE_PARTS: tuple[StatePart, ...] = ("parameters", "gradients", "optimizer")
+"""Everything that an engine keeps between two calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +51,13 @@ class TrainingEngine(ABC):
            [all]   optim_step(before_change)                 } once: one training step
         5. [any]   local_shards(wire_dtype)                  whenever no optim_step runs; never talks to a peer
         6. [all]   save(directory), export_hf(directory)     between training steps
-        7. [each]  close()                                   any number of times
+        7. [any]   train(mode), offload(parts), onload(parts)    between the calls of 3 to 6
+        8. [each]  close()                                   any number of times
 
-    Instead of 2 to 6, `outline` and then `local_shards` tell what a rank would hold, with neither weights nor other ranks.
+    Instead of 2 to 7, `outline` and then `local_shards` tell what a rank would hold, with neither weights nor other ranks.
 
     An engine is used from one thread. The tensors behind `local_shards` may be read from others: their values change in
-    `optim_step` and `load` only, and their storage never does.
+    `optim_step` and `load` only, and their storage does in `offload` and `onload` only.
 
     Errors: `ConfigError` for a model or setting that cannot work, `PeerLostError` or `DeadlineExceededError` when another
     rank is gone or late, `AddressInUseError` for a rendezvous port that is taken, `StorageError` when a file cannot be
@@ -119,6 +125,9 @@ class TrainingEngine(ABC):
             batch: The sequences.
             outputs: What to compute, see `ModelOutputs`.
 
+        Raises:
+            ProtocolError: The model doesn't have a token or target, or its head doesn't have an output.
+
         Returns:
             Outputs by the index of their sequence in the batch. Over all ranks, each sequence is there once.
         """
@@ -144,8 +153,8 @@ class TrainingEngine(ABC):
             outputs: What to return of the forward pass.
 
         Raises:
-            ProtocolError: `mini_batch` is not that of the calls before, or the model doesn't have a token or target. Where
-                a forward or backward pass fails, the whole mini-batch's gradient is gone.
+            ProtocolError: `mini_batch` is not that of the calls before, or the model doesn't have a token or target, or its head
+                an output. Where a forward or backward pass fails, the whole mini-batch's gradient is gone.
         """
 
     @abstractmethod
@@ -165,6 +174,45 @@ class TrainingEngine(ABC):
         Returns:
             The global L2 norm of the gradients before clipping.
         """
+
+    def train(self, mode: bool) -> None:
+        """Whether `forward_backward` applies the dropout of the model's configuration; it doesn't at first. `forward` never does.
+
+        Raises `ConfigError` where an engine knows no dropout.
+        """
+        if mode:
+            raise ConfigError(
+                f"the training engine {self.config.engine!r} trains without dropout.",
+                part="training engine",
+                hint="Leave out train(True): a policy is trained as it is sampled from, without dropout.",
+            )
+
+    @property
+    def offloaded(self) -> frozenset[StatePart]:
+        """The parts of the state that `offload` moved away, and `onload` has not brought back."""
+        return frozenset()
+
+    def offload(self, parts: Collection[StatePart] = STATE_PARTS) -> None:
+        """Move parts of the state to the host's memory, and free what they took on the device. Not collective.
+
+        Parameters must not be read by anybody: their readers are waited for as before a step, see `optim_step`. Meanwhile, the
+        tensors behind `local_shards` have no memory. Whatever needs a part that is away raises `ProtocolError`: `forward` and
+        `export_hf` the parameters, `forward_backward` the gradients, too, `save` and `load` parameters and optimizer,
+        `optim_step` all three.
+        On the CPU the same happens, which frees nothing. Parts that are away already stay there.
+
+        Raises `ConfigError` in an engine that can't.
+        """
+        if parts:
+            raise ConfigError(
+                f"the training engine {self.config.engine!r} keeps its state where it is.",
+                part="training engine",
+                hint="Give roles that share a device one that can, such as fsdp2.",
+            )
+
+    def onload(self, parts: Collection[StatePart] = STATE_PARTS) -> None:
+        """Bring back parts of the state that `offload` moved away, bit for bit; others stay as they are. Not collective."""
+        del parts
 
     @abstractmethod
     def local_shards(self, wire_dtype: torch.dtype) -> list[LocalShard]:
@@ -198,14 +246,18 @@ class TrainingEngine(ABC):
         """
 
     @classmethod
-    def export_saved(cls, state: Path, model_dir: Path, directory: Path, dtype: torch.dtype) -> None:
+    def export_saved(
+        cls, state: Path, model_dir: Path, directory: Path, dtype: torch.dtype, head: Head = "tokens"
+    ) -> None:
         """Write the saved training state in `state` as a Hugging Face model directory, in one process, on the CPU.
+
+        `head` is the ``TrainerConfig.head`` that it was saved with.
 
         By default an engine of one rank is made, and loads all of it; one that reads the weights only takes less memory.
         """
         with reserve_port("127.0.0.1") as reserved:
             address = reserved.getsockname()[:2]
-        engine = cls(TrainerConfig(device="cpu"), 0, 1, (str(address[0]), int(address[1])))
+        engine = cls(TrainerConfig(device="cpu", head=head), 0, 1, (str(address[0]), int(address[1])))
         try:
             engine.setup(model_dir, seed=0)
             engine.load(state)

@@ -6,7 +6,7 @@ import gc
 import math
 import random
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -19,9 +19,16 @@ from ..config import TrainerConfig
 from ..data.batch import MicroBatch, MiniBatch, TokenBatch
 from ..data.packing import micro_batches
 from ..objectives.loss import ModelOutputs, OutputName
-from .contract import SequenceOutputs, TrainingEngine
+from .contract import STATE_PARTS, SequenceOutputs, StatePart, TrainingEngine
 from .learning_rate import learning_rate
+from .offloading import HostCopies
 from .rank_collectives import join_ranks, leave_ranks, typed_collective_errors
+
+OUTPUTS_OF_HEAD: dict[str, tuple[OutputName, ...]] = {
+    "tokens": ("logprobs", "entropy", "hidden"),
+    "value": ("values", "hidden"),
+}
+"""Outputs by ``trainer.head``."""
 
 
 class TorchEngine(TrainingEngine):
@@ -43,11 +50,69 @@ class TorchEngine(TrainingEngine):
         """The mini-batch whose gradients are being added up."""
         self._kept: Collection[str] = ()
         """Checkpoint tensors that are float32 whatever type the others travel or are exported in."""
+        self._away: dict[StatePart, HostCopies] = {}
+        """The parts of the state that are not on the device."""
+        self._dropout = False
 
     @property
     def step(self) -> int:
         """See `TrainingEngine.step`."""
         return self._step
+
+    def train(self, mode: bool) -> None:
+        """See `TrainingEngine.train`."""
+        self._dropout = mode
+
+    @property
+    def offloaded(self) -> frozenset[StatePart]:
+        """See `TrainingEngine.offloaded`."""
+        return frozenset(self._away)
+
+    def offload(self, parts: Collection[StatePart] = STATE_PARTS) -> None:
+        """See `TrainingEngine.offload`."""
+        self._check_parts(parts)
+        for part in parts:
+            if part not in self._away:
+                self._away[part] = HostCopies(self._memory_of(part))
+
+    def onload(self, parts: Collection[StatePart] = STATE_PARTS) -> None:
+        """See `TrainingEngine.onload`."""
+        self._check_parts(parts)
+        for part in parts:
+            if part in self._away:
+                self._away.pop(part).restore()
+
+    @abstractmethod
+    def _memory_of(self, part: StatePart) -> Iterable[torch.Tensor]:
+        """The tensors that `part` of the state is on this rank; refuses to be called before `setup`."""
+
+    def _check_parts(self, parts: Collection[StatePart]) -> None:
+        if isinstance(parts, str) or (unknown := sorted(set(parts) - set(STATE_PARTS))):
+            named = parts if isinstance(parts, str) else ", ".join(unknown)
+            raise ConfigError(
+                f"{named!r} is no collection of parts of an engine's state.",
+                part=self._part,
+                hint=f"Parts are {', '.join(STATE_PARTS)}; pass a tuple of them.",
+            )
+
+    def _require_here(self, *parts: StatePart) -> None:
+        """Raise unless these parts of the state are on the device."""
+        if missing := [part for part in parts if part in self._away]:
+            raise ProtocolError(
+                f"the {' and the '.join(missing)} of the model are offloaded.",
+                part=self._part,
+                hint="Call onload before whatever needs them.",
+            )
+
+    def _check_outputs(self, wanted: Collection[OutputName]) -> None:
+        """Raise `ProtocolError` for an output that the model's head doesn't have."""
+        offered = OUTPUTS_OF_HEAD[self.config.head]
+        if odd := sorted(set(wanted) - set(offered)):
+            raise ProtocolError(
+                f"a model with trainer.head={self.config.head} has no {' and no '.join(odd)}.",
+                part=self._part,
+                hint=f"It has {', '.join(offered)}: pass some of these as outputs, and decorate a loss by needs.",
+            )
 
     @property
     def _compute_dtype(self) -> torch.dtype:

@@ -15,8 +15,8 @@ import torch
 
 from ..data.batch import MicroBatch, MiniBatch
 
-OutputName = Literal["logprobs", "entropy"]
-"""The outputs that a model can be asked for."""
+OutputName = Literal["logprobs", "entropy", "values", "hidden"]
+"""The outputs that a model can be asked for: ``values`` of one with a value head, log-probabilities and entropy of others."""
 LOGPROBS: tuple[OutputName, ...] = ("logprobs",)
 """The output that is computed unless others are asked for."""
 
@@ -29,23 +29,30 @@ class ModelOutputs:
     """float32 [N], or [N, K] for K labels of every position: log-probability of each target; 0 where there is none."""
     entropy: torch.Tensor | None = None
     """float32 [N]: entropy, in nats, of the distribution that the target is drawn from; 0 where there is no target."""
+    values: torch.Tensor | None = None
+    """float32 [N]: a critic's value of the tokens up to and including each one, before its target; 0 where there is no target."""
+    hidden: torch.Tensor | None = None
+    """[N, width], in the dtype that the model computes in: what its head reads of each token, with a target or without.
+
+    A rank that has no sequence left computes a token without a target: a loss counts tokens of `MicroBatch.mask` only.
+    """
 
     @classmethod
-    def at(
-        cls, rows: torch.Tensor, micro: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor | None = None
-    ) -> Self:
-        """Outputs that were computed for the tokens `rows` of a micro-batch only, those with targets."""
-        device = logprobs.device
-        return cls(
-            torch.zeros(micro.targets.shape, device=device).index_copy(0, rows, logprobs),
-            None if entropy is None else torch.zeros(micro.tokens.shape, device=device).index_copy(0, rows, entropy),
-        )
+    def at(cls, rows: torch.Tensor, micro: MicroBatch, found: Mapping[str, torch.Tensor]) -> Self:
+        """Outputs of a model, of which all but ``hidden`` were computed for the tokens `rows` only, those with targets."""
+        whole = {}
+        for name, values in found.items():
+            shape = (len(micro.tokens), *values.shape[1:])
+            whole[name] = values if name == "hidden" else values.new_zeros(shape).index_copy(0, rows, values)
+        return cls(**whole)
 
     @classmethod
-    def nothing(cls, micro: MicroBatch) -> Self:
-        """All zeros: what a model says about a micro-batch without targets."""
-        zeros = torch.zeros(micro.targets.shape, device=micro.tokens.device)
-        return cls(zeros, torch.zeros(micro.tokens.shape, device=micro.tokens.device))
+    def nothing(cls, micro: MicroBatch, width: int) -> Self:
+        """All zeros: what a model whose head reads `width` numbers says about a micro-batch without targets."""
+        device = micro.tokens.device
+        zeros = torch.zeros(micro.tokens.shape, device=device)
+        hidden = torch.zeros((*micro.tokens.shape, width), device=device)
+        return cls(torch.zeros(micro.targets.shape, device=device), zeros, zeros, hidden)
 
     def required(self, name: OutputName) -> torch.Tensor:
         """The output `name`; KeyError if it was not asked for."""

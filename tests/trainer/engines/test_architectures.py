@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForTokenClassification
+from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
 from zoo_kind import VOCAB, Kind, make
 from zoo_models import KINDS as KINDS_BY_NAME
 from zoo_models import ZOO
 
+from weightlane.ckpt_engines import ConfigError
 from weightlane.trainer.data.batch import MicroBatch, TokenSequence
 from weightlane.trainer.engines.fsdp2.loading import (
     can_read_slices,
@@ -25,6 +29,7 @@ from weightlane.trainer.engines.fsdp2.shards import checkpoint_tensors
 from weightlane.trainer.engines.hf.causal_head import HeadQuery, replace_head
 from weightlane.trainer.engines.hf.names import checkpoint_runs
 from weightlane.trainer.engines.hf.packed_attention import can_pack, pack_attention
+from weightlane.trainer.engines.hf.value_head import read_values, value_head
 
 KINDS = [pytest.param(kind, id=kind.name) for kind in ZOO if kind.backend == "vllm"]
 PADDED = {"gptj", "bloom", "falcon", "falcon-new", "stablelm", "nemotron"}
@@ -70,11 +75,41 @@ def test_weights_are_those_of_an_ordinary_load_and_log_probabilities_those_of_wh
         tokens, rows = micro.padded()
         inputs = {"input_ids": tokens}
     with torch.no_grad():
-        logprobs, entropy = model(HeadQuery(rows, micro.targets, entropy=True), **inputs)
-        for tokens, mine, spread in zip(drawn, micro.split(logprobs), micro.split(entropy), strict=True):
+        found = model(HeadQuery(rows, micro.targets, entropy=True), **inputs)
+        logprobs, entropies = (micro.split(found[name]) for name in ("logprobs", "entropy"))
+        for tokens, mine, spread in zip(drawn, logprobs, entropies, strict=True):
             logs = torch.log_softmax(ordinary(input_ids=tokens[None, :-1], use_cache=False).logits[0].float(), -1)
             torch.testing.assert_close(mine, logs[range(len(mine)), tokens[1:]], atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(spread, -(logs.exp() * logs).sum(1), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_critic_of_an_architecture_has_the_values_that_transformers_computes(kind: Kind, tmp_path: Path) -> None:
+    """Its body is that of the policy; some architectures have no critic in transformers, and the error says so."""
+    path = make(kind, tmp_path / "model", seed=0, dtype=torch.float32)
+    kept = json.loads((path / "config.json").read_text())["model_type"]
+    if kept not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES:
+        with pytest.raises(ConfigError, match=r"trainer\.head=value"):
+            model_without_weights(path, "value")
+        return
+    ordinary = AutoModelForTokenClassification.from_pretrained(path, num_labels=1, dtype=torch.float32).eval()
+    model = model_without_weights(path, "value")
+    name, _ = value_head(model)
+    runs = checkpoint_runs(model, checkpoint_tensors(model))
+    assert can_read_slices(model, path, runs, name)
+    assert not can_read_slices(model, path, runs)
+    materialise(model, torch.device("cpu"))
+    read_slices(path, runs, checkpoint_tensors(model))
+    for mine, theirs in zip(value_head(model)[1].parameters(), value_head(ordinary)[1].parameters(), strict=True):
+        mine.data.copy_(theirs)
+    rows, tokens = torch.tensor([0, 3, 6]), torch.randint(3, VOCAB, (1, 7), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        wanted = ordinary(tokens, use_cache=False).logits[0, rows, 0]
+        read_values(model)
+        torch.testing.assert_close(
+            model(HeadQuery(rows, None), input_ids=tokens)["values"], wanted, atol=1e-5, rtol=1e-5
+        )
+    assert wanted.any()
 
 
 def test_attention_by_a_mask_or_a_bias_of_the_models_own_is_not_packed(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_log_probabilities_are_those_of_the_models_own_logits(config: Any) -> No
         logs = torch.log_softmax(model(input_ids=tokens, use_cache=False).logits.double(), -1).flatten(0, 1)
         replace_head(model)
         rows, labels = torch.tensor([0, 3, 10, 17]), torch.tensor([1, 2, 3, 4])
-        logprobs, _ = model(HeadQuery(rows, labels), input_ids=tokens)
+        logprobs = model(HeadQuery(rows, labels), input_ids=tokens)["logprobs"]
     torch.testing.assert_close(logprobs.double(), logs[rows, labels], atol=1e-5, rtol=0)
 
 

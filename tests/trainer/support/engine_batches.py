@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from weightlane.trainer.config import AlgorithmConfig
 from weightlane.trainer.data.batch import MicroBatch, TokenBatch, TokenSequence
 from weightlane.trainer.objectives.dual_clip import dual_clip
@@ -16,7 +18,6 @@ from weightlane.trainer.objectives.supervised import sft
 
 TEMPERATURE = 0.9
 VOCAB = 61  # odd: the embedding's rows do not divide by two ranks
-LOSSES: dict[str, Any] = {"sft": sft, "policy": dual_clip(AlgorithmConfig())}
 
 
 @dataclass
@@ -70,3 +71,19 @@ def mixed(outputs: ModelOutputs, micro: MicroBatch) -> LossOutput:
             "entropy": LossTerm(-entropy.sum(), 50.0),
         }
     )
+
+
+@needs("values", "hidden")
+def valued(outputs: ModelOutputs, micro: MicroBatch) -> LossOutput:
+    """Squared errors of values, and a term of the hidden states that they are made of."""
+    hidden = outputs.required("hidden")[micro.mask].float()
+    errors = torch.where(micro.mask, outputs.required("values") - micro.per_token[ADVANTAGES], 0.0)
+    return LossOutput(
+        {
+            "error": LossTerm(errors.square().sum()),
+            "hidden": LossTerm((hidden * torch.linspace(-1, 1, 16)).sum(), 70.0),
+        }
+    )
+
+
+LOSSES: dict[str, Any] = {"sft": sft, "policy": dual_clip(AlgorithmConfig()), "mixed": mixed, "valued": valued}

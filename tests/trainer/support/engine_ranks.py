@@ -21,8 +21,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForTokenClassification,
     DeepseekV2Config,
     DeepseekV3Config,
+    GPT2Config,
     LlamaConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -191,6 +193,10 @@ def make_models(root: Path) -> dict[str, Path]:
             **latent, q_lora_rank=None, rope_parameters={**yarn, "mscale_all_dim": 0.9}, routed_scaling_factor=1.5
         ),
         "deepseek-v3": DeepseekV3Config(**latent, **groups, q_lora_rank=6),
+        "qwen3-critic": Qwen3Config(**sizes, head_dim=8, num_labels=1),
+        "gpt2": GPT2Config(
+            n_embd=16, n_layer=2, n_head=2, vocab_size=VOCAB, n_positions=32, eos_token_id=3, resid_pdrop=0.5
+        ),
         "qwen2": Qwen2Config(**{**sizes, "vocab_size": VOCAB + 2}, tie_word_embeddings=True),  # its tokenizer adds one
     }
     vocabulary = {f"t{index}": index for index in range(VOCAB)}
@@ -199,7 +205,8 @@ def make_models(root: Path) -> dict[str, Path]:
     )
     for seed, (name, config) in enumerate(configs.items()):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config)
+        kind = AutoModelForTokenClassification if name.endswith("-critic") else AutoModelForCausalLM
+        model = kind.from_config(config)
         for key, tensor in model.state_dict().items():
             if key.endswith((NEVER_TRAINED, ".bias")):  # zeros choose nothing, and are the same wherever they are
                 tensor.uniform_(0.1, 0.9)

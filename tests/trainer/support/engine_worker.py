@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from engine_batches import LOSSES, Sample, batch_of, make_batch, make_samples, mixed
+from engine_batches import LOSSES, Sample, batch_of, make_batch, make_samples
+from engine_state_commands import StateCommands
 from torch.distributed.tensor import DTensor
 
 from weightlane.ckpt_engines import WeightlaneError
@@ -41,7 +42,7 @@ def _bits(parameter: torch.Tensor) -> torch.Tensor:
     return local.detach().view(torch.int32)
 
 
-class Worker:
+class Worker(StateCommands):
     """The commands."""
 
     def __init__(self, rank: int, world: int, port: int, timeout_s: float) -> None:
@@ -96,7 +97,7 @@ class Worker:
             reports.append({**metrics, "norm": self._engine.optim_step(lambda names: None)})
         return reports
 
-    def gradient(self, rows: int, calls: list[list[int]]) -> tuple[float, list[tuple[Any, ...]]]:
+    def gradient(self, rows: int, calls: list[list[int]], loss: str) -> tuple[float, list[tuple[Any, ...]]]:
         """The loss, and slices of the gradient, of `rows` samples that are split into `calls`.
 
         AdamW's first moment is the gradient itself where its decay rate is 0.
@@ -104,7 +105,8 @@ class Worker:
         samples = make_samples(0, rows)
         mini_batch = MiniBatch.of(batch_of(samples))
         results = [
-            self._engine.forward_backward(batch_of(samples[row] for row in call), mixed, mini_batch) for call in calls
+            self._engine.forward_backward(batch_of(samples[row] for row in call), LOSSES[loss], mini_batch)
+            for call in calls
         ]
         self._engine.optim_step(lambda names: None)
         if self._engine.config.engine == "megatron":

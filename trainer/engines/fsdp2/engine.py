@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from weightlane.sync.version.tensor_spec import LocalShard
 
-from ...config import TrainerConfig
+from ...config import Head, TrainerConfig
 from ...data.batch import MicroBatch, MiniBatch, TokenBatch
 from ...objectives.loss import LOGPROBS, Loss, LossSums, ModelOutputs, OutputName, needed_outputs
-from ..contract import BackwardResult, SequenceOutputs
+from ..contract import STATE_PARTS, BackwardResult, SequenceOutputs, StatePart
 from ..hf.causal_head import HeadQuery, replace_head
+from ..hf.export import ExportedModel
 from ..hf.model_dir import check_model_dir, kept_types
 from ..hf.names import CheckpointRun, checkpoint_runs
 from ..hf.packed_attention import can_pack, pack_attention
+from ..hf.value_head import read_values, value_head
 from ..rank_collectives import require_open
 from ..torch_engine import TorchEngine, outputs_by_sequence
 from .loading import can_read_slices, materialise, model_without_weights, read_slices, whole_model
@@ -32,8 +35,7 @@ class Fsdp2Engine(TorchEngine):
 
     Where neighbouring ranks share every matrix (``TrainerConfig.fsdp2``), it does so over those that hold the same part. Master
     weights, gradients and AdamW's moments are float32 ``DTensor``s; forward and backward run in
-    ``TrainerConfig.compute_dtype``. The model is in evaluation mode, since a dropout that the rollout does not have would only
-    add noise to the importance weights.
+    ``TrainerConfig.compute_dtype``.
     """
 
     def __init__(self, config: TrainerConfig, rank: int, world: int, rendezvous: tuple[str, int]) -> None:
@@ -47,21 +49,30 @@ class Fsdp2Engine(TorchEngine):
 
     def setup(self, model_dir: Path, seed: int) -> None:
         """See `TrainingEngine.setup`."""
-        check_model_dir(model_dir)
+        head = self.config.head
+        check_model_dir(model_dir, head)
         check_mesh(self.config, model_dir)
         self._join(model_dir, seed)
-        model = model_without_weights(model_dir)
+        model = model_without_weights(model_dir, head)
+        new = value_head(model)[0] if head == "value" else ""
         runs = checkpoint_runs(model, checkpoint_tensors(model))
-        sliced = can_read_slices(model, model_dir, runs)
+        sliced = can_read_slices(model, model_dir, runs, new)
         self._packs = self.config.fsdp2.packing == "auto" and can_pack(model)
         if not sliced:
-            model = whole_model(model_dir)
+            model = whole_model(model_dir, head)
         if self._packs:
             pack_attention(model)
-        self._vocabulary = replace_head(model)
+        self._vocabulary = model.get_input_embeddings().num_embeddings  # type: ignore[operator]  # of transformers' PreTrainedModel
+        if head == "value":
+            read_values(model)
+        else:
+            self._vocabulary = replace_head(model)
         self._shard(model, model_dir)
         if sliced:
             materialise(model, self._device)
+            with torch.no_grad():
+                for parameter in value_head(model)[1].parameters() if new else ():
+                    parameter.zero_()  # where the files have none
             read_slices(model_dir, self._runs, checkpoint_tensors(model))
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._parameters = list(trained.values())
@@ -75,11 +86,14 @@ class Fsdp2Engine(TorchEngine):
     def outline(self, model_dir: Path) -> None:
         """See `TrainingEngine.outline`."""
         check_mesh(self.config, model_dir)
-        self._shard(model_without_weights(model_dir), model_dir)
+        self._shard(model_without_weights(model_dir, self.config.head), model_dir)
 
     def forward(self, batch: TokenBatch, outputs: Collection[OutputName] = LOGPROBS) -> dict[int, SequenceOutputs]:
         """See `TrainingEngine.forward`."""
         model, mesh = self._open_model(), self._mesh
+        self._require_here("parameters")
+        self._check_outputs(outputs)
+        model.eval()
         found: dict[int, SequenceOutputs] = {}
         with self._collective("the parameters of the other ranks"), torch.no_grad():
             for indices, micro in self._share(batch, mesh.data_rank, mesh.data_world, padded=not self._packs):
@@ -95,11 +109,14 @@ class Fsdp2Engine(TorchEngine):
     ) -> BackwardResult:
         """See `TrainingEngine.forward_backward`."""
         model, mesh = self._open_model(), self._mesh
+        self._require_here("parameters", "gradients")
+        self._check_outputs(needed := {*outputs, *needed_outputs(loss)})
+        model.train(self._dropout)
         sums = LossSums(self._begin(batch, mini_batch))
         found: dict[int, SequenceOutputs] = {}
         with self._collective("the gradients of the other ranks"), self._gradients_or_none():
             for indices, micro in self._share(batch, mesh.data_rank, mesh.data_world, padded=not self._packs):
-                computed = self._outputs(model, micro, {*outputs, *needed_outputs(loss)})
+                computed = self._outputs(model, micro, needed)
                 # FSDP averages gradients over the ranks, where their sum is wanted.
                 torch.autograd.backward(sums.add(loss(computed, micro)) * mesh.data_world)
                 found |= outputs_by_sequence(indices, micro, computed, outputs)
@@ -110,6 +127,7 @@ class Fsdp2Engine(TorchEngine):
     def optim_step(self, before_change: Callable[[Collection[str]], None]) -> float:
         """See `TrainingEngine.optim_step`."""
         self._open_model()
+        self._require_here(*STATE_PARTS)
         with self._collective("the gradient norm of the other ranks"):
             self._mesh.complete_gradients(self._loaded_model())
             norm_value = clip_gradients(self._parameters, self.config.max_grad_norm)
@@ -137,12 +155,14 @@ class Fsdp2Engine(TorchEngine):
     def save(self, directory: Path) -> None:
         """See `TrainingEngine.save`."""
         tensors = checkpoint_tensors(self._open_model())
+        self._require_here("parameters", "optimizer")
         with self._collective("the trainer ranks to save"):
             save_state(directory, tensors, self._named_optimizer_state(), self._step, self.rank, self._device)
 
     def load(self, directory: Path) -> None:
         """See `TrainingEngine.load`."""
         tensors = checkpoint_tensors(self._loaded_model())
+        self._require_here("parameters", "optimizer")
         with self._collective("the trainer ranks to load"):
             self._step = load_state(directory, tensors, self._named_optimizer_state(), self.rank, self._device)
         self._clear_gradients()
@@ -151,17 +171,21 @@ class Fsdp2Engine(TorchEngine):
     def export_hf(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
         """See `TrainingEngine.export_hf`."""
         tensors = checkpoint_tensors(self._open_model())
+        self._require_here("parameters")
         with self._collective("the trainer ranks to export the model"):
             kept = _sources(self._runs, self._kept)
-            export_model(directory, self._model_dir, tensors, dtype, kept, self.rank, self._device)
+            about = ExportedModel(self._model_dir, self.config.head, dtype, kept)
+            export_model(directory, about, tensors, self.rank, self._device)
 
     @classmethod
-    def export_saved(cls, state: Path, model_dir: Path, directory: Path, dtype: torch.dtype) -> None:
+    def export_saved(
+        cls, state: Path, model_dir: Path, directory: Path, dtype: torch.dtype, head: Head = "tokens"
+    ) -> None:
         """See `TrainingEngine.export_saved`; reads the weights only."""
-        model = model_without_weights(model_dir)
+        model = model_without_weights(model_dir, head)
         runs = checkpoint_runs(model, checkpoint_tensors(model))
         kept = kept_types(model_dir, (run.name for run in runs))
-        export_saved(state, model_dir, directory, dtype, _sources(runs, kept))
+        export_saved(state, ExportedModel(model_dir, head, dtype, _sources(runs, kept)), directory)
 
     def close(self) -> None:
         """See `TrainingEngine.close`."""
@@ -185,7 +209,19 @@ class Fsdp2Engine(TorchEngine):
             self._mesh.shard(model, _decoder_layers(model), self.config, self._compute_dtype)
         self._model = model
 
+    def _memory_of(self, part: StatePart) -> Iterable[torch.Tensor]:
+        model = self._open_model()
+        if part == "gradients":
+            return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        if part == "optimizer":
+            return [tensor for state in self._named_optimizer_state().values() for tensor in state.values()]
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # gathered parameters, too
+        return [*model.parameters(), *model.buffers()]
+
     def _clear_gradients(self) -> None:
+        self._away.pop("gradients", None)  # they are dropped, wherever they are
         self._optimizer.zero_grad()
         self._mini_batch = None
 
@@ -202,7 +238,7 @@ class Fsdp2Engine(TorchEngine):
         """Run the model on a micro-batch."""
         rows = micro.mask.nonzero().squeeze(1)
         if self._packs:
-            places = rows
+            places, all_places = rows, torch.arange(len(micro.tokens), device=rows.device)
             inputs = {
                 "input_ids": micro.tokens[None],
                 "position_ids": micro.positions[None],
@@ -215,12 +251,12 @@ class Fsdp2Engine(TorchEngine):
         temperatures = micro.temperatures
         query = HeadQuery(
             places,
-            micro.targets[rows],
+            micro.targets[rows] if {"logprobs", "entropy"} & set(wanted) else None,
             None if temperatures is None else temperatures[rows],
             "entropy" in wanted,
+            all_places if "hidden" in wanted else None,
         )
-        logprobs, entropy = model(query, **inputs)
-        return ModelOutputs.at(rows, micro, logprobs, entropy if "entropy" in wanted else None)
+        return ModelOutputs.at(rows, micro, model(query, **inputs))
 
     def _named_optimizer_state(self) -> dict[str, dict[str, torch.Tensor]]:
         return {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,33 +13,65 @@ from weightlane.ckpt_engines import ConfigError
 
 from ..hf.names import CheckpointRun
 from ..hf.stored_slices import Shelf, hf_tensors
+from ..hf.value_head import unused_heads, value_head
 from .shards import local_shards
 
+_SETTINGS: dict[str, dict[str, Any]] = {"tokens": {}, "value": {"num_labels": 1}}
+"""Settings beside those of ``config.json``, by head."""
 
-def model_without_weights(model_dir: Path) -> torch.nn.Module:
-    """The model of ``config.json`` with its parameters on the meta device, and its buffers on the CPU."""
-    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - optional, and slow to import
+
+def model_without_weights(model_dir: Path, head: str = "tokens") -> torch.nn.Module:
+    """The model of ``config.json`` with its parameters on the meta device, and its buffers on the CPU.
+
+    Args:
+        model_dir: Holds ``config.json``.
+        head: See ``TrainerConfig.head``.
+
+    Raises:
+        ConfigError: transformers cannot build it.
+    """
+    from transformers import AutoConfig  # noqa: PLC0415 - optional, and slow to import
 
     try:
         with _parameters_on_meta():
-            config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
-            model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            config = AutoConfig.from_pretrained(model_dir, local_files_only=True, **_SETTINGS[head])
+            model: torch.nn.Module = model_class(head).from_config(config, dtype=torch.float32)
     except (OSError, RuntimeError, ValueError) as cause:
-        raise ConfigError(f"the model in {model_dir} cannot be built: {cause}", part="model") from cause
+        raise ConfigError(
+            f"the model in {model_dir} cannot be built with the head trainer.head={head}: {cause}", part="model"
+        ) from cause
     model.tie_weights()  # type: ignore[operator]  # of transformers' PreTrainedModel
     return model.eval()
 
 
-def can_read_slices(model: torch.nn.Module, model_dir: Path, runs: Sequence[CheckpointRun]) -> bool:
+def model_class(head: str) -> Any:
+    """Transformers' class of models with the head ``TrainerConfig.head``."""
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification  # noqa: PLC0415 - as above
+
+    return AutoModelForTokenClassification if head == "value" else AutoModelForCausalLM
+
+
+def can_read_slices(model: torch.nn.Module, model_dir: Path, runs: Sequence[CheckpointRun], new: str = "") -> bool:
     """Whether the files in `model_dir` hold exactly the tensors `runs` that `model` would be saved as.
 
     They don't where transformers converts older formats on loading; `whole_model` does that.
+
+    Args:
+        model: With parameters on the meta device.
+        model_dir: A directory that `check_model_dir` accepts.
+        runs: The checkpoint tensors of `model`.
+        new: Name of a head that may be missing, while files may hold others; empty for none.
     """
     held = {name: entry.box.shape for name, entry in hf_tensors(model_dir).items()}
+    wanted = {run.name: run.shape for run in runs}
     for tied in getattr(model, "_tied_weights_keys", None) or ():
-        if tied not in {run.name for run in runs}:
+        if tied not in wanted:
             held.pop(tied, None)
-    return held == {run.name: run.shape for run in runs}
+    if new:
+        for name in unused_heads(held, model, new):
+            del held[name]
+        wanted = {name: shape for name, shape in wanted.items() if name in held or not name.startswith(f"{new}.")}
+    return held == wanted
 
 
 def read_slices(model_dir: Path, runs: Sequence[CheckpointRun], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -78,20 +111,30 @@ def _parameters_on_meta() -> Iterator[None]:
         torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def whole_model(model_dir: Path) -> torch.nn.Module:
-    """The model in `model_dir` in float32, loaded by transformers, which converts older formats. Takes memory for all of it."""
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - optional, and slow to import
+def whole_model(model_dir: Path, head: str = "tokens") -> torch.nn.Module:
+    """The model in `model_dir` in float32, loaded by transformers, which converts older formats. Takes memory for all of it.
+
+    A value head that the files don't hold is zeros.
+    """
     from transformers.utils import logging as transformers_logging  # noqa: PLC0415 - as above
 
     transformers_logging.disable_progress_bar()
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=torch.float32, local_files_only=True, output_loading_info=True
+        model, report = model_class(head).from_pretrained(
+            model_dir, dtype=torch.float32, local_files_only=True, output_loading_info=True, **_SETTINGS[head]
         )
     except (OSError, RuntimeError, ValueError) as cause:
         raise ConfigError(
             f"the model in {model_dir} cannot be loaded: {cause}", part="model", hint="Check or fetch it again."
         ) from cause
+    if head == "value":
+        own, module = value_head(model)
+        unused = unused_heads(map(str, report["unexpected_keys"]), model, own)
+        report["unexpected_keys"] = set(report["unexpected_keys"]) - unused
+        if any(str(name).startswith(f"{own}.") for name in report["missing_keys"]):
+            report["missing_keys"] = {name for name in report["missing_keys"] if not str(name).startswith(f"{own}.")}
+            for parameter in module.parameters():
+                torch.nn.init.zeros_(parameter)
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if names := sorted(str(item) for item in report.get(kind) or ()):
             raise ConfigError(

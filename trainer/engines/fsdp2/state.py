@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from weightlane.ckpt_engines import ConfigError, StorageError
 
-from ..hf.export import write_model_dir
+from ..hf.export import ExportedModel, write_model_dir
 from ..hf.partial_dir import PART, discard_partial, make_partial, partial_name, storage_error, write_on_rank_zero
+from .loading import model_class
 
 _MODEL = "model."
 """Before the names of weights in a saved state."""
@@ -90,29 +91,20 @@ def load_state(
 
 
 def export_model(
-    directory: Path,
-    model_dir: Path,
-    tensors: Mapping[str, torch.Tensor],
-    dtype: torch.dtype,
-    kept: Collection[str],
-    rank: int,
-    device: torch.device,
+    directory: Path, about: ExportedModel, tensors: Mapping[str, torch.Tensor], rank: int, device: torch.device
 ) -> None:
-    """Gather `tensors` on rank 0 and write them, with config and tokenizer of `model_dir`, as a Hugging Face directory.
-
-    Floating-point tensors are written in `dtype`, unless they are `kept` in the type that they have.
-    """
+    """Gather `tensors`, by in-memory name, on rank 0 and write them as a Hugging Face directory."""
     full: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for name, tensor in tensors.items():
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if rank == 0:
-                cast = whole.is_floating_point() and name not in kept
-                full[name] = whole.detach().to("cpu", dtype if cast else whole.dtype, copy=True)
-    write_on_rank_zero(lambda: _write_hf(directory, model_dir, full, dtype), directory, rank, device)
+                cast = whole.is_floating_point() and name not in about.kept
+                full[name] = whole.detach().to("cpu", about.dtype if cast else whole.dtype, copy=True)
+    write_on_rank_zero(lambda: _write_hf(directory, about, full), directory, rank, device)
 
 
-def export_saved(state: Path, model_dir: Path, directory: Path, dtype: torch.dtype, kept: Collection[str]) -> None:
+def export_saved(state: Path, about: ExportedModel, directory: Path) -> None:
     """Export the weights that `save_state` wrote as a Hugging Face directory, in one process."""
     if not (state / ".metadata").is_file():
         raise ConfigError(f"{state} holds no saved training state.", part=PART, hint="Check the path.")
@@ -129,10 +121,10 @@ def export_saved(state: Path, model_dir: Path, directory: Path, dtype: torch.dty
     except (CheckpointException, OSError) as cause:
         raise _storage_error("read", state, cause) from cause
     full = {
-        name: tensor.to(dtype) if tensor.is_floating_point() and name not in kept else tensor
+        name: tensor.to(about.dtype) if tensor.is_floating_point() and name not in about.kept else tensor
         for name, tensor in tensors.items()
     }
-    _write_hf(directory, model_dir, full, dtype)
+    _write_hf(directory, about, full)
 
 
 def _state(
@@ -148,15 +140,13 @@ def _state(
     }
 
 
-def _write_hf(directory: Path, model_dir: Path, full: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+def _write_hf(directory: Path, about: ExportedModel, full: dict[str, torch.Tensor]) -> None:
     def write_weights(partial: Path, config: Any) -> None:
-        from transformers import AutoModelForCausalLM  # noqa: PLC0415 - optional, and slow to import
-
         with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            skeleton = model_class(about.head).from_config(config, dtype=about.dtype)
         skeleton.save_pretrained(partial, state_dict=full)
 
-    write_model_dir(directory, model_dir, dtype, write_weights)
+    write_model_dir(directory, about, write_weights)
 
 
 def _storage_error(verb: str, directory: Path, cause: BaseException) -> StorageError:

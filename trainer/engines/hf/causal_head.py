@@ -21,19 +21,22 @@ class HeadQuery:
 
     rows: torch.Tensor
     """int64 [R]: positions, in the flattened rows of tokens."""
-    labels: torch.Tensor
-    """int64 [R] or [R, K]: tokens whose log-probability is wanted there."""
+    labels: torch.Tensor | None
+    """int64 [R] or [R, K]: tokens whose log-probability is wanted there; None if neither that nor entropy is."""
     temperatures: torch.Tensor | None = None
     """float32 [R], by which logits are divided."""
     entropy: bool = False
     """Whether entropies are wanted."""
+    hidden_rows: torch.Tensor | None = None
+    """int64 [N]: positions of which what the head reads is wanted; None for none."""
 
 
 def replace_head(model: torch.nn.Module) -> int:
     """Let `model`, a causal language model of transformers, compute its head in chunks, see `head_outputs`.
 
-    Afterwards, ``model(query, **inputs)`` runs it on ``inputs`` and returns what `head_outputs` does for a `HeadQuery`. The head
-    still belongs to the model's own forward pass, where FSDP has gathered its weight. Its parameters keep their names.
+    Afterwards, ``model(query, **inputs)`` runs it on ``inputs`` and returns what a `HeadQuery` asks for, by the names that
+    `ModelOutputs` has for it; see `head_outputs`. The head still belongs to the model's own forward pass, where FSDP has gathered
+    its weight. Its parameters keep their names.
 
     Returns:
         How many tokens the head knows.
@@ -74,15 +77,20 @@ class _Head:
         self._read = hidden
         return torch.tensor(_PROBE, device=hidden.device).expand(*hidden.shape[:-1], -1)
 
-    def __call__(self, query: HeadQuery, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, query: HeadQuery, **inputs: Any) -> dict[str, torch.Tensor]:
         self._read = None
         probe = self._run(**inputs, use_cache=False).logits[0, 0].detach()
         hidden, self._read = self._read, None
         assert hidden is not None
         if self._transform is None:
             self._transform = _transform_of(probe, self._model)
-        return head_outputs(
-            hidden.flatten(0, -2)[query.rows],
+        flat, found = hidden.flatten(0, -2), {}
+        if query.hidden_rows is not None:
+            found["hidden"] = flat[query.hidden_rows]
+        if query.labels is None:
+            return found
+        logprobs, entropy = head_outputs(
+            flat[query.rows],
             self._head.weight,
             query.labels,
             entropy=query.entropy,
@@ -90,6 +98,10 @@ class _Head:
             temperatures=query.temperatures,
             transform=self._transform,
         )
+        found["logprobs"] = logprobs
+        if query.entropy:
+            found["entropy"] = entropy
+        return found
 
 
 def _transform_of(probe: torch.Tensor, model: torch.nn.Module) -> LogitTransform:

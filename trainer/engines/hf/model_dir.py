@@ -72,8 +72,10 @@ def find_model(name: str | Path) -> Path:
         ) from cause
 
 
-def check_model_dir(path: Path) -> ModelInfo:
+def check_model_dir(path: Path, head: str = "tokens") -> ModelInfo:
     """Check that `path` holds a causal language model with whole weights and a tokenizer that fits it.
+
+    With `head` "value" it may be a critic, too: one of transformers' models for token classification with one label.
 
     Raises `ConfigError` that says what is wrong: no such directory, ``config.json`` missing or malformed, an architecture that
     is not a causal language model, weights missing, truncated or broken, tokenizer missing or disagreeing with the model.
@@ -82,7 +84,7 @@ def check_model_dir(path: Path) -> ModelInfo:
     if not path.is_dir():
         raise _error(f"there is no model directory {path}.", "Check the path, or make the model first.")
     raw = _read_json(path / "config.json")
-    config, architecture = _causal_lm_config(path, raw)
+    config, architecture = _language_model_config(path, raw, head)
     text_config = config.get_text_config()
     vocab_size = getattr(text_config, "vocab_size", None)
     if not isinstance(vocab_size, int) or vocab_size < 1:
@@ -141,9 +143,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def _causal_lm_config(path: Path, raw: Mapping[str, Any]) -> tuple[Any, str]:
+def _language_model_config(path: Path, raw: Mapping[str, Any], head: str) -> tuple[Any, str]:
     from transformers import AutoConfig  # noqa: PLC0415 - optional, and slow to import
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: PLC0415 - optional, and slow to import
+    from transformers.models.auto.modeling_auto import (  # noqa: PLC0415 - as above
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    )
 
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
@@ -151,6 +156,8 @@ def _causal_lm_config(path: Path, raw: Mapping[str, Any]) -> tuple[Any, str]:
     expected = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
     names = raw.get("architectures") or ([expected] if isinstance(expected, str) else [])
     accepted = {expected} if isinstance(expected, str) else set(expected or ())
+    if head == "value" and model_type in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES:
+        accepted.add(MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES[model_type])
     if not names or names[0] not in accepted:
         raise _error(
             f"{path} holds a {names[0] if names else model_type}, which transformers does not know as a causal language"

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from weightlane.sync.version.box import Box
 
 EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+VALUE_HEAD = "score."
+"""Before the names of a critic's weight and bias."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,8 @@ class CheckpointShape:
     """Hidden size of the shared experts, which take every token, together; 0 without."""
     expert_bias: bool = False
     """Whether the choice of experts has a bias, which is not trained."""
+    valued: bool = False
+    """Whether it is a critic: its head has one row and a bias, and `tied` is False."""
     latent: LatentShape | None = None
     """Multi-latent attention; `groups` and `head_dim` mean nothing then."""
 
@@ -131,10 +135,13 @@ def checkpoint_shapes(model: CheckpointShape) -> dict[str, tuple[int, ...]]:
                 feed_forward(f"{layer}.mlp.shared_experts", model.shared_intermediate)
         else:
             feed_forward(f"{layer}.mlp", model.intermediate)
-    shapes[FINAL_NORM] = (hidden,)
-    if not model.tied:
-        shapes[HEAD] = (model.vocab, hidden)
-    return shapes
+    return {**shapes, FINAL_NORM: (hidden,), **_head_shapes(model)}
+
+
+def _head_shapes(model: CheckpointShape) -> dict[str, tuple[int, ...]]:
+    if model.valued:
+        return {f"{VALUE_HEAD}weight": (1, model.hidden), f"{VALUE_HEAD}bias": (1,)}
+    return {} if model.tied else {HEAD: (model.vocab, model.hidden)}
 
 
 def _attention_shapes(model: CheckpointShape) -> dict[str, tuple[int, ...]]:
@@ -171,6 +178,8 @@ def pieces_of(name: str, shape: tuple[int, ...], model: CheckpointShape, at: Coo
 
     Raises `KeyError` for a parameter that is in no supported model.
     """
+    if model.valued and name.startswith("output_layer."):
+        return [_all_of(name.replace("output_layer.", VALUE_HEAD), shape)]
     if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         return [_vocabulary(EMBEDDING if name.startswith("embedding") or model.tied else HEAD, shape, model, at)]
     if name == "decoder.final_layernorm.weight":

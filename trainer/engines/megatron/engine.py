@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,15 @@ import torch.distributed as dist
 from weightlane.ckpt_engines import ConfigError
 from weightlane.sync.version.tensor_spec import LocalShard, TensorSpec
 
-from ...config import TrainerConfig
+from ...config import Head, TrainerConfig
 from ...data.batch import MicroBatch, MiniBatch, TokenBatch
 from ...objectives.loss import LOGPROBS, Loss, LossSums, ModelOutputs, OutputName, needed_outputs
-from ..contract import BackwardResult, SequenceOutputs
-from ..head import VocabularyShare, head_outputs
+from ..contract import STATE_PARTS, BackwardResult, SequenceOutputs, StatePart, TrainingEngine
+from ..hf.export import ExportedModel
 from ..hf.model_dir import check_model_dir, kept_types
 from ..rank_collectives import require_open
 from ..torch_engine import TorchEngine, outputs_by_sequence
-from .checkpoint_names import HEAD, Coordinates, checkpoint_shapes
+from .checkpoint_names import HEAD, VALUE_HEAD, Coordinates, checkpoint_shapes
 from .model_facts import check_layout, read_model
 
 with warnings.catch_warnings():
@@ -35,7 +35,8 @@ with warnings.catch_warnings():
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer.module import Float16Module
 
-    from .model import build_chunks, head_weight, keep_expert_bias, transformer_config
+    from .head import head_of, model_outputs
+    from .model import build_chunks, keep_expert_bias, transformer_config
     from .schedule import Part, run_schedule
     from .state import export_model, export_saved, load_model, load_state, save_state
     from .weights import (
@@ -66,16 +67,18 @@ class MegatronEngine(TorchEngine):
     @classmethod
     def check(cls, config: TrainerConfig, model_dir: Path) -> None:
         """See `TrainingEngine.check`."""
-        check_layout(config, read_model(model_dir).shape, config.ranks)
+        check_layout(config, read_model(model_dir, config.head).shape, config.ranks)
 
     def setup(self, model_dir: Path, seed: int) -> None:
         """See `TrainingEngine.setup`."""
-        check_model_dir(model_dir)
+        check_model_dir(model_dir, self.config.head)
         self._read(model_dir)
         self._join(model_dir, seed)
         with self._megatron("the trainer ranks to build the model"):
             self._build(seed)
-            load_model(model_dir, self._shapes, self._slices, HEAD if self._facts.shape.tied else "")
+            valued, tied = self._facts.shape.valued, self._facts.shape.tied
+            unused, new = HEAD if tied or valued else "", VALUE_HEAD if valued else ""
+            load_model(model_dir, self._shapes, self._slices, unused, new)
             copy_masters_to_model(self._chunks, self._optimizer)
 
     def outline(self, model_dir: Path) -> None:
@@ -87,6 +90,9 @@ class MegatronEngine(TorchEngine):
 
     def forward(self, batch: TokenBatch, outputs: Collection[OutputName] = LOGPROBS) -> dict[int, SequenceOutputs]:
         """See `TrainingEngine.forward`."""
+        self._require_open()
+        self._require_here("parameters")
+        self._check_outputs(outputs)
         found: dict[int, SequenceOutputs] = {}
 
         def keep(indices: list[int], micro: MicroBatch, computed: ModelOutputs) -> torch.Tensor:
@@ -106,6 +112,8 @@ class MegatronEngine(TorchEngine):
     ) -> BackwardResult:
         """See `TrainingEngine.forward_backward`."""
         self._require_whole()
+        self._require_here("parameters", "gradients")
+        self._check_outputs(needed := {*outputs, *needed_outputs(loss)})
         sums = LossSums(self._begin(batch, mini_batch))
         found: dict[int, SequenceOutputs] = {}
 
@@ -113,12 +121,11 @@ class MegatronEngine(TorchEngine):
             found.update(outputs_by_sequence(indices, micro, computed, outputs))
             return sums.add(loss(computed, micro))
 
-        needed = {*outputs, *needed_outputs(loss)}
         with self._megatron("the activations and gradients of the other ranks"), self._gradients_or_none():
             self._run(batch, needed, judge, forward_only=False)
             if not parallel_state.is_pipeline_last_stage():  # only the names of the sums are wanted
                 nothing = MicroBatch.without_targets(batch.sequences[0]).to(self._device)
-                sums.add(loss(ModelOutputs.nothing(nothing), nothing))
+                sums.add(loss(ModelOutputs.nothing(nothing, self._facts.shape.hidden), nothing))
             totals = sums.as_tensor()
             if parallel_state.get_tensor_model_parallel_rank() != 0:
                 totals.zero_()  # they are those of tensor parallel rank 0
@@ -128,6 +135,7 @@ class MegatronEngine(TorchEngine):
     def optim_step(self, before_change: Callable[[Collection[str]], None]) -> float:
         """See `TrainingEngine.optim_step`. Everything is stepped at once: `before_change` is called once, with all names."""
         self._require_whole()
+        self._require_here(*STATE_PARTS)
         with self._megatron("the gradients of the other ranks"):
             finalize_model_grads(self._chunks)
             self._optimizer.prepare_grads()
@@ -174,6 +182,7 @@ class MegatronEngine(TorchEngine):
     def save(self, directory: Path) -> None:
         """See `TrainingEngine.save`."""
         self._require_whole()
+        self._require_here("parameters", "optimizer")
         layout = {"ranks": self.world, "layout": self.config.megatron.model_dump()}
         with self._collective("the trainer ranks to save"):
             save_state(directory, self._slices, self._step, layout, self.rank, self._device)
@@ -181,6 +190,7 @@ class MegatronEngine(TorchEngine):
     def load(self, directory: Path) -> None:
         """See `TrainingEngine.load`; ranks in any number and layout can read what others saved."""
         self._require_open()
+        self._require_here("parameters", "optimizer")
         with self._megatron("the trainer ranks to load"):
             try:
                 self._step = load_state(directory, self._slices, self.rank, self._device)
@@ -197,15 +207,17 @@ class MegatronEngine(TorchEngine):
     def export_hf(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
         """See `TrainingEngine.export_hf`."""
         self._require_whole()
+        self._require_here("parameters")
+        about = ExportedModel(self._model_dir, self.config.head, dtype, self._kept)
         with self._collective("the trainer ranks to export the model"):
-            export_model(
-                directory, self._model_dir, self._shapes, self._slices, dtype, self._kept, self.rank, self._device
-            )
+            export_model(directory, about, self._shapes, self._slices, self.rank, self._device)
 
     @classmethod
-    def export_saved(cls, state: Path, model_dir: Path, directory: Path, dtype: torch.dtype) -> None:
+    def export_saved(
+        cls, state: Path, model_dir: Path, directory: Path, dtype: torch.dtype, head: Head = "tokens"
+    ) -> None:
         """See `TrainingEngine.export_saved`; reads the weights only."""
-        export_saved(state, model_dir, directory, dtype)
+        export_saved(state, model_dir, directory, dtype, head)
 
     def close(self) -> None:
         """See `TrainingEngine.close`."""
@@ -267,7 +279,7 @@ class MegatronEngine(TorchEngine):
 
     def _read(self, model_dir: Path) -> None:
         """Facts about the model and its checkpoint that are known before it is built."""
-        self._facts = read_model(model_dir)
+        self._facts = read_model(model_dir, self.config.head)
         self._vocabulary = self._facts.shape.vocab
         check_layout(self.config, self._facts.shape, self.world)
         self._shapes = checkpoint_shapes(self._facts.shape)
@@ -307,7 +319,25 @@ class MegatronEngine(TorchEngine):
         self._chunks = chunks
         self._clear_gradients()
 
+    def train(self, mode: bool) -> None:
+        """See `TrainingEngine.train`."""
+        TrainingEngine.train(self, mode)
+
+    def _memory_of(self, part: StatePart) -> Iterable[torch.Tensor]:
+        self._require_whole()
+        if part == "parameters":
+            modules = [module for chunk in self._chunks for module in chunk.module.modules()]
+            held = [
+                tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values())
+            ]
+            return [*(tensor for tensor in held if tensor is not None), *(piece.weight for piece in self._slices)]
+        if part == "gradients":
+            buffers = [buffer for chunk in self._chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+            return [buffer.grad_data for buffer in buffers]
+        return [moment for piece in self._slices for moment in piece.moments]
+
     def _clear_gradients(self) -> None:
+        self.onload(["gradients"])  # they stay in buffers of their own
         self._mini_batch = None
         self._optimizer.zero_grad()
         for chunk in self._chunks:
@@ -330,7 +360,7 @@ class MegatronEngine(TorchEngine):
 
         def finish(chunk: Any, part: Part, hidden: torch.Tensor) -> torch.Tensor:
             indices, micro = part
-            return use(indices, micro, self._outputs(hidden, head_weight(chunk), micro, wanted))
+            return use(indices, micro, model_outputs(hidden, head_of(chunk), micro, wanted, self._facts.shape.vocab))
 
         run_schedule(self._chunks, self._micro_batches(batch), finish, multiple=multiple, forward_only=forward_only)
 
@@ -343,25 +373,6 @@ class MegatronEngine(TorchEngine):
             nothing = MicroBatch.without_targets(batch.sequences[0]).to(self._device)
             share += [([], nothing) for _ in range(-len(share) % self.config.megatron.pipeline_parallel)]
         return share
-
-    def _outputs(
-        self, hidden: torch.Tensor, weight: torch.Tensor, micro: MicroBatch, wanted: Collection[OutputName]
-    ) -> ModelOutputs:
-        """Compute the outputs for a micro-batch from `hidden` [tokens, width], which the head reads."""
-        rows = micro.mask.nonzero().squeeze(1)
-        first = self._coordinates.tensor_rank * len(weight)
-        real = weight[: max(0, self._facts.shape.vocab - first)]  # without padding
-        split = self.config.megatron.tensor_parallel > 1
-        temperatures = micro.temperatures
-        logprobs, entropy = head_outputs(
-            hidden[rows].to(weight.dtype),
-            real,
-            micro.targets[rows],
-            entropy="entropy" in wanted,
-            temperatures=None if temperatures is None else temperatures[rows],
-            share=VocabularyShare(first, parallel_state.get_tensor_model_parallel_group()) if split else None,
-        )
-        return ModelOutputs.at(rows, micro, logprobs, entropy if "entropy" in wanted else None)
 
     def _answers(self) -> bool:
         """Whether this rank returns the outputs of its share, which the ranks that share its matrices compute, too."""

@@ -11,14 +11,13 @@ from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from ...config import TrainerConfig
+from .head import prepared_head
 from .layers import decoder_spec
 from .model_facts import ModelFacts
 
@@ -156,29 +155,8 @@ def build_chunks(config: TransformerConfig, facts: ModelFacts) -> list[torch.nn.
         )
         _mark_parameters(chunks[-1])
         if chunks[-1].post_process:
-            _skip_head(chunks[-1].output_layer)
+            chunks[-1].output_layer = prepared_head(chunks[-1].output_layer, valued=shape.valued)
     return chunks
-
-
-def head_weight(chunk: torch.nn.Module) -> torch.Tensor:
-    """[local vocabulary, hidden]: this rank's rows of the head, in a chunk of the last pipeline stage."""
-    while not isinstance(chunk, GPTModel):
-        chunk = chunk.module  # type: ignore[assignment]  # a wrapper
-    tied = chunk.share_embeddings_and_output_weights
-    weight: torch.Tensor = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
-    return weight
-
-
-def _skip_head(head: ColumnParallelLinear) -> None:
-    """Let the last stage hand out what its head reads: its rows of the head are computed in chunks, by `head_outputs`."""
-
-    def forward(hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
-        # Backward, both add up what each rank's rows of the head contribute.
-        if head.sequence_parallel:
-            return gather_from_sequence_parallel_region(hidden, group=head.tp_group), None
-        return copy_to_tensor_model_parallel_region(hidden, group=head.tp_group), None
-
-    head.forward = forward
 
 
 def keep_expert_bias(chunk: torch.nn.Module) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from weightlane.ckpt_engines import ConfigError
 
-from ...config import TrainerConfig
+from ...config import Head, TrainerConfig
 from .checkpoint_names import CheckpointShape, LatentShape
 
 _PART = "megatron engine"
@@ -64,9 +64,15 @@ class ModelFacts:
     """None without."""
 
 
-def read_model(model_dir: Path) -> ModelFacts:
-    """Read ``config.json``. Raises `ConfigError` for a model that this engine would compute differently from transformers."""
+def read_model(model_dir: Path, head: Head = "tokens") -> ModelFacts:
+    """Read ``config.json`` for a model with ``TrainerConfig.head`` `head`.
+
+    Raises `ConfigError` for a model that this engine would compute differently from transformers.
+    """
     from transformers import AutoConfig  # noqa: PLC0415 - slow to import
+    from transformers.models.auto.modeling_auto import (  # noqa: PLC0415 - as above
+        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    )
 
     config: Any = AutoConfig.from_pretrained(model_dir, local_files_only=True)
 
@@ -81,6 +87,8 @@ def read_model(model_dir: Path) -> ModelFacts:
         raise refuse("has quantised weights")
     if config.model_type not in _SUPPORTED:
         raise refuse(f"is a {config.model_type} model (supported: {', '.join(_SUPPORTED)})")
+    if head == "value" and config.model_type not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES:
+        raise refuse(f"is a {config.model_type} model, of which transformers has no critic")
     if config.hidden_act != "silu":
         raise refuse(f"has the activation {config.hidden_act}")
     if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
@@ -93,6 +101,8 @@ def read_model(model_dir: Path) -> ModelFacts:
         raise refuse("has dropout")
     rope = dict(config.rope_parameters)
     shape, routing = _deepseek(config, refuse) if config.model_type.startswith("deepseek") else _plain(config, refuse)
+    if head == "value":
+        shape = replace(shape, valued=True, tied=False)
     return ModelFacts(
         shape,
         norm_eps=config.rms_norm_eps,

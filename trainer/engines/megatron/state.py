@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ import torch.distributed as dist
 from weightlane.ckpt_engines import ConfigError, StorageError
 from weightlane.sync.version.box import Box
 
-from ..hf.export import write_model_dir
+from ...config import Head
+from ..hf.export import ExportedModel, write_model_dir
 from ..hf.model_dir import kept_types
 from ..hf.partial_dir import PART, discard_partial, make_partial, partial_name, storage_error, write_on_rank_zero
 from ..hf.stored_slices import Shelf, StoredSlice, hf_tensors, shapes_in
@@ -32,7 +33,7 @@ _RANDOM = "random"
 
 
 def load_model(
-    model_dir: Path, shapes: Mapping[str, tuple[int, ...]], slices: Iterable[WeightSlice], tied: str
+    model_dir: Path, shapes: Mapping[str, tuple[int, ...]], slices: Iterable[WeightSlice], unused: str, new: str = ""
 ) -> None:
     """Fill the weights of `slices` from a Hugging Face directory; reads no other element.
 
@@ -40,13 +41,15 @@ def load_model(
         model_dir: holds safetensors files.
         shapes: every tensor of the checkpoint.
         slices: what to fill.
-        tied: a name that the files may hold beside `shapes`, as a copy of another tensor; empty for none.
+        unused: a name that the files may hold beside `shapes`, as a copy of another tensor or for another head; empty for none.
+        new: how names begin that the files need not hold: these stay as they are; empty for none.
 
     Raises `ConfigError` when the files do not hold exactly the tensors of `shapes`.
     """
     stored = hf_tensors(model_dir)
     held = {name: entry.box.shape for name, entry in stored.items()}
-    held.pop(tied, None)
+    held.pop(unused, None)
+    shapes = {name: shape for name, shape in shapes.items() if name in held or not (new and name.startswith(new))}
     held = {name: shape for name, shape in held.items() if not _is_extra_layer(name, shapes)}
     for kind, names in (
         ("missing keys", shapes.keys() - held.keys()),
@@ -139,22 +142,18 @@ def load_state(directory: Path, slices: Sequence[WeightSlice], rank: int, device
 
 def export_model(
     directory: Path,
-    model_dir: Path,
+    about: ExportedModel,
     shapes: Mapping[str, tuple[int, ...]],
     slices: Sequence[WeightSlice],
-    dtype: torch.dtype,
-    kept: Collection[str],
     rank: int,
     device: torch.device,
 ) -> None:
-    """Gather the weights on rank 0 and write them, with config and tokenizer of `model_dir`. Collective.
-
-    They are written in `dtype`, those that are `kept` in float32.
-    """
+    """Gather the weights on rank 0 and write them as a Hugging Face directory. Collective."""
     full: dict[str, torch.Tensor] = {}
     if rank == 0:
         full = {
-            name: torch.empty(shape, dtype=torch.float32 if name in kept else dtype) for name, shape in shapes.items()
+            name: torch.empty(shape, dtype=torch.float32 if name in about.kept else about.dtype)
+            for name, shape in shapes.items()
         }
     held = share_json(_described(slices), device)
     taken: set[str] = set()
@@ -175,10 +174,10 @@ def export_model(
                 dist.recv(buffer, owner)
                 full[name][box.index] = buffer.to("cpu")
 
-    write_on_rank_zero(lambda: _write_hf(directory, model_dir, full, dtype), directory, rank, device)
+    write_on_rank_zero(lambda: _write_hf(directory, about, full), directory, rank, device)
 
 
-def export_saved(state: Path, model_dir: Path, directory: Path, dtype: torch.dtype) -> None:
+def export_saved(state: Path, model_dir: Path, directory: Path, dtype: torch.dtype, head: Head) -> None:
     """Export the weights that `save_state` wrote as a Hugging Face directory, in one process."""
     _, stored = _state_tensors(state)
     kept = kept_types(model_dir, (key.split("|")[1] for key in stored))
@@ -190,21 +189,21 @@ def export_saved(state: Path, model_dir: Path, directory: Path, dtype: torch.dty
                 shape = tuple(map(max, zip(*(_end(piece.box) for piece in slices), strict=True)))
                 full[name] = torch.empty(shape, dtype=torch.float32 if name in kept else dtype)
                 shelf.read(key, Box.whole(shape), full[name])
-    _write_hf(directory, model_dir, full, dtype)
+    _write_hf(directory, ExportedModel(model_dir, head, dtype, kept), full)
 
 
 def _end(box: Box) -> tuple[int, ...]:
     return tuple(start + length for start, length in zip(box.starts, box.shape, strict=True))
 
 
-def _write_hf(directory: Path, model_dir: Path, full: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+def _write_hf(directory: Path, about: ExportedModel, full: dict[str, torch.Tensor]) -> None:
     def write_weights(partial: Path, config: Any) -> None:
         from huggingface_hub import save_torch_state_dict  # noqa: PLC0415 - optional
 
         save_torch_state_dict(full, partial, metadata={"format": "pt"})
         config.save_pretrained(partial)
 
-    write_model_dir(directory, model_dir, dtype, write_weights)
+    write_model_dir(directory, about, write_weights)
 
 
 def _described(slices: Iterable[WeightSlice]) -> list[Any]:

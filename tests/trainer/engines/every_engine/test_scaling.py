@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -11,61 +10,9 @@ import numpy as np
 import pytest
 import torch
 from engine_batches import TEMPERATURE, make_samples
+from engine_gradients import ROWS, SPLITS, assert_gradient_is_exact
 from engine_ranks import FSDP2_TP2, Teams, assert_same, checkpoint, exhaustive, gathered, megatron
 from transformers import AutoModelForCausalLM
-
-ROWS = 7
-SPLITS = {
-    "one call": [[*range(ROWS)]],
-    "three calls": [[0], [3, 1, 2, 4], [6, 5]],
-}
-
-
-@functools.cache
-def exact(path: Path, rows: int) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradient of the whole mini-batch by plain transformers, one sequence at a time, everything in float64.
-
-    The three terms of `engine_batches.mixed` are written out here once more.
-    """
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager").eval()
-    samples = make_samples(0, rows)
-    tokens = sum(len(sample.completion_ids) for sample in samples)
-    loss = torch.zeros((), dtype=torch.float64)
-    for sample in samples:
-        ids = torch.tensor([sample.prompt_ids + sample.completion_ids])
-        logits = model(ids, use_cache=False).logits[0, len(sample.prompt_ids) - 1 : -1] / TEMPERATURE
-        assert logits.dtype == torch.float64
-        logs = torch.log_softmax(logits, -1)
-        chosen = logs[range(len(sample.completion_ids)), list(sample.completion_ids)]
-        advantage = float(np.float32(sample.advantage))  # in which it travels
-        loss = loss - advantage * chosen.sum() / tokens + chosen.square().mean() / rows + (logs.exp() * logs).sum() / 50
-    loss.backward()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-    saved = path.parent / f"{path.name}-gradient-{rows}"
-    model.save_pretrained(saved)  # under the names of a checkpoint
-    return float(loss.detach()), checkpoint(saved)
-
-
-def assert_gradient_is_exact(
-    teams: Teams, world: int, name: str, settings: dict[str, Any], rows: int, calls: list[list[int]], limit: float
-) -> None:
-    ranks = teams.of(world)
-    ranks.setup(name, **{"betas": (0.0, 0.999), "max_grad_norm": 1e9, "micro_batch_tokens": 20, **settings})
-    answers = ranks.all("gradient", rows=rows, calls=calls)
-    loss, wanted = exact(teams.models[name], rows)
-    wanted = {key: value for key, value in wanted.items() if not key.endswith("e_score_correction_bias")}
-    found = {key: torch.full(value.shape, torch.nan, dtype=torch.float64) for key, value in wanted.items()}
-    for total, slices in answers:
-        assert total == pytest.approx(loss, rel=limit)
-        for key, starts, data in slices:
-            index = tuple(slice(start, start + size) for start, size in zip(starts, data.shape, strict=True))
-            found[key][index] = torch.from_numpy(data).double()
-    difference = torch.stack([(found[key] - value).norm() for key, value in wanted.items()]).norm()
-    norm = torch.stack([value.norm() for value in wanted.values()]).norm()
-    assert float(difference / norm) <= limit
-
 
 LAYOUTS = [
     exhaustive(1, "qwen3-tied", {}, id="fsdp2"),
@@ -168,7 +115,7 @@ def test_outputs_follow_the_parameters_and_leave_the_shards_as_they_are(
 
 
 def test_the_guides_way_without_a_run_trains(teams: Teams) -> None:
-    guide = Path(__file__).parents[3] / "docs/guides/your-own-loss.md"
+    guide = Path(__file__).parents[4] / "docs/guides/your-own-loss.md"
     block = re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL)[1]
     ranks = teams.of(2)
     ranks.setup("qwen3-tied")

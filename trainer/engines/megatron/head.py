@@ -1,0 +1,115 @@
+"""The head of a model in megatron-core, over its vocabulary or a critic's: the last pipeline stage hands out what it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+
+from ...data.batch import MicroBatch
+from ...objectives.loss import ModelOutputs, OutputName
+from ..head import VocabularyShare, head_outputs
+
+
+class ValueHead(torch.nn.Module):
+    """A critic's head, whole on every tensor parallel rank; zeros at first.
+
+    Args:
+        head: The head over the vocabulary in whose place it is.
+    """
+
+    def __init__(self, head: ColumnParallelLinear) -> None:
+        super().__init__()
+        like = head.weight
+        self.weight = torch.nn.Parameter(torch.zeros(1, like.shape[1], dtype=like.dtype, device=like.device))
+        self.bias = torch.nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device))
+
+    def values(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [tokens], from `hidden` [tokens, width]."""
+        return torch.nn.functional.linear(hidden.float(), self.weight.float(), self.bias.float()).squeeze(1)
+
+
+def prepared_head(head: ColumnParallelLinear, *, valued: bool) -> torch.nn.Module:
+    """The head for the last stage, which hands out what it reads: outputs are computed by `model_outputs`.
+
+    Args:
+        head: That of megatron-core's own model.
+        valued: Whether a critic's takes its place.
+    """
+
+    def forward(hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        # Backward, both add up what each rank's rows of the head contribute.
+        if head.sequence_parallel:
+            return gather_from_sequence_parallel_region(hidden, group=head.tp_group), None
+        return copy_to_tensor_model_parallel_region(hidden, group=head.tp_group), None
+
+    chosen = ValueHead(head) if valued else head
+    chosen.forward = forward
+    return chosen
+
+
+def head_of(chunk: torch.nn.Module) -> torch.Tensor | ValueHead:
+    """The head, in a chunk of the last pipeline stage: this rank's rows [local vocabulary, width], or that of a critic."""
+    while not isinstance(chunk, GPTModel):
+        chunk = chunk.module  # type: ignore[assignment]  # a wrapper
+    if isinstance(chunk.output_layer, ValueHead):
+        return chunk.output_layer
+    tied = chunk.share_embeddings_and_output_weights
+    weight: torch.Tensor = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
+    return weight
+
+
+def model_outputs(
+    hidden: torch.Tensor,
+    head: torch.Tensor | ValueHead,
+    micro: MicroBatch,
+    wanted: Collection[OutputName],
+    vocabulary: int,
+) -> ModelOutputs:
+    """Compute the outputs for a micro-batch.
+
+    Args:
+        hidden: [tokens and padding, width], which the head reads.
+        head: See `head_of`.
+        micro: The micro-batch.
+        wanted: Outputs that the head has.
+        vocabulary: Tokens of the model; rows of the head beyond them are padding.
+    """
+    rows = micro.mask.nonzero().squeeze(1)
+    found: dict[str, torch.Tensor] = {}
+    if "hidden" in wanted:
+        found["hidden"] = _read_by_all(hidden)[: len(micro.tokens)]
+    if isinstance(head, ValueHead):
+        found["values"] = head.values(_read_by_all(hidden)[rows])
+    elif {"logprobs", "entropy"} & set(wanted):
+        ranks, temperatures = parallel_state.get_tensor_model_parallel_world_size(), micro.temperatures
+        first = parallel_state.get_tensor_model_parallel_rank() * len(head)
+        logprobs, entropy = head_outputs(
+            hidden[rows].to(head.dtype),
+            head[: max(0, vocabulary - first)],
+            micro.targets[rows],
+            entropy="entropy" in wanted,
+            temperatures=None if temperatures is None else temperatures[rows],
+            share=VocabularyShare(first, parallel_state.get_tensor_model_parallel_group()) if ranks > 1 else None,
+        )
+        found["logprobs"] = logprobs
+        if "entropy" in wanted:
+            found["entropy"] = entropy
+    return ModelOutputs.at(rows, micro, found)
+
+
+def _read_by_all(hidden: torch.Tensor) -> torch.Tensor:
+    """`hidden` for what every tensor parallel rank computes alike: of the gradients that are added up, each has a share."""
+    ranks = parallel_state.get_tensor_model_parallel_world_size()
+    shared = hidden.view_as(hidden)
+    if shared.requires_grad and ranks > 1:
+        shared.register_hook(lambda gradient: gradient / ranks)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return shared
